@@ -1,0 +1,24 @@
+"Everything that settings.ini says, in setuptools' words."
+from configparser import ConfigParser
+from pathlib import Path
+from setuptools import setup
+
+cfg = ConfigParser(delimiters=['='], interpolation=None)
+cfg.read(Path(__file__).with_name('settings.ini'), encoding='utf-8')
+cfg = cfg['DEFAULT']
+statuses = ['1 - Planning', '2 - Pre-Alpha', '3 - Alpha', '4 - Beta', '5 - Production/Stable']
+readme = Path(__file__).with_name('README.md')
+
+setup(
+    name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], author=cfg['author'],
+    license=cfg['license'], license_files=['LICENSE'], keywords=cfg['keywords'].split(),
+    long_description=readme.read_text(encoding='utf-8') if readme.exists() else cfg['description'],
+    long_description_content_type='text/markdown',
+    packages=[cfg['lib_path']], python_requires=f">={cfg['min_python']}",
+    install_requires=cfg['requirements'].split(),
+    extras_require={o: cfg[f'{o}_requirements'].split() for o in ('dev', 'bench')},
+    entry_points={'nbdev': [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"]},
+    classifiers=[f"Development Status :: {statuses[int(cfg['status']) - 1]}",
+                 'Framework :: Jupyter', 'Intended Audience :: Developers',
+                 'Programming Language :: Python :: 3', 'Topic :: Scientific/Engineering :: Artificial Intelligence'],
+    zip_safe=False)
