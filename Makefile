@@ -1,0 +1,54 @@
+# Everything that is done here, by name. Each target makes its own environment in .venv if it is not there yet.
+#   make demo      run the lesson in a real Jupyter kernel, on all GPUs or on 2 CPU workers
+#   make test      all tests and all notebooks
+#   make readme    render README.md from nbs/index.ipynb
+#   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
+# PYTHON=python3.12 chooses the interpreter for a new environment, VENV=some/folder where it lies.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# Without PYTHON= an environment that exists is used as it is, whatever `python3` means today.
+chosen := $(filter-out file default undefined,$(origin PYTHON))
+runner := $(if $(chosen),$(PYTHON),$(firstword $(wildcard $(PY)) $(PYTHON)))
+missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) not found: Python 3.10 or newer is needed' \
+	'(apt-get install python3 python3-venv, or PYTHON=/path/to/python)'; exit; }; \
+	'$(runner)' tools/check.py '$(VENV)')
+# The environment points at this folder: a copied or moved tree is installed anew.
+moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
+
+.PHONY: demo test readme venv check again clean distclean
+.NOTPARALLEL:
+
+demo: venv
+	@$(PY) tools/demo.py
+
+test: venv
+	@$(PY) -m pytest tests
+
+readme: venv
+	@$(PY) tools/readme.py
+
+venv: $(STAMP)
+
+# $(error) stops make with exactly this one line.
+check:
+	@$(if $(missing),$(error $(missing)))
+
+again:
+
+# One pip call, so that torch, torchvision and fastai are chosen to fit each other.
+$(STAMP): settings.ini setup.py pyproject.toml $(moved) | check
+	@test -x $(PY) || $(PYTHON) -m venv --clear $(VENV)
+	@echo 'Installing into $(VENV): torch, torchvision, fastai and the rest (a few minutes the first time)'
+	@$(PY) -m pip install --quiet --disable-pip-version-check torch torchvision fastai -e '.[dev]'
+	@echo '$(CURDIR)' > $(STAMP)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis
+	find fastddp nbs tests tools benchmarks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+distclean: clean
+	rm -rf $(VENV)
