@@ -25,7 +25,8 @@ def wrong_python(venv):
     if there: return None
     try: import ensurepip, venv as _
     except ImportError:
-        return '%s has no venv module: run `apt-get install python3-venv`, or pass PYTHON=/path/to/python' % sys.executable
+        return ('%s has no venv module: run `apt-get install python3-venv`, or pass PYTHON=/path/to/python'
+                % sys.executable)
 
 
 def no_room(venv):
@@ -34,7 +35,8 @@ def no_room(venv):
     if os.path.isdir(lib): return None
     place = os.path.dirname(os.path.abspath(venv))
     free = shutil.disk_usage(place).free / 2**30
-    if free < NEED_GB: return '%d GB of free disk are needed for %s, %.1f GB are free in %s' % (NEED_GB, venv, free, place)
+    if free < NEED_GB:
+        return '%d GB of free disk are needed for %s, %.1f GB are free in %s' % (NEED_GB, venv, free, place)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,93 @@
+"""Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
+import atexit, os, shutil, signal, sys, tempfile, time
+from pathlib import Path
+import psutil, pytest
+
+GRACE = 5.   # seconds for a process that is on its way out
+
+
+def own_temporary_folder():
+    "A temporary folder of this run only, so that runs side by side don't see each other's files"
+    path, pid = tempfile.mkdtemp(prefix='t'), os.getpid()
+    os.environ['TMPDIR'], tempfile.tempdir = path, None
+    # at exit, and after multiprocess has removed what it keeps in there; a forked child must not do it
+    atexit.register(lambda: shutil.rmtree(path, ignore_errors=True) if os.getpid() == pid else None)
+
+
+own_temporary_folder()
+
+
+def helper_pids():
+    "Pids of the helper processes that may stay: the fork server and the resource tracker, of either library"
+    pids = set()
+    for lib in 'multiprocess', 'multiprocessing':
+        server = getattr(sys.modules.get(f'{lib}.forkserver'), '_forkserver', None)
+        tracker = getattr(sys.modules.get(f'{lib}.resource_tracker'), '_resource_tracker', None)
+        pids |= {getattr(server, '_forkserver_pid', None), getattr(tracker, '_pid', None)}
+    return pids - {None}
+
+
+def is_helper(proc):
+    "Is `proc` one that may stay? The fork server starts a tracker of its own"
+    if proc.pid in helper_pids(): return True
+    try: return 'resource_tracker import main' in ' '.join(proc.cmdline()) and proc.ppid() in helper_pids()
+    except psutil.NoSuchProcess: return True
+
+
+def running(proc):
+    "Is `proc` neither gone nor a zombie that nobody has waited for yet?"
+    try: return proc.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess: return False
+
+
+def children(): return {o for o in psutil.Process().children(recursive=True) if running(o) and not is_helper(o)}
+
+
+def memfds():
+    "Open anonymous memory files of this process, by descriptor"
+    found = set()
+    for fd in Path('/proc/self/fd').iterdir() if Path('/proc/self/fd').exists() else ():
+        try: target = os.readlink(fd)
+        except OSError: continue
+        if target.startswith('/memfd:'): found.add(f'{fd} -> {target}')
+    return found
+
+
+def files():
+    "What lies in shared memory, and what of ours in the temporary folder"
+    shm = Path('/dev/shm')
+    ours = Path(tempfile.gettempdir()).glob('fastddp*')
+    return {str(o) for o in [*(shm.iterdir() if shm.exists() else ()), *ours]}
+
+
+def environment(): return {k: v for k, v in os.environ.items() if k != 'PYTEST_CURRENT_TEST'}
+
+
+def handlers():
+    "Signal handlers as Python sees them; SIGALRM belongs to pytest-timeout"
+    return {s.name: signal.getsignal(s) for s in signal.Signals if s != signal.SIGALRM}
+
+
+def left_after(look, before):
+    "What `look` finds that was not there before, once everything had time to go"
+    end = time.monotonic() + GRACE
+    while (left := look() - before) and time.monotonic() < end: time.sleep(0.05)
+    return left
+
+
+def changed(before, now): return {k: (before.get(k), now.get(k)) for k in before | now if before.get(k) != now.get(k)}
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing():
+    "Fail the test that leaves something behind"
+    was = [look() for look in (children, files, memfds)]
+    env, sigs = environment(), handlers()
+    yield
+    procs, paths, fds = (left_after(*o) for o in zip((children, files, memfds), was))
+    problems = {'processes': [f'{o.pid}: {" ".join(o.cmdline()[:6])}' for o in procs if running(o)],
+                'files': sorted(paths), 'memory': sorted(fds),
+                'environment': changed(env, environment()), 'signal handlers': changed(sigs, handlers())}
+    for o in procs: o.kill()   # the next test is not to blame
+    problems = {k: v for k, v in problems.items() if v}
+    assert not problems, f'left behind: {problems}'

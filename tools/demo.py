@@ -1,0 +1,50 @@
+"""Run nbs/lesson.ipynb in a Jupyter kernel, keep it as build/demo/lesson.html, and say what it measured."""
+import ast, sys
+from pathlib import Path
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbconvert import HTMLExporter
+
+root = Path(__file__).resolve().parent.parent
+
+
+def execute(nb, folder, timeout=900):
+    "Run all cells of `nb` with `folder` as their working directory"
+    NotebookClient(nb, timeout=timeout, kernel_name='python3', extra_arguments=['--log-level=ERROR'],
+                   resources={'metadata': {'path': str(folder)}}).execute()
+
+
+def keep(nb, folder):
+    "Write `nb` as it is now, as a notebook and as HTML, and return where the HTML lies"
+    nbformat.write(nb, folder/'lesson.ipynb')
+    html = folder/'lesson.html'
+    html.write_text(HTMLExporter().from_notebook_node(nb)[0], encoding='utf-8')
+    return html
+
+
+def measured(nb):
+    "The dictionary that the lesson's last code cell shows"
+    cell = [o for o in nb.cells if o.cell_type == 'code'][-1]
+    result, = [o for o in cell.outputs if o.output_type == 'execute_result']
+    return ast.literal_eval(result.data['text/plain'])
+
+
+def main(folder=root/'build'/'demo', source=root/'nbs'/'lesson.ipynb', least=0.95):
+    "The exit status: 0 if the lesson ran to its end and was accurate enough"
+    folder.mkdir(parents=True, exist_ok=True)
+    nb = nbformat.read(source, as_version=4)
+    print(f'Running {source.name} in a Jupyter kernel ...', flush=True)
+    try: execute(nb, folder)
+    except CellExecutionError as e:
+        print(f'The lesson failed with {e.ename}: {e.evalue}\nAs far as it came: {keep(nb, folder)}')
+        return 1
+    html, m = keep(nb, folder), measured(nb)
+    print(f"accuracy {m['accuracy']:.4f} on the validation set, {m['workers']} workers ({m['device']}), "
+          f"{m['seconds']} s with their start\nThe executed notebook, with its table and plots: {html}")
+    if m['accuracy'] >= least: return 0
+    print(f'This is less than the {least} that the lesson promises.')
+    return 1
+
+
+if __name__ == '__main__': sys.exit(main())
