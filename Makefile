@@ -43,7 +43,7 @@ again:
 $(STAMP): settings.ini setup.py pyproject.toml $(moved) | check
 	@test -x $(PY) || $(PYTHON) -m venv --clear $(VENV)
 	@echo 'Installing into $(VENV): torch, torchvision, fastai and the rest (a few minutes the first time)'
-	@$(PY) -m pip install --quiet --disable-pip-version-check torch torchvision fastai -e '.[dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir torch torchvision fastai -e '.[dev]'
 	@echo '$(CURDIR)' > $(STAMP)
 
 clean:

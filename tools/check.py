@@ -4,7 +4,7 @@ Run as `python check.py VENV` by the interpreter that the environment is made wi
 """
 import os, shutil, subprocess, sys
 
-NEED_GB = 8   # torch with its CUDA libraries, and pip's copy of them while it unpacks
+NEED_GB = 9   # 6.2 for torch with its CUDA libraries and the rest, 2.5 for pip's downloads until it is done
 
 
 def version_of(python):
