@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Shard', 'Sharded', 'is_sharded', 'twin', 'sharded_twin', 'settle', 'flow_back', 'draw_seed', 'stream_steps',
            'own_stream_steps', 'shards_itself', 'own_stream', 'dealt_steps', 'whole_steps', 'ShardedTorch', 'torch_bs',
-           'shard_torch', 'why_not_torch']
+           'shard_torch', 'samplers_of', 'why_not_torch']
 
 # %% ../nbs/05b_torchdl.ipynb #940f224e
 import copy, functools, itertools
@@ -104,14 +104,13 @@ def own_stream_steps(items, s, drop_last, total):
             "`set_shard`, `len` must stay that of the whole, and each rank must get every world_size-th item.")
         if own or s.train: yield own, own or last, m, positions(start, m, s.rank, s.n)
 
-# %% ../nbs/05b_torchdl.ipynb #d65d80f7
+# %% ../nbs/05b_torchdl.ipynb #d7e1d7a8
 def shards_itself(dataset): return callable(getattr(dataset, 'set_shard', None))
 
 def own_stream(dataset, s):
-    "`(dataset, steps function)` for reading a stream on this rank"
+    "`(dataset, steps function)` for reading a stream on this rank; the user's dataset stays as it is"
     if not shards_itself(dataset): return dataset, stream_steps
-    dataset = copy.copy(dataset)
-    total = len(dataset)
+    dataset,total = copy.copy(dataset),s.size()
     dataset.set_shard(s.rank, s.n)
     return dataset, functools.partial(own_stream_steps, total=total)
 
@@ -132,22 +131,29 @@ def whole_steps(batches, s):
         yield own, flat, len(flat), [*range(first, first+len(own))]
         start += len(flat)
 
-# %% ../nbs/05b_torchdl.ipynb #f9e515f7
+# %% ../nbs/05b_torchdl.ipynb #1240f5c9
 class ShardedTorch(Sharded):
     "Mixed in before the class of a torch `DataLoader`"
     def __iter__(self):
         s = self._shard
         with s.shared:
             if s.inner._iterator is None: draw_seed(self.generator)   # workers that persist keep their seeds
-            s.told = [] if s.stream else self._plan()
+            s.told = self._plan() if self.num_workers else None       # torch's workers are given indices at once,
+        return self._batches()                                        # without them the sampler waits for the first batch
+
+    def _batches(self):
+        s = self._shard
+        if s.told is None:
+            with s.shared: s.told = self._plan()
         self._begin([counts for counts,_ in s.told])
         for i,b in enumerate(DataLoader.__iter__(s.inner)):
             self._account(*s.told[i])
             yield b
 
     def _plan(self):
-        "Fill in this rank's steps of a new epoch; their counts and positions"
+        "Fill in this rank's steps of a new epoch; their counts and positions, as far as they are known"
         s = self._shard
+        if s.stream: return []
         parts = [o for o in s.parts() if s.train or o[0]]
         s.steps[:] = [fill(own,spare,s.n)[0] if s.train else own for own,spare,_,_ in parts]
         return [((len(own),m),pos) for own,_,m,pos in parts]
@@ -158,19 +164,19 @@ class ShardedTorch(Sharded):
         if s.bs is None: return s.size()
         return n_chunks(s.size(),s.bs,s.drop_last) if s.train else n_shares(s.size(),s.bs,s.rank,s.n,s.drop_last)
 
-# %% ../nbs/05b_torchdl.ipynb #43d8ab79
+# %% ../nbs/05b_torchdl.ipynb #0e30cb88
 class _StepItems(IterableDataset):
     "The stream of `dl` as one list of items for each step of this rank"
     def __init__(self, dl): self.dl = dl
     def __iter__(self):
         s = self.dl._shard
-        dataset,steps = own_stream(self.dl.dataset, s)
+        dataset,steps = s.source
         with s.shared: items = iter(dataset)
         for own,spare,m,pos in steps(items, s, s.drop_last):
             s.told.append(((len(own),m), pos))
             yield fill(own,spare,s.n)[0] if s.train else own
 
-# %% ../nbs/05b_torchdl.ipynb #f2e32a26
+# %% ../nbs/05b_torchdl.ipynb #e30c170f
 def torch_bs(dl):
     "The batch size of a torch loader, or None where its own `batch_sampler` decides"
     return dl.batch_size or (dl.batch_sampler.batch_size if type(dl.batch_sampler) is BatchSampler else None)
@@ -181,7 +187,9 @@ def shard_torch(dl, rank, n, per_worker, train, shared):
     s = Shard(dl, rank, n, bs and bs*(n if per_worker else 1), train, shared)
     s.stream,s.whole,s.steps = isinstance(dl.dataset, IterableDataset), bs is None and per_worker, []
     s.drop_last = dl.drop_last or getattr(cut, 'drop_last', False)
-    if s.stream: s.size = lambda: len(dl.dataset)
+    if s.stream:
+        s.size = lambda: len(dl.dataset)
+        s.source = own_stream(dl.dataset, s)
     elif bs: s.size,s.parts = (lambda: len(cut.sampler)), lambda: dealt_steps(chunk([*cut.sampler],s.bs,s.drop_last), s)
     else: s.size,s.parts = cut.__len__, lambda: (whole_steps if s.whole else dealt_steps)([[*b] for b in cut], s)
     res = sharded_twin(ShardedTorch, s)
@@ -190,8 +198,10 @@ def shard_torch(dl, rank, n, per_worker, train, shared):
     vars(s.inner).update(own, drop_last=False, generator=None, _iterator=None, num_workers=share_workers(dl.num_workers,n))
     return res
 
-# %% ../nbs/05b_torchdl.ipynb #798d9e25
-def _own_samplers(dl): return [o for o in (dl.sampler, dl.batch_sampler, getattr(dl.batch_sampler,'sampler',None)) if o is not None]
+# %% ../nbs/05b_torchdl.ipynb #5406f6fd
+def samplers_of(dl):
+    "The objects that draw a torch loader's order"
+    return [o for o in (dl.sampler, dl.batch_sampler, getattr(dl.batch_sampler,'sampler',None)) if o is not None]
 
 def why_not_torch(dl, n, bs):
     "Why a torch loader can't be shared out to `n` ranks in global batches of `bs`, or None"
@@ -203,7 +213,7 @@ def why_not_torch(dl, n, bs):
          "a datapipe shards itself by the process group. Use an IterableDataset, or a dataset with indices."),
         (dl.batch_sampler is None, "it makes no batches (`batch_size=None`), so the size of other ranks' batches would be "
          "unknown. Let the loader make the batches: give it a `batch_size` and a dataset of items."),
-        (any(isinstance(o,DistributedSampler) and o.num_replicas>1 for o in _own_samplers(dl)),
+        (any(isinstance(o,DistributedSampler) and o.num_replicas>1 for o in samplers_of(dl)),
          "its `DistributedSampler` has already taken one rank's part. Leave it out: use `shuffle=True` or a plain sampler, "
          "and the loader is shared out for you."),
         (stream and dl.num_workers>0, "with `num_workers>0` each worker reads an IterableDataset on its own, in an order that "
