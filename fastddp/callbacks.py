@@ -346,9 +346,9 @@ def quiet(learn):
             if cb.learn is None: learn.add_cb(cb)
         learn.logger = logger
 
-# %% ../nbs/09_callbacks.ipynb #d4ab2af0
+# %% ../nbs/09_callbacks.ipynb #5b63fc48
 @contextlib.contextmanager
-def distributed(learn, batch='per_worker', sync_bn=True, stop_requested=lambda: False, **ddp_kwargs):
+def distributed(learn, batch='per_worker', sync_bn=True, stop_requested=lambda: False, share_dls=True, **ddp_kwargs):
     "Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it is as it was"
     reducer,shared = Reducer(learn, **ddp_kwargs),SharedRNG.capture()
     agree = Agree(reducer, stop_requested)
@@ -358,7 +358,7 @@ def distributed(learn, batch='per_worker', sync_bn=True, stop_requested=lambda: 
            ShareBuffers(average_bn=sync_bn and not on_gpu)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_without('WORLD_SIZE'))
-        stack.enter_context(sharded_dls(learn, batch, shared))
+        if share_dls: stack.enter_context(sharded_dls(learn, batch, shared))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(quiet(learn))
         stack.enter_context(_added(learn, cbs))

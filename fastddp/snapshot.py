@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['all_cbs', 'anchors', 'refs', 'without_attrs', 'roots', 'take', 'model_tensors', 'opt_state', 'model_state',
-           'Baseline', 'capture', 'apply', 'offloaded', 'unpack', 'place']
+           'mode_state', 'Baseline', 'capture', 'apply', 'offloaded', 'unpack', 'place_dl', 'place']
 
 # %% ../nbs/09a_snapshot.ipynb #d211806e
 import contextlib, pickle
@@ -33,7 +33,7 @@ def refs(learn, cbs=()):
     "`anchors` without plain values, which have no identity"
     return [o for o in anchors(learn, cbs) if o is not None]
 
-# %% ../nbs/09a_snapshot.ipynb #05d051a3
+# %% ../nbs/09a_snapshot.ipynb #ac58df1d
 @contextlib.contextmanager
 def without_attrs(obj, *names):
     "`obj` without these attributes of its own"
@@ -58,10 +58,14 @@ def take(learn, cbs, call, model_factory=None, dls_factory=None):
     away = [k for k,f in away.items() if f]
     obj = dict(learn=learn, cbs=list(cbs), call=call, patches=collect_patches(), rng=SharedRNG.capture().state(),
                factories=(model_factory,dls_factory), state=model_state(learn) if model_factory else None)
-    with without_attrs(learn, 'fit', '_do_epoch_validate', 'distrib_session', *away, *(['opt'] if model_factory else [])):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_attrs(learn, 'fit', '_do_epoch_validate', 'distrib_session', *away, *(['opt'] if model_factory else [])))
+        # An iteration that was left half way (`lr_find`) left its iterator in the loader.
+        for dl in [*learn.dls.loaders, learn.__dict__.get('dl'), call.get('dl')]:
+            if isinstance(dl, DataLoader): stack.enter_context(without_attrs(dl, 'it'))
         return dump_or_blame(obj, {} if away else roots(learn, cbs))
 
-# %% ../nbs/09a_snapshot.ipynb #e00c82ee
+# %% ../nbs/09a_snapshot.ipynb #74c4cd6c
 def model_tensors(model): return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]
@@ -87,10 +91,13 @@ def opt_state(opt):
 def model_state(learn):
     "Weights, buffers and optimizer of `learn`, sharing memory with them"
     opt = opt_state(learn.opt) if learn.opt else None
-    return dict(tensors={k:t.detach() for k,t in model_tensors(learn.model).items()}, opt=opt,
-                requires_grad=[p.requires_grad for p in learn.model.parameters()], training=[m.training for m in learn.model.modules()])
+    return mode_state(learn) | dict(tensors={k:t.detach() for k,t in model_tensors(learn.model).items()}, opt=opt)
 
-# %% ../nbs/09a_snapshot.ipynb #cdf76527
+def mode_state(learn):
+    "`model_state` without a tensor: what a validation may change"
+    return dict(tensors={}, opt=None, requires_grad=[p.requires_grad for p in learn.model.parameters()], training=[m.training for m in learn.model.modules()])
+
+# %% ../nbs/09a_snapshot.ipynb #fad27d26
 _STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','fit','_do_epoch_validate','distrib_session',
          'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar'}
 
@@ -113,7 +120,7 @@ def _travelling(attrs, known):
             res[k] = v
     return res
 
-def capture(learn, cbs, base, rng=None, known=None):
+def capture(learn, cbs, base, rng=None, known=None, weights=True):
     "Everything that training changed, as a `Payload`: large state in place, the rest as a dump of its own"
     known = known or refs(learn, cbs)
     own,of_cbs = base.changes(learn)
@@ -124,12 +131,12 @@ def capture(learn, cbs, base, rng=None, known=None):
     except Exception:
         rest |= dict(learn=_travelling(own, known), cbs=[_travelling(o, known) for o in of_cbs])
         small = dump(rest, known)
-    return dump((model_state(learn), small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), known)
+    return dump((model_state(learn) if weights else mode_state(learn), small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), known)
 
-# %% ../nbs/09a_snapshot.ipynb #cc7efed2
-def apply(learn, cbs, meta, buffers):
+# %% ../nbs/09a_snapshot.ipynb #553e04c8
+def apply(learn, cbs, meta, buffers, known=None):
     "Puts a captured state into `learn` and its callbacks, in place"
-    known = refs(learn, cbs)
+    known = known or refs(learn, cbs)
     state,small,small_buffers = load(meta, buffers, refs=known)
     rest = load(small, [bytearray(b) for b in small_buffers], refs=known)   # private: the block may be written again
     if 'model' in rest: learn.model = rest['model']
@@ -196,7 +203,7 @@ def offloaded(learn):
     try: yield
     finally: move(None)
 
-# %% ../nbs/09a_snapshot.ipynb #f27620b3
+# %% ../nbs/09a_snapshot.ipynb #044bffa2
 def unpack(obj, device):
     "The learner, callbacks and call of a snapshot, ready to train on `device`"
     apply_patches(obj['patches'])
@@ -213,10 +220,13 @@ def _build_model(learn, factory, state):
     learn.create_opt()
     if state['opt']: _apply_opt(learn.opt, *state['opt'])
 
+def place_dl(dl, device):
+    "Batches of `dl` on `device`, where the loader decides that"
+    if isinstance(dl, DataLoader): dl.to(device)
+
 def place(learn, device):
     "Model, loaders and optimizer state on `device`"
     learn.model.to(device)
-    for dl in learn.dls.loaders:
-        if isinstance(dl, DataLoader): dl.to(device)
+    for dl in learn.dls.loaders: place_dl(dl, device)
     if hasattr(learn.dls, '_device'): learn.dls._device = device
     _opt_tensors(learn.opt, device)
