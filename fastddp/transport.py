@@ -161,19 +161,23 @@ def _anonymous_fd():
     if hasattr(os, 'memfd_create'): return os.memfd_create('fastddp', os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix='fastddp') as f: return os.dup(f.fileno())
 
-# %% ../nbs/01_transport.ipynb #a3a95fdf
+# %% ../nbs/01_transport.ipynb #e4cb4d55
 _PATCHED = ('fastai','fastcore','fasttransform','torch','torchvision','fastprogress')
 
-def _from_main(v):
-    if isinstance(v, property): v = v.fget
-    elif isinstance(v, (staticmethod,classmethod)): v = v.__func__
-    return isinstance(v, types.FunctionType) and v.__module__ == '__main__'
+_WRAPPED = {property:'fget', staticmethod:'__func__', classmethod:'__func__'}
+
+def _from_main(ns):
+    "`(name, value)` in the namespace `ns` for functions that a cell defined"
+    # By `type`: `isinstance` asks the object, and torch has some that warn or start CUDA. All in one pass: there are 100,000.
+    fns = [(k, v, v if type(v) is types.FunctionType else getattr(v, _WRAPPED[type(v)])) for k,v in list(ns.items())
+           if type(v) is types.FunctionType or type(v) in _WRAPPED]
+    return [(k,v) for k,v,f in fns if getattr(f, '__module__', None) == '__main__' and type(f) is types.FunctionType]
 
 _classes = {}   # module name -> (size of its namespace, its own classes): a walk over all of torch takes 0.1 s
 
 def _own_classes(name, ns):
     if _classes.get(name, (None,))[0] != len(ns):
-        _classes[name] = len(ns), [c for c in list(ns.values()) if type.__instancecheck__(type, c) and c.__module__ == name]
+        _classes[name] = len(ns), [c for c in list(ns.values()) if issubclass(type(c), type) and c.__module__ == name]
     return _classes[name][1]
 
 def collect_patches(packages=_PATCHED):
@@ -182,8 +186,8 @@ def collect_patches(packages=_PATCHED):
     for name,mod in list(sys.modules.items()):
         if name.split('.')[0] not in packages or not isinstance(mod, types.ModuleType): continue
         ns = mod.__dict__
-        res += [(name, None, k, v) for k,v in list(ns.items()) if _from_main(v)]
-        res += [(name, c.__qualname__, k, v) for c in _own_classes(name, ns) for k,v in list(vars(c).items()) if _from_main(v)]
+        res += [(name, None, k, v) for k,v in _from_main(ns)]
+        res += [(name, c.__qualname__, k, v) for c in _own_classes(name, ns) for k,v in _from_main(vars(c))]
     return res
 
 def apply_patches(patches):

@@ -64,8 +64,8 @@ def environment(): return {k: v for k, v in os.environ.items() if k != 'PYTEST_C
 
 
 def handlers():
-    "Signal handlers as Python sees them; SIGALRM belongs to pytest-timeout"
-    return {s.name: signal.getsignal(s) for s in signal.Signals if s != signal.SIGALRM}
+    "Signal handlers as Python sees them; SIGALRM belongs to pytest-timeout, SIGCHLD to torch's DataLoader, which keeps it"
+    return {s.name: signal.getsignal(s) for s in signal.Signals if s not in (signal.SIGALRM, signal.SIGCHLD)}
 
 
 def left_after(look, before):
