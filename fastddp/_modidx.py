@@ -254,6 +254,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fastddp.learner.Session': ('learner.html#session', 'fastddp/learner.py'),
                                  'fastddp.learner.Session.__init__': ('learner.html#session.__init__', 'fastddp/learner.py'),
                                  'fastddp.learner.Session._check': ('learner.html#session._check', 'fastddp/learner.py'),
+                                 'fastddp.learner.Session._keep': ('learner.html#session._keep', 'fastddp/learner.py'),
                                  'fastddp.learner.Session._run': ('learner.html#session._run', 'fastddp/learner.py'),
                                  'fastddp.learner.Session._say': ('learner.html#session._say', 'fastddp/learner.py'),
                                  'fastddp.learner.Session.fit': ('learner.html#session.fit', 'fastddp/learner.py'),

@@ -60,7 +60,11 @@ def files():
     return {str(o) for o in [*(shm.iterdir() if shm.exists() else ()), *ours]}
 
 
-def environment(): return {k: v for k, v in os.environ.items() if k != 'PYTEST_CURRENT_TEST'}
+# pytest's own, and one that torch sets when its optimizers are first used
+PASSING = 'PYTEST_CURRENT_TEST', 'TORCHINDUCTOR_CACHE_DIR'
+
+
+def environment(): return {k: v for k, v in os.environ.items() if k not in PASSING}
 
 
 def handlers():
