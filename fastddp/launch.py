@@ -5,19 +5,19 @@
 # %% auto #0
 __all__ = ['Job', 'Context', 'Place', 'Outcome', 'visible_cores', 'Local', 'InProcess']
 
-# %% ../nbs/06_launch.ipynb #d5bc8414
-import contextlib, gc, importlib, os, pickle, signal, sys, tempfile, threading, time, warnings
+# %% ../nbs/06_launch.ipynb #ca7b6110
+import contextlib, ctypes, gc, importlib, os, pickle, signal, sys, tempfile, threading, time, warnings
 from typing import NamedTuple
 
 import torch
 
 from . import group
-from .errors import CantDistribute, RankDied, RankRaised, first_failure, is_echo
+from .errors import CantDistribute, RankDied, RankRaised, failure_of, first_failure, is_echo
 from .relay import Replay, fd_log, look, relay_output, tail
 from .transport import Block, Payload, dump, load
 from .workers import Workers
 
-# %% ../nbs/06_launch.ipynb #055e9d0e
+# %% ../nbs/06_launch.ipynb #9a0d2cee
 class Job(NamedTuple):
     "What runs on every rank: `work` ('module:function') is called as `work(ctx, obj)`, with `obj` loaded from `payload`"
     work:str
@@ -28,19 +28,23 @@ class Context:
     def __init__(self, rank, world_size, device, emit, put, stop_requested):
         self.rank,self.world_size,self.device,self.local_rank = rank,world_size,device,rank
         self.emit,self.put,self.stop_requested,self.where = emit,put,stop_requested,''
+    def interruptible(self):
+        "Inside, the notebook's wish to stop is a KeyboardInterrupt here; for code that doesn't ask `stop_requested`"
+        return contextlib.nullcontext()
 
 def _call(job_work, ctx, meta, buffers):
     "Loads the payload and calls the job; the result as a `Payload`"
     module,name = job_work.split(':')
-    res = getattr(importlib.import_module(module), name)(ctx, load(meta, buffers, device=ctx.device))
+    obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']))
+    res = getattr(importlib.import_module(module), name)(ctx, obj)
     return res if isinstance(res, Payload) else dump(res)
 
-# %% ../nbs/06_launch.ipynb #55da378b
+# %% ../nbs/06_launch.ipynb #dedb8ac8
 class Place(NamedTuple):
     "Where and how one rank runs; made by the launcher, once per rank and job"
     world_size:int
     gpu:int|None
-    backend:str
+    backend:str         # '': the job makes its own group, or none
     threads:int|None
     store:str
     look:dict
@@ -57,21 +61,41 @@ class _LinkedContext(Context):
     @where.setter
     def where(self, v):
         if hasattr(self, '_link'): self._link.where = v
+    @contextlib.contextmanager
+    def interruptible(self):
+        main,old = threading.main_thread().ident,signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._link.on['stop'] = lambda: signal.pthread_kill(main, signal.SIGINT)
+        try:
+            if self.stop_requested(): raise KeyboardInterrupt
+            yield
+        finally:
+            self._link.on.pop('stop')
+            signal.signal(signal.SIGINT, old)
 
 def _enter(link, meta, buffers, place):
     "The entry of every worker's job"
     device = group.use_device(place.gpu, place.threads)
     with fd_log(place.log), relay_output(lambda e: link.emit(('show', e)), **place.look):
-        if not group.in_group(): group.join(place.store, link.rank, place.world_size, place.backend, device)
+        if place.backend: _meet(link, place, device)
         try: return _call(place.work, _LinkedContext(link, place, device), meta, buffers)
         finally: _tidy(device)
+
+_met = None     # the store at which this process's group met
+
+def _meet(link, place, device):
+    "Joins the group of `place`, unless this process is in it already; a group that broke is met again at another store"
+    global _met
+    if group.in_group() and _met == place.store: return
+    group.leave(broken=True)
+    group.join(place.store, link.rank, place.world_size, place.backend, device)
+    _met,link.on['break'] = place.store,lambda: group.leave(broken=True)
 
 def _tidy(device):
     "An idle worker holds no model and no GPU cache"
     gc.collect()
     if device.type == 'cuda': torch.cuda.empty_cache()
 
-# %% ../nbs/06_launch.ipynb #96c5395e
+# %% ../nbs/06_launch.ipynb #3cd3593a
 class Outcome(NamedTuple):
     "What a run gave: results in rank order, and whether the user interrupted it on the way"
     results:list
@@ -85,14 +109,15 @@ def visible_cores():
 class Local:
     "Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; as a context manager it keeps them warm"
     def __init__(self,
-        gpus=None, # GPUs in order, one rank each; None: the first `nprocs`, or the CPU where there is none
-        backend=None, # 'nccl', 'gloo'; None: what fits the device
+        gpus=None, # GPUs in order, one rank each; None: the first `nprocs`, or the CPU where there is none; `[]`: the CPU
+        backend=None, # 'nccl', 'gloo', '' for no group; None: what fits the device
         threads=None, # CPU threads per rank; None: the cores divided by the ranks
         see=(0,), # Ranks whose output is shown, or 'all'
         patience=10., # Seconds after an interrupt before ranks that don't answer are ended
+        standing=False, # Warm workers outlive a job that failed or was interrupted, with what they hold
     ):
-        self.gpus,self.backend,self.threads,self.see,self.patience = gpus,backend,threads,see,patience
-        self.workers,self._block,self._warm = None,None,False
+        self.gpus,self.backend,self.threads,self.see,self.patience,self.standing = gpus,backend,threads,see,patience,standing
+        self.workers,self._block,self._warm,self._store = None,None,False,None
     def __enter__(self):
         self._warm = True
         return self
@@ -103,59 +128,64 @@ class Local:
         "Ends the processes and frees what was shared with them"
         if self.workers: self.workers.stop(grace)
         if self._block: self._block.close()
-        self.workers,self._block = None,None
+        self.workers,self._block,self._store = None,None,None
 
-# %% ../nbs/06_launch.ipynb #ee7e4f10
+# %% ../nbs/06_launch.ipynb #8eb3ce2e
 from fastcore.basics import patch
 
 @patch
-def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=()):
-    "Runs `job` on `nprocs` ranks and returns an `Outcome`; raises a `WorkerError`, or KeyboardInterrupt when a rank didn't stop"
-    ok = False
+def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=None):
+    """Runs `job` on `nprocs` ranks and returns an `Outcome`; raises a `WorkerError`, or KeyboardInterrupt when a rank didn't stop.
+    `here`: `(rank, fn)`, a rank without a process of its own, for which `fn()` is called in this thread"""
+    ok,watch = False,None
     try:
-        self._prepare(nprocs)
+        self._prepare([r for r in range(nprocs) if here is None or r != here[0]], nprocs)
         packed = self._block.write(job.payload)
-        self.workers.submit('fastddp.launch:_enter', packed, self._block, self._places(nprocs, job.work))
-        outcome = _Watch(self, on_event).wait(refs)
+        self.workers.submit('fastddp.launch:_enter', packed, self._block, self._places(nprocs, job.work), LOCAL_WORLD_SIZE=str(nprocs))
+        watch = _Watch(self, on_event)
+        own = {here[0]: watch.beside(here[1])} if here else {}
+        outcome = watch.wait(refs, own)
         ok = True
         return outcome
     finally:
-        if not (ok and self._warm): self.close(2. if ok else 0)
+        kept = ok or (self.standing and watch is not None and watch.settle())
+        if not (kept and self._warm): self.close(2. if ok else 0)
 
 @patch
-def _prepare(self:Local, nprocs):
+def _prepare(self:Local, ranks, nprocs):
     "Workers that fit: those of the last job, or new ones"
     if self._block is None: self._block = Block()
-    if self.workers and (self.workers.n != nprocs or len(self.workers.alive()) < nprocs):
+    if self.workers and (self.workers.ranks != ranks or len(self.workers.alive()) < len(ranks)):
         self.workers.stop()
-        self.workers = None
-    if self.workers is None: self.workers = _start(nprocs, bool(self._gpus(nprocs)))
+        self.workers,self._store = None,None
+    if self.workers is None: self.workers = _start(ranks, bool(self._gpus(nprocs)))
 
 @patch
 def _gpus(self:Local, nprocs):
     "GPU of each rank, or None for the CPU"
-    if self.gpus is not None: return list(self.gpus)
+    if self.gpus is not None: return list(self.gpus) or None
     return list(range(nprocs)) if group.n_gpus() else None
 
 @patch
 def _places(self:Local, nprocs, work):
     gpus = self._gpus(nprocs) or [None]*nprocs
-    backend = self.backend or group.backend_for('cpu' if gpus[0] is None else 'cuda')
+    backend = group.backend_for('cpu' if gpus[0] is None else 'cuda') if self.backend is None else self.backend
     threads = self.threads or (max(1, visible_cores()//nprocs))
-    store = os.path.join(self.workers.dir, f'meet-{time.monotonic_ns()}')
-    return [Place(nprocs, g, backend, threads, store, self._look(r), self.workers.log_path(r), work) for r,g in enumerate(gpus)]
+    self._store = self._store or os.path.join(self.workers.dir, f'meet-{time.monotonic_ns()}')
+    return [Place(nprocs, gpus[r], backend, threads, self._store, self._look(r), self.workers.log_path(r), work) for r in self.workers.ranks]
 
 @patch
 def _look(self:Local, r):
-    "Rank 0 shows what a local call would; others are silent, or seen as text on request"
-    return look() if r == 0 else dict(frontend='silent', see=self.see == 'all' or r in self.see)
+    "The first rank that is seen shows what a local call would; others are silent, or seen as text"
+    first = 0 if self.see == 'all' else next(iter(self.see), None)
+    return look() if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see)
 
-# %% ../nbs/06_launch.ipynb #d3e13986
-def _start(nprocs, on_gpu):
-    workers = Workers(nprocs)
+# %% ../nbs/06_launch.ipynb #019f523d
+def _start(ranks, on_gpu):
+    workers = Workers(len(ranks), ranks=ranks)
     if not on_gpu or workers.method == 'spawn': return workers
     ready = {}
-    while len(ready) < nprocs:
+    while len(ready) < len(ranks):
         for r,what,*rest in workers.poll():
             if what == 'died': return workers      # reported by the wait that follows
             if what == 'ready': ready[r] = rest[0]
@@ -163,9 +193,9 @@ def _start(nprocs, on_gpu):
     workers.stop()
     warnings.warn("fastddp: the helper process touched CUDA, so workers start by spawn (slower). A library imported at start does it; "
                   "FASTDDP_PRELOAD=0 turns the helper off.")
-    return Workers(nprocs, method='spawn')
+    return Workers(len(ranks), method='spawn', ranks=ranks)
 
-# %% ../nbs/06_launch.ipynb #f55b6458
+# %% ../nbs/06_launch.ipynb #5fee0d08
 @contextlib.contextmanager
 def _noting_interrupts(note):
     "Calls `note()` on Ctrl-C instead of raising; only the main thread may touch signals"
@@ -183,15 +213,20 @@ class _Watch:
         self.replay,self.interrupts,self.asked = Replay(see=launcher.see),0,None
         self.done,self.failed,self.died = set(),[],{}
     def _note(self): self.interrupts += 1
-    def wait(self, refs):
-        "Until all ranks are done; the first failure ends it for all"
+    def wait(self, refs, own={}):
+        "Until all ranks are done; the first failure ends it for all. `own`: results that are here already"
         with _noting_interrupts(self._note):
             try:
-                while len(self.done) < self.w.n and not (self.failed or self.died): self._turn()
+                while not self._over(): self._turn()
                 if self.failed or self.died: raise self._failure()
             finally: self.replay.close()
-        results = [self._load(r, refs) for r in range(self.w.n)]
-        return Outcome(results, bool(self.interrupts), self._kept())
+        results = own | {r:self._load(r, refs) for r in self.w.ranks}
+        return Outcome([results[r] for r in sorted(results)], bool(self.interrupts), self._kept())
+    def _ended(self): return len(self.done)+len(self.failed)+len(self.died)
+    def _over(self):
+        "Nothing to wait for? After an interrupt ranks end one by one, each with a KeyboardInterrupt of its own"
+        return self._ended() >= self.w.n or self.died or not all(self._stopped(f) for f in self.failed)
+    def _stopped(self, f): return self.asked is not None and f.kind == 'KeyboardInterrupt'
     def _turn(self, timeout=.05):
         for news in self.w.poll(timeout): self._take(*news)
         self.replay.flush()
@@ -211,7 +246,7 @@ class _Watch:
             self.w.ask_stop()
         elif self.interrupts > 1 or now-self.asked > self.l.patience: raise self._with_kept(KeyboardInterrupt())
 
-# %% ../nbs/06_launch.ipynb #2db5c939
+# %% ../nbs/06_launch.ipynb #35356a70
 @patch
 def _load(self:_Watch, r, refs):
     block,packed = self.w.latest[r,'result']
@@ -221,8 +256,9 @@ def _load(self:_Watch, r, refs):
 def _failure(self:_Watch):
     "The exception for the first failure; others get a moment to say what they saw, since a death is heard before its cause"
     end = time.monotonic()+.5
-    while (left := end-time.monotonic()) > 0 and len(self.failed)+len(self.died)+len(self.done) < self.w.n: self._turn(left)
-    failed = first_failure(self.failed)
+    while (left := end-time.monotonic()) > 0 and self._ended() < self.w.n: self._turn(left)
+    failed = first_failure([f for f in self.failed if not self._stopped(f)])
+    if not (failed or self.died): return self._with_kept(KeyboardInterrupt())
     if self.died and (not failed or is_echo(failed[0])):
         r,code = next(iter(self.died.items()))
         err,rest = RankDied(r, code, log=self._log(r)), failed
@@ -252,6 +288,78 @@ def _raised(failure):
     try: err.__cause__ = pickle.loads(failure.original) if failure.original else None
     except Exception: pass      # its class may exist in the worker only; the text of the failure says it all
     return err
+
+# %% ../nbs/06_launch.ipynb #a671d43f
+@patch
+def settle(self:_Watch):
+    "After a failure: do all ranks live and wait for the next job?"
+    if self.died: return False
+    if self.asked is None and self._ended() < self.w.n: self.w.ask_stop()
+    end = time.monotonic()+self.l.patience
+    broken = self.asked is not None or self._ended() < self.w.n
+    self._until_ended(min(end, time.monotonic()+1))
+    if broken:
+        self.w.break_up()
+        self.l._store = None
+    self._until_ended(end)
+    return self._ended() >= self.w.n and not self.died
+
+@patch
+def _until_ended(self:_Watch, end):
+    while self._ended() < self.w.n and (left := end-time.monotonic()) > 0:
+        for news in self.w.poll(left): self._take(*news)
+
+# %% ../nbs/06_launch.ipynb #1d214439
+class _Caller:
+    "The calling thread, interruptible from another one as long as it is inside"
+    def __enter__(self):
+        self.thread,self.inside,self.old = threading.current_thread(),True,None
+        if self.thread is threading.main_thread(): self.old = signal.signal(signal.SIGINT, self._interrupted)
+        return self
+    def _interrupted(self, *_):
+        if self.inside: raise KeyboardInterrupt
+    def __exit__(self, *_):
+        self.inside = False
+        if self.old is not None: signal.signal(signal.SIGINT, self.old)
+    def interrupt(self):
+        if not self.inside: return
+        if self.old is not None: signal.pthread_kill(self.thread.ident, signal.SIGINT)
+        else: ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(KeyboardInterrupt))
+
+@patch
+def beside(self:_Watch, fn):
+    "`fn()`, in this thread, while another one watches the ranks; the first failure of either ends it for all"
+    caller,self.error,self.leave = _Caller(),None,False
+    watcher = threading.Thread(target=self._look_after, args=(caller,), daemon=True, name='fastddp-watch')
+    with caller:
+        watcher.start()
+        try: res = fn()
+        except BaseException as e:
+            caller.inside = False
+            watcher.join(0 if isinstance(e, KeyboardInterrupt) else 1)  # an echo is heard before its cause
+            self._dismiss(watcher)
+            if self.error is None or (_is_echo(self.error) and not _is_echo(e)): raise
+            raise self.error from self.error.__cause__
+    self._dismiss(watcher)
+    if self.error is not None: raise self.error
+    return res
+
+def _is_echo(e): return is_echo(getattr(e, 'failure', None) or failure_of(e, 0))
+
+@patch
+def _dismiss(self:_Watch, watcher):
+    self.leave = True
+    watcher.join()
+
+@patch
+def _look_after(self:_Watch, caller):
+    "The watching thread: until all ranks ended, one failed, or it is told to leave"
+    while not self.leave and self._ended() < self.w.n and not (self.failed or self.died): self._turn()
+    if not (self.failed or self.died): return
+    self.error = self._failure()
+    self.w.stop(0)      # whoever waits for them in a collective comes free
+    self.replay.close()
+    caller.interrupt()
 
 # %% ../nbs/06_launch.ipynb #1054ba92
 class InProcess:

@@ -58,15 +58,28 @@ class _Pickler(cloudpickle.Pickler):
 
 def _weak(o): return (lambda: None) if o is None else weakref.ref(o)
 
-# %% ../nbs/01_transport.ipynb #f3b99083
+# %% ../nbs/01_transport.ipynb #877f7c32
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file, buffers, refs, device):
+    def __init__(self, file, buffers, refs, device, home):
         super().__init__(file, buffers=buffers)
-        self._refs,self._device = refs,device
+        self._refs,self._device,self._home,self._globals = refs,device,home,{}
     def persistent_load(self, i): return self._refs[i]
     def find_class(self, module, name):
         found = super().find_class(module, name)
+        if name == '_make_function' and self._home is not None: return functools.partial(self._at_home, found)
         return functools.partial(found, to=self._device) if name == '_load_storage' else found
+    def _at_home(self, make, code, ns, *args):
+        "A function of the notebook; those of one pickle share their globals"
+        if ns.get('__name__') != '__main__': return make(code, ns, *args)
+        if id(ns) not in self._globals: self._globals[id(ns)] = _Globals(ns, self._home), ns    # kept, so that its id stays its own
+        return make(code, self._globals[id(ns)][0], *args)
+
+class _Globals(dict):
+    "Globals of a function that travelled: what it brought along, then those of the process it came to"
+    def __init__(self, ns, home):
+        super().__init__(ns)
+        self._home = home
+    def __missing__(self, k): return self._home[k]
 
 def dump(obj, refs=()):
     "`obj` as a `Payload`: notebook definitions by value, large buffers aside, objects among `refs` by number"
@@ -74,9 +87,10 @@ def dump(obj, refs=()):
     _Pickler(f, lambda b: raw.append(b.raw().cast('B')), refs).dump(obj)
     return Payload(f.getvalue(), raw)
 
-def load(meta, buffers, device=None, refs=()):
-    "The object of a `Payload`; tensors lie *in* `buffers` (writable ones), those that were on a GPU go to `device`"
-    return _Unpickler(io.BytesIO(meta), buffers, refs, device).load()
+def load(meta, buffers, device=None, refs=(), home=None):
+    """The object of a `Payload`; tensors lie *in* `buffers` (writable ones), those that were on a GPU go to `device`.
+    Functions of the notebook find in the namespace `home` what they didn't bring along"""
+    return _Unpickler(io.BytesIO(meta), buffers, refs, device, home).load()
 
 # %% ../nbs/01_transport.ipynb #fa76e8b8
 def _travels(o):
