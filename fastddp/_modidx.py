@@ -364,6 +364,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastddp.relay._use_bars': ('relay.html#_use_bars', 'fastddp/relay.py'),
                                'fastddp.relay._use_figures': ('relay.html#_use_figures', 'fastddp/relay.py'),
                                'fastddp.relay._use_shell': ('relay.html#_use_shell', 'fastddp/relay.py'),
+                               'fastddp.relay._use_size': ('relay.html#_use_size', 'fastddp/relay.py'),
                                'fastddp.relay.frontend': ('relay.html#frontend', 'fastddp/relay.py'),
                                'fastddp.relay.look': ('relay.html#look', 'fastddp/relay.py'),
                                'fastddp.relay.relay_output': ('relay.html#relay_output', 'fastddp/relay.py')},
