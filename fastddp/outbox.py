@@ -194,7 +194,7 @@ def use_streams(undo, box, tty=False):
         change(undo, vars(stream), box=box, before=before, tty=tty)
         change(undo, vars(sys), **{name:stream})
 
-# %% ../nbs/02b_outbox.ipynb #d4d68ee2
+# %% ../nbs/02b_outbox.ipynb #1a32e7a7
 @contextlib.contextmanager
 def fd_log(
     path,   # File to append to
@@ -216,10 +216,10 @@ def _flush_all():
         with contextlib.suppress(AttributeError, OSError, ValueError): o.flush()
     ctypes.CDLL(None).fflush(None)
 
-def tail(path, n=4096):
-    "The last `n` bytes of a file as text; empty when there is none"
+def tail(path, n=4096, start=0):
+    "The last `n` bytes of a file as text, but nothing before `start`; empty when there is none"
     try:
         with open(path, 'rb') as f:
-            f.seek(max(0, os.path.getsize(path)-n))
+            f.seek(max(start, os.path.getsize(path)-n))
             return f.read().decode(errors='replace')
     except OSError: return ''

@@ -108,11 +108,11 @@ class _Blocks:
         self.turn = 1-i
         return i, self.blocks[i].write(payload), self.blocks[i].fd if new else None
 
-# %% ../nbs/02_workers.ipynb #c519ab77
+# %% ../nbs/02_workers.ipynb #f61fca59
 class Link:
     "A worker's connection to the notebook"
     def __init__(self, conn, rank, parent_pid):
-        self.rank,self.where,self.jobs = rank,'starting',queue.SimpleQueue()
+        self.rank,self.where,self.items,self.jobs = rank,'starting',(),queue.SimpleQueue()
         self._pipe,self._stop,self._kinds = Pipe(conn),threading.Event(),{}
         self.on = {}    # 'stop' or 'break' -> what to call, in the inbox thread, when the notebook says it
         threading.Thread(target=self._inbox, args=(parent_pid,), daemon=True, name='fastddp-inbox').start()
@@ -145,7 +145,7 @@ def _death_watch(pid):
     if hasattr(os, 'pidfd_open'): return os.pidfd_open(pid)
     return multiprocess.process.parent_process().sentinel
 
-# %% ../nbs/02_workers.ipynb #fd7549e7
+# %% ../nbs/02_workers.ipynb #e4575692
 def _worker_main(conn, rank, parent_pid, log):
     "A worker's life: a session of its own, last words in `log`, one job after the other"
     os.setsid()
@@ -168,7 +168,7 @@ def _cuda_forked():
 def _run(link, entry, around, packed, config, block):
     "One job under guard: all user code is loaded inside"
     try:
-        link.where = 'loading'
+        link.where,link.items = 'loading',()
         pickle.loads(around).enter()
         module,name = entry.split(':')
         fn = getattr(importlib.import_module(module), name)
@@ -182,10 +182,10 @@ def _run(link, entry, around, packed, config, block):
 def _report(link, e):
     try: original = cloudpickle.dumps(e)
     except Exception: original = b''    # an exception may hold anything; its text travels in any case
-    where = link.where() if callable(link.where) else link.where     # a job may say it when asked, not at every step
-    link._pipe.send('failed', failure_of(e, link.rank, where, original))
+    where,items = (o() if callable(o) else o for o in (link.where, link.items))     # a job may say it when asked, not at every step
+    link._pipe.send('failed', failure_of(e, link.rank, where, original, items))
 
-# %% ../nbs/02_workers.ipynb #373971b4
+# %% ../nbs/02_workers.ipynb #2b6ba769
 class Workers:
     "`n` processes; `submit` a job to all, `poll` for news, `stop` in any case"
     def __init__(self, n, method=None, ranks=None):
@@ -213,13 +213,18 @@ class Workers:
         self.latest.clear()
         for (r,pipe),cfg in zip(self.pipes.items(), configs):
             around = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r)))
-            pipe.send('job', entry, around, packed, cfg, fd=block.fd)
+            with contextlib.suppress(OSError):      # it died already; its sentinel says so
+                pipe.send('job', entry, around, packed, cfg, fd=block.fd)
     def ask_stop(self):
         "Tells every rank that the notebook wants it to stop; `Link.stop_requested` is then true"
         for r in self.alive(): self._tell(r, 'stop')
     def break_up(self):
         "Tells every rank that some wait for others in vain: what they do about it is `Link.on['break']`"
         for r in self.alive(): self._tell(r, 'break')
+    def ask_stacks(self, ranks):
+        "Lets `ranks` write the Python stacks of all their threads into their logs"
+        for r in ranks:
+            with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
     def _tell(self, r, *msg):
         with contextlib.suppress(OSError): self.pipes[r].send(*msg)
     def alive(self): return [r for r,p in self.procs.items() if r not in self._dead and p.is_alive()]
