@@ -59,8 +59,12 @@ def unused_params(loss, params):
         todo += [f for f,_ in node.next_functions]
     return [p for p in params if id(p) not in used]
 
-# %% ../nbs/09_callbacks.ipynb #119732a2
+# %% ../nbs/09_callbacks.ipynb #d878875b
 _SLOTS = 4      # reduced?, loss sum, item count, unused seen
+
+# Its old name warns since torch 2.15. Buffers are our own affair: see `ShareBuffers`.
+_NO_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers')
+                   if k in inspect.signature(nn.parallel.DistributedDataParallel).parameters)
 
 class Reducer:
     "Averages gradients and a ledger over ranks, by DDP"
@@ -75,7 +79,7 @@ class Reducer:
     def _build(self, model):
         rider = _Rider(model, _SLOTS+len(VOTES))
         dev = rider.ledger.device
-        kw = dict(broadcast_buffers=False, find_unused_parameters=self.find_unused, **self.ddp_kwargs)
+        kw = dict({_NO_BUFFERS:False}, find_unused_parameters=self.find_unused, **self.ddp_kwargs)
         if dev.type == 'cuda': kw['device_ids'] = [dev.index]
         if group.world_size() == 1: return rider
         return nn.parallel.DistributedDataParallel(rider, **kw)

@@ -6,8 +6,9 @@
 __all__ = ['ShardedDL', 'ShardedStreamDL', 'loaders_in', 'ShardedWrapper', 'OneRank', 'why_not', 'global_bs', 'shard_dl',
            'n_batches', 'check_dl', 'dl_state', 'set_dl_state']
 
-# %% ../nbs/07_data.ipynb #24226630
+# %% ../nbs/07_data.ipynb #b188dd17
 import copy, itertools, random, sys
+from inspect import signature
 
 import numpy as np, torch
 from fastai.data.load import DataLoader, SkipItemException, _loaders
@@ -295,7 +296,7 @@ def _size_of(dl):
     if isinstance(dl, DataLoader): return _n_items(dl, type(dl))
     return len(dl.dataset if isinstance(dl.dataset,IterableDataset) else dl.sampler if torch_bs(dl) else dl.batch_sampler)
 
-# %% ../nbs/07_data.ipynb #4f914e6f
+# %% ../nbs/07_data.ipynb #1723dbc5
 def _gen_state(v):
     "The state of a random generator, None for anything else"
     if isinstance(v, random.Random): return v.getstate()
@@ -314,10 +315,12 @@ def _holders(dl):
     stream = isinstance(dl.dataset,IterableDataset) if isinstance(dl,TorchLoader) else not dl.indexed
     return [dl, *(samplers_of(dl) if isinstance(dl,TorchLoader) else ()), *([dl.dataset] if stream else ())]
 
+_CONFIG = {'offs', *signature(DataLoader.__init__).parameters, *signature(TorchLoader.__init__).parameters}
+
 def _counters(o):
     "Plain values of an object that the user wrote; fastai's and torch's own keep nothing but generators"
-    own = not type(o).__module__.startswith(('fastai.','torch.','builtins'))
-    return {k:v for k,v in getattr(o,'__dict__',{}).items() if isinstance(v,(bool,int,float,str))} if own else {}
+    if type(o).__module__.startswith(('fastai.','torch.','builtins')): return {}
+    return {k:v for k,v in getattr(o,'__dict__',{}).items() if isinstance(v,(bool,int,float,str)) and k not in _CONFIG}
 
 def dl_state(dl):
     "What the next epoch of an original loader depends on; can be pickled"

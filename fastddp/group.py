@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['has_distributed', 'in_group', 'under_launcher', 'rank', 'world_size', 'n_gpus', 'use_device', 'backend_for', 'join',
-           'join_launched', 'leave', 'all_sum', 'gather', 'broadcast_', 'average_', 'barrier']
+           'join_launched', 'join_at', 'leave', 'all_sum', 'gather', 'broadcast_', 'average_', 'barrier']
 
 # %% ../nbs/04_group.ipynb #49de517e
 import contextlib, datetime, os, sys
@@ -43,7 +43,7 @@ def backend_for(device):
     "The backend that fits `device`"
     return 'nccl' if torch.device(device).type == 'cuda' and torch.distributed.is_nccl_available() else 'gloo'
 
-# %% ../nbs/04_group.ipynb #b9f2579c
+# %% ../nbs/04_group.ipynb #241b7bfe
 _LOOPBACK = 'lo0' if sys.platform == 'darwin' else 'lo'
 _NO_LIMIT = 10*365*24*3600.     # seconds
 
@@ -60,9 +60,17 @@ def join_launched(device):
     "Joins the group that a launcher (torchrun) described in the environment"
     torch.distributed.init_process_group(backend_for(device), init_method='env://')
 
-def leave():
-    "Leaves the group, if there is one; must not be called by a rank whose neighbours may have failed"
-    if in_group(): torch.distributed.destroy_process_group()
+def join_at(addr, port, rank, world_size, backend='gloo', device=None):
+    "Joins the group of several hosts that meets at `addr:port`, where rank 0 listens"
+    store = torch.distributed.TCPStore(addr, int(port), world_size, is_master=rank == 0)
+    join(store, rank, world_size, backend, device)
+
+def leave(broken=False):
+    "Leaves the group, if there is one; `broken`: neighbours may have failed, so nothing is waited for"
+    if not in_group(): return
+    abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
+    if broken and abort and torch.distributed.get_backend() == 'nccl': abort()
+    else: torch.distributed.destroy_process_group()
 
 # %% ../nbs/04_group.ipynb #dff8d589
 def _comm_device():

@@ -104,7 +104,7 @@ def workers_on_cpu(nprocs):
     if not nprocs or nprocs < 1: raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
     return nprocs, None
 
-# %% ../nbs/10_learner.ipynb #e6565989
+# %% ../nbs/10_learner.ipynb #c3524b3f
 class Session:
     "A `distrib_ctx` block: `fit` is the door that takes `Learner.fit`'s place"
     def __init__(self, learn, nprocs, gpus, launcher, batch, options, factories):
@@ -114,15 +114,15 @@ class Session:
         "`Learner.fit` on the workers; afterwards the learner is as after a local fit"
         learn,cbs = self.learn,[cb() if isinstance(cb,type) else cb for cb in L(cbs)]
         self._check()
-        old = learn.opt
+        old,self.kept = learn.opt,False
         try:
             if reset_opt or not learn.opt: learn.create_opt()
             call = dict(options=self.options, fit=dict(n_epoch=self._epochs(n_epoch, cbs), lr=lr, wd=wd, start_epoch=start_epoch))
             job = Job('fastddp.learner:fit_job', take(learn, cbs, call, *self.factories))
             self._say()
             interrupted = self._run(job, cbs)
-        except BaseException as e:
-            if getattr(e, 'state', None) is None: learn.opt = old
+        except BaseException:
+            if not self.kept: learn.opt = old
             raise
         if interrupted: raise KeyboardInterrupt
     def _run(self, job, cbs):
@@ -130,11 +130,16 @@ class Session:
         with offloaded(self.learn):
             try: out = self.launcher.run(job, self.n)
             except (WorkerError, KeyboardInterrupt) as e:
-                if e.state: apply(self.learn, cbs, *e.state)
-                e.kept = f"holds the end of epoch {self.learn.epoch}." if e.state else "is as it was before the fit."
+                self._keep(e, cbs)
                 raise
             apply(self.learn, cbs, *out.state)
         return out.interrupted or out.results[0]
+    def _keep(self, e, cbs):
+        "Puts the last complete epoch of a failed fit into the learner, and says so"
+        state,e.state = getattr(e, 'state', None),None      # it maps memory, and an exception may live long
+        if state: apply(self.learn, cbs, *state)
+        self.kept = bool(state)
+        e.kept = f"holds the end of epoch {self.learn.epoch}." if state else "is as it was before the fit."
 
 # %% ../nbs/10_learner.ipynb #767e412d
 @patch

@@ -38,12 +38,12 @@ def reducer_for(m):
     "The function that brings metric `m`'s state together, by its class"
     return next((REDUCERS[c] for c in type(m).__mro__ if c in REDUCERS), None)
 
-# %% ../nbs/08_metrics.ipynb #9258735f
+# %% ../nbs/08_metrics.ipynb #641c5dad
 class ReduceMetrics(Callback):
     "Brings the metrics of all ranks together at the end of each phase, right before the Recorder reads them"
     order = Recorder.order-1
     def _reduce(self, mets):
-        for m in mets:
+        for m in mets if group.world_size() > 1 else ():
             if f := reducer_for(m): f(m)
     def after_train(self):
         if hasattr(self.learn, 'recorder'): self._reduce(self.recorder._train_mets)

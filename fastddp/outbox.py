@@ -36,7 +36,7 @@ class Batch:
 
 def is_update(event): return event[0] == 'display' and event[4]
 
-# %% ../nbs/02b_outbox.ipynb #48c8bb1d
+# %% ../nbs/02b_outbox.ipynb #11ac021b
 class ForkPipe:
     "Text from forked processes to the thread, which sleeps on it"
     _marks = dict(stdout=b'\1', stderr=b'\2')
@@ -57,7 +57,8 @@ class ForkPipe:
         self._send(name, s)
     def _send(self, name, s):
         n = select.PIPE_BUF//4-1        # a character takes four bytes at most
-        for i in range(0, len(s), n): self._push(self._marks[name]+s[i:i+n].encode(errors='backslashreplace')+b'\0', tries=20)
+        parts = (s[i:i+n].encode(errors='backslashreplace') for i in range(0, len(s), n))
+        for o in parts: self._push(self._marks[name]+o+b'\0', tries=20)
     def _push(self, data, tries):
         for i in range(tries):
             try: return os.write(self.w, data)
@@ -119,7 +120,7 @@ class Outbox:
         self.thread.join(60)
         if not self.thread.is_alive(): self.pipe.close()
 
-# %% ../nbs/02b_outbox.ipynb #8beeae23
+# %% ../nbs/02b_outbox.ipynb #75d0e8a0
 @patch
 def _run(self:Outbox):
     last = 0
@@ -141,7 +142,7 @@ def _deliver(self:Outbox, updates):
         updates = updates or any(e[0] == 'clear' for e in self.batch.events)
         events = self.batch.take() if updates else self.batch.take(is_update)
         lost,self.dropped = self.dropped,0
-    if lost: events.append(('stream', 'stderr', f"[{lost:,} characters were not relayed: the notebook did not read them]\n"))
+    if lost: events.append(('stream', 'stderr', f"[{lost:,} characters left out: the notebook did not read them]\n"))
     for e in events: self._send(e)
     with self.lock:
         if not self.batch.events: self.empty.set()
@@ -193,12 +194,12 @@ def use_streams(undo, box, tty=False):
         change(undo, vars(stream), box=box, before=before, tty=tty)
         change(undo, vars(sys), **{name:stream})
 
-# %% ../nbs/02b_outbox.ipynb #1cc3f3f0
+# %% ../nbs/02b_outbox.ipynb #1a32e7a7
 @contextlib.contextmanager
 def fd_log(
     path,   # File to append to
 ):
-    "What is written to file descriptors 1 and 2 goes to a file; streams that don't use them (a relay's) are not concerned"
+    "What is written to file descriptors 1 and 2 goes to a file; a relay's streams don't use them"
     fd,saved = os.open(path, os.O_WRONLY|os.O_CREAT|os.O_APPEND, 0o600),[os.dup(1), os.dup(2)]
     try:
         _flush_all()
@@ -215,10 +216,10 @@ def _flush_all():
         with contextlib.suppress(AttributeError, OSError, ValueError): o.flush()
     ctypes.CDLL(None).fflush(None)
 
-def tail(path, n=4096):
-    "The last `n` bytes of a file as text; empty when there is none"
+def tail(path, n=4096, start=0):
+    "The last `n` bytes of a file as text, but nothing before `start`; empty when there is none"
     try:
         with open(path, 'rb') as f:
-            f.seek(max(0, os.path.getsize(path)-n))
+            f.seek(max(start, os.path.getsize(path)-n))
             return f.read().decode(errors='replace')
     except OSError: return ''

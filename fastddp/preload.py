@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/02a_preload.ipynb #b803b0b1
-import gc, importlib, os, signal, sys
+# %% ../nbs/02a_preload.ipynb #d2598159
+import atexit, gc, importlib, os, signal, sys
 
 os.setsid()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -16,5 +16,6 @@ for name in os.environ.get('FASTDDP_PRELOAD_MODULES','').split(','):
     # A library that doesn't import here will say so in the worker that needs it; any exception would end the helper.
     try: importlib.import_module(name)
     except Exception as e: print(f"fastddp helper: {name}: {e!r}", file=sys.stderr)
+atexit.register(os._exit, 0)   # the last one registered runs first: libraries' reports about their own ends are nobody's business here
 gc.collect()
 gc.freeze()     # the collector would touch, and so copy, every page shared with the workers

@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['frontend', 'look', 'relay_output', 'Replay']
 
-# %% ../nbs/03_relay.ipynb #25096aac
-import builtins, contextlib, functools, os, shutil, sys, time, warnings
+# %% ../nbs/03_relay.ipynb #a120a7aa
+import builtins, contextlib, functools, importlib.util, os, shutil, sys, time, warnings
 
 from fastcore.basics import patch
 from .outbox import TICK, Batch, Outbox, change, fd_log, hold, overwritten, tail, use_streams
 
-# %% ../nbs/03_relay.ipynb #a3ffdaee
+# %% ../nbs/03_relay.ipynb #722f1b17
+_WIDGET = 'application/vnd.jupyter.widget'
+
 @functools.lru_cache(None)
 def _shell_class(name):
     "IPython's shell without a user; `name` is what libraries know it by"
@@ -23,7 +25,8 @@ def _shell_class(name):
 
     class Publisher(DisplayPublisher):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs):
-            self.shell.show('display', data, metadata or {}, transient or {}, bool(update))
+            data = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}       # nothing to view: its model stays here
+            if data: self.shell.show('display', data, metadata or {}, transient or {}, bool(update))
         def clear_output(self, wait=False):
             if in_notebook: self.shell.show('clear', bool(wait))
             else: super().clear_output(wait)
@@ -78,7 +81,7 @@ def _use_shell(undo, box, name, user_ns):
     builtins.get_ipython,builtins.display = shell.get_ipython,display
     return shell
 
-# %% ../nbs/03_relay.ipynb #3d1d0468
+# %% ../nbs/03_relay.ipynb #4d17a12f
 _FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'    # words of fastcore and fastprogress, copied by star imports
 
 @functools.lru_cache(None)
@@ -102,21 +105,24 @@ def _quiet_bars(fp):
 def _bars():
     "The fastprogress module, and its master and progress bar for each front end"
     fp = sys.modules.get('fastprogress.fastprogress')
-    return fp, fp and dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar),
-                           silent=_quiet_bars(fp))
+    if fp is None: return None, {}
+    return fp, dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), silent=_quiet_bars(fp),
+                    terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
 
 def _use_bars(undo, frontend):
     "Gives every module the bars of `frontend`, and the flags that go with them"
     fp,kinds = _bars()
-    new = dict(zip(('master_bar','progress_bar'), kinds[frontend])) if kinds else {}
-    known = {id(c) for pair in (kinds or {}).values() for c in pair}
-    for name,mod in list(sys.modules.items()):
+    bars = dict(zip(('master_bar','progress_bar'), kinds.get(frontend, ())))
+    known = {id(c) for pair in kinds.values() for c in pair}
+    for name,mod in list(sys.modules.items()):      # some thousands: what comes first here costs milliseconds
         ns = getattr(mod, '__dict__', None) or {}
-        change(undo, ns, **{k:v for k,v in new.items() if id(ns.get(k)) in known})
-        if name.split('.')[0] in ('fastcore','fastprogress','fastai'): change(undo, ns, **{k:frontend != 'terminal' for k in _FLAGS if k in ns})
+        for k,v in bars.items():
+            if k in ns and id(ns[k]) in known: change(undo, ns, **{k:v})
+        if name.startswith(('fastcore.','fastprogress.','fastai.')):
+            change(undo, ns, **{k:frontend != 'terminal' for k in _FLAGS if k in ns})
     if hasattr(fp, '_style_shown'): change(undo, vars(fp), _style_shown=False)      # each cell needs the styles once
 
-# %% ../nbs/03_relay.ipynb #e02e716a
+# %% ../nbs/03_relay.ipynb #c182c65f
 _INLINE = 'module://matplotlib_inline.backend_inline'
 
 def _use_figures(undo, shell, figures):
@@ -124,7 +130,8 @@ def _use_figures(undo, shell, figures):
     except ImportError: return
     from IPython.core.pylabtools import activate_matplotlib, select_figure_formats
     (formats,rc),config,params = figures or (None, {}),inline.InlineBackend,matplotlib.rcParams
-    undo.callback(dict.update, params, {k:dict.__getitem__(params, k) for k in {'backend','interactive',*rc}})  # asking politely would choose a backend
+    raw = dict.__getitem__      # a plain look at `backend` would choose one
+    undo.callback(dict.update, params, {k:raw(params, k) for k in {'backend','interactive',*rc}})
     undo.callback(setattr, config, '_instance', config._instance)
     config._instance = None
     hold(undo, vars(inline.configure_inline_support), 'current_backend')
@@ -135,7 +142,7 @@ def _use_figures(undo, shell, figures):
     select_figure_formats(shell, formats or config.instance().figure_formats, **config.instance().print_figure_kwargs)
     undo.callback(inline.flush_figures)
 
-# %% ../nbs/03_relay.ipynb #f9c7b149
+# %% ../nbs/03_relay.ipynb #f247917d
 def _get_ipython(): return getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)()
 
 def frontend():
@@ -152,10 +159,10 @@ def _figures():
     "Image formats chosen with `%config InlineBackend`, and what was changed in matplotlib's settings"
     inline,mpl = sys.modules.get('matplotlib_inline.config'),sys.modules.get('matplotlib')
     if not (inline and mpl) or frontend() == 'terminal': return None
-    changed = {k:v for k,v in mpl.rcParams.items() if v != mpl.rcParamsDefault[k] and k not in ('backend','interactive')}
-    return set(inline.InlineBackend.instance().figure_formats), changed
+    rc = {k:v for k,v in mpl.rcParams.items() if k not in ('backend','interactive') and v != mpl.rcParamsDefault[k]}
+    return set(inline.InlineBackend.instance().figure_formats), rc
 
-# %% ../nbs/03_relay.ipynb #35d2d257
+# %% ../nbs/03_relay.ipynb #98980705
 @contextlib.contextmanager
 def relay_output(
     send,                   # Takes one event; never called by two threads at a time
@@ -173,14 +180,19 @@ def relay_output(
         undo.callback(box.close)
         use_streams(undo, box, isatty and frontend == 'terminal')
         if not box.see: change(undo, vars(warnings), showwarning=functools.partial(_tell, box))
-        if frontend == 'terminal': change(undo, os.environ, COLUMNS=str(width), LINES=os.environ.get('LINES', '24'))    # asked first
+        if frontend == 'terminal': _use_size(undo, width)
         if shell: _enter_shell(undo, box, frontend, user_ns, figures)
         _use_bars(undo, frontend)
         yield box
 
 def _enter_shell(undo, box, frontend, user_ns, figures):
+    if importlib.util.find_spec('IPython') is None: return
     if frontend == 'terminal': return _use_shell(undo, box, 'TerminalInteractiveShell', user_ns)
     _use_figures(undo, _use_shell(undo, box, 'ZMQInteractiveShell', user_ns), figures)
+
+def _use_size(undo, width):
+    "Libraries ask the environment before the terminal, which we haven't"
+    change(undo, os.environ, COLUMNS=str(width), LINES=os.environ.get('LINES', '24'))
 
 def _tell(box, message, category, filename, lineno, file=None, line=None):
     "A warning on a rank that is not shown"
@@ -216,7 +228,7 @@ class Replay:
         self._warn(age=0.)
         for o in (sys.stdout, sys.stderr): o.flush()
 
-# %% ../nbs/03_relay.ipynb #f4f29f3d
+# %% ../nbs/03_relay.ipynb #fabe4b09
 @patch
 def _stream(self:Replay, rank, name, text):
     if rank == self.first:
@@ -229,7 +241,8 @@ def _stream(self:Replay, rank, name, text):
 def _display(self:Replay, rank, data, metadata, transient, update):
     shell,text = _get_ipython(),data.get('text/plain', '')
     if rank != self.first:
-        if 'display_id' in transient: transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}   # ranks use the same names
+        if 'display_id' in transient:       # ranks use the same names
+            transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
         if not update: self._stream(rank, 'stdout', '\n' if shell else f'{text}\n')
     elif not shell: print(text)
     if shell: shell.display_pub.publish(data=data, metadata=metadata, transient=transient, update=update)

@@ -131,7 +131,7 @@ def whole_steps(batches, s):
         yield own, flat, len(flat), [*range(first, first+len(own))]
         start += len(flat)
 
-# %% ../nbs/05b_torchdl.ipynb #1240f5c9
+# %% ../nbs/05b_torchdl.ipynb #1cf38db9
 class ShardedTorch(Sharded):
     "Mixed in before the class of a torch `DataLoader`"
     def __iter__(self):
@@ -154,7 +154,7 @@ class ShardedTorch(Sharded):
         "Fill in this rank's steps of a new epoch; their counts and positions, as far as they are known"
         s = self._shard
         if s.stream: return []
-        parts = [o for o in s.parts() if s.train or o[0]]
+        parts = [o for o in s.parts(s) if s.train or o[0]]
         s.steps[:] = [fill(own,spare,s.n)[0] if s.train else own for own,spare,_,_ in parts]
         return [((len(own),m),pos) for own,_,m,pos in parts]
 
@@ -176,7 +176,7 @@ class _StepItems(IterableDataset):
             s.told.append(((len(own),m), pos))
             yield fill(own,spare,s.n)[0] if s.train else own
 
-# %% ../nbs/05b_torchdl.ipynb #e30c170f
+# %% ../nbs/05b_torchdl.ipynb #94b6e69f
 def torch_bs(dl):
     "The batch size of a torch loader, or None where its own `batch_sampler` decides"
     return dl.batch_size or (dl.batch_sampler.batch_size if type(dl.batch_sampler) is BatchSampler else None)
@@ -190,8 +190,9 @@ def shard_torch(dl, rank, n, per_worker, train, shared):
     if s.stream:
         s.size = lambda: len(dl.dataset)
         s.source = own_stream(dl.dataset, s)
-    elif bs: s.size,s.parts = (lambda: len(cut.sampler)), lambda: dealt_steps(chunk([*cut.sampler],s.bs,s.drop_last), s)
-    else: s.size,s.parts = cut.__len__, lambda: (whole_steps if s.whole else dealt_steps)([[*b] for b in cut], s)
+    # `parts` is given `s`, so that no cycle keeps worker processes alive after the loader
+    elif bs: s.size,s.parts = (lambda: len(cut.sampler)), lambda s: dealt_steps(chunk([*cut.sampler],s.bs,s.drop_last), s)
+    else: s.size,s.parts = (lambda: len(cut)), lambda s: (whole_steps if s.whole else dealt_steps)([[*b] for b in cut], s)
     res = sharded_twin(ShardedTorch, s)
     s.inner = twin(dl, object.__new__(type(dl)))
     own = dict(dataset=_StepItems(res), batch_sampler=None) if s.stream else dict(batch_sampler=s.steps)

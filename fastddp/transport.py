@@ -58,15 +58,28 @@ class _Pickler(cloudpickle.Pickler):
 
 def _weak(o): return (lambda: None) if o is None else weakref.ref(o)
 
-# %% ../nbs/01_transport.ipynb #f3b99083
+# %% ../nbs/01_transport.ipynb #877f7c32
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file, buffers, refs, device):
+    def __init__(self, file, buffers, refs, device, home):
         super().__init__(file, buffers=buffers)
-        self._refs,self._device = refs,device
+        self._refs,self._device,self._home,self._globals = refs,device,home,{}
     def persistent_load(self, i): return self._refs[i]
     def find_class(self, module, name):
         found = super().find_class(module, name)
+        if name == '_make_function' and self._home is not None: return functools.partial(self._at_home, found)
         return functools.partial(found, to=self._device) if name == '_load_storage' else found
+    def _at_home(self, make, code, ns, *args):
+        "A function of the notebook; those of one pickle share their globals"
+        if ns.get('__name__') != '__main__': return make(code, ns, *args)
+        if id(ns) not in self._globals: self._globals[id(ns)] = _Globals(ns, self._home), ns    # kept, so that its id stays its own
+        return make(code, self._globals[id(ns)][0], *args)
+
+class _Globals(dict):
+    "Globals of a function that travelled: what it brought along, then those of the process it came to"
+    def __init__(self, ns, home):
+        super().__init__(ns)
+        self._home = home
+    def __missing__(self, k): return self._home[k]
 
 def dump(obj, refs=()):
     "`obj` as a `Payload`: notebook definitions by value, large buffers aside, objects among `refs` by number"
@@ -74,9 +87,10 @@ def dump(obj, refs=()):
     _Pickler(f, lambda b: raw.append(b.raw().cast('B')), refs).dump(obj)
     return Payload(f.getvalue(), raw)
 
-def load(meta, buffers, device=None, refs=()):
-    "The object of a `Payload`; tensors lie *in* `buffers` (writable ones), those that were on a GPU go to `device`"
-    return _Unpickler(io.BytesIO(meta), buffers, refs, device).load()
+def load(meta, buffers, device=None, refs=(), home=None):
+    """The object of a `Payload`; tensors lie *in* `buffers` (writable ones), those that were on a GPU go to `device`.
+    Functions of the notebook find in the namespace `home` what they didn't bring along"""
+    return _Unpickler(io.BytesIO(meta), buffers, refs, device, home).load()
 
 # %% ../nbs/01_transport.ipynb #fa76e8b8
 def _travels(o):
@@ -161,19 +175,23 @@ def _anonymous_fd():
     if hasattr(os, 'memfd_create'): return os.memfd_create('fastddp', os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix='fastddp') as f: return os.dup(f.fileno())
 
-# %% ../nbs/01_transport.ipynb #a3a95fdf
+# %% ../nbs/01_transport.ipynb #e4cb4d55
 _PATCHED = ('fastai','fastcore','fasttransform','torch','torchvision','fastprogress')
 
-def _from_main(v):
-    if isinstance(v, property): v = v.fget
-    elif isinstance(v, (staticmethod,classmethod)): v = v.__func__
-    return isinstance(v, types.FunctionType) and v.__module__ == '__main__'
+_WRAPPED = {property:'fget', staticmethod:'__func__', classmethod:'__func__'}
+
+def _from_main(ns):
+    "`(name, value)` in the namespace `ns` for functions that a cell defined"
+    # By `type`: `isinstance` asks the object, and torch has some that warn or start CUDA. All in one pass: there are 100,000.
+    fns = [(k, v, v if type(v) is types.FunctionType else getattr(v, _WRAPPED[type(v)])) for k,v in list(ns.items())
+           if type(v) is types.FunctionType or type(v) in _WRAPPED]
+    return [(k,v) for k,v,f in fns if getattr(f, '__module__', None) == '__main__' and type(f) is types.FunctionType]
 
 _classes = {}   # module name -> (size of its namespace, its own classes): a walk over all of torch takes 0.1 s
 
 def _own_classes(name, ns):
     if _classes.get(name, (None,))[0] != len(ns):
-        _classes[name] = len(ns), [c for c in list(ns.values()) if type.__instancecheck__(type, c) and c.__module__ == name]
+        _classes[name] = len(ns), [c for c in list(ns.values()) if issubclass(type(c), type) and c.__module__ == name]
     return _classes[name][1]
 
 def collect_patches(packages=_PATCHED):
@@ -182,8 +200,8 @@ def collect_patches(packages=_PATCHED):
     for name,mod in list(sys.modules.items()):
         if name.split('.')[0] not in packages or not isinstance(mod, types.ModuleType): continue
         ns = mod.__dict__
-        res += [(name, None, k, v) for k,v in list(ns.items()) if _from_main(v)]
-        res += [(name, c.__qualname__, k, v) for c in _own_classes(name, ns) for k,v in list(vars(c).items()) if _from_main(v)]
+        res += [(name, None, k, v) for k,v in _from_main(ns)]
+        res += [(name, c.__qualname__, k, v) for c in _own_classes(name, ns) for k,v in _from_main(vars(c))]
     return res
 
 def apply_patches(patches):

@@ -108,12 +108,13 @@ class _Blocks:
         self.turn = 1-i
         return i, self.blocks[i].write(payload), self.blocks[i].fd if new else None
 
-# %% ../nbs/02_workers.ipynb #fed04cc4
+# %% ../nbs/02_workers.ipynb #f61fca59
 class Link:
     "A worker's connection to the notebook"
     def __init__(self, conn, rank, parent_pid):
-        self.rank,self.where,self.jobs = rank,'starting',queue.SimpleQueue()
+        self.rank,self.where,self.items,self.jobs = rank,'starting',(),queue.SimpleQueue()
         self._pipe,self._stop,self._kinds = Pipe(conn),threading.Event(),{}
+        self.on = {}    # 'stop' or 'break' -> what to call, in the inbox thread, when the notebook says it
         threading.Thread(target=self._inbox, args=(parent_pid,), daemon=True, name='fastddp-inbox').start()
     def emit(self, event):
         "Sends a small picklable `event`, in order"
@@ -133,6 +134,7 @@ class Link:
         os.killpg(0, signal.SIGKILL)
     def _receive(self, msg):
         if msg[0] == 'stop': self._stop.set()
+        if msg[0] in ('stop','break'): self.on.get(msg[0], lambda: None)()
         elif msg[0] == 'exit': self.jobs.put(None)
         else:
             self._stop.clear()
@@ -143,7 +145,7 @@ def _death_watch(pid):
     if hasattr(os, 'pidfd_open'): return os.pidfd_open(pid)
     return multiprocess.process.parent_process().sentinel
 
-# %% ../nbs/02_workers.ipynb #fd7549e7
+# %% ../nbs/02_workers.ipynb #e4575692
 def _worker_main(conn, rank, parent_pid, log):
     "A worker's life: a session of its own, last words in `log`, one job after the other"
     os.setsid()
@@ -166,7 +168,7 @@ def _cuda_forked():
 def _run(link, entry, around, packed, config, block):
     "One job under guard: all user code is loaded inside"
     try:
-        link.where = 'loading'
+        link.where,link.items = 'loading',()
         pickle.loads(around).enter()
         module,name = entry.split(':')
         fn = getattr(importlib.import_module(module), name)
@@ -180,15 +182,16 @@ def _run(link, entry, around, packed, config, block):
 def _report(link, e):
     try: original = cloudpickle.dumps(e)
     except Exception: original = b''    # an exception may hold anything; its text travels in any case
-    where = link.where() if callable(link.where) else link.where     # a job may say it when asked, not at every step
-    link._pipe.send('failed', failure_of(e, link.rank, where, original))
+    where,items = (o() if callable(o) else o for o in (link.where, link.items))     # a job may say it when asked, not at every step
+    link._pipe.send('failed', failure_of(e, link.rank, where, original, items))
 
-# %% ../nbs/02_workers.ipynb #40d345fa
+# %% ../nbs/02_workers.ipynb #2b6ba769
 class Workers:
     "`n` processes; `submit` a job to all, `poll` for news, `stop` in any case"
-    def __init__(self, n, method=None):
-        self.n,self.method,self.dir = n,method or start_method(),tempfile.mkdtemp(prefix='fastddp-')
-        self.procs,self.pipes,self.latest,self._blocks,self._dead = [],[],{},{},set()
+    def __init__(self, n, method=None, ranks=None):
+        self.ranks = list(range(n) if ranks is None else ranks)     # one of them may run elsewhere: in the notebook itself
+        self.n,self.method,self.dir = len(self.ranks),method or start_method(),tempfile.mkdtemp(prefix='fastddp-')
+        self.procs,self.pipes,self.latest,self._blocks,self._dead = {},{},{},{},set()
         try: self._start()
         except BaseException:
             self.stop(0)
@@ -197,34 +200,42 @@ class Workers:
         ctx = multiprocess.get_context(self.method)
         if self.method == 'forkserver': ctx.set_forkserver_preload(['fastddp.preload'])
         with _hidden_main(), _helper_env():
-            for r in range(self.n):
+            for r in self.ranks:
                 ours,theirs = ctx.Pipe()
                 p = ctx.Process(target=_worker_main, args=(theirs, r, os.getpid(), self.log_path(r)), daemon=True, name=f'fastddp-{r}')
                 p.start()
                 theirs.close()
-                self.procs.append(p)
-                self.pipes.append(Pipe(ours))
+                self.procs[r] = p
+                self.pipes[r] = Pipe(ours)
     def log_path(self, rank): return os.path.join(self.dir, f'rank{rank}.log')
     def submit(self, entry, packed, block, configs, **env):
         "Every rank calls `entry` ('module:function') with the payload in `block` and its own of `configs`"
         self.latest.clear()
-        for r,(pipe,cfg) in enumerate(zip(self.pipes, configs)):
+        for (r,pipe),cfg in zip(self.pipes.items(), configs):
             around = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r)))
-            pipe.send('job', entry, around, packed, cfg, fd=block.fd)
+            with contextlib.suppress(OSError):      # it died already; its sentinel says so
+                pipe.send('job', entry, around, packed, cfg, fd=block.fd)
     def ask_stop(self):
         "Tells every rank that the notebook wants it to stop; `Link.stop_requested` is then true"
         for r in self.alive(): self._tell(r, 'stop')
+    def break_up(self):
+        "Tells every rank that some wait for others in vain: what they do about it is `Link.on['break']`"
+        for r in self.alive(): self._tell(r, 'break')
+    def ask_stacks(self, ranks):
+        "Lets `ranks` write the Python stacks of all their threads into their logs"
+        for r in ranks:
+            with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
     def _tell(self, r, *msg):
         with contextlib.suppress(OSError): self.pipes[r].send(*msg)
-    def alive(self): return [r for r,p in enumerate(self.procs) if r not in self._dead and p.is_alive()]
+    def alive(self): return [r for r,p in self.procs.items() if r not in self._dead and p.is_alive()]
 
-# %% ../nbs/02_workers.ipynb #fb44cd95
+# %% ../nbs/02_workers.ipynb #0e851299
 from fastcore.basics import patch
 
 @patch
 def poll(self:Workers, timeout=None):
     "Everything that is new within `timeout` seconds (None: waits for something)"
-    ends = {p.sentinel:r for r,p in enumerate(self.procs) if r not in self._dead}
+    ends = {p.sentinel:r for r,p in self.procs.items() if r not in self._dead}
     pipes = {self.pipes[r].conn:r for r in ends.values()}
     ready = connection.wait([*pipes, *ends], timeout)
     news = [m for c in ready if c in pipes for m in self._read(pipes[c])]
@@ -256,7 +267,7 @@ def _open(self:Workers, r, msg):
     self.latest[r,kind] = self._blocks[r,kind,i], packed
     return 'put', kind
 
-# %% ../nbs/02_workers.ipynb #37d4b04a
+# %% ../nbs/02_workers.ipynb #095f55ef
 @patch
 def stop(self:Workers, grace=2.):
     "Ends all processes within about `grace` seconds and frees everything; harmless when repeated"
@@ -266,7 +277,7 @@ def stop(self:Workers, grace=2.):
     for sig,wait in ((signal.SIGTERM, min(grace,.5)), (signal.SIGKILL, 5)):
         for r in self.alive(): _signal_group(self.procs[r].pid, sig)
         if self.alive(): self._join(wait)
-    for p in self.procs: _signal_group(p.pid, signal.SIGKILL)   # what a worker left in its session
+    for p in self.procs.values(): _signal_group(p.pid, signal.SIGKILL)   # what a worker left in its session
     self._free()
 
 @patch
@@ -276,13 +287,13 @@ def _join(self:Workers, seconds):
 
 @patch
 def _free(self:Workers):
-    for p in self.pipes: p.conn.close()
+    for p in self.pipes.values(): p.conn.close()
     for b in self._blocks.values(): b.close()
     self._blocks.clear()
     self.latest.clear()
     shutil.rmtree(self.dir, ignore_errors=True)
-    survivors = [p.pid for p in self.procs if p.is_alive()]
-    self.procs,self.pipes = [],[]
+    survivors = [p.pid for p in self.procs.values() if p.is_alive()]
+    self.procs,self.pipes = {},{}
     if survivors: warnings.warn(f"fastddp: processes {survivors} could not be ended; a GPU call may be stuck in them")
 
 def _signal_group(pid, sig):

@@ -60,12 +60,16 @@ def files():
     return {str(o) for o in [*(shm.iterdir() if shm.exists() else ()), *ours]}
 
 
-def environment(): return {k: v for k, v in os.environ.items() if k != 'PYTEST_CURRENT_TEST'}
+# pytest's own, and one that torch sets when its optimizers are first used
+PASSING = 'PYTEST_CURRENT_TEST', 'TORCHINDUCTOR_CACHE_DIR'
+
+
+def environment(): return {k: v for k, v in os.environ.items() if k not in PASSING}
 
 
 def handlers():
-    "Signal handlers as Python sees them; SIGALRM belongs to pytest-timeout"
-    return {s.name: signal.getsignal(s) for s in signal.Signals if s != signal.SIGALRM}
+    "Signal handlers as Python sees them; SIGALRM belongs to pytest-timeout, SIGCHLD to torch's DataLoader, which keeps it"
+    return {s.name: signal.getsignal(s) for s in signal.Signals if s not in (signal.SIGALRM, signal.SIGCHLD)}
 
 
 def left_after(look, before):

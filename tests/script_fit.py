@@ -1,0 +1,14 @@
+"A training script, for torchrun and for plain python: the same code as in a notebook."
+import json, os, sys
+from learners import make_learner, seed_all
+from fastddp.all import *
+
+if len(sys.argv) > 2 and sys.argv[2] == 'fastai.distributed': import fastai.distributed    # needs accelerate
+options = dict(in_notebook=False, sync_bn=False) if len(sys.argv) > 2 else {}
+learn = make_learner(bs=16)
+seed_all(int(os.environ.get('RANK', 0)))    # ranks start with different random numbers
+with learn.distrib_ctx(**options): learn.fit(2, 0.01)
+rank = os.environ.get('RANK', '0')
+json.dump(dict(weights=[p.flatten().tolist() for p in learn.model.parameters()], values=[list(v) for v in learn.recorder.values],
+               losses=[float(o) for o in learn.recorder.losses], fit='fit' in vars(learn), world=os.environ.get('WORLD_SIZE')),
+          open(f'{sys.argv[1]}/rank{rank}.json', 'w'))

@@ -1,0 +1,498 @@
+"""Room 07 on real loaders: N sharded ones, built in one process, against the same loader with the batch of all."""
+import gc, pickle, random, signal
+import numpy as np, pandas as pd, pytest, torch
+from hypothesis import given, settings, strategies as st
+from torch.utils.data import (BatchSampler, DataLoader as TorchLoader, Dataset, DistributedSampler, IterableDataset, Sampler,
+                              SubsetRandomSampler, WeightedRandomSampler)
+from fastai.callback.data import PartialDL, WeightedDL
+from fastai.data.core import TfmdDL
+from fastai.data.load import DataLoader, SkipItemException
+from fastai.tabular.core import TabDataLoader, TabularPandas, TabWeightedDL
+from fastai.text.data import LMDataLoader, SortedDL, pad_input
+from fastddp.data import (CantShard, check_dl, dl_state, global_bs, is_sharded, n_batches, seed_rank, set_dl_state, shard_dl,
+                          SharedRNG)
+from fastddp.shard import deal, restore_order, train_share
+
+
+def seed(i=0): random.seed(i); np.random.seed(i); torch.manual_seed(i)
+
+
+def ids(b):
+    "What a batch of any of these loaders holds, as a list"
+    if isinstance(b, (list, tuple)): b = b[0]
+    return b.tolist()
+
+
+def one_process(make, n_epoch=2, read=ids):
+    "What one process reads, and the streams it leaves behind"
+    seed(); dl = make()
+    seed(1); res = [[read(b) for b in dl] for _ in range(n_epoch)]
+    return res, SharedRNG.capture().state()
+
+
+def ranks(make, n, **kw):
+    "The sharded loaders of `n` ranks, each with an original and shared streams of its own, as in real processes"
+    seed(1); state, res = SharedRNG.capture().state(), []
+    for r in range(n):
+        seed()
+        res.append(shard_dl(make(), r, n, shared=SharedRNG(state), **kw))
+    seed(99 if n > 1 else 1)                   # what ranks draw by themselves must not matter; one alone has one stream
+    return res
+
+
+def same_state(a, b):
+    return a['python'] == b['python'] and repr(a['numpy']) == repr(b['numpy']) and torch.equal(a['torch'], b['torch'])
+
+
+# ---- every kind of loader: name -> function of the batch size
+def frame(m): return pd.DataFrame(dict(x=np.arange(m, dtype=np.float32), y=np.arange(m, dtype=np.float32)))
+def table(m): return TabularPandas(frame(m), cont_names='x', y_names='y')
+def lens(m): return random.Random(m).choices(range(5, 300), k=m)
+
+
+class Curriculum(DataLoader):
+    "Draws from a generator of its own, by a counter of its own"
+    def __init__(self, *args, **kw): super().__init__(*args, **kw); self.gen, self.epoch = np.random.default_rng(5), 0
+    def get_idxs(self):
+        self.epoch += 1
+        return np.roll(self.gen.permutation(self.n), self.epoch).tolist()
+
+
+class EpochSampler(Sampler):
+    "Orders by a counter of its own"
+    def __init__(self, n): self.n, self.epoch = n, 0
+    def __len__(self): return self.n
+    def __iter__(self):
+        self.epoch += 1
+        yield from np.random.default_rng(self.epoch).permutation(self.n).tolist()
+
+
+class Stream(IterableDataset):
+    "Reads in an order that it draws from the global streams"
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __iter__(self):
+        for o in torch.randperm(self.n).tolist():
+            yield (o + random.randrange(3)) % self.n
+
+
+class Strided(Stream):
+    "Takes part in the sharding"
+    r, w = 0, 1
+    def set_shard(self, rank, world_size): self.r, self.w = rank, world_size
+    def __iter__(self): yield from range(self.r, self.n, self.w)
+
+
+def gen(): return torch.Generator().manual_seed(7)
+
+
+SORTED = {
+    'plain': lambda m, bs, **kw: DataLoader(range(m), bs=bs, **kw),
+    'TfmdDL': lambda m, bs, **kw: TfmdDL(range(m), bs=bs, num_workers=0, **kw),
+    'SortedDL': lambda m, bs, **kw: SortedDL(range(m), bs=bs, sort_func=lens(m).__getitem__, num_workers=0, **kw),
+    'PartialDL': lambda m, bs, **kw: PartialDL(range(m), bs=bs, partial_n=max(1, m*2//3), num_workers=0, **kw),
+    'WeightedDL': lambda m, bs, **kw: WeightedDL(range(m), bs=bs, wgts=np.arange(1., m+1), num_workers=0, **kw),
+    'TabDataLoader': lambda m, bs, **kw: TabDataLoader(table(m), bs=bs, **kw),
+    'TabWeightedDL': lambda m, bs, **kw: TabWeightedDL(table(m), bs=bs, wgts=np.arange(1., m+1), **kw),
+    'get_idxs=': lambda m, bs, **kw: DataLoader(range(m), bs=bs, get_idxs=lambda: [*range(0, m, 2), *range(1, m, 2)], **kw),
+    'Curriculum': lambda m, bs, **kw: Curriculum(range(m), bs=bs, **kw),
+    'stream': lambda m, bs, drop_last=False, shuffle=None: DataLoader(Stream(m), bs=bs, drop_last=drop_last),
+    'generator': lambda m, bs, drop_last=False, shuffle=None: DataLoader(None, bs=bs, n=m, drop_last=drop_last,
+                                                                        create_item=lambda s: random.randrange(10**6)),
+    'torch': lambda m, bs, **kw: TorchLoader(range(m), batch_size=bs, **kw),
+    'torch generator': lambda m, bs, **kw: TorchLoader(range(m), batch_size=bs, generator=gen(), **kw),
+    'torch weighted': lambda m, bs, drop_last=False, shuffle=None: TorchLoader(
+        range(m), batch_size=bs, drop_last=drop_last, sampler=WeightedRandomSampler(np.arange(1., m+1), m)),
+    'torch subset': lambda m, bs, drop_last=False, shuffle=None: TorchLoader(
+        range(m), batch_size=bs, drop_last=drop_last, sampler=SubsetRandomSampler(range(0, m, 2), generator=gen())),
+    'torch counter': lambda m, bs, drop_last=False, shuffle=None: TorchLoader(
+        range(m), batch_size=bs, drop_last=drop_last, sampler=EpochSampler(m)),
+    'torch BatchSampler': lambda m, bs, drop_last=False, shuffle=None: TorchLoader(
+        range(m), batch_sampler=BatchSampler(EpochSampler(m), bs, drop_last)),
+    'torch stream': lambda m, bs, drop_last=False, shuffle=None: TorchLoader(Stream(m), batch_size=bs, drop_last=drop_last),
+}
+# streams that shard themselves: the position in the stream is the item
+STRIDED = {
+    'set_shard': lambda m, bs, drop_last=False, shuffle=None: DataLoader(Strided(m), bs=bs, drop_last=drop_last),
+    'torch set_shard': lambda m, bs, drop_last=False, shuffle=None: TorchLoader(Strided(m), batch_size=bs, drop_last=drop_last)}
+KINDS = SORTED | STRIDED
+sizes = [(1, 2, 2), (2, 1, 3), (7, 2, 2), (10, 1, 3), (21, 4, 2), (24, 3, 4), (31, 5, 3)]     # items, batch, ranks
+
+
+@pytest.mark.parametrize('drop_last', [False, True])
+@pytest.mark.parametrize('shuffle', [False, True])
+@pytest.mark.parametrize('kind', KINDS)
+def test_training_is_one_process_dealt_out(kind, shuffle, drop_last):
+    for m, b, n in sizes:
+        if m < n and kind in STRIDED: continue     # refused by check_dl
+        epochs, streams = one_process(lambda: KINDS[kind](m, n*b, shuffle=shuffle, drop_last=drop_last))
+        dls = ranks(lambda: KINDS[kind](m, b, shuffle=shuffle, drop_last=drop_last), n)
+        for batches in epochs:
+            assert {len(o) for o in dls} == {len(batches)}
+            for r, dl in enumerate(dls):
+                expect = [train_share(o, r, n) for o in batches]
+                got = [ids(o) for o in dl]
+                if kind in STRIDED:                      # a rank with nothing of its own borrows from its last step
+                    assert all(g == e for g, (e, c) in zip(got, expect) if c)
+                else: assert got == [e for e, _ in expect]
+                assert all(len(o) > 1 for o in got) and len(got) == len(batches)
+                assert dl.counts == [(c, len(o)) for (_, c), o in zip(expect, batches)]
+        for dl in dls: assert same_state(dl._shard.shared.state(), streams)
+
+
+@pytest.mark.parametrize('drop_last', [False, True])
+@pytest.mark.parametrize('kind', KINDS)
+def test_validation_has_nothing_twice_and_its_order_returns(kind, drop_last):
+    for m, b, n in sizes:
+        (batches,), _ = one_process(lambda: KINDS[kind](m, n*b, drop_last=drop_last), 1)
+        dls = ranks(lambda: KINDS[kind](m, b, drop_last=drop_last), n, train=False)
+        before = [len(o) for o in dls]
+        parts = [[ids(o) for o in dl] for dl in dls]
+        assert parts == [[deal(o, r, n) for o in batches if len(o) > r] for r in range(n)]
+        assert before == [len(p) for p in parts]
+        flat = [o for part in parts for b_ in part for o in b_]
+        assert [flat[i] for i in restore_order([o.idxs for o in dls])] == [o for b_ in batches for o in b_]
+        assert sorted(p for o in dls for p in o.idxs) == [*range(sum(map(len, batches)))]
+
+
+@pytest.mark.parametrize('kind', SORTED)
+def test_a_global_batch_keeps_its_size(kind):
+    m, b, n = 23, 6, 4
+    epochs, _ = one_process(lambda: KINDS[kind](m, b))
+    dls = ranks(lambda: KINDS[kind](m, b), n, batch='global')
+    for batches in epochs:
+        assert [[ids(o) for o in dl] for dl in dls] == [[train_share(o, r, n)[0] for o in batches] for r in range(n)]
+
+
+@pytest.mark.parametrize('shuffle', [False, True])
+@pytest.mark.parametrize('kind', KINDS)
+def test_one_rank_is_the_loader_itself_to_the_bit(kind, shuffle):
+    epochs, streams = one_process(lambda: KINDS[kind](11, 3, shuffle=shuffle))
+    seed(); dl = shard_dl(KINDS[kind](11, 3, shuffle=shuffle), 0, 1)
+    seed(1); shared = SharedRNG.capture(); seed(5); seed_rank(0, 1, shared)
+    for batches in epochs:
+        assert [ids(o) for o in dl] == batches
+        assert dl.counts == [(len(o), len(o)) for o in batches] and dl.idxs == [*range(sum(map(len, batches)))]
+    assert same_state(shared.state(), streams)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_notebooks_loader_goes_on_where_one_process_would_be(kind):
+    epochs, _ = one_process(lambda: KINDS[kind](13, 4, shuffle=True), 4)
+    dls = ranks(lambda: KINDS[kind](13, 2, shuffle=True), 2)
+    for _ in range(2):
+        for dl in dls: assert [*dl]
+    seed(); notebook = KINDS[kind](13, 4, shuffle=True)
+    set_dl_state(notebook, pickle.loads(pickle.dumps(dl_state(dls[1]._shard.orig))))
+    dls[1]._shard.shared.install()
+    assert [[ids(o) for o in notebook] for _ in range(2)] == epochs[2:]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from([*SORTED]), st.integers(3, 60), st.integers(1, 9), st.integers(1, 8), st.booleans(), st.booleans(),
+       st.booleans())
+def test_any_loader_size_and_rank(kind, m, b, n, shuffle, drop_last, whole):
+    bs, mode = (b, 'global') if whole else (n*b, 'per_worker')
+    kw = dict(shuffle=shuffle, drop_last=drop_last)
+    steps = n_batches(KINDS[kind](m, b, **kw), n, mode)
+    (batches,), _ = one_process(lambda: KINDS[kind](m, bs, **kw), 1)
+    dls = ranks(lambda: KINDS[kind](m, b, **kw), n, batch=mode)
+    assert {steps} == {len(o) for o in dls} == {len(batches)}
+    got = [[ids(o) for o in dl] for dl in dls]
+    if n == 1: assert got == [batches]
+    else: assert got == [[train_share(o, r, n)[0] for o in batches] for r in range(n)]
+    assert [sum(c for c, _ in o) for o in zip(*(o.counts for o in dls))] == [*map(len, batches)]
+
+
+# ---- text
+def texts(m=30): return [torch.arange(i*1000, i*1000+k) for i, k in enumerate(lens(m))]
+
+
+@pytest.mark.parametrize('shuffle', [False, True])
+@pytest.mark.parametrize('n', [2, 3, 4])
+def test_a_language_models_streams_stay_with_their_rank(n, shuffle):
+    def make(bs): return LMDataLoader(texts(), bs=bs, seq_len=11, shuffle=shuffle)
+    epochs, _ = one_process(lambda: make(n*2), read=lambda b: [o.tolist() for o in b])
+    dls = ranks(lambda: make(2), n)
+    for batches in epochs:
+        for r, dl in enumerate(dls):
+            got = [[o.tolist() for o in b] for b in dl]
+            assert len(dl) == len(batches) and got == [[deal(o, r, n) for o in b] for b in batches]
+            for (_, y), (x, _) in zip(got, got[1:]):               # the next batch goes on where this one's targets end
+                assert [o[-1] for o in y] == [o[0] for o in x]
+            assert dl.counts == [(2, 2*n)]*len(batches)
+    assert dls[0]._shard.orig.bs == 2 and dls[0].bs == 2*n
+    if shuffle: assert epochs[0] != epochs[1]
+
+
+def test_padding_is_of_the_ranks_own_batch():
+    data = [(o, 0) for o in texts()]
+    def make(bs): return SortedDL(data, bs=bs, before_batch=pad_input, shuffle=True, num_workers=0)
+    dls = ranks(lambda: make(4), 2)
+    for (x, _), (y, _) in zip(*dls):
+        for b in x, y: assert (b[:, -1] != 1).any()
+        assert abs(x.shape[1]-y.shape[1]) < 60
+
+
+# ---- items that are skipped, or built with chance
+def skipping(gone):
+    def f(o):
+        if o in gone: raise SkipItemException
+        return o
+    return f
+
+
+@pytest.mark.parametrize('indexed', [True, False])
+def test_a_skipped_item_makes_its_batch_smaller(indexed):
+    def make(): return DataLoader(range(12) if indexed else Strided(12), bs=2, after_item=skipping({3, 4, 6}))
+    dls = ranks(make, 2) if indexed else ranks(lambda: DataLoader(iter(range(12)), bs=2, n=12, after_item=skipping({3, 4, 6})), 2)
+    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 2], [5, 7], [8, 10]], [[1, 1], [5, 7], [9, 11]]]
+    assert [o.counts for o in dls] == [[(2, 4), (0, 4), (2, 4)], [(1, 4), (2, 4), (2, 4)]]
+    assert [o.idxs for o in dls] == [[0, 2, 8, 10], [1, 5, 7, 9, 11]]
+
+
+def test_skipped_items_have_no_place_in_validation():
+    dls = ranks(lambda: DataLoader(range(12), bs=2, after_item=skipping({3, 4, 6})), 2, train=False)
+    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 2], [8, 10]], [[1], [5, 7], [9, 11]]]
+    flat = [0, 2, 8, 10, 1, 5, 7, 9, 11]
+    assert [flat[i] for i in restore_order([o.idxs for o in dls])] == [0, 1, 2, 5, 7, 8, 9, 10, 11]
+    assert dls[0].counts[:2] == [(2, 4), (2, 4)]
+
+
+def test_a_batch_of_skipped_items_is_refused():
+    dl = ranks(lambda: DataLoader(range(8), bs=2, after_item=skipping(range(4))), 2)[0]
+    with pytest.raises(CantShard, match='was skipped'): next(iter(dl))
+
+
+def test_a_doubled_item_is_built_once():
+    built = []
+    dls = ranks(lambda: DataLoader(range(3), bs=2, after_item=lambda o: (built.append(o), torch.rand(1)+o)[1]), 2)
+    b = [*dls[1]][0]
+    assert built == [1] and b[0] == b[1]
+
+
+def test_ranks_draw_augmentation_of_their_own_and_reproduce():
+    def make(): return DataLoader(range(8), bs=4, shuffle=True, after_item=lambda o: (o, torch.rand(1).item()))
+    def run(r, s):
+        seed(s); shared = SharedRNG.capture()
+        seed(0); dl = shard_dl(make(), r, 2, shared=shared)
+        seed_rank(r, 2, shared)
+        return [*next(iter(dl))[1].tolist()]
+    assert run(0, 1) == run(0, 1)
+    assert len({*run(0, 1), *run(1, 1), *run(0, 2)}) == 12
+
+
+# ---- DataLoader workers
+class Noisy(Dataset):
+    "The item, and a number by chance, in whichever process it is built"
+    def __len__(self): return 22
+    def __getitem__(self, i): return i, torch.rand(1).item()
+
+
+@pytest.fixture
+def workers():
+    "torch watches over its workers with a signal handler that stays"
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    gc.collect()
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize('kind', ['fastai', 'torch', 'persistent'])
+def test_worker_processes_build_what_the_rank_needs(kind, workers):
+    def make(bs, k):
+        if kind == 'fastai': return DataLoader(Noisy(), bs=bs, shuffle=True, num_workers=k)
+        return TorchLoader(Noisy(), batch_size=bs, shuffle=True, num_workers=k, persistent_workers=kind == 'persistent')
+    epochs, streams = one_process(lambda: make(8, 2))
+    dls, noise = ranks(lambda: make(4, 4), 2), set()
+    assert [(o._shard.inner if kind != 'fastai' else o.fake_l).num_workers for o in dls] == [2, 2]
+    for epoch, batches in enumerate(epochs):
+        for r, dl in enumerate(dls):
+            torch.manual_seed(100+10*epoch+r)                         # a rank's own streams differ, as after `seed_rank`
+            got = [*dl]
+            assert [ids(o) for o in got] == [train_share(o, r, 2)[0] for o in batches]
+            assert dl.counts == [(4, 8), (4, 8), (3, 6)]
+            noise |= {o for _, v in got for o in v.tolist()}
+    assert len(noise) == 44
+    for dl in dls: assert same_state(dl._shard.shared.state(), streams)
+    del dl, dls                                                       # and with them the workers that persist
+
+
+def test_worker_processes_tell_what_was_skipped(workers):
+    dls = ranks(lambda: DataLoader(range(12), bs=2, after_item=skipping({3, 4, 6}), num_workers=2), 2)
+    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 2], [5, 7], [8, 10]], [[1, 1], [5, 7], [9, 11]]]
+    assert [o.counts for o in dls] == [[(2, 4), (0, 4), (2, 4)], [(1, 4), (2, 4), (2, 4)]]
+    assert [o.idxs for o in dls] == [[0, 2, 8, 10], [1, 5, 7, 9, 11]]
+
+
+# ---- nothing of the user's is lost
+def tagged(items): return 'collated', sorted(items)
+
+
+def test_a_torch_loader_keeps_what_the_user_gave_it():
+    class Mine(TorchLoader):
+        flavour = 'mine'
+    dl = Mine(Noisy(), batch_size=2, collate_fn=lambda items: [i for i, _ in items], timeout=7, num_workers=3, prefetch_factor=5,
+              worker_init_fn=seed, pin_memory=False, multiprocessing_context='fork')
+    res = shard_dl(dl, 1, 2)
+    assert isinstance(res, Mine) and res.flavour == 'mine' and type(res).__name__ == 'ShardedMine'
+    for o in 'dataset collate_fn timeout prefetch_factor worker_init_fn multiprocessing_context persistent_workers'.split():
+        assert getattr(res, o) is getattr(dl, o) is getattr(res._shard.inner, o) or getattr(res, o) == getattr(dl, o)
+    assert next(iter(res)) == [1, 3] and dl._iterator is None and not is_sharded(dl)
+
+
+def test_whole_batches_of_a_batch_sampler():
+    own = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
+    def make(): return TorchLoader(range(11), batch_sampler=own)
+    dls = ranks(make, 2)
+    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 1, 2], [4, 5], [10, 10]], [[3, 3], [6, 7, 8, 9], [10, 10]]]
+    assert [o.counts for o in dls] == [[(3, 4), (2, 6), (1, 1)], [(1, 4), (4, 6), (0, 1)]]
+    assert {len(o) for o in dls} == {n_batches(make(), 2)} == {3} and global_bs(make(), 2) is None
+    valid = ranks(make, 2, train=False)
+    assert [[ids(o) for o in dl] for dl in valid] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9]]]
+    assert [len(o) for o in valid] == [3, 2]
+    assert [o.idxs for o in valid] == [[0, 1, 2, 4, 5, 10], [3, 6, 7, 8, 9]]
+    assert {len(o) for o in ranks(make, 2, batch='global')} == {5}
+
+
+def test_the_original_is_left_alone():
+    dl = LMDataLoader(texts(), bs=3, seq_len=11, shuffle=True)
+    before = {k: v for k, v in vars(dl).items() if k not in ('rng', 'chunks')}
+    res = shard_dl(dl, 0, 2)
+    [*res]
+    assert {k: vars(dl)[k] for k in before} == before and type(dl) is LMDataLoader and set(vars(dl)) == {*before, 'rng', 'chunks'}
+    assert dl.rng is res.rng and dl.chunks is res.chunks and dl.fake_l.d is dl
+
+
+def test_new_makes_a_plain_loader():
+    dl = shard_dl(WeightedDL(range(9), bs=2, num_workers=0), 0, 2)
+    assert type(dl.new(bs=3)) is WeightedDL and dl.new(bs=3).bs == 3
+
+
+def test_a_sharded_loader_is_shared_out_from_its_original():
+    dl = TfmdDL(range(9), bs=2, num_workers=0)
+    again = shard_dl(shard_dl(dl, 0, 2), 1, 2, train=False)
+    assert again._shard.orig is dl and [ids(o) for o in again] == [[1, 3], [5, 7]]
+    assert shard_dl(shard_dl(dl, 0, 1), 0, 1)._shard.orig is dl
+
+
+def test_a_sharded_loader_can_be_pickled():
+    dl = pickle.loads(pickle.dumps(shard_dl(TfmdDL([*range(9)], bs=2, num_workers=0), 1, 2, train=False)))
+    assert is_sharded(dl) and isinstance(dl, TfmdDL) and [ids(o) for o in dl] == [[1, 3], [5, 7]]
+
+
+def test_a_loader_may_use_our_names():
+    class Own(DataLoader):
+        def create_batch(self, b): self.idxs = ['mine']; return super().create_batch(b)
+    dl = shard_dl(Own(range(9), bs=2), 1, 2)
+    assert [dl.idxs for _ in dl] and dl.idxs == [1, 3, 5, 7]
+
+
+def test_an_epoch_left_early():
+    dls = ranks(lambda: DataLoader(range(20), bs=2, shuffle=True), 2)
+    epochs, _ = one_process(lambda: DataLoader(range(20), bs=4, shuffle=True))
+    for r, dl in enumerate(dls):
+        for i, b in enumerate(dl):
+            if i == 1: break
+        assert len(dl.idxs) == 4 and dl._shard.orig.rng is dl.rng
+        assert [ids(o) for o in dl] == [deal(o, r, 2) for o in epochs[1]]
+
+
+def test_what_a_callback_changes_reaches_the_original_and_the_next_epoch():
+    dl = WeightedDL(range(9), bs=2, num_workers=0, shuffle=True)
+    res = shard_dl(dl, 0, 2)
+    [*res]
+    res.wgts = np.eye(9)[4]
+    assert {i for b in res for i in ids(b)} == {4} and dl.wgts is res.wgts
+
+
+# ---- objects that hold loaders
+class Device:
+    "Does something to each batch of one loader"
+    def __init__(self, dl): self.dl = dl
+    def __len__(self): return len(self.dl)
+    def __iter__(self): return ([o*10 for o in ids(b)] for b in self.dl)
+
+
+class Past:
+    "Takes batches past `__iter__`, as some mixed loaders do"
+    def __init__(self, dl): self.dls = [dl]
+    def __iter__(self): yield from self.dls[0].create_batches(self.dls[0].sample())
+    def __len__(self): return len(self.dls[0])
+
+
+def test_a_wrapper_of_one_loader():
+    def make(bs): return Device(TorchLoader(range(10), batch_size=bs, shuffle=True))
+    epochs, _ = one_process(lambda: make(4), read=list)
+    dls = ranks(lambda: make(2), 2)
+    for batches in epochs: assert [[*dl] for dl in dls] == [[train_share(o, r, 2)[0] for o in batches] for r in range(2)]
+    assert dls[0].counts == [(2, 4), (2, 4), (1, 2)] and isinstance(dls[0], Device) and n_batches(make(2), 2) == 3
+    valid = ranks(lambda: Device(DataLoader(range(7), bs=2)), 2, train=False)
+    assert [[*o] for o in valid] == [[[0, 20], [40, 60]], [[10, 30], [50]]] and valid[1].idxs == [1, 3, 5]
+
+
+def test_a_wrapper_that_goes_past_the_loader_is_found_out():
+    with pytest.raises(CantShard, match='past its `__iter__`'): [*shard_dl(Past(DataLoader(range(9), bs=2)), 0, 2)]
+
+
+# ---- refusals
+class OwnBatches(DataLoader):
+    def create_batches(self, samps): yield from ()
+
+
+class Bad(DataLoader):
+    def do_item(self, s): return next(self.it)
+
+
+@pytest.mark.parametrize('make, why', [
+    (lambda: OwnBatches(range(9), bs=2), 'own `create_batches`'),
+    (lambda: DataLoader(range(9), bs=2, sample=lambda: iter([1])), 'own `sample`'),
+    (lambda: DataLoader(range(9)), 'bs=None'),
+    (lambda: DataLoader(None, bs=2, indexed=True), 'no length'),
+    (lambda: DataLoader(Stream(9), bs=2, num_workers=2), 'num_workers=0'),
+    (lambda: TorchLoader(Stream(9), batch_size=2, num_workers=2), 'num_workers=0'),
+    (lambda: TorchLoader(range(9), batch_size=None), 'batch_size=None'),
+    (lambda: TorchLoader(range(9), sampler=DistributedSampler(range(9), 2, 0)), 'Leave it out'),
+    (lambda: TorchLoader(range(9), batch_sampler=BatchSampler(DistributedSampler(range(9), 2, 0), 2, False)), 'Leave it out'),
+    (lambda: Device(DataLoader(range(9))), 'bs=None'),
+    (lambda: [torch.zeros(3)], 'list is no DataLoader'),
+    (lambda: iter([1]), 'is no DataLoader')])
+def test_refusals_say_what_to_do(make, why):
+    with pytest.raises(CantShard, match=why): check_dl(make(), 2, name='learn.dls.train')
+    with pytest.raises(ValueError, match=why): shard_dl(make(), 0, 2)
+    check_dl(make(), 1)
+
+
+def test_a_distributed_sampler_for_one_is_harmless():
+    dls = ranks(lambda: TorchLoader(range(6), batch_size=1, sampler=DistributedSampler(range(6), 1, 0, shuffle=False)), 2)
+    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 0], [2, 2], [4, 4]], [[1, 1], [3, 3], [5, 5]]]
+
+
+def test_a_set_shard_that_gives_too_little_is_found_out():
+    class Short(Strided):
+        def __iter__(self): yield from range(self.r, self.n-3, self.w)
+    with pytest.raises(CantShard, match='ended before'): [*shard_dl(DataLoader(Short(9), bs=2), 0, 2)]
+    with pytest.raises(CantShard, match='ended before'): [*shard_dl(TorchLoader(Short(9), batch_size=2), 0, 2)]
+    with pytest.raises(CantShard, match='multiple of 2'): shard_dl(DataLoader(Strided(9), bs=3), 0, 2, batch='global')
+
+
+def test_a_do_item_that_reads_by_itself_is_found_out():
+    with pytest.raises(CantShard, match='create_item'): [*shard_dl(Bad(Stream(9), bs=2), 0, 2)]
+
+
+@pytest.mark.parametrize('make, why', [
+    (lambda: DataLoader([], bs=2), 'empty'),
+    (lambda: TorchLoader(Strided(0), batch_size=2), 'empty'),
+    (lambda: TfmdDL(range(2), bs=2, num_workers=0), '2 items for 3'),
+    (lambda: TorchLoader(range(20), batch_sampler=[[0, 1]]), '1 batches for 3'),
+    (lambda: DataLoader(range(5), bs=2, drop_last=True), 'no full batch of 6'),
+    (lambda: DataLoader(iter([1]), bs=2), 'no length'),
+    (lambda: Device(TorchLoader(range(2))), '2 items for 3')])
+def test_training_data_that_leaves_a_worker_idle(make, why):
+    with pytest.raises(CantShard, match=why): check_dl(make(), 3)
+    if why != 'no length': check_dl(make(), 3, train=False)
+
+
+def test_a_batch_smaller_than_the_ranks():
+    with pytest.raises(CantShard, match='batch of 2 is smaller'): check_dl(DataLoader(range(9), bs=2), 3, 'global')
+    with pytest.raises(ValueError, match="use 'per_worker' or 'global'"): check_dl(DataLoader(range(9), bs=2), 3, 'local')

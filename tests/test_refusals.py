@@ -1,0 +1,139 @@
+"Each refusal: at once, before any process starts, with the remedy, and the learner as it was."
+import os, socket, sqlite3, tempfile
+import pytest, torch
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from torch import nn
+from fastddp.all import *
+from fastddp import group, launch
+from learners import make_learner, mlp, points
+
+
+@pytest.fixture(autouse=True)
+def no_process_starts(monkeypatch):
+    "A refusal that comes after a process was started is none"
+    def start(*args, **kwargs): raise AssertionError('a process was started')
+    monkeypatch.setattr(launch, 'Workers', start)
+
+
+def refused(learn, match, **options):
+    "The refusal's message; `learn` must be as it was"
+    attrs, weights, cbs = dict(vars(learn)), [p.clone() for p in learn.model.parameters()], list(learn.cbs)
+    with pytest.raises(CantDistribute, match=match) as e: learn.distrib_fit(1, **options)
+    assert vars(learn) == attrs and list(learn.cbs) == cbs and learn.opt is None
+    assert all(torch.equal(a, b) for a, b in zip(weights, learn.model.parameters()))
+    return str(e.value)
+
+
+def test_no_worker_at_all():
+    assert 'Leave nprocs out' in refused(make_learner(), 'nprocs=0', nprocs=0)
+    refused(make_learner(), 'nprocs=-1', nprocs=-1)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch): monkeypatch.setattr(group, 'n_gpus', lambda: 2)
+
+
+def test_more_workers_than_gpus(two_gpus):
+    assert 'nprocs=2 or less' in refused(make_learner(), '2 GPUs are visible', nprocs=3)
+
+
+def test_gpus_that_are_not_there(two_gpus):
+    refused(make_learner(), r'gpus=\[0, 2\]: \[2\] not among', gpus=[0, 2])
+    refused(make_learner(), 'name each once', gpus=[1, 1])
+    refused(make_learner(), 'leave nprocs out', gpus=[0, 1], nprocs=1)
+
+
+def test_no_gpu_at_all():
+    assert 'nprocs=2' in refused(make_learner(), 'no GPU is visible', gpus=[0])
+    refused(make_learner(), 'say how many', gpus=[])
+
+
+def test_an_unknown_way_to_batch(): refused(make_learner(), "'per_worker' or 'global'", nprocs=2, batch='all')
+
+
+class Holder(Callback):
+    "A callback that holds something"
+    def __init__(self, thing): self.thing = thing
+
+
+def things():
+    fh, sock = open(os.devnull), socket.socket()
+    return {'file': fh, 'generator': (i for i in range(3)), 'socket': sock, 'database': sqlite3.connect(':memory:')}
+
+
+@pytest.mark.parametrize('kind', ['file', 'generator', 'socket', 'database'])
+def test_what_cannot_travel_is_named(kind):
+    held = things()
+    thing = held[kind]
+    message = refused(make_learner(cbs=Holder(thing)), r'learn\.holder\.thing can.t travel', nprocs=2)
+    assert 'model_factory=' in message
+    model = mlp()
+    model[1].thing = thing
+    refused(make_learner(model=lambda: model), r'learn\.model.*thing', nprocs=2)
+    for o in held.values(): getattr(o, 'close', lambda: None)()
+
+
+class Files:
+    "A dataset whose items hold an open file"
+    class Items: pass
+    def __init__(self):
+        self.items, self.data = Files.Items(), points(64)
+        self.items.fh = open(os.devnull)
+    def __len__(self): return len(self.data)
+    def __getitem__(self, i): return self.data[i]
+
+
+def test_an_open_file_in_the_dataset():
+    ds = Files()
+    learn = Learner(DataLoaders.from_dsets(ds, points(8), bs=8, device='cpu'), mlp(), loss_func=nn.CrossEntropyLoss())
+    refused(learn, r'learn\.dls\.train\.dataset\.items\.fh', nprocs=2)
+    ds.items.fh.close()
+
+
+def test_nothing_to_train():
+    learn = make_learner()
+    learn.model.requires_grad_(False)
+    refused(learn, 'no trainable parameters', nprocs=2)
+
+
+def test_other_options_inside_a_block():
+    learn = make_learner()
+    with learn.distrib_ctx(nprocs=2):
+        with pytest.raises(CantDistribute, match='nprocs'): learn.distrib_fit(1, nprocs=3)
+        with pytest.raises(CantDistribute, match='sync_bn'): learn.distrib_fit(1, sync_bn=False)
+    assert 'fit' not in vars(learn) and 'distrib_session' not in vars(learn)
+
+
+@pytest.mark.parametrize('n,match', [(0, 'empty'), (1, '1')])
+def test_too_little_to_train_on(n, match):
+    ds = points(max(n, 1))[:n]
+    learn = Learner(DataLoaders.from_dsets(ds, points(8), bs=4, device='cpu', drop_last=False, shuffle=False), mlp(), loss_func=nn.CrossEntropyLoss())
+    refused(learn, f"learn.dls.train.*{match}", nprocs=2)
+
+
+def test_a_group_of_somebody_elses():
+    with tempfile.TemporaryDirectory() as d:
+        group.join(f'{d}/store', 0, 1)
+        try: assert 'destroy_process_group' in refused(make_learner(), 'already initialized', nprocs=2)
+        finally:
+            group.leave()
+            for v in 'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME': os.environ.pop(v, None)
+
+
+def test_no_method_of_that_name():
+    with pytest.raises(CantDistribute, match="no method 'fit_thrice'"): make_learner().distrib('fit_thrice', 1, nprocs=2)
+
+
+def test_a_torch_without_distributed_says_what_runs_instead(monkeypatch, capsys):
+    monkeypatch.setattr(group, 'has_distributed', lambda: False)
+    learn = make_learner()
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1, nprocs=2)
+    assert 'training in this process' in capsys.readouterr().out and len(learn.recorder.values) == 1
+
+
+def test_one_worker_is_this_process(capsys):
+    learn = make_learner()
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1)
+    assert 'No GPU: training in this process. nprocs=2' in capsys.readouterr().out and len(learn.recorder.values) == 1
