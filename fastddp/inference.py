@@ -27,7 +27,7 @@ from .shard import chunk, restore_order
 from .torchdl import _sharded_class, is_sharded, whole_steps
 from .transport import dump, load
 
-# %% ../nbs/09b_inference.ipynb #237ff6b9
+# %% ../nbs/09b_inference.ipynb #8e0b6e4e
 class WholeDL(ShardedDL):
     "A fastai loader that yields this rank's batches of the original"
     def _plan(self):
@@ -54,7 +54,7 @@ def share_batches(dl, rank, n, shared=None):
     if n == 1 or not takes_whole(dl): return res
     s = res._shard
     if isinstance(dl, DataLoader): res.__class__ = _sharded_class(WholeDL, type(dl))
-    else: s.whole,s.size,s.parts = True,dl.batch_sampler.__len__,lambda: whole_steps([[*b] for b in dl.batch_sampler], s)
+    else: s.whole,s.size,s.parts = True,(lambda: len(dl.batch_sampler)),lambda s: whole_steps([[*b] for b in dl.batch_sampler], s)
     return res
 
 # %% ../nbs/09b_inference.ipynb #08e24dee

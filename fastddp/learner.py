@@ -141,7 +141,7 @@ class Session:
         self.kept = bool(state)
         e.kept = f"holds the end of epoch {self.learn.epoch}." if state else "is as it was before the fit."
 
-# %% ../nbs/10_learner.ipynb #767e412d
+# %% ../nbs/10_learner.ipynb #2426aa04
 @patch
 def validate(self:Session, ds_idx=1, dl=None):
     "`Learner._do_epoch_validate` on the workers; here, where a launch wouldn't pay"
@@ -165,7 +165,7 @@ def _infer(self:Session, dl):
     with offloaded(learn):
         try: out = self.launcher.run(job, self.n)
         except (WorkerError, KeyboardInterrupt) as e:
-            e.kept = "is as it was before the call."
+            e.state,e.kept = None,"is as it was before the call."
             raise
         apply(learn, (), *out.state, known=loader_refs(learn, dl))
     if out.interrupted: raise KeyboardInterrupt
