@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/02a_preload.ipynb #d2598159
-import atexit, gc, importlib, os, signal, sys
+# %% ../nbs/02a_preload.ipynb #b7c9e160
+import atexit, gc, importlib, os, signal, sys, warnings
 
 os.setsid()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 os.environ['CUDA_VISIBLE_DEVICES'] = ''             # torch: no device, without asking the driver
 os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'   # torch.cuda.is_available() then never calls the CUDA runtime
+warnings.simplefilter('ignore')     # whoever imports the same library in the notebook has seen them there
 for name in os.environ.get('FASTDDP_PRELOAD_MODULES','').split(','):
     # A library that doesn't import here will say so in the worker that needs it; any exception would end the helper.
     try: importlib.import_module(name)

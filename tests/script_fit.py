@@ -3,8 +3,7 @@ import json, os, sys
 from learners import make_learner, seed_all
 from fastddp.all import *
 
-if len(sys.argv) > 2 and sys.argv[2] == 'fastai.distributed': import fastai.distributed    # needs accelerate
-options = dict(in_notebook=False, sync_bn=False) if len(sys.argv) > 2 else {}
+options = dict(in_notebook=False, sync_bn=False)     # as written for `fastai.distributed`
 learn = make_learner(bs=16)
 seed_all(int(os.environ.get('RANK', 0)))    # ranks start with different random numbers
 with learn.distrib_ctx(**options): learn.fit(2, 0.01)
