@@ -285,7 +285,7 @@ def distrib_ctx(self:Learner,
     else: ctx = _on_workers(self, nprocs, gpus, launcher, see, batch, options, (model_factory,dls_factory), given)
     with ctx: yield self
 
-# %% ../nbs/10_learner.ipynb #e6b16478
+# %% ../nbs/10_learner.ipynb #b0c3c721
 _defaults = dict(nprocs=None, gpus=None, batch='per_worker', sync_bn=True, model_factory=None, dls_factory=None, launcher=None, see=(0,))
 
 @contextlib.contextmanager
@@ -311,7 +311,7 @@ def _on_workers(learn, nprocs, gpus, launcher, see, batch, options, factories, g
         with _door(learn, distrib_session=given): yield
         return
     n,gpus = workers_for(nprocs, gpus) if launcher is None else (nprocs or 1, gpus)
-    with launcher or Local(gpus=gpus, see=see) as engine:
+    with launcher or Local(gpus=gpus or [], see=see) as engine:
         session = Session(learn, n, gpus, engine, batch, options, factories)
         with _door(learn, fit=session.fit, _do_epoch_validate=session.validate, distrib_session=given): yield
 

@@ -15,13 +15,14 @@ from multiprocess import connection, forkserver
 from .errors import failure_of
 from .transport import Block, Packed, dump
 
-# %% ../nbs/02_workers.ipynb #c4452940
+# %% ../nbs/02_workers.ipynb #84d9af62
 _preload = ['fastddp.workers']     # What the helper imports; rooms above add their libraries
 
 def start_method():
     "'forkserver' with the helper, or 'spawn' where it is turned off or impossible"
-    off = os.environ.get('FASTDDP_PRELOAD') == '0'
-    return 'spawn' if off or 'forkserver' not in multiprocess.get_all_start_methods() else 'forkserver'
+    # On macOS a process forked after its system libraries were loaded may crash; CPython starts by spawn there, and so do we.
+    off = os.environ.get('FASTDDP_PRELOAD') == '0' or not sys.platform.startswith('linux')
+    return 'spawn' if off else 'forkserver'
 
 @contextlib.contextmanager
 def _helper_env():
