@@ -6,7 +6,7 @@
 __all__ = ['ShardedDL', 'ShardedStreamDL', 'loaders_in', 'ShardedWrapper', 'OneRank', 'why_not', 'global_bs', 'shard_dl',
            'n_batches', 'check_dl', 'dl_state', 'set_dl_state']
 
-# %% ../nbs/07_data.ipynb #b188dd17
+# %% ../nbs/07_data.ipynb #6b2b57a2
 import copy, itertools, random, sys
 from inspect import signature
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 from .rng import SharedRNG, seed_rank
 from .shard import CantShard, chunk, deal, fill, n_chunks, n_shares, positions, share_size, share_workers
 from .torchdl import (Shard, Sharded, draw_seed, flow_back, is_sharded, own_stream, samplers_of, settle, shard_torch,
-                             sharded_twin, shards_itself, torch_bs, twin, why_not_torch)
+                      sharded_twin, shards_itself, torch_bs, twin, why_not_torch)
 
 # %% ../nbs/07_data.ipynb #3dd6833d
 def _is_lm(dl):
@@ -34,7 +34,7 @@ def _lay_out(dl):
     dl.last_len = dl.bl - (dl.n_batches-1)*dl.seq_len
     dl.n = dl.n_batches*dl.bs
 
-# %% ../nbs/07_data.ipynb #41b1e997
+# %% ../nbs/07_data.ipynb #5022b7f0
 class ShardedDL(Sharded):
     "Mixed in before the class of a fastai `DataLoader`"
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
@@ -42,28 +42,31 @@ class ShardedDL(Sharded):
         with self._shard.shared:
             self.randomize()
             self.before_iter()
-            self._plan()
+            counts = self._plan()
             draw_seed()
         flow_back(self)
         try:
-            # From here on it is fastai's own loop, with the counts on top.
-            for b,counts,pos in _loaders[self.fake_l.num_workers==0](self.fake_l):
-                self._account(counts, pos)
-                if self.pin_memory and type(b)==list: b = tuple(b)
-                if self.device is not None: b = to_device(b, self.device)
-                yield self.after_batch(b)
+            with self._epoch(counts) as epoch: yield from self._batches(epoch)
             self.after_iter()
         finally:
             vars(self).pop('it', None)
             self._shard.steps = None
             flow_back(self)
 
+    def _batches(self, epoch):
+        "fastai's own loop, with the counts on top"
+        for b,counts,pos in _loaders[self.fake_l.num_workers==0](self.fake_l):
+            self._account(epoch, counts, pos)
+            if self.pin_memory and type(b)==list: b = tuple(b)
+            if self.device is not None: b = to_device(b, self.device)
+            yield self.after_batch(b)
+
     def _plan(self):
-        "Cut this epoch's indices into global batches"
+        "Cut this epoch's indices into global batches; the counts"
         s = self._shard
         batches = chunk(list(self.get_idxs()), s.bs, self.drop_last)
         s.steps = [(i*s.bs,b) for i,b in enumerate(batches) if s.train or len(b)>s.rank]
-        self._begin([(share_size(len(b),s.rank,s.n), len(b)) for _,b in s.steps])
+        return [(share_size(len(b),s.rank,s.n), len(b)) for _,b in s.steps]
 
     def sample(self):
         if self._shard.steps is None: raise CantShard(_NOT_ITERATED)
@@ -110,12 +113,12 @@ def __len__(self:ShardedDL):
     if n_chunks(n_items,s.bs,self.drop_last)!=steps: return steps   # a `__len__` that has nothing to do with `bs`
     return n_shares(n_items, s.bs, s.rank, s.n, self.drop_last)
 
-# %% ../nbs/07_data.ipynb #050e6c8c
+# %% ../nbs/07_data.ipynb #5c2beaf8
 class ShardedStreamDL(ShardedDL):
     "Mixed in before the class of a fastai `DataLoader` whose dataset can only be iterated"
     def _plan(self):
         self._shard.steps = self.get_idxs()
-        self._begin([])
+        return []
 
     def create_batches(self, samples):
         s = self._shard
@@ -155,7 +158,7 @@ def _shard_fastai(dl, rank, n, per_worker, train, shared):
     settle(res)
     return res
 
-# %% ../nbs/07_data.ipynb #51b60d38
+# %% ../nbs/07_data.ipynb #574b4de5
 def _is_dl(o): return isinstance(o, (DataLoader,TorchLoader))
 
 def loaders_in(dl):
@@ -170,14 +173,15 @@ class ShardedWrapper(Sharded):
     "Mixed in before the class of an object that iterates over loaders in its attributes"
     def __iter__(self):
         loaders = self._shard.loaders
-        self._begin([])
-        for o in loaders: o._begin([])
-        for i,b in enumerate(super().__iter__()):
-            told = {o._shard.counts[i] for o in loaders if o._shard.done>i}
-            if len(told)!=1 or any(o._shard.done<=i for o in loaders): raise CantShard(_NOT_TOGETHER)
-            counts,start = told.pop(),len(self._shard.idxs)
-            self._account(counts, loaders[0]._shard.idxs[start:start+counts[0]])
-            yield b
+        before = [o._shard.epoch for o in loaders]
+        with self._epoch([]) as epoch:
+            for i,b in enumerate(super().__iter__()):
+                inner = [o._shard.epoch for o in loaders]
+                if any(e is old or e.done<=i for e,old in zip(inner,before)) or len({e.counts[i] for e in inner})>1:
+                    raise CantShard(_NOT_TOGETHER)
+                counts,start = inner[0].counts[i],len(epoch.idxs)
+                self._account(epoch, counts, inner[0].idxs[start:start+counts[0]])
+                yield b
         flow_back(self)
 
 _NOT_TOGETHER = ("an object that iterates over several loaders must take one batch of each in every step, and these must be of "
@@ -195,7 +199,7 @@ def _shard_wrapper(dl, rank, n, per_worker, train, shared):
 def _shard_one(dl, *args):
     return (_shard_fastai if isinstance(dl,DataLoader) else shard_torch if _is_dl(dl) else _shard_wrapper)(dl, *args)
 
-# %% ../nbs/07_data.ipynb #1d6e52ae
+# %% ../nbs/07_data.ipynb #c638a766
 class OneRank(Sharded):
     "Any loader with `counts` and `idxs`; in all else the loader itself"
     def __init__(self, dl): self.__dict__['_shard'] = Shard(dl, 0, 1, None, True, None)
@@ -208,11 +212,11 @@ class OneRank(Sharded):
         else: setattr(self._shard.orig, k, v)
     def __len__(self): return len(self._shard.orig)
     def __iter__(self):
-        self._begin([])
-        for b in self._shard.orig:
-            m,start = _size(b),len(self._shard.idxs)
-            self._account((m,m), range(start,start+m))
-            yield b
+        with self._epoch([]) as epoch:
+            for b in self._shard.orig:
+                m,start = _size(b),len(epoch.idxs)
+                self._account(epoch, (m,m), range(start,start+m))
+                yield b
 
 def _size(b):
     "Items in a batch; of one rank's unusual batches only their weight in the whole matters, which is 1"

@@ -36,7 +36,7 @@ class Batch:
 
 def is_update(event): return event[0] == 'display' and event[4]
 
-# %% ../nbs/02b_outbox.ipynb #11ac021b
+# %% ../nbs/02b_outbox.ipynb #2c83134c
 class ForkPipe:
     "Text from forked processes to the thread, which sleeps on it"
     _marks = dict(stdout=b'\1', stderr=b'\2')
@@ -69,11 +69,11 @@ class ForkPipe:
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.r, 1<<16): self.rest += data
         *records,self.rest = self.rest.split(b'\0')
-        return [('stdout' if o[:1] == b'\1' else 'stderr', o[1:].decode()) for o in records if o]
+        return [('stdout' if o[:1] == b'\1' else 'stderr', o[1:].decode(errors='replace')) for o in records if o]
     def close(self):
         for fd in (self.r,self.w): os.close(fd)
 
-# %% ../nbs/02b_outbox.ipynb #aa19c301
+# %% ../nbs/02b_outbox.ipynb #211e224d
 BACKLOG = 8_000_000   # Characters that may wait: a notebook that doesn't read must not fill the worker's memory
 LAST = 4096           # Characters of stderr kept for a failure report
 
@@ -87,7 +87,7 @@ class Outbox:
         self.send,self.see,self.pid,self.last,self.dropped = send,see,os.getpid(),'',0
         self.open,self.closing,self.pipe = True,False,ForkPipe()
         self.batch,self.lock = Batch(),threading.RLock()     # re-entrant: a signal handler may print while we hold it
-        self.urgent,self.empty = threading.Event(),threading.Event()
+        self.urgent,self.waiting = threading.Event(),[]
         self.thread = threading.Thread(target=self._run, daemon=True, name='fastddp-relay')
         self.thread.start()
     def put(self, event):
@@ -95,7 +95,6 @@ class Outbox:
         with self.lock:
             idle = not self.batch.events
             self.batch.add(event)
-            self.empty.clear()
         if idle: self.pipe.wake()
     def text(self, name, s):
         "What was written to the stream `name`"
@@ -107,8 +106,10 @@ class Outbox:
     def flush(self, name):
         if os.getpid() != self.pid: return self.pipe.flush(name)
         if not self.open or not self.batch.events: return
+        gone = threading.Event()
+        with self.lock: self.waiting.append(gone)
         self.urgent.set()
-        self.empty.wait(TICK)
+        gone.wait(TICK)
     def tail(self):
         "The last lines of stderr"
         return '\n'.join(map(overwritten, self.last.split('\n')))
@@ -120,7 +121,7 @@ class Outbox:
         self.thread.join(60)
         if not self.thread.is_alive(): self.pipe.close()
 
-# %% ../nbs/02b_outbox.ipynb #75d0e8a0
+# %% ../nbs/02b_outbox.ipynb #7fb893b8
 @patch
 def _run(self:Outbox):
     last = 0
@@ -141,11 +142,10 @@ def _deliver(self:Outbox, updates):
     with self.lock:
         updates = updates or any(e[0] == 'clear' for e in self.batch.events)
         events = self.batch.take() if updates else self.batch.take(is_update)
-        lost,self.dropped = self.dropped,0
+        (lost,self.dropped),(waiting,self.waiting) = (self.dropped,0),(self.waiting,[])
     if lost: events.append(('stream', 'stderr', f"[{lost:,} characters left out: the notebook did not read them]\n"))
     for e in events: self._send(e)
-    with self.lock:
-        if not self.batch.events: self.empty.set()
+    for o in waiting: o.set()
 
 @patch
 def _send(self:Outbox, event):

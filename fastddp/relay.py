@@ -11,7 +11,7 @@ import builtins, contextlib, functools, importlib.util, os, shutil, sys, time, w
 from fastcore.basics import patch
 from .outbox import TICK, Batch, Outbox, change, fd_log, hold, overwritten, tail, use_streams
 
-# %% ../nbs/03_relay.ipynb #722f1b17
+# %% ../nbs/03_relay.ipynb #8203453d
 _WIDGET = 'application/vnd.jupyter.widget'
 
 @functools.lru_cache(None)
@@ -25,7 +25,7 @@ def _shell_class(name):
 
     class Publisher(DisplayPublisher):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs):
-            data = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}       # nothing to view: its model stays here
+            data = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}   # a view of a model that stays here
             if data: self.shell.show('display', data, metadata or {}, transient or {}, bool(update))
         def clear_output(self, wait=False):
             if in_notebook: self.shell.show('clear', bool(wait))
@@ -81,7 +81,8 @@ def _use_shell(undo, box, name, user_ns):
     builtins.get_ipython,builtins.display = shell.get_ipython,display
     return shell
 
-# %% ../nbs/03_relay.ipynb #4d17a12f
+# %% ../nbs/03_relay.ipynb #1bb4cded
+_BARS = 'master_bar','progress_bar'
 _FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'    # words of fastcore and fastprogress, copied by star imports
 
 @functools.lru_cache(None)
@@ -109,17 +110,26 @@ def _bars():
     return fp, dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), silent=_quiet_bars(fp),
                     terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
 
+# %% ../nbs/03_relay.ipynb #faf24ae5
+_looked,_places = set(),[]      # Modules that were looked at; namespaces of those that have something to change
+
+def _find_places():
+    "`(namespace, names in it to change)` of all modules that are loaded"
+    for name in (new := sys.modules.keys()-_looked):
+        ns = getattr(sys.modules.get(name), '__dict__', None) or {}
+        ours = name.startswith(('fastcore.','fastprogress.','fastai.'))
+        names = [k for k in _BARS+_FLAGS*ours if k in ns]
+        if names: _places.append((ns, names))
+    _looked.update(new)
+    return _places
+
 def _use_bars(undo, frontend):
     "Gives every module the bars of `frontend`, and the flags that go with them"
     fp,kinds = _bars()
-    bars = dict(zip(('master_bar','progress_bar'), kinds.get(frontend, ())))
     known = {id(c) for pair in kinds.values() for c in pair}
-    for name,mod in list(sys.modules.items()):      # some thousands: what comes first here costs milliseconds
-        ns = getattr(mod, '__dict__', None) or {}
-        for k,v in bars.items():
-            if k in ns and id(ns[k]) in known: change(undo, ns, **{k:v})
-        if name.startswith(('fastcore.','fastprogress.','fastai.')):
-            change(undo, ns, **{k:frontend != 'terminal' for k in _FLAGS if k in ns})
+    new = {**dict(zip(_BARS, kinds.get(frontend, ()))), **{k:frontend != 'terminal' for k in _FLAGS}}
+    for ns,names in _find_places():
+        change(undo, ns, **{k:new[k] for k in names if k in _FLAGS or id(ns.get(k)) in known})
     if hasattr(fp, '_style_shown'): change(undo, vars(fp), _style_shown=False)      # each cell needs the styles once
 
 # %% ../nbs/03_relay.ipynb #c182c65f
@@ -142,7 +152,7 @@ def _use_figures(undo, shell, figures):
     select_figure_formats(shell, formats or config.instance().figure_formats, **config.instance().print_figure_kwargs)
     undo.callback(inline.flush_figures)
 
-# %% ../nbs/03_relay.ipynb #f247917d
+# %% ../nbs/03_relay.ipynb #1f8c5e81
 def _get_ipython(): return getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)()
 
 def frontend():
@@ -159,7 +169,8 @@ def _figures():
     "Image formats chosen with `%config InlineBackend`, and what was changed in matplotlib's settings"
     inline,mpl = sys.modules.get('matplotlib_inline.config'),sys.modules.get('matplotlib')
     if not (inline and mpl) or frontend() == 'terminal': return None
-    rc = {k:v for k,v in mpl.rcParams.items() if k not in ('backend','interactive') and v != mpl.rcParamsDefault[k]}
+    default,fixed = mpl.rcParamsDefault,('backend','interactive')
+    rc = {k:v for k,v in dict.items(mpl.rcParams) if k not in fixed and v != default[k]}    # dict's: see above
     return set(inline.InlineBackend.instance().figure_formats), rc
 
 # %% ../nbs/03_relay.ipynb #98980705
@@ -200,7 +211,7 @@ def _tell(box, message, category, filename, lineno, file=None, line=None):
     if file is None: box.put(('warning', text))
     (file or sys.stderr).write(text)
 
-# %% ../nbs/03_relay.ipynb #b8867e30
+# %% ../nbs/03_relay.ipynb #400c2a6a
 class Replay:
     "Shows the events of workers in the running cell"
     def __init__(self,
@@ -216,26 +227,34 @@ class Replay:
     def flush(self, force=False):
         if not force and time.monotonic()-self.at < TICK: return
         self.at = time.monotonic()
-        for rank,batch in sorted(self.batches.items()):
-            for event in batch.take(): getattr(self, f'_{event[0]}')(rank, *event[1:])
-        self._warn(age=1.)
-        for o in (sys.stdout, sys.stderr): o.flush()
+        events = [(rank,e) for rank,batch in sorted(self.batches.items()) for e in batch.take()]
+        for rank,(kind,*args) in events: getattr(self, f'_{kind}')(rank, *args)
+        self._warn(age=0. if force else 1.)
+        if events or force: _flush_streams()
     def close(self):
         "Shows all that is left"
         self.flush(force=True)
         for (rank,name),part in list(self.parts.items()):
             if part: self._stream(rank, name, '\n')
-        self._warn(age=0.)
-        for o in (sys.stdout, sys.stderr): o.flush()
+        _flush_streams()
 
-# %% ../nbs/03_relay.ipynb #fabe4b09
+# %% ../nbs/03_relay.ipynb #3810db7b
+def _write(name, text):
+    "A worker's streams take any text, the notebook's terminal may not"
+    out = getattr(sys, name)
+    try: out.write(text)
+    except UnicodeEncodeError: out.write(text.encode(out.encoding, 'replace').decode(out.encoding))
+
+def _flush_streams():
+    for o in (sys.stdout, sys.stderr): o.flush()
+
 @patch
 def _stream(self:Replay, rank, name, text):
     if rank == self.first:
         if name == 'stderr': self.known = (self.known+text)[-100_000:]
-        return getattr(sys, name).write(text)
+        return _write(name, text)
     *lines,self.parts[rank,name] = (self.parts.get((rank,name), '')+text).split('\n')
-    for o in lines: getattr(sys, name).write(f"{self.prefix.format(rank)}{overwritten(o)}\n")
+    for o in lines: _write(name, f"{self.prefix.format(rank)}{overwritten(o)}\n")
 
 @patch
 def _display(self:Replay, rank, data, metadata, transient, update):
@@ -244,7 +263,7 @@ def _display(self:Replay, rank, data, metadata, transient, update):
         if 'display_id' in transient:       # ranks use the same names
             transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
         if not update: self._stream(rank, 'stdout', '\n' if shell else f'{text}\n')
-    elif not shell: print(text)
+    elif not shell: _write('stdout', f'{text}\n')
     if shell: shell.display_pub.publish(data=data, metadata=metadata, transient=transient, update=update)
 
 @patch
@@ -260,4 +279,4 @@ def _warn(self:Replay, age):
     for _,rank,text in due:
         if text in self.known: continue
         self.known = (self.known+text)[-100_000:]
-        for o in text.rstrip('\n').split('\n'): sys.stderr.write(f"{self.prefix.format(rank)}{o}\n")
+        for o in text.rstrip('\n').split('\n'): _write('stderr', f"{self.prefix.format(rank)}{o}\n")

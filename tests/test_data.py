@@ -355,7 +355,7 @@ def test_whole_batches_of_a_batch_sampler():
     assert {len(o) for o in ranks(make, 2, batch='global')} == {5}
 
 
-def test_the_original_is_left_alone():
+def test_the_original_is_left_as_one_epoch_leaves_it():
     dl = LMDataLoader(texts(), bs=3, seq_len=11, shuffle=True)
     before = {k: v for k, v in vars(dl).items() if k not in ('rng', 'chunks')}
     res = shard_dl(dl, 0, 2)
@@ -396,6 +396,29 @@ def test_an_epoch_left_early():
             if i == 1: break
         assert len(dl.idxs) == 4 and dl._shard.orig.rng is dl.rng
         assert [ids(o) for o in dl] == [deal(o, r, 2) for o in epochs[1]]
+
+
+@pytest.mark.parametrize('kind', ['TfmdDL', 'torch', 'stream', 'torch set_shard'])
+def test_another_iteration_in_the_middle_of_one(kind):
+    "As a callback's `one_batch` during an epoch"
+    (batches, _), _ = one_process(lambda: KINDS[kind](21, 6))
+    dl, got = ranks(lambda: KINDS[kind](21, 3), 2)[1], []
+    for i, b in enumerate(dl):
+        got.append(ids(b))
+        # a fastai stream has one iterator only: there the second one begins anew and ends the first, as in plain fastai
+        if i == 1 and kind != 'stream' or i == 3: next(iter(dl))
+        assert dl.counts[i] == ((3, 6) if i < 3 else (1, 3)) and len(dl.idxs) == min(10, 3*i+3)
+    assert got == [train_share(o, 1, 2)[0] for o in batches]
+    assert dl.counts == [(3, 6)]*3+[(1, 3)] and dl.idxs == [*range(1, 21, 2)]
+
+
+def test_sharded_for_training_or_for_validation():
+    dl = DataLoader(range(9), bs=2)
+    train, valid, one = shard_dl(dl, 0, 2), shard_dl(dl, 0, 2, train=False), shard_dl(dl, 0, 1)
+    for res in train, valid, one: assert is_sharded(res)
+    assert is_sharded(train, True) and not is_sharded(train, False)
+    assert is_sharded(valid, False) and not is_sharded(valid, True)
+    assert is_sharded(one, True) and is_sharded(one, False) and not is_sharded(dl, True)
 
 
 def test_what_a_callback_changes_reaches_the_original_and_the_next_epoch():
