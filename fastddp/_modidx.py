@@ -548,6 +548,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastddp.transport._anonymous_fd': ('transport.html#_anonymous_fd', 'fastddp/transport.py'),
                                    'fastddp.transport._from_main': ('transport.html#_from_main', 'fastddp/transport.py'),
                                    'fastddp.transport._function_parts': ('transport.html#_function_parts', 'fastddp/transport.py'),
+                                   'fastddp.transport._is_patched': ('transport.html#_is_patched', 'fastddp/transport.py'),
                                    'fastddp.transport._load_storage': ('transport.html#_load_storage', 'fastddp/transport.py'),
                                    'fastddp.transport._load_typed': ('transport.html#_load_typed', 'fastddp/transport.py'),
                                    'fastddp.transport._own_classes': ('transport.html#_own_classes', 'fastddp/transport.py'),

@@ -12,12 +12,12 @@ from . import workers
 from .errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
 from .launch import InProcess, Local
 
-# %% ../nbs/15_all.ipynb #9267137c
+# %% ../nbs/15_all.ipynb #36cea4d8
 def fastai_generation():
     "1 or 2: the fastai that is installed"
     return 1 if version('fastai').startswith('1.') else 2
 
-_IMPORTS = {2: ('fastddp.learner','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab')}
+_IMPORTS = {2: ('fastddp.learner','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','fastddp.rehearsal')}
 
 if fastai_generation() == 2: from fastddp import learner    # patches Learner
 else: raise ImportError("fastddp does not support fastai 1 yet: pip install 'fastai>=2.7.19'.")

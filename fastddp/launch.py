@@ -144,7 +144,7 @@ class Local:
         if self._block: self._block.close()
         self.workers,self._block,self._store = None,None,None
 
-# %% ../nbs/06_launch.ipynb #1d27abe3
+# %% ../nbs/06_launch.ipynb #c820f156
 from fastcore.basics import patch
 
 @patch
@@ -196,7 +196,7 @@ def _places(self:Local, nprocs, work):
 def _look(self:Local, r):
     "The first rank that is seen shows what a local call would; others are silent, or seen as text"
     first = 0 if self.see == 'all' else next(iter(self.see), None)
-    return look() if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see)
+    return look() | ({} if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see))
 
 # %% ../nbs/06_launch.ipynb #49cd4296
 def _start(ranks, on_gpu, interrupts):

@@ -175,8 +175,11 @@ def _anonymous_fd():
     if hasattr(os, 'memfd_create'): return os.memfd_create('fastddp', os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix='fastddp') as f: return os.dup(f.fileno())
 
-# %% ../nbs/01_transport.ipynb #e4cb4d55
-_PATCHED = ('fastai','fastcore','fasttransform','torch','torchvision','fastprogress')
+# %% ../nbs/01_transport.ipynb #2b2d00e2
+# Of torch only what people patch: all of it has 5,000 classes, and this walk is part of every fit's start.
+_PATCHED = ('fastai','fastcore','fasttransform','fastprogress','torchvision','torch.nn','torch.optim','torch.utils.data','torch._tensor')
+
+def _is_patched(name): return name == 'torch' or name.startswith(_PATCHED)
 
 _WRAPPED = {property:'fget', staticmethod:'__func__', classmethod:'__func__'}
 
@@ -194,11 +197,11 @@ def _own_classes(name, ns):
         _classes[name] = len(ns), [c for c in list(ns.values()) if issubclass(type(c), type) and c.__module__ == name]
     return _classes[name][1]
 
-def collect_patches(packages=_PATCHED):
-    "`(module, class or None, attribute, function)` for what cells patched onto the classes and modules of `packages`"
+def collect_patches():
+    "`(module, class or None, attribute, function)` for what cells patched onto the classes and modules that training uses"
     res = []
     for name,mod in list(sys.modules.items()):
-        if name.split('.')[0] not in packages or not isinstance(mod, types.ModuleType): continue
+        if not _is_patched(name) or not isinstance(mod, types.ModuleType): continue
         ns = mod.__dict__
         res += [(name, None, k, v) for k,v in _from_main(ns)]
         res += [(name, c.__qualname__, k, v) for c in _own_classes(name, ns) for k,v in _from_main(vars(c))]
