@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['fastai_generation']
 
-# %% ../nbs/15_all.ipynb #956388d0
+# %% ../nbs/15_all.ipynb #2ba351e3
 from importlib.metadata import version
 
 from . import workers
 from .errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
 from .launch import InProcess, Local
+from .ranch import TorchDDPCtx, global_imports, import_star, in_torchddp, ranch, spawn
 
 # %% ../nbs/15_all.ipynb #36cea4d8
 def fastai_generation():
@@ -22,7 +23,7 @@ _IMPORTS = {2: ('fastddp.learner','fastai.vision.all','fastai.text.all','fastai.
 if fastai_generation() == 2: from fastddp import learner    # patches Learner
 else: raise ImportError("fastddp does not support fastai 1 yet: pip install 'fastai>=2.7.19'.")
 
-# %% ../nbs/15_all.ipynb #7cf01d71
+# %% ../nbs/15_all.ipynb #88189402
 def _interactive():
     "Is somebody typing? (IPython's shells and Jupyter kernels; a script isn't)"
     try: from IPython import get_ipython
@@ -32,4 +33,5 @@ def _interactive():
 workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline', *_IMPORTS[fastai_generation()])
 if _interactive(): workers.warm()
 
-__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local']
+__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local','TorchDDPCtx',
+           'global_imports','import_star','in_torchddp','ranch','spawn']

@@ -79,7 +79,7 @@ def infer_job(ctx, obj):
     if ctx.rank == 0: ctx.put('state', capture(learn, (), base, agree.shared.state(), known, weights=False))
     return part, left, dl_state(dl)
 
-# %% ../nbs/10_learner.ipynb #9261e955
+# %% ../nbs/10_learner.ipynb #b6c84c1d
 def workers_for(nprocs=None, gpus=None):
     "`(number of workers, GPU of each or None for the CPU)`; refuses what can't be"
     have = group.n_gpus()
@@ -102,7 +102,7 @@ def _chosen(gpus, nprocs, have):
 
 def workers_on_cpu(nprocs):
     if not nprocs or nprocs < 1: raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
-    return nprocs, None
+    return nprocs, []
 
 # %% ../nbs/10_learner.ipynb #c3524b3f
 class Session:

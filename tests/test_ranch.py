@@ -1,0 +1,341 @@
+"""Functions on many processes: as a script, in a kernel, from a thread; failures, interrupts, large results, nothing left."""
+import os, signal, subprocess, sys, textwrap, threading, time
+from pathlib import Path
+import psutil, pytest, torch
+from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp, ranch,
+                         spawn)
+from fastddp.errors import NotPicklable
+
+root = Path(__file__).resolve().parent.parent
+
+
+def me(): return int(os.environ['LOCAL_RANK'])
+
+
+def summed(x, use=1.):
+    import torch.distributed as dist
+    t = torch.full((3,), x + dist.get_rank())
+    dist.all_reduce(t)
+    return (t*use).tolist()
+
+
+@pytest.mark.parametrize('caller', [0, 1, 2, None])
+def test_results_by_rank_and_the_callers_own(caller):
+    def who(): return me(), int(os.environ['LOCAL_WORLD_SIZE']), os.environ.get('RANK'), os.getpid()
+    res = ranch(3, who, caller_rank=caller)
+    assert [o[:3] for o in res] == [(0, 3, None), (1, 3, None), (2, 3, None)]
+    assert [r for r, o in enumerate(res) if o[3] == os.getpid()] == ([] if caller is None else [caller])
+    assert ranch(2, me, caller_rank=1, gather=False) == 1
+    assert ranch(2, me, caller_rank=None, gather=False) is None
+
+
+def test_one_process_is_the_notebook_itself():
+    assert ranch(1, os.getpid) == [os.getpid()]
+    assert ranch(1, os.getpid, caller_rank=None) != [os.getpid()]
+
+
+def test_variables_come_back_as_they_were(monkeypatch):
+    monkeypatch.setenv('LOCAL_RANK', 'mine')
+    assert ranch(2, me) == [0, 1]
+    assert os.environ['LOCAL_RANK'] == 'mine'
+
+
+def test_a_stale_rank_does_not_reach_the_workers(monkeypatch):
+    monkeypatch.setenv('RANK', '1')
+    assert ranch(2, lambda: os.environ.get('RANK'), caller_rank=None) == [None, None]
+
+
+class Noted:
+    "A context manager that counts, by value in each process"
+    depth = 0
+    def __enter__(self): os.environ['NOTED'] = str(type(self).depth + 1)
+    def __exit__(self, *_): del os.environ['NOTED']
+
+
+def test_context_manager_around_each_call():
+    assert ranch(2, lambda: os.environ['NOTED'], ctx=Noted()) == ['1', '1']
+    assert 'NOTED' not in os.environ
+
+
+FORMS = '''
+    import math, os.path as osp
+    from collections import (
+        OrderedDict as OD,
+        Counter)      # the last one
+    from functools \\
+        import reduce
+    from string import *
+'''
+
+
+def test_all_forms_of_import():
+    ns = {}
+    global_imports(FORMS, ns)
+    assert ns['osp'] is os.path and ns['Counter']('a') and ns['OD']() == {} and ns['reduce'] and ns['ascii_letters']
+    global_imports(['import json', 'from math import pi'], ns)
+    assert ns['json'] and ns['pi'] > 3
+    import_star(['cmath'], ns)
+    assert ns['phase'](1) == 0
+    with pytest.raises(CantDistribute, match='x = 1'): global_imports('import os\nx = 1', {})
+    with pytest.raises(SyntaxError): global_imports('from os import (', {})
+    with pytest.raises(ModuleNotFoundError): global_imports('import nosuchmodule', {})
+
+
+def script(code, tmp_path, *args, timeout=100):
+    "Run `code` as a script, or in IPython's shell with `args`"
+    path = tmp_path/'script.py'
+    path.write_text(textwrap.dedent(code))
+    env = {**os.environ, 'PYTHONPATH': str(root)}
+    r = subprocess.run([sys.executable, *args, str(path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout)
+    assert r.returncode == 0, r.stdout + r.stderr
+    return r.stdout
+
+
+PLAIN = '''
+    import os, threading
+    from fastddp.ranch import ranch, spawn, in_torchddp
+    offset = 100
+    class Point:
+        def __init__(self, x): self.x = x
+        def moved(self): return Point(self.x + offset)
+    def helper(p): return p.moved().x + int(os.environ['LOCAL_RANK'])
+    def work(x): return helper(Point(x))
+    def late(): return dec('1.5') + known
+    known = 2
+    print(ranch(2, work, 1))
+    print(ranch(2, late, caller_rank=None, need='known', imports='from decimal import Decimal as dec'))
+    print(ranch(2, late, need='known, offset', imports='from decimal import Decimal as dec'))
+    print(spawn(lambda r, a: a*r, (3,), nprocs=2))
+    got = []
+    t = threading.Thread(target=lambda: got.append(ranch(2, work, 5)))
+    t.start(); t.join()
+    print(got)
+    def outer(x):
+        def inner(y): return x + y + offset
+        return ranch(2, inner, 1)
+    print(outer(1))
+'''
+SAID = ["[101, 102]", "[Decimal('3.5'), Decimal('3.5')]", "[Decimal('3.5'), Decimal('3.5')]", "[0, 3]", "[[105, 106]]", "[102, 102]"]
+
+
+def test_in_a_plain_script(tmp_path):
+    "Without the guard around the main code that multiprocessing asks for: it runs once"
+    assert script(PLAIN, tmp_path).splitlines() == SAID
+
+
+def test_in_the_ipython_shell(tmp_path):
+    assert script(PLAIN, tmp_path, '-m', 'IPython', '--no-banner', '--colors=NoColor').splitlines() == SAID
+
+
+def test_a_function_of_a_module_nearby(tmp_path):
+    (tmp_path/'pack').mkdir()
+    (tmp_path/'pack'/'__init__.py').write_text('')
+    (tmp_path/'pack'/'deep.py').write_text('import os\nfrom fastddp.ranch import ranch\n'
+                                           'def f(x): return x, os.environ["LOCAL_RANK"]\ndef go(): return ranch(2, f, 7)\n')
+    assert script('from pack import deep\nprint(deep.go())', tmp_path) == "[(7, '0'), (7, '1')]\n"
+
+
+def test_from_a_thread():
+    got = []
+    t = threading.Thread(target=lambda: got.append(in_torchddp(2, summed, 1., use_gpu=False)))
+    t.start()
+    t.join(60)
+    assert got == [[3., 3., 3.]]
+
+
+# A process group
+
+def test_group_is_private_and_gone_afterwards(monkeypatch):
+    monkeypatch.setenv('MASTER_PORT', 'nonsense')
+    threads = torch.get_num_threads()
+    assert in_torchddp(2, summed, 1., use=2., use_gpu=False) == [6., 6., 6.]
+    assert ranch(2, summed, 0., ctx=TorchDDPCtx(world_size=2, use_gpu=False), caller_rank=None) == [[1., 1., 1.]]*2
+    assert not torch.distributed.is_initialized() and torch.get_num_threads() == threads
+    assert os.environ['MASTER_PORT'] == 'nonsense' and 'RANK' not in os.environ
+
+
+def test_two_groups_one_after_the_other_in_one_ranch():
+    def twice():
+        res = []
+        for _ in range(2):
+            with TorchDDPCtx(use_gpu=False): res += summed(1.)[:1]
+        return res
+    assert ranch(2, twice) == [[3., 3.], [3., 3.]]
+
+
+def free_port():
+    import socket
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+HOST = '''
+    import sys, torch
+    from fastddp.ranch import TorchDDPCtx, ranch
+    def total():
+        import torch.distributed as dist
+        t = torch.tensor([10**dist.get_rank()])
+        dist.all_reduce(t)
+        return t.item(), dist.get_world_size()
+    base, port = int(sys.argv[1]), int(sys.argv[2])
+    print(ranch(2, total, ctx=TorchDDPCtx(world_size=4, base_rank=base, use_gpu=False, addr='127.0.0.1', port=port)))
+'''
+
+
+def test_two_hosts_meet_at_an_address(tmp_path):
+    path, port = tmp_path/'host.py', str(free_port())
+    path.write_text(textwrap.dedent(HOST))
+    env = {**os.environ, 'PYTHONPATH': str(root), 'GLOO_SOCKET_IFNAME': 'lo'}
+    hosts = [subprocess.Popen([sys.executable, str(path), base, port], env=env, stdout=subprocess.PIPE, text=True) for base in '02']
+    assert [h.communicate(timeout=100)[0] for h in hosts] == ['[(1111, 4), (1111, 4)]\n']*2
+
+
+@pytest.mark.parametrize('kwargs,says', [
+    (dict(world_size=1), "don't fit"), (dict(base_rank=1), "don't fit"), (dict(base_rank=-1), "don't fit"),
+    (dict(world_size=4), 'addr= and port=')])
+def test_ranks_that_do_not_fit(kwargs, says):
+    with pytest.raises(CantDistribute, match=says): in_torchddp(2, summed, 1., use_gpu=False, **kwargs)
+
+
+def test_outside_of_a_ranch():
+    with pytest.raises(CantDistribute, match='LOCAL_RANK'): TorchDDPCtx(world_size=2).__enter__()
+
+
+# Failures
+
+@pytest.mark.parametrize('args,says', [((0, me), 'at least one'), ((-1, me), 'at least one')])
+def test_no_process(args, says):
+    with pytest.raises(CantDistribute, match=says): ranch(*args)
+
+
+def test_caller_rank_that_is_none_of_them():
+    with pytest.raises(CantDistribute, match='ranks 0 to 1'): ranch(2, me, caller_rank=2)
+
+
+def test_need_that_is_not_there():
+    with pytest.raises(CantDistribute, match='nosuch'): ranch(2, me, need='nosuch')
+
+
+def test_an_argument_that_cannot_travel(tmp_path):
+    with open(tmp_path/'f', 'w') as f, pytest.raises(NotPicklable, match=r"args\[1\]\['log'\]"):
+        ranch(2, lambda *a: None, 1, {'log': f})
+
+
+def test_a_result_that_cannot_travel(tmp_path):
+    with pytest.raises(RankRaised) as e: ranch(2, lambda: open(os.devnull))
+    assert e.value.rank == 1 and 'an open file' in str(e.value)
+
+
+def stuck(x):
+    "Rank 1 fails while the others wait for it in a collective"
+    if me() == 1: raise KeyError('the cause')
+    return summed(x)
+
+
+@pytest.mark.parametrize('caller', [0, 2, None])
+def test_an_error_ends_ranks_that_wait_in_a_collective(caller):
+    t = time.monotonic()
+    with pytest.raises(RankRaised) as e: ranch(3, stuck, 1., caller_rank=caller, ctx=TorchDDPCtx(use_gpu=False))
+    assert e.value.rank == 1 and isinstance(e.value.__cause__, KeyError) and 'the cause' in str(e.value)
+    assert time.monotonic() - t < 60 and not torch.distributed.is_initialized()
+
+
+def test_the_callers_own_error_is_raised_as_it_is():
+    with pytest.raises(KeyError, match='the cause'): ranch(3, stuck, 1., caller_rank=1, ctx=TorchDDPCtx(use_gpu=False))
+
+
+@pytest.mark.parametrize('how', ['_exit', 'kill'])
+def test_a_dead_worker_is_noticed_while_the_caller_computes(how):
+    def work():
+        if me() == 1: os._exit(3) if how == '_exit' else os.kill(os.getpid(), signal.SIGKILL)
+        while True: time.sleep(.01)
+    with pytest.raises(RankDied) as e: ranch(2, work)
+    assert e.value.rank == 1 and ('SIGKILL' if how == 'kill' else 'code 3') in str(e.value)
+
+
+def test_a_dead_worker_is_noticed_from_a_thread():
+    def work():
+        if me() == 1: os._exit(3)
+        while True: time.sleep(.01)
+    got = []
+    def go():
+        try: ranch(2, work)
+        except RankDied as e: got.append(e.rank)
+    t = threading.Thread(target=go)
+    t.start()
+    t.join(60)
+    assert got == [1]
+
+
+def interrupt_when(ready):
+    "Ctrl-C for this process once `ready()`"
+    def go():
+        while not ready(): time.sleep(.02)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=go, daemon=True).start()
+
+
+@pytest.mark.parametrize('caller', [0, None])
+def test_interrupt(caller, tmp_path):
+    def work():
+        (tmp_path/str(me())).write_text('')
+        while True: time.sleep(.01)
+    interrupt_when(lambda: len(list(tmp_path.iterdir())) == 2)
+    with pytest.raises(KeyboardInterrupt): ranch(2, work, caller_rank=caller)
+    assert ranch(2, me) == [0, 1]
+
+
+def test_interrupt_runs_the_clean_up_of_the_function(tmp_path):
+    def work():
+        try:
+            (tmp_path/f'ready{me()}').write_text('')
+            while True: time.sleep(.01)
+        finally: (tmp_path/f'clean{me()}').write_text('')
+    interrupt_when(lambda: len(list(tmp_path.glob('ready*'))) == 2)
+    with pytest.raises(KeyboardInterrupt): ranch(2, work, caller_rank=None)
+    assert len(list(tmp_path.glob('clean*'))) == 2
+
+
+# Results
+
+SIZE = 1_000_000_000 if os.environ.get('FASTDDP_FULL') else 100_000_000     # bytes
+
+
+def test_large_results():
+    res = ranch(2, lambda: torch.full((SIZE//4,), me()+1.))
+    assert [(o.numel(), o[-1].item()) for o in res] == [(SIZE//4, 1.), (SIZE//4, 2.)]
+
+
+def test_side_effects_stay_in_the_workers():
+    seen = []
+    res = ranch(2, lambda: seen.append(me()) or len(seen), caller_rank=None)
+    assert res == [1, 1] and seen == []
+
+
+def test_output_of_rank_0_only(capsys):
+    ranch(2, lambda: print('I am', me()), caller_rank=None)
+    assert capsys.readouterr().out == 'I am 0\n'
+
+
+# spawn
+
+def test_spawn_shows_all_ranks_and_gives_results(capsys):
+    def work(rank, a): print('rank', rank); return rank*a
+    assert spawn(work, (2,), nprocs=2) == [0, 2]
+    assert sorted(capsys.readouterr().out.splitlines()) == ['[rank 1] rank 1', 'rank 0']
+
+
+def test_spawn_to_join_later(tmp_path):
+    def work(rank):
+        while not (tmp_path/'go').exists(): time.sleep(.01)
+        if rank == 1: raise ValueError('oh no')
+    job = spawn(work, nprocs=2, join=False)
+    assert not job.join(timeout=.1)
+    (tmp_path/'go').write_text('')
+    with pytest.raises(RankRaised, match='rank 1 raised ValueError: oh no'): job.join()
+
+
+def test_nothing_runs_afterwards():
+    pids = ranch(3, os.getpid)
+    assert [p for p in pids if psutil.pid_exists(p)] == [os.getpid()]
