@@ -189,6 +189,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastddp.group._comm_device': ('group.html#_comm_device', 'fastddp/group.py'),
                                'fastddp.group._describe': ('group.html#_describe', 'fastddp/group.py'),
                                'fastddp.group._flat_groups': ('group.html#_flat_groups', 'fastddp/group.py'),
+                               'fastddp.group._gather_at': ('group.html#_gather_at', 'fastddp/group.py'),
                                'fastddp.group._nbytes': ('group.html#_nbytes', 'fastddp/group.py'),
                                'fastddp.group._rebuild': ('group.html#_rebuild', 'fastddp/group.py'),
                                'fastddp.group._shape': ('group.html#_shape', 'fastddp/group.py'),

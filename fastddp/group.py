@@ -6,8 +6,8 @@
 __all__ = ['has_distributed', 'in_group', 'under_launcher', 'rank', 'world_size', 'n_gpus', 'use_device', 'backend_for', 'join',
            'join_launched', 'join_at', 'leave', 'all_sum', 'gather', 'broadcast_', 'average_', 'barrier']
 
-# %% ../nbs/04_group.ipynb #49de517e
-import contextlib, datetime, os, sys
+# %% ../nbs/04_group.ipynb #f399248e
+import contextlib, datetime, os, sys, time
 
 import torch
 
@@ -43,7 +43,7 @@ def backend_for(device):
     "The backend that fits `device`"
     return 'nccl' if torch.device(device).type == 'cuda' and torch.distributed.is_nccl_available() else 'gloo'
 
-# %% ../nbs/04_group.ipynb #241b7bfe
+# %% ../nbs/04_group.ipynb #d723f70e
 _LOOPBACK = 'lo0' if sys.platform == 'darwin' else 'lo'
 _NO_LIMIT = 10*365*24*3600.     # seconds
 
@@ -52,9 +52,15 @@ def join(store, rank, world_size, backend='gloo', device=None, timeout=None):
     if isinstance(store, (str, os.PathLike)):
         for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, _LOOPBACK)
         store = torch.distributed.FileStore(os.fspath(store), world_size)
+    _gather_at(store, rank, world_size)
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
     on_gpu = dict(device_id=device) if backend == 'nccl' else {}
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **on_gpu)
+
+def _gather_at(store, rank, world_size):
+    "Waits until all are there: here Ctrl-C is heard, which inside of torch it would not be"
+    store.set(f'fastddp/{rank}', 'here')
+    while not store.check([f'fastddp/{r}' for r in range(world_size)]): time.sleep(.005)
 
 def join_launched(device):
     "Joins the group that a launcher (torchrun) described in the environment"
