@@ -27,14 +27,14 @@ from .shard import chunk, restore_order
 from .torchdl import _sharded_class, is_sharded, whole_steps
 from .transport import dump, load
 
-# %% ../nbs/09b_inference.ipynb #8e0b6e4e
+# %% ../nbs/09b_inference.ipynb #0d0195c9
 class WholeDL(ShardedDL):
     "A fastai loader that yields this rank's batches of the original"
     def _plan(self):
         s = self._shard
         batches = [(i*s.bs,b) for i,b in enumerate(chunk(list(self.get_idxs()), s.bs, self.drop_last))]
         s.steps = batches[s.rank::s.n]
-        self._begin([(len(b),len(b)) for _,b in s.steps])
+        return [(len(b),len(b)) for _,b in s.steps]
     def create_batches(self, steps):
         if self.dataset is not None: self.it = iter(self.dataset)
         for start,batch in steps:
