@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ShardedDL', 'ShardedStreamDL', 'loaders_in', 'ShardedWrapper', 'OneRank', 'why_not', 'global_bs', 'shard_dl',
-           'n_batches', 'check_dl', 'dl_state', 'set_dl_state']
+           'n_batches', 'check_dl', 'dl_state', 'set_dl_state', 'batch_items']
 
-# %% ../nbs/07_data.ipynb #6b2b57a2
-import copy, itertools, random, sys
+# %% ../nbs/07_data.ipynb #c6ab6c72
+import copy, itertools, numbers, random, sys
 from inspect import signature
 
 import numpy as np, torch
@@ -343,3 +343,16 @@ def set_dl_state(dl, state):
     if state['texts'] is not None:
         dl.items.idxs[:] = state['texts']
         dl.make_chunks()
+
+# %% ../nbs/07_data.ipynb #736729de
+def batch_items(dl,  # A loader in the middle of an epoch
+                in_batch=True # The batch that it gave last, or the one that it is making?
+):
+    "Dataset indices of this rank's items in a batch, as far as the loader knows them"
+    s = getattr(dl, '_shard', None)
+    steps = getattr(s, 'steps', None)
+    if not isinstance(steps, list): return ()
+    step = s.done-1 if in_batch else s.done
+    if not 0 <= step < len(steps): return ()
+    own = deal(steps[step][1], s.rank, s.n) if isinstance(dl, DataLoader) else steps[step]
+    return tuple(int(i) for i in own if isinstance(i, numbers.Integral))

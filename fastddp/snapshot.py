@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['all_cbs', 'anchors', 'refs', 'without_attrs', 'roots', 'take', 'model_tensors', 'opt_state', 'model_state',
-           'mode_state', 'Baseline', 'capture', 'apply', 'offloaded', 'unpack', 'place_dl', 'place']
+           'mode_state', 'Baseline', 'capture', 'apply', 'own_copy', 'dropped_lists', 'GoOn', 'offloaded', 'unpack',
+           'place_dl', 'place']
 
-# %% ../nbs/09a_snapshot.ipynb #d211806e
-import contextlib, pickle
+# %% ../nbs/09a_snapshot.ipynb #6366e367
+import contextlib, functools, pickle
 
 import torch
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelEpochException
 from fastai.data.load import DataLoader
 
 from .data import dl_state, is_sharded, set_dl_state
@@ -97,9 +98,9 @@ def mode_state(learn):
     "`model_state` without a tensor: what a validation may change"
     return dict(tensors={}, opt=None, requires_grad=[p.requires_grad for p in learn.model.parameters()], training=[m.training for m in learn.model.modules()])
 
-# %% ../nbs/09a_snapshot.ipynb #4e8bc5b1
+# %% ../nbs/09a_snapshot.ipynb #22614ae0
 _STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','fit','_do_epoch_validate','distrib_session',
-         'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar'}
+         'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar','_do_fit'}
 
 class Baseline:
     "How learner and callbacks were when the job began"
@@ -181,6 +182,33 @@ def _kept(old, new, p):
     if not isinstance(new, torch.Tensor): return new
     if isinstance(old, torch.Tensor) and old.shape == new.shape and old.dtype == new.dtype: return old.copy_(new)
     return new.clone().to(p.device if new.shape == p.shape else new.device)
+
+# %% ../nbs/09a_snapshot.ipynb #d9c2287e
+def own_copy(meta, buffers):
+    "A state in memory of this process's own; what came from a block is good only until the next run"
+    return meta, [bytearray(b) for b in buffers]
+
+def dropped_lists(learn, cbs):
+    "What callbacks leave out when they are pickled: the recorder's lists"
+    return [{k:vars(cb)[k] for k in getattr(cb, '_stateattrs', ()) if k in vars(cb)} for cb in all_cbs(learn, cbs)]
+
+class GoOn(Callback):
+    "Lets a fit begin at epoch `first`, with callbacks and counters as they are now"
+    order = 3_000_000
+    def __init__(self, learn, cbs, first, lists, known):
+        self.cbs_then,self.count = all_cbs(learn, cbs),getattr(learn, 'train_iter', 0)
+        for cb,o in zip(self.cbs_then, lists): vars(cb).update(o)
+        attrs = [{k:v for k,v in vars(cb).items() if k not in _STAY and v is not None} for cb in self.cbs_then]
+        p = dump([_travelling(o, known) for o in attrs], known)
+        self.then = load(p.meta, [bytearray(b) for b in p.buffers], refs=known)
+        learn._do_fit = functools.partial(_from_epoch, learn, first)
+    def before_fit(self):
+        for cb,attrs in zip(self.cbs_then, self.then): vars(cb).update(attrs)
+        self.learn.train_iter = self.count
+
+def _from_epoch(learn, first):
+    "As `Learner._do_fit`, but for the epochs that are done"
+    for learn.epoch in range(first, learn.n_epoch): learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
 
 # %% ../nbs/09a_snapshot.ipynb #ac580ac0
 def _opt_tensors(opt, device=None):

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Payload', 'dump', 'load', 'blame', 'dump_or_blame', 'Packed', 'Block', 'collect_patches', 'apply_patches']
 
-# %% ../nbs/01_transport.ipynb #2d893c35
-import _thread, functools, importlib, io, mmap, os, pickle, sys, tempfile, threading, types, weakref
+# %% ../nbs/01_transport.ipynb #081cf3a9
+import _thread, collections, functools, importlib, io, mmap, os, pickle, sys, tempfile, threading, types, weakref
 from typing import NamedTuple
 
 import cloudpickle, torch
@@ -28,7 +28,7 @@ def _load_storage(buf, device, to=None):
 
 def _load_typed(storage, dtype): return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-# %% ../nbs/01_transport.ipynb #94d34403
+# %% ../nbs/01_transport.ipynb #1e347a29
 class _Pickler(cloudpickle.Pickler):
     "cloudpickle with out-of-band tensors and references to objects the other side has"
     def __init__(self, file, on_buffer, refs=()):
@@ -44,7 +44,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(o, _thread.RLock): return threading.RLock, ()
         if isinstance(o, weakref.ref): return _weak, (o(),)
         if isinstance(o, io.IOBase): return self._file(o)
-        if isinstance(o, type) and (where := _keeper_of(o)): return _class_in, where
+        if isinstance(o, type) and (home := _home(o)): return _attr_of, home
         return super().reducer_override(o)
     def _file(self, f):
         "cloudpickle would read an open file to its end and send a copy; a file that the fit needs must not change under it"
@@ -57,14 +57,15 @@ class _Pickler(cloudpickle.Pickler):
         if not s.nbytes(): return b''
         return pickle.PickleBuffer(torch.tensor([], dtype=torch.uint8).set_(s.cpu() if s.device.type != 'cpu' else s).numpy())
 
-def _keeper_of(cls):
-    "`(module, name)` where a class lies that its own module doesn't know, as fastai's `CancelFitException`; None for all others"
-    name = cls.__qualname__
-    if cls.__module__ == '__main__' or '.' in name or getattr(sys.modules.get(cls.__module__), name, None) is cls: return None
-    mods = [k for k,m in list(sys.modules.items()) if isinstance(m, types.ModuleType) and m.__dict__.get(name) is cls and k != '__main__']
-    return (min(mods, key=lambda k: not k.startswith('fastai.')), name) if mods else None
+def _home(cls):
+    "`(module, name)` of a class made by a call in a library, which its `__module__` doesn't have (fastai's `Cancel*Exception`)"
+    name,said = cls.__name__,sys.modules.get(cls.__module__)
+    if cls.__module__ == '__main__' or said is None or getattr(said, name, None) is cls or '.' in cls.__qualname__: return None
+    found = [k for k,m in list(sys.modules.items()) if k != '__main__' and getattr(m,'__dict__',{}).get(name) is cls]
+    roots = collections.Counter(k.split('.')[0] for k in found)     # others have it by a star import; most often it is the library
+    return (max(found, key=lambda k: roots[k.split('.')[0]]), name) if found else None
 
-def _class_in(module, name): return getattr(importlib.import_module(module), name)
+def _attr_of(module, name): return getattr(importlib.import_module(module), name)
 
 def _weak(o): return (lambda: None) if o is None else weakref.ref(o)
 

@@ -109,7 +109,7 @@ class _Blocks:
         self.turn = 1-i
         return i, self.blocks[i].write(payload), self.blocks[i].fd if new else None
 
-# %% ../nbs/02_workers.ipynb #f61fca59
+# %% ../nbs/02_workers.ipynb #b1927dfc
 class Link:
     "A worker's connection to the notebook"
     def __init__(self, conn, rank, parent_pid):
@@ -126,8 +126,8 @@ class Link:
         self._pipe.send('put', kind, i, packed, fd is not None, fd=fd)
     def stop_requested(self): return self._stop.is_set()
     def _inbox(self, parent_pid):
-        gone = _death_watch(parent_pid)
         try:
+            gone = _death_watch(parent_pid)     # fails when the notebook is gone already
             while True:
                 if gone in connection.wait([self._pipe.conn, gone]): break
                 self._receive(self._pipe.recv())

@@ -1,0 +1,123 @@
+"""What the tests of `N workers are one process` share: small learners, their twins in one process, comparisons."""
+import contextlib, copy, random
+import numpy as np, torch
+from fastai.callback.core import Callback
+from fastai.callback.progress import ProgressCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import SGD
+from torch import nn
+import fastddp.all      # with the helper process, later workers start at once
+from fastddp import group
+
+
+class Collect(Callback):
+    "Notes numbers on each rank, and brings all ranks' notes together at the end of the fit: `ranks[r]`"
+    order = 1000
+    def __init__(self): self.rows, self.ranks = [], None
+    def note(self, *vals): self.rows.append([float(o) for o in vals])
+    def after_fit(self):
+        if not self.rows: self.rows.append([])
+        self.ranks = [t.tolist() for t in group.gather(torch.tensor(self.rows, dtype=torch.float64))]
+
+
+class Steps(Collect):
+    "Counts optimizer steps, and notes the weights' sum at the end of the fit"
+    def before_fit(self): self.rows, self.steps = [], 0
+    def after_step(self): self.steps += 1
+    def after_fit(self):
+        self.rows = []
+        self.note(self.steps, *(p.detach().double().abs().sum() for p in self.learn.model.parameters()))
+        super().after_fit()
+
+
+def seed(s=0):
+    random.seed(s)
+    np.random.seed(s)
+    torch.manual_seed(s)
+
+
+def mlp(n_in=4, n_out=3, n_hid=8): return nn.Sequential(nn.Linear(n_in, n_hid), nn.Tanh(), nn.Linear(n_hid, n_out))
+
+
+def items(n, n_in=4, n_out=3, s=0):
+    "`n` pairs of a vector and a class"
+    g = torch.Generator().manual_seed(s)
+    x, y = torch.randn(n, n_in, generator=g), torch.randint(n_out, (n,), generator=g)
+    return list(zip(x, y))
+
+
+def loaders(train, valid, bs=4, drop_last=False, valid_bs=None):
+    return DataLoaders(DataLoader(train, bs=bs, shuffle=True, drop_last=drop_last, num_workers=0),
+                       DataLoader(valid, bs=valid_bs or bs, num_workers=0))
+
+
+def learner(train=37, valid=21, bs=4, model=None, loss_func=None, opt_func=SGD, drop_last=False, data=items, lr=.05, **kwargs):
+    seed()
+    dls = loaders(data(train), data(valid, s=1), bs, drop_last)
+    learn = Learner(dls, mlp() if model is None else model, loss_func=loss_func or nn.CrossEntropyLoss(), opt_func=opt_func, lr=lr, **kwargs)
+    learn.remove_cb(ProgressCallback)
+    learn.logger = lambda *_: None
+    return learn
+
+
+def twin(learn, n, batch='per_worker'):
+    "The same learner with the global batch size, for a fit in one process"
+    res = copy.deepcopy(learn)
+    if batch == 'per_worker':
+        for dl in res.dls.loaders: dl.bs *= n
+    return res
+
+
+def fit_both(learn, n, launcher, *args, batch='per_worker', how='fit', cbs=(), **kwargs):
+    "`(on workers, in one process)` from the same state and seeds"
+    one, cbs_one = twin(learn, n, batch), copy.deepcopy(list(cbs))
+    seed(1)
+    learn.distrib(how, *args, nprocs=n, launcher=launcher, batch=batch, cbs=list(cbs), **kwargs)
+    seed(1)
+    getattr(one, how)(*args, cbs=cbs_one, **kwargs)
+    return learn, one
+
+
+def flat_opt(opt):
+    "All tensors of an optimizer's state, in the order of its parameters"
+    inner = getattr(opt, 'opt', None)
+    st = inner.state if isinstance(inner, torch.optim.Optimizer) else opt.state
+    ps = [p for pg in opt.param_lists for p in pg]
+    return [(i, k, torch.as_tensor(v).double()) for i, p in enumerate(ps) if p in st
+            for k, v in sorted(st[p].items()) if isinstance(v, (torch.Tensor, float, int)) and not isinstance(v, bool)]
+
+
+def largest(a, b):
+    "Largest difference of two lists of numbers or tensors"
+    assert len(a) == len(b), (len(a), len(b))
+    a, b = ([torch.as_tensor(o, dtype=torch.float64) for o in l] for l in (a, b))
+    return max((float((x-y).abs().max()) if x.numel() else 0. for x, y in zip(a, b)), default=0.)
+
+
+def values(learn):
+    "The recorder's table as numbers, nothing for None"
+    return [[float('nan') if v is None else float(v) for v in row] for row in learn.recorder.values]
+
+
+def assert_same(learn, one, tol=1e-5, metrics_tol=1e-6):
+    "Weights, buffers, optimizer state, losses and metrics are those of one process"
+    worst = {k: largest([v], [one.model.state_dict()[k]]) for k, v in learn.model.state_dict().items()}
+    assert max(worst.values(), default=0) <= tol, worst
+    a, b = flat_opt(learn.opt), flat_opt(one.opt)
+    assert [o[:2] for o in a] == [o[:2] for o in b]
+    assert largest([o[2] for o in a], [o[2] for o in b]) <= tol
+    assert largest(learn.recorder.losses, one.recorder.losses) <= metrics_tol*10
+    va, vb = values(learn), values(one)
+    assert [len(o) for o in va] == [len(o) for o in vb]
+    np.testing.assert_allclose([v for r in va for v in r], [v for r in vb for v in r], atol=metrics_tol*10, rtol=metrics_tol*10)
+    assert learn.opt.hypers == one.opt.hypers or largest([v for h in learn.opt.hypers for v in h.values() if isinstance(v, float)],
+                                                         [v for h in one.opt.hypers for v in h.values() if isinstance(v, float)]) < 1e-9
+
+
+def assert_ranks_alike(rows):
+    "What every rank noted is the same to the bit"
+    assert rows is not None and len(rows) > 1
+    a = torch.tensor(rows, dtype=torch.float64)
+    assert torch.equal(a.nan_to_num(12345.), a[:1].expand_as(a).nan_to_num(12345.)), rows
