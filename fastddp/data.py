@@ -224,7 +224,7 @@ def _size(b):
     try: return find_bs(b)
     except (TypeError,AttributeError,IndexError,KeyError): return 1
 
-# %% ../nbs/07_data.ipynb #76a0abab
+# %% ../nbs/07_data.ipynb #7bfc1055
 _WAY = ('__iter__','sample','create_batches','chunkify')
 
 def _why_not_fastai(dl, n, bs):
@@ -249,7 +249,7 @@ def why_not(dl, world_size, batch='per_worker'):
     if is_sharded(dl): dl = dl._shard.orig
     if loaders_in(dl): return next((w for o in _inner(dl) if (w:=why_not(o, world_size, batch))), None)
     if not _is_dl(dl): return (f"a {type(dl).__name__} is no DataLoader, and holds none. Use fastai's or torch's, or "
-                               "an object that keeps such loaders in its attributes and takes one batch of each in a step.")
+                               "an object that keeps such in its attributes and takes one batch of each in every step.")
     ask = _why_not_fastai if isinstance(dl,DataLoader) else why_not_torch
     return ask(dl, world_size, global_bs(dl, world_size, batch))
 
