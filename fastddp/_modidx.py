@@ -615,6 +615,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fastddp.torchdl.draw_seed': ('torchdl.html#draw_seed', 'fastddp/torchdl.py'),
                                  'fastddp.torchdl.flow_back': ('torchdl.html#flow_back', 'fastddp/torchdl.py'),
                                  'fastddp.torchdl.is_sharded': ('torchdl.html#is_sharded', 'fastddp/torchdl.py'),
+                                 'fastddp.torchdl.odd_batch': ('torchdl.html#odd_batch', 'fastddp/torchdl.py'),
                                  'fastddp.torchdl.own_stream': ('torchdl.html#own_stream', 'fastddp/torchdl.py'),
                                  'fastddp.torchdl.own_stream_steps': ('torchdl.html#own_stream_steps', 'fastddp/torchdl.py'),
                                  'fastddp.torchdl.samplers_of': ('torchdl.html#samplers_of', 'fastddp/torchdl.py'),
