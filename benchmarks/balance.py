@@ -1,12 +1,13 @@
 """How long do ranks wait for each other on texts of mixed lengths?
 
-A step lasts as long as its slowest rank, and a rank's batch is padded to its longest text. So the wall cost of an epoch is the
-sum over its steps of the busiest rank's padded tokens; what it would be if no rank waited is the mean over ranks. Their ratio
-is printed for our sharding (the real `shard_dl` on a real `SortedDL`, all ranks in this process) and for contiguous slices of
-the epoch's order, one for each rank, as fastai's distributed loader takes them.
+A step lasts as long as its slowest rank, and a rank's batch is padded to its longest text. So the wall cost of an
+epoch is the sum over its steps of the busiest rank's padded tokens; what it would be if no rank waited is the mean
+over ranks. Their ratio is printed for our sharding (the real `shard_dl` on a real `SortedDL`, all ranks in this
+process) and for contiguous slices of the epoch's order, one for each rank, as fastai's distributed loader takes them.
 
-The lengths are log-normal with the mean of IMDB's reviews (233 words). How long the tail is decides the ratio: the longest of
-many texts is an outlier in its own batch, and some rank has to take it. `--sigma` sets it; the table shows others, too.
+The lengths are log-normal with the mean of IMDB's reviews (233 words). How long the tail is decides the ratio: the
+longest of many texts is an outlier in its own batch, and some rank has to take it. `--sigma` sets it; the table shows
+others, too.
 
     python benchmarks/balance.py [--machine cpu-2core] [--texts 4000] [--bs 64] [--sigma 0.6] [--epochs 5]
 """
@@ -34,7 +35,8 @@ def seeded(seed, f):
     return f()
 
 
-def loader(lens, bs): return SortedDL(range(len(lens)), bs=bs, sort_func=lens.__getitem__, res=lens, shuffle=True, num_workers=0)
+def loader(lens, bs):
+    return SortedDL(range(len(lens)), bs=bs, sort_func=lens.__getitem__, res=lens, shuffle=True, num_workers=0)
 
 
 def ours(lens, bs, n, batch, seed):
@@ -46,7 +48,7 @@ def ours(lens, bs, n, batch, seed):
 
 
 def slices(lens, bs, n, batch, seed):
-    "Each rank's batches if the order of the epoch is cut into one contiguous part for each, padded at the end from its start"
+    "Each rank's batches if each gets one contiguous part of the epoch's order, the last one padded from its start"
     order = seeded(seed, lambda: [*loader(lens, bs).get_idxs()])
     part, b = -(-len(order)//n), bs if batch == 'per_worker' else max(1, bs//n)
     order += order[:part*n-len(order)]
@@ -60,7 +62,8 @@ def ratio(parts, lens):
     return sum(map(max, zip(*cost))) / (sum(map(sum, cost))/len(parts))
 
 
-def measure(how, lens, n, args, batch): return float(np.mean([ratio(how(lens, args.bs, n, batch, s), lens) for s in range(args.epochs)]))
+def measure(how, lens, n, args, batch):
+    return float(np.mean([ratio(how(lens, args.bs, n, batch, seed), lens) for seed in range(args.epochs)]))
 
 
 def main():
@@ -78,7 +81,8 @@ def main():
         for batch in 'per_worker', 'global':
             for n in BUDGET:
                 o, c = measure(ours, lens, n, args, batch), measure(slices, lens, n, args, batch)
-                rows.append(dict(sigma=sigma, batch=batch, ranks=n, ours=round(o, 4), slices=round(c, 4), budget=BUDGET[n]))
+                rows.append(dict(sigma=sigma, batch=batch, ranks=n, ours=round(o, 4), slices=round(c, 4),
+                                 budget=BUDGET[n]))
                 print(f"{sigma:5.2f} {batch:>10} {n:5d} {o:12.3f} {c:7.2f} {BUDGET[n]:7.2f}", flush=True)
     out = Path(__file__).parent/'results'/f'balance-{args.machine}.json'
     out.parent.mkdir(exist_ok=True)

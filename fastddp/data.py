@@ -18,8 +18,8 @@ from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 from .rng import SharedRNG, seed_rank
 from .shard import CantShard, chunk, deal, fill, n_chunks, n_shares, positions, share_size, share_workers
-from .torchdl import (Shard, Sharded, draw_seed, flow_back, is_sharded, own_stream, samplers_of, settle, shard_torch,
-                      sharded_twin, shards_itself, torch_bs, twin, why_not_torch)
+from .torchdl import (Shard, Sharded, draw_seed, flow_back, is_sharded, odd_batch, own_stream, samplers_of, settle,
+                      shard_torch, sharded_twin, shards_itself, torch_bs, twin, why_not_torch)
 
 # %% ../nbs/07_data.ipynb #3dd6833d
 def _is_lm(dl):
@@ -34,7 +34,7 @@ def _lay_out(dl):
     dl.last_len = dl.bl - (dl.n_batches-1)*dl.seq_len
     dl.n = dl.n_batches*dl.bs
 
-# %% ../nbs/07_data.ipynb #5022b7f0
+# %% ../nbs/07_data.ipynb #8045284f
 class ShardedDL(Sharded):
     "Mixed in before the class of a fastai `DataLoader`"
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
@@ -77,7 +77,8 @@ class ShardedDL(Sharded):
         s = self._shard
         for start,batch in steps:
             items = [self.do_item(i) for i in deal(batch,s.rank,s.n)]
-            yield from self._batch(items, lambda: map(self.do_item,batch), len(batch), positions(start,len(batch),s.rank,s.n))
+            pos = positions(start, len(batch), s.rank, s.n)
+            yield from self._batch(items, lambda: map(self.do_item,batch), len(batch), pos)
 
 _NOT_ITERATED = ("this loader's batches are taken past its `__iter__`, so its epoch has no order to deal out. "
                  "Iterate over it with `iter` or `for`.")
@@ -158,7 +159,7 @@ def _shard_fastai(dl, rank, n, per_worker, train, shared):
     settle(res)
     return res
 
-# %% ../nbs/07_data.ipynb #574b4de5
+# %% ../nbs/07_data.ipynb #2b47339a
 def _is_dl(o): return isinstance(o, (DataLoader,TorchLoader))
 
 def loaders_in(dl):
@@ -184,8 +185,8 @@ class ShardedWrapper(Sharded):
                 yield b
         flow_back(self)
 
-_NOT_TOGETHER = ("an object that iterates over several loaders must take one batch of each in every step, and these must be of "
-                 "the same size. Otherwise make one loader of them, over a dataset that combines theirs.")
+_NOT_TOGETHER = ("an object that iterates over several loaders must take one batch of each in every step, and these "
+                 "must be of the same size. Otherwise make one loader of them, over a dataset that combines theirs.")
 
 def _shard_wrapper(dl, rank, n, per_worker, train, shared):
     "The twin of `dl` that holds sharded loaders"
@@ -223,7 +224,7 @@ def _size(b):
     try: return find_bs(b)
     except (TypeError,AttributeError,IndexError,KeyError): return 1
 
-# %% ../nbs/07_data.ipynb #61c62a96
+# %% ../nbs/07_data.ipynb #7bfc1055
 _WAY = ('__iter__','sample','create_batches','chunkify')
 
 def _why_not_fastai(dl, n, bs):
@@ -231,13 +232,14 @@ def _why_not_fastai(dl, n, bs):
     reasons = [
         (own, f"its own `{own}` decides which batches it makes, so they can't be dealt out. Override `get_idxs`, "
               "`create_item` or `create_batch` instead, or use a `batch_sampler` in a torch DataLoader."),
-        (dl.bs is None, "it makes no batches (`bs=None`), so the size of other ranks' batches would be unknown. Let the "
-                        "loader make them: give it a `bs` and a dataset of items."),
+        (dl.bs is None,
+         "it makes no batches (`bs=None`), so the size of other ranks' batches would be unknown. Let the loader make "
+         "them: give it a `bs` and a dataset of items."),
         (dl.indexed and dl.n is None, "it has no length. Give the dataset a `__len__`, or the loader `n=`."),
-        (not dl.indexed and dl.fake_l.num_workers>0, "with `num_workers>0` each worker reads a dataset without indices on its "
-         "own, in an order that can't be dealt out. Use `num_workers=0`, or a dataset with indices."),
-        (not dl.indexed and shards_itself(dl.dataset) and bs and bs%n, f"a dataset with `set_shard` deals every {n} items "
-         f"round, which doesn't divide batches of {bs}. Choose a batch size that is a multiple of {n}.")]
+        (not dl.indexed and dl.fake_l.num_workers>0,
+         "with `num_workers>0` each worker reads a dataset without indices on its own, in an order that can't be dealt "
+         "out. Use `num_workers=0`, or a dataset with indices."),
+        (not dl.indexed and shards_itself(dl.dataset) and bs and bs%n, odd_batch(bs, n))]
     return next((why for found,why in reasons if found), None)
 
 def why_not(dl, world_size, batch='per_worker'):
@@ -246,9 +248,10 @@ def why_not(dl, world_size, batch='per_worker'):
     if world_size==1: return None
     if is_sharded(dl): dl = dl._shard.orig
     if loaders_in(dl): return next((w for o in _inner(dl) if (w:=why_not(o, world_size, batch))), None)
-    if not _is_dl(dl): return (f"a {type(dl).__name__} is no DataLoader, and holds none. Use fastai's or torch's, or an object "
-                               "that keeps such loaders in its attributes and takes one batch of each in every step.")
-    return (_why_not_fastai if isinstance(dl,DataLoader) else why_not_torch)(dl, world_size, global_bs(dl, world_size, batch))
+    if not _is_dl(dl): return (f"a {type(dl).__name__} is no DataLoader, and holds none. Use fastai's or torch's, or "
+                               "an object that keeps such in its attributes and takes one batch of each in every step.")
+    ask = _why_not_fastai if isinstance(dl,DataLoader) else why_not_torch
+    return ask(dl, world_size, global_bs(dl, world_size, batch))
 
 def global_bs(dl, world_size, batch='per_worker'):
     "Items of a full global batch, or None where a batch sampler decides"
@@ -273,23 +276,25 @@ def n_batches(dl, world_size, batch='per_worker', train=True):
     "Steps of an epoch (in validation those of the rank that has most), without drawing anything"
     return len(shard_dl(dl, 0, world_size, batch, train))
 
-# %% ../nbs/07_data.ipynb #937f2ce6
+# %% ../nbs/07_data.ipynb #e2539f65
 def check_dl(dl, world_size, batch='per_worker', name='The training loader', train=True):
-    "Raise `CantShard`, naming the loader, before any process is started, if it can't be shared out or has too few items"
+    "Raise `CantShard`, naming the loader, if it can't be shared out or has too few items; before anything is started"
     why = why_not(dl, world_size, batch)
-    if not why and world_size>1: why = _no_length(dl, world_size, batch) or (_too_few(dl,world_size,batch) if train else None)
+    if not why and world_size>1: why = _no_length(dl, world_size, batch)
+    if not why and world_size>1 and train: why = _too_few(dl, world_size, batch)
     if why: raise CantShard(f"{name} can't be shared out to {world_size} workers: {why}")
 
 def _no_length(dl, n, batch):
     try: n_batches(dl, n, batch)
-    except TypeError: return "it has no length, and fastai's `fit` asks for it. Give its dataset (or its sampler) a `__len__`."
+    except TypeError: return "it has no length, and `fit` asks for it. Give its dataset or sampler a `__len__`."
 
 def _too_few(dl, n, batch):
     "Training data that gives some worker nothing to do"
     if loaders_in(dl): return next((w for o in _inner(dl) if (w:=_too_few(o,n,batch))), None)
     size,bs = _size_of(dl),global_bs(dl, n, batch)
     if size==0: return "it is empty."
-    if bs is None: return None if size>=n or batch=='global' else f"it has {size} batches for {n} workers. Use fewer workers."
+    if bs is None and (size>=n or batch=='global'): return None
+    if bs is None: return f"it has {size} batches for {n} workers. Use fewer workers."
     if size<n: return f"it has {size} items for {n} workers. Use fewer workers."
     if bs<n: return f"a global batch of {bs} is smaller than {n} workers. Use a larger batch, or fewer workers."
     if not n_batches(dl, n, batch): return (f"its {size} items make no full batch of {bs}. Use a smaller batch, "
@@ -298,7 +303,8 @@ def _too_few(dl, n, batch):
 def _size_of(dl):
     "Items of an epoch, or batches where a batch sampler decides"
     if isinstance(dl, DataLoader): return _n_items(dl, type(dl))
-    return len(dl.dataset if isinstance(dl.dataset,IterableDataset) else dl.sampler if torch_bs(dl) else dl.batch_sampler)
+    if isinstance(dl.dataset, IterableDataset): return len(dl.dataset)
+    return len(dl.batch_sampler.sampler if torch_bs(dl) else dl.batch_sampler)
 
 # %% ../nbs/07_data.ipynb #1723dbc5
 def _gen_state(v):

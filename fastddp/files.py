@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['shared_load', 'one_tmp_file']
 
-# %% ../nbs/09c_files.ipynb #39f66cc9
+# %% ../nbs/09c_files.ipynb #9f0ccafd
 import contextlib
 
 from fastai.callback.schedule import LRFinder, ParamScheduler
 
 from . import group
-from .inference import gather_objects, own_attrs
+from .inference import own_attrs
 
-# %% ../nbs/09c_files.ipynb #9fedaa18
+# %% ../nbs/09c_files.ipynb #393153ef
 def _opt_from_rank0(learn):
     "The optimizer's state of rank 0, on every rank"
-    state = gather_objects(learn.opt.state_dict() if group.rank() == 0 else None)[0]
+    state = group.gather_tree(learn.opt.state_dict() if group.rank() == 0 else None)[0]
     if group.rank(): learn.opt.load_state_dict(state)
 
 @contextlib.contextmanager

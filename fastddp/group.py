@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['has_distributed', 'in_group', 'under_launcher', 'rank', 'world_size', 'n_gpus', 'use_device', 'backend_for', 'join',
-           'join_launched', 'join_at', 'leave', 'all_sum', 'gather', 'broadcast_', 'average_', 'barrier']
+           'join_launched', 'join_at', 'leave', 'all_sum', 'gather', 'gather_tree', 'broadcast_', 'average_', 'barrier']
 
-# %% ../nbs/04_group.ipynb #f399248e
-import contextlib, datetime, os, sys, time
+# %% ../nbs/04_group.ipynb #19f5bca0
+import contextlib, datetime, json, os, sys, time
 
 import torch
 
@@ -122,6 +122,45 @@ def gather(t):
 def _shape(h): return h[2:2+int(h[1])].tolist()
 def _nbytes(h): return torch.Size(_shape(h)).numel() * _DTYPES[int(h[0])].itemsize
 def _rebuild(raw, h): return raw.clone().view(_DTYPES[int(h[0])]).reshape(_shape(h))
+
+# %% ../nbs/04_group.ipynb #c5151f0d
+def _flatten(o, found):
+    "The structure of `o` as JSON can hold it; its tensors go to `found`"
+    if isinstance(o, torch.Tensor):
+        found.append(o.detach().cpu().contiguous())
+        return ['tensor', _DTYPES.index(o.dtype), list(o.shape), type(o).__module__, type(o).__qualname__]
+    if o is None or isinstance(o, (bool,int,float,str)): return ['value', o]
+    if isinstance(o, dict): return ['dict', [[_flatten(k,found),_flatten(v,found)] for k,v in o.items()]]
+    if hasattr(o, 'item') and not hasattr(o, '__len__'): return ['value', o.item()]      # a number of numpy's
+    if hasattr(o, '__iter__'): return ['tuple' if isinstance(o,tuple) else 'list', [_flatten(v,found) for v in o]]
+    raise TypeError(f"can't gather a {type(o).__name__}: only tensors, numbers and strings, in lists, tuples and dicts")
+
+def _unflatten(s, raw):
+    "What `_flatten` made `s` of; `raw` yields the bytes of the tensors"
+    kind,v,*rest = s
+    if kind == 'value': return v
+    if kind == 'dict': return {_unflatten(k,raw):_unflatten(o,raw) for k,o in v}
+    if kind != 'tensor': return (tuple if kind=='tuple' else list)(_unflatten(o,raw) for o in v)
+    shape,module,name = rest
+    cls = getattr(sys.modules.get(module), name, torch.Tensor)
+    t = raw(torch.Size(shape).numel()*_DTYPES[v].itemsize).view(_DTYPES[v]).reshape(shape)
+    return t.as_subclass(cls) if isinstance(cls, type) and issubclass(cls, torch.Tensor) and cls is not torch.nn.Parameter else t
+
+def gather_tree(o):
+    "The `o` of every rank, in rank order, on the CPU"
+    found = []
+    head = json.dumps(_flatten(o, found)).encode()
+    data = torch.cat([torch.empty(0, dtype=torch.uint8), *(t.reshape(-1).view(torch.uint8).as_subclass(torch.Tensor) for t in found)])
+    heads = gather(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+    return [_unflatten(json.loads(h.numpy().tobytes()), _reader(d)) for h,d in zip(heads, gather(data))]
+
+def _reader(data):
+    at = 0
+    def read(n):
+        nonlocal at
+        at += n
+        return data[at-n:at].clone()
+    return read
 
 # %% ../nbs/04_group.ipynb #5dbd1a3a
 def _flat_groups(tensors):

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['LEAVES', 'WholeDL', 'takes_whole', 'share_batches', 'gatherers', 'stays_here', 'Part', 'own_attrs', 'run_part',
-           'join_parts', 'give', 'gather_objects', 'infer_in_group', 'inner_inference', 'without_outside',
-           'leave_together']
+           'join_parts', 'give', 'infer_in_group', 'inner_inference', 'without_outside', 'leave_together']
 
-# %% ../nbs/09b_inference.ipynb #e90432e1
-import contextlib, pickle
+# %% ../nbs/09b_inference.ipynb #29306989
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from .callbacks import is_rank0_only
 from .data import OneRank, ShardedDL, _is_lm, shard_dl, why_not
 from .shard import chunk, restore_order
 from .torchdl import _sharded_class, is_sharded, whole_steps
-from .transport import dump, load
 
 # %% ../nbs/09b_inference.ipynb #0d0195c9
 class WholeDL(ShardedDL):
@@ -129,20 +127,13 @@ def give(gather, lists):
         cb.__dict__.update(own)
         cb.after_validate()
 
-# %% ../nbs/09b_inference.ipynb #1b51f87a
-def gather_objects(obj):
-    "`obj` of every rank, in rank order, on every rank"
-    p = dump(obj)
-    raw = pickle.dumps((p.meta, [bytes(b) for b in p.buffers]))
-    got = group.gather(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    return [load(meta, [bytearray(b) for b in bufs]) for meta,bufs in (pickle.loads(t.numpy().tobytes()) for t in got)]
-
+# %% ../nbs/09b_inference.ipynb #706f746a
 def infer_in_group(learn, dl, shared=None):
     "Validation over `dl` by all ranks; each ends with what one process would have"
     if is_sharded(dl): dl = dl._shard.orig
     gather,n = gatherers(learn),group.world_size()
     if n == 1 or stays_here(dl, gather, n) is not None: return type(learn)._do_epoch_validate(learn, dl=OneRank(dl))
-    give(gather, join_parts(gather_objects(run_part(learn, dl, shared)), takes_whole(dl)))
+    give(gather, join_parts([Part(*p) for p in group.gather_tree(run_part(learn, dl, shared))], takes_whole(dl)))
 
 @contextlib.contextmanager
 def inner_inference(learn, shared):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Shard', 'Epoch', 'Sharded', 'is_sharded', 'twin', 'sharded_twin', 'settle', 'flow_back', 'draw_seed', 'stream_steps',
            'own_stream_steps', 'shards_itself', 'own_stream', 'dealt_steps', 'whole_steps', 'ShardedTorch', 'torch_bs',
-           'shard_torch', 'samplers_of', 'why_not_torch']
+           'shard_torch', 'samplers_of', 'odd_batch', 'why_not_torch']
 
 # %% ../nbs/05b_torchdl.ipynb #7ca15bdc
 import contextlib, copy, functools, itertools
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 from .shard import (CantShard, chunk, deal, fill, n_chunks, n_shares, positions, share_size, share_workers)
 
-# %% ../nbs/05b_torchdl.ipynb #f412a732
+# %% ../nbs/05b_torchdl.ipynb #50207a43
 class Shard:
     "How the loader `orig` is shared out: rank `rank` of `n`, global batches of `bs`"
     def __init__(self, orig, rank, n, bs, train, shared):
@@ -32,7 +32,7 @@ class Sharded:
     def __reduce__(self): return _blank, (type(self).__mro__[1], type(self._shard.orig)), vars(self)
     @contextlib.contextmanager
     def _epoch(self, counts):
-        "For an iteration with these counts, as far as they are known. A callback's `one_batch` may come in the midst of one"
+        "For an iteration with these counts, as far as they are known; a callback's `one_batch` may come in its midst"
         outer = self._shard.epoch
         epoch = Epoch(counts, outer if outer and outer.running else None)
         self._show(epoch)
@@ -77,7 +77,7 @@ def sharded_twin(mixin, # Subclass of `Sharded` that goes before the original's 
     res._shard = shard
     return res
 
-# %% ../nbs/05b_torchdl.ipynb #62bc9923
+# %% ../nbs/05b_torchdl.ipynb #3799c566
 _OURS = {'_shard','counts','idxs'}
 
 def settle(dl): "From now on, what changes in `dl` belongs to its original, too"; dl._shard.seen = dict(vars(dl))
@@ -90,7 +90,7 @@ def flow_back(dl):
     settle(dl)
 
 def draw_seed(generator=None):
-    "Advance the stream as one process does, whose torch loader draws its workers' seed from it; ranks seed theirs apart"
+    "Advance the stream as one process does, whose torch loader draws its workers' seed; ranks seed theirs apart"
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 # %% ../nbs/05b_torchdl.ipynb #692fe61a
@@ -146,7 +146,7 @@ def whole_steps(batches, s):
         yield own, flat, len(flat), [*range(first, first+len(own))]
         start += len(flat)
 
-# %% ../nbs/05b_torchdl.ipynb #d7072b06
+# %% ../nbs/05b_torchdl.ipynb #6499a74a
 class _Steps:
     "A batch sampler whose next epoch can be set, while an earlier one is still read"
     def __iter__(self): return iter(self.now)
@@ -157,8 +157,9 @@ class ShardedTorch(Sharded):
         s = self._shard
         with s.shared:
             if s.inner._iterator is None: draw_seed(self.generator)   # workers that persist keep their seeds
-            told = self._plan() if self.num_workers else None         # torch's workers are given indices at once,
-        return self._batches(told)                                    # without them the sampler waits for the first batch
+            # torch's workers are given indices at once; without them the sampler waits for the first batch
+            told = self._plan() if self.num_workers else None
+        return self._batches(told)
 
     def _batches(self, told):
         s = self._shard
@@ -196,7 +197,7 @@ class _StepItems(IterableDataset):
             told.append(((len(own),m), pos))
             yield fill(own,spare,s.n)[0] if s.train else own
 
-# %% ../nbs/05b_torchdl.ipynb #b098ab9d
+# %% ../nbs/05b_torchdl.ipynb #99492afb
 def torch_bs(dl):
     "The batch size of a torch loader, or None where its own `batch_sampler` decides"
     return dl.batch_size or (dl.batch_sampler.batch_size if type(dl.batch_sampler) is BatchSampler else None)
@@ -207,22 +208,31 @@ def shard_torch(dl, rank, n, per_worker, train, shared):
     s = Shard(dl, rank, n, bs and bs*(n if per_worker else 1), train, shared)
     s.stream,s.whole,s.steps = isinstance(dl.dataset, IterableDataset), bs is None and per_worker, _Steps()
     s.drop_last = dl.drop_last or getattr(cut, 'drop_last', False)
+    # `parts` is given `s`, so that no cycle keeps worker processes alive after the loader
     if s.stream:
         s.size = lambda: len(dl.dataset)
         s.source = own_stream(dl.dataset, s)
-    # `parts` is given `s`, so that no cycle keeps worker processes alive after the loader
-    elif bs: s.size,s.parts = (lambda: len(cut.sampler)), lambda s: dealt_steps(chunk([*cut.sampler],s.bs,s.drop_last), s)
-    else: s.size,s.parts = (lambda: len(cut)), lambda s: (whole_steps if s.whole else dealt_steps)([[*b] for b in cut], s)
+    elif bs:
+        s.size = lambda: len(cut.sampler)
+        s.parts = lambda s: dealt_steps(chunk([*cut.sampler], s.bs, s.drop_last), s)
+    else:
+        s.size = lambda: len(cut)
+        s.parts = lambda s: (whole_steps if s.whole else dealt_steps)([[*b] for b in cut], s)
     res = sharded_twin(ShardedTorch, s)
     s.inner = twin(dl, object.__new__(type(dl)))
     own = dict(dataset=_StepItems(res), batch_sampler=None) if s.stream else dict(batch_sampler=s.steps)
-    vars(s.inner).update(own, drop_last=False, generator=None, _iterator=None, num_workers=share_workers(dl.num_workers,n))
+    own |= dict(drop_last=False, generator=None, _iterator=None, num_workers=share_workers(dl.num_workers,n))
+    vars(s.inner).update(own)
     return res
 
-# %% ../nbs/05b_torchdl.ipynb #5406f6fd
+# %% ../nbs/05b_torchdl.ipynb #a0c74782
 def samplers_of(dl):
     "The objects that draw a torch loader's order"
     return [o for o in (dl.sampler, dl.batch_sampler, getattr(dl.batch_sampler,'sampler',None)) if o is not None]
+
+def odd_batch(bs, n):
+    return (f"a dataset with `set_shard` deals every {n} items round, which doesn't divide batches of {bs}. Choose a "
+            f"batch size that is a multiple of {n}, or `batch='per_worker'`.")
 
 def why_not_torch(dl, n, bs):
     "Why a torch loader can't be shared out to `n` ranks in global batches of `bs`, or None"
@@ -232,13 +242,14 @@ def why_not_torch(dl, n, bs):
          f"`{cls.__name__}` has its own `__iter__`, so nobody knows which batches it makes. Use a plain DataLoader."),
         (isinstance(dl.dataset, (IterDataPipe,MapDataPipe)),
          "a datapipe shards itself by the process group. Use an IterableDataset, or a dataset with indices."),
-        (dl.batch_sampler is None, "it makes no batches (`batch_size=None`), so the size of other ranks' batches would be "
-         "unknown. Let the loader make the batches: give it a `batch_size` and a dataset of items."),
+        (dl.batch_sampler is None,
+         "it makes no batches (`batch_size=None`), so the size of other ranks' batches would be unknown. Let the "
+         "loader make the batches: give it a `batch_size` and a dataset of items."),
         (any(isinstance(o,DistributedSampler) and o.num_replicas>1 for o in samplers_of(dl)),
-         "its `DistributedSampler` has already taken one rank's part. Leave it out: use `shuffle=True` or a plain sampler, "
-         "and the loader is shared out for you."),
-        (stream and dl.num_workers>0, "with `num_workers>0` each worker reads an IterableDataset on its own, in an order that "
-         "can't be dealt out. Use `num_workers=0`, or a dataset with indices."),
-        (stream and shards_itself(dl.dataset) and bs and bs%n, f"a dataset with `set_shard` deals every {n} items round, which "
-         f"doesn't divide batches of {bs}. Choose a batch size that is a multiple of {n}, or `batch='per_worker'`.")]
+         "its `DistributedSampler` has already taken one rank's part. Leave it out: use `shuffle=True` or a plain "
+         "sampler, and the loader is shared out for you."),
+        (stream and dl.num_workers>0,
+         "with `num_workers>0` each worker reads an IterableDataset on its own, in an order that can't be dealt out. "
+         "Use `num_workers=0`, or a dataset with indices."),
+        (stream and shards_itself(dl.dataset) and bs and bs%n, odd_batch(bs, n))]
     return next((why for found,why in reasons if found), None)
