@@ -1,6 +1,7 @@
 # Everything that is done here, by name. Each target makes its own environment in .venv if it is not there yet.
 #   make demo      run the lesson in a real Jupyter kernel, on all GPUs or on 2 CPU workers
 #   make test      all tests and all notebooks
+#   make test-full  the same with the long versions of some
 #   make readme    render README.md from nbs/index.ipynb
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
 # PYTHON=python3.12 chooses the interpreter for a new environment, VENV=some/folder where it lies.
@@ -19,13 +20,17 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: demo test readme venv check again clean distclean
+.PHONY: demo test test-full readme venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
 	@$(PY) tools/demo.py
 
 test: venv
+	@$(PY) -m pytest tests -m 'not full'
+
+# The long versions, too
+test-full: venv
 	@$(PY) -m pytest tests
 
 readme: venv

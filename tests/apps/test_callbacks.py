@@ -1,0 +1,261 @@
+"Every callback of fastai's on two workers: its effect, its state in the notebook afterwards, its files, written once."
+import csv, math, os
+import pytest, torch
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+                                  CancelStepException, CancelTrainException, CancelValidException, FetchPredsCallback)
+from fastai.callback.channelslast import ChannelsLast
+from fastai.callback.data import CollectDataCallback     # patches weighted_dataloaders
+from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.hook import ActivationStats
+from fastai.callback.mixup import CutMix, MixUp
+from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
+from fastai.callback.rnn import ModelResetter, RNNCallback
+from fastai.callback.schedule import ParamScheduler, SchedLin
+from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback, TerminateOnNaNCallback
+from fastai.callback.training import BnFreeze, GradientAccumulation, GradientClip
+from fastai.data.all import DataLoaders, Datasets
+from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
+from fastai.metrics import accuracy
+from fastai.optimizer import SGD
+from torch import nn
+import fastddp.all
+from applications import as_one, weights
+from learners import make_learner, points, seed_all
+
+
+def learner(*cbs, **kwargs): return make_learner(cbs=list(cbs), **dict(opt_func=SGD) | kwargs)
+
+
+def images(*cbs, n=48, **kwargs):
+    seed_all()
+    g = torch.Generator().manual_seed(0)
+    items = [((a := torch.randn(3, 8, 8, generator=g)), (a.mean() > 0).long()) for _ in range(n+16)]
+    dls = DataLoaders.from_dsets(items[:n], items[n:], bs=8, device='cpu')
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2))
+    return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=list(cbs), opt_func=SGD, **kwargs)
+
+
+def fit(learn, n_epoch=2, **kwargs):
+    learn.distrib_fit(n_epoch, 0.05, nprocs=2, **kwargs)
+    return learn
+
+
+def test_progress_and_table(capsys):
+    "One table with the columns of a local fit, from one rank"
+    learn = fit(learner())
+    assert any(isinstance(o, ProgressCallback) for o in learn.cbs)
+    said = capsys.readouterr().out
+    rows = [o for line in said.splitlines() for o in line.split('\r') if o[:1] in '01' and o.rstrip().endswith('00:00')]
+    assert said.count('train_loss') == 1 and len(rows) == 2 and learn.logger is print
+
+
+def test_show_graph():
+    "The figure is the worker's; what it draws is in the notebook's recorder"
+    learn = fit(learner(ShowGraphCallback()))
+    assert len(learn.recorder.iters) == 2 and learn.recorder.iters[-1] == len(learn.recorder.losses)
+
+
+def test_csv_logger(tmp_path):
+    "One file, a row per epoch; `append` goes on in a second fit"
+    log = CSVLogger(append=True)
+    learn = learner(log, path=tmp_path)
+    fit(learn)
+    fit(learn, 1)
+    rows = [*csv.reader(open(tmp_path/'history.csv'))]
+    assert [o[0] for o in rows] == ['epoch', '0', '1', 'epoch', '0'] and len(log.read_log()) == 4
+    assert float(rows[-1][1]) == pytest.approx(float(learn.recorder.values[-1][0]), abs=1e-5)
+    assert learn.logger is print
+
+
+def test_save_every_epoch(tmp_path, capsys):
+    learn = fit(learner(SaveModelCallback(every_epoch=True, fname='m'), path=tmp_path), 3)
+    assert sorted(o.name for o in tmp_path.rglob('*.pth')) == ['m_0.pth', 'm_1.pth', 'm_2.pth']
+    state = torch.load(tmp_path/'models'/'m_2.pth')
+    assert all(torch.equal(v, state[k]) for k, v in weights(learn).items())
+    assert learn.save_model.last_saved_path == tmp_path/'models'/'m_2.pth'
+
+
+def test_early_stopping_and_plateau(capsys):
+    "Both decide on the metric of all ranks, so all ranks decide alike"
+    stop = EarlyStoppingCallback(monitor='valid_loss', min_delta=100., patience=2)
+    plateau = ReduceLROnPlateau(monitor='valid_loss', min_delta=100., patience=1)
+    learn = learner(stop, plateau)
+    fit(learn, 8)
+    assert len(learn.recorder.values) == 3 and stop.wait == 2 and not math.isinf(stop.best)
+    assert learn.opt.hypers[-1]['lr'] == pytest.approx(0.05/100)
+    assert capsys.readouterr().out.count('early stopping') == 1
+
+
+class Poison(Callback):
+    "Rank 1 meets a NaN in its third batch"
+    def after_loss(self):
+        if self.training and self.iter == 2 and os.environ['RANK'] == '1': self.learn.loss_grad = self.loss_grad*float('nan')
+        if self.training and self.iter == 2 and os.environ['RANK'] == '1': self.learn.loss = self.loss*float('nan')
+
+
+def test_terminate_on_nan():
+    learn = fit(learner(TerminateOnNaNCallback(), Poison()), 3)
+    assert len(learn.recorder.losses) <= 3 and len(learn.recorder.values) <= 1
+
+
+def test_param_scheduler():
+    "The schedule of one process, and `recorder.hps` afterwards"
+    learn = fit(learner(), cbs=ParamScheduler({'lr': SchedLin(0.1, 0.), 'mom': SchedLin(.8, .9)}))
+    n = len(learn.recorder.losses)
+    assert learn.recorder.hps['lr'] == pytest.approx([0.1*(1-i/n) for i in range(n)], abs=1e-6) and len(learn.recorder.hps['mom']) == n
+
+
+@pytest.mark.parametrize('cb', [MixUp, CutMix])
+def test_mixed_images(cb):
+    "Each rank mixes its own; the loss function is the user's again afterwards"
+    learn = images(cb(.4))
+    loss = learn.loss_func
+    fit(learn)
+    assert learn.loss_func is loss and len(learn.recorder.values) == 2 and torch.isfinite(torch.stack(learn.recorder.losses)).all()
+
+
+def test_gradient_accumulation():
+    "`n_acc` counts the items of all ranks, so the steps are those of one process"
+    learn = as_one(lambda: learner(GradientAccumulation(32)))
+    assert len(learn.recorder.losses) == 2*13
+
+
+def test_gradient_clip(): as_one(lambda: learner(GradientClip(.05)))
+
+
+def test_freeze_bn(): fit(images(BnFreeze()))
+
+
+def test_mixed_precision():
+    "On the CPU autocast computes in bfloat16"
+    learn = fit(learner(MixedPrecision(amp_mode='bf16') if 'amp_mode' in MixedPrecision.__init__.__code__.co_varnames else MixedPrecision()))
+    assert len(learn.recorder.values) == 2 and all(p.dtype == torch.float32 for p in learn.model.parameters())
+    assert learn.distrib_validate(nprocs=2)[0] == pytest.approx(learn.validate()[0], abs=1e-2)
+
+
+def test_channels_last():
+    learn = fit(images(ChannelsLast()))
+    assert torch.isfinite(learn.recorder.losses[-1]) and type(learn.model) is nn.Sequential
+
+
+class Net(nn.Module):
+    "An RNN as `RNNCallback` wants it: output, raw outputs, outputs after dropout"
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.RNN(8, 4, batch_first=True), nn.Linear(4, 2)
+    def reset(self): pass
+    def forward(self, x):
+        raw, _ = self.rnn(x[:, None])
+        return self.head(raw[:, -1]), raw, raw
+
+
+def test_rnn_callbacks(): as_one(lambda: learner(ModelResetter(), RNNCallback(), model=Net))
+
+
+def labelled(n=64):
+    items = points(n+16)
+    dsets = Datasets(list(range(n+16)), [[lambda i: items[i][0]], [lambda i: int(items[i][1])]], splits=[list(range(n)), list(range(n, n+16))])
+    return dsets
+
+
+def test_weighted_data():
+    "Only what has a weight is drawn, on every rank"
+    seed_all()
+    w = [1.]*32+[0.]*32
+    dls = labelled().weighted_dataloaders(w, bs=8, num_workers=0, device='cpu')
+    learn = Learner(dls, nn.Linear(8, 2), loss_func=CrossEntropyLossFlat())
+    learn.distrib_fit(1, nprocs=2)
+    assert len(learn.recorder.losses) == 4
+
+
+class Seen(Callback):
+    "Keeps a list, a tensor, a figure and the learner"
+    def __init__(self): self.losses, self.last, self.fig, self.who = [], None, None, None
+    def after_batch(self):
+        if self.training: self.losses.append(float(self.loss))
+    def after_epoch(self):
+        import matplotlib.pyplot as plt
+        self.last, self.who = self.pred.detach().clone() if self.pred is not None else torch.zeros(1), self.learn
+        self.fig, ax = plt.subplots()
+        ax.plot(self.losses)
+        plt.close(self.fig)
+
+
+def test_a_callback_of_ones_own():
+    seen = Seen()
+    mine = seen.losses
+    learn = fit(learner(seen))
+    assert len(seen.losses) == len(learn.recorder.losses) and seen.losses is mine
+    assert isinstance(seen.last, torch.Tensor) and seen.who is learn and seen.fig.axes[0].lines[0].get_ydata()[0] == mine[0]
+
+
+def test_activation_stats():
+    "It hooks into `learn.model[i]`, and its statistics come back"
+    stats = ActivationStats(modules=None, with_hist=True)
+    learn = fit(learner(stats))
+    assert len(stats.stats) == len(learn.recorder.losses) and stats.layer_stats(0)[0].__class__ is not None
+    assert not any(m._forward_hooks for m in learn.model.modules())
+
+
+def test_collect_data():
+    collect = CollectDataCallback()
+    learn = fit(learner(collect), 1)
+    assert len(collect.data) == len(learn.recorder.losses)+2
+
+
+def test_fetch_preds():
+    fetch = FetchPredsCallback()
+    learn = fit(learner(), cbs=fetch)
+    for a, b in zip(fetch.preds, learn.get_preds()): assert torch.allclose(a.float(), b.float(), atol=1e-5)
+
+
+class Leave(Callback):
+    "Raises at one event, on the last rank only"
+    def __init__(self, event, error): self.event, self.error, self.times = event, error, 0
+    def __call__(self, event_name):
+        inner = event_name in ('before_batch', 'before_backward', 'before_step', 'after_batch')
+        here = event_name == self.event and os.environ.get('RANK') == '1' and getattr(self.learn, 'epoch', 0) == 0
+        if here and (not inner or (self.learn.training and self.learn.iter == 1)): raise self.error()
+
+
+CANCELS = dict(batch=('before_batch', CancelBatchException), backward=('before_backward', CancelBackwardException),
+               step=('before_step', CancelStepException), train=('after_batch', CancelTrainException),
+               valid=('before_validate', CancelValidException), epoch=('after_train', CancelEpochException), fit=('before_epoch', CancelFitException))
+
+
+@pytest.mark.parametrize('what', CANCELS)
+def test_every_cancel_on_one_rank(what):
+    "All ranks leave together, and the learner is fine afterwards"
+    learn = fit(learner(Leave(*CANCELS[what])), 2)
+    assert len(learn.recorder.values) <= 2
+    learn.remove_cb(Leave)
+    fit(learn, 1)
+    assert len(learn.recorder.values) == 1
+
+
+class WritesOnce(Callback):
+    "A callback that says for itself that it acts outside"
+    rank0_only = True
+    def __init__(self, path): self.path = path
+    def after_epoch(self): open(self.path, 'a').write(f"{os.environ['RANK']} {self.epoch}\n")
+
+
+def test_rank0_only(tmp_path):
+    cb = WritesOnce(tmp_path/'log')
+    fit(learner(cb))
+    assert (tmp_path/'log').read_text() == '0 0\n0 1\n'
+
+
+def test_tensorboard(tmp_path):
+    "One event file per fit, from one process"
+    pytest.importorskip('tensorboard', reason='tensorboard is not installed')
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    learn = learner()
+    fit(learn, cbs=TensorBoardCallback(log_dir=tmp_path, trace_model=False, log_preds=False))
+    files = [*tmp_path.glob('events*')]
+    assert len(files) == 1
+    log = EventAccumulator(str(tmp_path)).Reload()
+    assert len(log.Scalars('train_loss')) == len(learn.recorder.losses) + 2*2      # it writes after validation batches, too
+    assert [o.value for o in log.Scalars('valid_loss')] == pytest.approx([o[1] for o in learn.recorder.values])

@@ -1,0 +1,98 @@
+"Vision: classes, several labels, points, segmentation, other people's models."
+import math
+from pathlib import Path
+import numpy as np, pytest, torch
+from fastai.vision.all import (BCEWithLogitsLossFlat, CategoryBlock, DataBlock, Dice, Flip, ImageBlock, IndexSplitter, L, MaskBlock,
+    MSELossFlat, Learner, MultiCategoryBlock, PILImage, PILMask, PointBlock, RegressionBlock, SGD, TensorPoint, accuracy, accuracy_multi,
+    aug_transforms, params, resnet18, unet_learner, vision_learner)
+from torch import nn
+import fastddp.all
+from applications import as_one, check, same_preds
+from learners import seed_all
+
+N, SIZE = 44, 32
+
+
+def picture(i, size=SIZE):
+    "A noisy square, light or dark by the parity of `i`, somewhere"
+    r = np.random.RandomState(i)
+    a = r.randint(90, 160, (size, size, 3), dtype=np.uint8)
+    x, y = corner(i)
+    a[y:y+8, x:x+8] = 250 if i % 2 else 5
+    return a
+
+
+def corner(i): return (i*7) % (SIZE-8), (i*11) % (SIZE-8)
+def kind(i): return 'light' if i % 2 else 'dark'
+def kinds(i): return [kind(i), 'left' if corner(i)[0] < 12 else 'right']
+def point(i): return TensorPoint(torch.tensor([corner(i)], dtype=torch.float32))
+def number(i): return corner(i)[0]/SIZE
+def items(_): return list(range(N))
+
+
+def mask(i):
+    m = np.zeros((SIZE, SIZE), dtype=np.uint8)
+    x, y = corner(i)
+    m[y:y+8, x:x+8] = 1
+    return m
+
+
+def loaders(block, get_y, bs=8, batch_tfms=None):
+    seed_all()
+    block = DataBlock((ImageBlock, block), get_items=items, get_x=picture, get_y=get_y, batch_tfms=batch_tfms,
+                      splitter=IndexSplitter(list(range(33, N))))
+    return block.dataloaders('.', bs=bs, num_workers=0, device='cpu')
+
+
+@pytest.fixture
+def cached_weights(tmp_path, monkeypatch):
+    "What torchvision would download lies in its cache already"
+    monkeypatch.setenv('TORCH_HOME', str(tmp_path))
+    (tmp_path/'hub'/'checkpoints').mkdir(parents=True)
+    seed_all(5)
+    state = resnet18().state_dict()
+    torch.save(state, tmp_path/'hub'/'checkpoints'/'resnet18-f37072fd.pth')
+    return state
+
+
+def test_fine_tuned_classifier(cached_weights):
+    "Frozen, then all of it; the body begins with the cached weights"
+    dls = loaders(CategoryBlock, kind, batch_tfms=[Flip()])
+    learn = vision_learner(dls, resnet18, metrics=accuracy, normalize=False)
+    body = learn.model[0][0].weight.detach().clone()
+    assert torch.equal(body, cached_weights['conv1.weight'])
+    learn.distrib_fine_tune(1, nprocs=2)
+    assert not torch.equal(body, learn.model[0][0].weight) and math.isfinite(learn.recorder.values[-1][1])
+    last = [*learn.recorder.values[-1][1:]]
+    assert [*learn.validate()] == pytest.approx(last, abs=1e-4)
+    same_preds(learn, eps=1e-4)
+
+
+def convs(n_out): return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Conv2d(4, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, n_out))
+
+
+def sigm_acc(inp, targ): return accuracy_multi(inp, targ)
+
+
+KINDS = {
+    'single label': lambda: Learner(loaders(CategoryBlock, kind), convs(2), metrics=accuracy, opt_func=SGD),
+    'several labels': lambda: Learner(loaders(MultiCategoryBlock, kinds), convs(4), loss_func=BCEWithLogitsLossFlat(), metrics=sigm_acc, opt_func=SGD),
+    'points': lambda: Learner(loaders(PointBlock, point), convs(2), loss_func=MSELossFlat(), opt_func=SGD),
+    'a number': lambda: Learner(loaders(RegressionBlock, number), convs(1), loss_func=MSELossFlat(), opt_func=SGD)}
+
+
+@pytest.mark.parametrize('what', KINDS)
+def test_as_one_process(what): same_preds(as_one(KINDS[what]))
+
+
+def test_segmentation():
+    "A U-Net, scored by `Dice`"
+    learn = unet_learner(loaders(MaskBlock(['none', 'square']), mask), resnet18, pretrained=False, metrics=Dice(), n_out=2, normalize=False)
+    check(learn, 2)
+
+
+def test_timm():
+    "A model of the timm library, by name"
+    pytest.importorskip('timm', reason='timm is not installed')
+    learn = vision_learner(loaders(CategoryBlock, kind), 'resnet10t', pretrained=False, metrics=accuracy, normalize=False)
+    check(learn)

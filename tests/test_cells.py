@@ -1,0 +1,153 @@
+"What cells define travels by value and trains, in a real kernel."
+import pytest
+
+nbclient = pytest.importorskip('nbclient', reason='nbclient is not installed')
+from nbformat.v4 import new_code_cell, new_notebook
+
+SETUP = """
+import random, torch
+from fastai.data.all import *
+from fastai.learner import *
+from fastai.callback.all import *
+from fastai.metrics import accuracy, accuracy as acc
+from fastai.optimizer import OptimWrapper
+from torch import nn
+import torch.nn.functional as FF
+from functools import partial
+from fastddp.all import *
+
+items = [(x, (x.sum() > 0).long()) for x in torch.randn(90, 8)]
+def loaders(): return DataLoaders.from_dsets(items[:64], items[64:], bs=8, device='cpu')
+"""
+
+CELLS = {
+'functions, lambdas, globals and closures': """
+FACTOR = 2.
+def scaled(x): return FF.relu(x)*FACTOR
+def make_loss(k):
+    def loss(out, y, **kw): return FF.cross_entropy(out, y, **kw)*k
+    return loss
+half = lambda out, y: (out.argmax(-1) == y).float().mean()/FACTOR
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(4, 2)
+    def forward(self, x): return self.b(scaled(self.a(x)))
+learn = Learner(loaders(), Net(), loss_func=make_loss(3.), metrics=[half, acc])
+learn.distrib_fit(2, nprocs=2)
+last = learn.recorder.values[-1]
+assert abs(last[2]*2-last[3]) < 1e-6, last
+assert type(learn.model) is Net and learn.model.__class__.__module__ == '__main__'
+""",
+'classes: super, properties, class attributes, dataclasses, enums': """
+from dataclasses import dataclass
+from enum import Enum
+class Mode(Enum): PLAIN = 1; TWICE = 2
+@dataclass
+class Config:
+    width: int = 4
+    mode: Mode = Mode.TWICE
+class Base(nn.Module):
+    bias = True
+    @property
+    def width(self): return self.config.width
+class Net(Base):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.seq = nn.Sequential(nn.Linear(8, self.width, bias=self.bias), nn.ReLU(), nn.Linear(self.width, 2))
+    def forward(self, x): return self.seq(x)*(2 if self.config.mode is Mode.TWICE else 1)
+    @classmethod
+    def small(cls): return cls(Config(3))
+class Watch(Callback):
+    modes = ()
+    def after_fit(self): self.modes = (self.model.config.mode, self.model.config)
+learn = Learner(loaders(), Net.small(), loss_func=nn.CrossEntropyLoss(), cbs=Watch())
+learn.distrib_fit(1, nprocs=2)
+mode, config = learn.watch.modes
+assert mode is Mode.TWICE and config == Config(3) and isinstance(config, Config)
+""",
+'transforms with annotations, partials, splitters, optimizers, metrics': """
+class Number(int): pass
+class Double(Transform):
+    def encodes(self, x:torch.Tensor): return x*2
+    def encodes(self, y:Number): return y
+dsets = Datasets(list(range(90)), [[lambda i: items[i][0], Double()], [lambda i: Number(items[i][1]), Double(), lambda y: torch.tensor(int(y))]],
+                 splits=[list(range(64)), list(range(64, 90))])
+def splitter(m): return [list(m[0].parameters()), list(m[2].parameters())]
+def opt_func(params, lr, **kw): return OptimWrapper(params, torch.optim.SGD, lr=lr, momentum=.9)
+class Hits(Metric):
+    def reset(self): self.n, self.total = 0, 0
+    def accumulate(self, learn):
+        self.n += int((learn.pred.argmax(-1) == learn.y).sum())
+        self.total += len(learn.y)
+    @property
+    def value(self): return self.n/self.total
+learn = Learner(dsets.dataloaders(bs=8, num_workers=0, device='cpu'), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)),
+                loss_func=partial(FF.cross_entropy, label_smoothing=.1), opt_func=opt_func, splitter=splitter, metrics=[accuracy, Hits()])
+learn.distrib_fit_one_cycle(2, slice(1e-3, 1e-2), nprocs=2)
+assert abs(learn.recorder.values[-1][2]-learn.recorder.values[-1][3]) < 1e-6
+assert len(learn.opt.hypers) == 2
+""",
+'patches and dispatch registrations on library classes': """
+@patch
+def twofold(self:torch.Tensor): return self*2
+@patch
+def noted(self:Learner): return 'here'
+class Uses(Callback):
+    def after_pred(self): self.learn.pred = self.pred.twofold()
+    def after_fit(self): self.said = self.learn.noted()
+learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Uses())
+learn.distrib_fit(1, nprocs=2)
+assert learn.uses.said == 'here'
+""",
+'modules by any alias, and one in the working directory': """
+open('my_helper.py', 'w').write('SCALE = 3.\\ndef loss(out, y, **kw):\\n    import torch.nn.functional as f\\n    return f.cross_entropy(out, y, **kw)*SCALE\\n')
+import my_helper as mh
+learn = Learner(loaders(), nn.Linear(8, 2), loss_func=mh.loss, metrics=lambda o, y: torch.tensor(mh.SCALE))
+learn.distrib_fit(1, nprocs=2)
+assert learn.recorder.values[-1][2] == 3., learn.recorder.values
+""",
+'a changed cell run again is what trains': """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 2)
+    def forward(self, x): return self.a(x)
+def version(out, y): return torch.tensor(1.)
+with (learn := Learner(loaders(), Net(), loss_func=nn.CrossEntropyLoss(), metrics=version)).distrib_ctx(nprocs=2):
+    learn.fit(1)
+    assert learn.recorder.values[-1][2] == 1, learn.recorder.values
+    def version(out, y): return torch.tensor(2.)
+    learn.metrics = version
+    learn.fit(1)
+    assert learn.recorder.values[-1][2] == 2, learn.recorder.values
+    Net.forward = lambda self, x: self.a(x)*0 + torch.tensor([5., -5.])
+    learn.fit(1)
+preds = learn.distrib_get_preds(nprocs=2, act=noop)[0]
+assert (preds == torch.tensor([5., -5.])).all()
+""",
+'a callback of a cell raises and keeps what it likes': """
+class Mine(Callback):
+    def __init__(self): self.losses, self.who, self.fig = [], None, None
+    def after_batch(self):
+        if self.training: self.losses.append(self.loss.detach())
+        if len(self.losses) == 3: raise CancelFitException()
+    def after_fit(self):
+        self.who = self.learn
+        self.fig = plt.figure()
+import matplotlib.pyplot as plt
+learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Mine())
+learn.distrib_fit(3, nprocs=2)
+assert len(learn.mine.losses) == 3 and learn.mine.who is learn and isinstance(learn.mine.fig, plt.Figure)
+"""}
+
+
+@pytest.mark.timeout(280)
+def test_cells(tmp_path):
+    "One kernel for all: each cell trains, and says by asserts what must have travelled"
+    nb = new_notebook(cells=[new_code_cell(SETUP), *map(new_code_cell, CELLS.values())], metadata=dict(
+        kernelspec=dict(name='python3', display_name='python3', language='python')))
+    nbclient.NotebookClient(nb, timeout=200, resources=dict(metadata=dict(path=str(tmp_path))), allow_errors=True).execute()
+    failed = {what: o['evalue'] for what, cell in zip(['setup', *CELLS], nb.cells) for o in cell.outputs if o['output_type'] == 'error'}
+    assert not failed, failed
