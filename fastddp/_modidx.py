@@ -52,6 +52,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastddp/callbacks.py'),
                                    'fastddp.callbacks._added': ('callbacks.html#_added', 'fastddp/callbacks.py'),
                                    'fastddp.callbacks._without': ('callbacks.html#_without', 'fastddp/callbacks.py'),
+                                   'fastddp.callbacks.bn_note': ('callbacks.html#bn_note', 'fastddp/callbacks.py'),
                                    'fastddp.callbacks.distributed': ('callbacks.html#distributed', 'fastddp/callbacks.py'),
                                    'fastddp.callbacks.is_rank0_only': ('callbacks.html#is_rank0_only', 'fastddp/callbacks.py'),
                                    'fastddp.callbacks.quiet': ('callbacks.html#quiet', 'fastddp/callbacks.py'),

@@ -6,7 +6,7 @@
 __all__ = ['KeepState', 'Report', 'EndOfBatch', 'fit_job', 'loader_refs', 'infer_job', 'workers_for', 'workers_on_cpu', 'Session',
            'Outer', 'Cut']
 
-# %% ../nbs/10_learner.ipynb #b1c1a802
+# %% ../nbs/10_learner.ipynb #22040025
 import contextlib, inspect, os, random, time, weakref
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 
 from . import group
-from .callbacks import distributed
+from .callbacks import bn_note, distributed
 from .data import batch_items, check_dl, dl_state, global_bs, n_batches, set_dl_state
 from .errors import CantDistribute, WorkerError
 from .files import one_tmp_file, shared_load
@@ -323,7 +323,7 @@ def _enough(n_epoch, cbs, steps):
     its = [cb.num_it for cb in cbs if isinstance(cb, LRFinder)]
     return max(n_epoch, max(its)//max(steps(), 1)+1) if its else n_epoch
 
-# %% ../nbs/10_learner.ipynb #fa275811
+# %% ../nbs/10_learner.ipynb #e59b19b1
 @patch
 def _check(self:Session):
     "Refuses, before any process starts, what can't work"
@@ -344,7 +344,8 @@ def _say(self:Session):
     each = total//self.n if total%self.n == 0 else f"{total/self.n:.1f}"
     steps = f", {steps} steps per epoch" if steps is not None else ''
     line = f"{self.n} worker{'s' if self.n>1 else ''} ({where}) x batch {each} = {total} per step{steps}"
-    if line != self.said: print(line)
+    note = bn_note(self.learn.model, self.n) if self.options['sync_bn'] and not self.gpus else None
+    if line != self.said: print(line, *([note] if note else []), sep='\n')
     self.said = line
 
 # %% ../nbs/10_learner.ipynb #387ce47a
