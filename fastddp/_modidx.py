@@ -559,6 +559,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'fastddp.snapshot.Baseline.changes': ('snapshot.html#baseline.changes', 'fastddp/snapshot.py'),
                                   'fastddp.snapshot.GoOn': ('snapshot.html#goon', 'fastddp/snapshot.py'),
                                   'fastddp.snapshot.GoOn.__init__': ('snapshot.html#goon.__init__', 'fastddp/snapshot.py'),
+                                  'fastddp.snapshot.GoOn._show': ('snapshot.html#goon._show', 'fastddp/snapshot.py'),
                                   'fastddp.snapshot.GoOn.before_fit': ('snapshot.html#goon.before_fit', 'fastddp/snapshot.py'),
                                   'fastddp.snapshot._apply_model': ('snapshot.html#_apply_model', 'fastddp/snapshot.py'),
                                   'fastddp.snapshot._apply_opt': ('snapshot.html#_apply_opt', 'fastddp/snapshot.py'),
