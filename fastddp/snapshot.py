@@ -7,12 +7,13 @@ __all__ = ['all_cbs', 'anchors', 'refs', 'without_attrs', 'roots', 'take', 'mode
            'mode_state', 'Baseline', 'capture', 'apply', 'own_copy', 'dropped_lists', 'GoOn', 'offloaded', 'unpack',
            'place_dl', 'place']
 
-# %% ../nbs/09a_snapshot.ipynb #6366e367
+# %% ../nbs/09a_snapshot.ipynb #d2613a07
 import contextlib, functools, pickle
 
 import torch
 from fastai.callback.core import Callback, CancelEpochException
 from fastai.data.load import DataLoader
+from fastcore.foundation import L
 
 from .data import dl_state, is_sharded, set_dl_state
 from .rng import SharedRNG
@@ -183,7 +184,7 @@ def _kept(old, new, p):
     if isinstance(old, torch.Tensor) and old.shape == new.shape and old.dtype == new.dtype: return old.copy_(new)
     return new.clone().to(p.device if new.shape == p.shape else new.device)
 
-# %% ../nbs/09a_snapshot.ipynb #d9c2287e
+# %% ../nbs/09a_snapshot.ipynb #d2432c3b
 def own_copy(meta, buffers):
     "A state in memory of this process's own; what came from a block is good only until the next run"
     return meta, [bytearray(b) for b in buffers]
@@ -205,6 +206,13 @@ class GoOn(Callback):
     def before_fit(self):
         for cb,attrs in zip(self.cbs_then, self.then): vars(cb).update(attrs)
         self.learn.train_iter = self.count
+        self._show()
+    def _show(self):
+        "The table begins with the epochs that are done; a bar that doesn't begin at 0 fails"
+        for cb in self.cbs_then:
+            if bar := vars(cb).get('mbar'): bar.update(0)
+        rec = self.learn.recorder if hasattr(self.learn, 'recorder') else None
+        for i,row in enumerate(rec.values if rec else ()): self.learn.logger(L(i, *row, *([''] if rec.add_time else [])))
 
 def _from_epoch(learn, first):
     "As `Learner._do_fit`, but for the epochs that are done"
