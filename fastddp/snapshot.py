@@ -99,7 +99,7 @@ def mode_state(learn):
     "`model_state` without a tensor: what a validation may change"
     return dict(tensors={}, opt=None, requires_grad=[p.requires_grad for p in learn.model.parameters()], training=[m.training for m in learn.model.modules()])
 
-# %% ../nbs/09a_snapshot.ipynb #22614ae0
+# %% ../nbs/09a_snapshot.ipynb #89ef966d
 _STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','fit','_do_epoch_validate','distrib_session',
          'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar','_do_fit'}
 
@@ -110,7 +110,8 @@ class Baseline:
         self.learn,self.attrs = dict(vars(learn)),[dict(vars(cb)) for cb in self.cbs]
     def changes(self, learn):
         "`(changes of the learner, of each callback)`: attribute -> (value, is it the object that was sent?)"
-        own = {k:(v,False) for k,v in vars(learn).items() if k not in _STAY and self.learn.get(k, self) is not v and not isinstance(v, Callback)}
+        new = lambda k,v: self.learn.get(k, self) is not v or isinstance(v, (bool,int,float,str))    # the notebook's may have moved on
+        own = {k:(v,False) for k,v in vars(learn).items() if k not in _STAY and new(k,v) and not isinstance(v, Callback)}
         return own, [{k:(v, k in old and old[k] is v) for k,v in vars(cb).items() if k not in _STAY} for cb,old in zip(self.cbs, self.attrs)]
 
 def _travelling(attrs, known):
