@@ -6,7 +6,7 @@
 __all__ = ['RANK0_ONLY', 'synced_bn', 'bn_note', 'ShareBuffers', 'ShardData', 'is_rank0_only', 'quiet', 'distributed',
            'sharded_dls']
 
-# %% ../nbs/09_callbacks.ipynb #fb4e9a34
+# %% ../nbs/09_callbacks.ipynb #71b3f6ca
 import contextlib, os
 
 import torch
@@ -16,7 +16,7 @@ from fastcore.basics import noop
 from torch import nn
 
 from . import group
-from .agree import _FIRST, Agree, AgreeOnStep
+from .agree import _FIRST, Agree, MeetLast
 from .data import is_sharded, shard_dl
 from .metrics import ReduceMetrics, plain_metrics
 from .reduce import CountAll, EnterDDP, LeaveDDP, Ledger, Reducer, raw_model
@@ -86,14 +86,14 @@ def quiet(learn):
             if cb.learn is None: learn.add_cb(cb)
         learn.logger = logger
 
-# %% ../nbs/09_callbacks.ipynb #94bd80dc
+# %% ../nbs/09_callbacks.ipynb #5f9fc7d9
 @contextlib.contextmanager
 def distributed(learn, batch='per_worker', sync_bn=True, stop_requested=lambda: False, share_dls=True, **ddp_kwargs):
     "Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it is as it was"
     shared,reducer,agree = SharedRNG.capture(),Reducer(**ddp_kwargs),Agree(stop_requested)
     ledger = Ledger(reducer, agree)
     on_gpu = next((p.device.type for p in learn.model.parameters()), 'cpu') == 'cuda'
-    cbs = [agree, LeaveDDP(ledger), EnterDDP(ledger), ledger, AgreeOnStep(agree), CountAll(ledger), ShardData(shared, batch),
+    cbs = [agree, LeaveDDP(ledger), EnterDDP(ledger), ledger, MeetLast(agree), CountAll(ledger), ShardData(shared, batch),
            ReduceMetrics(), ShareBuffers(average_bn=sync_bn and not on_gpu)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_without('WORLD_SIZE'))
