@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['has_distributed', 'in_group', 'under_launcher', 'rank', 'world_size', 'n_gpus', 'use_device', 'backend_for', 'join',
-           'join_launched', 'join_at', 'leave', 'all_sum', 'gather', 'gather_tree', 'broadcast_', 'average_', 'barrier']
+           'join_launched', 'join_at', 'leave', 'own_device', 'all_sum', 'gather', 'gather_tree', 'broadcast_',
+           'average_', 'barrier']
 
 # %% ../nbs/04_group.ipynb #19f5bca0
 import contextlib, datetime, json, os, sys, time
@@ -79,14 +80,14 @@ def leave(broken=False):
     else: torch.distributed.destroy_process_group()
 
 # %% ../nbs/04_group.ipynb #dff8d589
-def _comm_device():
-    "Where tensors must lie to be sent"
+def own_device():
+    "This rank's device, where its tensors must lie to be sent"
     return torch.device('cuda', torch.cuda.current_device()) if torch.distributed.get_backend() == 'nccl' else torch.device('cpu')
 
 def all_sum(values):
     "Element-wise sum over ranks of a list of numbers, in float64, identical to the bit on every rank"
     if world_size() == 1: return [float(v) for v in values]
-    t = torch.tensor([float(v) for v in values], dtype=torch.float64, device=_comm_device())
+    t = torch.tensor([float(v) for v in values], dtype=torch.float64, device=own_device())
     parts = [torch.empty_like(t) for _ in range(world_size())]
     torch.distributed.all_gather(parts, t)
     return torch.stack(parts).cpu().sum(0).tolist()
@@ -111,7 +112,7 @@ def gather(t):
     "The `t` of every rank, in rank order, on the CPU; shapes and types may differ"
     t = t.detach().contiguous()
     if world_size() == 1: return [t.cpu()]
-    dev = _comm_device()
+    dev = own_device()
     heads = _all_gather(torch.tensor(_describe(t), device=dev))
     sizes = [_nbytes(h) for h in heads]
     if not max(sizes): return [_rebuild(torch.empty(0, dtype=torch.uint8), h) for h in heads]
@@ -172,7 +173,7 @@ def _together(tensors, change):
     "Applies `change` in place to all `tensors` of one kind as one flat tensor"
     for ts in _flat_groups(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in ts])
-        sent = flat.to(_comm_device())
+        sent = flat.to(own_device())
         change(sent)
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])): t.detach().copy_(new.view_as(t))
 

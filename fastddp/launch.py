@@ -128,9 +128,10 @@ class Local:
         patience=2., # Seconds that ranks have to answer an interrupt, beyond the longest step so far
         timeout=None, # Seconds without a step of any rank before the run is given up as hanging; None: never
         standing=False, # Warm workers outlive a job that failed or was interrupted, with what they hold
+        live=True, # Show output while it happens, or all of it in the end
     ):
         self.gpus,self.backend,self.threads,self.see = gpus,backend,threads,see
-        self.patience,self.timeout,self.standing = patience,timeout,standing
+        self.patience,self.timeout,self.standing,self.live = patience,timeout,standing,live
         self.workers,self._block,self._warm,self._store = None,None,False,None
     def __enter__(self):
         self._warm = True
@@ -165,6 +166,7 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             return outcome
         finally:
             kept = ok or (self.standing and watch is not None and watch.settle())
+            if self.standing and job.payload.buffers: self._new_block()
             if not (kept and self._warm): self.close(2. if ok else 0)
 
 @patch
@@ -175,6 +177,12 @@ def _prepare(self:Local, ranks, nprocs, interrupts):
         self.workers.stop()
         self.workers,self._store = None,None
     if self.workers is None: self.workers = _start(ranks, bool(self._gpus(nprocs)), interrupts)
+
+@patch
+def _new_block(self:Local):
+    "What a job left in a worker's namespace may lie in the block, which then must not be written again"
+    self._block.close()
+    self._block = None
 
 @patch
 def _gpus(self:Local, nprocs):
@@ -238,7 +246,7 @@ class _Watch:
     def __init__(self, launcher, on_event, places, interrupts):
         self.w,self.l,self.on_event,self.interrupts = launcher.workers,launcher,on_event,interrupts
         self.places = dict(zip(self.w.ranks, places))
-        self.replay,self.asked,self.began = Replay(see=launcher.see),None,time.monotonic()
+        self.replay,self.asked,self.began = Replay(see=launcher.see, live=launcher.live),None,time.monotonic()
         self.done,self.failed,self.died = set(),[],{}
     def wait(self, refs, own={}):
         "Until all ranks are done; the first failure ends it for all. `own`: results that are here already"

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['KeepState', 'Report', 'EndOfBatch', 'fit_job', 'loader_refs', 'infer_job', 'workers_for', 'workers_on_cpu', 'Session',
-           'Outer', 'Cut']
+           'Outer', 'Cut', 'train_in_place', 'at_home']
 
-# %% ../nbs/10_learner.ipynb #b1c1a802
-import contextlib, inspect, os, random, time, weakref
+# %% ../nbs/10_learner.ipynb #22040025
+import contextlib, functools, inspect, os, random, signal, time, weakref
 from typing import NamedTuple
 
 import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Learner
@@ -16,12 +16,14 @@ import torch
 from fastai.callback.core import Callback
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
+from fastai.torch_core import default_device
 from fastcore.basics import patch
 from fastcore.foundation import L
 
 from . import group
-from .callbacks import distributed
+from .callbacks import bn_note, distributed
 from .data import batch_items, check_dl, dl_state, global_bs, n_batches, set_dl_state
+from .dipper import everyone
 from .errors import CantDistribute, WorkerError
 from .files import one_tmp_file, shared_load
 from .inference import (gatherers, give, infer_in_group, inner_inference, join_parts, leave_together, own_attrs, run_part,
@@ -323,7 +325,7 @@ def _enough(n_epoch, cbs, steps):
     its = [cb.num_it for cb in cbs if isinstance(cb, LRFinder)]
     return max(n_epoch, max(its)//max(steps(), 1)+1) if its else n_epoch
 
-# %% ../nbs/10_learner.ipynb #fa275811
+# %% ../nbs/10_learner.ipynb #e59b19b1
 @patch
 def _check(self:Session):
     "Refuses, before any process starts, what can't work"
@@ -344,7 +346,8 @@ def _say(self:Session):
     each = total//self.n if total%self.n == 0 else f"{total/self.n:.1f}"
     steps = f", {steps} steps per epoch" if steps is not None else ''
     line = f"{self.n} worker{'s' if self.n>1 else ''} ({where}) x batch {each} = {total} per step{steps}"
-    if line != self.said: print(line)
+    note = bn_note(self.learn.model, self.n) if self.options['sync_bn'] and not self.gpus else None
+    if line != self.said: print(line, *([note] if note else []), sep='\n')
     self.said = line
 
 # %% ../nbs/10_learner.ipynb #387ce47a
@@ -352,8 +355,7 @@ def _say(self:Session):
 def _standing_group(learn):
     "This process's place in the group that its launcher made; leaves it only if we joined it here"
     joined = not group.in_group()
-    gpu = int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None
-    device = group.use_device(gpu)
+    device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None) if joined else group.own_device()
     if joined: group.join_launched(device)
     place(learn, device)
     try: yield
@@ -499,3 +501,31 @@ def _distributed_method(name):
 
 for name in ('fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find','validate','get_preds','tta'):
     setattr(Learner, f'distrib_{name}', _distributed_method(name))
+
+# %% ../nbs/10_learner.ipynb #d1bba502
+def train_in_place(ctx):
+    "From now on every learner of this process trains and validates as one with the ranks of its group"
+    if hasattr(Learner.fit, '__wrapped__'): return
+    for name in ('fit','_do_epoch_validate'): setattr(Learner, name, _with_all_ranks(getattr(Learner, name), ctx.stop_requested))
+    default_device(ctx.device.type == 'cuda')
+
+def _with_all_ranks(plain, stop_requested):
+    @functools.wraps(plain)
+    def method(self, *args, **kwargs):
+        if 'distrib_session' in vars(self) or not everyone(): return plain(self, *args, **kwargs)
+        with _voting(), self.distrib_ctx(stop_requested=stop_requested): res = getattr(self, plain.__name__)(*args, **kwargs)
+        if stop_requested(): raise KeyboardInterrupt
+        return res
+    return method
+
+@contextlib.contextmanager
+def _voting():
+    "Inside, Ctrl-C doesn't stop this rank alone"
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try: yield
+    finally: signal.signal(signal.SIGINT, old)
+
+def at_home(obj, device):
+    "A learner that was pulled, on the notebook's own device"
+    if isinstance(obj, Learner): place(obj, device or torch.device('cpu'))
+    return obj

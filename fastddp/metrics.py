@@ -167,18 +167,18 @@ def replay(m, learn, kept):
                     type(m).accumulate(m, learn)
     finally: vars(learn).update(old)
 
-# %% ../nbs/08_metrics.ipynb #e18c352b
+# %% ../nbs/08_metrics.ipynb #522ea409
 def _trim(o, n, bs):
     if isinstance(o, torch.Tensor): return o[:n] if o.ndim and len(o) == bs else o
     return type(o)(_trim(i,n,bs) for i in o) if type(o) in (tuple,list) else o
 
 class _Phase:
     "What is kept of one metric in a phase; takes the place of its `accumulate`"
-    def __init__(self, m, learn):
+    def __init__(self, m, learn, training):
         self.m,self.reducer,self.notes,self.kept,self.losses = m,reducer_for(m),[],[],[]
         by_batch = weighting(learn.loss_func) is not None or sums_up(learn.loss_func)
         # in training `learn.loss` is the global one
-        self.by_batch = isinstance(m, AvgLoss) and self.reducer is _sum_avg and not learn.training and by_batch
+        self.by_batch = isinstance(m, AvgLoss) and self.reducer is _sum_avg and not training and by_batch
     def __call__(self, learn):
         bs = find_bs(learn.yb)
         n = learn.dl.counts[learn.iter][0] if learn.training else bs
@@ -223,7 +223,7 @@ def _sum_losses(m, parts):
         total = total + (num/den if den else num)*n
     m.total,m.count = total,int(rows[:,3].sum())
 
-# %% ../nbs/08_metrics.ipynb #8cc0e7ab
+# %% ../nbs/08_metrics.ipynb #e4fbd6bc
 class ReduceMetrics(Callback):
     "Brings the metrics of all ranks together at the end of each phase"
     # After the votes, before all else: what leaves the loop in `after_train` leaves after this
@@ -237,7 +237,7 @@ class ReduceMetrics(Callback):
         plain_metrics(self.learn)
         if group.world_size() == 1 or not hasattr(self.learn,'recorder'): return
         for m in getattr(self.recorder, which):
-            if type(m) is not AvgSmoothLoss: vars(m)['accumulate'] = _Phase(m, self.learn)
+            if type(m) is not AvgSmoothLoss: vars(m)['accumulate'] = _Phase(m, self.learn, which == '_train_mets')
     def _close(self, which):
         phases = plain_metrics(self.learn)
         if group.world_size() == 1 or not hasattr(self.learn,'recorder'): return

@@ -272,7 +272,7 @@ def drop(self:Ledger):
         if id(p) in bare: p.grad = None
         elif p.grad is not None: p.grad.detach_().zero_()
 
-# %% ../nbs/08b_reduce.ipynb #e8251a00
+# %% ../nbs/08b_reduce.ipynb #93bd33b8
 class EnterDDP(Callback):
     "Puts the DDP module in place of the model for the forward pass of a training batch"
     order,run_valid = _LAST,False
@@ -299,7 +299,8 @@ class LeaveDDP(Callback):
         for p in l.reducer.idle: p.grad = None if any(p is o for o in l.bare) else p.grad
         if l.ahead: return l.reducer.heed(sums[4].item())
         l._rescale(l._factor(sums.tolist()))
-        l.agree.follow(l._close(sums.tolist()))
+        decided = l._close(sums.tolist())
+        if decided != 'backward': l.agree.follow(decided)       # that pass is over, and its gradients are dropped
 
 @patch
 def _rescale(self:Ledger, by):

@@ -33,11 +33,17 @@ def _shell_class(name):
     class Formatter(DisplayFormatter):
         def format(self, *args, **kwargs): return super().format(*args, **kwargs) if self.parent.seen else ({}, {})
     class Hook(DisplayHook):
+        out = ''    # what a result is called, e.g. `Out[1:5]: `
         def write_output_prompt(self): pass
-        def write_format_data(self, data, metadata=None): self.shell.display_pub.publish(data, metadata)
+        def write_format_data(self, data, metadata=None):
+            if self.out and set(data) == {'text/plain'}:
+                text = data['text/plain']
+                data = {'text/plain': self.out + ('\n' if '\n' in text else '') + text}
+            elif self.out and data: self.shell.show('display', {'text/plain': self.out.rstrip()}, {}, {'named': True}, False)
+            self.shell.display_pub.publish(data, metadata, transient={'named': True} if self.out else {})
 
     class Shell(InteractiveShell):
-        display_pub_class,displayhook_class,box = Publisher,Hook,None
+        display_pub_class,displayhook_class,box,tells_errors = Publisher,Hook,None,True
         @property
         def seen(self): return self.box is not None and self.box.see
         def show(self, *event):
@@ -50,7 +56,8 @@ def _shell_class(name):
         def init_profile_dir(self, profile_dir): pass
         def init_virtualenv(self): pass
         def enable_gui(self, gui=None): pass
-        def _showtraceback(self, etype, evalue, stb): print(self.InteractiveTB.stb2text(stb), file=sys.stderr)
+        def _showtraceback(self, etype, evalue, stb):
+            if self.tells_errors: print(self.InteractiveTB.stb2text(stb), file=sys.stderr)
     return type(name, (Shell,), {})
 
 # %% ../nbs/03_relay.ipynb #7b85702c
@@ -217,15 +224,16 @@ class Replay:
     def __init__(self,
         see=(0,),               # Ranks to show, the first one as if it were here; or 'all'
         prefix='[rank {}] ',    # Before each line of the others
+        live=True,              # While it happens; else all of it in the end, without what was transient
     ):
         self.see = (see,) if isinstance(see, int) else see
-        self.prefix,self.first = prefix,0 if see == 'all' else next(iter(self.see), None)
+        self.live,self.prefix,self.first = live,prefix,0 if see == 'all' else next(iter(self.see), None)
         self.at,self.batches,self.parts,self.warned,self.known = 0,{},{},[],''
     def add(self, rank, event):
         if event[0] == 'warning': self.warned.append((time.monotonic(), rank, event[1]))
         elif self.see == 'all' or rank in self.see: self.batches.setdefault(rank, Batch()).add(event)
     def flush(self, force=False):
-        if not force and time.monotonic()-self.at < TICK: return
+        if not force and (not self.live or time.monotonic()-self.at < TICK): return
         self.at = time.monotonic()
         events = [(rank,e) for rank,batch in sorted(self.batches.items()) for e in batch.take()]
         for rank,(kind,*args) in events: getattr(self, f'_{kind}')(rank, *args)
@@ -262,7 +270,7 @@ def _display(self:Replay, rank, data, metadata, transient, update):
     if rank != self.first:
         if 'display_id' in transient:       # ranks use the same names
             transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
-        if not update: self._stream(rank, 'stdout', '\n' if shell else f'{text}\n')
+        if not (update or (shell and transient.get('named'))): self._stream(rank, 'stdout', '\n' if shell else f'{text}\n')
     elif not shell: _write('stdout', f'{text}\n')
     if shell: shell.display_pub.publish(data=data, metadata=metadata, transient=transient, update=update)
 

@@ -7,12 +7,13 @@ __all__ = ['all_cbs', 'anchors', 'refs', 'without_attrs', 'roots', 'take', 'mode
            'mode_state', 'Baseline', 'capture', 'apply', 'own_copy', 'dropped_lists', 'GoOn', 'offloaded', 'unpack',
            'place_dl', 'place']
 
-# %% ../nbs/09a_snapshot.ipynb #6366e367
+# %% ../nbs/09a_snapshot.ipynb #d2613a07
 import contextlib, functools, pickle
 
 import torch
 from fastai.callback.core import Callback, CancelEpochException
 from fastai.data.load import DataLoader
+from fastcore.foundation import L
 
 from .data import dl_state, is_sharded, set_dl_state
 from .rng import SharedRNG
@@ -98,7 +99,7 @@ def mode_state(learn):
     "`model_state` without a tensor: what a validation may change"
     return dict(tensors={}, opt=None, requires_grad=[p.requires_grad for p in learn.model.parameters()], training=[m.training for m in learn.model.modules()])
 
-# %% ../nbs/09a_snapshot.ipynb #22614ae0
+# %% ../nbs/09a_snapshot.ipynb #89ef966d
 _STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','fit','_do_epoch_validate','distrib_session',
          'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar','_do_fit'}
 
@@ -109,7 +110,8 @@ class Baseline:
         self.learn,self.attrs = dict(vars(learn)),[dict(vars(cb)) for cb in self.cbs]
     def changes(self, learn):
         "`(changes of the learner, of each callback)`: attribute -> (value, is it the object that was sent?)"
-        own = {k:(v,False) for k,v in vars(learn).items() if k not in _STAY and self.learn.get(k, self) is not v and not isinstance(v, Callback)}
+        new = lambda k,v: self.learn.get(k, self) is not v or isinstance(v, (bool,int,float,str))    # the notebook's may have moved on
+        own = {k:(v,False) for k,v in vars(learn).items() if k not in _STAY and new(k,v) and not isinstance(v, Callback)}
         return own, [{k:(v, k in old and old[k] is v) for k,v in vars(cb).items() if k not in _STAY} for cb,old in zip(self.cbs, self.attrs)]
 
 def _travelling(attrs, known):
@@ -183,7 +185,7 @@ def _kept(old, new, p):
     if isinstance(old, torch.Tensor) and old.shape == new.shape and old.dtype == new.dtype: return old.copy_(new)
     return new.clone().to(p.device if new.shape == p.shape else new.device)
 
-# %% ../nbs/09a_snapshot.ipynb #d9c2287e
+# %% ../nbs/09a_snapshot.ipynb #d2432c3b
 def own_copy(meta, buffers):
     "A state in memory of this process's own; what came from a block is good only until the next run"
     return meta, [bytearray(b) for b in buffers]
@@ -205,6 +207,13 @@ class GoOn(Callback):
     def before_fit(self):
         for cb,attrs in zip(self.cbs_then, self.then): vars(cb).update(attrs)
         self.learn.train_iter = self.count
+        self._show()
+    def _show(self):
+        "The table begins with the epochs that are done; a bar that doesn't begin at 0 fails"
+        for cb in self.cbs_then:
+            if bar := vars(cb).get('mbar'): bar.update(0)
+        rec = self.learn.recorder if hasattr(self.learn, 'recorder') else None
+        for i,row in enumerate(rec.values if rec else ()): self.learn.logger(L(i, *row, *([''] if rec.add_time else [])))
 
 def _from_epoch(learn, first):
     "As `Learner._do_fit`, but for the epochs that are done"

@@ -1,0 +1,84 @@
+"""How long from the call to the first training step, and what a second fit in a block costs?
+
+Cases: a first fit with the helper process ready; a second fit in a `distrib_ctx` block; the same fit with workers that start by
+spawn (no helper); and, as peer, torch's own `spawn` of two processes that import fastai, join a group and all-reduce once.
+
+    python benchmarks/launch.py [--repeats 5] [--machine NAME]
+"""
+import os, subprocess, sys, tempfile, time
+import torch
+from fastai.callback.core import Callback
+from fastddp import workers
+from fastddp.all import *
+from common import arguments, learner, mlp, save, show, summary, take_turns
+
+
+class Clock(Callback):
+    "When rank 0 took its first step, and when its fit began and ended (seconds since the epoch, one clock for all processes)"
+    def __init__(self): self.first = self.began = self.ended = None
+    def before_fit(self): self.began, self.first = time.time(), None
+    def after_step(self): self.first = self.first or time.time()
+    def after_fit(self): self.ended = time.time()
+
+
+def quiet(): return learner(mlp, (64,), n=512, bs=32, cbs=Clock())
+
+
+def first_fit():
+    learn = quiet()
+    with learn.no_bar(), learn.no_logging():
+        called = time.time()
+        learn.distrib_fit(1, nprocs=2)
+    return learn.clock.first-called
+
+
+def without_helper():
+    os.environ['FASTDDP_PRELOAD'] = '0'
+    try: return first_fit()
+    finally: del os.environ['FASTDDP_PRELOAD']
+
+
+def second_fit():
+    "All of the second call's time that isn't rank 0's training"
+    learn = quiet()
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        learn.fit(1)
+        called = time.time()
+        learn.fit(1)
+    return (time.time()-called) - (learn.clock.ended-learn.clock.began)
+
+
+PEER = """
+import os, sys, time, torch, torch.distributed as dist
+import torch.multiprocessing as mp
+def work(rank, path, called):
+    import fastai.vision.all
+    os.environ['GLOO_SOCKET_IFNAME'] = 'lo'
+    dist.init_process_group('gloo', init_method='file://'+path, rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    if rank == 0: print('SECONDS', time.time()-called, flush=True)
+    dist.destroy_process_group()
+if __name__ == '__main__': mp.spawn(work, args=(sys.argv[1], time.time()), nprocs=2)
+"""
+
+
+def plain_spawn():
+    with tempfile.TemporaryDirectory() as d:
+        script = os.path.join(d, 'peer.py')
+        with open(script, 'w') as f: f.write(PEER)
+        out = subprocess.run([sys.executable, '-W', 'ignore', script, os.path.join(d, 'meet')], capture_output=True, text=True, check=True).stdout
+    return float(out.split('SECONDS')[1])
+
+
+def main():
+    args = arguments(__doc__)
+    workers.warm()
+    first_fit()     # the helper is ready after this
+    times = take_turns({'first fit': first_fit, 'second fit in a block': second_fit, 'without the helper': without_helper,
+                        'torch spawn + all-reduce': plain_spawn}, args.repeats)
+    rows = summary(times, 'torch spawn + all-reduce')
+    show('Seconds from the call to the first training step (second fit: all that is not training), 2 CPU workers', rows)
+    save('launch', args.machine, unit='seconds', rows=rows, times=times)
+
+
+if __name__ == '__main__': main()

@@ -1,0 +1,238 @@
+"""All ranks leave a step, a batch, a phase, an epoch or a fit together, whoever wants to; the result is that of one process."""
+import copy
+import pytest, torch
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+                                  CancelStepException, CancelTrainException, CancelValidException)
+from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback, TerminateOnNaNCallback
+from fastai.callback.training import GradientAccumulation, ShortEpochCallback
+from fastai.metrics import accuracy
+from fastai.optimizer import SGD, Adam
+from torch import nn
+from fastddp import group
+from fastddp.launch import Local
+from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed, twin, values
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope='module', params=[2, 3])
+def ranks(request):
+    with Local() as launcher:
+        learner(train=8, valid=1).distrib_fit(1, nprocs=request.param, launcher=launcher)
+        yield request.param, launcher
+
+
+RAISES = dict(batch=CancelBatchException, train=CancelTrainException, valid=CancelValidException, epoch=CancelEpochException,
+              fit=CancelFitException, step=CancelStepException, backward=CancelBackwardException)
+
+
+class Leave(Callback):
+    "Raises once, on one rank, at one event; `at` is a training batch, -1 the last one, None where there is none"
+    order = 51
+    def __init__(self, event, kind, rank, at=None, epoch=0, valid=False):
+        self.rank, self.kind, self.at, self.when, self.valid, self.done = rank, kind, at, epoch, valid, False
+        setattr(self, event, self.go)
+    def go(self):
+        if self.done or group.rank() != self.rank or self.learn.epoch != self.when: return
+        if self.at is not None and (self.training == self.valid or self.iter != self.at % self.n_iter): return
+        self.done = True
+        raise RAISES[self.kind]()
+
+
+class AtEnd(Collect):
+    "Weights at the end of the fit, and the steps that were made"
+    order = -8
+    def before_fit(self): self.rows, self.steps = [], 0
+    def after_step(self): self.steps += 1
+    def after_fit(self):
+        self.rows = []
+        self.note(self.steps, *(p.detach().double().abs().sum() for p in self.learn.model.parameters()))
+        super().after_fit()
+
+
+EVENTS = [(e, k, at, ep, False)
+          for e, k, at, ep in [
+              ('before_batch', 'batch', 0, 0), ('before_batch', 'batch', 1, 0), ('before_batch', 'fit', 0, 0), ('before_batch', 'epoch', 2, 1),
+              ('before_batch', 'train', -1, 1), ('after_pred', 'batch', 2, 0), ('after_pred', 'train', 2, 0), ('after_loss', 'batch', 1, 1),
+              ('after_loss', 'epoch', 1, 0), ('before_backward', 'backward', 0, 0), ('before_backward', 'backward', 3, 0),
+              ('before_backward', 'fit', -1, 1), ('after_backward', 'batch', 1, 0), ('after_backward', 'train', -1, 0),
+              ('before_step', 'step', 1, 0), ('before_step', 'batch', 1, 0), ('before_step', 'fit', 0, 1), ('before_step', 'step', -1, 1),
+              ('after_step', 'train', 1, 0), ('after_step', 'fit', -1, 1), ('after_batch', 'train', 1, 0), ('after_batch', 'train', -1, 0),
+              ('after_batch', 'epoch', 0, 0), ('after_batch', 'epoch', -1, 0), ('after_batch', 'fit', 3, 1), ('after_batch', 'fit', -1, 1),
+              ('before_train', 'train', None, 0), ('before_train', 'epoch', None, 1), ('before_train', 'fit', None, 1),
+              ('before_epoch', 'epoch', None, 1), ('before_epoch', 'fit', None, 1), ('after_train', 'epoch', None, 0),
+              ('after_train', 'fit', None, 0), ('before_validate', 'valid', None, 0), ('before_validate', 'epoch', None, 0),
+              ('before_validate', 'fit', None, 1), ('after_validate', 'epoch', None, 0), ('after_validate', 'fit', None, 0),
+              ('after_validate', 'fit', None, 1), ('after_epoch', 'fit', None, 0), ('after_epoch', 'fit', None, 1),
+              ('before_fit', 'fit', None, 0)]]
+EVENTS += [(e, k, at, 0, True) for e, k, at in [('before_batch', 'valid', 0), ('after_pred', 'valid', 1), ('after_loss', 'fit', 0),
+                                               ('after_batch', 'valid', 0), ('after_batch', 'epoch', 1), ('after_batch', 'fit', -1)]]
+
+
+def data(): return learner(train=33, valid=21, bs=3, metrics=accuracy, wd=.1, opt_func=Adam)
+
+
+@pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
+def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
+    n, launcher = ranks
+    learn, end = data(), AtEnd()
+    one = twin(learn, n)
+    seed(1)
+    learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[end, Leave(event, kind, n-1, at, epoch, valid)])
+    assert_ranks_alike(end.ranks)
+    single = AtEnd()
+    seed(1)
+    one.fit(2, cbs=[single, Leave(event, kind, 0, at, epoch, valid)])
+    assert end.ranks[0][0][0] == single.rows[0][0]
+    # fastai leaves the gradients of a step in place that is left right after it; the workers drop them
+    if event != 'after_step': assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
+    if not valid: assert [len(o) for o in learn.recorder.values] == [len(o) for o in one.recorder.values]
+
+
+@pytest.mark.parametrize('event,kind,at', [('before_batch', 'batch', 2), ('after_loss', 'batch', 1), ('after_pred', 'train', 3),
+                                           ('after_loss', 'fit', 5), ('after_batch', 'train', 4), ('before_step', 'batch', 1)])
+def test_one_rank_wants_to_leave_while_gradients_accumulate(ranks, event, kind, at):
+    n, launcher = ranks
+    learn, end = learner(train=41, bs=2, cbs=GradientAccumulation(n*5)), AtEnd()
+    one = twin(learn, n)
+    seed(1)
+    learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[end, Leave(event, kind, n-1, at)])
+    assert_ranks_alike(end.ranks)
+    single = AtEnd()
+    seed(1)
+    one.fit(2, cbs=[single, Leave(event, kind, 0, at)])
+    assert end.ranks[0][0][0] == single.rows[0][0]
+    assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
+
+
+class TwoLeave(Callback):
+    "Each rank wants something else at the same moment"
+    order = 51
+    def after_loss(self):
+        if self.training and self.epoch == 0 and self.iter == 1: raise (CancelBatchException, CancelEpochException, CancelTrainException)[group.rank()]()
+
+
+def test_the_strongest_wish_counts(ranks):
+    n, launcher = ranks
+    learn, end = data(), AtEnd()
+    learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[end, TwoLeave()])
+    assert_ranks_alike(end.ranks)
+    assert len(learn.recorder.values[0]) == 0 and len(learn.recorder.values[1]) == 3     # the first epoch was cancelled, its validation too
+
+
+def with_nan(n, s=0): return [(x*float('nan') if i == 20 and s == 0 else x, y) for i, (x, y) in enumerate(items(n, s=s))]
+
+
+def test_nan_in_one_shard(ranks):
+    n, launcher = ranks
+    end = AtEnd()
+    learn, one = fit_both(learner(train=33, bs=3, data=with_nan), n, launcher, 2, cbs=[end, TerminateOnNaNCallback()])
+    assert_ranks_alike(end.ranks)
+    assert len(learn.recorder.losses) == len(one.recorder.losses) < 2*learn.dls.train.n//(3*n)+2
+    assert torch.isnan(learn.recorder.losses[-1]) == torch.isnan(one.recorder.losses[-1])
+
+
+def nan_in_validation(n, s=0): return [(x*float('nan') if i == n-1 and s else x, y) for i, (x, y) in enumerate(items(n, s=s))]
+
+
+def test_nan_in_one_shard_of_validation(ranks):
+    n, launcher = ranks
+    end = AtEnd()
+    learn, one = fit_both(learner(train=12, valid=22, bs=3, data=nan_in_validation), n, launcher, 3, cbs=[end, TerminateOnNaNCallback()])
+    assert_ranks_alike(end.ranks)
+    assert end.ranks[0][0][0] == len(one.recorder.losses)
+    assert len(learn.recorder.values) == len(one.recorder.values)
+
+
+def test_short_epochs(ranks):
+    n, launcher = ranks
+    end = AtEnd()
+    learn, one = fit_both(learner(train=60), n, launcher, 2, cbs=[end, ShortEpochCallback(.4)])
+    assert_ranks_alike(end.ranks)
+    assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
+
+
+@pytest.mark.parametrize('monitor', ['valid_loss', 'accuracy'])
+def test_early_stopping(ranks, monitor):
+    n, launcher = ranks
+    end = AtEnd()
+    learn, one = fit_both(learner(metrics=accuracy, lr=.5, opt_func=Adam), n, launcher, 12, cbs=[end, EarlyStoppingCallback(monitor, patience=2)])
+    assert_ranks_alike(end.ranks)
+    assert len(learn.recorder.values) == len(one.recorder.values) < 12
+    assert end.ranks[0][0][0] == len(one.recorder.losses)
+
+
+def test_reduce_lr_on_plateau(ranks):
+    n, launcher = ranks
+    learn, one = fit_both(learner(lr=.5), n, launcher, 6, cbs=[ReduceLROnPlateau(patience=1)])
+    assert_same(learn, one, 1e-4, 1e-5)
+    assert learn.opt.hypers[-1]['lr'] == one.opt.hypers[-1]['lr'] < .5
+
+
+@pytest.mark.parametrize('with_opt', [False, True])
+def test_the_best_model_is_saved_once_and_loaded_on_all_ranks(ranks, tmp_path, with_opt):
+    n, launcher = ranks
+    class Last(AtEnd): order = 100       # after `SaveModelCallback` has loaded
+    end = Last()
+    learn = learner(lr=.3, opt_func=Adam, path=tmp_path)
+    learn, one = fit_both(learn, n, launcher, 5, cbs=[end, SaveModelCallback(with_opt=with_opt)])
+    assert_ranks_alike(end.ranks)
+    assert [o.name for o in (tmp_path/'models').iterdir()] == ['model.pth']
+    assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
+    best = min(v[1] for v in values(learn))
+    assert best < values(learn)[-1][1] and learn.save_model.best == pytest.approx(best) if hasattr(learn, 'save_model') else True
+    assert float(learn.validate()[0]) == pytest.approx(best, rel=1e-4)
+
+
+class Branch(nn.Module):
+    "Has a layer that is never used, and one that is used in some steps, or on one rank only"
+    def __init__(self, when):
+        super().__init__()
+        self.a, self.never, self.b, self.when, self.k = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3), when, 0
+    def forward(self, x):
+        out = self.a(x)
+        if self.training: self.k += 1
+        if self.when == 'all': return out + self.b(x)
+        if self.when == 'sometimes' and self.k % 3 or not self.training: return out
+        if self.when == 'late' and self.k < 4: return out + self.b(x)
+        if self.when == 'data': return out + torch.cat([self.b(o[None]) if o[0] > 1 else out[:1]*0 for o in x])
+        return out + self.b(x) if self.when == 'sometimes' else out
+
+
+@pytest.mark.parametrize('when', ['never', 'all', 'sometimes', 'late', 'data'])
+@pytest.mark.parametrize('opt_func', [SGD, Adam])
+def test_parameters_without_gradient(ranks, when, opt_func, capfd):
+    "Weight decay and momentum leave alone what never had a gradient, as in one process; what it was is said once"
+    n, launcher = ranks
+    end = AtEnd()
+    seed()
+    learn = learner(model=Branch(when), opt_func=opt_func, wd=.3)
+    before = learn.model.never.weight.detach().clone()
+    learn, one = fit_both(learn, n, launcher, 2, cbs=[end])
+    assert_same(learn, one)
+    assert_ranks_alike(end.ranks)
+    assert torch.equal(learn.model.never.weight, before)
+    assert capfd.readouterr().out.count('No gradient for') == 1
+
+
+def layers(m): return [list(m[0].parameters()), list(m[2].parameters())]
+
+
+class Thaw(Callback):
+    "Unfreezes, and freezes again, in the middle of a fit"
+    def before_epoch(self):
+        if self.epoch == 1: self.learn.unfreeze()
+        if self.epoch == 3: self.learn.freeze()
+    def before_batch(self):
+        if self.epoch == 2 and self.training: self.learn.freeze_to(self.iter % 2 - 1)
+
+
+@pytest.mark.parametrize('opt_func', [SGD, Adam])
+def test_freezing_during_a_fit(ranks, opt_func):
+    n, launcher = ranks
+    end, learn = AtEnd(), learner(opt_func=opt_func, splitter=layers, wd=.1)
+    learn.freeze()
+    learn, one = fit_both(learn, n, launcher, 4, cbs=[end, Thaw()])
+    assert_same(learn, one)
+    assert_ranks_alike(end.ranks)
+    assert [p.requires_grad for p in learn.model.parameters()] == [p.requires_grad for p in one.model.parameters()]

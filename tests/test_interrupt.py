@@ -1,0 +1,218 @@
+"""Ctrl-C: all ranks stop at the same batch, what they have comes back, nothing is left, and the next fit works."""
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+import pytest
+from jupyter_client.manager import KernelManager
+from faults import OneFault, Slow
+from fastddp.launch import undisturbed
+from learners import make_learner
+
+HERE = Path(__file__).resolve().parent
+
+
+def wait_for(path, least=1, limit=60):
+    "Waits until the number in the file at `path` is `least`"
+    end = time.monotonic()+limit
+    while time.monotonic() < end:
+        if path.exists() and (text := path.read_text()) and int(text) >= least: return
+        time.sleep(.01)
+    raise TimeoutError(str(path))
+
+
+class AfterThat(threading.Thread):
+    "Interrupts this process, as Ctrl-C does, when the file at `path` says `least`; again after `again` seconds"
+    def __init__(self, path, least=1, again=None):
+        super().__init__(daemon=True)
+        self.path, self.least, self.again, self.at = path, least, again, None
+        self.start()
+    def run(self):
+        wait_for(self.path, self.least)
+        self.at = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+        if self.again is None: return
+        time.sleep(self.again)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def steps(folder): return [int((folder/f'done{r}').read_text()) for r in range(2)]
+def history(learn): return learn.recorder.lrs, [p.tolist() for p in learn.model.parameters()]
+
+
+def test_signal_waits_for_what_must_not_be_cut():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), undisturbed():
+        signal.raise_signal(signal.SIGINT)
+        reached.append('all of it')
+    assert reached == ['all of it']
+
+
+def test_in_training_keeps_the_last_batch(tmp_path):
+    "Both ranks stop after the same batch, and the learner has exactly these batches: as in one process that stops there"
+    learn = make_learner(cbs=[Slow(.05, tmp_path)], metrics=[])
+    hit = AfterThat(tmp_path/'done0', 9)
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(50, nprocs=2, batch='global')
+    assert time.monotonic()-hit.at < 2+1     # 2 s and one batch; the load of the machine included
+    n0, n1 = steps(tmp_path)
+    assert n0 == n1 == len(learn.recorder.lrs) == learn.train_iter
+    alone = make_learner(cbs=[OneFault('interrupt', 'before_batch/train', 0, n0//13, n0%13, marker=str(tmp_path/'there'))], metrics=[])
+    with pytest.raises(KeyboardInterrupt): alone.fit(50)
+    for a, b in zip(learn.model.parameters(), alone.model.parameters()): assert (a-b).abs().max() < 1e-4
+    learn.remove_cb(learn.slow)
+    learn.distrib_fit(1, nprocs=2)
+    assert len(learn.recorder.values) == 1
+
+
+def test_in_validation(tmp_path):
+    learn = make_learner(n=64, n_valid=640, cbs=[Slow(.02, tmp_path)])
+    hit = AfterThat(tmp_path/'valid0')
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(5, nprocs=2)
+    assert time.monotonic()-hit.at < 3
+    assert steps(tmp_path) == [2, 2] and len(learn.recorder.lrs) == 2 and learn.recorder.values == []
+
+
+class AtOnce:
+    "A value whose loading in a worker takes long; says that it has begun"
+    def __init__(self, path): self.path = str(path)
+    def __reduce__(self): return _slowly, (self.path,)
+
+def _slowly(path):
+    Path(path).write_text('1')
+    time.sleep(30)
+
+
+def test_while_starting(tmp_path):
+    "Nothing is trained yet, so ranks that don't answer in two seconds are ended, and the learner is as it was"
+    learn = make_learner()
+    before = [p.tolist() for p in learn.model.parameters()]
+    learn.heavy = AtOnce(tmp_path/'loading')
+    hit = AfterThat(tmp_path/'loading')
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(1, nprocs=2)
+    assert time.monotonic()-hit.at < 4 and [p.tolist() for p in learn.model.parameters()] == before
+    del learn.heavy
+    learn.distrib_fit(1, nprocs=2)
+
+
+def test_second_interrupt_ends_at_once(tmp_path):
+    "A batch of 20 s: the first interrupt would wait for it"
+    learn = make_learner(cbs=[OneFault('loop', 'before_batch/train', 1, 1, 2, marker=str(tmp_path/'stuck'))])
+    marker = tmp_path/'stuck'
+    class Twice(AfterThat):
+        def run(self):
+            while not marker.exists(): time.sleep(.01)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                self.at = time.monotonic()
+                time.sleep(.3)
+    hit = Twice(marker)
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(3, nprocs=2)
+    assert time.monotonic()-hit.at < 2
+    assert len(learn.recorder.values) == 1      # the last complete epoch
+    learn.distrib_resume()
+    assert len(learn.recorder.values) == 3
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+@pytest.mark.parametrize('event', ['before_fit', 'before_batch/train', 'after_step', 'before_batch/valid', 'after_epoch', 'after_fit'])
+def test_raised_in_a_callback(event, rank, tmp_path):
+    "No rank is left waiting in a collective"
+    learn = make_learner(cbs=[OneFault('interrupt', event, rank, marker=str(tmp_path/'there')), Slow(0, tmp_path)], n=64)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(2, nprocs=2, timeout=30)
+    assert time.monotonic()-begin < 25 and (tmp_path/'there').exists()
+    if event != 'after_step' and (tmp_path/'done0').exists(): assert len(set(steps(tmp_path))) == 1
+
+
+def test_lr_find_and_get_preds(tmp_path):
+    learn = make_learner(n_valid=3000, cbs=[Slow(.02, tmp_path)])
+    hit = AfterThat(tmp_path/'done0', 3)
+    before = [p.tolist() for p in learn.model.parameters()]
+    with pytest.raises(KeyboardInterrupt): learn.distrib_lr_find(nprocs=2, show_plot=False)
+    assert time.monotonic()-hit.at < 4 and type(learn).fit is type(make_learner()).fit and 'fit' not in vars(learn)
+    (tmp_path/'valid0').unlink(missing_ok=True)
+    hit = AfterThat(tmp_path/'valid0', 2)
+    with pytest.raises(KeyboardInterrupt): learn.distrib_get_preds(nprocs=2)
+    assert time.monotonic()-hit.at < 4
+
+
+SCRIPT = '''
+import sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from faults import Slow
+from fastddp.all import *
+from learners import make_learner
+if __name__ == '__main__':
+    folder = Path({folder!r})
+    learn = make_learner(cbs=[Slow(.05, folder)])
+    try: learn.distrib_fit(100, nprocs=2)
+    except KeyboardInterrupt: print('interrupted after', len(learn.recorder.lrs), 'of', (folder/'done1').read_text())
+    learn.remove_cb(learn.slow)
+    learn.distrib_fit(1, nprocs=2)
+    print('and on:', len(learn.recorder.values))
+'''
+
+
+def test_script_in_a_terminal(tmp_path):
+    "Ctrl-C in a terminal goes to the whole foreground group; only the script itself acts on it"
+    (tmp_path/'script.py').write_text(SCRIPT.format(here=str(HERE), folder=str(tmp_path)))
+    p = subprocess.Popen([sys.executable, '-W', 'ignore', str(tmp_path/'script.py')], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                         text=True, start_new_session=True)
+    try:
+        wait_for(tmp_path/'done0', 5, 120)
+        os.killpg(p.pid, signal.SIGINT)
+        out = p.communicate(timeout=120)[0]
+    finally: p.kill()
+    n = out.split('interrupted after ')[1].split()
+    assert n[0] == n[2] and 'and on: 1' in out and 'Traceback' not in out, out
+
+
+@pytest.fixture
+def kernel():
+    km = KernelManager(kernel_name='python3')
+    km.start_kernel(extra_arguments=['--HistoryManager.hist_file=:memory:', '--log-level=ERROR'])
+    client = km.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=120)
+    yield km, client
+    client.stop_channels()
+    km.shutdown_kernel(now=True)
+
+
+def run(client, code, timeout=120):
+    "`(text shown, error's name or None)` of a cell"
+    told = []
+    def hook(msg): told.append(msg)
+    reply = client.execute_interactive(code, timeout=timeout, output_hook=hook)
+    text = ''.join(m['content'].get('text', '') for m in told if m['msg_type'] == 'stream')
+    return text, reply['content'].get('ename')
+
+
+def test_in_a_kernel(kernel, tmp_path):
+    "The interrupt button: the cell ends with KeyboardInterrupt, the learner is there, nothing is left, the next fit works"
+    km, client = kernel
+    setup = f'''
+import sys, psutil
+sys.path.insert(0, {str(HERE)!r})
+from faults import Slow
+from fastddp.all import *
+from learners import make_learner
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+learn = make_learner(cbs=[Slow(.05, folder)])
+'''
+    assert run(client, setup)[1] is None
+    def press():
+        wait_for(tmp_path/'done0', 5)
+        km.interrupt_kernel()
+    presser = threading.Thread(target=press, daemon=True)
+    presser.start()
+    _, error = run(client, 'learn.distrib_fit(100, nprocs=2)')
+    assert error == 'KeyboardInterrupt'
+    text, error = run(client, '''
+print(len(learn.recorder.lrs), (folder/'done0').read_text(), (folder/'done1').read_text())
+print([p.name() for p in psutil.Process().children(recursive=True) if 'fastddp-' in ' '.join(p.cmdline())])
+''')
+    n = text.split()
+    assert n[0] == n[1] == n[2] and n[3] == '[]', text
+    _, error = run(client, 'learn.remove_cb(learn.slow); learn.distrib_fit(1, nprocs=2); assert len(learn.recorder.values) == 1')
+    assert error is None

@@ -1,0 +1,294 @@
+"""N workers are one process with N times the batch: batches, weights, optimizer state, losses (CPU, gloo, real processes)."""
+import copy, functools
+import numpy as np, pytest, torch
+from fastai.callback.core import Callback, CancelBatchException
+from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat, MSELossFlat
+from fastai.metrics import accuracy
+from fastai.optimizer import SGD, Adam, Lamb, OptimWrapper, RMSProp, ranger
+from torch import nn
+import torch.nn.functional as F
+from fastddp import group
+from fastddp.launch import InProcess, Local
+from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, loaders, mlp, seed, twin, values
+
+
+@pytest.fixture(scope='module', params=[2, 3, 4])
+def ranks(request):
+    "`(number of ranks, launcher with these workers)`"
+    with Local() as launcher:
+        learner(train=8, valid=1).distrib_fit(1, nprocs=request.param, launcher=launcher)
+        yield request.param, launcher
+
+
+@pytest.fixture(scope='module')
+def two():
+    with Local() as launcher:
+        learner(train=8, valid=1).distrib_fit(1, nprocs=2, launcher=launcher)
+        yield launcher
+
+
+class Seen(Collect):
+    "The items that count of each training batch, as the sums that name them"
+    def before_fit(self): self.rows = []
+    def before_batch(self):
+        if not self.training: return
+        n = self.learn.dl.counts[self.iter][0] if hasattr(self.learn.dl, 'counts') else len(self.xb[0])
+        for x in self.xb[0][:n]: self.note(self.epoch, self.iter, x[0])
+
+
+def batches(rows):
+    "`{(epoch, step): sorted items}`"
+    res = {}
+    for e, i, x in rows: res.setdefault((e, i), []).append(x)
+    return {k: sorted(v) for k, v in res.items()}
+
+
+@pytest.mark.parametrize('batch', ['per_worker', 'global'])
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_global_batches_are_those_of_one_process(ranks, batch, drop_last):
+    n, launcher = ranks
+    seen = Seen()
+    learn, one = fit_both(learner(train=53, drop_last=drop_last, bs=4 if batch == 'per_worker' else 8), n, launcher, 3, batch=batch, cbs=[seen])
+    own = batches([row for rank in seen.ranks for row in rank if row])
+    single = Seen()
+    seed(1)
+    again = twin(learner(train=53, drop_last=drop_last, bs=4 if batch == 'per_worker' else 8), n, batch)
+    again.fit(3, cbs=single)
+    want = batches(single.rows)
+    assert own == want
+    per_epoch = {e: sorted(x for (ep, _), xs in own.items() if ep == e for x in xs) for e in range(3)}
+    whole = sorted(float(x[0]) for x, _ in items(53))
+    size = 8 if batch == 'global' else 4*n
+    kept = 53 - 53 % size if drop_last else 53
+    assert all(len(v) == kept and len(set(v)) == kept and set(v) <= set(whole) for v in per_epoch.values())
+    assert own[0, 0] != own[1, 0] != own[2, 0]     # each epoch its own order
+
+
+def test_a_seed_reproduces_and_fits_differ(two):
+    first, second, third = Seen(), Seen(), Seen()
+    learn = learner(train=20)
+    seed(5)
+    learn.distrib_fit(1, nprocs=2, launcher=two, cbs=first)
+    learn.distrib_fit(1, nprocs=2, launcher=two, cbs=second)
+    again = learner(train=20)
+    seed(5)
+    again.distrib_fit(1, nprocs=2, launcher=two, cbs=third)
+    assert first.ranks == third.ranks != second.ranks
+
+
+def layers(m): return [list(m[0].parameters()), list(m[2].parameters())]
+
+
+def weighted(): return CrossEntropyLossFlat(weight=torch.tensor([1., 3., .5]))
+
+
+def some_ignored(n, n_in=4, n_out=3, s=0):
+    "Most items of a class that is ignored, so that many a rank's share is all ignored"
+    return [(x, torch.tensor(-100) if i % 3 else y) for i, (x, y) in enumerate(items(n, n_in, n_out, s))]
+
+
+def tokens(n, s=0):
+    "Sequences whose padding is ignored"
+    g = torch.Generator().manual_seed(s)
+    return [(torch.randn(5, 4, generator=g), torch.where(torch.arange(5) < 1+i % 5, torch.randint(3, (5,), generator=g), -100)) for i in range(n)]
+
+
+def regression(n, s=0): return [(x, x[:1]*2+y) for x, y in items(n, s=s)]
+
+
+class Transposed(nn.Module):
+    def __init__(self): super().__init__(); self.m = mlp()
+    def forward(self, x): return self.m(x).transpose(1, 2)
+
+
+CASES = dict(
+    sgd=dict(opt_func=SGD, wd=.1),
+    momentum=dict(opt_func=functools.partial(SGD, mom=.9), wd=.01),
+    adam=dict(opt_func=Adam, wd=.1),
+    rmsprop=dict(opt_func=RMSProp, lr=.005),
+    lamb=dict(opt_func=Lamb),
+    ranger=dict(opt_func=ranger, lr=.01),
+    adamw=dict(opt_func=functools.partial(OptimWrapper, opt=torch.optim.AdamW)),
+    torch_sgd=dict(opt_func=functools.partial(OptimWrapper, opt=torch.optim.SGD, momentum=.9, weight_decay=.1)),
+    clip=dict(cbs=GradientClip(.1)),
+    smoothing=dict(loss_func=LabelSmoothingCrossEntropyFlat()),
+    class_weights=dict(loss_func=weighted, train=41),
+    class_weight_zero=dict(loss_func=lambda: CrossEntropyLossFlat(weight=torch.tensor([1., 0., 2.])), train=29),
+    functional_weights=dict(loss_func=lambda: functools.partial(F.cross_entropy, weight=torch.tensor([1., 3., .5]))),
+    ignored=dict(data=some_ignored, train=29),
+    ignored_tokens=dict(data=tokens, train=29, model=Transposed),
+    summed=dict(loss_func=lambda: nn.CrossEntropyLoss(reduction='sum'), lr=.005),
+    mse=dict(data=regression, loss_func=MSELossFlat, model=lambda: mlp(n_out=1)),
+    drop_last=dict(drop_last=True, train=50),
+    one_over=dict(train=25, bs=2),
+)
+
+
+def make(case):
+    kw = {k: v() if k in ('loss_func', 'model') and callable(v) and not isinstance(v, (nn.Module,)) and k != 'x' and not hasattr(v, 'func')
+          else copy.deepcopy(v) for k, v in CASES[case].items()}
+    return learner(**kw)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_weights_are_those_of_one_process(ranks, case):
+    n, launcher = ranks
+    steps = Steps()
+    learn, one = fit_both(make(case), n, launcher, 3, cbs=[steps])
+    assert_same(learn, one)
+    assert_ranks_alike(steps.ranks)
+    assert len(learn.recorder.losses) == steps.ranks[0][0][0] > 3
+
+
+@pytest.mark.parametrize('opt_func', [SGD, Adam])
+def test_groups_frozen_and_with_their_own_rates(ranks, opt_func):
+    n, launcher = ranks
+    learn = learner(opt_func=opt_func, splitter=layers, wd=.1)
+    learn.freeze()
+    learn, one = fit_both(learn, n, launcher, 2, slice(.001, .05))
+    assert_same(learn, one)
+    assert torch.equal(learn.model[0].weight, learner().model[0].weight)     # frozen is frozen
+    for o in (learn, one): o.unfreeze()
+    seed(2)
+    learn.distrib_fit(2, slice(.001, .05), nprocs=n, launcher=launcher)
+    seed(2)
+    one.fit(2, slice(.001, .05))
+    assert_same(learn, one)
+
+
+@pytest.mark.parametrize('how,args', [('fit_one_cycle', (2, .05)), ('fine_tune', (1, .05)), ('fit_flat_cos', (2, .05))])
+def test_schedules(two, how, args):
+    learn = learner(opt_func=Adam, splitter=layers)
+    one = twin(learn, 2)
+    seed(1)
+    learn.distrib(how, *args, nprocs=2, launcher=two)
+    seed(1)
+    getattr(one, how)(*args)
+    assert_same(learn, one)
+    assert learn.recorder.lrs == one.recorder.lrs
+
+
+def test_batch_global_is_plain_fit(ranks):
+    n, launcher = ranks
+    learn, one = fit_both(learner(bs=8), n, launcher, 3, batch='global')
+    assert_same(learn, one)
+
+
+def _alone(ctx, obj):
+    "A rank's own plain steps on its share, without any reduction; the sums of its weights"
+    learn, batches = obj
+    for x, y in batches[ctx.rank]:
+        learn.loss_func(learn.model(x), y).backward()
+        learn.opt.step()
+        learn.opt.zero_grad()
+    return [float(p.detach().double().sum()) for p in learn.model.parameters()]
+
+
+def test_control_without_reduction_ranks_differ(two):
+    "The comparison above would notice: on their shares alone the ranks go apart"
+    from fastddp.data import shard_dl
+    from fastddp.launch import Job
+    from fastddp.rng import SharedRNG
+    from fastddp.transport import dump
+    learn = learner(train=32)
+    learn.create_opt()
+    shared = SharedRNG.capture().state()
+    own = [list(shard_dl(copy.deepcopy(learn.dls.train), r, 2, shared=SharedRNG(shared))) for r in range(2)]
+    learn.dls = None
+    res = two.run(Job('test_parity:_alone', dump((learn, own))), 2).results
+    assert largest(*res) > 1e-3
+
+
+@pytest.mark.parametrize('model', [mlp, lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(.5), nn.Linear(8, 3))])
+@pytest.mark.parametrize('opt_func', [SGD, Adam])
+def test_one_rank_is_plain_fastai_to_the_bit(model, opt_func):
+    learn, one = fit_both(learner(train=36, model=model(), opt_func=opt_func, wd=.1, metrics=accuracy), 1, InProcess(), 2)
+    for a, b in zip(learn.model.state_dict().values(), one.model.state_dict().values()): assert torch.equal(a, b)
+    assert [float(o) for o in learn.recorder.losses] == [float(o) for o in one.recorder.losses]
+    assert values(learn) == values(one)
+
+
+class Noise(Collect):
+    "What each rank draws"
+    def before_fit(self): self.rows = []
+    def after_batch(self):
+        if self.training: self.note(torch.rand(()), np.random.rand())
+
+
+def test_random_streams_differ_between_ranks_and_reproduce(ranks):
+    n, launcher = ranks
+    first, second = Noise(), Noise()
+    for cb in (first, second):
+        learn = learner(train=24, model=nn.Sequential(nn.Linear(4, 8), nn.Dropout(.5), nn.Linear(8, 3)))
+        seed(3)
+        learn.distrib_fit(1, nprocs=n, launcher=launcher, cbs=cb)
+    assert first.ranks == second.ranks
+    assert len({tuple(r[0]) for r in first.ranks}) == n
+
+
+class Smallest(Collect):
+    def before_fit(self): self.rows = []
+    def before_batch(self):
+        if self.training: self.note(len(self.xb[0]))
+
+
+def bn_net(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Stats(Collect):
+    "Running statistics right after training, and as they are validated with"
+    def before_fit(self): self.rows = []
+    def before_validate(self): self.note(*self.learn.model[1].running_mean, *self.learn.model[1].running_var)
+
+
+@pytest.mark.parametrize('train', [21, 25, 37])
+def test_batch_norm_is_averaged_and_never_sees_one_item(ranks, train, capfd):
+    n, launcher = ranks
+    small, stats = Smallest(), Stats()
+    learn = learner(train=train, model=bn_net())
+    learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[small, stats])
+    assert min(o[0] for r in small.ranks for o in r) >= 2
+    assert_ranks_alike(stats.ranks)
+    assert type(learn.model[1]) is nn.BatchNorm1d
+    assert capfd.readouterr().out.count('Batch norm') == 1
+
+
+class Reductions(Callback):
+    "Counts DDP's reductions of gradients on rank 0, by a communication hook"
+    order = 3_000_000
+    def before_fit(self): self.n, self.known = 0, set()
+    def before_batch(self):
+        m = self.learn.model
+        if not isinstance(m, nn.parallel.DistributedDataParallel) or id(m) in self.known: return
+        self.known.add(id(m))
+        m.register_comm_hook(self, Reductions.count)
+    def count(self, bucket):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        self.n += bucket.is_last()
+        return allreduce_hook(None, bucket)
+
+
+@pytest.mark.parametrize('n_acc', [8, 24, 30])
+@pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss, weighted])
+def test_accumulation_counts_all_items_and_reduces_once_per_step(ranks, n_acc, loss_func):
+    n, launcher = ranks
+    steps, reductions = Steps(), Reductions()
+    learn = learner(train=53, bs=2, loss_func=loss_func(), cbs=GradientAccumulation(n_acc), opt_func=Adam, metrics=accuracy)
+    one = twin(learn, n)
+    seed(1)
+    learn.distrib_fit(3, nprocs=n, launcher=launcher, cbs=[steps, reductions])
+    single = Steps()
+    seed(1)
+    one.fit(3, cbs=single)
+    assert_same(learn, one)
+    assert_ranks_alike(steps.ranks)
+    assert steps.ranks[0][0][0] == single.rows[0][0] == reductions.n
+
+
+@pytest.mark.parametrize('how', ['to_fp16', 'to_bf16'])
+def test_mixed_precision_does_no_harm_on_the_cpu(two, how):
+    learn = learner()
+    getattr(learn, how)()
+    learn, one = fit_both(learn, 2, two, 2)
+    assert_same(learn, one)

@@ -1,0 +1,87 @@
+"""A fit that was cut goes on as if nothing had happened: same lists, same table, same weights."""
+import pytest
+from faults import OneFault
+from fastddp.all import CantDistribute, RankDied, RankRaised
+from learners import make_learner
+
+CUTS = {   # what, event, rank, epoch, batch, what is raised, complete epochs afterwards, recorded batches afterwards
+    'interrupt in an epoch': ('interrupt', 'before_batch/train', 1, 1, 2, KeyboardInterrupt, 1, 9),
+    'interrupt in the first epoch': ('interrupt', 'before_batch/train', 0, 0, 2, KeyboardInterrupt, 0, 2),
+    'interrupt in validation': ('interrupt', 'before_batch/valid', 1, 1, 0, KeyboardInterrupt, 1, 14),
+    'exception': ('exception', 'after_pred', 1, 1, 3, RankRaised, 1, 7),
+    'death': ('SIGKILL', 'before_batch/train', 0, 2, 3, RankDied, 2, 14),
+    'exception at once': ('exception', 'before_fit', 0, None, None, RankRaised, 0, 0)}
+
+
+def learner(tmp_path, *fault):
+    marker = str(tmp_path/'fired')
+    learn = make_learner(cbs=[OneFault(*fault, marker=marker)] if fault else [])
+    learn.recorder.lrs, learn.recorder.values = [], []
+    return learn
+
+
+def train(learn, **kwargs): learn.distrib_fit_one_cycle(3, 0.05, nprocs=2, **dict(timeout=40) | kwargs)
+
+
+def history(learn):
+    rec = learn.recorder
+    return dict(lrs=rec.lrs, losses=[float(o) for o in rec.losses], values=[[*o] for o in rec.values], iters=rec.iters,
+                lr_plot=rec.hps['lr'], mom_plot=rec.hps['mom'], steps=learn.train_iter,
+                weights=[p.tolist() for p in learn.model.parameters()])
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+    learn = learner(tmp_path_factory.mktemp('whole'), 'nothing', 'before_fit', 9)
+    train(learn)
+    return history(learn)
+
+
+@pytest.mark.parametrize('cut', CUTS)
+def test_goes_on(cut, tmp_path, undisturbed):
+    *fault, raised, epochs, batches = CUTS[cut]
+    learn = learner(tmp_path, *fault)
+    with pytest.raises(raised): train(learn)
+    assert len(learn.recorder.values) == epochs and len(learn.recorder.lrs) == batches
+    learn.distrib_resume()
+    assert history(learn) == undisturbed
+    with pytest.raises(CantDistribute, match='Nothing to resume'): learn.distrib_resume()
+
+
+def test_goes_on_by_itself(tmp_path, undisturbed, capsys):
+    learn = learner(tmp_path, 'SIGKILL', 'before_batch/train', 1, 1, 4)
+    train(learn, restarts=1)
+    assert history(learn) == undisturbed
+    assert 'RankDied: rank 1 died: killed by SIGKILL (epoch 1, batch 4). Going on with epoch 1' in capsys.readouterr().out
+
+
+def test_restarts_are_counted(tmp_path):
+    learn = learner(tmp_path, 'exception', 'before_batch/train', 1, 0)
+    learn.one_fault.marker = '/nonexistent/marker'     # it can't be written, so every try fails
+    with pytest.raises(RankRaised): train(learn, restarts=1)
+
+
+def test_fine_tune_goes_on_with_its_second_fit(tmp_path):
+    "Interrupted in the second of its two fits: the first one isn't trained again"
+    def run(learn): learn.distrib('fine_tune', 2, 1e-2, nprocs=2)
+    whole, cut = learner(tmp_path, 'nothing', 'before_fit', 9), learner(tmp_path, 'interrupt', 'before_batch/train', 0, 1, 1)
+    run(whole)
+    with pytest.raises(KeyboardInterrupt): run(cut)
+    cut.distrib_resume()
+    assert history(cut) == history(whole)
+
+
+def test_in_a_block(tmp_path, undisturbed):
+    "Inside the block as outside of it, with the block's workers"
+    learn = learner(tmp_path, 'interrupt', 'before_batch/train', 0, 1, 1)
+    with learn.distrib_ctx(nprocs=2):
+        with pytest.raises(KeyboardInterrupt): learn.fit_one_cycle(3, 0.05)
+        learn.distrib_resume()
+    assert history(learn) == undisturbed
+
+
+def test_what_was_exchanged_is_refused(tmp_path):
+    learn = learner(tmp_path, 'interrupt', 'before_batch/train', 0, 1, 1)
+    with pytest.raises(KeyboardInterrupt): train(learn)
+    learn.model = make_learner().model
+    with pytest.raises(CantDistribute, match='Train anew'): learn.distrib_resume()
