@@ -112,7 +112,7 @@ print(found)
 
 def test_nobody_is_let_in(tmp_path):
     "During a fit: loopback only, a 0700 directory, and nothing of it for another user; afterwards nothing"
-    p = start(script(tmp_path, epochs=20))
+    p = start(script(tmp_path))
     try:
         wait_for(tmp_path/'done1')
         ours = [p.pid, *(o.pid for o in psutil.Process(p.pid).children(recursive=True))]
