@@ -3,6 +3,8 @@
 #   make test      all tests and all notebooks
 #   make test-full  the same with the long versions of some
 #   make readme    render README.md from nbs/index.ipynb
+#   make troubles  render nbs/troubles.ipynb from the catalogue of errors
+#   make test-faults  the whole table of failures (CI runs a spread of it)
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
 # PYTHON=python3.12 chooses the interpreter for a new environment, VENV=some/folder where it lies.
 
@@ -20,7 +22,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: demo test test-full readme venv check again clean distclean
+.PHONY: demo test test-full test-faults readme troubles venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -32,6 +34,12 @@ test: venv
 # The long versions, too
 test-full: venv
 	@$(PY) -m pytest tests
+
+test-faults: venv
+	@FASTDDP_FAULTS=all $(PY) -m pytest tests/test_faults.py
+
+troubles: venv
+	@$(PY) tools/troubles.py
 
 readme: venv
 	@$(PY) tools/readme.py

@@ -13,14 +13,14 @@ from .errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerEr
 from .launch import InProcess, Local
 from .ranch import TorchDDPCtx, global_imports, import_star, in_torchddp, ranch, spawn
 
-# %% ../nbs/15_all.ipynb #36cea4d8
+# %% ../nbs/15_all.ipynb #a4fb6266
 def fastai_generation():
     "1 or 2: the fastai that is installed"
     return 1 if version('fastai').startswith('1.') else 2
 
 _IMPORTS = {2: ('fastddp.learner','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','fastddp.rehearsal')}
 
-if fastai_generation() == 2: from fastddp import learner    # patches Learner
+if fastai_generation() == 2: from fastddp import check, learner    # they patch Learner
 else: raise ImportError("fastddp does not support fastai 1 yet: pip install 'fastai>=2.7.19'.")
 
 # %% ../nbs/15_all.ipynb #88189402

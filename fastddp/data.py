@@ -6,7 +6,7 @@
 __all__ = ['ShardedDL', 'ShardedStreamDL', 'loaders_in', 'ShardedWrapper', 'OneRank', 'why_not', 'global_bs', 'shard_dl',
            'n_batches', 'check_dl', 'dl_state', 'set_dl_state', 'batch_items']
 
-# %% ../nbs/07_data.ipynb #c6ab6c72
+# %% ../nbs/07_data.ipynb #4c11c085
 import copy, itertools, numbers, random, sys
 from inspect import signature
 
@@ -350,15 +350,15 @@ def set_dl_state(dl, state):
         dl.items.idxs[:] = state['texts']
         dl.make_chunks()
 
-# %% ../nbs/07_data.ipynb #736729de
+# %% ../nbs/07_data.ipynb #d0cc3295
 def batch_items(dl,  # A loader in the middle of an epoch
                 in_batch=True # The batch that it gave last, or the one that it is making?
 ):
     "Dataset indices of this rank's items in a batch, as far as the loader knows them"
     s = getattr(dl, '_shard', None)
-    steps = getattr(s, 'steps', None)
-    if not isinstance(steps, list): return ()
-    step = s.done-1 if in_batch else s.done
-    if not 0 <= step < len(steps): return ()
+    steps,epoch = getattr(s, 'steps', None),getattr(s, 'epoch', None)
+    steps = getattr(steps, 'now', steps)
+    step = epoch.done-in_batch if epoch else 0
+    if not isinstance(steps, list) or not 0 <= step < len(steps): return ()
     own = deal(steps[step][1], s.rank, s.n) if isinstance(dl, DataLoader) else steps[step]
     return tuple(int(i) for i in own if isinstance(i, numbers.Integral))

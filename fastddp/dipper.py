@@ -50,12 +50,14 @@ def cell_job(ctx, obj):
     "Runs a cell on the ranks `obj['on']`; returns the names that the namespace has afterwards"
     if ctx.rank not in obj['on']: return []
     from IPython import get_ipython
+    from IPython.core import page
     ctx.where,shell = '',get_ipython()
     with _living_on(ctx, obj['on']) as ns:
         shell.tells_errors,shell.displayhook.out = False,f'Out[{ctx.rank}:{shell.execution_count}]: '
         if obj['name']: shell.compile.get_code_name = lambda *_: obj['name']
-        shell.set_hook('show_in_pager', lambda self, data, *_: print(data['text/plain'] if isinstance(data, dict) else data))
+        shell.set_hook('show_in_pager', page.as_hook(page.display_page))
         with ctx.interruptible(): error = _error_of(shell.run_cell(obj['cell'], store_history=True))
+        sys.last_value = sys.last_traceback = sys.last_exc = shell.last_execution_result = None     # would keep the frames
         if error is not None: raise _from_the_cell(error)
         return [k for k,v in ns.items() if not k.startswith('_') and not isinstance(v, types.ModuleType)]
 

@@ -65,8 +65,9 @@ def locals_of(exc, most=20):
 # %% ../nbs/00_errors.ipynb #6cd20d1f
 def failure_of(exc, rank, where='', original=b'', items=()):
     "The `Failure` that describes `exc`, raised on `rank` while it was doing `where`"
-    frames = tuple((f.filename, f.lineno, f.name) for f in traceback.extract_tb(exc.__traceback__))
-    text = ''.join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+    tb = _outside(exc.__traceback__)
+    frames = tuple((f.filename, f.lineno, f.name) for f in traceback.extract_tb(tb))
+    text = ''.join(traceback.format_exception(type(exc), exc, tb))
     return Failure(rank, type(exc).__name__, str(exc), where, frames, text, time.time(), original,
                    locals_of(exc), tuple(items))
 
@@ -79,6 +80,12 @@ def is_own_line(file):
     if file.startswith('<frozen') or file == '<string>': return False
     path = os.path.realpath(file)
     return not (path.startswith(_LIBRARY) or 'site-packages' in path or (_OURS and path.startswith(_OURS)))
+
+def _outside(tb):
+    "A traceback from the first frame on that isn't ours, if there is one"
+    inner = tb
+    while inner is not None and _OURS and os.path.realpath(inner.tb_frame.f_code.co_filename).startswith(_OURS): inner = inner.tb_next
+    return inner or tb
 
 def own_lines(frames, around=2):
     "The user's frames of a traceback as text lines, with `around` lines of source before and after"

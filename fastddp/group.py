@@ -8,7 +8,7 @@ __all__ = ['has_distributed', 'in_group', 'under_launcher', 'rank', 'world_size'
            'average_', 'barrier']
 
 # %% ../nbs/04_group.ipynb #19f5bca0
-import contextlib, datetime, json, os, sys, time
+import contextlib, datetime, json, os, socket, stat, sys, time
 
 import torch
 
@@ -56,7 +56,9 @@ def join(store, rank, world_size, backend='gloo', device=None, timeout=None):
     _gather_at(store, rank, world_size)
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
     on_gpu = dict(device_id=device) if backend == 'nccl' else {}
+    before = _sockets()
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **on_gpu)
+    _own_sockets[:] = _sockets()-before
 
 def _gather_at(store, rank, world_size):
     "Waits until all are there: here Ctrl-C is heard, which inside of torch it would not be"
@@ -72,9 +74,28 @@ def join_at(addr, port, rank, world_size, backend='gloo', device=None):
     store = torch.distributed.TCPStore(addr, int(port), world_size, is_master=rank == 0)
     join(store, rank, world_size, backend, device)
 
+_own_sockets = []       # `(descriptor, inode)` of the connections to the other ranks
+
+def _sockets():
+    "`(descriptor, inode)` of this process's open sockets, where the system tells them"
+    res = set()
+    for fd in os.listdir('/dev/fd') if os.path.isdir('/dev/fd') else ():
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK((st := os.fstat(int(fd))).st_mode): res.add((int(fd), st.st_ino))
+    return res
+
+def _hang_up():
+    "Ends the connections to other ranks, so that whoever waits for one, here or there, comes free with an error"
+    for fd,_ in _sockets() & set(_own_sockets):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
+            s.getpeername()         # not the one that listens: gloo would end the process
+            s.shutdown(socket.SHUT_RDWR)
+    _own_sockets.clear()
+
 def leave(broken=False):
     "Leaves the group, if there is one; `broken`: neighbours may have failed, so nothing is waited for"
     if not in_group(): return
+    if broken: _hang_up()
     abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
     if broken and abort and torch.distributed.get_backend() == 'nccl': abort()
     else: torch.distributed.destroy_process_group()

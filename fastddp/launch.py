@@ -204,7 +204,8 @@ def _places(self:Local, nprocs, work):
 def _look(self:Local, r):
     "The first rank that is seen shows what a local call would; others are silent, or seen as text"
     first = 0 if self.see == 'all' else next(iter(self.see), None)
-    return look() | ({} if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see))
+    own = {} if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see)
+    return look() | own | (dict(shell=True) if self.standing else {})       # cells run in it
 
 # %% ../nbs/06_launch.ipynb #49cd4296
 def _start(ranks, on_gpu, interrupts):

@@ -6,7 +6,7 @@
 __all__ = ['KeepState', 'Report', 'EndOfBatch', 'fit_job', 'loader_refs', 'infer_job', 'workers_for', 'workers_on_cpu', 'Session',
            'Outer', 'Cut', 'train_in_place', 'at_home']
 
-# %% ../nbs/10_learner.ipynb #22040025
+# %% ../nbs/10_learner.ipynb #1f1ba499
 import contextlib, functools, inspect, os, random, signal, time, weakref
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from .rng import SharedRNG
 from .snapshot import (Baseline, GoOn, apply, capture, dropped_lists, offloaded, own_copy, place, place_dl, refs, take,
                               unpack)
 
-# %% ../nbs/10_learner.ipynb #77f6194e
+# %% ../nbs/10_learner.ipynb #7e0f9fbc
 class KeepState(Callback):
     "Calls `keep` at the end of each epoch, after everything else"
     order = 2_000_000
@@ -82,7 +82,7 @@ def fit_job(ctx, obj):
     "Trains the learner of a snapshot on this rank, by fastai's own `fit`"
     learn,cbs,call = unpack(obj, ctx.device)
     base,known,interrupted,report = Baseline(learn, cbs),refs(learn, cbs),False,Report(ctx)
-    ctx.where,ctx.items = lambda: _whereabouts(learn),lambda: _items(learn, report)
+    ctx.where = lambda: _whereabouts(learn)
     with distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as agree, _alone(learn, cbs, agree):
         def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, agree.shared.state(), known))
         extra = [report, EndOfBatch(report)] + ([KeepState(keep)] if ctx.rank == 0 else [])
@@ -93,10 +93,13 @@ def fit_job(ctx, obj):
             agree.leave('interrupt')
             ctx.beat(leaving=True)
             interrupted = True
+        except BaseException:
+            ctx.where,ctx.items = _whereabouts(learn),_items(learn, report)     # as long as the learner is in the state that it failed in
+            raise
     if ctx.rank == 0: keep('state')
     return dict(interrupted=interrupted, begun=report.begun, seconds=report.seconds, items=report.items)
 
-# %% ../nbs/10_learner.ipynb #15f1a67c
+# %% ../nbs/10_learner.ipynb #c3396ca5
 def loader_refs(learn, dl):
     "`refs` and the loader of a call, which both sides have as well"
     return [*refs(learn), dl, *filter(None, [getattr(dl, 'dataset', None)])]
@@ -108,7 +111,7 @@ def infer_job(ctx, obj):
     place_dl(dl, ctx.device)
     base,known = Baseline(learn, ()),loader_refs(learn, dl)
     ctx.where = lambda: _whereabouts(learn)
-    with distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, share_dls=False) as agree:
+    with distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, share_dls=False) as agree, learn.added_cbs([Report(ctx)]):
         part,left = leave_together(agree, lambda: run_part(learn, dl, agree.shared))
     learn.dl = None
     if ctx.rank == 0: ctx.put('state', capture(learn, (), base, agree.shared.state(), known, weights=False))
@@ -350,7 +353,7 @@ def _say(self:Session):
     if line != self.said: print(line, *([note] if note else []), sep='\n')
     self.said = line
 
-# %% ../nbs/10_learner.ipynb #387ce47a
+# %% ../nbs/10_learner.ipynb #aaf39a49
 @contextlib.contextmanager
 def _standing_group(learn):
     "This process's place in the group that its launcher made; leaves it only if we joined it here"
@@ -502,7 +505,7 @@ def _distributed_method(name):
 for name in ('fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find','validate','get_preds','tta'):
     setattr(Learner, f'distrib_{name}', _distributed_method(name))
 
-# %% ../nbs/10_learner.ipynb #d1bba502
+# %% ../nbs/10_learner.ipynb #433bf11a
 def train_in_place(ctx):
     "From now on every learner of this process trains and validates as one with the ranks of its group"
     if hasattr(Learner.fit, '__wrapped__'): return

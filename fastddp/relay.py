@@ -228,10 +228,12 @@ class Replay:
     ):
         self.see = (see,) if isinstance(see, int) else see
         self.live,self.prefix,self.first = live,prefix,0 if see == 'all' else next(iter(self.see), None)
-        self.at,self.batches,self.parts,self.warned,self.known = 0,{},{},[],''
+        self.at,self.batches,self.parts,self.warned,self.known,self.named = 0,{},{},[],'',[]
     def add(self, rank, event):
         if event[0] == 'warning': self.warned.append((time.monotonic(), rank, event[1]))
-        elif self.see == 'all' or rank in self.see: self.batches.setdefault(rank, Batch()).add(event)
+        elif not (self.see == 'all' or rank in self.see): return
+        elif event[0] == 'display' and event[3].get('named'): self.named.append((rank, event))     # results, in rank order at the end
+        else: self.batches.setdefault(rank, Batch()).add(event)
     def flush(self, force=False):
         if not force and (not self.live or time.monotonic()-self.at < TICK): return
         self.at = time.monotonic()
@@ -244,6 +246,7 @@ class Replay:
         self.flush(force=True)
         for (rank,name),part in list(self.parts.items()):
             if part: self._stream(rank, name, '\n')
+        for rank,event in sorted(self.named, key=lambda o: o[0]): self._display(rank, *event[1:])
         _flush_streams()
 
 # %% ../nbs/03_relay.ipynb #3810db7b

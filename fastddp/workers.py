@@ -6,7 +6,7 @@
 __all__ = ['start_method', 'preload', 'warm', 'Surroundings', 'Pipe', 'Link', 'Workers']
 
 # %% ../nbs/02_workers.ipynb #1e6a9899
-import contextlib, faulthandler, importlib, io, os, pickle, queue, shutil, signal, socket, sys, tempfile, threading, time, warnings
+import contextlib, faulthandler, gc, importlib, io, os, pickle, queue, shutil, signal, socket, sys, tempfile, threading, time, warnings
 from typing import NamedTuple
 
 import cloudpickle, multiprocess
@@ -177,7 +177,10 @@ def _run(link, entry, around, packed, config, block):
         link.where = 'returning'
         link.put('result', res)
         link._pipe.send('done')
-    except BaseException as e: _report(link, e)     # sys.exit in a job is a failure of the job, not of this loop
+    except BaseException as e:      # sys.exit in a job is a failure of the job, not of this loop
+        _report(link, e)
+        e.__traceback__ = None
+        gc.collect()                # its frames hold what others may wait for: a process group
     finally: block.close()
 
 def _report(link, e):

@@ -1,0 +1,2 @@
+"Jobs for the launcher, by name"
+def returns_a_generator(ctx, obj): return (i for i in range(3))

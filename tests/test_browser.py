@@ -1,0 +1,183 @@
+"""A fit in a real browser: the bar moves, the table grows, the interrupt button works. Pictures stay in build/browser/."""
+import contextlib, ctypes, json, os, secrets, shutil, signal, socket, subprocess, sys, tempfile, time, urllib.request
+from pathlib import Path
+import nbformat, pytest
+from conftest import children, left_after
+
+root = Path(__file__).resolve().parent.parent
+PICTURES = root/'build'/'browser'
+webdriver = pytest.importorskip('selenium.webdriver', reason='selenium is not installed (pip install -e .[dev])')
+pytest.importorskip('jupyterlab', reason='jupyterlab is not installed (pip install -e .[dev])')
+CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
+pytestmark = [pytest.mark.timeout(500), pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=
+              'no chromium or chromedriver (apt-get install chromium chromium-driver)')]
+CELL = 120   # seconds for a cell, on a busy machine
+
+
+def die_with_parent(): ctypes.CDLL(None).prctl(1, signal.SIGTERM)   # PR_SET_PDEATHSIG: a killed pytest leaves no server
+
+
+class Lab:
+    "JupyterLab on loopback with a token and folders of its own"
+    def __init__(self, home):
+        self.notebooks, self.token = home/'notebooks', secrets.token_hex(16)
+        self.notebooks.mkdir()
+        self._settings(home/'settings'/'@jupyterlab')
+        with socket.socket() as s:
+            s.bind(('127.0.0.1', 0))
+            self.url = f'http://127.0.0.1:{s.getsockname()[1]}'
+        dirs = dict(JUPYTER_CONFIG_DIR='config', JUPYTER_DATA_DIR='data', JUPYTER_RUNTIME_DIR='runtime', IPYTHONDIR='ipython',
+                    JUPYTERLAB_SETTINGS_DIR='settings', JUPYTERLAB_WORKSPACES_DIR='workspaces')
+        options = ['--no-browser', '--allow-root', '--ServerApp.ip=127.0.0.1', f'--ServerApp.port={self.url.rpartition(":")[2]}',
+                   '--ServerApp.port_retries=0', f'--IdentityProvider.token={self.token}', f'--ServerApp.root_dir={self.notebooks}',
+                   '--LabApp.expose_app_in_browser=True', '--ServerApp.terminals_enabled=False']
+        self.log = home/'log'
+        with open(self.log, 'w') as log:
+            self.process = subprocess.Popen([sys.executable, '-m', 'jupyterlab', *options], stdout=log, stderr=subprocess.STDOUT,
+                                            env={**os.environ, **{k: str(home/v) for k, v in dirs.items()}}, preexec_fn=die_with_parent)
+    def _settings(self, folder):
+        for name, values in {'apputils-extension/notification': dict(fetchNews='false', checkForUpdates=False, doNotDisturbMode=True),
+                             'notebook-extension/tracker': dict(windowingMode='none'),
+                             'docmanager-extension/plugin': dict(autosave=False)}.items():
+            path = folder/f'{name}.jupyterlab-settings'
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(values))
+    def ask(self, path, method='GET'):
+        request = urllib.request.Request(f'{self.url}/api/{path}', method=method, headers={'Authorization': f'token {self.token}'})
+        with urllib.request.urlopen(request, timeout=15) as r: return r.read()
+    def wait(self):
+        end = time.monotonic()+120
+        while True:
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+            with contextlib.suppress(OSError): return self.ask('status')
+            time.sleep(.1)
+    def close(self):
+        with contextlib.suppress(Exception):    # kernels first: a busy one may outlive its server
+            for kernel in json.loads(self.ask('kernels')): self.ask(f"kernels/{kernel['id']}", 'DELETE')
+        self.process.terminate()
+        try: self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+FLAGS = ('headless=new', 'no-sandbox', 'disable-gpu', 'disable-quic', 'no-first-run', 'disable-background-networking',
+         'disable-component-update', 'disable-sync', 'disable-dev-shm-usage', 'window-size=1400,1000')
+PANEL = '.jp-NotebookPanel:not(.lm-mod-hidden)'
+BARS = f"[...document.querySelectorAll('{PANEL} .jp-OutputArea-output progress')].map(o=>o.value)"
+ROWS = f"document.querySelectorAll('{PANEL} table.fastprogress tbody tr').length"
+TEXT = f"[...document.querySelectorAll('{PANEL} .jp-OutputArea-output')].map(o=>o.textContent).join('\\n')"
+IDLE = ("(()=>{const n=jupyterapp.shell.currentWidget; return n.sessionContext.session.kernel.status=='idle' && "
+        "n.content.widgets.every(c=>!c.promptNode.textContent.includes('*'))})()")
+READY = ("(()=>{const w=window.jupyterapp&&jupyterapp.shell.currentWidget, s=w&&w.sessionContext; return !!(s&&s.isReady&&s.session&&"
+         "s.session.kernel&&s.session.kernel.status=='idle'&&w.context.isReady&&w.content.widgets.length)})()")
+
+
+class Page:
+    "A browser with a notebook open"
+    def __init__(self, profile):
+        os.environ.update(SE_OFFLINE='true', SE_AVOID_STATS='true')
+        options = webdriver.ChromeOptions()
+        options.binary_location = CHROMIUM
+        for o in (*FLAGS, f'user-data-dir={profile}'): options.add_argument(f'--{o}')
+        self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    def js(self, expression): return self.driver.execute_script(f'return {expression}')
+    def until(self, expression, limit=CELL):
+        end = time.monotonic()+limit
+        while not self.js(expression):
+            if time.monotonic() > end:
+                self.picture('failed')
+                raise TimeoutError(f'{expression}\n{self.js(TEXT)}')
+            time.sleep(.1)
+    def picture(self, name): self.driver.save_screenshot(str(PICTURES/f'{name}.png'))
+    def open(self, lab, name):
+        self.driver.get(f'{lab.url}/lab/tree/{name}?token={lab.token}&reset')
+        self.until(READY, 240)
+    def run_all(self): self.js("jupyterapp.commands.execute('notebook:run-all-cells') && 1")
+    def click_interrupt(self):
+        self.driver.find_element('css selector', f"{PANEL} jp-button[data-command='notebook:interrupt-kernel']").click()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(): "Server, kernels and browser live as long as the module: `all_gone` looks afterwards"
+
+
+@pytest.fixture(scope='module', autouse=True)
+def all_gone():
+    before = children()
+    yield
+    left = left_after(children, before)
+    for o in left: o.kill()
+    assert not left
+
+
+@pytest.fixture(scope='module')
+def lab(all_gone):
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    home = Path(tempfile.mkdtemp(prefix='lab-'))
+    lab = Lab(home)
+    try:
+        lab.wait()
+        yield lab
+    finally:
+        lab.close()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope='module')
+def page(all_gone):
+    profile, was = tempfile.mkdtemp(prefix='chromium-'), dict(os.environ)
+    page = Page(profile)
+    yield page
+    page.driver.quit()
+    shutil.rmtree(profile, ignore_errors=True)
+    os.environ.clear()
+    os.environ.update(was)
+
+
+def write(lab, name, epochs):
+    cells = [f"""import sys; sys.path.insert(0, {str(root/'tests')!r})
+from fastai.vision.all import *
+from fastddp.all import *
+from faults import Slow
+from learners import make_learner
+learn = make_learner(cbs=[Slow(.1, {str(lab.notebooks)!r})])""", f'learn.distrib_fit({epochs}, nprocs=2)',
+             "print('recorded', len(learn.recorder.lrs), 'epochs', len(learn.recorder.values))"]
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in cells])
+    nb.metadata['kernelspec'] = dict(name='python3', display_name='Python 3', language='python')
+    nbformat.write(nb, lab.notebooks/name)
+
+
+def test_bar_moves_and_table_grows(lab, page):
+    write(lab, 'fit.ipynb', 3)
+    page.open(lab, 'fit.ipynb')
+    page.run_all()
+    seen, rows = set(), set()
+    end = time.monotonic()+CELL
+    pictured = False
+    page.until(f'{BARS}.length > 0')
+    while not page.js(IDLE):
+        assert time.monotonic() < end
+        bars = page.js(BARS)
+        if len(bars) == 2: seen.add(tuple(bars))
+        rows.add(page.js(ROWS))
+        if not pictured and len(bars) == 2 and bars[0] == 1 and bars[1] >= 2: pictured = page.picture('middle') or True
+        time.sleep(.05)
+    page.picture('end')
+    assert pictured and len(seen) >= 8 and {0, 1, 2, 3} >= rows and len(rows) >= 3, (seen, rows)
+    assert page.js(ROWS) == 3 and page.js(f'{BARS}.length') == 0
+    text = page.js(TEXT)
+    assert '2 workers' in text and '3 epochs in' in text and 'recorded 21 epochs 3' in text
+
+
+def test_interrupt_button(lab, page):
+    write(lab, 'stop.ipynb', 100)
+    page.open(lab, 'stop.ipynb')
+    page.run_all()
+    page.until(f'{BARS}.length == 2 && {BARS}[1] >= 3')
+    page.click_interrupt()
+    begin = time.monotonic()
+    page.until(f"{TEXT}.includes('KeyboardInterrupt')", 20)
+    assert time.monotonic()-begin < 3*max(1, os.getloadavg()[0]/os.cpu_count())
+    page.until(IDLE)
+    page.picture('interrupted')

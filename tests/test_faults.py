@@ -1,0 +1,130 @@
+"""The failure table: what goes wrong x where x on which rank. The right type, the rank, the place and the remedy; the end of the
+last complete epoch in the learner; nothing left (conftest.py sees to that); the next fit works.
+
+CI runs a spread of it, `make test-faults` (FASTDDP_FAULTS=all) the whole."""
+import os, time, warnings
+from pathlib import Path
+import pytest, torch
+from torch.utils.data import DataLoader
+from faults import Broken, OnDump, OneFault, OnLoad
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from fastddp.all import RankDied, RankRaised
+from fastddp.errors import GroupTimeout, remedy_for, trouble_of
+from learners import make_learner, mlp, points
+
+RAISED = {'exception': 'ValueError', 'silent exception': 'Silent', 'sys.exit': 'SystemExit', 'out of memory': 'MemoryError'}
+DIED = {'os._exit': ('exited with code 4', 'exited'), 'segfault': ('killed by SIGSEGV', 'compiled code crashed'),
+        'SIGKILL': ('killed by SIGKILL', 'killed by the system')}
+WHAT = [*RAISED, *DIED, 'SIGSTOP']
+# place -> event, epoch, batch, complete epochs when it happens, words that say where
+PLACES = {'starting': None, 'loading the payload': None,
+          'first batch': ('before_batch/train', 0, 0, 0, 'epoch 0, batch 0'),
+          'mid-epoch': ('after_pred/train', 1, 3, 1, 'epoch 1, batch 3'),
+          'validation': ('before_batch/valid', 1, 0, 1, 'epoch 1, validation, batch 0'),
+          'callback': ('after_epoch', 1, None, None, 'epoch 1'),
+          'returning': ('after_fit', None, None, 2, 'epoch 1')}
+TABLE = [(what, place, rank) for what in WHAT for place in PLACES for rank in (0, 1)]
+ALL = os.environ.get('FASTDDP_FAULTS') == 'all'
+SPREAD = TABLE if ALL else [o for i, o in enumerate(TABLE) if i % 5 == 2]
+LIMIT = 5.   # seconds without a step that count as a hang here
+SECONDS = {'SIGSTOP': 10+LIMIT}
+LOAD = max(1., os.getloadavg()[0]/(os.cpu_count() or 1))   # a busy machine takes its time
+
+
+def faulty(what, place, rank, marker):
+    "A learner to which `what` happens"
+    if place == 'starting':
+        from boot_fault import ORDER, Category
+        ORDER.write_text(f'{what},{rank},{marker}')
+        warnings.filterwarnings('ignore', category=Category)
+        return make_learner()
+    if place == 'loading the payload':
+        learn = make_learner()
+        learn.heavy = OnLoad(what, rank, str(marker))
+        return learn
+    event, epoch, batch, _, _ = PLACES[place]
+    return make_learner(cbs=[OneFault(what, event, rank, epoch, batch, marker=str(marker))])
+
+
+@pytest.mark.parametrize('what,place,rank', SPREAD, ids=[f'{w}, {p}, rank {r}' for w, p, r in SPREAD])
+def test_table(what, place, rank, tmp_path):
+    marker = tmp_path/'fired'
+    before = make_learner()
+    with warnings.catch_warnings():
+        learn = faulty(what, place, rank, marker)
+        learn.recorder.values = []
+        with pytest.raises((RankRaised, RankDied, GroupTimeout)) as caught:
+            learn.distrib_fit(2, nprocs=2, timeout=LIMIT*LOAD)
+    took, err, text = time.time()-float(marker.read_text()), caught.value, str(caught.value)
+    assert took < SECONDS.get(what, 3)*LOAD, f'{took:.1f} s'
+    assert err.rank == rank, text
+    if what in RAISED:
+        assert type(err) is RankRaised and err.failure.kind == RAISED[what]
+        assert remedy_for(err.failure.kind, err.failure.message).split('. Host')[0] in text
+        if what == 'silent exception' and not PLACES[place]: assert 'without a message' in text
+        assert 'Your code:' in text and text.index('Your code:') < text.index('Traceback of rank')
+    elif what in DIED:
+        said, name = DIED[what]
+        assert type(err) is RankDied and said in text and trouble_of(err.signal or 'exit').name == name and err.remedy in text
+    else: assert type(err) is GroupTimeout and 'stopped by a signal' in text
+    if PLACES[place]:
+        _, _, _, complete, where = PLACES[place]
+        assert where in text
+        if complete is None: assert len(learn.recorder.values) in (1, 2)    # rank 0's state may be on its way
+        else: assert len(learn.recorder.values) == complete
+    if not learn.recorder.values:
+        assert 'as it was before the fit' in text
+        assert all(torch.equal(a, b) for a, b in zip(learn.model.parameters(), before.model.parameters()))
+    else: assert f'the end of epoch {len(learn.recorder.values)-1}' in text
+    learn.__dict__.pop('heavy', None)
+    learn.distrib_fit(1, nprocs=2)
+    assert len(learn.recorder.values) == 1
+
+
+def test_hang_in_python_shows_stacks(tmp_path):
+    learn = make_learner(cbs=[OneFault('loop', 'before_batch/train', 1, 0, 2, marker=str(tmp_path/'fired'))])
+    with pytest.raises(GroupTimeout) as caught: learn.distrib_fit(1, nprocs=2, timeout=LIMIT*LOAD)
+    err = caught.value
+    assert err.rank == 1 and err.where == 'epoch 0, batch 2'
+    assert 'in do' in err.stacks[0] and 'faults.py' in err.stacks[0] and err.stacks[1].startswith('Rank 0')
+
+
+def broken_learner(bad, what, marker, num_workers):
+    data = points(96)
+    train = DataLoader(Broken(data, bad, what, str(marker)), batch_size=8, num_workers=num_workers)
+    return Learner(DataLoaders(train, DataLoader(points(16), batch_size=8)), mlp(), loss_func=torch.nn.CrossEntropyLoss(), lr=.1)
+
+
+@pytest.mark.parametrize('what,kind', [('exception', 'ValueError'), ('SIGKILL', 'RuntimeError')])
+def test_in_a_dataloader_worker(what, kind, tmp_path):
+    "The workers of workers: their error comes through, and they are gone afterwards"
+    learn = broken_learner(51, what, tmp_path/'fired', 2)
+    with pytest.raises(RankRaised) as caught: learn.distrib_fit(1, nprocs=2)
+    assert caught.value.failure.kind == kind and 'DataLoader worker' in str(caught.value)
+    if what == 'SIGKILL': assert trouble_of(kind, caught.value.failure.message).name == 'shared memory is full'
+    learn.distrib_fit(1, nprocs=2)
+
+
+def test_post_mortem(tmp_path):
+    "Which items, and what the variables were"
+    learn = broken_learner(51, 'exception', tmp_path/'fired', 0)
+    with pytest.raises(RankRaised) as caught: learn.distrib_fit(1, nprocs=2)
+    err = caught.value
+    assert 51 in err.batch_items and len(err.batch_items) == 8
+    names = {name: values for *_, name, values in err.failure.locals}
+    assert names['__getitem__']['i'] == '51' and 'Items of the batch at hand' in str(err)
+
+
+def test_what_cannot_be_pickled_costs_nothing(tmp_path):
+    "An attribute of a callback that can't travel back stays as the notebook has it; the training is not lost"
+    learn = make_learner(cbs=[OneFault('nothing', 'before_fit', 9, marker=str(tmp_path/'fired'))])
+    learn.one_fault.extra = OnDump('exception', 0, str(tmp_path/'dumped'))
+    learn.distrib_fit(1, nprocs=2)
+    assert len(learn.recorder.values) == 1
+
+
+def test_result_of_a_job_that_cannot_be_pickled():
+    from fastddp.launch import Job, Local
+    from fastddp.transport import dump
+    with pytest.raises(RankRaised, match='pickle'): Local().run(Job('jobs_that_fail:returns_a_generator', dump(None)), 2)

@@ -1,0 +1,23 @@
+"""docs/same_answer.md names a test for each guarantee, and these tests exist."""
+import ast, re
+from pathlib import Path
+import pytest
+
+root = Path(__file__).resolve().parent.parent
+NAMED = re.findall(r'`(test_\w+\.py)::(test_\w+)`', (root/'docs'/'same_answer.md').read_text(encoding='utf-8'))
+
+
+def functions_in(path): return {o.name for o in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(o, ast.FunctionDef)}
+
+
+def test_guarantees_are_named(): assert len(NAMED) > 25
+
+
+@pytest.mark.parametrize('file,test', sorted(set(NAMED)))
+def test_named_test_exists(file, test): assert test in functions_in(root/'tests'/file)
+
+
+@pytest.mark.parametrize('file', ['test_parity.py', 'test_metrics.py', 'test_decisions.py'])
+def test_every_such_test_is_named(file):
+    own = {o for o in functions_in(root/'tests'/file) if o.startswith('test_')}
+    assert own == {t for f, t in NAMED if f == file}

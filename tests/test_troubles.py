@@ -1,0 +1,29 @@
+"""The page "When things go wrong" says what the errors say."""
+import runpy
+from pathlib import Path
+import pytest
+from fastddp.errors import TROUBLES, trouble_of
+
+root = Path(__file__).resolve().parent.parent
+# entry -> the exception's type and message (or the signal) by which it is known
+EXAMPLES = {
+    'out of memory on the GPU': ('OutOfMemoryError', 'CUDA out of memory. Tried to allocate 2.00 GiB'),
+    'out of memory': ('RuntimeError', "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
+    'shared memory is full': ('RuntimeError', 'DataLoader worker (pid 1) is killed by signal: Bus error'),
+    'module not found': ('ModuleNotFoundError', "No module named 'mine'"),
+    'file not found': ('FileNotFoundError', "[Errno 2] No such file or directory: 'x'"),
+    'name not known': ('NameError', "name 'x' is not defined"), 'sys.exit': ('SystemExit', '3'),
+    'killed by the system': ('SIGKILL', ''), 'compiled code crashed': ('SIGSEGV', ''), 'exited': ('exit', ''),
+    'no step': ('GroupTimeout', '')}
+
+
+def test_page_is_made_from_the_catalogue():
+    render = runpy.run_path(str(root/'tools'/'troubles.py'))['render']
+    assert (root/'nbs'/'troubles.ipynb').read_text(encoding='utf-8') == render(), 'run `make troubles`'
+
+
+def test_every_entry_has_an_example(): assert [t.name for t in TROUBLES] == list(EXAMPLES)
+
+
+@pytest.mark.parametrize('name', EXAMPLES)
+def test_is_known_by(name): assert trouble_of(*EXAMPLES[name]).name == name
