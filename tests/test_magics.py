@@ -89,6 +89,7 @@ def kernel(folder):
 def group(kernel):
     "A group of three"
     assert '3 ranks on CPU (gloo), app none' in kernel.run('%makedip -n 3 -a none')
+    kernel.run('%%dip\nimport os, time, torch, torch.distributed as dist\nrank = int(os.environ["RANK"])\nkept, x = rank + 1, 10*rank')
     return kernel
 
 
@@ -515,6 +516,7 @@ def test_a_single_rank_trains_alone(lesson):
 
 def test_interrupt_of_a_fit(lesson, folder):
     marker = folder/'fitting'
+    lesson.run(f'%%dip\n{LESSON}')      # equal on all ranks, with a fresh optimizer
     lesson.run(f'%%dip\nclass Slow(Callback):\n    def after_batch(self):\n        open({str(marker)!r}, "w").close(); import time; time.sleep(.05)')
     assert lesson.interrupt_after('%%dip\nlearn.fit(500, cbs=Slow())', marker) == ['KeyboardInterrupt']
     found = re.findall(r'Out\[\d:\d+\]: (.*)', lesson.run('%%dip --see all\nlearn.model.weight.sum().item()'))
