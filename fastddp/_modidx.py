@@ -402,6 +402,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastddp.magics': { 'fastddp.magics.DipMagics': ('magics.html#dipmagics', 'fastddp/magics.py'),
                                 'fastddp.magics.DipMagics.__init__': ('magics.html#dipmagics.__init__', 'fastddp/magics.py'),
                                 'fastddp.magics.DipMagics._at_home': ('magics.html#dipmagics._at_home', 'fastddp/magics.py'),
+                                'fastddp.magics.DipMagics._is_local': ('magics.html#dipmagics._is_local', 'fastddp/magics.py'),
                                 'fastddp.magics.DipMagics._make': ('magics.html#dipmagics._make', 'fastddp/magics.py'),
                                 'fastddp.magics.DipMagics._run_there': ('magics.html#dipmagics._run_there', 'fastddp/magics.py'),
                                 'fastddp.magics.DipMagics._say': ('magics.html#dipmagics._say', 'fastddp/magics.py'),

@@ -9,6 +9,8 @@ __all__ = ['PLACES', 'default_app', 'DipMagics', 'load', 'unload']
 import contextlib
 from importlib.metadata import PackageNotFoundError, version
 
+from IPython.core.async_helpers import _pseudo_sync_runner
+from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
@@ -38,7 +40,8 @@ def _run_here(shell, cell, silent=False):
     "Runs a cell in the notebook's own namespace"
     shown = []
     with _instead(shell, '_showtraceback', lambda etype, e, stb: shown.append(stb)):
-        result = shell.run_cell(cell, silent=silent)
+        coro = shell.run_cell_async(cell, silent=silent, transformed_cell=shell.transform_cell(cell))
+        result = _pseudo_sync_runner(coro)      # the loop is busy: it runs the cell around this one
     error = result.error_before_exec or result.error_in_exec
     if error is None: return
     if shown: error._render_traceback_ = lambda: shown[-1]
@@ -188,9 +191,16 @@ def _switch_on(self:DipMagics, words):
 
 @patch
 def transform(self:DipMagics, lines):
-    "IPython's input transformer"
+    "IPython's input transformer; a cell for here only is best run as if nothing stood before it"
+    if lines and lines[0].startswith('%%dip ') and self._is_local(lines[0][6:]): return lines[1:]
     own = self.auto is None or self.here or not ''.join(lines).strip() or lines[0].startswith('%')
     return lines if own else [f'{self.auto}\n', *lines]
+
+@patch
+def _is_local(self:DipMagics, words):
+    try: args = parse_argstring(self.dip, words)
+    except UsageError: return False     # the magic will say it
+    return args.place == 'local' and not args.quiet
 
 @patch
 @contextlib.contextmanager

@@ -112,8 +112,8 @@ class _Blocks:
 # %% ../nbs/02_workers.ipynb #b1927dfc
 class Link:
     "A worker's connection to the notebook"
-    def __init__(self, conn, rank, parent_pid):
-        self.rank,self.where,self.items,self.jobs = rank,'starting',(),queue.SimpleQueue()
+    def __init__(self, conn, rank, parent_pid, folder=None):
+        self.folder,self.rank,self.where,self.items,self.jobs = folder,rank,'starting',(),queue.SimpleQueue()
         self._pipe,self._stop,self._kinds = Pipe(conn),threading.Event(),{}
         self.on = {}    # 'stop' or 'break' -> what to call, in the inbox thread, when the notebook says it
         threading.Thread(target=self._inbox, args=(parent_pid,), daemon=True, name='fastddp-inbox').start()
@@ -132,6 +132,7 @@ class Link:
                 if gone in connection.wait([self._pipe.conn, gone]): break
                 self._receive(self._pipe.recv())
         except (EOFError, OSError): pass
+        if self.folder: shutil.rmtree(self.folder, ignore_errors=True)     # the notebook may have had no time for it
         os.killpg(0, signal.SIGKILL)
     def _receive(self, msg):
         if msg[0] == 'stop': self._stop.set()
@@ -154,7 +155,7 @@ def _worker_main(conn, rank, parent_pid, log):
     words = open(log, 'a')
     faulthandler.enable(words)
     faulthandler.register(signal.SIGUSR1, words)
-    link = Link(conn, rank, parent_pid)
+    link = Link(conn, rank, parent_pid, os.path.dirname(log))
     link._pipe.send('ready', _cuda_forked())
     while (job := link.jobs.get()) is not None: _run(link, *job)
     os._exit(0)     # no exit hooks: they belong to the helper this process was forked from

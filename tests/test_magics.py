@@ -2,6 +2,7 @@
 import asyncio, os, re, signal, time
 from pathlib import Path
 import nbformat, psutil, pytest
+from conftest import children, files, left_after
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -61,13 +62,19 @@ def shown(cell):
     return ''.join(map(text, cell.outputs))
 
 
+@pytest.fixture(autouse=True)
+def leaves_nothing():
+    "The kernel lives longer than a test; `kernel` looks at what is left in the end"
+    yield
+
+
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory): return tmp_path_factory.mktemp('magics')
 
 
 @pytest.fixture(scope='module')
 def kernel(folder):
-    old = os.environ.get('PYTHONPATH')
+    old, was = os.environ.get('PYTHONPATH'), (children(), files())
     os.environ['PYTHONPATH'] = str(root)
     try:
         with Kernel(folder) as k:
@@ -75,12 +82,14 @@ def kernel(folder):
             yield k
     finally:
         os.environ.pop('PYTHONPATH') if old is None else os.environ.update(PYTHONPATH=old)
+    assert not left_after(children, was[0]) and not left_after(files, was[1])
 
 
 @pytest.fixture(scope='module')
 def group(kernel):
     "A group of three"
     assert '3 ranks on CPU (gloo), app none' in kernel.run('%makedip -n 3 -a none')
+    kernel.run('%%dip\nimport os, time, torch, torch.distributed as dist\nrank = int(os.environ["RANK"])\nkept, x = rank + 1, 10*rank')
     return kernel
 
 
@@ -103,6 +112,7 @@ def test_makedip_refuses(kernel, line, says):
 
 def test_local_needs_no_group(kernel):
     assert kernel.run('%%dip local\nhere = 1\nhere + 1') == '2\n'
+    assert kernel.run('%%dip local\nimport asyncio\nawait asyncio.sleep(0, 5)') == '5\n'
 
 
 # Cells
@@ -398,9 +408,9 @@ def test_info(group): assert 'app none' in group.run('%makedip -i') and 'rank' i
 def test_a_worker_that_dies_in_a_cell(group):
     name, text = group.fails('%%dip\nimport signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)')
     assert name == 'RankDied' and 'rank 1 died: killed by SIGKILL' in text and '%makedip -r' in text
-    for cell in '%%dip\n1', '%dipush rank', '%dipull rank', '%makedip -i': pass
-    name, text = group.fails('%%dip\n1')
-    assert name == 'CantDistribute' and 'group has ended' in text
+    for cell in '%%dip\n1', '%dipull rank', '%%dip --on 1\n1':
+        name, text = group.fails(cell)
+        assert name == 'CantDistribute' and 'group has ended' in text
 
 
 def test_restart(group):
@@ -455,5 +465,60 @@ def test_kernel_exit_ends_the_group(folder, monkeypatch):
         assert all(map(psutil.pid_exists, pids))
         folder_left = eval(k.run('d.local.workers.dir'))
     end = time.monotonic() + 15
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < end: time.sleep(.1)
+    while (any(map(psutil.pid_exists, pids)) or os.path.exists(folder_left)) and time.monotonic() < end: time.sleep(.1)
     assert not any(map(psutil.pid_exists, pids)) and not os.path.exists(folder_left)
+
+
+# Lessons
+
+LESSON = '''
+from fastai.data.all import *
+from fastai.learner import *
+from fastai.callback.all import *
+torch.manual_seed(0)
+data = torch.randn(48, 3)
+items = list(zip(data, data.sum(1, keepdim=True)))
+dls = DataLoaders(DataLoader(items, bs=8, shuffle=True, num_workers=0), DataLoader(items, bs=8, num_workers=0))
+learn = Learner(dls, nn.Linear(3, 1), loss_func=nn.MSELoss())
+'''
+
+
+@pytest.fixture(scope='module')
+def lesson(kernel):
+    "A group of two in which learners train together"
+    assert 'app fastai_v2' in kernel.run('%makedip -k\n%makedip -n 2')
+    kernel.run(f'%%dip\n{LESSON}')
+    return kernel
+
+
+def test_fits_are_distributed_in_place(lesson):
+    task, cell = lesson.start('%%dip --see all\nlearn.fit_one_cycle(2, .1)')
+    lesson.loop.run_until_complete(task)
+    tables = [o for o in cell.outputs if 'text/html' in o.get('data', {}) and 'epoch' in o.data['text/html']]
+    assert len(tables) == 1     # rank 0 only
+    out = lesson.run('%%dip --see all\nimport os\nlen(learn.recorder.lrs), learn.model.weight.sum().item(), learn.recorder.values[-1][1]')
+    found = re.findall(r'Out\[\d:\d+\]: (.*)', out)
+    assert len(found) == 2 and found[0] == found[1] and found[0].startswith('(6, ')     # 48 items, 2 ranks, batches of 8
+
+
+def test_a_trained_learner_comes_back(lesson):
+    lesson.run('from fastai.learner import *\n%dipull learn')
+    assert lesson.run('len(learn.recorder.lrs), len(learn.recorder.values), type(learn.model).__name__') == "(6, 2, 'Linear')\n"
+    lesson.run('with learn.no_bar(), learn.no_logging(): learn.fit(1)')
+    assert lesson.run('%dipush learn') == ''
+    assert re.findall(r': (\d+)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs)')) == ['6', '6']
+
+
+def test_a_single_rank_trains_alone(lesson):
+    lesson.run('%%dip --on 1 -q\nlearn.fit(1)')
+    assert re.findall(r': (\d+)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs)')) == ['6', '6']
+
+
+def test_interrupt_of_a_fit(lesson, folder):
+    marker = folder/'fitting'
+    lesson.run(f'%%dip\n{LESSON}')      # equal on all ranks, with a fresh optimizer
+    lesson.run(f'%%dip\nclass Slow(Callback):\n    def after_batch(self):\n        open({str(marker)!r}, "w").close(); import time; time.sleep(.05)')
+    assert lesson.interrupt_after('%%dip\nlearn.fit(500, cbs=Slow())', marker) == ['KeyboardInterrupt']
+    found = re.findall(r'Out\[\d:\d+\]: (.*)', lesson.run('%%dip --see all\nlearn.model.weight.sum().item()'))
+    assert len(found) == 2 and found[0] == found[1]
+    lesson.run('%%dip\nlearn.fit(1)')
