@@ -9,7 +9,7 @@ PICTURES = root/'build'/'browser'
 webdriver = pytest.importorskip('selenium.webdriver', reason='selenium is not installed (pip install -e .[dev])')
 pytest.importorskip('jupyterlab', reason='jupyterlab is not installed (pip install -e .[dev])')
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
-pytestmark = [pytest.mark.timeout(500), pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=
+pytestmark = [pytest.mark.full, pytest.mark.timeout(500), pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=
               'no chromium or chromedriver (apt-get install chromium chromium-driver)')]
 CELL = 120   # seconds for a cell, on a busy machine
 
@@ -81,6 +81,7 @@ class Page:
         options.binary_location = CHROMIUM
         for o in (*FLAGS, f'user-data-dir={profile}'): options.add_argument(f'--{o}')
         self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+        self.driver.set_script_timeout(20)
     def js(self, expression): return self.driver.execute_script(f'return {expression}')
     def until(self, expression, limit=CELL):
         end = time.monotonic()+limit
