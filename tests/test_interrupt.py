@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from jupyter_client.manager import KernelManager
 from faults import OneFault, Slow
-from fastddp.launch import undisturbed
+from fastddp.watch import undisturbed
 from learners import make_learner
 
 HERE = Path(__file__).resolve().parent
