@@ -513,6 +513,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fastddp.reduce.Ledger.drop': ('reduce.html#ledger.drop', 'fastddp/reduce.py'),
                                 'fastddp.reduce.Ledger.reduces': ('reduce.html#ledger.reduces', 'fastddp/reduce.py'),
                                 'fastddp.reduce.Ledger.start': ('reduce.html#ledger.start', 'fastddp/reduce.py'),
+                                'fastddp.reduce.Ledger.take_back': ('reduce.html#ledger.take_back', 'fastddp/reduce.py'),
                                 'fastddp.reduce.Reducer': ('reduce.html#reducer', 'fastddp/reduce.py'),
                                 'fastddp.reduce.Reducer.__init__': ('reduce.html#reducer.__init__', 'fastddp/reduce.py'),
                                 'fastddp.reduce.Reducer._build': ('reduce.html#reducer._build', 'fastddp/reduce.py'),

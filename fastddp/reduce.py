@@ -20,16 +20,18 @@ from .agree import VOTES, _FIRST, _LAST, ballot, strongest
 from .metrics import loss_divisor, sums_up, weighting
 from .shard import loss_weight
 
-# %% ../nbs/08b_reduce.ipynb #266b3485
+# %% ../nbs/08b_reduce.ipynb #c2895e41
 class _Rider(nn.Module):
     "`model` with a ledger of `n` numbers"
     def __init__(self, model, n):
         super().__init__()
         dev = next((p.device for p in model.parameters()), torch.device('cpu'))
-        self.model,self.ledger = model,nn.Parameter(torch.zeros(n, device=dev))
+        self.model,self.ledger,self.gathered = model,nn.Parameter(torch.zeros(n, device=dev)),False
     def forward(self, *args, ghost=False, **kwargs):
         out = zero_loss(self.model.parameters()) if ghost else self.model(*args, **kwargs)
-        return out, self.ledger*1
+        # What earlier micro-batches gave a parameter is reduced in this batch, also if nobody uses it now: DDP must see it here.
+        kept = [p for p in self.model.parameters() if p.grad is not None] if self.gathered and not ghost else []
+        return out, self.ledger*1 + zero_loss(kept)
 
 def zero_loss(params):
     "A loss that gives each of `params` a gradient of zeros"
@@ -51,7 +53,7 @@ def unused_params(loss, params):
         todo += [f for f,_ in node.next_functions]
     return [p for p in params if id(p) not in used]
 
-# %% ../nbs/08b_reduce.ipynb #a7c74c82
+# %% ../nbs/08b_reduce.ipynb #f3e50ecc
 # Its old name warns since torch 2.15. Buffers are our own affair: see `ShareBuffers`.
 _NO_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers')
                    if k in inspect.signature(nn.parallel.DistributedDataParallel).parameters)
@@ -62,7 +64,8 @@ class Reducer:
     "Averages gradients and a ledger over ranks, by DDP"
     def __init__(self, **ddp_kwargs):
         self.ddp_kwargs,self.ddp,self.built_for = ddp_kwargs,None,None
-        self.find_unused,self.missing,self.named,self.checked,self.idle = ddp_kwargs.get('find_unused_parameters',False),[],False,False,[]
+        self.find_unused,self.missing,self.named,self.checked = ddp_kwargs.get('find_unused_parameters',False),[],False,False
+        self.idle,self.filled = [],[]   # parameters that no rank used in this step, and those that this rank filled with zeros
     def module(self, model):
         "The DDP module over `model`, up to date with what is trainable"
         now = (id(model), tuple(p.requires_grad for p in model.parameters()), self.find_unused)
@@ -89,6 +92,7 @@ class Reducer:
     def read(self, loss):
         "The sums over ranks of all entries, once the reduction is complete"
         n = group.world_size()
+        self.filled = []
         if abs(self.ledger.grad[0].item()*n - 1) > 1e-3: self._complete(loss)
         sums = (self.ledger.grad*n).double()
         self.ledger.grad = None
@@ -101,7 +105,7 @@ class Reducer:
         loss.backward()
         return self.read(loss)
 
-# %% ../nbs/08b_reduce.ipynb #9347da3e
+# %% ../nbs/08b_reduce.ipynb #6693d9cf
 def _trainable(model): return [(k,p) for k,p in model.named_parameters() if p.requires_grad]
 
 @patch
@@ -131,8 +135,8 @@ def _complete(self:Reducer, loss):
     "Zeros for the parameters that got no gradient on this rank, so that DDP finishes"
     named = _trainable(self.ddp.module.model)
     ids = {id(p) for p in unused_params(loss, [p for _,p in named])}
-    self.missing = [k for k,p in named if id(p) in ids]
-    zero_loss(p for _,p in named if id(p) in ids).backward()
+    self.missing,self.filled = [k for k,p in named if id(p) in ids],[p for _,p in named if id(p) in ids]
+    zero_loss(self.filled).backward()
 
 @patch
 def heed(self:Reducer, unused):
@@ -215,7 +219,7 @@ def _without_nan(self:Ledger, loss, own):
     if weight is not None and not own: return zero_loss(self.model.parameters())
     return torch.where(own>0, loss, 0.)
 
-# %% ../nbs/08b_reduce.ipynb #ffbcf272
+# %% ../nbs/08b_reduce.ipynb #949a0be3
 @patch
 def cast(self:Ledger, kind):
     "A vote in the current batch, or in the next where this one's is closed; returns what the ranks decided"
@@ -265,6 +269,13 @@ def _set_loss(self:Ledger, loss, divisor, known):
     self.learn.loss = self.loss.new_tensor(loss/divisor if divisor else float('nan')) if complete else self.prev
 
 @patch
+def take_back(self:Ledger, params):
+    "No gradient again where there was none before this batch: the optimizer of one process leaves such a parameter alone"
+    bare = {id(p) for p in self.bare}
+    for p in params:
+        if id(p) in bare: p.grad = None
+
+@patch
 def drop(self:Ledger):
     "Gradients as they were before this batch: none, or zeros"
     bare = {id(p) for p in self.bare}
@@ -272,13 +283,15 @@ def drop(self:Ledger):
         if id(p) in bare: p.grad = None
         elif p.grad is not None: p.grad.detach_().zero_()
 
-# %% ../nbs/08b_reduce.ipynb #93bd33b8
+# %% ../nbs/08b_reduce.ipynb #c87d7004
 class EnterDDP(Callback):
     "Puts the DDP module in place of the model for the forward pass of a training batch"
     order,run_valid = _LAST,False
     def __init__(self, ledger): self.ledger = ledger
     def before_batch(self):
-        if self.ledger.reduces(): self.learn.model = self.ledger.reducer.module(self.model)
+        if not self.ledger.reduces(): return
+        self.learn.model = self.ledger.reducer.module(self.model)
+        self.model.module.gathered = self.ledger.accumulating is not None
 
 class LeaveDDP(Callback):
     "Puts the raw model back, and acts on what the ledger says before anything else does after a backward pass"
@@ -296,7 +309,7 @@ class LeaveDDP(Callback):
         if not l.riding: return       # cancelled, or nothing was reduced
         l.riding = False
         sums = l.reducer.read(self.loss_grad)
-        for p in l.reducer.idle: p.grad = None if any(p is o for o in l.bare) else p.grad
+        l.take_back(l.reducer.idle + [p for p in l.reducer.filled if not p.grad.any()])
         if l.ahead: return l.reducer.heed(sums[4].item())
         l._rescale(l._factor(sums.tolist()))
         decided = l._close(sums.tolist())

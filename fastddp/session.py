@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DEFAULTS', 'workers_for', 'workers_on_cpu', 'Session', 'Outer', 'Cut', 'calling', 'enough_epochs']
 
-# %% ../nbs/09e_session.ipynb #0ddd3ed6
+# %% ../nbs/09e_session.ipynb #85e92040
 import contextlib, time, weakref
 from typing import NamedTuple
 
@@ -20,9 +20,10 @@ from .data import check_dl, dl_state, global_bs, n_batches, set_dl_state
 from .errors import CantDistribute, WorkerError
 from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
 from .jobs import loader_refs
-from .launch import Job, undisturbed
+from .launch import Job
 from .rng import SharedRNG
 from .snapshot import Baseline, apply, capture, dropped_lists, offloaded, own_copy, refs, take
+from .watch import undisturbed
 
 # %% ../nbs/09e_session.ipynb #b6c84c1d
 def workers_for(nprocs=None, gpus=None):
