@@ -6,14 +6,14 @@
 __all__ = ['start_method', 'preload', 'warm', 'Surroundings', 'Pipe', 'Link', 'Workers']
 
 # %% ../nbs/02_workers.ipynb #1e6a9899
-import contextlib, faulthandler, gc, importlib, io, os, pickle, queue, shutil, signal, socket, sys, tempfile, threading, time, warnings
+import contextlib, faulthandler, gc, importlib, os, pickle, queue, shutil, signal, socket, sys, tempfile, threading, time, warnings
 from typing import NamedTuple
 
 import cloudpickle, multiprocess
 from multiprocess import connection, forkserver
 
 from .errors import failure_of
-from .transport import Block, Packed, dump
+from .transport import Block, dump
 
 # %% ../nbs/02_workers.ipynb #84d9af62
 _preload = ['fastddp.workers']     # What the helper imports; rooms above add their libraries
