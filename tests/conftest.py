@@ -60,6 +60,32 @@ def files():
     return {str(o) for o in [*(shm.iterdir() if shm.exists() else ()), *ours]}
 
 
+def is_ours(pid):
+    "Was process `pid` started by this run? A descendant, or an orphan that has our temporary folder in its environment"
+    if pid == os.getpid() or pid in {o.pid for o in psutil.Process().children(recursive=True)}: return True
+    try: return f'TMPDIR={tempfile.gettempdir()}\0'.encode() in Path(f'/proc/{pid}/environ').read_bytes()
+    except OSError: return False
+
+
+def holders(path):
+    "Pids of the processes that map `path` or have it open, as far as we may look"
+    found = set()
+    for proc in Path('/proc').iterdir():
+        if not proc.name.isdigit(): continue
+        try:
+            if f'{path}\n' in (proc/'maps').read_text() or any(os.readlink(o) == path for o in (proc/'fd').iterdir()): found.add(int(proc.name))
+        except OSError: continue
+    return found
+
+
+def of_others(path):
+    "Does the file belong to another user or to processes that this run didn't start? Runs may go on side by side"
+    try:
+        if os.stat(path).st_uid != os.getuid(): return True
+    except FileNotFoundError: return True
+    return path.startswith('/dev/shm/') and bool(pids := holders(path)) and not any(map(is_ours, pids))
+
+
 # pytest's own, and one that torch sets when its optimizers are first used
 PASSING = 'PYTEST_CURRENT_TEST', 'TORCHINDUCTOR_CACHE_DIR'
 
@@ -88,7 +114,8 @@ def leaves_nothing():
     was = [look() for look in (children, files, memfds)]
     env, sigs = environment(), handlers()
     yield
-    procs, paths, fds = (left_after(*o) for o in zip((children, files, memfds), was))
+    new_files = lambda: {o for o in files()-was[1] if not of_others(o)}
+    procs, paths, fds = (left_after(*o) for o in zip((children, new_files, memfds), was))
     problems = {'processes': [f'{o.pid}: {" ".join(o.cmdline()[:6])}' for o in procs if running(o)],
                 'files': sorted(paths), 'memory': sorted(fds),
                 'environment': changed(env, environment()), 'signal handlers': changed(sigs, handlers())}

@@ -1,5 +1,5 @@
 """The watch over every test is awake: each thing left behind fails the test that left it, and only that."""
-import shutil, subprocess, sys
+import mmap, subprocess, sys, time
 from pathlib import Path
 import pytest
 
@@ -11,9 +11,16 @@ LEAKS = {
     'signal handlers': "import signal; signal.signal(signal.SIGTERM, lambda *_: None)"}
 
 
+def copy_conftest(folder):
+    "With little patience: what leaks here leaks on purpose"
+    text = Path(__file__).with_name('conftest.py').read_text(encoding='utf-8')
+    assert 'GRACE = 5.' in text
+    (folder/'conftest.py').write_text(text.replace('GRACE = 5.', 'GRACE = 1.'), encoding='utf-8')
+
+
 @pytest.mark.parametrize('what', LEAKS)
 def test_leak_is_noticed(what, tmp_path):
-    shutil.copy(Path(__file__).with_name('conftest.py'), tmp_path)
+    copy_conftest(tmp_path)
     (tmp_path/'test_it.py').write_text(f'def test_leaks():\n    {LEAKS[what]}\n\ndef test_after_it(): pass\n')
     r = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', str(tmp_path)], cwd=tmp_path,
                        capture_output=True, text=True, timeout=60)
@@ -23,7 +30,7 @@ def test_leak_is_noticed(what, tmp_path):
 
 def test_helper_process_may_stay(tmp_path):
     "The fork server does, its workers don't"
-    shutil.copy(Path(__file__).with_name('conftest.py'), tmp_path)
+    copy_conftest(tmp_path)
     (tmp_path/'test_it.py').write_text('''
 import multiprocess, os, time
 ctx = multiprocess.get_context('forkserver')
@@ -34,3 +41,34 @@ def test_running(): ctx.Process(target=time.sleep, args=(60,), daemon=True).star
     r = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', str(tmp_path)], cwd=tmp_path,
                        capture_output=True, text=True, timeout=60)
     assert '2 passed, 1 error' in r.stdout and 'ERROR test_it.py::test_running' in r.stdout, r.stdout
+
+
+def test_file_of_another_run_is_not_blamed(tmp_path):
+    "Made in shared memory while a test runs: by this run, which is told so, and by a process that it didn't start, which is not"
+    copy_conftest(tmp_path)
+    (tmp_path/'test_it.py').write_text('''
+import sys, time
+from pathlib import Path
+def wait_for(path):
+    end = time.monotonic()+30
+    while not path.exists() and time.monotonic() < end: time.sleep(.02)
+def test_others():
+    Path('begun').touch()
+    wait_for(Path('made'))
+def test_ours(): Path('/dev/shm', f'fastddp-test-{Path.cwd().parent.name}-{Path.cwd().name}-ours').touch()
+''')
+    paths = [Path('/dev/shm', f'fastddp-test-{tmp_path.parent.name}-{tmp_path.name}-{o}') for o in ('others', 'ours')]
+    r = subprocess.Popen([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '.'], cwd=tmp_path,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while not (tmp_path/'begun').exists() and r.poll() is None: time.sleep(.02)
+        with open(paths[0], 'wb+') as f:
+            f.write(b'0'*mmap.PAGESIZE)
+            f.flush()
+            with mmap.mmap(f.fileno(), 0):
+                (tmp_path/'made').touch()
+                out = r.communicate(timeout=60)[0]
+    finally:
+        r.kill()
+        for o in paths: o.unlink(missing_ok=True)
+    assert '2 passed, 1 error' in out and 'ERROR test_it.py::test_ours' in out and 'ours' in out, out
