@@ -22,21 +22,26 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: demo test test-full test-faults readme troubles venv check again clean distclean
+.PHONY: browser demo test test-full test-faults readme troubles venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
 	@$(PY) tools/demo.py
 
-test: venv
+test: venv browser
 	@$(PY) -m pytest tests -m 'not full'
 
 # The long versions, too
-test-full: venv
+test-full: venv browser
 	@$(PY) -m pytest tests
 
 test-faults: venv
 	@FASTDDP_FAULTS=all $(PY) -m pytest tests/test_faults.py
+
+# For tests/test_browser.py, which is skipped without one: Debian's, where we may install it.
+browser:
+	@command -v chromedriver >/dev/null || ! test "$$(id -u)" = 0 || ! command -v apt-get >/dev/null || { timeout 300 sh -c \
+		'apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver'; } >/dev/null 2>&1 || true
 
 troubles: venv
 	@$(PY) tools/troubles.py
