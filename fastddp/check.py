@@ -21,7 +21,7 @@ from torch import nn
 from . import group
 from .callbacks import is_rank0_only
 from .data import _is_lm, _lay_out
-from .session import workers_for
+from .request import workers_for
 from .rng import SharedRNG
 
 # %% ../nbs/10b_check.ipynb #242e9b16

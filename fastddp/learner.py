@@ -24,7 +24,8 @@ from .errors import CantDistribute
 from .inference import infer_in_group, own_attrs
 from .jobs import as_one_process
 from .launch import Local
-from .session import DEFAULTS, Outer, Session, calling, enough_epochs, workers_for
+from .request import local_reason, workers_for
+from .session import DEFAULTS, Outer, Session, calling, enough_epochs
 from .snapshot import place
 
 # %% ../nbs/10_learner.ipynb #80a54f3c
@@ -128,7 +129,7 @@ def _in_place(learn, options, given):
 @contextlib.contextmanager
 def _on_workers(learn, given, options):
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
-    why = _local_reason(nprocs, gpus, launcher)
+    why = local_reason(nprocs, gpus, launcher)
     if why:
         print(why)
         with _door(learn, distrib_session=given): yield
@@ -138,15 +139,6 @@ def _on_workers(learn, given, options):
         factories = given['model_factory'],given['dls_factory']
         session = Session(learn, n, gpus, engine, given['batch'], options, factories, given)
         with _door(learn, fit=session.fit, _do_epoch_validate=session.validate, distrib_session=given): yield
-
-def _local_reason(nprocs, gpus, launcher):
-    "Why the fit runs in this very process, or None"
-    if launcher is not None: return None
-    if not group.has_distributed(): return "This torch has no torch.distributed on this system: training in this process."
-    if gpus is not None or workers_for(nprocs)[0] > 1: return None
-    if nprocs == 1: return "One worker: training in this process."
-    return ("One GPU: training in this process." if group.n_gpus() else
-            "No GPU: training in this process. nprocs=2 starts two workers on the CPU.")
 
 # %% ../nbs/10_learner.ipynb #5e217da1
 @patch

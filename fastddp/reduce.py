@@ -17,7 +17,7 @@ from torch import nn
 
 from . import group
 from .agree import VOTES, _FIRST, _LAST, ballot, strongest
-from .metrics import loss_divisor, sums_up, weighting
+from .parts import loss_divisor, sums_up, weighting
 from .shard import loss_weight
 
 # %% ../nbs/08b_reduce.ipynb #c2895e41
