@@ -1,8 +1,9 @@
 "The same code as a script: under the real torchrun, and under plain python."
-import json, os, random, subprocess, sys
+import contextlib, json, os, random, subprocess, sys
 from pathlib import Path
 import pytest
 from learners import make_learner, seed_all
+from script_words import words
 
 here = Path(__file__).parent
 
@@ -42,6 +43,30 @@ def test_torchrun_trains_what_one_process_trains(launched):
     learn.fit(2, 0.01)
     assert a['losses'] == pytest.approx([float(o) for o in learn.recorder.losses], abs=1e-5)
     for mine, theirs in zip(learn.model.parameters(), a['weights'], strict=True): assert mine.flatten().tolist() == pytest.approx(theirs, abs=1e-5)
+
+
+@contextlib.contextmanager
+def seeded_as_ranks(learn):
+    "One process with the random streams that rank 0 draws for all"
+    seed = random.getrandbits(31)
+    seed_all(seed)
+    for i, dl in enumerate(learn.dls.loaders): dl.rng = random.Random(seed+i)
+    yield
+
+
+def test_every_word_in_place(tmp_path):
+    "Under torchrun all ranks get what one process gets: fit with its best model, metrics, predictions, `lr_find`; one file"
+    done = run('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', here/'script_words.py', tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    a, b = [json.loads((tmp_path/f'words{r}.json').read_text()) for r in range(2)]
+    assert a == b
+    assert a['files'] == ['models/model.pth'] and a['untouched'] and not a['own'] and len(a['preds']) == 5
+    one = words(32, tmp_path/'models of one', seeded_as_ranks)
+    assert a['lrs'] == one['lrs'] and one['files'] == a['files']
+    for k in ('fit', 'values', 'validate', 'preds', 'small'): assert flat(a[k]) == pytest.approx(flat(one[k]), rel=1e-3, abs=1e-4), k
+
+
+def flat(o): return [v for part in o for v in flat(part)] if isinstance(o, list) else [o]
 
 
 SCRIPT = """
