@@ -26,7 +26,7 @@ class KeepState(Callback):
 class Report(Callback):
     "Says before each batch that this rank is alive, and where; counts what goes through and how long it takes"
     order = -2_000_000
-    def __init__(self, ctx): self.ctx,self.begun,self.seconds,self.items,self.in_batch = ctx,None,0.,0,False
+    def __init__(self, ctx): self.ctx,self.begun,self.seconds,self.items,self.in_batch,self.stepped = ctx,None,0.,0,False,False
     def before_train(self): self.entered = time.perf_counter()
     def before_batch(self):
         if self.begun is None: self.begun = time.time()
@@ -34,6 +34,8 @@ class Report(Callback):
         self.ctx.beat(_whereabouts(self.learn))
     def after_batch(self):
         if not self.training: self.in_batch = False
+        if not self.stepped: self.ctx.mark('first step')
+        self.stepped = True
     def after_train(self):
         self.seconds += time.perf_counter()-self.entered
         self.items += sum(total for _,total in getattr(self.dl, 'counts', ()))
@@ -79,6 +81,7 @@ def fit_job(ctx, obj):
         except BaseException:
             ctx.where,ctx.items = _whereabouts(learn),_items(learn, report)     # as long as the learner is in the state that it failed in
             raise
+    ctx.mark('train')
     if ctx.rank == 0: keep('state')
     return dict(interrupted=interrupted, begun=report.begun, seconds=report.seconds, items=report.items)
 
@@ -96,6 +99,7 @@ def infer_job(ctx, obj):
     ctx.where = lambda: _whereabouts(learn)
     with distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, share_dls=False) as agree, learn.added_cbs([Report(ctx)]):
         part,left = leave_together(agree, lambda: run_part(learn, dl, agree.shared))
+    ctx.mark('validate')
     learn.dl = None
     if ctx.rank == 0: ctx.put('state', capture(learn, (), base, agree.shared.state(), known, weights=False))
     return part, left, dl_state(dl)

@@ -15,6 +15,7 @@ from . import group
 from .errors import CantDistribute
 from .pulse import Pulse
 from .relay import fd_log, look, relay_output
+from .report import Report
 from .transport import Block, Payload, dump, load
 from .watch import Interrupts, Outcome, Watch
 from .workers import Workers
@@ -29,7 +30,10 @@ class Context:
     "A rank's view of its job"
     def __init__(self, rank, world_size, device, emit, put, stop_requested):
         self.rank,self.world_size,self.device,self.local_rank = rank,world_size,device,rank
-        self.emit,self.put,self.stop_requested,self.where,self.items = emit,put,stop_requested,'',()
+        self.emit,self.put,self.stop_requested,self.where,self.items,self.marks = emit,put,stop_requested,'',(),[]
+    def mark(self, phase):
+        "A phase of the job ends now"
+        self.marks.append((phase, time.time()))
     def beat(self, where='', leaving=False):
         "A step is about to begin; `leaving`: the job has heard the wish to stop"
     def interruptible(self):
@@ -40,6 +44,7 @@ def _call(job_work, ctx, meta, buffers):
     "Loads the payload and calls the job; the result as a `Payload`"
     module,name = job_work.split(':')
     obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']))
+    ctx.mark('load')
     res = getattr(importlib.import_module(module), name)(ctx, obj)
     return res if isinstance(res, Payload) else dump(res)
 
@@ -86,11 +91,17 @@ class _LinkedContext(Context):
 def _enter(link, _, buffers, place):
     "The entry of every worker's job; the payload's pickle is the first of its buffers"
     meta,*buffers = buffers
+    began = time.time()
     device = group.use_device(place.gpu, place.threads)
     with fd_log(place.log), relay_output(lambda e: link.emit(('show', e)), **place.look):
         if place.backend: _meet(link, place, device)
-        try: return _call(place.work, _LinkedContext(link, place, device), meta, buffers)
-        finally: _tidy(device)
+        ctx = _LinkedContext(link, place, device)
+        ctx.marks.append(('ship', began))
+        ctx.mark('join')
+        try: return _call(place.work, ctx, meta, buffers)
+        finally:
+            if link.rank == 0: link.emit(('marks', ctx.marks))
+            _tidy(device)
 
 _met = None     # the store at which this process's group met
 
@@ -146,10 +157,10 @@ from fastcore.basics import patch
 def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=None):
     """Runs `job` on `nprocs` ranks and returns an `Outcome`; raises a `WorkerError`, or KeyboardInterrupt when a rank didn't stop.
     `here`: `(rank, fn)`, a rank without a process of its own, for which `fn()` is called in this thread"""
-    ok,watch,interrupts = False,None,Interrupts()
+    ok,watch,interrupts,report = False,None,Interrupts(),Report()
     with interrupts.noted():        # also while processes start and end
         try:
-            self._prepare([r for r in range(nprocs) if here is None or r != here[0]], nprocs, interrupts)
+            self._prepare([r for r in range(nprocs) if here is None or r != here[0]], nprocs, interrupts, report.mark)
             packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
             places = self._places(nprocs, job.work)
             self.workers.submit('fastddp.launch:_enter', packed, self._block, places, LOCAL_WORLD_SIZE=str(nprocs))
@@ -157,20 +168,20 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             own = {here[0]: watch.beside(here[1])} if here else {}
             outcome = watch.wait(refs, own)
             ok = True
-            return outcome
+            return outcome._replace(marks=(*report.marks, *outcome.marks))
         finally:
             kept = ok or (self.standing and watch is not None and watch.settle())
             if self.standing and job.payload.buffers: self._new_block()
             if not (kept and self._warm): self.close(2. if ok else 0)
 
 @patch
-def _prepare(self:Local, ranks, nprocs, interrupts):
+def _prepare(self:Local, ranks, nprocs, interrupts, mark):
     "Workers that fit: those of the last job, or new ones"
     if self._block is None: self._block = Block()
     if self.workers and (self.workers.ranks != ranks or len(self.workers.alive()) < len(ranks)):
         self.workers.stop()
         self.workers,self._store = None,None
-    if self.workers is None: self.workers = _start(ranks, bool(self._gpus(nprocs)), interrupts)
+    if self.workers is None: self.workers = _start(ranks, bool(self._gpus(nprocs)), interrupts, mark)
 
 @patch
 def _new_block(self:Local):
@@ -202,8 +213,8 @@ def _look(self:Local, r):
     return look() | own | (dict(shell=True) if self.standing else {})       # cells run in it
 
 # %% ../nbs/06_launch.ipynb #49cd4296
-def _start(ranks, on_gpu, interrupts):
-    workers = Workers(len(ranks), ranks=ranks)
+def _start(ranks, on_gpu, interrupts, mark):
+    workers = Workers(len(ranks), ranks=ranks, mark=mark)
     if not on_gpu or workers.method == 'spawn': return workers
     ready = {}
     while len(ready) < len(ranks) and not interrupts.n:
@@ -214,7 +225,7 @@ def _start(ranks, on_gpu, interrupts):
     workers.stop()
     warnings.warn("fastddp: the helper process touched CUDA, so workers start by spawn (slower). A library imported at start does it; "
                   "FASTDDP_PRELOAD=0 turns the helper off.")
-    return Workers(len(ranks), method='spawn', ranks=ranks)
+    return Workers(len(ranks), method='spawn', ranks=ranks, mark=mark)
 
 # %% ../nbs/06_launch.ipynb #d7c0e696
 class InProcess:
@@ -235,7 +246,7 @@ class InProcess:
             try: res = _call(job.work, ctx, job.payload.meta, _own(job.payload))
             finally: group.leave()
         state,epoch = ((p.meta, _own(p)) if (p := put.get(k)) else None for k in ('state','epoch'))
-        return Outcome([load(res.meta, _own(res), refs=refs)], False, state, epoch)
+        return Outcome([load(res.meta, _own(res), refs=refs)], False, state, epoch, (*ctx.marks,))
 
 def _own(payload):
     "Private writable copies of a payload's buffers"

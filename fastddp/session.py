@@ -22,6 +22,7 @@ from .jobs import loader_refs
 from .launch import Job
 from .inplace import own_copy
 from .parts import bn_note
+from .report import Report
 from .rng import SharedRNG
 from .snapshot import Baseline, apply, capture, dropped_lists, offloaded, refs, take
 from .watch import undisturbed
@@ -41,6 +42,7 @@ class Session:
         learn,cbs = self.learn,[cb() if isinstance(cb,type) else cb for cb in L(cbs)]
         if (outer := _outer.get(learn)) is None: outer = Outer('fit', (n_epoch,lr,wd,cbs,reset_opt,start_epoch), {}, self.given)
         first,state = outer.next_fit()
+        self.report = Report(f"{n_epoch} epoch{'s' if n_epoch != 1 else ''}")
         if first == 'done': return
         if state: apply(learn, cbs, *state)
         self._check()
@@ -58,16 +60,19 @@ class Session:
             _cuts[learn] = self.cut.noted(learn)
             raise KeyboardInterrupt
         _cuts.pop(learn, None)
+        self._reported()
         self._sum_up(n_epoch, out.results)
     def _run(self, call, cbs):
         "Runs the job and puts its state into the learner; after a failure, that of the last complete epoch"
         left = self.given.get('restarts', 0)
         while True:
             job = Job('fastddp.jobs:fit_job', take(self.learn, cbs, dict(call, first=self.cut.first, lists=dropped_lists(self.learn, cbs)), *self.factories))
+            self.report.mark('snapshot')
             with offloaded(self.learn):
                 try: out = self.launcher.run(job, self.n)
                 except (WorkerError, KeyboardInterrupt) as e:
                     with undisturbed(): self._keep(e, cbs)
+                    self.report.mark('failed')
                     if not left or isinstance(e, KeyboardInterrupt): raise
                     self._say_restart(e, left)
                     left -= 1
@@ -89,6 +94,7 @@ class Session:
         elif out.interrupted: self.cut = self.cut._replace(done=self.cut.outer.fits, first=None)     # it came too late for this fit
         apply(self.learn, cbs, *out.state)
         self.kept = True
+        self.report.marks += out.marks
 
 # %% ../nbs/09e_session.ipynb #93b66694
 class Outer:
@@ -161,6 +167,18 @@ def calling(learn, outer):
     finally: _outer.pop(learn, None)
 
 # %% ../nbs/09e_session.ipynb #44af6d36
+_reports = weakref.WeakKeyDictionary()      # learner -> where the time of its last call on the workers went
+
+@patch
+def _reported(self:Session):
+    self.report.mark('back')
+    _reports[self.learn] = self.report
+
+@patch(as_prop=True)
+def distrib_report(self:Learner):
+    "Where the time of the last call on the workers went, by phase; None before the first"
+    return _reports.get(self)
+
 @patch
 def _say_restart(self:Session, e, left):
     "One line about a failure that isn't the end"
@@ -196,13 +214,17 @@ def validate(self:Session, ds_idx=1, dl=None):
 def _infer(self:Session, dl):
     "Each rank's result of `infer_job`; what rank 0's callbacks hold is in the notebook's by then"
     learn,own = self.learn,[i for i,o in enumerate(self.learn.dls.loaders) if o is dl]
+    self.report = Report('inference')
     job = Job('fastddp.jobs:infer_job', take(learn, (), dict(dl=own[0] if own else dl), *self.factories))
+    self.report.mark('snapshot')
     with offloaded(learn):
         try: out = self.launcher.run(job, self.n)
         except (WorkerError, KeyboardInterrupt) as e:
             e.state,e.kept = None,"is as it was before the call."
             raise
         apply(learn, (), *out.state, known=loader_refs(learn, dl))
+        self.report.marks += out.marks
+    self._reported()
     if out.interrupted: raise KeyboardInterrupt
     return out.results
 

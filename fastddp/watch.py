@@ -23,6 +23,7 @@ class Outcome(NamedTuple):
     interrupted:bool
     state:tuple|None=None   # `(meta, buffers)` of what rank 0 left last under the name 'state'; valid until the next run
     epoch:tuple|None=None   # The same for the name 'epoch': the state at the end of the last complete epoch
+    marks:tuple=()          # `(phase, time of its end)`, as far as they concern the launcher and rank 0 (room 05f)
 
 # %% ../nbs/05c_watch.ipynb #5ce14c60
 class Interrupts:
@@ -50,7 +51,7 @@ class Watch:
         self.w,self.l,self.on_event,self.interrupts = launcher.workers,launcher,on_event,interrupts
         self.places = dict(zip(self.w.ranks, places))
         self.replay,self.asked,self.began = Replay(see=launcher.see, live=launcher.live),None,time.monotonic()
-        self.done,self.failed,self.died = set(),[],{}
+        self.done,self.failed,self.died,self.marks = set(),[],{},[]
     def wait(self, refs, own={}):
         "Until all ranks are done; the first failure ends it for all. `own`: results that are here already"
         try:
@@ -60,7 +61,7 @@ class Watch:
             if self.failed or self.died: raise self._failure()
         finally: self.replay.close()
         results = own | {r:self._load(r, refs) for r in self.w.ranks}
-        return Outcome([results[r] for r in sorted(results)], bool(self.interrupts.n), self._kept('state'), self._kept('epoch'))
+        return Outcome([results[r] for r in sorted(results)], bool(self.interrupts.n), self._kept('state'), self._kept('epoch'), (*self.marks,))
     def _ended(self): return len(self.done)+len(self.failed)+len(self.died)
     def _over(self):
         "Nothing to wait for? After an interrupt ranks end one by one, each with a KeyboardInterrupt of its own"
@@ -74,6 +75,7 @@ class Watch:
         if what == 'event':
             kind,e = rest[0]
             if kind == 'show': self.replay.add(r, e)
+            elif kind == 'marks': self.marks += e
             else: self.on_event(r, e)
         elif what == 'done': self.done.add(r)
         elif what == 'failed': self.failed.append(rest[0])

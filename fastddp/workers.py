@@ -193,10 +193,10 @@ def _report(link, e):
 # %% ../nbs/02_workers.ipynb #2b6ba769
 class Workers:
     "`n` processes; `submit` a job to all, `poll` for news, `stop` in any case"
-    def __init__(self, n, method=None, ranks=None):
+    def __init__(self, n, method=None, ranks=None, mark=lambda phase: None):
         self.ranks = list(range(n) if ranks is None else ranks)     # one of them may run elsewhere: in the notebook itself
         self.n,self.method,self.dir = len(self.ranks),method or start_method(),tempfile.mkdtemp(prefix='fastddp-')
-        self.procs,self.pipes,self.latest,self._blocks,self._dead = {},{},{},{},set()
+        self.procs,self.pipes,self.latest,self._blocks,self._dead,self._mark = {},{},{},{},set(),mark
         try: self._start()
         except BaseException:
             self.stop(0)
@@ -212,6 +212,7 @@ class Workers:
                 theirs.close()
                 self.procs[r] = p
                 self.pipes[r] = Pipe(ours)
+                self._mark('helper' if len(self.procs) == 1 else 'fork')
     def log_path(self, rank): return os.path.join(self.dir, f'rank{rank}.log')
     def submit(self, entry, packed, block, configs, **env):
         "Every rank calls `entry` ('module:function') with the payload in `block` and its own of `configs`"

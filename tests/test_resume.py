@@ -53,6 +53,7 @@ def test_goes_on_by_itself(tmp_path, undisturbed, capsys):
     train(learn, restarts=1)
     assert history(learn) == undisturbed
     assert 'RankDied: rank 1 died: killed by SIGKILL (epoch 1, batch 4). Going on with epoch 1' in capsys.readouterr().out
+    assert [o for o in learn.distrib_report.phases if o in ('failed', 'back')] == ['failed', 'back']
 
 
 def test_restarts_are_counted(tmp_path):
