@@ -6,8 +6,6 @@
 __all__ = ['model_tensors', 'own_copy', 'travelling', 'update_attrs', 'apply_model', 'kept_tensor']
 
 # %% ../nbs/05e_inplace.ipynb #609f7002
-import contextlib
-
 import torch
 
 from .transport import dump
@@ -19,13 +17,14 @@ def own_copy(meta, buffers):
     "A state in memory of this process's own; what came from a block is good only until the next run"
     return meta, [bytearray(b) for b in buffers]
 
-def travelling(attrs, known):
-    "Those of `attrs` that can be dumped"
+def travelling(attrs, known, name='', lost=None):
+    "Those of `attrs` that can be dumped; in `lost`, why not of the others"
     res = {}
     for k,v in attrs.items():
-        with contextlib.suppress(Exception):    # whatever keeps it from travelling, the notebook's own value stays
-            dump(v, known)
-            res[k] = v
+        try: dump(v, known)
+        except Exception as e:      # whatever keeps it from travelling, the notebook's own value stays
+            if lost is not None: lost.append(f"{name}.{k} ({type(e).__name__}: {e})")
+        else: res[k] = v
     return res
 
 def update_attrs(obj, attrs):

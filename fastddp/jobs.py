@@ -71,7 +71,7 @@ def fit_job(ctx, obj):
     with distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as agree, as_one_process(learn, cbs, agree):
         def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, agree.shared.state(), known))
         extra = [report, EndOfBatch(report)] + ([KeepState(keep)] if ctx.rank == 0 else [])
-        if call['first'] is not None: extra.append(GoOn(learn, cbs, call['first'], call['lists'], known))
+        if call['first'] is not None: extra.append(GoOn(learn, base.cbs, call['first'], call['lists'], known))
         try:
             with learn.added_cbs(extra): type(learn).fit(learn, cbs=cbs, **call['fit'])
         except KeyboardInterrupt:

@@ -45,11 +45,12 @@ class SharedRNG:
 
 # %% ../nbs/05a_rng.ipynb #0f00ecde
 def seed_rank(rank, world_size,
-              shared # A `SharedRNG`; it is not advanced
+              shared, # A `SharedRNG`; it is not advanced
+              epoch=0
 ):
     "Seed this process's global streams for `rank` (torch's include those of its GPUs, now or once they start)"
     if world_size==1: shared.install(); shared.alone = True; return
     s = shared.state()
-    words = repr((rank,s['python'],s['numpy'][2:])).encode() + s['numpy'][1].tobytes() + s['torch'].numpy().tobytes()
+    words = repr((rank,epoch,s['python'],s['numpy'][2:])).encode() + s['numpy'][1].tobytes() + s['torch'].numpy().tobytes()
     seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), 'little')
     random.seed(seed); np.random.seed(seed%2**32); torch.manual_seed(seed)

@@ -7,13 +7,14 @@ __all__ = ['all_cbs', 'anchors', 'refs', 'without_attrs', 'roots', 'take', 'opt_
            'capture', 'apply', 'dropped_lists', 'GoOn', 'offloaded', 'unpack', 'place_dl', 'place']
 
 # %% ../nbs/09a_snapshot.ipynb #d2613a07
-import contextlib, functools, pickle
+import contextlib, functools, pickle, warnings
 
 import torch
 from fastai.callback.core import Callback, CancelEpochException
 from fastai.data.load import DataLoader
 from fastcore.foundation import L
 
+from .callbacks import RANK0_ONLY
 from .data import dl_state, is_sharded, set_dl_state
 from .inplace import apply_model, kept_tensor, model_tensors, own_copy, travelling, update_attrs
 from .rng import SharedRNG
@@ -95,7 +96,7 @@ def model_state(learn):
 
 def mode_state(learn):
     "`model_state` without a tensor: what a validation may change"
-    return dict(tensors={}, opt=None, requires_grad=[p.requires_grad for p in learn.model.parameters()], training=[m.training for m in learn.model.modules()])
+    return dict(tensors={}, opt=None, epoch=getattr(learn, 'epoch', None), requires_grad=[p.requires_grad for p in learn.model.parameters()], training=[m.training for m in learn.model.modules()])
 
 # %% ../nbs/09a_snapshot.ipynb #89ef966d
 _STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','fit','_do_epoch_validate','distrib_session',
@@ -112,6 +113,8 @@ class Baseline:
         own = {k:(v,False) for k,v in vars(learn).items() if k not in _STAY and new(k,v) and not isinstance(v, Callback)}
         return own, [{k:(v, k in old and old[k] is v) for k,v in vars(cb).items() if k not in _STAY} for cb,old in zip(self.cbs, self.attrs)]
 
+def _is_logger(cb): return any(c.__name__ in RANK0_ONLY for c in type(cb).__mro__)     # their connections are expected to stay behind
+
 def capture(learn, cbs, base, rng=None, known=None, weights=True):
     "Everything that training changed, as a `Payload`: large state in place, the rest as a dump of its own"
     known = known or refs(learn, cbs)
@@ -121,7 +124,9 @@ def capture(learn, cbs, base, rng=None, known=None, weights=True):
     if not any(learn.model is o for o in known): rest['model'] = learn.model
     try: small = dump(rest, known)
     except Exception:
-        rest |= dict(learn=travelling(own, known), cbs=[travelling(o, known) for o in of_cbs])
+        rest['lost'] = lost = []
+        rest |= dict(learn=travelling(own, known, 'learn', lost),
+                     cbs=[travelling(o, known, f'learn.{cb.name}', None if _is_logger(cb) else lost) for cb,o in zip(base.cbs, of_cbs)])
         small = dump(rest, known)
     return dump((model_state(learn) if weights else mode_state(learn), small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), known)
 
@@ -130,7 +135,8 @@ def apply(learn, cbs, meta, buffers, known=None):
     "Puts a captured state into `learn` and its callbacks, in place"
     known = known or refs(learn, cbs)
     state,small,small_buffers = load(meta, buffers, refs=known)
-    rest = load(small, [bytearray(b) for b in small_buffers], refs=known)   # private: the block may be written again
+    rest = _load_rest(small, small_buffers, known)
+    if state['epoch'] is not None: learn.epoch = state['epoch']
     if 'model' in rest: learn.model = rest['model']
     if 'opt' in rest: learn.opt = rest['opt']
     apply_model(learn.model, state)
@@ -139,6 +145,20 @@ def apply(learn, cbs, meta, buffers, known=None):
     for cb,attrs in zip(all_cbs(learn, cbs), rest['cbs']): update_attrs(cb, attrs)
     for dl,st in zip(learn.dls.loaders, rest['dls']): set_dl_state(dl, st)
     if rest['rng']: SharedRNG(rest['rng']).install()
+
+def _load_rest(small, buffers, known):
+    "What came beside weights and optimizer; with a warning about what didn't"
+    try: rest = load(small, [bytearray(b) for b in buffers], refs=known)    # private: the block may be written again
+    except Exception as e:
+        warnings.warn(f"fastddp: weights and optimizer are those of the fit; recorder and callbacks are as before it, since something that "
+                      f"a callback holds can't be loaded here ({type(e).__name__}: {e}).")
+        return dict(learn={}, cbs=[], rng=None, dls=[])
+    if rest.get('lost'):
+        warnings.warn(f"fastddp: {'; '.join(map(_one_line, rest['lost'][:4]))} can't travel back from the workers and "
+                      f"{'is' if len(rest['lost']) == 1 else 'are'} in the notebook as before the fit. Everything else of the fit is there.")
+    return rest
+
+def _one_line(text): return ' '.join(text.split())
 
 # %% ../nbs/09a_snapshot.ipynb #3d6879a4
 def _apply_opt(opt, states, groups, frozen_idx):
@@ -155,10 +175,10 @@ def dropped_lists(learn, cbs):
     return [{k:vars(cb)[k] for k in getattr(cb, '_stateattrs', ()) if k in vars(cb)} for cb in all_cbs(learn, cbs)]
 
 class GoOn(Callback):
-    "Lets a fit begin at epoch `first`, with callbacks and counters as they are now"
+    "Lets a fit begin at epoch `first`, with counters and `cbs`, those that came from the notebook, as they are now"
     order = 3_000_000
     def __init__(self, learn, cbs, first, lists, known):
-        self.cbs_then,self.count = all_cbs(learn, cbs),getattr(learn, 'train_iter', 0)
+        self.cbs_then,self.count = cbs,getattr(learn, 'train_iter', 0)
         for cb,o in zip(self.cbs_then, lists): vars(cb).update(o)
         attrs = [{k:v for k,v in vars(cb).items() if k not in _STAY and v is not None} for cb in self.cbs_then]
         p = dump([travelling(o, known) for o in attrs], known)

@@ -17,6 +17,11 @@ class OneFault(Callback):
         if '/' in self.event and self.training != (self.event.split('/')[1] == 'train'): return False
         epoch, batch = self.when
         return epoch in (None, getattr(self.learn, 'epoch', 0)) and batch in (None, getattr(self.learn, 'iter', 0))
+    def after_fit(self):
+        "What can't travel back: `when_done` says which"
+        kind = getattr(self, 'when_done', None)
+        if kind == 'generator': self.generator = (i for i in range(3))
+        if kind == 'fussy': self.fussy = Fussy(1, 2)
     def _go(self):
         Path(self.marker).write_text(str(time.time()))
         do(self.what)
@@ -60,6 +65,11 @@ class OnDump:
 
 
 class Silent(Exception): pass
+
+
+class Fussy(Exception):
+    "As many libraries' own: it can be pickled, but not loaded"
+    def __init__(self, a, b): super().__init__(f'{a} and {b}')
 
 
 def do(what):

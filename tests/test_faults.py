@@ -96,12 +96,19 @@ def broken_learner(bad, what, marker, num_workers):
     return Learner(DataLoaders(train, DataLoader(points(16), batch_size=8)), mlp(), loss_func=torch.nn.CrossEntropyLoss(), lr=.1)
 
 
-@pytest.mark.parametrize('what,kind', [('exception', 'ValueError'), ('SIGKILL', 'RuntimeError')])
-def test_in_a_dataloader_worker(what, kind, tmp_path):
+# Where the bad item lies: in batch 0 of 6 or in batch 3, which the ranks share item by item
+BAD = {('first batch', 0): 2, ('first batch', 1): 3, ('mid-epoch', 0): 50, ('mid-epoch', 1): 51}
+IN_LOADER = [(what, place, rank) for what in ('exception', 'SIGKILL') for place, rank in BAD]
+
+
+@pytest.mark.parametrize('what,place,rank', IN_LOADER if ALL else IN_LOADER[2:7:3])
+def test_in_a_dataloader_worker(what, place, rank, tmp_path):
     "The workers of workers: their error comes through, and they are gone afterwards"
-    learn = broken_learner(51, what, tmp_path/'fired', 2)
+    kind = dict(exception='ValueError', SIGKILL='RuntimeError')[what]
+    learn = broken_learner(BAD[place, rank], what, tmp_path/'fired', 2)
     with pytest.raises(RankRaised) as caught: learn.distrib_fit(1, nprocs=2)
     assert caught.value.failure.kind == kind and 'DataLoader worker' in str(caught.value)
+    assert caught.value.rank == rank
     if what == 'SIGKILL': assert trouble_of(kind, caught.value.failure.message).name == 'shared memory is full'
     learn.distrib_fit(1, nprocs=2)
 
@@ -117,14 +124,21 @@ def test_post_mortem(tmp_path):
 
 
 def test_what_cannot_be_pickled_costs_nothing(tmp_path):
-    "An attribute of a callback that can't travel back stays as the notebook has it; the training is not lost"
+    "An attribute of a callback that can't travel back stays as the notebook has it, and is named; the training is not lost"
     learn = make_learner(cbs=[OneFault('nothing', 'before_fit', 9, marker=str(tmp_path/'fired'))])
-    learn.one_fault.extra = OnDump('exception', 0, str(tmp_path/'dumped'))
-    learn.distrib_fit(1, nprocs=2)
-    assert len(learn.recorder.values) == 1
+    learn.one_fault.extra = OnDump('exception', 0, str(tmp_path/'dumped'))     # the first time only
+    learn.one_fault.when_done = 'generator'
+    with pytest.warns(UserWarning, match=r"learn.one_fault.generator \(TypeError: cannot pickle 'generator' object\) can't travel back"):
+        learn.distrib_fit(1, nprocs=2)
+    assert len(learn.recorder.values) == 1 and not hasattr(learn.one_fault, 'generator')
+    learn.one_fault.when_done = 'fussy'
+    with pytest.warns(UserWarning, match="weights and optimizer are those of the fit.*can't be loaded here"): learn.distrib_fit(1, nprocs=2)
+    assert learn.epoch == 0
 
 
-def test_result_of_a_job_that_cannot_be_pickled():
+@pytest.mark.parametrize('rank', [0, 1])
+def test_result_of_a_job_that_cannot_be_pickled(rank):
     from fastddp.launch import Job, Local
     from fastddp.transport import dump
-    with pytest.raises(RankRaised, match='pickle'): Local().run(Job('jobs_that_fail:returns_a_generator', dump(None)), 2)
+    with pytest.raises(RankRaised, match='pickle') as caught: Local().run(Job('jobs_that_fail:returns_a_generator', dump(rank)), 2)
+    assert caught.value.rank == rank

@@ -1,8 +1,9 @@
 """A fit that was cut goes on as if nothing had happened: same lists, same table, same weights."""
 import pytest
+from torch import nn
 from faults import OneFault
 from fastddp.all import CantDistribute, RankDied, RankRaised
-from learners import make_learner
+from learners import make_learner, mlp
 
 CUTS = {   # what, event, rank, epoch, batch, what is raised, complete epochs afterwards, recorded batches afterwards
     'interrupt in an epoch': ('interrupt', 'before_batch/train', 1, 1, 2, KeyboardInterrupt, 1, 9),
@@ -13,9 +14,12 @@ CUTS = {   # what, event, rank, epoch, batch, what is raised, complete epochs af
     'exception at once': ('exception', 'before_fit', 0, None, None, RankRaised, 0, 0)}
 
 
+def with_dropout(): return nn.Sequential(nn.Dropout(.2), *mlp())     # the masks, too, are those of the uninterrupted fit
+
+
 def learner(tmp_path, *fault):
     marker = str(tmp_path/'fired')
-    learn = make_learner(cbs=[OneFault(*fault, marker=marker)] if fault else [])
+    learn = make_learner(cbs=[OneFault(*fault, marker=marker)] if fault else [], model=with_dropout)
     learn.recorder.lrs, learn.recorder.values = [], []
     return learn
 
@@ -65,8 +69,9 @@ def test_restarts_are_counted(tmp_path):
 def test_fine_tune_goes_on_with_its_second_fit(tmp_path):
     "Interrupted in the second of its two fits: the first one isn't trained again"
     def run(learn): learn.distrib('fine_tune', 2, 1e-2, nprocs=2)
-    whole, cut = learner(tmp_path, 'nothing', 'before_fit', 9), learner(tmp_path, 'interrupt', 'before_batch/train', 0, 1, 1)
+    whole = learner(tmp_path, 'nothing', 'before_fit', 9)
     run(whole)
+    cut = learner(tmp_path, 'interrupt', 'before_batch/train', 0, 1, 1)
     with pytest.raises(KeyboardInterrupt): run(cut)
     cut.distrib_resume()
     assert history(cut) == history(whole)
