@@ -14,7 +14,8 @@ from fastcore.basics import Stateful, patch
 from . import group
 from .errors import CantDistribute, RankDied, RankRaised, WorkerError, is_own_line
 from .launch import Job, Local
-from .transport import apply_patches, collect_patches, dump, dump_or_blame, load
+from .patches import collect_patches
+from .transport import dump, dump_or_blame, load
 from .workers import Surroundings
 
 # %% ../nbs/06b_dipper.ipynb #59208a82
@@ -81,7 +82,6 @@ def _whole():
 
 def push_job(ctx, obj):
     "Gives the objects of `obj['objs']` their names here"
-    apply_patches(obj['patches'])
     with _living_on(ctx) as ns: ns.update(obj['objs'])
 
 def pull_job(ctx, obj):
@@ -220,7 +220,7 @@ def run(self:Dipper, fn, *args, see='0', **kwargs):
 def push(self:Dipper, objs=None, **kwargs):
     "Copies objects, by name, into every worker's namespace"
     objs = {**(objs or {}), **kwargs}
-    with _whole(): payload = dump_or_blame(dict(objs=objs, patches=collect_patches()), objs)
+    with _whole(): payload = dump_or_blame(dict(patches=(patches := collect_patches()), objs=objs), objs | patches.roots())
     self._job('push_job', payload, f"receiving {', '.join(objs)}")
     self.names = sorted({*self.names, *objs})
 

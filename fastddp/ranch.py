@@ -13,7 +13,8 @@ import torch
 from . import group
 from .errors import CantDistribute
 from .launch import Job, Local, visible_cores
-from .transport import apply_patches, collect_patches, dump, dump_or_blame
+from .patches import collect_patches
+from .transport import dump, dump_or_blame
 
 # %% ../nbs/06a_ranch.ipynb #65dcc633
 def global_imports(
@@ -46,7 +47,8 @@ def _needed(need):
 def _request(fn, args, kwargs, **options):
     "One call as a `Payload`; refuses what can't travel, by name"
     roots = {'the function': fn, 'args': args, 'kwargs': kwargs, **{f'{k}=':v for k,v in options.items()}}
-    return dump_or_blame(dict(fn=fn, args=args, kwargs=kwargs, patches=collect_patches(), **options), roots)
+    patches = collect_patches()
+    return dump_or_blame(dict(patches=patches, fn=fn, args=args, kwargs=kwargs, **options), roots | patches.roots())
 
 def call_job(ctx, obj):
     "A worker's part of `ranch` or `spawn`"
@@ -54,7 +56,6 @@ def call_job(ctx, obj):
     main = vars(sys.modules['__main__'])
     global_imports(obj['imports'], main)
     main.update(obj['need'])
-    apply_patches(obj['patches'])
     args = (ctx.rank, *obj['args']) if obj['ranked'] else obj['args']
     with ctx.interruptible(), _meeting_at(obj['meet']), obj['ctx'] or contextlib.nullcontext():
         res = obj['fn'](*args, **obj['kwargs'])

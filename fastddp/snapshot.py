@@ -17,8 +17,9 @@ from fastcore.foundation import L
 from .callbacks import RANK0_ONLY
 from .data import dl_state, is_sharded, set_dl_state
 from .inplace import apply_model, kept_tensor, model_tensors, own_copy, travelling, update_attrs
+from .patches import collect_patches
 from .rng import SharedRNG
-from .transport import apply_patches, collect_patches, dump, dump_or_blame, load
+from .transport import dump, dump_or_blame, load
 
 # %% ../nbs/09a_snapshot.ipynb #66a8dfc4
 def all_cbs(learn, cbs=()):
@@ -59,14 +60,15 @@ def take(learn, cbs, call, model_factory=None, dls_factory=None):
     "The learner and the `call` to make on it, as a `Payload`; `NotPicklable` names what can't travel"
     away = dict(model=model_factory, dls=dls_factory)
     away = [k for k,f in away.items() if f]
-    obj = dict(learn=learn, cbs=list(cbs), call=call, patches=collect_patches(), rng=SharedRNG.capture().state(),
+    patches = collect_patches()     # first: loading the rest may need them
+    obj = dict(patches=patches, learn=learn, cbs=list(cbs), call=call, rng=SharedRNG.capture().state(),
                factories=(model_factory,dls_factory), state=model_state(learn) if model_factory else None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_attrs(learn, 'fit', '_do_epoch_validate', 'distrib_session', *away, *(['opt'] if model_factory else [])))
         # An iteration that was left half way (`lr_find`) left its iterator in the loader.
         for dl in [*learn.dls.loaders, learn.__dict__.get('dl'), call.get('dl')]:
             if isinstance(dl, DataLoader): stack.enter_context(without_attrs(dl, 'it'))
-        return dump_or_blame(obj, {} if away else roots(learn, cbs))
+        return dump_or_blame(obj, {} if away else roots(learn, cbs) | patches.roots())
 
 # %% ../nbs/09a_snapshot.ipynb #74c4cd6c
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]
@@ -223,7 +225,6 @@ def offloaded(learn):
 # %% ../nbs/09a_snapshot.ipynb #044bffa2
 def unpack(obj, device):
     "The learner, callbacks and call of a snapshot, ready to train on `device`"
-    apply_patches(obj['patches'])
     learn,(model_factory,dls_factory) = obj['learn'],obj['factories']
     if dls_factory: learn.dls = dls_factory()
     if model_factory: _build_model(learn, model_factory, obj['state'])

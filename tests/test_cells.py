@@ -89,17 +89,53 @@ learn.distrib_fit_one_cycle(2, slice(1e-3, 1e-2), nprocs=2)
 assert abs(learn.recorder.values[-1][2]-learn.recorder.values[-1][3]) < 1e-6
 assert len(learn.opt.hypers) == 2
 """,
-'patches and dispatch registrations on library classes': """
+'patches and dispatch registrations on library classes, changed and gone between two fits': """
+import functools
+from fastai.vision.all import *
+try: register = dispatch
+except NameError: register = typedispatch
+class Mine(TensorBase): pass
 @patch
 def twofold(self:torch.Tensor): return self*2
 @patch
 def noted(self:Learner): return 'here'
+@patch(as_prop=True)
+def depth(self:nn.Sequential): return len(self)
+@register
+def show_batch(x:Mine, y, samples, ctxs=None, **kwargs): return 'first'
+@Normalize
+def encodes(self, x:Mine): return x*3
+plain_len = nn.Sequential.__len__
+@functools.wraps(plain_len)
+def longer(self): return plain_len(self)+10
+nn.Sequential.__len__ = longer
 class Uses(Callback):
+    def __init__(self): self.said = []
     def after_pred(self): self.learn.pred = self.pred.twofold()
-    def after_fit(self): self.said = self.learn.noted()
-learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Uses())
-learn.distrib_fit(1, nprocs=2)
-assert learn.uses.said == 'here'
+    def after_fit(self):
+        a = Mine(torch.ones(2))
+        table = core.show_batch
+        self.said = [getattr(self.learn, 'noted', lambda: 'gone')(), getattr(self.model, 'depth', None), table(a, None, []),
+                     float(Normalize.from_stats([.5], [.5], cuda=False)(a).sum())]
+from fastai.data import core
+learn = Learner(loaders(), nn.Sequential(nn.Linear(8, 2)), loss_func=nn.CrossEntropyLoss(), cbs=Uses())
+with learn.distrib_ctx(nprocs=2):
+    learn.fit(1)
+    assert learn.uses.said == ['here', 11, 'first', 6.], learn.uses.said
+    del Learner.noted
+    nn.Sequential.__len__ = plain_len
+    @register
+    def show_batch(x:Mine, y, samples, ctxs=None, **kwargs): return 'second'
+    learn.fit(1)
+    assert learn.uses.said == ['gone', 1, 'second', 6.], learn.uses.said
+handle = open('log', 'w')
+@patch
+def tell(self:Learner): handle.write('fitted')
+try: learn.distrib_fit(1, nprocs=2)
+except NotPicklable as e: assert 'the patch Learner.tell' in str(e) and 'handle' in str(e), e
+else: assert False
+del Learner.tell
+handle.close()
 """,
 'modules by any alias, and one in the working directory': """
 open('my_helper.py', 'w').write('SCALE = 3.\\ndef loss(out, y, **kw):\\n    import torch.nn.functional as f\\n    return f.cross_entropy(out, y, **kw)*SCALE\\n')
