@@ -16,6 +16,7 @@ from fastcore.basics import noop
 from . import group
 from .agree import _FIRST, Agree, MeetLast
 from .data import is_sharded, shard_dl
+from .events import own_events
 from .metrics import ReduceMetrics, plain_metrics
 from .parts import share_buffers, synced_bn
 from .reduce import CountAll, EnterDDP, LeaveDDP, Ledger, Reducer, raw_model
@@ -85,6 +86,7 @@ def distributed(learn, batch='per_worker', sync_bn=True, stop_requested=lambda: 
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(quiet(learn))
         stack.enter_context(_added(learn, cbs))
+        stack.enter_context(own_events(learn))
         seed_rank(group.rank(), group.world_size(), shared)
         agree.shared = shared
         try: yield agree

@@ -76,13 +76,13 @@ def _door(learn, **attrs):
     "`learn` with these doors, and afterwards as it was"
     with own_attrs(learn, **attrs): yield learn
 
-_getstate = Learner.__getstate__
+_getstate,_DOORS = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches')
 
 @patch
 def __getstate__(self:Learner):
-    state = _getstate(self)
-    if state.get('distrib_session') is None: return state
-    return {k:v for k,v in state.items() if k not in ('fit','_do_epoch_validate','distrib_session')}    # `export` in a block
+    "Without our doors: a learner that is exported inside a block, or by a callback on a worker, is a plain one"
+    ours = lambda k,v: k == 'distrib_session' or k in _DOORS and (getattr(v,'__module__',None) or '').startswith('fastddp.')
+    return {k:v for k,v in _getstate(self).items() if not ours(k, v)}
 
 @patch
 @contextlib.contextmanager

@@ -66,9 +66,9 @@ class Reducer:
         self.ddp_kwargs,self.ddp,self.built_for = ddp_kwargs,None,None
         self.find_unused,self.missing,self.named,self.checked = ddp_kwargs.get('find_unused_parameters',False),[],False,False
         self.idle,self.filled = [],[]   # parameters that no rank used in this step, and those that this rank filled with zeros
-    def module(self, model):
-        "The DDP module over `model`, up to date with what is trainable"
-        now = (id(model), tuple(p.requires_grad for p in model.parameters()), self.find_unused)
+    def module(self, model, params=None):
+        "The DDP module over `model`, up to date with what is trainable; `params`: its parameters, for whoever has them at hand"
+        now = (id(model), [p.requires_grad for p in params or model.parameters()], self.find_unused)
         if self.built_for != now: self._build(model, now)
         return self.ddp
     def _build(self, model, now):
@@ -86,17 +86,22 @@ class Reducer:
     def ledger(self): return self.ddp.module.ledger
     def entry(self, loss=0., divisor=0., known=0., vote=None):
         "What this rank writes into the ledger"
-        t = torch.tensor([float(group.rank()==0), 0., 0., known, float(bool(self.missing)), *ballot(vote)], device=self.ledger.device)
-        t[1],t[2] = loss,divisor
+        dev,nums = self.ledger.device,(loss,divisor)
+        if dev.type == 'cpu': nums = [float(o) for o in nums]       # nothing to wait for, and one tensor less to make
+        on_gpu = [o for o in enumerate(nums, 1) if isinstance(o[1], torch.Tensor)]
+        nums = [0. if isinstance(o, torch.Tensor) else o for o in nums]
+        t = torch.tensor([float(group.rank()==0), *nums, known, float(bool(self.missing)), *ballot(vote)], device=dev)
+        for i,o in on_gpu: t[i] = o
         return t
     def read(self, loss):
-        "The sums over ranks of all entries, once the reduction is complete"
-        n = group.world_size()
-        self.filled = []
-        if abs(self.ledger.grad[0].item()*n - 1) > 1e-3: self._complete(loss)
-        sums = (self.ledger.grad*n).double()
+        "The sums over ranks of all entries, once the reduction is complete; reads the ledger once"
+        n,self.filled = group.world_size(),[]
+        sums = self.ledger.grad.tolist()
+        if abs(sums[0]*n - 1) > 1e-3:
+            self._complete(loss)
+            sums = self.ledger.grad.tolist()
         self.ledger.grad = None
-        return sums
+        return [s*n for s in sums]
     def ghost(self, model, entry):
         "A step without a part in it: zero gradients and an entry; returns the sums"
         nothing,token = self.module(model)(ghost=True)
@@ -158,13 +163,14 @@ class Ledger(Callback):
     order,run_valid = _LAST,False
     def __init__(self, reducer, agree):
         self.reducer,self.agree,self.token,self.riding,self.loss_known,self.prev = reducer,agree,None,False,False,None
+        self.params,self.bare,self.accumulating = [],[],None
         agree.cast = self.cast
     def start(self, i):
         "A new batch"
-        self.i,self.token,self.riding,self.loss_known,self.prev = i,None,False,False,self.learn.loss
-        self.bare = [p for p in self.model.parameters() if p.grad is None]
-    @property
-    def accumulating(self): return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
+        params,acc = list(self.learn.model.parameters()),next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
+        # Set past `Callback.__setattr__`, which asks the learner and its model about each name
+        vars(self).update(i=i, token=None, riding=False, loss_known=False, prev=self.learn.loss, params=params, accumulating=acc,
+                          bare=[p for p in params if p.grad is None])
     @property
     def ahead(self): return group.world_size()==1 or self.agree.late or self.accumulating is not None
     def reduces(self):
@@ -179,34 +185,36 @@ class Ledger(Callback):
 @patch
 def _own(self:Ledger):
     "`(divisor, factor on this rank's loss)`, up to the divisor's sum"
-    n,(count,total) = group.world_size(),true_counts(self.learn)
-    bs = find_bs(self.yb)
-    by_sum = sums_up(self.loss_func)
-    own = count/bs if by_sum else loss_divisor(self.loss_func, self.yb, count)
+    n,(count,total),yb,loss_func = group.world_size(),true_counts(self.learn),self.learn.yb,self.learn.loss_func
+    bs,by_sum = find_bs(yb),sums_up(loss_func)
+    own = count/bs if by_sum else loss_divisor(loss_func, yb, count)
+    if isinstance(own, torch.Tensor) and own.device.type == 'cpu': own = own.item()     # nothing to wait for; numbers are quicker
     scale = n*own if by_sum else loss_weight(own, total, n)
     # fastai's accumulation weights a batch by this rank's items, doubled and borrowed ones included
     if self.accumulating is not None: scale = scale*total/bs
     return own, scale, by_sum
 
 @patch
-def _numbers(self:Ledger):
+def _numbers(self:Ledger, own=None):
     "Loss, divisor and count of this batch as they go into a sum; nothing before the loss is known"
     if not self.loss_known: return {}
-    own,_,by_sum = self._own()
-    loss = self.loss.detach().float().mean()
+    own,_,by_sum = own or self._own()
+    loss = self.learn.loss.detach().float()
+    if loss.ndim: loss = loss.mean()
     if isinstance(own, torch.Tensor): loss = torch.where(own>0, loss, 0.)       # a mean over nothing is not a number
+    elif not own: loss = 0.
     return dict(loss=loss*own, divisor=1/group.world_size() if by_sum else own, known=1.)
 
 @patch
 def _share_loss(self:Ledger):
-    own,scale,_ = self._own()
-    loss = self.loss_grad
-    if isinstance(own, torch.Tensor): loss = self._without_nan(loss, own)
+    own,scale,by_sum = both = self._own()
+    loss = self.learn.loss_grad
+    if not by_sum and not isinstance(own, int): loss = self._without_nan(loss, own)
     by = self._ahead() if self.ahead else 1.
     loss = loss*scale*by
     if self.token is not None:
         vote = 'interrupt' if not self.ahead and self.agree.stop_requested() else None
-        entry = self.reducer.entry(vote=vote, **(self._numbers() if not self.ahead else {}))
+        entry = self.reducer.entry(vote=vote, **(self._numbers(both) if not self.ahead else {}))
         loss = loss + (self.token*entry).sum()
         self.reducer.check(loss)
         self.riding,self.token = True,None
@@ -215,9 +223,10 @@ def _share_loss(self:Ledger):
 @patch
 def _without_nan(self:Ledger, loss, own):
     "`loss`, or zero if none of this rank's items has a weight (the mean over them is not a number)"
-    weight,_ = weighting(self.loss_func)
-    if weight is not None and not own: return zero_loss(self.model.parameters())
-    return torch.where(own>0, loss, 0.)
+    if isinstance(own, float) and own > 0: return loss
+    weight,_ = weighting(self.learn.loss_func)
+    if weight is not None and not own: return zero_loss(self.params)
+    return torch.where(torch.as_tensor(own, device=loss.device)>0, loss, 0.)
 
 # %% ../nbs/08b_reduce.ipynb #949a0be3
 @patch
@@ -230,7 +239,7 @@ def cast(self:Ledger, kind):
         if kind is not None and self.token is None and self.reduces(): self.reducer.module(self.model)(ghost=True)
         return self._sum_up(kind)[0]
     sums = self.reducer.ghost(self.model, dict(vote=kind, **self._numbers()))
-    return self._close(sums.tolist())
+    return self._close(sums)
 
 @patch
 def _sum_up(self:Ledger, kind=None):
@@ -248,7 +257,7 @@ def _ahead(self:Ledger):
 
 @patch
 def _factor(self:Ledger, sums):
-    if not self.loss_known or sums_up(self.loss_func) or not sums[2]: return 1.
+    if not self.loss_known or not sums[2] or sums_up(self.learn.loss_func): return 1.
     by = true_counts(self.learn)[1]/sums[2]
     return by if abs(by-1) > 1e-6 else 1.
 
@@ -266,12 +275,13 @@ def _close(self:Ledger, sums):
 @patch
 def _set_loss(self:Ledger, loss, divisor, known):
     complete = known > group.world_size()-.5        # else some rank cancelled before it had a loss
-    self.learn.loss = self.loss.new_tensor(loss/divisor if divisor else float('nan')) if complete else self.prev
+    learn = self.learn
+    learn.loss = learn.loss.new_tensor(loss/divisor if divisor else float('nan')) if complete else self.prev
 
 @patch
 def take_back(self:Ledger, params):
     "No gradient again where there was none before this batch: the optimizer of one process leaves such a parameter alone"
-    bare = {id(p) for p in self.bare}
+    bare = {id(p) for p in self.bare} if params else ()
     for p in params:
         if id(p) in bare: p.grad = None
 
@@ -290,8 +300,8 @@ class EnterDDP(Callback):
     def __init__(self, ledger): self.ledger = ledger
     def before_batch(self):
         if not self.ledger.reduces(): return
-        self.learn.model = self.ledger.reducer.module(self.model)
-        self.model.module.gathered = self.ledger.accumulating is not None
+        ddp = self.learn.model = self.ledger.reducer.module(self.learn.model, self.ledger.params)
+        ddp.module.gathered = self.ledger.accumulating is not None
 
 class LeaveDDP(Callback):
     "Puts the raw model back, and acts on what the ledger says before anything else does after a backward pass"
@@ -299,27 +309,27 @@ class LeaveDDP(Callback):
     def __init__(self, ledger): self.ledger = ledger
     def before_batch(self): self.ledger.start(self.iter)
     def after_pred(self):
-        raw = raw_model(self.model)
-        if raw is self.model: return
-        self.learn.pred,self.ledger.token = self.learn.pred
-        self.learn.model = raw
-    def after_loss(self): self.ledger.loss_known = len(self.yb) > 0
+        learn,raw = self.learn,raw_model(self.learn.model)
+        if raw is learn.model: return
+        learn.pred,vars(self.ledger)['token'] = learn.pred
+        learn.model = raw
+    def after_loss(self): vars(self.ledger)['loss_known'] = len(self.learn.yb) > 0
     def after_backward(self):
         l = self.ledger
         if not l.riding: return       # cancelled, or nothing was reduced
-        l.riding = False
-        sums = l.reducer.read(self.loss_grad)
+        vars(l)['riding'] = False
+        sums = l.reducer.read(self.learn.loss_grad)
         l.take_back(l.reducer.idle + [p for p in l.reducer.filled if not p.grad.any()])
-        if l.ahead: return l.reducer.heed(sums[4].item())
-        l._rescale(l._factor(sums.tolist()))
-        decided = l._close(sums.tolist())
+        if l.ahead: return l.reducer.heed(sums[4])
+        l._rescale(l._factor(sums))
+        decided = l._close(sums)
         if decided != 'backward': l.agree.follow(decided)       # that pass is over, and its gradients are dropped
 
 @patch
 def _rescale(self:Ledger, by):
     "Puts gradients right that were weighted by a count before the sum of weights was known"
-    grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-    if by != 1. and grads: torch._foreach_mul_(grads, by)
+    grads = [p.grad for p in self.params if p.grad is not None] if by != 1. else ()
+    if grads: torch._foreach_mul_(grads, by)
 
 # %% ../nbs/08b_reduce.ipynb #ea328cfe
 class CountAll(Callback):
