@@ -170,9 +170,12 @@ def _memory_figures():
 # %% ../nbs/00_errors.ipynb #83a3982c
 class WorkerError(RuntimeError):
     "A worker failed. `rank` says which, `remedy` what to do, `kept` what the learner holds now"
-    rank,remedy,kept,others = None,'','',()
+    rank,remedy,kept,others,log = None,'','',(),''
     def _headline(self): return str(self.args[0]) if self.args else ''
     def _details(self): return []
+    def _log_lines(self):
+        "What compiled libraries and programs wrote on that rank"
+        return ['', f"Last output of rank {self.rank}:", *self.log.rstrip().split('\n')] if self.log.strip() else []
     def lines(self):
         "The whole report: headline, the user's lines, traceback, other ranks (at most four), what is kept, what to do"
         res = [f"{type(self).__name__}: {self._headline()}", *self._details()]
@@ -188,14 +191,14 @@ class RankRaised(WorkerError):
     "A rank raised an exception: `failure` is its record, `__cause__` the original where it could travel"
     def __init__(self, failure):
         super().__init__(failure)
-        self.failure,self.rank = failure,failure.rank
+        self.failure,self.rank,self.log = failure,failure.rank,''
         self.remedy = remedy_for(failure.kind, failure.message)
     def _details(self):
         own,f = own_lines(self.failure.frames),self.failure
         res = ['', 'Your code:', *own] if own else []
         if own and f.locals: res += self._variables()
         if f.items: res += ['', f"Items of the batch at hand: {', '.join(map(str, f.items[:20]))}{', ...' if len(f.items) > 20 else ''}"]
-        return res + ['', f"Traceback of rank {self.rank}:", *f.text.rstrip().split('\n')]
+        return res + ['', f"Traceback of rank {self.rank}:", *f.text.rstrip().split('\n'), *self._log_lines()]
     def _variables(self, most=8):
         "What the user's innermost function had at hand"
         _,_,name,values = next((o for o in reversed(self.failure.locals) if is_own_line(o[0])), self.failure.locals[-1])
@@ -221,7 +224,7 @@ class RankDied(WorkerError):
     def _headline(self):
         how = f"killed by {self.signal}" if self.signal else f"exited with code {self.exitcode}"
         return f"rank {self.rank} died: {how}" + (f" ({self.where})" if self.where else '')
-    def _details(self): return ['', f"Last output of rank {self.rank}:", *self.log.rstrip().split('\n')] if self.log.strip() else []
+    def _details(self): return self._log_lines()
 
 # %% ../nbs/00_errors.ipynb #d864a8f8
 class GroupTimeout(WorkerError):

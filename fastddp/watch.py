@@ -52,6 +52,7 @@ class Watch:
         self.places = dict(zip(self.w.ranks, places))
         self.replay,self.asked,self.began = Replay(see=launcher.see, live=launcher.live),None,time.monotonic()
         self.done,self.failed,self.died,self.marks = set(),[],{},[]
+        self.logs = {r:self._log_size(r) for r in self.w.ranks}     # what is in there by now is of earlier jobs
     def wait(self, refs, own={}):
         "Until all ranks are done; the first failure ends it for all. `own`: results that are here already"
         try:
@@ -101,7 +102,7 @@ def _check_for_hang(self:Watch):
 @patch
 def _hang(self:Watch, beats):
     "The exception that says who keeps the others waiting"
-    logs = {r:os.path.getsize(p) if os.path.exists(p := self.w.log_path(r)) else 0 for r in beats}
+    logs = {r:self._log_size(r) for r in beats}
     self.w.ask_stacks(beats)
     end = time.monotonic()+1.
     while time.monotonic() < end: self._turn(.1)        # whoever still can writes at once
@@ -129,14 +130,19 @@ def _failure(self:Watch):
         r,code = next(iter(self.died.items()))
         where = read_pulse(self.places[r].pulse).where or 'before its first step'
         err,rest = RankDied(r, code, where, self._log(r)), failed
-    else: err,rest = _raised(failed[0]), failed[1:]
+    else:
+        err,rest = _raised(failed[0]), failed[1:]
+        err.log = self._log(err.rank, 1000)
     err.others = tuple(str(f) for f in rest)
     return self._with_kept(err)
 
 @patch
 def _log(self:Watch, r, n=3000):
-    "The end of what rank `r` wrote outside Python"
-    return tail(self.w.log_path(r), n)
+    "The end of what rank `r` wrote outside Python during this job"
+    return tail(self.w.log_path(r), n, self.logs[r])
+
+@patch
+def _log_size(self:Watch, r): return os.path.getsize(p) if os.path.exists(p := self.w.log_path(r)) else 0
 
 @patch
 def _with_kept(self:Watch, err):

@@ -90,6 +90,16 @@ def test_hang_in_python_shows_stacks(tmp_path):
     assert 'in do' in err.stacks[0] and 'faults.py' in err.stacks[0] and err.stacks[1].startswith('Rank 0')
 
 
+def test_last_words_of_a_library(tmp_path, capfd):
+    "What compiled code wrote lies in the rank's log, whose end is in the report, and nowhere else; the next job's report begins anew"
+    learn = make_learner(cbs=[OneFault('library', 'before_batch/train', 1, 0, 2, marker=str(tmp_path/'fired'))])
+    with pytest.raises(RankRaised) as caught: learn.distrib_fit(1, nprocs=2)
+    assert 'Last output of rank 1:\na library complains\n' in str(caught.value) and 'complains' not in ''.join(capfd.readouterr())
+    learn.one_fault.what, learn.one_fault.marker = 'exception', str(tmp_path/'again')
+    with pytest.raises(RankRaised) as caught: learn.distrib_fit(1, nprocs=2)
+    assert 'Last output' not in str(caught.value)
+
+
 def broken_learner(bad, what, marker, num_workers):
     data = points(96)
     train = DataLoader(Broken(data, bad, what, str(marker)), batch_size=8, num_workers=num_workers)
