@@ -94,6 +94,7 @@ def infer_job(ctx, obj):
     "Validates this rank's part of a loader with the learner of a snapshot"
     learn,_,call = unpack(obj, ctx.device)
     dl = learn.dls[call['dl']] if isinstance(call['dl'], int) else call['dl']
+    if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
     place_dl(dl, ctx.device)
     base,known = Baseline(learn, ()),loader_refs(learn, dl)
     ctx.where = lambda: _whereabouts(learn)

@@ -215,7 +215,7 @@ def _infer(self:Session, dl):
     "Each rank's result of `infer_job`; what rank 0's callbacks hold is in the notebook's by then"
     learn,own = self.learn,[i for i,o in enumerate(self.learn.dls.loaders) if o is dl]
     self.report = Report('inference')
-    job = Job('fastddp.jobs:infer_job', take(learn, (), dict(dl=own[0] if own else dl), *self.factories))
+    job = Job('fastddp.jobs:infer_job', take(learn, (), dict(dl=own[0] if own else dl), *self.factories, training=False))
     self.report.mark('snapshot')
     with offloaded(learn):
         try: out = self.launcher.run(job, self.n)

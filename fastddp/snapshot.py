@@ -8,6 +8,7 @@ __all__ = ['all_cbs', 'anchors', 'refs', 'without_attrs', 'roots', 'take', 'opt_
 
 # %% ../nbs/09a_snapshot.ipynb #d2613a07
 import contextlib, functools, pickle, warnings
+from collections import defaultdict
 
 import torch
 from fastai.callback.core import Callback, CancelEpochException
@@ -16,6 +17,7 @@ from fastcore.foundation import L
 
 from .callbacks import RANK0_ONLY
 from .data import dl_state, is_sharded, set_dl_state
+from .errors import CantDistribute
 from .inplace import apply_model, kept_tensor, model_tensors, own_copy, travelling, update_attrs
 from .patches import collect_patches
 from .rng import SharedRNG
@@ -56,19 +58,39 @@ def roots(learn, cbs=()):
     for cb in all_cbs(learn, cbs): res |= {f"learn.{cb.name}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
     return res | {'learn': learn}
 
-def take(learn, cbs, call, model_factory=None, dls_factory=None):
+def take(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
     "The learner and the `call` to make on it, as a `Payload`; `NotPicklable` names what can't travel"
-    away = dict(model=model_factory, dls=dls_factory)
-    away = [k for k,f in away.items() if f]
+    away = (['model','opt'] if model_factory else []) + (['dls','dl'] if dls_factory else [])
     patches = collect_patches()     # first: loading the rest may need them
     obj = dict(patches=patches, learn=learn, cbs=list(cbs), call=call, rng=SharedRNG.capture().state(),
-               factories=(model_factory,dls_factory), state=model_state(learn) if model_factory else None)
+               factories=(model_factory,dls_factory), state=model_state(learn, training) if model_factory else None)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(without_attrs(learn, 'fit', '_do_epoch_validate', 'distrib_session', *away, *(['opt'] if model_factory else [])))
+        if not training: stack.enter_context(_forgetful(learn.opt))
+        if dls_factory: stack.enter_context(_dataset_there(learn, call))
+        stack.enter_context(without_attrs(learn, 'fit', '_do_epoch_validate', 'distrib_session', *away))
         # An iteration that was left half way (`lr_find`) left its iterator in the loader.
         for dl in [*learn.dls.loaders, learn.__dict__.get('dl'), call.get('dl')]:
             if isinstance(dl, DataLoader): stack.enter_context(without_attrs(dl, 'it'))
         return dump_or_blame(obj, {} if away else roots(learn, cbs) | patches.roots())
+
+# %% ../nbs/09a_snapshot.ipynb #7a1c0f12
+@contextlib.contextmanager
+def _forgetful(opt):
+    "`opt` without what it keeps per parameter"
+    owners = [o for o in (opt, getattr(opt,'opt',None)) if 'state' in getattr(o,'__dict__',())]
+    old = [o.state for o in owners]
+    for o in owners: o.state = defaultdict(dict)
+    try: yield
+    finally:
+        for o,st in zip(owners, old): o.state = st
+
+@contextlib.contextmanager
+def _dataset_there(learn, call):
+    "The loader of a `call` without its dataset, if that is one of the learner's: its number travels"
+    dl = call.get('dl')
+    own = [i for i,o in enumerate(learn.dls.loaders) if isinstance(dl, DataLoader) and o.dataset is dl.dataset]
+    call['dataset'] = own[0] if own else None
+    with without_attrs(dl, 'dataset') if own else contextlib.nullcontext(): yield
 
 # %% ../nbs/09a_snapshot.ipynb #74c4cd6c
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]
@@ -91,9 +113,9 @@ def opt_state(opt):
     groups = [{k:v for k,v in g.items() if k != 'params'} for g in _opt_groups(opt)]
     return [[dict(st[p]) if p in st else None for p in ps] for st in _opt_states(opt)], groups, opt.frozen_idx
 
-def model_state(learn):
-    "Weights, buffers and optimizer of `learn`, sharing memory with them"
-    opt = opt_state(learn.opt) if learn.opt else None
+def model_state(learn, training=True):
+    "Weights, buffers and (for training) optimizer of `learn`, sharing memory with them"
+    opt = opt_state(learn.opt) if learn.opt and training else None
     return mode_state(learn) | dict(tensors={k:t.detach() for k,t in model_tensors(learn.model).items()}, opt=opt)
 
 def mode_state(learn):
@@ -226,7 +248,7 @@ def offloaded(learn):
 def unpack(obj, device):
     "The learner, callbacks and call of a snapshot, ready to train on `device`"
     learn,(model_factory,dls_factory) = obj['learn'],obj['factories']
-    if dls_factory: learn.dls = dls_factory()
+    if dls_factory: learn.dls = _made(dls_factory)
     if model_factory: _build_model(learn, model_factory, obj['state'])
     SharedRNG(obj['rng']).install()
     place(learn, device)
@@ -234,9 +256,23 @@ def unpack(obj, device):
 
 def _build_model(learn, factory, state):
     learn.model,learn.opt = factory(),None
+    _check_made(learn.model, state['tensors'])
     apply_model(learn.model, state)
     learn.create_opt()
     if state['opt']: _apply_opt(learn.opt, *state['opt'])
+
+def _made(factory):
+    "The `DataLoaders` that `factory` makes"
+    dls = factory()
+    if hasattr(dls, 'loaders'): return dls
+    raise CantDistribute(f"dls_factory returned a {type(dls).__name__}. It must return DataLoaders, such as dblock.dataloaders(path) gives.")
+
+def _check_made(model, tensors):
+    "The notebook's weights must fit into the factory's model"
+    own = model_tensors(model) if isinstance(model, torch.nn.Module) else {}
+    differ = [k for k in {**tensors, **own} if k not in own or k not in tensors or own[k].shape != tensors[k].shape]
+    if differ: raise CantDistribute(f"model_factory returned a {type(model).__name__} whose weights aren't those of learn.model: "
+                                    f"{', '.join(differ[:3])}{' ...' if differ[3:] else ''}. It must make the same model as the notebook has.")
 
 def place_dl(dl, device):
     "Batches of `dl` on `device`, where the loader decides that"

@@ -1,0 +1,82 @@
+"Models and data that are made in the workers, and what happens when they are made wrong."
+import threading
+import pytest, torch
+from fastai.data.core import DataLoaders
+from fastai.optimizer import Adam
+from torch import nn
+from fastddp.all import *
+from learners import make_learner, mlp, points
+from test_inference import bits, frozen, same
+
+
+class Locked(list):
+    "A dataset that holds what can't travel"
+    def __init__(self, items): super().__init__(items); self.lock = threading.Lock()
+
+
+def loaders(): return DataLoaders.from_dsets(Locked(points(64)), Locked(points(41, seed=1)), bs=8, device='cpu')
+
+
+def test_data_made_in_the_workers(capfd):
+    "Fit, validation and predictions, over datasets that never travel"
+    learn = make_learner(bs=8)
+    learn.dls = loaders()
+    with pytest.raises(NotPicklable, match='dataset'): learn.distrib_fit(1, nprocs=2)
+    with learn.distrib_ctx(nprocs=2, dls_factory=loaders):
+        learn.fit(1)
+        got = learn.validate(), learn.get_preds(), learn.get_preds(ds_idx=0, with_input=True)
+    assert 'in this process' not in capfd.readouterr().out
+    same(got, (learn.validate(), learn.get_preds(), learn.get_preds(ds_idx=0, with_input=True)))
+
+
+def test_model_made_in_the_workers():
+    def net():
+        m = mlp()
+        m.lock = threading.Lock()
+        return m
+    learn = make_learner(model=net, opt_func=Adam)
+    with learn.distrib_ctx(nprocs=2, model_factory=net):
+        learn.fit(1)
+        before = frozen(learn)
+        got = learn.validate(), learn.get_preds()
+    assert bits(before, frozen(learn)) and learn.opt.state
+    same(got, (learn.validate(), learn.get_preds()))
+
+
+WRONG = {
+    'dls_factory returned a list': dict(dls_factory=lambda: points(8)),
+    "model_factory returned a Linear whose weights aren't those of learn.model": dict(model_factory=lambda: nn.Linear(8, 2)),
+    'model_factory returned a NoneType': dict(model_factory=lambda: None)}
+
+
+def test_wrong_factories():
+    "Said by the workers, of which none is left; the learner trains afterwards"
+    learn = make_learner(n=32)
+    before = [p.detach().clone() for p in learn.model.parameters()]
+    for message, option in WRONG.items():
+        with pytest.raises(RankRaised, match=message): learn.distrib_fit(1, nprocs=2, **option)
+    with pytest.raises(RankRaised, match='no data today'): learn.distrib_validate(nprocs=2, dls_factory=no_data)
+    same(before, [p.detach() for p in learn.model.parameters()])
+    learn.distrib_fit(1, nprocs=2)
+    assert len(learn.recorder.values) == 1
+
+
+def no_data(): raise OSError('no data today')
+
+
+def test_inference_leaves_the_momenta_at_home(monkeypatch):
+    "What travels is the weights, not the optimizer's state, which is untouched"
+    sizes, run = [], Local.run
+    def noting(self, job, *args, **kwargs):
+        sizes.append(job.payload.nbytes)
+        return run(self, job, *args, **kwargs)
+    monkeypatch.setattr(Local, 'run', noting)
+    learn = make_learner(model=lambda: nn.Sequential(nn.Linear(8, 20_000), nn.ReLU(), nn.Linear(20_000, 2)), opt_func=Adam, n=32)
+    with learn.distrib_ctx(nprocs=2):
+        learn.fit(1)
+        before = frozen(learn)
+        learn.validate()
+        learn.fit(1)
+    weights = 4*sum(p.numel() for p in learn.model.parameters())
+    assert sizes[1] < weights*1.2 and sizes[2] > weights*2.9
+    assert before[1]['state'] and learn.opt.state_dict()['state'].keys() == before[1]['state'].keys()
