@@ -64,12 +64,13 @@ def take(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
     patches = collect_patches()     # first: loading the rest may need them
     obj = dict(patches=patches, learn=learn, cbs=list(cbs), call=call, rng=SharedRNG.capture().state(),
                factories=(model_factory,dls_factory), state=model_state(learn, training) if model_factory else None)
+    loaders = [*learn.dls.loaders, learn.__dict__.get('dl'), call.get('dl')]
     with contextlib.ExitStack() as stack:
         if not training: stack.enter_context(_forgetful(learn.opt))
         if dls_factory: stack.enter_context(_dataset_there(learn, call))
         stack.enter_context(without_attrs(learn, 'fit', '_do_epoch_validate', 'distrib_session', *away))
         # An iteration that was left half way (`lr_find`) left its iterator in the loader.
-        for dl in [*learn.dls.loaders, learn.__dict__.get('dl'), call.get('dl')]:
+        for dl in loaders:
             if isinstance(dl, DataLoader): stack.enter_context(without_attrs(dl, 'it'))
         return dump_or_blame(obj, {} if away else roots(learn, cbs) | patches.roots())
 
