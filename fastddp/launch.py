@@ -12,13 +12,14 @@ from typing import NamedTuple
 import torch
 
 from . import group
+from .block import Block
 from .errors import CantDistribute
 from .pulse import Pulse
 from .relay import fd_log, look, relay_output
 from .report import Report
-from .transport import Block, Payload, dump, load
+from .transport import Payload, dump, load
 from .watch import Interrupts, Outcome, Watch
-from .workers import Workers
+from .workers import Workers, without_helper
 
 # %% ../nbs/06_launch.ipynb #6bbe3141
 class Job(NamedTuple):
@@ -134,15 +135,18 @@ class Local:
         timeout=None, # Seconds without a step of any rank before the run is given up as hanging; None: never
         standing=False, # Warm workers outlive a job that failed or was interrupted, with what they hold
         live=True, # Show output while it happens, or all of it in the end
+        idle=600., # Seconds after which workers of a block that have nothing to do leave; the next job starts new ones
     ):
         self.gpus,self.backend,self.threads,self.see = gpus,backend,threads,see
-        self.patience,self.timeout,self.standing,self.live = patience,timeout,standing,live
+        self.patience,self.timeout,self.standing,self.live,self.idle = patience,timeout,standing,live,idle
         self.workers,self._block,self._warm,self._store = None,None,False,None
+        self._timer,self._busy = None,threading.RLock()
     def __enter__(self):
         self._warm = True
         return self
     def __exit__(self, *_):
         self._warm = False
+        with self._busy: self._stay()
         self.close()
     def close(self, grace=2.):
         "Ends the processes and frees what was shared with them"
@@ -158,8 +162,9 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
     """Runs `job` on `nprocs` ranks and returns an `Outcome`; raises a `WorkerError`, or KeyboardInterrupt when a rank didn't stop.
     `here`: `(rank, fn)`, a rank without a process of its own, for which `fn()` is called in this thread"""
     ok,watch,interrupts,report = False,None,Interrupts(),Report()
-    with interrupts.noted():        # also while processes start and end
+    with interrupts.noted(), self._busy:        # also while processes start and end
         try:
+            self._stay()
             self._prepare([r for r in range(nprocs) if here is None or r != here[0]], nprocs, interrupts, report.mark)
             packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
             places = self._places(nprocs, job.work)
@@ -173,6 +178,25 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             kept = ok or (self.standing and watch is not None and watch.settle())
             if self.standing and job.payload.buffers: self._new_block()
             if not (kept and self._warm): self.close(2. if ok else 0)
+            elif not self.standing: self._leave_later()
+
+@patch
+def _stay(self:Local):
+    "Workers are needed, or gone"
+    if self._timer: self._timer.cancel()
+    self._timer = None
+
+@patch
+def _leave_later(self:Local):
+    "A standing group holds what cells made, so it stays; others hold nothing that the next job needs"
+    self._timer = timer = threading.Timer(self.idle, lambda: self._leave(timer))
+    timer.daemon = True
+    timer.start()
+
+@patch
+def _leave(self:Local, timer):
+    with self._busy:
+        if self._timer is timer: self.close()
 
 @patch
 def _prepare(self:Local, ranks, nprocs, interrupts, mark):
@@ -223,8 +247,7 @@ def _start(ranks, on_gpu, interrupts, mark):
             if what == 'ready': ready[r] = rest[0]
     if interrupts.n or not any(ready.values()): return workers
     workers.stop()
-    warnings.warn("fastddp: the helper process touched CUDA, so workers start by spawn (slower). A library imported at start does it; "
-                  "FASTDDP_PRELOAD=0 turns the helper off.")
+    without_helper("a library that the helper process imports touches CUDA")
     return Workers(len(ranks), method='spawn', ranks=ranks, mark=mark)
 
 # %% ../nbs/06_launch.ipynb #d7c0e696

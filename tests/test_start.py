@@ -1,0 +1,41 @@
+"""Workers start where the helper process can't, and data is shared where memory files can't be made."""
+import errno, os, subprocess, sys, textwrap, warnings
+from fastddp.all import *
+from learners import make_learner
+
+CRASH = '''
+import torch
+from fastddp import workers
+from fastddp.launch import Job, Local
+from fastddp.transport import dump
+
+if __name__ == '__main__':
+    workers.preload('crashes')
+    for i in range(2): print('sums', Local(see=()).run(Job('fastddp.launch:_add', dump({'x': torch.ones(3)})), 1).results[0][0])
+    print(workers.start_method())
+'''
+
+
+def test_helper_that_crashes(tmp_path):
+    "A library that ends the helper when it is imported: spawn does it, and one line says so"
+    (tmp_path/'crashes.py').write_text('import os\nos._exit(3)\n')
+    (tmp_path/'run.py').write_text(textwrap.dedent(CRASH))
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])}
+    r = subprocess.run([sys.executable, 'run.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert r.returncode == 0, r.stderr
+    assert r.stdout.split('\n') == ['sums [0.0, 3.0]']*2 + ['spawn', '']
+    assert r.stderr.count('UserWarning') == 1 and 'workers start by spawn' in r.stderr, r.stderr
+
+
+def test_data_through_a_temporary_file(monkeypatch):
+    "No anonymous memory files here: the notebook's data goes through a file without a name, and comes back"
+    def refused(*args): raise OSError(errno.ENOSYS, 'Function not implemented')
+    monkeypatch.setattr(os, 'memfd_create', refused, raising=False)
+    monkeypatch.setattr('fastddp.block._told', set())
+    learn = make_learner(n=64)
+    before = [p.clone() for p in learn.model.parameters()]
+    with warnings.catch_warnings(record=True) as said, learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.distrib_fit(1, nprocs=2)
+    assert len([o for o in said if 'temporary file' in str(o.message)]) == 1
+    assert any((a != b).any() for a, b in zip(before, learn.model.parameters()))
