@@ -187,6 +187,13 @@ def run(client, code, timeout=120):
     return text, reply['content'].get('ename')
 
 
+# what the interrupt button cuts off: cell, file in which a worker says that it is at it
+IN_KERNEL = {
+    'starting': ('learn.heavy = AtOnce(folder/"loading"); learn.distrib_fit(1, nprocs=2)', 'loading'),
+    'validation': ('learn.distrib_fit(5, nprocs=2)', 'valid0'), 'lr_find': ('learn.distrib_lr_find(nprocs=2, show_plot=False)', 'done0'),
+    'get_preds': ('learn.distrib_get_preds(nprocs=2)', 'valid0')}
+
+
 def test_in_a_kernel(kernel, tmp_path):
     "The interrupt button: the cell ends with KeyboardInterrupt, the learner is there, nothing is left, the next fit works"
     km, client = kernel
@@ -201,11 +208,10 @@ folder = Path({str(tmp_path)!r})
 learn = make_learner(cbs=[Slow(.05, folder)])
 '''
     assert run(client, setup)[1] is None
-    def press():
-        wait_for(tmp_path/'done0', 5)
+    def press(file='done0', least=5):
+        wait_for(tmp_path/file, least)
         km.interrupt_kernel()
-    presser = threading.Thread(target=press, daemon=True)
-    presser.start()
+    threading.Thread(target=press, daemon=True).start()
     _, error = run(client, 'learn.distrib_fit(100, nprocs=2)')
     assert error == 'KeyboardInterrupt'
     text, error = run(client, '''
@@ -215,4 +221,12 @@ print([p.name() for p in psutil.Process().children(recursive=True) if 'fastddp-'
     n = text.split()
     assert n[0] == n[1] == n[2] and n[3] == '[]', text
     _, error = run(client, 'learn.remove_cb(learn.slow); learn.distrib_fit(1, nprocs=2); assert len(learn.recorder.values) == 1')
+    assert error is None
+    for cell, file in IN_KERNEL.values():
+        for o in tmp_path.iterdir(): o.unlink()
+        setup = 'from test_interrupt import AtOnce\nlearn = make_learner(n=64, n_valid=1600, cbs=[Slow(.05, folder)])'
+        assert run(client, setup)[1] is None
+        threading.Thread(target=press, args=(file, 1), daemon=True).start()
+        assert run(client, cell)[1] == 'KeyboardInterrupt', cell
+    _, error = run(client, 'learn.remove_cb(learn.slow); assert "fit" not in vars(learn); learn.distrib_fit(1, nprocs=2)')
     assert error is None

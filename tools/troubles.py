@@ -27,10 +27,18 @@ def refusal():
             "`NotPicklable` names the attribute that can't travel.")
 
 
+def lost():
+    return ("### after a fit\n\n`UserWarning: fastddp: learn.my_callback.stream (TypeError: cannot pickle 'generator' object) can't travel back "
+            "from the workers ...`\n\nA callback made something in a worker that can't leave it: an open file, a connection, a generator. "
+            "All else came back: weights, optimizer, recorder, the other attributes. An object that can be sent but not loaded again "
+            "(exceptions with arguments of their own are known for that) costs what all callbacks hold; weights and optimizer are there.\n\n"
+            "*What to do:* keep plain values in the callback, or let it put the object away in `after_fit`.")
+
+
 def render():
     "The notebook's text"
     from fastddp.errors import TROUBLES
-    texts = [HEAD, '## The messages', refusal(), *map(entry, TROUBLES)]
+    texts = [HEAD, '## The messages', refusal(), *map(entry, TROUBLES), lost()]
     cells = [dict(cell_type='markdown', id=f'trouble{i:02}', metadata={}, source=t.splitlines(True)) for i, t in enumerate(texts)]
     kernel = dict(kernelspec=dict(display_name='python3', language='python', name='python3'))
     nb = dict(cells=cells, metadata=kernel, nbformat=4, nbformat_minor=5)
