@@ -14,6 +14,7 @@ import torch
 from . import group
 from .block import Block
 from .errors import CantDistribute
+from .pages import give_pages_back, keep_pages
 from .pulse import Pulse
 from .relay import fd_log, look, relay_output
 from .report import Report
@@ -94,6 +95,7 @@ def _enter(link, _, buffers, place):
     meta,*buffers = buffers
     began = time.time()
     device = group.use_device(place.gpu, place.threads)
+    if device.type == 'cpu': keep_pages()
     with fd_log(place.log), relay_output(lambda e: link.emit(('show', e)), **place.look):
         if place.backend: _meet(link, place, device)
         ctx = _LinkedContext(link, place, device)
@@ -115,8 +117,9 @@ def _meet(link, place, device):
     _met,link.on['break'] = place.store,lambda: group.leave(broken=True)
 
 def _tidy(device):
-    "An idle worker holds no model and no GPU cache"
+    "An idle worker holds no model, no free pages and no GPU cache"
     gc.collect()
+    if device.type == 'cpu': give_pages_back()
     if device.type == 'cuda': torch.cuda.empty_cache()
 
 # %% ../nbs/06_launch.ipynb #ce508ea8
