@@ -3,13 +3,15 @@
     python benchmarks/endurance.py [FITS]      200 fits unless said otherwise
 
 Prints open files, shared memory, threads, resident memory (MiB), children and zombies every tenth of the way, and at the end the
-growth from the second line to the last. The first tenth warms up: the helper, imports, the allocator.
+growth from the second line to the last. The first tenth warms up: the helper, imports, the allocator. From 200 fits on, the table
+is kept as results/<machine>/endurance.json. Shared memory is everybody's: other programs on the machine show in that column.
 """
-import os, signal, sys, tempfile, threading, time
+import os, shutil, signal, sys, tempfile, threading, time
 from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'tests'))
+from common import save
 from faults import OneFault, Slow
 from fastddp.all import WorkerError
 from learners import make_learner
@@ -18,7 +20,7 @@ from learners import make_learner
 def figures():
     me = psutil.Process()
     children = me.children(recursive=True)
-    shm = sum(o.stat().st_size for o in Path('/dev/shm').glob('*')) if Path('/dev/shm').exists() else 0
+    shm = shutil.disk_usage('/dev/shm').used if Path('/dev/shm').exists() else 0
     return dict(files=me.num_fds(), shm=shm, threads=me.num_threads(), rss=me.memory_info().rss >> 20, children=len(children),
                 zombies=sum(o.status() == psutil.STATUS_ZOMBIE for o in children),
                 folders=len(list(Path(tempfile.gettempdir()).glob('fastddp-*'))))
@@ -46,10 +48,11 @@ def main(n=200):
             try: one(i, folder)
             except KeyboardInterrupt: pass      # it came just after the fit
             if (i+1) % max(1, n//10) == 0:
-                lines.append(figures())
-                print(f'{i+1:>5} fits', *(f'{k} {v:>5}' for k, v in lines[-1].items()), f'{time.monotonic()-begin:6.0f} s', flush=True)
-    grown = {k: lines[-1][k]-lines[min(1, len(lines)-1)][k] for k in lines[-1]}
+                lines.append(dict(fits=i+1, **figures()))
+                print(*(f'{k} {v:>5}' for k, v in lines[-1].items()), f'{time.monotonic()-begin:6.0f} s', flush=True)
+    grown = {k: lines[-1][k]-lines[min(1, len(lines)-1)][k] for k in lines[-1] if k != 'fits'}
     print('growth   ', *(f'{k} {v:+5}' for k, v in grown.items()))
+    if n >= 200: save('endurance', f'cpu-{os.cpu_count()}core', of_ten=dict(plain=6, interrupted=2, failed=2), rows=lines, growth=grown)
     return grown
 
 

@@ -178,3 +178,14 @@ def test_in_a_small_container(tmp_path):
                        timeout=200, env={**os.environ, 'HOME': str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if r.returncode == 77: pytest.skip('mounting is not allowed here')
     assert all(o in r.stdout for o in ('trained 1', 'told A DataLoader', '--shm-size', 'lr_find told', 'learn.model_dir = ', 'lr_find done')), r.stdout
+
+
+@pytest.mark.parametrize('n', [10, pytest.param(100, marks=pytest.mark.full)])
+def test_nothing_grows(n, tmp_path):
+    "Many fits in one process, two of ten interrupted and two failing: open files, threads, children, zombies and folders stay as many"
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(HERE.parent), os.environ.get('PYTHONPATH', '')])}
+    p = subprocess.run([sys.executable, '-W', 'ignore', str(HERE.parent/'benchmarks'/'endurance.py'), str(n)], env=env,
+                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+    grown = p.stdout.split('growth')[-1].split()
+    grown = {k: int(v) for k, v in zip(grown[::2], grown[1::2])}
+    assert not any(grown[k] for k in ('files', 'threads', 'children', 'zombies', 'folders')), p.stdout
