@@ -2,6 +2,7 @@
 #   make demo      run the lesson in a real Jupyter kernel, on all GPUs or on 2 CPU workers
 #   make test      all tests and all notebooks
 #   make test-full  the same with the long versions of some
+#   make test-v1   the tests, notebooks and tutorials of fastai v1, in an environment of its own (.venv-v1)
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
 #   make test-faults  the whole table of failures (CI runs a spread of it)
@@ -22,7 +23,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo test test-full test-faults readme troubles venv check again clean distclean
+.PHONY: browser demo test test-v1 test-full test-faults readme troubles venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -34,6 +35,18 @@ test: venv browser
 # The long versions, too
 test-full: venv browser
 	@$(PY) -m pytest tests
+
+# fastai 1.0.61 asks for libraries that no longer exist, so it goes in without its requirements.
+V1 ?= .venv-v1
+test-v1: $(V1)/.installed
+	@PYTHONPATH='$(CURDIR)' $(V1)/bin/python -m pytest tests/v1
+
+$(V1)/.installed: tests/v1/constraints.txt
+	@test -x $(V1)/bin/python || $(PYTHON) -m venv --clear $(V1)
+	@echo 'Installing fastai 1.0.61 and torch 2.0.1 into $(V1) (5 GB; a few minutes the first time)'
+	@$(V1)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -r tests/v1/constraints.txt
+	@$(V1)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-deps fastai==1.0.61
+	@touch $@
 
 test-faults: venv
 	@FASTDDP_FAULTS=all $(PY) -m pytest tests/test_faults.py
@@ -69,4 +82,4 @@ clean:
 	find fastddp nbs tests tools benchmarks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(V1)

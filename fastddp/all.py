@@ -18,10 +18,12 @@ def fastai_generation():
     "1 or 2: the fastai that is installed"
     return 1 if version('fastai').startswith('1.') else 2
 
-_IMPORTS = {2: ('fastddp.learner','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','fastddp.rehearsal')}
+_IMPORTS = {1: ('fastddp.v1jobs','fastai.vision','fastai.text','fastai.tabular','fastai.collab','fastddp.rehearsal'),
+            2: ('fastddp.learner','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','fastddp.rehearsal')}
 
-if fastai_generation() == 2: from fastddp import check, learner    # they patch Learner
-else: raise ImportError("fastddp does not support fastai 1 yet: pip install 'fastai>=2.7.19'.")
+# They patch Learner.
+if fastai_generation() == 1: from fastddp import v1
+else: from fastddp import check, learner
 
 # %% ../nbs/15_all.ipynb #88189402
 def _interactive():

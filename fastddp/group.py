@@ -63,6 +63,8 @@ def join(store, rank, world_size, backend='gloo', device=None, timeout=None):
 def _gather_at(store, rank, world_size):
     "Waits until all are there: here Ctrl-C is heard, which inside of torch it would not be"
     store.set(f'fastddp/{rank}', 'here')
+    if not hasattr(store, 'check'):     # torch before 2.3: `wait` is all there is
+        return store.wait([f'fastddp/{r}' for r in range(world_size)], datetime.timedelta(seconds=300))
     while not store.check([f'fastddp/{r}' for r in range(world_size)]): time.sleep(.005)
 
 def join_launched(device):
@@ -141,8 +143,9 @@ def gather(t):
     raw[:t.numel()*t.element_size()] = t.reshape(-1).view(torch.uint8).to(dev)
     return [_rebuild(p[:n], h) for p,n,h in zip(_all_gather(raw), sizes, heads)]
 
+def _itemsize(dtype): return torch.empty(0, dtype=dtype).element_size()      # torch 2.0 has no `dtype.itemsize`
 def _shape(h): return h[2:2+int(h[1])].tolist()
-def _nbytes(h): return torch.Size(_shape(h)).numel() * _DTYPES[int(h[0])].itemsize
+def _nbytes(h): return torch.Size(_shape(h)).numel() * _itemsize(_DTYPES[int(h[0])])
 def _rebuild(raw, h): return raw.clone().view(_DTYPES[int(h[0])]).reshape(_shape(h))
 
 # %% ../nbs/04_group.ipynb #c5151f0d
@@ -165,7 +168,7 @@ def _unflatten(s, raw):
     if kind != 'tensor': return (tuple if kind=='tuple' else list)(_unflatten(o,raw) for o in v)
     shape,module,name = rest
     cls = getattr(sys.modules.get(module), name, torch.Tensor)
-    t = raw(torch.Size(shape).numel()*_DTYPES[v].itemsize).view(_DTYPES[v]).reshape(shape)
+    t = raw(torch.Size(shape).numel()*_itemsize(_DTYPES[v])).view(_DTYPES[v]).reshape(shape)
     return t.as_subclass(cls) if isinstance(cls, type) and issubclass(cls, torch.Tensor) and cls is not torch.nn.Parameter else t
 
 def gather_tree(o):

@@ -6,7 +6,7 @@
 __all__ = ['frontend', 'look', 'relay_output', 'Replay']
 
 # %% ../nbs/03_relay.ipynb #a120a7aa
-import builtins, contextlib, functools, importlib.util, os, shutil, sys, time, warnings
+import builtins, contextlib, functools, importlib.util, os, shutil, sys, time, types, warnings
 
 from fastcore.basics import patch
 from .outbox import TICK, Batch, Outbox, change, fd_log, hold, overwritten, tail, use_streams
@@ -17,6 +17,7 @@ _WIDGET = 'application/vnd.jupyter.widget'
 @functools.lru_cache(None)
 def _shell_class(name):
     "IPython's shell without a user; `name` is what libraries know it by"
+    import IPython
     from IPython.core.displayhook import DisplayHook
     from IPython.core.displaypub import DisplayPublisher
     from IPython.core.formatters import DisplayFormatter
@@ -58,10 +59,17 @@ def _shell_class(name):
         def enable_gui(self, gui=None): pass
         def _showtraceback(self, etype, evalue, stb):
             if self.tells_errors: print(self.InteractiveTB.stb2text(stb), file=sys.stderr)
-    return type(name, (Shell,), {})
+    # IPython 8 asks for the profile's folder, whatever `init_profile_dir` did
+    no_profile = dict(profile_dir=types.SimpleNamespace(location='')) if IPython.version_info[0] < 9 else {}
+    return type(name, (Shell,), no_profile)
 
 # %% ../nbs/03_relay.ipynb #7b85702c
 _made = None    # (namespace, shell) of this process
+
+def _without_database(undo):
+    "IPython 8 makes a database in its profile's folder, which this shell doesn't have"
+    from IPython.core import interactiveshell
+    if hasattr(interactiveshell, 'PickleShareDB'): change(undo, vars(interactiveshell), PickleShareDB=lambda path: {})
 
 def _shell(name, user_ns=None):
     "This process's shell for `user_ns`, default `__main__`'s"
@@ -71,7 +79,9 @@ def _shell(name, user_ns=None):
     ns = vars(main) if user_ns is None else user_ns
     if _made is None or _made[0] is not ns or type(_made[1]).__name__ != name:
         config,had = Config(HistoryManager=dict(enabled=False, hist_file=':memory:')),dict(ns)
-        _made = ns, _shell_class(name)(config=config, user_module=main if user_ns is None else None, user_ns=ns)
+        with contextlib.ExitStack() as undo:
+            _without_database(undo)
+            _made = ns, _shell_class(name)(config=config, user_module=main if user_ns is None else None, user_ns=ns)
         ns.update(had)      # a name that was there means what it meant
     return _made[1]
 

@@ -61,6 +61,7 @@ def violations(module, source, rooms=ROOMS):
         room = next((n for o, n in rooms.items() if o != module and within(name, f'fastddp.{o}')), None)
         if room is not None and not allowed(module, number, room): found.append(f'{name} is room {room}')
         if low and within(name, 'fastai'): found.append(f'{name} in room {number}')
+        if number[:2] == '12' and within(name, 'fastai.learner', 'fastai.data', 'fastai.torch_basics'): found.append(f'{name} is of fastai v2')
         if within(name, 'fastai.distributed'): found.append(f'{name} needs accelerate')
         if not is_group and within(name, 'torch.distributed'): found.append(f'{name} outside room 04')
         if module == 'shard' and not within(name, 'fastddp', *sys.stdlib_module_names):
@@ -75,6 +76,14 @@ def violations(module, source, rooms=ROOMS):
 def test_room_keeps_its_rules(module):
     source = (root/'fastddp'/f'{module}.py').read_text(encoding='utf-8')
     assert violations(module, source) == []
+
+
+def test_v1_stays_with_its_own():
+    rooms = dict(launch='06', data='07', session='09e', v1='12g')
+    assert violations('v1', 'from .launch import Local\nfrom fastai.basic_train import Learner', rooms) == []
+    assert violations('v1', 'from .session import x\nfrom .data import y', rooms) == ['fastddp.data is room 07', 'fastddp.data.y is room 07',
+                                                                                    'fastddp.session is room 09e', 'fastddp.session.x is room 09e']
+    assert violations('v1', 'from fastai.learner import Learner', rooms)
 
 
 BAD = {
@@ -129,6 +138,7 @@ def test_low_rooms_do_without_fastai_accelerate_and_jupyter(module):
     assert fresh(f'import fastddp.{module}; print("ok")', 'fastai', 'accelerate', 'ipykernel', 'jupyter_client') == 'ok'
 
 
-@pytest.mark.parametrize('module', [o for o in ROOMS if o not in LOW])
+# Those of fastai v1 import where it is installed: tests/v1.
+@pytest.mark.parametrize('module', [o for o, n in ROOMS.items() if o not in LOW and n[:2] != '12'])
 def test_high_rooms_do_without_accelerate_jupyter_and_ray(module):
     assert fresh(f'import fastddp.{module}; print("ok")', 'accelerate', 'ray', 'ipykernel', 'jupyter_client') == 'ok'

@@ -1,0 +1,60 @@
+"""A fit of fastai v1 on 2 workers is one process with twice the batch, and everything comes back."""
+import random
+import numpy as np, pytest, torch
+from learners_v1 import *
+from fastai.metrics import FBeta
+
+
+def test_one_cycle(tmp_path):
+    "Weights, optimizer, recorder, metrics, random streams and identities"
+    parts = {}
+    def run(learn):
+        parts[id(learn)] = dict(model=learn.model, params=list(learn.model.parameters()), data=learn.data)
+        learn.fit_one_cycle(2, 1e-2)
+        parts[id(learn)]['rng'] = torch.rand(1).item(), np.random.rand(), random.random()
+    two, one = pair(plain, run, metrics=[accuracy, FBeta(average='macro'), squared], path=tmp_path)
+    same_weights(two, one)
+    same_recorder(two, one)
+    assert len(two.recorder.val_losses) == 2 and len(two.recorder.metrics[0]) == 3
+    assert parts[id(two)]['rng'] == parts[id(one)]['rng']
+    assert two.model is parts[id(two)]['model'] and all(p is q for p, q in zip(two.model.parameters(), parts[id(two)]['params']))
+    assert two.data is parts[id(two)]['data'] and two.data.train_dl.batch_size == 4 and not {'fit', 'validate', 'get_preds'} & set(vars(two))
+    for p, q in zip(two.model.parameters(), one.model.parameters()):
+        a, b = two.opt.opt.state[p], one.opt.opt.state[q]
+        for k in b: torch.testing.assert_close(torch.as_tensor(a[k]), torch.as_tensor(b[k]), rtol=1e-4, atol=1e-6)
+    assert (two.opt.lr, two.opt.mom, two.opt.wd, two.opt.beta) == (one.opt.lr, one.opt.mom, one.opt.wd, one.opt.beta)
+    for plot in 'plot', 'plot_losses', 'plot_lr', 'plot_metrics':
+        assert getattr(two.recorder, plot)(**(dict(skip_start=0, skip_end=0, return_fig=True) if plot != 'plot_metrics' else dict(return_fig=True)))
+    two.fit(1, 1e-3)       # and goes on in the notebook
+    one.fit(1, 1e-3)
+
+
+def test_methods(tmp_path):
+    "`validate`, `get_preds`, `lr_find`, a callback's refusal of other options; sizes that don't divide"
+    two, one = plain(4, path=tmp_path/'a'), plain(8, path=tmp_path/'b')
+    with two.distrib_ctx(nprocs=2):
+        got = two.validate()
+        preds = two.get_preds(with_loss=True)
+        fix = two.get_preds(ds_type=DatasetType.Fix, n_batch=3)
+        before = [p.clone() for p in two.model.parameters()]
+        two.lr_find(num_it=20)
+        assert two.recorder.plot(return_fig=True)
+        lrs = two.recorder.lrs      # in v1, `get_preds` makes a new recorder
+        with pytest.raises(Exception, match="batch can't change"): two.distrib_fit(1, batch='global')
+    np.testing.assert_allclose([float(o) for o in got], [float(o) for o in one.validate()], atol=1e-6)
+    for a, b in zip(preds, one.get_preds(with_loss=True)): torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    alone = two.get_preds(ds_type=DatasetType.Fix, n_batch=3)
+    for a, b in zip(fix, alone): torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert all(torch.equal(p, q) for p, q in zip(before, two.model.parameters()))
+    assert 10 <= len(lrs) <= 20 and lrs[0] < lrs[-1]
+    assert [o.name for o in (tmp_path/'a'/'models').iterdir()] == ['tmp.pth']
+
+
+def test_global_batch_is_plain_fit():
+    two, one = plain(8), plain(8)
+    seed(5)
+    two.distrib_fit(1, 1e-2, nprocs=2, batch='global')
+    seed(5)
+    one.fit(1, 1e-2)
+    same_weights(two, one)
+    same_recorder(two, one)
