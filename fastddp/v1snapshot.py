@@ -13,8 +13,9 @@ import torch
 from fastai.callback import Callback
 
 from .inplace import apply_model, model_tensors, travelling, update_attrs
+from .patches import collect_patches
 from .rng import SharedRNG
-from .transport import apply_patches, collect_patches, dump, dump_or_blame, load
+from .transport import dump, dump_or_blame, load
 from .v1data import picklable_preloaders, set_text_order, text_order, torch_dl
 
 # %% ../nbs/12d_v1snapshot.ipynb #0c2fb97f
@@ -53,16 +54,16 @@ def _without_attrs(obj, *names):
 def take(learn, callbacks, **call):
     "The learner and the `call` to make as a `Payload`; `NotPicklable` names what can't travel"
     names = {k:vars(np)[k] for k in _OLD_NAMES if k in vars(np)}
-    obj = dict(names=names, patches=collect_patches(), rng=SharedRNG.capture().state(), learn=learn, callbacks=list(callbacks), **call)
+    patches = collect_patches()     # first: loading the rest may need them
+    obj = dict(patches=patches, names=names, rng=SharedRNG.capture().state(), learn=learn, callbacks=list(callbacks), **call)
     with contextlib.ExitStack() as stack:
         stack.enter_context(picklable_preloaders())
         stack.enter_context(_without_attrs(learn, *DOORS))
         for cb in callbacks: stack.enter_context(_without_attrs(cb, 'pbar'))
-        return dump_or_blame(obj, _roots(learn, callbacks))
+        return dump_or_blame(obj, _roots(learn, callbacks) | patches.roots())
 
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"
-    apply_patches(obj['patches'])
     for k,v in obj['names'].items(): setattr(np, k, v)
     SharedRNG(obj['rng']).install()
     place(obj['learn'], device)
