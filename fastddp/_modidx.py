@@ -664,6 +664,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fastddp.session._before': ('session.html#_before', 'fastddp/session.py'),
                                  'fastddp.session._dl_name': ('session.html#_dl_name', 'fastddp/session.py'),
                                  'fastddp.session._parts': ('session.html#_parts', 'fastddp/session.py'),
+                                 'fastddp.session._weak': ('session.html#_weak', 'fastddp/session.py'),
                                  'fastddp.session.calling': ('session.html#calling', 'fastddp/session.py'),
                                  'fastddp.session.enough_epochs': ('session.html#enough_epochs', 'fastddp/session.py')},
             'fastddp.shard': { 'fastddp.shard.CantShard': ('shard.html#cantshard', 'fastddp/shard.py'),

@@ -46,7 +46,7 @@ class Session:
         if first == 'done': return
         if state: apply(learn, cbs, *state)
         self._check()
-        old,self.kept,self.cut,self.began = learn.opt,False,Cut(outer, cbs, _parts(learn, cbs), first),time.time()
+        old,self.kept,self.cut,self.began = learn.opt,False,Cut(outer, cbs, [*map(_weak, _parts(learn, cbs))], first),time.time()
         try:
             if (reset_opt and not first) or not learn.opt: learn.create_opt()
             call = dict(options=self.options, fit=dict(n_epoch=self._epochs(n_epoch, cbs), lr=lr, wd=wd, start_epoch=start_epoch))
@@ -114,7 +114,7 @@ class Cut(NamedTuple):
     "Where a fit was cut off"
     outer:Outer
     cbs:list            # Callbacks of this fit
-    refs:list           # What state refers to
+    refs:list           # What state refers to, as functions (`_weak`)
     first:int|None=None # The first epoch that is not complete; None: nothing is
     done:int=0          # Fits of the call that came to their end
     state:tuple|None=None   # To go on from; None: what the learner holds
@@ -129,6 +129,11 @@ _outer,_cuts = weakref.WeakKeyDictionary(),weakref.WeakKeyDictionary()   # learn
 
 def _parts(learn, cbs): return [o for o in refs(learn, cbs) if o is not learn.opt]      # made anew after a failure
 
+def _weak(o):
+    "A function that returns `o` without keeping it alive: a cut fit must not keep its learner, which nearly every part leads to"
+    try: return weakref.ref(o)
+    except TypeError: return lambda: o      # a list, say
+
 def _before(learn, cbs):
     "The learner as it is, in the form in which workers send it"
     p = capture(learn, cbs, Baseline(learn, cbs), SharedRNG.capture().state())
@@ -140,7 +145,7 @@ def distrib_resume(self:Learner):
     cut = _cuts.get(self)
     if cut is None: raise CantDistribute("Nothing to resume: the last distributed fit of this learner came to its end.")
     now = _parts(self, cut.cbs)
-    if len(now) != len(cut.refs) or any(a is not b for a,b in zip(now, cut.refs)):
+    if len(now) != len(cut.refs) or any(a is not b() for a,b in zip(now, cut.refs)):
         raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those of the fit any more. Train anew, "
                              "with `start_epoch=` if the schedule is to go on.")
     first = cut.first

@@ -125,7 +125,7 @@ def mode_state(learn):
 
 # %% ../nbs/09a_snapshot.ipynb #89ef966d
 _STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','fit','_do_epoch_validate','distrib_session',
-         'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar','_do_fit'}
+         'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar','_do_fit','_call_one','all_batches'}
 
 class Baseline:
     "How learner and callbacks were when the job began"

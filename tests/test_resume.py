@@ -1,9 +1,12 @@
 """A fit that was cut goes on as if nothing had happened: same lists, same table, same weights."""
+import gc, weakref
 import pytest
 from torch import nn
 from faults import OneFault
 from fastddp.all import CantDistribute, RankDied, RankRaised
 from learners import make_learner, mlp
+
+pytestmark = pytest.mark.filterwarnings('error:fastddp')      # all of a fit's state can travel: nothing of ours is in its way
 
 CUTS = {   # what, event, rank, epoch, batch, what is raised, complete epochs afterwards, recorded batches afterwards
     'interrupt in an epoch': ('interrupt', 'before_batch/train', 1, 1, 2, KeyboardInterrupt, 1, 9),
@@ -91,3 +94,15 @@ def test_what_was_exchanged_is_refused(tmp_path):
     with pytest.raises(KeyboardInterrupt): train(learn)
     learn.model = make_learner().model
     with pytest.raises(CantDistribute, match='Train anew'): learn.distrib_resume()
+
+
+def test_cut_learner_is_let_go(tmp_path):
+    "What is remembered to go on doesn't keep a learner that nobody wants any more, nor its data"
+    def cut(*fault):
+        learn = learner(tmp_path/fault[0], *fault)
+        try: train(learn)
+        except (KeyboardInterrupt, RankRaised): return [weakref.ref(o) for o in (learn, learn.model, learn.dls)]
+    for fault in ('interrupt', 'exception'): (tmp_path/fault).mkdir()
+    left = cut('interrupt', 'before_batch/train', 0, 1, 1)+cut('exception', 'before_batch/train', 0, 1, 1)
+    gc.collect()
+    assert not any(o() for o in left)
