@@ -8,7 +8,6 @@ __all__ = ['DOORS', 'loaders', 'owners', 'anchors', 'take', 'unpack', 'place', '
 # %% ../nbs/12d_v1snapshot.ipynb #16560dd6
 import contextlib, pickle
 
-import numpy as np
 import torch
 from fastai.callback import Callback
 
@@ -16,7 +15,7 @@ from .inplace import apply_model, model_tensors, travelling, update_attrs
 from .patches import collect_patches
 from .rng import SharedRNG
 from .transport import dump, dump_or_blame, load
-from .v1data import picklable_preloaders, set_text_order, text_order, torch_dl
+from .v1data import old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl
 
 # %% ../nbs/12d_v1snapshot.ipynb #0c2fb97f
 DOORS = 'fit','validate','get_preds','distrib_session'
@@ -43,8 +42,6 @@ def _roots(learn, callbacks):
     return res | {'learn': learn}
 
 # %% ../nbs/12d_v1snapshot.ipynb #1b2414a0
-_OLD_NAMES = 'int','float','bool','object','str'
-
 @contextlib.contextmanager
 def _without_attrs(obj, *names):
     old = {k:vars(obj).pop(k) for k in names if k in vars(obj)}
@@ -53,9 +50,8 @@ def _without_attrs(obj, *names):
 
 def take(learn, callbacks, **call):
     "The learner and the `call` to make as a `Payload`; `NotPicklable` names what can't travel"
-    names = {k:vars(np)[k] for k in _OLD_NAMES if k in vars(np)}
     patches = collect_patches()     # first: loading the rest may need them
-    obj = dict(patches=patches, names=names, rng=SharedRNG.capture().state(), learn=learn, callbacks=list(callbacks), **call)
+    obj = dict(patches=patches, rng=SharedRNG.capture().state(), learn=learn, callbacks=list(callbacks), **call)
     with contextlib.ExitStack() as stack:
         stack.enter_context(picklable_preloaders())
         stack.enter_context(_without_attrs(learn, *DOORS))
@@ -64,7 +60,7 @@ def take(learn, callbacks, **call):
 
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"
-    for k,v in obj['names'].items(): setattr(np, k, v)
+    old_numpy()
     SharedRNG(obj['rng']).install()
     place(obj['learn'], device)
 
@@ -93,10 +89,18 @@ class Baseline:
             return {k:(v, k in old and old[k] is v) for k,v in vars(o).items() if k not in stay and new(k, v)}
         return [of(o, old, i) for i,(o,old) in enumerate(zip(self.owners, self.attrs))]
 
+def _modules(learn):
+    loss = learn.loss_func
+    return [*learn.model.modules(), *(loss.modules() if isinstance(loss, torch.nn.Module) else ())]
+
+def _plain(m):
+    "The plain values in a module: a GAN's tell whose turn it is"
+    return {k:v for k,v in vars(m).items() if isinstance(v, (bool,int,float,str)) and k != 'training'}
+
 def capture(learn, base, refs, rng=None):
     "Everything that training changed, as a `Payload`: weights to be copied in place, the rest as a dump of its own"
     changes = base.changes()
-    rest = lambda changes: dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl))
+    rest = lambda changes: dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl), modules=[_plain(m) for m in _modules(learn)])
     try: small = dump(rest(changes), refs)
     except Exception: small = dump(rest([travelling(o, refs) for o in changes]), refs)
     state = dict(tensors={k:t.detach() for k,t in model_tensors(learn.model).items()},
@@ -109,6 +113,7 @@ def apply(learn, owners, refs, meta, buffers):
     rest = load(small, [bytearray(b) for b in small_buffers], refs=refs)    # private: the block may be written again
     apply_model(learn.model, state)
     for o,attrs in zip(owners, rest['changes']): update_attrs(o, attrs)
+    for m,values in zip(_modules(learn), rest['modules']): vars(m).update(values)
     set_text_order(learn.data.train_dl, rest['order'])
     if rest['rng']: SharedRNG(rest['rng']).install()
 

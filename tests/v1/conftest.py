@@ -1,8 +1,10 @@
 """The suite for fastai v1 (`make test-v1`); with another fastai nothing here is collected. What a test may leave: ../conftest.py."""
 from importlib.metadata import version
-import numpy as np
 import matplotlib
 
 matplotlib.use('Agg')
 collect_ignore_glob = [] if version('fastai').startswith('1.') else ['*']
-if 'int' not in vars(np): np.int = int     # fastai v1's text loaders ask for it
+if not collect_ignore_glob:
+    import fastai.text, fastai.tabular, fastai.collab, fastai.vision
+    from fastddp.v1data import old_numpy
+    old_numpy()
