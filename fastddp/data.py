@@ -347,7 +347,7 @@ def set_dl_state(dl, state):
         if counters: vars(o).update(counters)
     for o,st in zip(_inner(dl), state['inner']): set_dl_state(o, st)
     if state['texts'] is not None:
-        dl.items.idxs[:] = state['texts']
+        for i,o in enumerate(state['texts']): dl.items.idxs[i] = o      # a list or an `L`, which takes no slices
         dl.make_chunks()
 
 # %% ../nbs/07_data.ipynb #d0cc3295

@@ -45,7 +45,8 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(o, weakref.ref): return _weak, (o(),)
         if isinstance(o, io.IOBase): return self._file(o)
         if isinstance(o, type) and (home := _home(o)): return _attr_of, home
-        return super().reducer_override(o)
+        res = super().reducer_override(o)
+        return _by_library(res) if isinstance(res, tuple) and isinstance(o, types.FunctionType) and _in_library(o) else res
     def _file(self, f):
         "cloudpickle would read an open file to its end and send a copy; a file that the fit needs must not change under it"
         if f.closed: return type(None), ()
@@ -71,6 +72,18 @@ def _search_home(cls, name):
     found = [k for k,m in list(sys.modules.items()) if k != '__main__' and getattr(m,'__dict__',{}).get(name) is cls]
     roots = collections.Counter(k.split('.')[0] for k in found)     # others have it by a star import; most often it is the library
     return (max(found, key=lambda k: roots[k.split('.')[0]]), name) if found else None
+
+def _in_library(f):
+    "Does `f` belong to a module that the other side can import, and is it no function's local one?"
+    m = sys.modules.get(f.__module__)
+    return getattr(m,'__dict__',None) is f.__globals__ and f.__module__ != '__main__' and m.__spec__ is not None and '<locals>' not in f.__qualname__
+
+def _by_library(reduced):
+    "A library's function that has no name of its own there (a method that a dispatch table took in) gets the library's globals again"
+    make,(code,_,*rest),(attrs,more),*last = reduced
+    return _library_function, (make,more['__module__'],code,*rest), (attrs, more|dict(__globals__={})), *last
+
+def _library_function(make, module, code, *args): return make(code, vars(importlib.import_module(module)), *args)
 
 def _attr_of(module, name): return getattr(importlib.import_module(module), name)
 
