@@ -91,7 +91,11 @@ def _dataset_there(learn, call):
     dl = call.get('dl')
     own = [i for i,o in enumerate(learn.dls.loaders) if isinstance(dl, DataLoader) and o.dataset is dl.dataset]
     call['dataset'] = own[0] if own else None
-    with without_attrs(dl, 'dataset') if own else contextlib.nullcontext(): yield
+    with contextlib.ExitStack() as stack:
+        ds = getattr(dl, 'dataset', None)
+        for d in (vars(dl), vars(dl).get('__stored_args__',{})) if own else ():
+            stack.callback(d.update, {k:d.pop(k) for k in [k for k,v in d.items() if v is ds]})
+        yield
 
 # %% ../nbs/09a_snapshot.ipynb #74c4cd6c
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]

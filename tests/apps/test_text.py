@@ -55,7 +55,7 @@ def test_encoder_of_one_in_the_other(tmp_path):
         assert torch.equal(encoder, clas.model[0].module.encoder.weight)
         more = dict(nprocs=2, batch='global') if fit.startswith('distrib') else {}
         clas.unfreeze()
-        getattr(clas, fit)(4, 1e-2, **more)
+        getattr(clas, fit)(6, 1e-2, **more)
         accuracies.append(clas.recorder.values[-1][2])
         if more:
             last = [*clas.recorder.values[-1][1:]]
