@@ -787,6 +787,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastddp.transport._load_typed': ('transport.html#_load_typed', 'fastddp/transport.py'),
                                    'fastddp.transport._parts': ('transport.html#_parts', 'fastddp/transport.py'),
                                    'fastddp.transport._search_home': ('transport.html#_search_home', 'fastddp/transport.py'),
+                                   'fastddp.transport._spent_handle': ('transport.html#_spent_handle', 'fastddp/transport.py'),
                                    'fastddp.transport._travels': ('transport.html#_travels', 'fastddp/transport.py'),
                                    'fastddp.transport._weak': ('transport.html#_weak', 'fastddp/transport.py'),
                                    'fastddp.transport.blame': ('transport.html#blame', 'fastddp/transport.py'),

@@ -10,6 +10,7 @@ import _thread, collections, functools, importlib, io, pickle, sys, threading, t
 from typing import NamedTuple
 
 import cloudpickle, torch
+from torch.utils.hooks import RemovableHandle
 
 from .errors import NotPicklable
 
@@ -44,6 +45,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(o, _thread.RLock): return threading.RLock, ()
         if isinstance(o, weakref.ref): return _weak, (o(),)
         if isinstance(o, io.IOBase): return self._file(o)
+        if isinstance(o, RemovableHandle) and any(ref() is None for ref in o.extra_dict_ref): return _spent_handle, ()
         if isinstance(o, type) and (home := _home(o)): return _attr_of, home
         res = super().reducer_override(o)
         return _by_library(res) if isinstance(res, tuple) and isinstance(o, types.FunctionType) and _in_library(o) else res
@@ -57,6 +59,10 @@ class _Pickler(cloudpickle.Pickler):
         "The storage's bytes as a buffer; from a GPU through one copy on the host"
         if not s.nbytes(): return b''
         return pickle.PickleBuffer(torch.tensor([], dtype=torch.uint8).set_(s.cpu() if s.device.type != 'cpu' else s).numpy())
+
+def _spent_handle():
+    "For the handle of a hook whose module is gone: torch dumps it, but can't load it"
+    return RemovableHandle(collections.OrderedDict())
 
 _homes = weakref.WeakKeyDictionary()    # a search through all modules takes milliseconds, and every fit has such a class
 

@@ -196,6 +196,8 @@ def test_activation_stats():
     learn = fit(learner(stats))
     assert len(stats.stats) == len(learn.recorder.losses) and stats.layer_stats(0)[0].__class__ is not None
     assert not any(m._forward_hooks for m in learn.model.modules())
+    fit(learn, 1)       # what is left of the hooks travels once more
+    assert len(stats.stats) == len(learn.recorder.losses)
 
 
 def test_collect_data():
