@@ -42,10 +42,13 @@ class AverageGrads(Callback):
     def _buffers(self): share_buffers(self.learn.model, self.average_bn)
 
 class _CountAll(Callback):
-    "Lets `AccumulateScheduler` count the global batch's items; it divides gradients by what it counts"
-    def __init__(self, learn, acc): self.learn,self.acc,self._order = learn,acc,acc._order+.5
+    "Lets `AccumulateScheduler` count the global batch's items; it divides gradients by what it counts, validation included"
+    def __init__(self, learn, ranks, acc): self.learn,self.ranks,self.acc,self._order = learn,ranks,acc,acc._order-.5
+    def on_epoch_begin(self, **kwargs): self.own = 0
     def on_batch_begin(self, last_input, train, **kwargs):
         if train: self.acc.acc_samples += counts_now(self.learn.data.train_dl)[1]-len(last_input)
+        else: self.own += len(last_input)
+    def on_epoch_end(self, **kwargs): self.acc.acc_samples += self.ranks.meet(self.own)[0]-self.own
 
 # %% ../nbs/12c_v1callbacks.ipynb #2d192350
 def _of_the_user(cb): return type(cb).__module__.split('.')[0] not in ('fastai','fastddp')
@@ -152,6 +155,6 @@ def distributed_v1(learn, shared, batch='per_worker', sync_bn=True, stop_request
             data.train_dl = own_loader(data.train_dl)
             shared.install()
 
-def counting(learn, callbacks):
+def counting(learn, ranks, callbacks):
     "Callbacks that put others' counts right"
-    return [_CountAll(learn, cb) for cb in callbacks if type(cb).__name__ == 'AccumulateScheduler']
+    return [_CountAll(learn, ranks, cb) for cb in callbacks if type(cb).__name__ == 'AccumulateScheduler']

@@ -53,7 +53,7 @@ def fit_job(ctx, obj):
     ctx.where = lambda: report.at
     with distributed_v1(learn, shared, stop_requested=ctx.stop_requested, **obj['options']) as (ranks,cbs):
         def keep(kind='epoch'): ctx.put(kind, capture(learn, base, known, shared.state()))
-        cbs = [*heard(callbacks), *counting(learn, callbacks), *cbs, report, *([KeepState(keep)] if ctx.rank == 0 else [])]
+        cbs = [*heard(callbacks), *counting(learn, ranks, callbacks), *cbs, report, *([KeepState(keep)] if ctx.rank == 0 else [])]
         try:
             basic_train.fit(obj['epochs'], learn, callbacks=cbs, metrics=metrics)
             ranks.meet()

@@ -1,0 +1,84 @@
+"""Callbacks of fastai v1 decide alike on all ranks, act once, and come back."""
+import numpy as np, pandas as pd, pytest, torch
+from learners_v1 import *
+from fastai.callbacks import *
+from fastai.train import *
+
+
+class Mine(LearnerCallback):
+    "A user's own: keeps what it sees, and stops one rank only"
+    def __init__(self, learn, stop_at=None):
+        super().__init__(learn)
+        self.stop_at, self.seen, self.epochs = stop_at, [], 0
+    def on_batch_end(self, train, last_loss, iteration, **kwargs):
+        if not train: return
+        self.seen.append(float(last_loss))
+        if iteration == self.stop_at and int(os.environ.get('RANK', 1)) == 1: return {'stop_epoch': True, 'stop_training': True}
+    def on_epoch_end(self, **kwargs): self.epochs += 1
+
+
+def test_trackers_decide_alike_and_write_once(tmp_path):
+    def make(bs):
+        fns = [partial(SaveModelCallback, monitor='accuracy', name='best'), partial(EarlyStoppingCallback, patience=1, min_delta=.05),
+               partial(ReduceLROnPlateauCallback, patience=0, min_delta=.5, min_lr=1e-9), CSVLogger]
+        return plain(bs, callback_fns=fns, path=tmp_path/str(bs), metrics=[accuracy, squared])
+    two, one = pair(make, lambda l: l.fit(6, 1e-2))
+    same_weights(two, one)
+    same_recorder(two, one)
+    assert len(one.recorder.val_losses) < 6     # it did stop early
+    for k in 'early_stopping_callback', 'reduce_lr_on_plateau_callback', 'save_model_callback':
+        a, b = getattr(two, k), getattr(one, k)
+        assert float(a.best) == pytest.approx(float(b.best), abs=1e-6) and getattr(a, 'wait', 0) == getattr(b, 'wait', 0)
+    a, b = (pd.read_csv(tmp_path/n/'history.csv') for n in ('4', '8'))
+    pd.testing.assert_frame_equal(a.drop(columns='time'), b.drop(columns='time'), atol=2e-6, rtol=0)
+    assert two.opt.lr == pytest.approx(one.opt.lr) and two.csv_logger.read_logged_file().shape[0] == len(a)
+    assert [o.name for o in (tmp_path/'4'/'models').iterdir()] == ['best.pth']
+
+
+def test_a_users_callback(tmp_path):
+    "On the learner, with its state, its loss that of all; stopped by one rank, all stop at the same batch"
+    two, one = plain(4), plain(8)
+    cbs = Mine(two, 7), Mine(one, 7)
+    seed(5); two.distrib_fit(3, 1e-2, callbacks=[cbs[0]], nprocs=2)
+    seed(5); one.fit(3, 1e-2, callbacks=[cbs[1]])
+    assert cbs[0].seen == pytest.approx(cbs[1].seen, abs=1e-6) and len(cbs[0].seen) == 8 and cbs[0].epochs == cbs[1].epochs
+    same_weights(two, one)
+    assert two.mine is cbs[0] and cbs[0].learn is two
+
+
+@pytest.mark.parametrize('kind', ['mixup', 'clip', 'accumulate', 'weights', 'oversample', 'sum'])
+def test_training_callbacks(kind, tmp_path):
+    "Gradient clipping, accumulation and weighted losses are one process's; mixup and oversampling, which draw by rank, train"
+    weights = nn.CrossEntropyLoss(weight=torch.tensor([1., 3.]))
+    def make(bs):
+        learn = plain(bs, n=42, loss_func=dict(weights=weights, sum=nn.CrossEntropyLoss(reduction='sum')).get(kind), callback_fns=
+                      [partial(AccumulateScheduler, n_step=2)] if kind == 'accumulate' else [])
+        if kind == 'accumulate': learn.loss_func = nn.CrossEntropyLoss(reduction='sum')
+        if kind == 'mixup': learn.mixup()
+        if kind == 'clip': learn.clip_grad(.05)
+        if kind == 'oversample':
+            learn.callback_fns.append(oversampled)
+        return learn
+    two, one = pair(make, lambda l: l.fit(2, 1e-3))
+    assert two.loss_func is not None and type(two.loss_func) is nn.CrossEntropyLoss
+    if kind in ('mixup', 'oversample'): assert len(two.recorder.losses) == len(one.recorder.losses)
+    else:
+        same_weights(two, one)
+        same_recorder(two, one)
+
+
+class oversampled(LearnerCallback):
+    "As fastai's OverSamplingCallback, for plain datasets: another loader for the time of the fit"
+    def on_train_begin(self, **kwargs):
+        dl = self.learn.data.train_dl
+        self.learn.data.train_dl = dl.new(shuffle=False, sampler=torch.utils.data.WeightedRandomSampler(torch.ones(len(dl.dataset)), 48))
+
+
+def test_half_precision_travels():
+    "The CPU has no half precision in torch 2.0: what a local fit says, a distributed one says"
+    learn = plain(4).to_fp16()
+    with pytest.raises(RuntimeError) as local: learn.fit(1)
+    with pytest.raises(Exception) as ours: learn.distrib_fit(1, nprocs=2)
+    assert str(local.value).split('\n')[0] in str(ours.value)
+    learn.to_fp32()
+    learn.distrib_fit(1, nprocs=2)
