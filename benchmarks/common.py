@@ -12,11 +12,12 @@ from torch import nn
 HERE = Path(__file__).parent
 
 
-def arguments(description, repeats=5):
-    "Command line of a benchmark: how often, and where the results go"
+def arguments(description, repeats=5, **more):
+    "Command line of a benchmark: how often, and where the results go; `more`: options of its own with their defaults"
     p = argparse.ArgumentParser(description=description)
     p.add_argument('--repeats', type=int, default=repeats, help='turns of each case')
     p.add_argument('--machine', default=f'{"gpu" if torch.cuda.is_available() else "cpu"}-{os.cpu_count()}core', help='name of the result file')
+    for name, default in more.items(): p.add_argument(f'--{name}', type=type(default), default=default)
     return p.parse_args()
 
 

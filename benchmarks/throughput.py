@@ -1,18 +1,24 @@
-"""Steps per second of a distributed fit, over those of a hand-written DDP script under torchrun.
+"""Seconds per training step of a distributed fit, over those of a hand-written DDP script under torchrun.
 
-Same model, batch, data in memory, optimizer, threads and torch DataLoader on both sides; each side is timed on rank 0, from the end
-of the first epoch to the end of the last. `convnet`: computing dominates. `mlp`: fastai's own Python per step dominates, so it is
-held against a `Learner`'s step in one process plus the communication that the script adds to its own step.
+Same model, batch, data in memory, loss, optimizer and threads on both sides (cases.py); timed on rank 0, from the end of the first
+epoch to the end of the last. Where computing dominates, ours is held against the script. In `mlp` fastai's own Python per step
+dominates, so there ours is held against a `Learner`'s step in one process plus the communication that the script adds to its own.
 
-    python benchmarks/throughput.py [--repeats 5] [--machine NAME]
+fastddp's workers keep freed memory from step to step (room 01c); a script may have that by glibc's variables, so it is measured
+both ways: plain, as everybody starts it, and `kept` with MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ set.
+
+    python benchmarks/throughput.py [--repeats 5] [--machine NAME] [--cases convnet,text]
 """
-import os, statistics, subprocess, sys, time
+import contextlib, json, os, statistics, subprocess, sys, time
 import torch
 from fastai.callback.core import Callback
 from fastddp.all import *
-from common import arguments, convnet, data, learner, mlp, save, seed_all, show, take_turns
+from cases import CASES
+from common import arguments, save, show, take_turns
 
-CASES = {'convnet': dict(model=convnet, shape=(3, 32, 32), n=2048, bs=32, epochs=3), 'mlp': dict(model=mlp, shape=(64,), n=8192, bs=32, epochs=4)}
+KEPT = dict(MALLOC_TRIM_THRESHOLD_=str(2**31-1), MALLOC_MMAP_THRESHOLD_=str(32*2**20), MALLOC_TOP_PAD_=str(16*2**20))
+PLAIN = {'PATH': os.environ['PATH'], **{k: v for k, v in os.environ.items() if k not in KEPT}, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore',
+         'GLOO_SOCKET_IFNAME': 'lo'}
 
 
 class StepClock(Callback):
@@ -26,66 +32,94 @@ class StepClock(Callback):
     def after_fit(self): self.seconds = self.total/max(self.steps, 1)
 
 
-def ours(case, nprocs):
-    c = CASES[case]
-    learn = learner(c['model'], c['shape'], c['n'], c['bs'], cbs=StepClock())
-    with learn.no_bar(), learn.no_logging():
-        if nprocs == 1:
-            torch.set_num_threads(1)
-            learn.fit(c['epochs'])
-        else: learn.distrib_fit(c['epochs'], nprocs=nprocs, launcher=Local(gpus=[], threads=1))
+def ours(name, nprocs):
+    "By fastddp on `nprocs` workers; with 1 a plain fastai fit in a process of its own, which is what a user has without us"
+    if nprocs == 1: return run_self([sys.executable, __file__, '--one', name], PLAIN)[name]
+    case = CASES[name]
+    learn = case.learner(nprocs).add_cb(StepClock())
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(case.epochs, nprocs=nprocs, launcher=Local(gpus=[], threads=1))
     return learn.step_clock.seconds
 
 
-def script(case, nprocs):
+def one(name):
+    torch.set_num_threads(1)
+    learn = CASES[name].learner(1).add_cb(StepClock())
+    with learn.no_bar(), learn.no_logging(): learn.fit(CASES[name].epochs)
+    print('SECONDS', json.dumps({name: learn.step_clock.seconds}), flush=True)
+
+
+def script(name, nprocs, env=PLAIN):
     "The same by hand; see `raw`"
-    run = ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(nprocs)]
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'}
-    out = subprocess.run([sys.executable, *run, __file__, '--raw', case], env=env, capture_output=True, text=True, check=True).stdout
-    return float(out.split('SECONDS')[1].split()[0])
+    return run_self([*torchrun(nprocs), __file__, '--raw', name], env)[name]
 
 
-def raw(case):
-    "A training loop as one writes it without fastai"
+def torchrun(nprocs): return [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(nprocs)]
+
+
+def run_self(cmd, env):
+    "What this script says when it is called so"
+    r = subprocess.run(cmd, env=env, capture_output=True, text=True)
+    if r.returncode: raise RuntimeError(f'{cmd} ended with {r.returncode}\n{r.stderr[-3000:]}')
+    return json.loads(r.stdout.split('SECONDS')[1])
+
+
+@contextlib.contextmanager
+def by_hand(name):
+    "What a script has before its loop: `(case, its parts, model, optimizer, rank)`"
     import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-    c = CASES[case]
     dist.init_process_group('gloo')
     torch.set_num_threads(1)
-    seed_all()
-    ds = TensorDataset(*data(c['shape'], c['n']))
-    sampler = DistributedSampler(ds, shuffle=True)
-    dl = DataLoader(ds, batch_size=c['bs'], sampler=sampler)
-    model = torch.nn.parallel.DistributedDataParallel(c['model']())
-    opt, loss_func, spent, steps = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), torch.nn.CrossEntropyLoss(), 0., 0
-    for epoch in range(c['epochs']):
-        sampler.set_epoch(epoch)
-        at = time.perf_counter()
-        for x, y in dl:
-            opt.zero_grad()
-            loss = loss_func(model(x), y)
-            loss.backward()
-            opt.step()
-            loss.item()     # a loop shows its loss
-        if epoch: spent, steps = spent+time.perf_counter()-at, steps+len(dl)
-    if dist.get_rank() == 0: print('SECONDS', spent/steps, flush=True)
+    case, rank, n = CASES[name], dist.get_rank(), dist.get_world_size()
+    s = case.script(rank, n)
+    model = torch.nn.parallel.DistributedDataParallel(s.model) if n > 1 else s.model
+    yield case, s, model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), rank
     dist.destroy_process_group()
 
 
+def one_epoch(s, model, opt, epoch):
+    "A training loop as one writes it without fastai; the number of steps"
+    for i, (xs, y) in enumerate(s.epoch(epoch)):
+        opt.zero_grad()
+        loss = s.loss(model(*xs), y)
+        loss.backward()
+        opt.step()
+        loss.item()     # a loop shows its loss
+    return i+1
+
+
+def raw(name):
+    "Seconds per step of the script, the first epoch left out"
+    with by_hand(name) as (case, s, model, opt, rank):
+        one_epoch(s, model, opt, 0)
+        at = time.perf_counter()
+        steps = sum(one_epoch(s, model, opt, i) for i in range(1, case.epochs))
+        if rank == 0: print('SECONDS', json.dumps({name: (time.perf_counter()-at)/steps}), flush=True)
+
+
+def ratios(med):
+    "What the budgets of the design speak of"
+    res = dict(steps_per_second_over_script=med['script, 2 ranks']/med['ours, 2 ranks'],
+               steps_per_second_over_script_kept=med['script kept, 2 ranks']/med['ours, 2 ranks'],
+               speed_up=2*med['ours, 1 rank']/med['ours, 2 ranks'], speed_up_of_script=2*med['script, 1 rank']/med['script, 2 ranks'],
+               over_learner_step_plus_communication=med['ours, 2 ranks']/(med['ours, 1 rank']+med['script, 2 ranks']-med['script, 1 rank']))
+    return {k: round(v, 3) for k, v in res.items()}
+
+
 def main():
-    args, results = arguments(__doc__), {}
-    for case in CASES:
-        times = take_turns({f'{side.__name__}, {n} rank{"s"*(n>1)}': lambda side=side, n=n: side(case, n) for n in (2, 1) for side in (ours, script)}, args.repeats)
+    args, results = arguments(__doc__, cases=','.join(CASES)), {}
+    for name in args.cases.split(','):
+        sides = {'ours, 2 ranks': lambda: ours(name, 2), 'script, 2 ranks': lambda: script(name, 2),
+                 'script kept, 2 ranks': lambda: script(name, 2, PLAIN | KEPT),
+                 'ours, 1 rank': lambda: ours(name, 1), 'script, 1 rank': lambda: script(name, 1)}
+        times = take_turns(sides, args.repeats)
         med = {k: statistics.median(v) for k, v in times.items()}
         rows = [dict(case=k, ms_per_step=round(m*1e3, 3), least=round(min(times[k])*1e3, 3), most=round(max(times[k])*1e3, 3)) for k, m in med.items()]
-        show(f'{case}: ms per step, 1 thread per rank', rows)
-        ratios = dict(steps_per_second_over_script=med['script, 2 ranks']/med['ours, 2 ranks'],
-                      speed_up=2*med['ours, 1 rank']/med['ours, 2 ranks'], speed_up_of_script=2*med['script, 1 rank']/med['script, 2 ranks'],
-                      over_learner_step_plus_communication=med['ours, 2 ranks']/(med['ours, 1 rank']+med['script, 2 ranks']-med['script, 1 rank']))
-        ratios = {k: round(v, 3) for k, v in ratios.items()}
-        print(ratios)
-        results[case] = dict(rows=rows, ratios=ratios, times=times)
+        show(f'{name}: ms per step, 1 thread per rank', rows)
+        results[name] = dict(rows=rows, ratios=ratios(med), times=times)
+        print(results[name]['ratios'])
     save('throughput', args.machine, unit='seconds per step', **results)
 
 
-if __name__ == '__main__': raw(sys.argv[2]) if sys.argv[1:2] == ['--raw'] else main()
+if __name__ == '__main__':
+    if sys.argv[1:2] in (['--raw'], ['--one']): (raw if sys.argv[1] == '--raw' else one)(sys.argv[2])
+    else: main()

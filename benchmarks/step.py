@@ -1,0 +1,75 @@
+"""Where the time of one training step goes, ours and the hand-written script's side by side.
+
+Both are profiled on rank 0 of 2 over the second epoch, by Python's own profiler: time spent in a function itself, summed by the package
+it belongs to. A profiler makes Python code look slower than it is (by half or more) and C++ code not, so this says *where* the time
+goes; *how much* it is, throughput.py says. `backward` is the backward pass with the communication inside it.
+
+    python benchmarks/step.py [--cases convnet,mlp] [--machine NAME]
+"""
+import cProfile, json, os, pstats, sys
+from fastai.callback.core import Callback
+from fastddp.all import *
+from cases import CASES
+from common import arguments, save, show
+from throughput import PLAIN, by_hand, one_epoch, run_self, torchrun
+
+PLACES = {'/fastddp/': 'fastddp', '/fastai/': 'fastai and fastcore', '/fastcore/': 'fastai and fastcore', '/torch/utils/data/': "torch's DataLoader",
+          '/torch/nn/parallel/': 'DDP', '/torch/optim/': 'optimizer', '/torch/': "torch's other Python"}
+
+
+def place(func):
+    "The package that a function of a profile belongs to"
+    file, _, name = func
+    if 'run_backward' in name: return 'backward'
+    if file == '~': return 'operations in C and C++'
+    return next((to for part, to in PLACES.items() if part in file), 'other Python')
+
+
+def by_place(profile, steps):
+    "Microseconds per step"
+    res = {}
+    for func, (_, _, own, *_) in pstats.Stats(profile).stats.items(): res[place(func)] = res.get(place(func), 0.) + own/steps*1e6
+    return res
+
+
+class Profiler(Callback):
+    "Profiles the second epoch of rank 0"
+    order, rank0_only = -3_000_000, True
+    def before_train(self):
+        if self.epoch == 1:
+            self.profile = cProfile.Profile()
+            self.profile.enable()
+    def after_train(self):
+        if self.epoch != 1: return
+        self.profile.disable()
+        self.found = by_place(self.__dict__.pop('profile'), self.learn.iter+1)
+
+
+def ours(name):
+    learn = CASES[name].learner(2).add_cb(Profiler())
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(2, nprocs=2, launcher=Local(gpus=[], threads=1))
+    return learn.profiler.found
+
+
+def raw(name):
+    with by_hand(name) as (_, s, model, opt, rank):
+        one_epoch(s, model, opt, 0)
+        profile = cProfile.Profile()
+        profile.enable()
+        steps = one_epoch(s, model, opt, 1)
+        profile.disable()
+        if rank == 0: print('SECONDS', json.dumps(by_place(profile, steps)), flush=True)
+
+
+def main():
+    args, results = arguments(__doc__, cases='convnet,mlp'), {}
+    for name in args.cases.split(','):
+        sides = dict(ours=ours(name), script=run_self([*torchrun(2), __file__, '--raw', name], PLAIN))
+        places = sorted({p for s in sides.values() for p in s}, key=lambda p: -sides['ours'].get(p, 0))
+        rows = [dict(where=p, **{k: round(v.get(p, 0)) for k, v in sides.items()}) for p in places]
+        results[name] = [*rows, dict(where='together', **{k: round(sum(v.values())) for k, v in sides.items()})]
+        show(f'{name}: microseconds per step on rank 0, under the profiler', results[name])
+    save('step', args.machine, unit='microseconds per step, profiled', **results)
+
+
+if __name__ == '__main__': raw(sys.argv[2]) if sys.argv[1:2] == ['--raw'] else main()
