@@ -363,6 +363,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fastddp.learner._in_place': ('learner.html#_in_place', 'fastddp/learner.py'),
                                  'fastddp.learner._nested': ('learner.html#_nested', 'fastddp/learner.py'),
                                  'fastddp.learner._on_workers': ('learner.html#_on_workers', 'fastddp/learner.py'),
+                                 'fastddp.learner._refuse_unknown': ('learner.html#_refuse_unknown', 'fastddp/learner.py'),
                                  'fastddp.learner._share_seed': ('learner.html#_share_seed', 'fastddp/learner.py'),
                                  'fastddp.learner._standing_group': ('learner.html#_standing_group', 'fastddp/learner.py'),
                                  'fastddp.learner._validate_in_place': ('learner.html#_validate_in_place', 'fastddp/learner.py'),

@@ -24,6 +24,7 @@ from .errors import CantDistribute
 from .inference import infer_in_group, own_attrs
 from .jobs import as_one_process
 from .launch import Local
+from .reduce import DDP_OPTIONS
 from .request import local_reason, workers_for
 from .session import DEFAULTS, Outer, Session, calling, enough_epochs
 from .snapshot import place
@@ -84,6 +85,11 @@ def __getstate__(self:Learner):
     ours = lambda k,v: k == 'distrib_session' or k in _DOORS and (getattr(v,'__module__',None) or '').startswith('fastddp.')
     return {k:v for k,v in _getstate(self).items() if not ours(k, v)}
 
+def _refuse_unknown(names):
+    unknown = [k for k in names if k not in DDP_OPTIONS and k != 'stop_requested']
+    if unknown: raise CantDistribute(f"No option {', '.join(unknown)}. distrib_ctx has {', '.join(_OPTIONS)}, "
+                                     f"and passes on to DistributedDataParallel: {', '.join(DDP_OPTIONS)}.")
+
 @patch
 @contextlib.contextmanager
 def distrib_ctx(self:Learner,
@@ -103,6 +109,7 @@ def distrib_ctx(self:Learner,
     "Inside the block all training and inference of this learner runs on the workers, which stay warm from call to call"
     given = dict(nprocs=nprocs, gpus=gpus, batch=batch, sync_bn=sync_bn, model_factory=model_factory, dls_factory=dls_factory,
                  launcher=launcher, see=see, restarts=restarts, timeout=timeout, **ddp_kwargs)
+    _refuse_unknown(ddp_kwargs)
     options = dict(sync_bn=sync_bn, **ddp_kwargs)
     if (outer := self.__dict__.get('distrib_session')) is not None: ctx = _nested(self, outer, given)
     elif batch not in ('per_worker','global'): raise CantDistribute(f"batch={batch!r}: 'per_worker' or 'global'.")
@@ -148,7 +155,7 @@ def distrib(self:Learner,
 ):
     "`learn.name(*args, **kwargs)` on the workers"
     if not callable(getattr(type(self), name, None)): raise CantDistribute(f"Learner has no method {name!r} to run on workers.")
-    options = {k:kwargs.pop(k) for k in list(kwargs) if k in _OPTIONS}
+    options = {k:kwargs.pop(k) for k in list(kwargs) if k in _OPTIONS or k in DDP_OPTIONS}
     with self.distrib_ctx(**options), calling(self, Outer(name, args, kwargs, options)): return getattr(self, name)(*args, **kwargs)
 
 _OPTIONS = {k:p for k,p in inspect.signature(Learner.distrib_ctx).parameters.items() if k != 'self' and p.kind != p.VAR_KEYWORD}

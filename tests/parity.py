@@ -70,11 +70,11 @@ def twin(learn, n, batch='per_worker'):
     return res
 
 
-def fit_both(learn, n, launcher, *args, batch='per_worker', how='fit', cbs=(), **kwargs):
-    "`(on workers, in one process)` from the same state and seeds"
+def fit_both(learn, n, launcher, *args, batch='per_worker', how='fit', cbs=(), ddp={}, **kwargs):
+    "`(on workers, in one process)` from the same state and seeds; `ddp`: options of DDP's own"
     one, cbs_one = twin(learn, n, batch), copy.deepcopy(list(cbs))
     seed(1)
-    learn.distrib(how, *args, nprocs=n, launcher=launcher, batch=batch, cbs=list(cbs), **kwargs)
+    learn.distrib(how, *args, nprocs=n, launcher=launcher, batch=batch, cbs=list(cbs), **ddp, **kwargs)
     seed(1)
     getattr(one, how)(*args, cbs=cbs_one, **kwargs)
     return learn, one

@@ -292,3 +292,8 @@ def test_mixed_precision_does_no_harm_on_the_cpu(two, how):
     getattr(learn, how)()
     learn, one = fit_both(learn, 2, two, 2)
     assert_same(learn, one)
+
+
+@pytest.mark.parametrize('options', [dict(gradient_as_bucket_view=True), dict(static_graph=True), dict(bucket_cap_mb=.001)], ids=lambda o: next(iter(o)))
+def test_options_of_ddp_change_no_result(two, options):
+    assert_same(*fit_both(learner(train=53), 2, two, 2, ddp=options))

@@ -137,3 +137,9 @@ def test_one_worker_is_this_process(capsys):
     learn = make_learner()
     with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1)
     assert 'No GPU: training in this process. nprocs=2' in capsys.readouterr().out and len(learn.recorder.values) == 1
+
+
+def test_an_option_that_nobody_has():
+    learn = make_learner()
+    with pytest.raises(CantDistribute, match='No option btach.*nprocs.*DistributedDataParallel: .*bucket_cap_mb'), learn.distrib_ctx(btach='global'): pass
+    assert 'fit' not in vars(learn)
