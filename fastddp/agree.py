@@ -41,7 +41,7 @@ class Agree(Callback):
     "Sees to it that all ranks leave a step, batch, phase, epoch or fit together"
     order = _FIRST
     def __init__(self, stop_requested=lambda: False):
-        self.stop_requested,self.cast = stop_requested,None     # `cast(kind)`: a vote in the backward pass (room 08b)
+        self.stop_requested,self.cast = stop_requested,None     # `cast(kind)`: a vote in the backward pass (room 08c)
         self.phase,self.depth,self.told,self.late = 'end',0,False,False
         self.step,self.joined,self.step_due,self.cancelled,self.epochs_left,self.back_to = -1,True,False,False,0,[]
     def before_fit(self):

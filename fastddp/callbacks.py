@@ -19,7 +19,8 @@ from .data import is_sharded, shard_dl
 from .events import own_events
 from .metrics import ReduceMetrics, plain_metrics
 from .parts import share_buffers, synced_bn
-from .reduce import CountAll, EnterDDP, LeaveDDP, Ledger, Reducer, raw_model
+from .ledger import CountAll, EnterDDP, LeaveDDP, Ledger
+from .reduce import Reducer, raw_model
 from .rng import SharedRNG, seed_rank
 
 # %% ../nbs/09_callbacks.ipynb #14e6be7a

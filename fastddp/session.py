@@ -23,6 +23,7 @@ from .launch import Job
 from .inplace import own_copy
 from .parts import bn_note
 from .report import Report
+from .reduce import check_ddp
 from .rng import SharedRNG
 from .snapshot import Baseline, apply, capture, dropped_lists, offloaded, refs, take
 from .watch import undisturbed
@@ -49,6 +50,7 @@ class Session:
         old,self.kept,self.cut,self.began = learn.opt,False,Cut(outer, cbs, [*map(_weak, _parts(learn, cbs))], first),time.time()
         try:
             if (reset_opt and not first) or not learn.opt: learn.create_opt()
+            check_ddp(self.options, learn.opt)
             call = dict(options=self.options, fit=dict(n_epoch=self._epochs(n_epoch, cbs), lr=lr, wd=wd, start_epoch=start_epoch))
             self._say()
             out = self._run(call, cbs)

@@ -9,6 +9,7 @@ from fastai.optimizer import SGD, Adam, Lamb, OptimWrapper, RMSProp, ranger
 from torch import nn
 import torch.nn.functional as F
 from fastddp import group
+from fastddp.errors import CantDistribute
 from fastddp.launch import InProcess, Local
 from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, loaders, mlp, seed, twin, values
 
@@ -294,6 +295,14 @@ def test_mixed_precision_does_no_harm_on_the_cpu(two, how):
     assert_same(learn, one)
 
 
-@pytest.mark.parametrize('options', [dict(gradient_as_bucket_view=True), dict(static_graph=True), dict(bucket_cap_mb=.001)], ids=lambda o: next(iter(o)))
+@pytest.mark.parametrize('options', [dict(static_graph=True), dict(bucket_cap_mb=.001)], ids=lambda o: next(iter(o)))
 def test_options_of_ddp_change_no_result(two, options):
     assert_same(*fit_both(learner(train=53), 2, two, 2, ddp=options))
+
+
+def test_gradients_as_views_of_buckets(two):
+    torch_sgd = functools.partial(OptimWrapper, opt=torch.optim.SGD, momentum=0.9)
+    assert_same(*fit_both(learner(train=53, opt_func=torch_sgd), 2, two, 2, ddp=dict(gradient_as_bucket_view=True)))
+    own = learner(train=53)
+    with pytest.raises(CantDistribute, match='opt_func=partial'): own.distrib_fit(1, nprocs=2, launcher=two, gradient_as_bucket_view=True)
+    assert own.opt is None
