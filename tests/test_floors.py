@@ -133,12 +133,27 @@ def test_import_fastddp_is_light():
     assert fresh('import sys, fastddp\n' + loaded) == ''
 
 
-@pytest.mark.parametrize('module', LOW)
-def test_low_rooms_do_without_fastai_accelerate_and_jupyter(module):
-    assert fresh(f'import fastddp.{module}; print("ok")', 'fastai', 'accelerate', 'ipykernel', 'jupyter_client') == 'ok'
+EACH_ALONE = """
+import os, traceback
+for module in {modules!r}:
+    if pid := os.fork(): os.waitpid(pid, 0)
+    else:
+        try: __import__('fastddp.'+module)
+        except BaseException: print(module, traceback.format_exc(), flush=True)
+        else: print(module, 'ok', flush=True)
+        os._exit(0)
+"""
 
 
-# Those of fastai v1 import where it is installed: tests/v1.
-@pytest.mark.parametrize('module', [o for o, n in ROOMS.items() if o not in LOW and n[:2] != '12'])
-def test_high_rooms_do_without_accelerate_jupyter_and_ray(module):
-    assert fresh(f'import fastddp.{module}; print("ok")', 'accelerate', 'ray', 'ipykernel', 'jupyter_client') == 'ok'
+def import_each(modules, first, *blocked):
+    "Import each room in a process that has imported only `first`, where importing `blocked` fails; what each says"
+    return fresh(f'import {first}\n' + EACH_ALONE.format(modules=modules), *blocked).splitlines()
+
+
+def test_low_rooms_do_without_fastai_accelerate_and_jupyter():
+    assert import_each(LOW, 'torch', 'fastai', 'accelerate', 'ipykernel', 'jupyter_client') == [f'{o} ok' for o in LOW]
+
+
+def test_high_rooms_do_without_accelerate_jupyter_and_ray():
+    high = [o for o, n in ROOMS.items() if o not in LOW and n[:2] != '12']     # those of fastai v1 import where it is installed: tests/v1
+    assert import_each(high, 'fastai.basics', 'accelerate', 'ray', 'ipykernel', 'jupyter_client') == [f'{o} ok' for o in high]
