@@ -43,6 +43,7 @@ class Agree(Callback):
     def __init__(self, stop_requested=lambda: False):
         self.stop_requested,self.cast = stop_requested,None     # `cast(kind)`: a vote in the backward pass (room 08c)
         self.phase,self.depth,self.told,self.late = 'end',0,False,False
+        self.alone,self.ours = False,[]     # does rank 0 act for itself just now? what makes the fit a distributed one (rooms 09, 09c)
         self.step,self.joined,self.step_due,self.cancelled,self.epochs_left,self.back_to = -1,True,False,False,0,[]
     def before_fit(self):
         self.depth += 1     # a callback may call `learn.validate`, which has a `before_fit` of its own

@@ -135,12 +135,15 @@ def infer_in_group(learn, dl, shared=None):
     if n == 1 or stays_here(dl, gather, n) is not None: return type(learn)._do_epoch_validate(learn, dl=OneRank(dl))
     give(gather, join_parts([Part(*p) for p in group.gather_tree(run_part(learn, dl, shared))], takes_whole(dl)))
 
+def _whole(dl): return OneRank(dl._shard.orig if is_sharded(dl) else dl)
+
 @contextlib.contextmanager
-def inner_inference(learn, shared):
+def inner_inference(learn, agree):
     "Inside, what callbacks of a distributed `learn` validate or predict by themselves is whole on every rank"
     def validate(ds_idx=1, dl=None):
+        if agree.alone: return type(learn)._do_epoch_validate(learn, dl=_whole(learn.dls[ds_idx] if dl is None else dl))
         if dl is None and ds_idx == 1: return type(learn)._do_epoch_validate(learn)      # the fit's own
-        infer_in_group(learn, learn.dls[ds_idx] if dl is None else dl, shared)
+        infer_in_group(learn, learn.dls[ds_idx] if dl is None else dl, agree.shared)
     with own_attrs(learn, _do_epoch_validate=validate): yield
 
 # %% ../nbs/09b_inference.ipynb #fd29f319

@@ -10,9 +10,9 @@ import contextlib, time
 
 from fastai.callback.core import Callback
 
-from .callbacks import distributed
+from .callbacks import distributed, own_part
 from .data import batch_items, dl_state
-from .files import one_tmp_file, shared_load
+from .files import alone_on_rank0, one_tmp_file, open_run, shared_load
 from .inference import inner_inference, leave_together, run_part
 from .snapshot import Baseline, GoOn, capture, place_dl, refs, unpack
 
@@ -56,7 +56,8 @@ def _whereabouts(learn):
 @contextlib.contextmanager
 def as_one_process(learn, cbs, agree):
     "Inside a fit on ranks: callbacks predict, save and load as in one process"
-    with inner_inference(learn, agree.shared), shared_load(learn), one_tmp_file(learn, [*learn.cbs, *cbs]): yield
+    both = [*learn.cbs, *cbs]
+    with inner_inference(learn, agree), shared_load(learn, agree), one_tmp_file(learn, both), alone_on_rank0(learn, both, agree): yield
 
 def _items(learn, report):
     "Dataset indices of the batch that is at work, or of the one that is being loaded"
@@ -68,12 +69,13 @@ def fit_job(ctx, obj):
     learn,cbs,call = unpack(obj, ctx.device)
     base,known,interrupted,report = Baseline(learn, cbs),refs(learn, cbs),False,Report(ctx)
     ctx.where = lambda: _whereabouts(learn)
-    with distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as agree, as_one_process(learn, cbs, agree):
+    with (open_run(call['run']) as settings, distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as agree,
+          as_one_process(learn, cbs, agree)):
         def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, agree.shared.state(), known))
         extra = [report, EndOfBatch(report)] + ([KeepState(keep)] if ctx.rank == 0 else [])
         if call['first'] is not None: extra.append(GoOn(learn, base.cbs, call['first'], call['lists'], known))
         try:
-            with learn.added_cbs(extra): type(learn).fit(learn, cbs=cbs, **call['fit'])
+            with learn.added_cbs(extra): type(learn).fit(learn, cbs=own_part(cbs), **call['fit'])
         except KeyboardInterrupt:
             agree.leave('interrupt')
             ctx.beat(leaving=True)
@@ -83,7 +85,7 @@ def fit_job(ctx, obj):
             raise
     ctx.mark('train')
     if ctx.rank == 0: keep('state')
-    return dict(interrupted=interrupted, begun=report.begun, seconds=report.seconds, items=report.items)
+    return dict(interrupted=interrupted, begun=report.begun, seconds=report.seconds, items=report.items, settings=settings())
 
 # %% ../nbs/09d_jobs.ipynb #c3396ca5
 def loader_refs(learn, dl):

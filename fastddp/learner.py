@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 
 from . import group
-from .callbacks import distributed
+from .callbacks import distributed, own_part
 from .data import n_batches
 from .dipper import everyone
 from .errors import CantDistribute
@@ -55,7 +55,7 @@ def _fit_in_place(learn, options, n_epoch, lr=None, wd=None, cbs=None, reset_opt
     cbs = [cb() if isinstance(cb,type) else cb for cb in L(cbs)]
     n_epoch = enough_epochs(n_epoch, cbs, lambda: n_batches(learn.dls.loaders[0], group.world_size(), options['batch']))
     with distributed(learn, **options) as agree, as_one_process(learn, cbs, agree):
-        type(learn).fit(learn, n_epoch, lr=lr, wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch)
+        type(learn).fit(learn, n_epoch, lr=lr, wd=wd, cbs=own_part(cbs), reset_opt=reset_opt, start_epoch=start_epoch)
     group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])     # what rank 0 loaded in the end (SaveModelCallback)
 
 def _validate_in_place(learn, ds_idx=1, dl=None):

@@ -17,6 +17,7 @@ from fastcore.foundation import L
 from . import group
 from .data import check_dl, dl_state, global_bs, n_batches, set_dl_state
 from .errors import CantDistribute, WorkerError
+from .files import notebook_run, take_settings
 from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
 from .jobs import loader_refs
 from .launch import Job
@@ -25,7 +26,7 @@ from .parts import bn_note
 from .report import Report
 from .reduce import check_ddp
 from .rng import SharedRNG
-from .snapshot import Baseline, apply, capture, dropped_lists, offloaded, refs, take
+from .snapshot import Baseline, all_cbs, apply, capture, dropped_lists, offloaded, refs, take
 from .watch import undisturbed
 
 # %% ../nbs/09e_session.ipynb #69634747
@@ -51,7 +52,8 @@ class Session:
         try:
             if (reset_opt and not first) or not learn.opt: learn.create_opt()
             check_ddp(self.options, learn.opt)
-            call = dict(options=self.options, fit=dict(n_epoch=self._epochs(n_epoch, cbs), lr=lr, wd=wd, start_epoch=start_epoch))
+            call = dict(options=self.options, fit=dict(n_epoch=self._epochs(n_epoch, cbs), lr=lr, wd=wd, start_epoch=start_epoch),
+                        run=notebook_run(all_cbs(learn, cbs)))
             self._say()
             out = self._run(call, cbs)
         except BaseException as e:
@@ -95,6 +97,7 @@ class Session:
             self.cut = self.cut._replace(state=own_copy(*out.epoch) if out.epoch else _before(self.learn, cbs), begun=out.epoch is not None)
         elif out.interrupted: self.cut = self.cut._replace(done=self.cut.outer.fits, first=None)     # it came too late for this fit
         apply(self.learn, cbs, *out.state)
+        take_settings(out.results[0]['settings'])
         self.kept = True
         self.report.marks += out.marks
 

@@ -243,21 +243,87 @@ class WritesOnce(Callback):
     def after_epoch(self): open(self.path, 'a').write(f"{os.environ['RANK']} {self.epoch}\n")
 
 
+class Looks(Callback):
+    "Acts on rank 0 only, predicts there, draws random numbers, and adds a callback that predicts, too"
+    rank0_only = True
+    def before_fit(self):
+        self.fetch, self.said = FetchPredsCallback(), []
+        self.learn.add_cb(self.fetch)
+    def before_epoch(self): self.said.append(float(self.dls.train.one_batch()[0].sum()))
+    def after_fit(self):
+        self.said.append(len(self.fetch.preds[0]))
+        self.learn.remove_cb(self.fetch)
+
+
 def test_rank0_only(tmp_path):
-    cb = WritesOnce(tmp_path/'log')
-    fit(learner(cb))
+    "Also where it is one of the fit's own; what it predicts and draws keeps nobody waiting and changes nothing"
+    cb, looks = WritesOnce(tmp_path/'log'), Looks()
+    learn, plain = learner(looks), learner()
+    seed_all(1)
+    fit(learn, cbs=cb)
     assert (tmp_path/'log').read_text() == '0 0\n0 1\n'
+    assert len(looks.said) == 3 and looks.said[-1] == 41
+    seed_all(1)
+    fit(plain)
+    assert all(torch.equal(v, weights(plain)[k]) for k, v in weights(learn).items())
 
 
 def test_tensorboard(tmp_path):
-    "One event file per fit, from one process"
+    "One event file per fit, from one process; the model is traced with a batch that is no other rank's affair"
     pytest.importorskip('tensorboard', reason='tensorboard is not installed')
     from fastai.callback.tensorboard import TensorBoardCallback
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    learn = learner()
-    fit(learn, cbs=TensorBoardCallback(log_dir=tmp_path, trace_model=False, log_preds=False))
+    learn, plain = learner(), learner()
+    seed_all(1)
+    fit(learn, cbs=TensorBoardCallback(log_dir=tmp_path, trace_model=True, log_preds=False))
     files = [*tmp_path.glob('events*')]
     assert len(files) == 1
     log = EventAccumulator(str(tmp_path)).Reload()
     assert len(log.Scalars('train_loss')) == len(learn.recorder.losses) + 2*2      # it writes after validation batches, too
     assert [o.value for o in log.Scalars('valid_loss')] == pytest.approx([o[1] for o in learn.recorder.values])
+    seed_all(1)
+    fit(plain)
+    assert all(torch.equal(v, weights(plain)[k]) for k, v in weights(learn).items())
+
+
+class Few:
+    "A dataset as `WandbCallback` can describe it"
+    def __init__(self, n, seed=0): self.n, self.pairs = n, dict(enumerate(points(n, seed)))
+    def __len__(self): return self.n
+    def __getitem__(self, i): return self.pairs[i]
+
+
+def test_wandb(tmp_path, monkeypatch, capsys):
+    "The notebook's offline run goes on over two fits on the workers, and a third in the notebook"
+    wandb = pytest.importorskip('wandb', reason='wandb is not installed')
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    monkeypatch.setenv('WANDB_SILENT', 'true')
+    from fastai.callback import wandb as theirs
+    plain_args = theirs.init_args
+    class Wandb(theirs.WandbCallback):
+        def before_fit(self):
+            # fastai 2.8.12 asks plain values for their arguments, which the `init_args` of fastcore 2.2 refuses
+            theirs.init_args = lambda o: plain_args(o) if hasattr(o, '__dict__') else {}
+            super().before_fit()
+            if wandb.run: wandb.config.update({f'rank{os.environ.get("RANK")}': 1})
+    seed_all()
+    dls = DataLoaders.from_dsets(Few(40), Few(16, 1), bs=4, device='cpu')
+    learn = Learner(dls, nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, opt_func=SGD, path=tmp_path,
+                    cbs=Wandb(valid_dl=dls.valid.new(Few(6))))
+    run = wandb.init(project='tests', dir=tmp_path, config=dict(mine=1))
+    try:
+        with learn.distrib_ctx(nprocs=2):
+            learn.fit(2, .01)
+            assert run.step == 2*5 and dict(run.summary)['epoch'] == 2
+            assert dict(run.summary)['accuracy'] == pytest.approx(learn.recorder.values[-1][2])
+            learn.fit(1, .01)
+        assert run.step == 3*5 and run.config['mine'] == run.config['rank0'] == 1 and 'rank1' not in run.config.keys()
+        run.log(dict(by_hand=1))
+        learn.fit(1, .01)
+        assert run.step == 3*5+1+10 and dict(run.summary)['epoch'] == 4 and wandb.run is run
+    finally:
+        theirs.init_args = plain_args
+        wandb.finish()
+        wandb.teardown()
+    assert len([*tmp_path.glob('wandb/offline-run-*/*.wandb')]) == 1
+    assert not any(isinstance(cb, FetchPredsCallback) for cb in learn.cbs)
