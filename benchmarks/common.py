@@ -12,22 +12,29 @@ from torch import nn
 HERE = Path(__file__).parent
 
 
+def argument_parser(description, repeats=5):
+    "The options that every benchmark has: how often, and where the results go"
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--repeats', '--turns', type=int, default=repeats, help='turns of each case')
+    p.add_argument('--small', action='store_true', help='little data, to see that it runs; writes no results')
+    p.add_argument('--machine', default=f'{"gpu" if torch.cuda.is_available() else "cpu"}-{os.cpu_count()}core', help='folder of the results')
+    return p
+
+
 def arguments(description, repeats=5, **more):
-    "Command line of a benchmark: how often, and where the results go; `more`: options of its own with their defaults"
-    p = argparse.ArgumentParser(description=description)
-    p.add_argument('--repeats', type=int, default=repeats, help='turns of each case')
-    p.add_argument('--machine', default=f'{"gpu" if torch.cuda.is_available() else "cpu"}-{os.cpu_count()}core', help='name of the result file')
+    "Command line of a benchmark; `more`: options of its own with their defaults"
+    p = argument_parser(description, repeats)
     for name, default in more.items(): p.add_argument(f'--{name}', type=type(default), default=default)
     return p.parse_args()
 
 
-def take_turns(cases, repeats):
-    "Seconds of each case, `repeats` times: `name -> [seconds]`; a case is a function that returns its seconds"
+def take_turns(cases, repeats, unit='s'):
+    "What each case returns, `repeats` times, in turns: `name -> [seconds]`"
     times = {name: [] for name in cases}
     for turn in range(repeats):
         for name, case in cases.items():
             times[name].append(case())
-            print(f'  turn {turn+1}/{repeats}  {name}: {times[name][-1]:.3f} s', file=sys.stderr, flush=True)
+            print(f'  turn {turn+1}/{repeats}  {name}: {times[name][-1]:.3f} {unit}', file=sys.stderr, flush=True)
     return times
 
 

@@ -1,16 +1,16 @@
 """How long from the call to the first training step, and what a second fit in a block costs?
 
 Cases: a first fit with the helper process ready; a second fit in a `distrib_ctx` block; the same fit with workers that start by
-spawn (no helper); and, as peer, torch's own `spawn` of two processes that import fastai, join a group and all-reduce once.
+spawn (no helper); and the peers (peers.py), each up to its first all-reduce.
 
     python benchmarks/launch.py [--repeats 5] [--machine NAME]
 """
-import os, subprocess, sys, tempfile, time
-import torch
+import os, time
 from fastai.callback.core import Callback
 from fastddp import workers
 from fastddp.all import *
 from common import arguments, learner, mlp, save, show, summary, take_turns
+from peers import installed
 
 
 class Clock(Callback):
@@ -48,37 +48,14 @@ def second_fit():
     return (time.time()-called) - (learn.clock.ended-learn.clock.began)
 
 
-PEER = """
-import os, sys, time, torch, torch.distributed as dist
-import torch.multiprocessing as mp
-def work(rank, path, called):
-    import fastai.vision.all
-    os.environ['GLOO_SOCKET_IFNAME'] = 'lo'
-    dist.init_process_group('gloo', init_method='file://'+path, rank=rank, world_size=2)
-    dist.all_reduce(torch.ones(1))
-    if rank == 0: print('SECONDS', time.time()-called, flush=True)
-    dist.destroy_process_group()
-if __name__ == '__main__': mp.spawn(work, args=(sys.argv[1], time.time()), nprocs=2)
-"""
-
-
-def plain_spawn():
-    with tempfile.TemporaryDirectory() as d:
-        script = os.path.join(d, 'peer.py')
-        with open(script, 'w') as f: f.write(PEER)
-        out = subprocess.run([sys.executable, '-W', 'ignore', script, os.path.join(d, 'meet')], capture_output=True, text=True, check=True).stdout
-    return float(out.split('SECONDS')[1])
-
-
 def main():
     args = arguments(__doc__)
     workers.warm()
     first_fit()     # the helper is ready after this
-    times = take_turns({'first fit': first_fit, 'second fit in a block': second_fit, 'without the helper': without_helper,
-                        'torch spawn + all-reduce': plain_spawn}, args.repeats)
-    rows = summary(times, 'torch spawn + all-reduce')
+    times = take_turns({'first fit': first_fit, 'second fit in a block': second_fit, 'without the helper': without_helper, **installed()}, args.repeats)
+    rows = summary(times, 'torch spawn')
     show('Seconds from the call to the first training step (second fit: all that is not training), 2 CPU workers', rows)
-    save('launch', args.machine, unit='seconds', rows=rows, times=times)
+    if not args.small: save('launch', args.machine, unit='seconds', rows=rows, times=times)
 
 
 if __name__ == '__main__': main()
