@@ -3,6 +3,7 @@
 #   make test      all tests and all notebooks
 #   make test-full  the same with the long versions of some
 #   make test-v1   the tests, notebooks and tutorials of fastai v1, in an environment of its own (.venv-v1)
+#   make bench     all benchmarks, and their tables in benchmarks/README.md and the README (an hour; leave the machine alone meanwhile)
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
 #   make test-faults  the whole table of failures (CI runs a spread of it)
@@ -55,6 +56,13 @@ test-faults: venv
 browser:
 	@command -v chromedriver >/dev/null || ! test "$$(id -u)" = 0 || ! command -v apt-get >/dev/null || { timeout 300 sh -c \
 		'apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver'; } >/dev/null 2>&1 || true
+
+# One after the other: they measure. Peers: pip install -e '.[bench]'
+BENCHES := launch memory sync throughput inference balance model
+bench: venv
+	@for b in $(BENCHES); do echo "== $$b"; $(PY) -W ignore benchmarks/$$b.py || exit 1; done
+	@$(PY) benchmarks/render.py
+	@$(PY) tools/readme.py
 
 troubles: venv
 	@$(PY) tools/troubles.py

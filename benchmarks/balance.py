@@ -11,14 +11,14 @@ others, too.
 
     python benchmarks/balance.py [--machine cpu-2core] [--texts 4000] [--bs 64] [--sigma 0.6] [--epochs 5]
 """
-import argparse, json, os, random, warnings
-from pathlib import Path
+import random, warnings
 import numpy as np, torch
 
 warnings.filterwarnings('ignore', category=FutureWarning)    # torch's own, while fastai is imported
 from fastai.text.data import SortedDL
 from fastddp.data import shard_dl
 from fastddp.rng import SharedRNG
+from common import argument_parser, save
 
 BUDGET = {2: 1.02, 4: 1.05, 8: 1.10}
 SIGMAS = .5, .6, .7
@@ -67,13 +67,13 @@ def measure(how, lens, n, args, batch):
 
 
 def main():
-    p = argparse.ArgumentParser()
-    p.add_argument('--machine', default=f'cpu-{os.cpu_count()}core')
+    p = argument_parser(__doc__, repeats=1)     # nothing is timed
     p.add_argument('--texts', type=int, default=4000)
     p.add_argument('--bs', type=int, default=64)
     p.add_argument('--sigma', type=float, default=.6)
     p.add_argument('--epochs', type=int, default=5)
     args, rows = p.parse_args(), []
+    if args.small: args.texts, args.epochs = 512, 1
     print(f'{args.texts} texts, SortedDL, batch {args.bs}, mean of {args.epochs} epochs: busiest rank over the mean\n')
     print(f"{'sigma':>5} {'batch':>10} {'ranks':>5} {'dealt (ours)':>12} {'slices':>7} {'budget':>7}")
     for sigma in sorted({*SIGMAS, args.sigma}):
@@ -84,10 +84,7 @@ def main():
                 rows.append(dict(sigma=sigma, batch=batch, ranks=n, ours=round(o, 4), slices=round(c, 4),
                                  budget=BUDGET[n]))
                 print(f"{sigma:5.2f} {batch:>10} {n:5d} {o:12.3f} {c:7.2f} {BUDGET[n]:7.2f}", flush=True)
-    out = Path(__file__).parent/'results'/f'balance-{args.machine}.json'
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(dict(vars(args), rows=rows), indent=1)+'\n')
-    print(f'\nwritten to {out}')
+    if not args.small: save('balance', args.machine, unit='busiest rank over the mean', texts=args.texts, bs=args.bs, epochs=args.epochs, rows=rows)
 
 
 if __name__ == '__main__': main()

@@ -1,0 +1,97 @@
+"""The tables in benchmarks/README.md and in the README, from the results of one machine.
+
+    python benchmarks/render.py [--machine cpu-2core]       # `make readme` afterwards carries the short table into README.md
+
+Between two comments of each page everything is written anew; what has not been measured is called so.
+"""
+import argparse, json
+from pathlib import Path
+
+HERE = Path(__file__).parent
+BEGIN, END = '<!-- results: rendered by benchmarks/render.py -->', '<!-- end of results -->'
+
+
+def read(machine): return {p.stem: json.loads(p.read_text(encoding='utf-8')) for p in sorted((HERE/'results'/machine).glob('*.json'))}
+
+
+def value(results, *path):
+    "What lies at `path`; a list of rows is entered by the name of its case. None: not measured"
+    for o in path:
+        if isinstance(results, list): results = {r.get('case'): r for r in results}
+        if not isinstance(results, dict) or o not in results: return None
+        results = results[o]
+    return results
+
+
+def rows(file, case, column='median'): return file, 'rows', case, column
+
+
+SHORT = [   # what, where it lies, its unit, the budget, what it is held against and where that lies
+    ('call to first training step, helper ready', rows('launch', 'first fit'), 's', 'at most 0.2 s', "torch's spawn", rows('launch', 'torch spawn')),
+    ('second fit in a block: all but training', rows('launch', 'second fit in a block'), 's', 'at most 0.05 s', '', None),
+    ('memory of an array, 4 workers, beyond the notebook\'s', rows('memory', 'numpy array, 4 workers'), ' x its size', 'at most 1.1',
+     "torch's spawn, 2 processes", rows('memory', 'torch spawn: numpy array, 2 processes')),
+    ('data to the workers', rows('sync', 'ship, first fit', 'ratio'), ' copies', 'at most 2', 'pickled through a pipe', rows('sync', 'pickled through a pipe', 'ratio')),
+    ('weights back', rows('sync', 'back, first fit', 'ratio'), ' copies', 'at most 2', '', None),
+    ('steps per second over a DDP script\'s, convnet', ('throughput', 'convnet', 'ratios', 'steps_per_second_over_script'), '', 'at least 0.97', '', None),
+    ('speed-up of `get_preds`, 2 ranks', ('inference', 'ratios', 'speed-up of get_preds'), '', 'at least 1.8', '', None)]
+
+
+def said(results, path, unit):
+    v = value(results, *path) if path else None
+    return 'not measured' if v is None else f'{v:.3g}{" " if unit == "s" else ""}{unit}'
+
+
+def short_table(results):
+    lines = ['| what | measured | aim | others |', '|---|---|---|---|']
+    for what, path, unit, aim, peer, peer_path in SHORT:
+        other = f'{peer}: {said(results, peer_path, unit)}' if peer else ''
+        lines.append(f'| {what} | {said(results, path, unit)} | {aim} | {other} |')
+    return '\n'.join(lines)
+
+
+def table(rows):
+    names = list(rows[0])
+    return '\n'.join(['| '+' | '.join(names)+' |', '|'+'---|'*len(names), *('| '+' | '.join(str(r.get(n, '')) for n in names)+' |' for r in rows)])
+
+
+def tables(content):
+    "Every list of rows in a result file with its heading, however deep"
+    if not isinstance(content, dict): return
+    if isinstance(found := content.get('rows'), list) and found and isinstance(found[0], dict): yield '', table(found)
+    for k, v in content.items():
+        for name, t in tables(v): yield f'{k} {name}'.strip(), t
+
+
+def full(results, machine):
+    parts = [f'All figures: `results/{machine}`.', short_table(results)]
+    for name, content in results.items():
+        about = content.get('about', {})
+        parts.append(f"### {name} ({content.get('unit', '')}; torch {about.get('torch')}, {about.get('cores')} cores, {about.get('date')})")
+        for title, t in tables(content): parts += [f'**{title}**', t] if title else [t]
+        if isinstance(content.get('ratios'), dict): parts.append(', '.join(f'{k}: {v}' for k, v in content['ratios'].items()))
+    return '\n\n'.join(parts)
+
+
+def between(text, new):
+    "`text` with `new` between the two comments"
+    head, _, rest = text.partition(BEGIN)
+    return f'{head}{BEGIN}\n\n{new}\n\n{END}{rest.partition(END)[2]}' if rest else text
+
+
+def into_notebook(path, new):
+    nb = json.loads(path.read_text(encoding='utf-8'))
+    for cell in nb['cells']: cell['source'] = between(''.join(cell['source']), new).splitlines(keepends=True)
+    path.write_text(json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True)+'\n', encoding='utf-8')
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--machine', default='cpu-2core')
+    args = p.parse_args()
+    results, page = read(args.machine), HERE/'README.md'
+    page.write_text(between(page.read_text(encoding='utf-8'), full(results, args.machine)), encoding='utf-8')
+    into_notebook(HERE.parent/'nbs'/'index.ipynb', short_table(results))
+
+
+if __name__ == '__main__': main()

@@ -1,0 +1,35 @@
+"""The benchmarks can be imported, and the tables on the pages are those of the results."""
+import runpy, shutil, subprocess, sys
+from pathlib import Path
+
+root = Path(__file__).resolve().parent.parent
+BENCHES = root/'benchmarks'
+
+
+def test_scripts_import():
+    names = sorted(p.stem for p in BENCHES.glob('*.py'))
+    assert {'launch', 'memory', 'sync', 'inference', 'model', 'peers'} <= {*names}
+    r = subprocess.run([sys.executable, '-W', 'ignore', '-c', f'import {", ".join(names)}'], cwd=BENCHES, capture_output=True, text=True, timeout=120)
+    assert (r.returncode, r.stdout) == (0, ''), r.stderr
+
+
+def pages(folder): return [(folder/o).read_text(encoding='utf-8') for o in ('benchmarks/README.md', 'nbs/index.ipynb')]
+
+
+def test_tables_are_those_of_the_results(tmp_path):
+    shutil.copytree(BENCHES, tmp_path/'benchmarks', ignore=shutil.ignore_patterns('__pycache__'))
+    (tmp_path/'nbs').mkdir()
+    shutil.copy(root/'nbs'/'index.ipynb', tmp_path/'nbs')
+    run = [sys.executable, str(tmp_path/'benchmarks'/'render.py')]
+    subprocess.run(run, check=True, timeout=60)
+    assert pages(tmp_path) == pages(root), 'python benchmarks/render.py, then make readme'
+    shutil.rmtree(tmp_path/'benchmarks'/'results')      # without results the tables say so
+    subprocess.run(run, check=True, timeout=60)
+    assert all(a != b and 'not measured' in a for a, b in zip(pages(tmp_path), pages(root)))
+
+
+def test_a_figure_is_found_or_called_missing():
+    render = runpy.run_path(str(BENCHES/'render.py'))
+    results = dict(launch=dict(rows=[dict(case='a', median=.1234)]))
+    assert render['said'](results, ('launch', 'rows', 'a', 'median'), 's') == '0.123 s'
+    assert render['said'](results, ('launch', 'rows', 'b', 'median'), 's') == 'not measured'
