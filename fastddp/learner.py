@@ -21,6 +21,7 @@ from .callbacks import distributed, own_part
 from .data import n_batches
 from .dipper import everyone
 from .errors import CantDistribute
+from .files import share_opt
 from .inference import infer_in_group, own_attrs
 from .jobs import as_one_process
 from .launch import Local
@@ -52,6 +53,7 @@ def _share_seed(learn):
 
 def _fit_in_place(learn, options, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0):
     _share_seed(learn)
+    if not reset_opt: share_opt(learn)
     cbs = [cb() if isinstance(cb,type) else cb for cb in L(cbs)]
     n_epoch = enough_epochs(n_epoch, cbs, lambda: n_batches(learn.dls.loaders[0], group.world_size(), options['batch']))
     with distributed(learn, **options) as agree, as_one_process(learn, cbs, agree):

@@ -510,8 +510,14 @@ def test_a_trained_learner_comes_back(lesson):
 
 
 def test_a_single_rank_trains_alone(lesson):
-    lesson.run('%%dip --on 1 -q\nlearn.fit(1)')
-    assert re.findall(r': (\d+)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs)')) == ['6', '6']
+    "When all train together again, weights and optimizer are rank 0's on every rank"
+    lesson.run(f'%%dip\n{LESSON}learn.fit(1)')
+    lesson.run('%%dip --on 1 -q\nlearn.fit(2)')
+    assert re.findall(r': (\d+)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs)')) == ['3', '12']
+    lesson.run('%%dip -q\nlearn.fit(1)')
+    found = re.findall(r'Out\[\d:\d+\]: (.*)', lesson.run(
+        '%%dip --see all\nlearn.model.weight.sum().item(), [float(torch.as_tensor(learn.opt.state[p][k]).sum()) for k in ("step", "grad_avg") for p in learn.model.parameters()]'))
+    assert len(found) == 2 and found[0] == found[1] and '[6.0, 6.0, ' in found[0], found
 
 
 def test_interrupt_of_a_fit(lesson, folder):
