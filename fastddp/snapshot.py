@@ -128,8 +128,8 @@ def mode_state(learn):
     return dict(tensors={}, opt=None, epoch=getattr(learn, 'epoch', None), requires_grad=[p.requires_grad for p in learn.model.parameters()], training=[m.training for m in learn.model.modules()])
 
 # %% ../nbs/09a_snapshot.ipynb #89ef966d
-_STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','fit','_do_epoch_validate','distrib_session',
-         'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar','_do_fit','_call_one','all_batches'}
+_STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','distrib_session',
+         'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar'}
 
 class Baseline:
     "How learner and callbacks were when the job began"
@@ -139,7 +139,8 @@ class Baseline:
     def changes(self, learn):
         "`(changes of the learner, of each callback)`: attribute -> (value, is it the object that was sent?)"
         new = lambda k,v: self.learn.get(k, self) is not v or isinstance(v, (bool,int,float,str))    # the notebook's may have moved on
-        own = {k:(v,False) for k,v in vars(learn).items() if k not in _STAY and new(k,v) and not isinstance(v, Callback)}
+        door = lambda k: callable(getattr(type(learn), k, None))    # what stands in a method's place belongs to this side only
+        own = {k:(v,False) for k,v in vars(learn).items() if not (k in _STAY or door(k) or isinstance(v, Callback)) and new(k,v)}
         return own, [{k:(v, k in old and old[k] is v) for k,v in vars(cb).items() if k not in _STAY} for cb,old in zip(self.cbs, self.attrs)]
 
 def _is_logger(cb): return any(c.__name__ in RANK0_ONLY for c in type(cb).__mro__)     # their connections are expected to stay behind

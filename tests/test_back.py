@@ -191,3 +191,15 @@ def test_save_model_callback_writes_one_file(tmp_path):
     saved = torch.load(tmp_path/'models'/'best.pth')
     assert [f.name for f in (tmp_path/'models').iterdir()] == ['best.pth']
     assert all(torch.equal(saved[k], v) for k, v in learn.model.state_dict().items())
+
+
+class Says(Callback):
+    def after_epoch(self): print(f'epoch {self.epoch} is over')
+
+
+def test_see_all_ranks(capsys):
+    "Rank 0 as it is, the others with a prefix; without `see`, rank 0 alone"
+    for see, said in (('all', 1), ((0,), 0)):
+        make_learner(n=64, cbs=[Says()]).distrib_fit(1, nprocs=2, see=see)
+        out = capsys.readouterr().out
+        assert out.count('[rank 1] epoch 0 is over\n') == said and out.count('epoch 0 is over') == said+1

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from jupyter_client.manager import KernelManager
 from faults import OneFault, Slow
+import fastddp.all
 from fastddp.watch import undisturbed
 from learners import make_learner
 

@@ -49,6 +49,7 @@ def test_goes_on(cut, tmp_path, undisturbed):
     *fault, raised, epochs, batches = CUTS[cut]
     learn = learner(tmp_path, *fault)
     with pytest.raises(raised): train(learn)
+    assert not [k for k in vars(learn) if callable(getattr(type(learn), k, None))]      # no door of the workers' came along
     assert len(learn.recorder.values) == epochs and len(learn.recorder.lrs) == batches
     learn.distrib_resume()
     assert history(learn) == undisturbed
