@@ -16,6 +16,7 @@ from fastcore.basics import noop
 
 from . import group
 from .agree import _FIRST, Agree, MeetLast
+from .collect import JoinCollected, NoteCollected
 from .data import is_sharded, shard_dl
 from .events import own_events
 from .metrics import ReduceMetrics, plain_metrics
@@ -84,8 +85,9 @@ def distributed(learn, batch='per_worker', sync_bn=True, stop_requested=lambda: 
     shared,reducer,agree = SharedRNG.capture(),Reducer(**ddp_kwargs),Agree(stop_requested)
     ledger = Ledger(reducer, agree)
     on_gpu = next((p.device.type for p in learn.model.parameters()), 'cpu') == 'cuda'
+    join = JoinCollected()
     cbs = [agree, LeaveDDP(ledger), EnterDDP(ledger), ledger, MeetLast(agree), CountAll(ledger), ShardData(shared, batch),
-           OwnStreams(shared), ReduceMetrics(), ShareBuffers(average_bn=sync_bn and not on_gpu)]
+           OwnStreams(shared), ReduceMetrics(), join, NoteCollected(join), ShareBuffers(average_bn=sync_bn and not on_gpu)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_without('WORLD_SIZE'))
         if share_dls: stack.enter_context(sharded_dls(learn, batch, shared))

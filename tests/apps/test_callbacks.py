@@ -191,19 +191,33 @@ def test_a_callback_of_ones_own():
 
 
 def test_activation_stats():
-    "It hooks into `learn.model[i]`, and its statistics come back"
-    stats = ActivationStats(modules=None, with_hist=True)
-    learn = fit(learner(stats))
-    assert len(stats.stats) == len(learn.recorder.losses) and stats.layer_stats(0)[0].__class__ is not None
-    assert not any(m._forward_hooks for m in learn.model.modules())
-    fit(learn, 1)       # what is left of the hooks travels once more
-    assert len(stats.stats) == len(learn.recorder.losses)
+    "It hooks into `learn.model[i]`; the statistics are those of whole batches, as one process has them"
+    learns = [learner(ActivationStats(with_hist=True, every=2), n=41) for _ in range(2)]
+    there, here = learns
+    seed_all(1)
+    there.distrib_fit(2, 0.05, nprocs=2, batch='global')
+    seed_all(1)
+    here.fit(2, 0.05)
+    a, b = there.activation_stats, here.activation_stats
+    assert len(a.stats) == len(b.stats) > 2 and not any(m._forward_hooks for m in there.model.modules())
+    for i in range(2):
+        for x, y in zip(a.layer_stats(i), b.layer_stats(i)): assert list(x) == pytest.approx(list(y), abs=2e-2)
+        assert a.hist(i).shape == b.hist(i).shape and torch.allclose(a.hist(i), b.hist(i), atol=1e-4)
+    assert list(a.layer_stats(0)[0]) == pytest.approx(list(b.layer_stats(0)[0]), abs=1e-5)
 
 
 def test_collect_data():
-    collect = CollectDataCallback()
-    learn = fit(learner(collect), 1)
-    assert len(collect.data) == len(learn.recorder.losses)+2
+    "All ranks' batches, joined in the order of one process, also where the last one is smaller"
+    there, here = learner(CollectDataCallback(), n=41), learner(CollectDataCallback(), n=41)
+    seed_all(1)
+    there.distrib_fit(2, 0.05, nprocs=2, batch='global')
+    seed_all(1)
+    here.fit(2, 0.05)
+    a, b = there.collect_data.data, here.collect_data.data
+    assert len(a) == len(b) == 2*(3+3)
+    for (xb, yb, pred, loss), (xb1, yb1, pred1, loss1) in zip(a, b):
+        assert torch.equal(xb[0], xb1[0]) and torch.equal(yb[0], yb1[0]) and type(xb[0]) is type(xb1[0])
+        assert torch.allclose(pred, pred1, atol=1e-5) and torch.allclose(loss, loss1, atol=1e-5)
 
 
 def test_fetch_preds():
