@@ -639,6 +639,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastddp.relay.Replay.close': ('relay.html#replay.close', 'fastddp/relay.py'),
                                'fastddp.relay.Replay.flush': ('relay.html#replay.flush', 'fastddp/relay.py'),
                                'fastddp.relay._bars': ('relay.html#_bars', 'fastddp/relay.py'),
+                               'fastddp.relay._display_names': ('relay.html#_display_names', 'fastddp/relay.py'),
                                'fastddp.relay._enter_shell': ('relay.html#_enter_shell', 'fastddp/relay.py'),
                                'fastddp.relay._figures': ('relay.html#_figures', 'fastddp/relay.py'),
                                'fastddp.relay._find_places': ('relay.html#_find_places', 'fastddp/relay.py'),

@@ -140,6 +140,13 @@ def _find_places():
     _looked.update(new)
     return _places
 
+def _display_names():
+    "What fastprogress before 1.1 imports only if it is in a notebook when it is imported"
+    from IPython.display import HTML, clear_output, display
+    try: import matplotlib.pyplot as plt
+    except ImportError: plt = None
+    return dict(HTML=HTML, clear_output=clear_output, display=display, plt=plt)
+
 def _use_bars(undo, frontend):
     "Gives every module the bars of `frontend`, and the flags that go with them"
     fp,kinds = _bars()
@@ -147,6 +154,7 @@ def _use_bars(undo, frontend):
     new = {**dict(zip(_BARS, kinds.get(frontend, ()))), **{k:frontend != 'terminal' for k in _FLAGS}}
     for ns,names in _find_places():
         change(undo, ns, **{k:new[k] for k in names if k in _FLAGS or id(ns.get(k)) in known})
+    if fp and frontend == 'notebook' and not hasattr(fp, 'HTML'): change(undo, vars(fp), **_display_names())
     if hasattr(fp, '_style_shown'): change(undo, vars(fp), _style_shown=False)      # each cell needs the styles once
 
 # %% ../nbs/03_relay.ipynb #c182c65f

@@ -1,4 +1,5 @@
 "Validation and prediction on workers: order, length, dtype and values of one process."
+import copy
 import numpy as np, pytest, torch
 import fastai.callback.hook     # patches summary
 from fastai.callback.core import Callback, CancelFitException, CancelValidException, FetchPredsCallback
@@ -171,6 +172,10 @@ def class_learner(n=80, n_valid=45, vocab=(0, 1), **kwargs):
 
 def test_interpretation_and_tta(jobs):
     learn = class_learner()
+    options = dict(use_max=True, n=2), dict(beta=None, n=1), dict(ds_idx=0, beta=.5, n=1), dict(dl=learn.dls.test_dl(list(range(50, 61)), with_labels=True), n=1)
+    with learn.distrib_ctx(nprocs=2):
+        for o in options: same(learn.tta(**o), type(learn).tta(quietly_here(learn), **o))
+    jobs.n = 0
     with learn.distrib_ctx(nprocs=2):
         learn.fit(1)
         there = learn.tta(), Interpretation.from_learner(learn).top_losses(), ClassificationInterpretation.from_learner(learn)
@@ -181,17 +186,37 @@ def test_interpretation_and_tta(jobs):
     assert (confusion == here[2].confusion_matrix()).all() and confusion.sum() == 45
 
 
-def test_single_items_never_launch(nothing_started, tmp_path):
+def quietly_here(learn):
+    "A copy of `learn` outside of its block"
+    learn = copy.deepcopy(learn)
+    for k in ('fit', '_do_epoch_validate', 'distrib_session'): learn.__dict__.pop(k, None)
+    return learn
+
+
+@pytest.mark.parametrize('n_valid', [1, 2, 3])
+def test_fewer_items_than_ranks_or_batches(n_valid):
+    "One item per batch, on three ranks"
+    learn = make_learner(n_valid=n_valid)
+    calls = [dict(), dict(with_input=True, with_decoded=True, with_loss=True), dict(reorder=False, act=torch.sigmoid), dict(with_targs=False)]
+    dl = learn.dls.valid.new(bs=1)
+    with learn.distrib_ctx(nprocs=3): got = [learn.get_preds(dl=dl, **o) for o in calls], learn.validate(dl=dl), learn.validate()
+    same(got, ([learn.get_preds(dl=dl, **o) for o in calls], learn.validate(dl=dl), learn.validate()))
+
+
+def test_single_items_never_launch(nothing_started, tmp_path, monkeypatch):
     learn = class_learner(path=tmp_path)
-    learn.dls.show_results = lambda *args, **kwargs: None
+    shown = []
+    monkeypatch.setattr(type(learn.dls.valid), 'show_results', lambda self, b, out, **kwargs: shown.append(out))
     with learn.distrib_ctx(nprocs=2):
         there = learn.predict(3)
         one = learn.get_preds(dl=learn.dls.test_dl([1, 2]))
         batches = learn.get_preds(dl=[learn.dls.valid.one_batch()], reorder=False)
         learn.summary()
+        learn.show_results()
         learn.save('here')
         learn.load('here')
     same(there, learn.predict(3))
+    assert len(shown) == 1 and len(shown[0]) == 8
     same(one, learn.get_preds(dl=learn.dls.test_dl([1, 2])))
     same(batches, learn.get_preds(dl=[learn.dls.valid.one_batch()], reorder=False))
 

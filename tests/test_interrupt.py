@@ -3,6 +3,7 @@ import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 import pytest
 from jupyter_client.manager import KernelManager
+import fastddp.all
 from faults import OneFault, Slow
 import fastddp.all
 from fastddp.watch import undisturbed

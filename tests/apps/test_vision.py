@@ -2,9 +2,11 @@
 import math
 from pathlib import Path
 import numpy as np, pytest, torch
-from fastai.vision.all import (BCEWithLogitsLossFlat, CategoryBlock, DataBlock, Dice, Flip, ImageBlock, IndexSplitter, L, MaskBlock,
-    MSELossFlat, Learner, MultiCategoryBlock, PILImage, PILMask, PointBlock, RegressionBlock, SGD, TensorPoint, accuracy, accuracy_multi,
-    aug_transforms, params, resnet18, unet_learner, vision_learner)
+from fastai.vision.all import (
+    BCEWithLogitsLossFlat, Categorize, CategoryBlock, CrossEntropyLossFlat, DataBlock, Datasets, Dice, Flip,
+    ImageBlock, IndexSplitter, IntToFloatTensor, L, Learner, MSELossFlat, MaskBlock, MultiCategoryBlock,
+    PILImage, PILMask, PointBlock, RegressionBlock, SGD, TensorPoint, ToTensor, Transform, accuracy,
+    accuracy_multi, aug_transforms, fastuple, params, resnet18, unet_learner, vision_learner)
 from torch import nn
 import fastddp.all
 from applications import as_one, check, same_preds
@@ -91,8 +93,46 @@ def test_segmentation():
     check(learn, 2)
 
 
-def test_timm():
-    "A model of the timm library, by name"
-    pytest.importorskip('timm', reason='timm is not installed')
-    learn = vision_learner(loaders(CategoryBlock, kind), 'resnet10t', pretrained=False, metrics=accuracy, normalize=False)
+def test_timm(tmp_path):
+    "A model of the timm library, by name; its pretrained weights lie on disk already"
+    timm = pytest.importorskip('timm', reason='timm is not installed')
+    seed_all(5)
+    state = timm.create_model('resnet10t').state_dict()
+    torch.save(state, tmp_path/'weights.pth')
+    learn = vision_learner(loaders(CategoryBlock, kind), 'resnet10t', metrics=accuracy, normalize=False,
+                           pretrained_cfg_overlay=dict(file=str(tmp_path/'weights.pth')))
+    assert torch.equal(learn.model[0].model.conv1[0].weight, state['conv1.0.weight'])
+    learn.unfreeze()
     check(learn)
+    assert not torch.equal(learn.model[0].model.conv1[0].weight, state['conv1.0.weight'])
+
+
+class Film(fastuple): "Pictures one after the other"
+
+
+class Frames(Transform):
+    "Three pictures of a square, which is light or dark by the first"
+    split_idx = None
+    def encodes(self, i): return Film(PILImage.create(picture(o)) for o in (i, i+1, i+2))
+
+
+class Seen(nn.Module):
+    "A body for each picture, a recurrent head for all"
+    def __init__(self):
+        super().__init__()
+        self.body, self.rnn, self.head = nn.Sequential(nn.Conv2d(3, 4, 3, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()), nn.RNN(16, 8, batch_first=True), nn.Linear(8, 2)
+    def forward(self, film): return self.head(self.rnn(torch.stack([self.body(o) for o in film], 1))[0][:, -1])
+
+
+def films():
+    "By the mid-level API: `Datasets` of a type of its own, augmented alike over a film"
+    seed_all()
+    dsets = Datasets(list(range(N)), [[Frames()], [kind, Categorize()]], splits=[list(range(33)), list(range(33, N))])
+    dls = dsets.dataloaders(bs=8, after_item=[ToTensor()], after_batch=[IntToFloatTensor()], num_workers=0, device='cpu')
+    return Learner(dls, Seen(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=SGD)
+
+
+def test_image_sequences():
+    learn = as_one(films)
+    assert type(learn.dls.one_batch()[0]) is Film
+    same_preds(learn)
