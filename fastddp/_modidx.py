@@ -570,6 +570,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fastddp.patches._plum_add': ('patches.html#_plum_add', 'fastddp/patches.py'),
                                  'fastddp.patches._plum_added': ('patches.html#_plum_added', 'fastddp/patches.py'),
                                  'fastddp.patches._put': ('patches.html#_put', 'fastddp/patches.py'),
+                                 'fastddp.patches._same': ('patches.html#_same', 'fastddp/patches.py'),
                                  'fastddp.patches._typed_add': ('patches.html#_typed_add', 'fastddp/patches.py'),
                                  'fastddp.patches._typed_added': ('patches.html#_typed_added', 'fastddp/patches.py'),
                                  'fastddp.patches.collect_patches': ('patches.html#collect_patches', 'fastddp/patches.py')},
