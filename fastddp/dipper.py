@@ -7,6 +7,7 @@ __all__ = ['APPS', 'everyone', 'start_job', 'cell_job', 'push_job', 'pull_job', 
 
 # %% ../nbs/06b_dipper.ipynb #b1d23d9d
 import atexit, contextlib, importlib, os, pickle, sys, threading, time, types
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from fastcore.basics import Stateful, patch
@@ -104,7 +105,16 @@ def stat_job(ctx, obj):
     return torch.cuda.memory_allocated(ctx.device) if ctx.device.type == 'cuda' else None
 
 # %% ../nbs/06b_dipper.ipynb #7389b2c1
-APPS = {'none': ('',''), 'fastai_v2': ('fastddp.learner:train_in_place','fastddp.learner:at_home')}
+APPS = {'none': ('',''), 'fastai_v1': ('fastddp.v1inplace:train_in_place','fastddp.v1inplace:at_home'),
+        'fastai_v2': ('fastddp.learner:train_in_place','fastddp.learner:at_home')}
+
+def _installed(app):
+    "Refuses the app of a fastai that isn't there"
+    if app == 'none': return
+    try: has = version('fastai')
+    except PackageNotFoundError: has = ''
+    if not has.startswith(f'{app[-1]}.'):
+        raise CantDistribute(f"app {app!r}: {f'fastai {has} is' if has else 'no fastai is'} installed. Leave the app out to get the one that fits.")
 
 class Dipper:
     "A standing group: `run_cell`, `run`, `push`, `pull`, `info`, `shutdown`"
@@ -115,6 +125,7 @@ class Dipper:
         timeout=None, # Seconds to wait until it stands; None: no limit
     ):
         if app not in APPS: raise CantDistribute(f"app {app!r}: known are {', '.join(APPS)}.")
+        _installed(app)
         self.gpus,self.n,self.app = _checked(gpus), len(gpus) if gpus else nprocs, app
         if not self.n or self.n < 1: raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")
         self.local,self._lock,self.running,self.ran = Local(gpus=self.gpus, standing=True, timeout=timeout).__enter__(),threading.Lock(),'',{}

@@ -136,8 +136,6 @@ def distributed_v1(learn, shared, batch='per_worker', sync_bn=True, stop_request
     "Inside, `basic_train.fit` of `learn` is one with the other ranks'; yields `(ranks, callbacks to add)`"
     n,ranks = group.world_size(),Ranks(learn.model, stop_requested)
     data,on_gpu = learn.data,next((p.device.type for p in learn.model.parameters()), 'cpu') == 'cuda'
-    if batch == 'per_worker':
-        for dl in [data.train_dl] + ([] if data.empty_val else [data.valid_dl]): global_batches(dl, n)
     average = AverageGrads(learn, ranks, sync_bn and not on_gpu)
     validation = Validation(ranks, shared)
     def validate(*args, **kwargs):
@@ -145,6 +143,8 @@ def distributed_v1(learn, shared, batch='per_worker', sync_bn=True, stop_request
         return validation(*args, **kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without('WORLD_SIZE'))
+        for dl in [data.train_dl, *([] if data.empty_val else [data.valid_dl])] if batch == 'per_worker' else ():
+            stack.enter_context(global_batches(dl, n))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(instead(learn, load=_load_together(learn, ranks)))
         stack.enter_context(instead(basic_train, validate=validate, CallbackHandler=handler_class(learn, ranks),

@@ -91,13 +91,20 @@ def set_text_order(dl, order):
 # %% ../nbs/12_v1data.ipynb #a240218c
 def torch_dl(dl): return dl.dl if isinstance(dl, DeviceDataLoader) else dl
 
+@contextlib.contextmanager
 def global_batches(dl, n):
-    "Makes the batches of `dl` `n` times as large"
-    own = torch_dl(dl)
-    bs,sampler,pre = own.batch_size*n,own.init_kwargs.get('sampler'),streams_of(dl)
-    dl.batch_size = bs
+    "Inside, the batches of `dl` are `n` times as large"
+    own,pre = torch_dl(dl),streams_of(dl)
+    sampler = own.init_kwargs.get('sampler')
+    old = [(o, o.bs) for o in (sampler, pre) if hasattr(o, 'bs')]       # one sorts within chunks of batches, the other counts streams
+    dl.batch_size = own.batch_size*n
+    for o,bs in old: o.bs = own.batch_size*n
     if pre is not None: _lay_out(pre)
-    if hasattr(sampler, 'bs'): sampler.bs = bs      # it sorts within chunks of batches
+    try: yield
+    finally:
+        dl.dl = own
+        for o,bs in old: o.bs = bs
+        if pre is not None: _lay_out(pre)
 
 # %% ../nbs/12_v1data.ipynb #8ef6ff48
 def share(dl, rank, n, train, shared, whole=False):
@@ -112,7 +119,7 @@ def share(dl, rank, n, train, shared, whole=False):
     if pre is not None: _draw_together(pre, shared)
     if not isinstance(dl, DeviceDataLoader): return mine
     res = object.__new__(type(dl))
-    vars(res).update(vars(dl), dl=mine)
+    vars(res).update(vars(dl), dl=mine, unshared=dl)
     return res
 
 def can_be_whole(dl): return streams_of(dl) is None and not isinstance(torch_dl(dl).dataset, IterableDataset)
@@ -121,15 +128,11 @@ def _draw_together(pre, shared):
     "The streams begin an epoch in the same order on all ranks"
     def on_epoch_begin(**kwargs):
         with shared: type(pre).on_epoch_begin(pre, **kwargs)
-    vars(pre)['on_epoch_begin'] = on_epoch_begin
+    vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
 
 def own_loader(dl):
     "`dl` as it was before it was shared out"
-    if is_sharded(torch_dl(dl)):
-        res = object.__new__(type(dl))
-        vars(res).update(vars(dl), dl=torch_dl(dl)._shard.orig)
-        return res
-    return dl
+    return vars(dl).get('unshared', dl)
 
 def counts_now(dl):
     "`(items of this rank that count, items of the global batch)` of the batch that a shared out `dl` gave last"
