@@ -105,7 +105,7 @@ def stat_job(ctx, obj):
     return torch.cuda.memory_allocated(ctx.device) if ctx.device.type == 'cuda' else None
 
 # %% ../nbs/06b_dipper.ipynb #7389b2c1
-APPS = {'none': ('',''), 'fastai_v1': ('fastddp.v1inplace:train_in_place','fastddp.v1inplace:at_home'),
+APPS = {'none': ('',''), 'fastai_v1': ('fastddp.v1:train_in_place','fastddp.v1:at_home'),
         'fastai_v2': ('fastddp.learner:train_in_place','fastddp.learner:at_home')}
 
 def _installed(app):

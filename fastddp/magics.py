@@ -226,7 +226,7 @@ def load(shell):
     shell.input_transformers_cleanup.append(magics.transform)
     shell.set_hook('complete_command', magics.complete, str_key='%dipull')
     workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline', 'fastddp.dipper')
-    if default_app() == 'fastai_v1': workers.preload('fastddp.v1inplace', 'fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab')
+    if default_app() == 'fastai_v1': workers.preload('fastddp.v1', 'fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab')
     if default_app() == 'fastai_v2': workers.preload('fastddp.learner', 'fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'fastai.collab')
     workers.warm()
 

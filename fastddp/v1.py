@@ -17,7 +17,7 @@ from .errors import CantDistribute
 from .launch import Local
 from .request import local_reason, workers_for
 from .v1callbacks import instead
-from .v1inplace import in_place
+from .v1inplace import at_home, in_place, train_in_place    # the app's two, for room 06b
 from .v1session import Session
 
 # %% ../nbs/12h_v1.ipynb #9b31f49a
