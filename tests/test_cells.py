@@ -137,6 +137,11 @@ else: assert False
 del Learner.tell
 handle.close()
 """,
+'a graph that grows': """
+learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss())
+learn.distrib_fit(2, nprocs=2, cbs=ShowGraphCallback())
+assert len(learn.recorder.values) == 2
+""",
 'modules by any alias, and one in the working directory': """
 open('my_helper.py', 'w').write('SCALE = 3.\\ndef loss(out, y, **kw):\\n    import torch.nn.functional as f\\n    return f.cross_entropy(out, y, **kw)*SCALE\\n')
 import my_helper as mh
@@ -187,3 +192,5 @@ def test_cells(tmp_path):
     nbclient.NotebookClient(nb, timeout=200, resources=dict(metadata=dict(path=str(tmp_path))), allow_errors=True).execute()
     failed = {what: o['evalue'] for what, cell in zip(['setup', *CELLS], nb.cells) for o in cell.outputs if o['output_type'] == 'error'}
     assert not failed, failed
+    shown = next(cell.outputs for what, cell in zip(['setup', *CELLS], nb.cells) if what == 'a graph that grows')
+    assert sum('image/png' in o.get('data', {}) for o in shown) == 1, [o['output_type'] for o in shown]     # one figure, which was updated
