@@ -226,6 +226,27 @@ def test_fetch_preds():
     for a, b in zip(fetch.preds, learn.get_preds()): assert torch.allclose(a.float(), b.float(), atol=1e-5)
 
 
+class Saves(Callback):
+    "Saves predictions to files in the middle of a fit"
+    def __init__(self, path): self.path, self.preds = path, None
+    def after_epoch(self):
+        self.learn.get_preds(inner=True, save_preds=self.path/f'{self.epoch}', save_targs=self.path/f'targs{self.epoch}')
+        self.preds = self.learn.get_preds(inner=True)[0]
+
+
+def test_predictions_saved_in_a_fit(tmp_path):
+    "One file per batch, under the names of one process; as many as there are"
+    for o in '0', '1', 'targs0', 'targs1': (tmp_path/o).mkdir()
+    cb = Saves(tmp_path)
+    learn = fit(learner(cb))
+    files = sorted((tmp_path/'1').iterdir(), key=lambda o: int(o.stem))
+    assert [o.stem for o in files] == [str(i) for i in range(len(learn.dls.valid))]
+    assert sorted(o.name for o in (tmp_path/'targs1').iterdir()) == sorted(o.name for o in files)
+    learn.remove_cb(cb)     # `get_preds` ends with an `after_epoch` of its own
+    preds = torch.softmax(torch.cat([torch.load(o) for o in files]), -1)
+    assert torch.allclose(preds, torch.softmax(learn.get_preds()[0], -1), atol=1e-5) and len(cb.preds) == 41
+
+
 class Leave(Callback):
     "Raises at one event, on the last rank only"
     def __init__(self, event, error): self.event, self.error, self.times = event, error, 0
