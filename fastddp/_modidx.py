@@ -272,6 +272,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastddp.files.take_settings': ('files.html#take_settings', 'fastddp/files.py')},
             'fastddp.group': { 'fastddp.group._all_gather': ('group.html#_all_gather', 'fastddp/group.py'),
                                'fastddp.group._describe': ('group.html#_describe', 'fastddp/group.py'),
+                               'fastddp.group._ends_with_the_lock': ('group.html#_ends_with_the_lock', 'fastddp/group.py'),
                                'fastddp.group._flat_groups': ('group.html#_flat_groups', 'fastddp/group.py'),
                                'fastddp.group._flatten': ('group.html#_flatten', 'fastddp/group.py'),
                                'fastddp.group._gather_at': ('group.html#_gather_at', 'fastddp/group.py'),

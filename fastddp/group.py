@@ -100,7 +100,14 @@ def leave(broken=False):
     if broken: _hang_up()
     abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
     if broken and abort and torch.distributed.get_backend() == 'nccl': abort()
-    else: torch.distributed.destroy_process_group()
+    else:
+        if _ends_with_the_lock(): time.sleep(.02)
+        torch.distributed.destroy_process_group()
+
+def _ends_with_the_lock():
+    """Does this torch (2.6 does, 2.15 doesn't) hold Python's lock while it waits for gloo's threads to end? One of them may need the lock
+    just then, to free the last tensor that was sent, and neither goes on. A moment without the lock lets it finish"""
+    return tuple(map(int, torch.__version__.split('.')[:2])) < (2,15) and torch.distributed.get_backend() == 'gloo'
 
 # %% ../nbs/04_group.ipynb #dff8d589
 def own_device():
