@@ -38,7 +38,9 @@ def distrib_ctx(self:Learner,
     outer = vars(self).get('distrib_session')
     if outer is not None: ctx = _nested(outer, given)
     elif batch not in ('per_worker','global'): raise CantDistribute(f"batch={batch!r}: 'per_worker' or 'global'.")
-    elif group.under_launcher() or group.in_group(): ctx = in_place(self, given)
+    elif group.in_group(): ctx = in_place(self, given)
+    elif group.under_launcher(): raise CantDistribute("With fastai v1, scripts under torchrun are not supported. Start the script "
+                                                      "with python: it starts its workers itself.")
     else: ctx = _on_workers(self, given)
     with ctx: yield self
 

@@ -1,5 +1,5 @@
 """Interrupt, failure and what is left: fastai v1 shares the rooms that see to it, a few tests prove it."""
-import os, signal, threading
+import os, signal
 import numpy as np, pytest, torch
 from learners_v1 import *
 from fastddp.all import NotPicklable, RankDied, RankRaised
