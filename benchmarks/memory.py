@@ -44,7 +44,7 @@ class Items:
 
 
 def touch(data):
-    if isinstance(data, list): return sum(len(o) if isinstance(o, str) else len(o.name) for o in data)
+    if isinstance(data, list): return sum(len(o) if isinstance(o, str) else len(o.name) for o in data)   # or what stands for one
     return float(np.asarray(data).sum())
 
 

@@ -72,7 +72,7 @@ def take(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
         # An iteration that was left half way (`lr_find`) left its iterator in the loader.
         for dl in loaders:
             if isinstance(dl, DataLoader): stack.enter_context(without_attrs(dl, 'it'))
-        return dump_or_blame(obj, {} if away else roots(learn, cbs) | patches.roots())
+        return dump_or_blame(obj, {} if away else roots(learn, cbs) | patches.roots(), share=True)
 
 # %% ../nbs/09a_snapshot.ipynb #7a1c0f12
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import cloudpickle, torch
 from torch.utils.hooks import RemovableHandle
 
 from .errors import NotPicklable
+from .strings import Strings, pack, packable
 
 # %% ../nbs/01_transport.ipynb #bba5f7ea
 class Payload(NamedTuple):
@@ -32,10 +33,18 @@ def _load_typed(storage, dtype): return torch.storage.TypedStorage(wrap_storage=
 # %% ../nbs/01_transport.ipynb #1e347a29
 class _Pickler(cloudpickle.Pickler):
     "cloudpickle with out-of-band tensors and references to objects the other side has"
-    def __init__(self, file, on_buffer, refs=()):
+    def __init__(self, file, on_buffer, refs=(), share=False):
         super().__init__(file, protocol=5, buffer_callback=on_buffer)
-        self._canon,self._refs,self._keep = {},{id(o):i for i,o in enumerate(refs)},refs
-    def persistent_id(self, o): return self._refs.get(id(o))
+        self._canon,self._refs,self._keep,self._share,self._packed = {},{id(o):i for i,o in enumerate(refs)},refs,share,{}
+    def persistent_id(self, o):
+        if self._share and type(o) is list and id(o) not in self._refs: return self._strings(o)
+        return self._refs.get(id(o))
+    def _strings(self, o):
+        "A long list of strings, to be loaded as `Strings`; the same list twice is the same tuple twice"
+        if id(o) not in self._packed:
+            kind,*bufs = pack(o) if packable(o) else [None]
+            self._packed[id(o)] = (kind, *map(pickle.PickleBuffer, bufs)) if kind else None, o     # `o` kept: its id stays its own
+        return self._packed[id(o)][0]
     def reducer_override(self, o):
         if isinstance(o, torch.storage.TypedStorage):
             s = o._untyped_storage
@@ -99,8 +108,11 @@ def _weak(o): return (lambda: None) if o is None else weakref.ref(o)
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file, buffers, refs, device, home):
         super().__init__(file, buffers=buffers)
-        self._refs,self._device,self._home,self._globals = refs,device,home,{}
-    def persistent_load(self, i): return self._refs[i]
+        self._refs,self._device,self._home,self._globals,self._strings = refs,device,home,{},{}
+    def persistent_load(self, i):
+        if isinstance(i, int): return self._refs[i]
+        if id(i) not in self._strings: self._strings[id(i)] = Strings(*i), i      # kept as well
+        return self._strings[id(i)][0]
     def find_class(self, module, name):
         found = super().find_class(module, name)
         if name == '_make_function' and self._home is not None: return functools.partial(self._at_home, found)
@@ -118,10 +130,11 @@ class _Globals(dict):
         self._home = home
     def __missing__(self, k): return self._home[k]
 
-def dump(obj, refs=()):
-    "`obj` as a `Payload`: notebook definitions by value, large buffers aside, objects among `refs` by number"
+def dump(obj, refs=(), share=False):
+    """`obj` as a `Payload`: notebook definitions by value, large buffers aside, objects among `refs` by number.
+    `share`: long lists of strings or paths lie in a buffer, too, and are loaded as `Strings`"""
     raw,f = [],io.BytesIO()
-    _Pickler(f, lambda b: raw.append(b.raw().cast('B')), refs).dump(obj)
+    _Pickler(f, lambda b: raw.append(b.raw().cast('B')), refs, share).dump(obj)
     return Payload(f.getvalue(), raw)
 
 def load(meta, buffers, device=None, refs=(), home=None):
@@ -167,9 +180,9 @@ def blame(obj, path, depth=12):
         else: break
     return path, str(why)
 
-def dump_or_blame(obj, roots):
-    "`dump(obj)`, or `NotPicklable` naming where in `roots` (path -> object, most telling first) the culprit hangs"
-    try: return dump(obj)
+def dump_or_blame(obj, roots, share=False):
+    "`dump(obj, share=share)`, or `NotPicklable` naming where in `roots` (path -> object, most telling first) the culprit hangs"
+    try: return dump(obj, share=share)
     except Exception as e:
         for path,root in roots.items():
             if found := blame(root, path): raise NotPicklable(*found) from None

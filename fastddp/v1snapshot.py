@@ -56,7 +56,7 @@ def take(learn, callbacks, **call):
         stack.enter_context(picklable_preloaders())
         stack.enter_context(_without_attrs(learn, *DOORS))
         for cb in callbacks: stack.enter_context(_without_attrs(cb, 'pbar'))
-        return dump_or_blame(obj, _roots(learn, callbacks) | patches.roots())
+        return dump_or_blame(obj, _roots(learn, callbacks) | patches.roots(), share=True)
 
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"

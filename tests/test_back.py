@@ -203,3 +203,25 @@ def test_see_all_ranks(capsys):
         make_learner(n=64, cbs=[Says()]).distrib_fit(1, nprocs=2, see=see)
         out = capsys.readouterr().out
         assert out.count('[rank 1] epoch 0 is over\n') == said and out.count('epoch 0 is over') == said+1
+
+
+class Named:
+    "A data set that holds the names of many files, and asks whether they are a list"
+    def __init__(self): self.names = [f'{i}.jpg' for i in range(20_000)]
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        assert isinstance(self.names, list) and self.names[i-32] == f'{19_968+i}.jpg'
+        return torch.ones(8), torch.tensor(i%2)
+
+
+class Notes(Callback):
+    "Keeps what the worker has for a list of names, and a part of it"
+    def before_fit(self): self.had, self.part, self.all = type(self.dls.train_ds.names).__name__, self.dls.train_ds.names[:3], self.dls.train_ds.names
+
+
+def test_long_lists_of_names_are_shared_and_stay_lists():
+    dls = DataLoaders.from_dsets(Named(), Named(), bs=4, device='cpu', num_workers=2)
+    learn = Learner(dls, mlp(), loss_func=nn.CrossEntropyLoss(), lr=0.05)
+    learn.distrib_fit(1, nprocs=2, cbs=(notes := Notes()))
+    assert notes.had == 'Strings' and notes.part == ['0.jpg', '1.jpg', '2.jpg']
+    assert type(notes.all) is list and notes.all == learn.dls.train_ds.names and type(learn.dls.train_ds.names) is list
