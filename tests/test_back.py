@@ -3,12 +3,14 @@ import os, signal
 import psutil, pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.tracker import SaveModelCallback
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, SGD
 from functools import partial
 from torch import nn
 from fastddp.all import *
 from conftest import PASSING, environment
-from learners import make_learner, seed_all
+from learners import make_learner, mlp, seed_all
 
 
 class Tensors(Callback):
