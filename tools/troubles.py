@@ -35,10 +35,17 @@ def lost():
             "*What to do:* keep plain values in the callback, or let it put the object away in `after_fit`.")
 
 
+def notices():
+    return ("### what is only said\n\n`fastddp: ... so workers start by spawn, which takes seconds`\n\nThe helper process from which workers are "
+            "forked can't be used: it crashed, or a library that it imported touched CUDA. All works, but each call starts slower.\n\n"
+            "`fastddp: ... so data is shared through a temporary file`\n\nThe system gives no anonymous memory files, or free memory is short. "
+            "All works; the file has no name and is gone with the call. `TMPDIR` chooses the folder.\n\n*What to do:* nothing, or what the line says.")
+
+
 def render():
     "The notebook's text"
     from fastddp.errors import TROUBLES
-    texts = [HEAD, '## The messages', refusal(), *map(entry, TROUBLES), lost()]
+    texts = [HEAD, '## The messages', refusal(), *map(entry, TROUBLES), lost(), notices()]
     cells = [dict(cell_type='markdown', id=f'trouble{i:02}', metadata={}, source=t.splitlines(True)) for i, t in enumerate(texts)]
     kernel = dict(kernelspec=dict(display_name='python3', language='python', name='python3'))
     nb = dict(cells=cells, metadata=kernel, nbformat=4, nbformat_minor=5)
