@@ -6,7 +6,7 @@
 __all__ = ['train_in_place', 'at_home']
 
 # %% ../nbs/10_learner.ipynb #fa0e030a
-import contextlib, functools, inspect, os, random, signal
+import contextlib, functools, inspect, os, random
 
 import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Learner
 import numpy as np
@@ -24,9 +24,8 @@ from .errors import CantDistribute
 from .files import share_opt
 from .inference import infer_in_group, own_attrs
 from .jobs import as_one_process
-from .launch import Local
 from .reduce import DDP_OPTIONS
-from .request import local_reason, workers_for
+from .request import engine_for, nested, voting
 from .session import DEFAULTS, Outer, Session, calling, enough_epochs
 from .snapshot import place
 
@@ -113,21 +112,13 @@ def distrib_ctx(self:Learner,
                  launcher=launcher, see=see, restarts=restarts, timeout=timeout, **ddp_kwargs)
     _refuse_unknown(ddp_kwargs)
     options = dict(sync_bn=sync_bn, **ddp_kwargs)
-    if (outer := self.__dict__.get('distrib_session')) is not None: ctx = _nested(self, outer, given)
+    if (outer := self.__dict__.get('distrib_session')) is not None: ctx = nested(outer, given, DEFAULTS)
     elif batch not in ('per_worker','global'): raise CantDistribute(f"batch={batch!r}: 'per_worker' or 'global'.")
     elif _group_or_refuse(): ctx = _in_place(self, dict(batch=batch, **options), given)
     else: ctx = _on_workers(self, given, options)
     with ctx: yield self
 
 # %% ../nbs/10_learner.ipynb #2fe963fb
-@contextlib.contextmanager
-def _nested(learn, outer, given):
-    "Inside another block of the same learner: that block's workers, unless other options were asked for"
-    other = {k:v for k,v in given.items() if v != DEFAULTS.get(k) and v != outer.get(k)}
-    if other: raise CantDistribute(f"Already inside a distrib_ctx of this learner, and {', '.join(other)} can't change there. "
-                                   "Leave the options out, or leave the block first.")
-    yield
-
 @contextlib.contextmanager
 def _in_place(learn, options, given):
     with _standing_group(learn):
@@ -137,17 +128,14 @@ def _in_place(learn, options, given):
 
 @contextlib.contextmanager
 def _on_workers(learn, given, options):
-    nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
-    why = local_reason(nprocs, gpus, launcher)
-    if why:
-        print(why)
-        with _door(learn, distrib_session=given): yield
-        return
-    n,gpus = workers_for(nprocs, gpus) if launcher is None else (nprocs or 1, gpus)
-    with launcher or Local(gpus=gpus or [], see=given['see'], timeout=given['timeout']) as engine:
-        factories = given['model_factory'],given['dls_factory']
-        session = Session(learn, n, gpus, engine, given['batch'], options, factories, given)
-        with _door(learn, fit=session.fit, _do_epoch_validate=session.validate, distrib_session=given): yield
+    with engine_for(given) as found:
+        doors = {}
+        if found:
+            engine,n,gpus = found
+            factories = given['model_factory'],given['dls_factory']
+            session = Session(learn, n, gpus, engine, given['batch'], options, factories, given)
+            doors = dict(fit=session.fit, _do_epoch_validate=session.validate)
+        with _door(learn, distrib_session=given, **doors): yield
 
 # %% ../nbs/10_learner.ipynb #5e217da1
 @patch
@@ -188,17 +176,10 @@ def _with_all_ranks(plain, stop_requested):
     @functools.wraps(plain)
     def method(self, *args, **kwargs):
         if 'distrib_session' in vars(self) or not everyone(): return plain(self, *args, **kwargs)
-        with _voting(), self.distrib_ctx(stop_requested=stop_requested): res = getattr(self, plain.__name__)(*args, **kwargs)
+        with voting(), self.distrib_ctx(stop_requested=stop_requested): res = getattr(self, plain.__name__)(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt
         return res
     return method
-
-@contextlib.contextmanager
-def _voting():
-    "Inside, Ctrl-C doesn't stop this rank alone"
-    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try: yield
-    finally: signal.signal(signal.SIGINT, old)
 
 def at_home(obj, device):
     "A learner that was pulled, on the notebook's own device"

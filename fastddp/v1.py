@@ -14,8 +14,7 @@ from fastcore.basics import patch
 
 from . import group
 from .errors import CantDistribute
-from .launch import Local
-from .request import local_reason, workers_for
+from .request import engine_for, nested
 from .v1callbacks import instead
 from .v1inplace import at_home, in_place, train_in_place    # the app's two, for room 06b
 from .v1session import Session
@@ -36,7 +35,7 @@ def distrib_ctx(self:Learner,
     "Inside the block all training and inference of this learner runs on the workers, which stay warm from call to call"
     given = dict(nprocs=nprocs, gpus=gpus, batch=batch, sync_bn=sync_bn, launcher=launcher, see=see, restarts=restarts, timeout=timeout)
     outer = vars(self).get('distrib_session')
-    if outer is not None: ctx = _nested(outer, given)
+    if outer is not None: ctx = nested(outer, given, {k:p.default for k,p in _OPTIONS.items()})
     elif batch not in ('per_worker','global'): raise CantDistribute(f"batch={batch!r}: 'per_worker' or 'global'.")
     elif group.in_group(): ctx = in_place(self, given)
     elif group.under_launcher(): raise CantDistribute("With fastai v1, scripts under torchrun are not supported. Start the script "
@@ -45,25 +44,13 @@ def distrib_ctx(self:Learner,
     with ctx: yield self
 
 @contextlib.contextmanager
-def _nested(outer, given):
-    "Inside another block of the same learner: that block's workers, unless other options were asked for"
-    other = [k for k,v in given.items() if v != _OPTIONS[k].default and v != outer.get(k)]
-    if other: raise CantDistribute(f"Already inside a distrib_ctx of this learner, and {', '.join(other)} can't change there. "
-                                   "Leave the options out, or leave the block first.")
-    yield
-
-@contextlib.contextmanager
 def _on_workers(learn, given):
-    nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
-    why = local_reason(nprocs, gpus, launcher)
-    if why:
-        print(why)
-        with instead(learn, distrib_session=given): yield
-        return
-    n,gpus = workers_for(nprocs, gpus) if launcher is None else (nprocs or 1, gpus)
-    with launcher or Local(gpus=gpus or [], see=given['see'], timeout=given['timeout']) as engine:
-        session = Session(learn, n, gpus, engine, dict(batch=given['batch'], sync_bn=given['sync_bn']), given['restarts'])
-        with instead(learn, distrib_session=given, **session.doors()): yield
+    with engine_for(given) as found:
+        doors = {}
+        if found:
+            engine,n,gpus = found
+            doors = Session(learn, n, gpus, engine, dict(batch=given['batch'], sync_bn=given['sync_bn']), given['restarts']).doors()
+        with instead(learn, distrib_session=given, **doors): yield
 
 # %% ../nbs/12h_v1.ipynb #8f5cd7a4
 _OPTIONS = {k:p for k,p in inspect.signature(Learner.distrib_ctx).parameters.items() if k != 'self'}

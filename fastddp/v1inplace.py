@@ -6,7 +6,7 @@
 __all__ = ['doors', 'train_in_place', 'at_home', 'in_place']
 
 # %% ../nbs/12g_v1inplace.ipynb #d07f4219
-import contextlib, os, random, signal
+import contextlib, os, random
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from fastai.torch_core import defaults
 
 from . import group
 from .dipper import everyone
+from .request import voting
 from .rng import SharedRNG, seed_rank
 from .v1callbacks import counting, distributed_v1, heard, instead, without
 from .v1data import check_v1, old_numpy
@@ -31,13 +32,6 @@ def _share_seed():
     np.random.seed(seed)
     torch.manual_seed(seed)
     return SharedRNG.capture()
-
-@contextlib.contextmanager
-def _voting():
-    "Inside, Ctrl-C doesn't stop this rank alone"
-    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try: yield
-    finally: signal.signal(signal.SIGINT, old)
 
 def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     check_v1(learn.data, group.world_size(), options['batch'])
@@ -66,10 +60,10 @@ def doors(stop_requested=lambda: False, **options):
     real,options = (basic_train.fit, basic_train.validate),dict(dict(batch='per_worker', stop_requested=stop_requested), **options)
     def fit(epochs, learn, callbacks=None, metrics=None):
         if not everyone(): return real[0](epochs, learn, callbacks, metrics)
-        with _voting(), instead(basic_train, validate=real[1]): _fit(real[0], options, epochs, learn, callbacks, metrics)
+        with voting(), instead(basic_train, validate=real[1]): _fit(real[0], options, epochs, learn, callbacks, metrics)
     def validate(model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
         if not everyone(): return real[1](model, dl, loss_func, cb_handler, pbar, average, n_batch)
-        with _voting(), instead(basic_train, validate=real[1]):
+        with voting(), instead(basic_train, validate=real[1]):
             return _validate(stop_requested, model, dl, loss_func, cb_handler, pbar=pbar, average=average, n_batch=n_batch)
     return dict(fit=fit, validate=validate)
 
