@@ -271,6 +271,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastddp.files.shared_load': ('files.html#shared_load', 'fastddp/files.py'),
                                'fastddp.files.take_settings': ('files.html#take_settings', 'fastddp/files.py')},
             'fastddp.group': { 'fastddp.group._all_gather': ('group.html#_all_gather', 'fastddp/group.py'),
+                               'fastddp.group._count_from_zero': ('group.html#_count_from_zero', 'fastddp/group.py'),
                                'fastddp.group._describe': ('group.html#_describe', 'fastddp/group.py'),
                                'fastddp.group._ends_with_the_lock': ('group.html#_ends_with_the_lock', 'fastddp/group.py'),
                                'fastddp.group._flat_groups': ('group.html#_flat_groups', 'fastddp/group.py'),

@@ -57,8 +57,15 @@ def join(store, rank, world_size, backend='gloo', device=None, timeout=None):
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
     on_gpu = dict(device_id=device) if backend == 'nccl' else {}
     before = _sockets()
+    _count_from_zero()
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **on_gpu)
     _own_sockets[:] = _sockets()-before
+
+def _count_from_zero():
+    """torch numbers its groups, and ranks whose numbers differ wait for each other for ever. An `init_process_group` that failed here
+    (a neighbour died meanwhile) has counted; only leaving a group that stood sets the number back"""
+    world = getattr(torch.distributed.distributed_c10d, '_world', None)
+    if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
 
 def _gather_at(store, rank, world_size):
     "Waits until all are there: here Ctrl-C is heard, which inside of torch it would not be"

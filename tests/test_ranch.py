@@ -1,5 +1,5 @@
 """Functions on many processes: as a script, in a kernel, from a thread; failures, interrupts, large results, nothing left."""
-import os, signal, subprocess, sys, textwrap, threading, time
+import datetime, os, signal, subprocess, sys, textwrap, threading, time
 from pathlib import Path
 import psutil, pytest, torch
 from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp, ranch,
@@ -243,6 +243,12 @@ def test_an_error_ends_ranks_that_wait_in_a_collective(caller):
 
 def test_the_callers_own_error_is_raised_as_it_is():
     with pytest.raises(KeyError, match='the cause'): ranch(3, stuck, 1., caller_rank=1, ctx=TorchDDPCtx(use_gpu=False))
+
+
+def test_a_group_that_did_not_come_about_keeps_no_later_one_waiting(tmp_path):
+    store, soon = torch.distributed.FileStore(str(tmp_path/'meet'), 2), datetime.timedelta(seconds=.5)
+    with pytest.raises(RuntimeError): torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=2, timeout=soon)
+    assert ranch(2, summed, 1., ctx=TorchDDPCtx(use_gpu=False), gather=False) == [3.]*3
 
 
 @pytest.mark.parametrize('how', ['_exit', 'kill'])
