@@ -9,17 +9,19 @@ __all__ = ['pack', 'packable', 'Strings']
 import functools, pathlib
 from array import array
 from collections.abc import MutableSequence
+from itertools import accumulate, islice
 
 # %% ../nbs/00a_strings.ipynb #4724259a
 _CHUNK = 10_000     # so many are encoded at a time: together they would take as much as the list itself
 
 def pack(items):
     "`(class, letters, ends)` of a list of strings or paths"
-    letters,ends,at = bytearray(),array('q'),0
+    letters,ends = bytearray(),array('q')
     for i in range(0, len(items), _CHUNK):
-        part = [str(o).encode('utf-8', 'surrogateescape') for o in items[i:i+_CHUNK]]     # a file's name may be no text
-        letters += b''.join(part)
-        for o in part: ends.append(at := at+len(o))
+        part = list(map(str, items[i:i+_CHUNK]))
+        if not ''.join(part).isascii(): part = [o.encode('utf-8', 'surrogateescape') for o in part]     # a file's name may be no text
+        ends.extend(islice(accumulate(map(len, part), initial=len(letters)), 1, None))
+        letters += ''.join(part).encode('ascii') if isinstance(part[0], str) else b''.join(part)
     return type(items[0]), letters, ends
 
 def packable(o, at_least=_CHUNK):
@@ -42,7 +44,19 @@ class Strings(MutableSequence):
     def __getitem__(self, i):
         if self._own is not None: return self._own[i]
         ids = range(len(self._ends))[i]     # an IndexError, as a list has it
-        return [self._one(o) for o in ids] if isinstance(ids, range) else self._one(ids)
+        if not isinstance(ids, range): return self._one(ids)
+        return list(self._run(ids)) if ids.step == 1 else [self._one(o) for o in ids]
+    def __iter__(self): return iter(self._own) if self._own is not None else self._run(range(len(self._ends)))
+    def _run(self, ids):
+        "Those at consecutive `ids`, a chunk of letters at a time"
+        for i in range(ids.start, ids.stop, _CHUNK):
+            ends = self._ends[max(i-1,0):min(i+_CHUNK, ids.stop)].tolist()
+            if i == 0: ends.insert(0, 0)
+            part = bytes(self._letters[ends[0]:ends[-1]])
+            text = part.decode('ascii') if part.isascii() else None
+            for a,b in zip(ends, ends[1:]):
+                s = text[a-ends[0]:b-ends[0]] if text is not None else str(part[a-ends[0]:b-ends[0]], 'utf-8', 'surrogateescape')
+                yield s if self._kind is str else self._kind(s)
     def _list(self):
         "The plain list that this becomes, once somebody changes it"
         if self._own is None: self._own = self[:]
