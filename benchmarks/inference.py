@@ -17,7 +17,7 @@ CALLS = {'get_preds': lambda learn: learn.get_preds(ds_idx=0), 'validate': lambd
 
 def make(small):
     seed_all()
-    ds = torch.utils.data.TensorDataset(*data((3, 32, 32), 256 if small else 4096))
+    ds = torch.utils.data.TensorDataset(*data((3, 32, 32), 256 if small else 16384))
     return Learner(DataLoaders.from_dsets(ds, ds, bs=64, device='cpu'), convnet(), loss_func=torch.nn.CrossEntropyLoss())
 
 

@@ -84,7 +84,8 @@ def settle(dl): "From now on, what changes in `dl` belongs to its original, too"
 
 def flow_back(dl):
     "Carry what changed in a sharded loader into its original"
-    seen = dl._shard.seen
+    seen = getattr(dl._shard, 'seen', None)
+    if seen is None: return     # a torch loader's: its state lies in the original's sampler and generator
     for k,v in vars(dl).items():
         if k not in _OURS and seen.get(k,seen) is not v and not _bound_to(v,dl): vars(dl._shard.orig)[k] = v
     settle(dl)

@@ -362,3 +362,19 @@ def test_wandb(tmp_path, monkeypatch, capsys):
         wandb.teardown()
     assert len([*tmp_path.glob('wandb/offline-run-*/*.wandb')]) == 1
     assert not any(isinstance(cb, FetchPredsCallback) for cb in learn.cbs)
+
+
+class Watches(Callback):
+    "Acts on rank 0 only, and has a say in every phase"
+    rank0_only = True
+    def __init__(self): self.seen = []
+    def before_train(self): self.seen.append(('train', self.epoch))
+    def after_train(self): self.seen.append(('trained', self.epoch))
+
+
+def test_rank0_only_with_torchs_own_loaders():
+    ds = torch.utils.data.TensorDataset(torch.randn(32, 8), torch.randint(0, 2, (32,)))
+    dl = torch.utils.data.DataLoader(ds, batch_size=4, shuffle=True)
+    learn = Learner(DataLoaders(dl, dl), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), lr=.1, cbs=Watches())
+    learn.distrib_fit(2, nprocs=2)
+    assert learn.watches.seen == [('train', 0), ('trained', 0), ('train', 1), ('trained', 1)]
