@@ -1,9 +1,7 @@
 """Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
-import atexit, os, shutil, signal, sys, tempfile, time
-from pathlib import Path
-import psutil, pytest
-
-GRACE = 5.   # seconds for a process that is on its way out
+import atexit, os, shutil, tempfile
+import pytest
+from traces import changed, children, environment, files, handlers, left_after, memfds, of_others, running
 
 
 def own_temporary_folder():
@@ -15,97 +13,6 @@ def own_temporary_folder():
 
 
 own_temporary_folder()
-
-
-def helper_pids():
-    "Pids of the helper processes that may stay: the fork server and the resource tracker, of either library"
-    pids = set()
-    for lib in 'multiprocess', 'multiprocessing':
-        server = getattr(sys.modules.get(f'{lib}.forkserver'), '_forkserver', None)
-        tracker = getattr(sys.modules.get(f'{lib}.resource_tracker'), '_resource_tracker', None)
-        pids |= {getattr(server, '_forkserver_pid', None), getattr(tracker, '_pid', None)}
-    return pids - {None}
-
-
-def is_helper(proc):
-    "Is `proc` one that may stay? The fork server starts a tracker of its own"
-    if proc.pid in helper_pids(): return True
-    try: return 'resource_tracker import main' in ' '.join(proc.cmdline()) and proc.ppid() in helper_pids()
-    except psutil.NoSuchProcess: return True
-
-
-def running(proc):
-    "Is `proc` neither gone nor a zombie that nobody has waited for yet?"
-    try: return proc.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess: return False
-
-
-def children(): return {o for o in psutil.Process().children(recursive=True) if running(o) and not is_helper(o)}
-
-
-def memfds():
-    "Open anonymous memory files of this process, by descriptor"
-    found = set()
-    for fd in Path('/proc/self/fd').iterdir() if Path('/proc/self/fd').exists() else ():
-        try: target = os.readlink(fd)
-        except OSError: continue
-        if target.startswith('/memfd:'): found.add(f'{fd} -> {target}')
-    return found
-
-
-def files():
-    "What lies in shared memory, and what of ours in the temporary folder"
-    shm = Path('/dev/shm')
-    ours = Path(tempfile.gettempdir()).glob('fastddp*')
-    return {str(o) for o in [*(shm.iterdir() if shm.exists() else ()), *ours]}
-
-
-def is_ours(pid):
-    "Was process `pid` started by this run? A descendant, or an orphan that has our temporary folder in its environment"
-    if pid == os.getpid() or pid in {o.pid for o in psutil.Process().children(recursive=True)}: return True
-    try: return f'TMPDIR={tempfile.gettempdir()}\0'.encode() in Path(f'/proc/{pid}/environ').read_bytes()
-    except OSError: return False
-
-
-def holders(path):
-    "Pids of the processes that map `path` or have it open, as far as we may look"
-    found = set()
-    for proc in Path('/proc').iterdir():
-        if not proc.name.isdigit(): continue
-        try:
-            if f'{path}\n' in (proc/'maps').read_text() or any(os.readlink(o) == path for o in (proc/'fd').iterdir()): found.add(int(proc.name))
-        except OSError: continue
-    return found
-
-
-def of_others(path):
-    "Does the file belong to another user or to processes that this run didn't start? Runs may go on side by side"
-    try:
-        if os.stat(path).st_uid != os.getuid(): return True
-    except FileNotFoundError: return True
-    return path.startswith('/dev/shm/') and bool(pids := holders(path)) and not any(map(is_ours, pids))
-
-
-# pytest's own, and one that torch sets when its optimizers are first used
-PASSING = 'PYTEST_CURRENT_TEST', 'TORCHINDUCTOR_CACHE_DIR'
-
-
-def environment(): return {k: v for k, v in os.environ.items() if k not in PASSING}
-
-
-def handlers():
-    "Signal handlers as Python sees them; SIGALRM belongs to pytest-timeout, SIGCHLD to torch's DataLoader, which keeps it"
-    return {s.name: signal.getsignal(s) for s in signal.Signals if s not in (signal.SIGALRM, signal.SIGCHLD)}
-
-
-def left_after(look, before):
-    "What `look` finds that was not there before, once everything had time to go"
-    end = time.monotonic() + GRACE
-    while (left := look() - before) and time.monotonic() < end: time.sleep(0.05)
-    return left
-
-
-def changed(before, now): return {k: (before.get(k), now.get(k)) for k in before | now if before.get(k) != now.get(k)}
 
 
 @pytest.fixture(autouse=True)

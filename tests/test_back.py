@@ -9,7 +9,7 @@ from fastai.optimizer import OptimWrapper, SGD
 from functools import partial
 from torch import nn
 from fastddp.all import *
-from conftest import PASSING, environment
+from traces import PASSING, environment
 from learners import make_learner, mlp, seed_all
 
 

@@ -2,7 +2,7 @@
 import contextlib, ctypes, json, os, secrets, shutil, signal, socket, subprocess, sys, tempfile, time, urllib.request
 from pathlib import Path
 import nbformat, pytest
-from conftest import children, left_after
+from traces import children, left_after
 
 root = Path(__file__).resolve().parent.parent
 PICTURES = root/'build'/'browser'

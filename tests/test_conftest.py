@@ -13,9 +13,10 @@ LEAKS = {
 
 def copy_conftest(folder):
     "With little patience: what leaks here leaks on purpose"
-    text = Path(__file__).with_name('conftest.py').read_text(encoding='utf-8')
-    assert 'GRACE = 5.' in text
-    (folder/'conftest.py').write_text(text.replace('GRACE = 5.', 'GRACE = 1.'), encoding='utf-8')
+    conftest, traces = (Path(__file__).with_name(o).read_text(encoding='utf-8') for o in ('conftest.py', 'traces.py'))
+    assert 'GRACE = 5.' in traces
+    (folder/'conftest.py').write_text(conftest, encoding='utf-8')
+    (folder/'traces.py').write_text(traces.replace('GRACE = 5.', 'GRACE = 1.'), encoding='utf-8')
 
 
 @pytest.mark.parametrize('what', LEAKS)
@@ -72,3 +73,10 @@ def test_ours(): Path('/dev/shm', f'fastddp-test-{Path.cwd().parent.name}-{Path.
         r.kill()
         for o in paths: o.unlink(missing_ok=True)
     assert '2 passed, 1 error' in out and 'ERROR test_it.py::test_ours' in out and 'ours' in out, out
+
+
+def test_nothing_imports_conftest():
+    "There are two of that name, and a worker imports by name: it would get either"
+    tests = Path(__file__).parent
+    guilty = [p.name for p in tests.rglob('*.py') for line in p.read_text(encoding='utf-8').splitlines() if line.startswith(('from conftest', 'import conftest'))]
+    assert not guilty

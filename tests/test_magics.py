@@ -2,7 +2,7 @@
 import asyncio, os, re, signal, time
 from pathlib import Path
 import nbformat, psutil, pytest
-from conftest import children, files, left_after
+from traces import children, files, left_after
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
