@@ -782,6 +782,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fastddp.strings.Strings.copy': ('strings.html#strings.copy', 'fastddp/strings.py'),
                                  'fastddp.strings.Strings.insert': ('strings.html#strings.insert', 'fastddp/strings.py'),
                                  'fastddp.strings.Strings.sort': ('strings.html#strings.sort', 'fastddp/strings.py'),
+                                 'fastddp.strings._text': ('strings.html#_text', 'fastddp/strings.py'),
                                  'fastddp.strings.pack': ('strings.html#pack', 'fastddp/strings.py'),
                                  'fastddp.strings.packable': ('strings.html#packable', 'fastddp/strings.py')},
             'fastddp.torchdl': { 'fastddp.torchdl.Epoch': ('torchdl.html#epoch', 'fastddp/torchdl.py'),

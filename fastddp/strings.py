@@ -14,11 +14,15 @@ from itertools import accumulate, islice
 # %% ../nbs/00a_strings.ipynb #4724259a
 _CHUNK = 10_000     # so many are encoded at a time: together they would take as much as the list itself
 
+def _text(path):
+    "`str(path)`, which the path itself would keep for good: a copy is asked, unless it has it already"
+    return getattr(path, '_str', None) or str(type(path)(path))
+
 def pack(items):
     "`(class, letters, ends)` of a list of strings or paths"
-    letters,ends = bytearray(),array('q')
+    letters,ends,text = bytearray(),array('q'),str if isinstance(items[0], str) else _text
     for i in range(0, len(items), _CHUNK):
-        part = list(map(str, items[i:i+_CHUNK]))
+        part = list(map(text, items[i:i+_CHUNK]))
         if not ''.join(part).isascii(): part = [o.encode('utf-8', 'surrogateescape') for o in part]     # a file's name may be no text
         ends.extend(islice(accumulate(map(len, part), initial=len(letters)), 1, None))
         letters += ''.join(part).encode('ascii') if isinstance(part[0], str) else b''.join(part)
