@@ -257,7 +257,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fastddp.events.OwnEvents._find': ('events.html#ownevents._find', 'fastddp/events.py'),
                                 'fastddp.events.own_events': ('events.html#own_events', 'fastddp/events.py'),
                                 'fastddp.events.speaks': ('events.html#speaks', 'fastddp/events.py')},
-            'fastddp.files': { 'fastddp.files._alone': ('files.html#_alone', 'fastddp/files.py'),
+            'fastddp.files': { 'fastddp.files._alone_in_batches': ('files.html#_alone_in_batches', 'fastddp/files.py'),
                                'fastddp.files._digest': ('files.html#_digest', 'fastddp/files.py'),
                                'fastddp.files._kept_streams': ('files.html#_kept_streams', 'fastddp/files.py'),
                                'fastddp.files._needs_care': ('files.html#_needs_care', 'fastddp/files.py'),

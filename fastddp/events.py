@@ -22,19 +22,25 @@ _OFTEN = {'after_pred', 'after_loss', *(f'{when}_{what}' for what in ('batch','b
 
 class OwnEvents:
     "Takes the place of `learn._call_one`"
-    def __init__(self, learn): self.learn,self.cbs,self.speakers = learn,[],{}
+    def __init__(self, learn, asked=noop): self.learn,self.asked,self.cbs,self.speakers = learn,asked,[],{}
     def __call__(self, event_name):
         cbs = list(self.learn.cbs)
         if event_name not in _OFTEN or self.cbs != cbs: self.cbs,self.speakers = cbs,{}
-        for cb in self.speakers.get(event_name) or self._find(event_name): cb(event_name)
+        speakers = self.speakers.get(event_name)
+        for cb in self._find(event_name) if speakers is None else speakers: cb(event_name)
     def _find(self, event_name):
         if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-        res = self.speakers[event_name] = [cb for cb in self.learn.cbs.sorted('order') if speaks(cb, event_name)]
+        res = self.speakers[event_name] = [self.asked(cb) for cb in self.learn.cbs.sorted('order') if speaks(cb, event_name)]
         return res
 
 @contextlib.contextmanager
-def own_events(learn):
+def own_events(learn,
+               asked=noop # Callback -> what is called with the event's name in its place; by default itself
+):
     "Inside, each callback of `learn` is asked only for its own events"
-    vars(learn)['_call_one'] = OwnEvents(learn)
+    old = vars(learn).get('_call_one')
+    vars(learn)['_call_one'] = OwnEvents(learn, asked)
     try: yield
-    finally: vars(learn).pop('_call_one', None)
+    finally:
+        if old is None: vars(learn).pop('_call_one', None)
+        else: vars(learn)['_call_one'] = old

@@ -6,9 +6,9 @@
 __all__ = ['shared_load', 'share_opt', 'one_tmp_file', 'alone_on_rank0', 'notebook_run', 'open_run', 'take_settings']
 
 # %% ../nbs/09c_files.ipynb #9f0ccafd
-import contextlib, hashlib, sys
+import contextlib, functools, hashlib, sys
 
-from fastai.callback.core import _inner_loop, event
+from fastai.callback.core import _inner_loop
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastcore.foundation import L
@@ -17,6 +17,7 @@ from . import group
 from .callbacks import is_rank0_only
 from .data import dl_state, set_dl_state
 from .errors import CantDistribute
+from .events import own_events
 from .inference import own_attrs
 from .snapshot import _opt_tensors
 from .torchdl import flow_back, is_sharded
@@ -84,40 +85,30 @@ _SIMPLE = {ProgressCallback, ShowGraphCallback, CSVLogger}      # they only tell
 def _needs_care(cb): return type(cb) not in _SIMPLE and is_rank0_only(cb)
 
 @contextlib.contextmanager
-def alone_on_rank0(learn, cbs, agree):
+def alone_on_rank0(learn, agree):
     "Inside, events of rank 0's own callbacks neither wait for the other ranks nor draw from what all share"
-    if group.world_size() == 1 or group.rank() or not any(map(_needs_care, cbs)):
-        yield
-        return
-    mine = {}       # type of callback -> whether it is rank 0's own; asking each at each event would take longer than a small step
-    def is_mine(cb):
-        if type(cb) not in mine: mine[type(cb)] = _needs_care(cb)
-        return mine[type(cb)] or vars(cb).get('rank0_only') is True
-    def call_one(event_name):
-        if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-        for cb in learn.cbs.sorted('order'):
-            if agree.alone or not is_mine(cb): cb(event_name)
-            else:
-                with _alone(learn, agree, event_name): cb(event_name)
-    with own_attrs(learn, _call_one=call_one): yield
-
-@contextlib.contextmanager
-def _alone(learn, agree, event_name):
-    with own_attrs(agree, alone=True):
-        if event_name in _inner_loop: yield
-        else:
-            with _kept_streams(learn, agree.shared), _plain_cbs(learn, agree.ours): yield
+    def alone(cb, event_name):
+        if agree.alone: return cb(event_name)
+        with own_attrs(agree, alone=True), _plain_cbs(learn, agree.ours):
+            if event_name in _inner_loop: return cb(event_name)
+            with _kept_streams(learn, agree.shared): cb(event_name)
+    if group.world_size() == 1 or group.rank(): yield
+    else:
+        asked = lambda cb: functools.partial(alone, cb) if _needs_care(cb) else cb
+        with own_events(learn, asked), _alone_in_batches(learn, agree): yield
 
 @contextlib.contextmanager
 def _plain_cbs(learn, ours):
     "`learn.cbs` without what makes the fit a distributed one; what is added meanwhile is rank 0's own"
-    known = {id(cb) for cb in [*learn.cbs, *ours]}
-    learn.cbs = L(cb for cb in learn.cbs if not any(cb is o for o in ours))
+    old,ours = learn.cbs,{id(cb) for cb in ours}
+    plain = [cb for cb in old if id(cb) not in ours]
+    learn.cbs = L([*plain])     # an `L` keeps the list that it is given
     try: yield
     finally:
-        for cb in learn.cbs:
-            if id(cb) not in known: cb.rank0_only = True
-        learn.cbs = L([*ours, *learn.cbs])
+        now,known = list(learn.cbs),{id(cb) for cb in plain}
+        for cb in now:
+            if id(cb) not in known: vars(cb)['rank0_only'] = True
+        learn.cbs = old if now == plain else L([*now, *(cb for cb in old if id(cb) in ours)])
 
 @contextlib.contextmanager
 def _kept_streams(learn, shared):
@@ -130,6 +121,22 @@ def _kept_streams(learn, shared):
         for dl,st in zip(dls, kept):
             set_dl_state(dl, st)
             if is_sharded(dl): flow_back(dl)
+
+@contextlib.contextmanager
+def _alone_in_batches(learn, agree):
+    "Inside, what rank 0 predicts alone in the middle of a phase leaves that phase as it was"
+    infer = learn._do_epoch_validate
+    def validate(*args, **kwargs):
+        if not (agree.alone and learn.training and agree.phase in ('start','train')): return infer(*args, **kwargs)
+        modes,kept = [(m,m.training) for m in learn.model.modules()],{k:v for k,v in vars(learn).items() if k in _PHASE}
+        try:
+            with _kept_streams(learn, agree.shared): return infer(*args, **kwargs)
+        finally:
+            for m,mode in modes: m.training = mode
+            vars(learn).update(kept)
+    with own_attrs(learn, _do_epoch_validate=validate): yield
+
+_PHASE = {'training','dl','iter','n_iter','xb','yb','pred','loss','loss_grad'}
 
 # %% ../nbs/09c_files.ipynb #575f9d57
 def notebook_run(cbs):

@@ -20,8 +20,9 @@ from .snapshot import Baseline, GoOn, capture, place_dl, refs, unpack
 class KeepState(Callback):
     "Calls `keep` at the end of each epoch, after everything else"
     order = 2_000_000
-    def __init__(self, keep): self.keep = keep
-    def after_epoch(self): self.keep()
+    def __init__(self, keep, agree): self.keep,self.agree = keep,agree
+    def after_epoch(self):
+        if self.agree.depth == 1: self.keep()       # a `learn.validate()` in the middle of a fit ends an epoch, too
 
 class Report(Callback):
     "Says before each batch that this rank is alive, and where; counts what goes through and how long it takes"
@@ -56,8 +57,7 @@ def _whereabouts(learn):
 @contextlib.contextmanager
 def as_one_process(learn, cbs, agree):
     "Inside a fit on ranks: callbacks predict, save and load as in one process"
-    both = [*learn.cbs, *cbs]
-    with inner_inference(learn, agree), shared_load(learn, agree), one_tmp_file(learn, both), alone_on_rank0(learn, both, agree): yield
+    with inner_inference(learn, agree), shared_load(learn, agree), one_tmp_file(learn, [*learn.cbs, *cbs]), alone_on_rank0(learn, agree): yield
 
 def _items(learn, report):
     "Dataset indices of the batch that is at work, or of the one that is being loaded"
@@ -72,8 +72,9 @@ def fit_job(ctx, obj):
     with (open_run(call['run']) as settings, distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as agree,
           as_one_process(learn, cbs, agree)):
         def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, agree.shared.state(), known))
-        extra = [report, EndOfBatch(report)] + ([KeepState(keep)] if ctx.rank == 0 else [])
+        extra = [report, EndOfBatch(report)] + ([KeepState(keep, agree)] if ctx.rank == 0 else [])
         if call['first'] is not None: extra.append(GoOn(learn, base.cbs, call['first'], call['lists'], known))
+        agree.ours = [*agree.ours, *extra[2:]]      # a report is wanted while rank 0 predicts alone, too
         try:
             with learn.added_cbs(extra): type(learn).fit(learn, cbs=own_part(cbs), **call['fit'])
         except KeyboardInterrupt:

@@ -1,8 +1,9 @@
 "Every callback of fastai's on two workers: its effect, its state in the notebook afterwards, its files, written once."
 import csv, math, os
+from functools import partialmethod
 import pytest, torch
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
-                                  CancelStepException, CancelTrainException, CancelValidException, FetchPredsCallback)
+                                  CancelStepException, CancelTrainException, CancelValidException, FetchPredsCallback, event)
 from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.data import CollectDataCallback     # patches weighted_dataloaders
 from fastai.callback.fp16 import MixedPrecision
@@ -301,6 +302,78 @@ def test_rank0_only(tmp_path):
     seed_all(1)
     fit(plain)
     assert all(torch.equal(v, weights(plain)[k]) for k, v in weights(learn).items())
+
+
+class Told(Callback):
+    "Notes each event, and where the learner is"
+    def __init__(self, log, label, order): self.log, self.label, self.order = log, label, order
+    @property
+    def name(self): return self.label
+    def note(self, event):
+        learn = self.learn
+        self.log.append((self.label, event, getattr(learn, 'epoch', None), getattr(learn, 'iter', None), getattr(learn, 'training', None)))
+
+
+for _event in filter(lambda o: o[0] != '_', vars(event)): setattr(Told, _event, partialmethod(Told.note, _event))
+
+
+class Busy(Callback):
+    "Rank 0's own: adds and removes others, predicts in each phase, and leaves wherever it may"
+    rank0_only, order = True, 60      # after the recorder
+    def __init__(self, log): self.log, self.sizes, self.loop = log, [], ''
+    def at(self, *where): return self.training and (self.epoch, self.iter) == where
+    def before_epoch(self):
+        self.loop = type(vars(self.learn).get('_call_one')).__name__
+        self.learn.add_cb(Told(self.log, 'between', 61))
+        self.predict()
+        if self.epoch == 4: raise CancelFitException()
+    def before_train(self):
+        if self.epoch == 3: raise CancelEpochException()
+    def before_batch(self):
+        if self.at(0, 1): self.learn.add_cb(Told(self.log, 'in_between', 62))
+        if self.at(1, 1): raise CancelBatchException()
+    def after_loss(self):
+        if self.at(2, 0): self.predict_inside()
+    def before_backward(self):
+        if self.at(1, 2): raise CancelBackwardException()
+    def before_step(self):
+        if self.at(0, 2): raise CancelStepException()
+    def after_batch(self):
+        if self.at(0, 0): self.predict_inside()
+        if self.at(2, 1): raise CancelTrainException()
+    def after_train(self):
+        if self.epoch == 0: self.learn.add_cb(FetchPredsCallback())
+    def before_validate(self):
+        if self.epoch == 1 and not self.inner: raise CancelValidException()
+    def after_epoch(self):
+        if self.epoch == 0: self.sizes.append(len(self.learn.fetch_preds.preds[0]))
+        self.learn.remove_cbs([cb for cb in self.learn.cbs if cb.name in ('between', 'fetch_preds')])
+        self.run = False        # a validation ends an epoch, too; its `after_fit` sets `run` back
+        self.learn.validate()
+    def predict(self):
+        self.inner = True
+        self.sizes.append(len(self.learn.get_preds(inner=True)[0]))
+        self.inner = False
+    def predict_inside(self):
+        "In one process the rest of the phase would train nothing"
+        old = {k: getattr(self.learn, k) for k in ('dl', 'training', 'iter', 'n_iter', 'xb', 'yb', 'pred', 'loss', 'loss_grad')}
+        self.predict()
+        for k, v in old.items(): setattr(self.learn, k, v)
+        self.model.train()
+
+
+def test_events_of_a_busy_callback_of_rank0s_own():
+    "Every callback is asked for the events of a local fit, in its order, and by the loop that asks only who has a say"
+    def told(how):
+        log = []
+        seed_all()
+        learn = learner(Told(log, 'first', -20), Busy(log), Told(log, 'last', 70), n=24, n_valid=9, bs=8)
+        with learn.no_logging(): how(learn)
+        return learn.busy.log, learn.busy
+    here, one = told(lambda learn: learn.fit(6, .01))
+    there, busy = told(lambda learn: learn.distrib_fit(6, .01, nprocs=2, batch='global'))
+    assert there == here and len({label for label, *_ in here}) == 4
+    assert busy.sizes == one.sizes and busy.loop == 'OwnEvents'
 
 
 def test_tensorboard(tmp_path):
