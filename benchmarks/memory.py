@@ -1,12 +1,16 @@
 """What a data set of S bytes costs while N workers train on it, beyond the notebook's own copy, in multiples of S.
 
 Every rank reads all of the data. Counted are the anonymous pages of the notebook and of all that it started (one that several share is
-counted once) and shared memory that is allocated, at their most during the fit; what the same fit costs on next to no data is taken off. The peer hands
-the same object to two processes of torch's `spawn`.
+counted once) and shared memory that is allocated, at their most during the fit, less what the notebook had before it. What the same fit costs
+on an eighth of the data is taken off, and the rest divided by the other seven: a constant, such as a worker's heap, is not the data's.
+The peer hands the same object to two processes of torch's `spawn`.
+
+A sample is one reading after the other of several processes. It counts only if none of them came or went meanwhile, since what they shared
+would then be counted twice, or not at all.
 
     python benchmarks/memory.py [--megabytes 512] [--repeats 3] [--machine NAME]
 """
-import os, subprocess, sys, threading, time
+import ctypes, gc, os, pickle, threading, time, tracemalloc
 from pathlib import Path
 import numpy as np, pandas as pd, psutil, torch
 from fastai.callback.core import Callback
@@ -25,34 +29,43 @@ KINDS = {   # what the data set holds -> its maker, by bytes
     'numpy array': lambda n: np.ones(n//4, np.float32),
     'pandas frame': lambda n: pd.DataFrame({k: np.arange(n//32, dtype=np.float64) for k in 'abcd'}),
     'list of strings': texts,
-    'list of paths': lambda n: [Path(o) for o in texts(n//4)]}
+    'list of paths': lambda n: [Path(o) for o in texts(n*2//7)]}
 
 
 def size(data):
-    "Bytes that `data` takes in this process"
-    if isinstance(data, list): return sum(sys.getsizeof(o) for o in data[:100])*len(data)//100 + sys.getsizeof(data)
-    return data.memory_usage(index=True).sum() if isinstance(data, pd.DataFrame) else data.nbytes
+    "Bytes that `data` takes in this process; of a list, with all that only its items hold"
+    if isinstance(data, pd.DataFrame): return data.memory_usage(index=True).sum()
+    if not isinstance(data, list): return data.nbytes
+    part = pickle.dumps(data[:1000])
+    tracemalloc.start()
+    kept = pickle.loads(part)
+    n,_ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return n*len(data)//len(kept)
 
 
 class Items:
-    "A data set of a few items that looks at all of the data"
-    def __init__(self, data): self.data = data
+    "A data set of a few items that looks at all of the data, once in each process"
+    def __init__(self, data): self.data, self.seen = data, False
     def __len__(self): return 64
     def __getitem__(self, i):
-        if i < 4: touch(self.data)      # a few times on each rank
+        if not self.seen: touch(self.data)
+        self.seen = True
         return torch.ones(4), torch.tensor(0)
 
 
-def touch(data):
-    if isinstance(data, list): return sum(len(o) if isinstance(o, str) else len(o.name) for o in data)   # or what stands for one
-    return float(np.asarray(data).sum())
+def touch(data, at_least=500_000):
+    """Reads all of `data`; of a list, so many items that Python's table of interned strings, which holds the parts of every path
+    for as long as it lives, has grown to what it stays at: the same for few files as for many"""
+    if not isinstance(data, list): return float(np.asarray(data).sum())
+    return sum(len(o) if isinstance(o, str) else len(o.name) for _ in range(-(-at_least//len(data))) for o in data)
 
 
 def anonymous(proc):
-    "The proportional share of `proc` in anonymous memory"
+    "The proportional share of `proc` in anonymous memory; None once it is gone"
     try:
         with open(f'/proc/{proc.pid}/smaps_rollup') as f: return next(int(o.split()[1])<<10 for o in f if o.startswith('Pss_Anon'))
-    except (OSError, StopIteration): return 0
+    except (OSError, StopIteration): return None
 
 
 def shared():
@@ -65,26 +78,50 @@ def shared():
     return total
 
 
+def resident(proc):
+    "Has `proc` any memory? One that is ending has none, long before it is gone"
+    try:
+        with open(f'/proc/{proc.pid}/statm') as f: return int(f.read().split()[1]) > 0
+    except OSError: return False
+
+
+def in_use(me):
+    "What this process, its children and their shared memory take; None if one came or went meanwhile"
+    procs = [me, *me.children(recursive=True)]
+    parts = [anonymous(o) for o in procs]
+    same = procs == [me, *me.children(recursive=True)] and all(map(resident, procs))
+    return shared()+sum(parts) if same and None not in parts else None
+
+
+def at_rest(me):
+    "What this process itself takes when all that can be given back is"
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return anonymous(me)
+
+
 class Peak:
-    "The most memory that this process, its children and their shared memory take meanwhile"
+    "The most that `in_use` says meanwhile, beyond what this process had before"
     def __enter__(self):
-        self.most, self.over, self.me = 0, False, psutil.Process()
+        self.seen, self.over, self.me = [], False, psutil.Process()
+        self.before = at_rest(self.me)
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
         return self
     def _watch(self):
         while not self.over:
-            self.most = max(self.most, shared()+sum(map(anonymous, [self.me, *self.me.children(recursive=True)])))
-            time.sleep(.05)
+            if (n := in_use(self.me)) is not None: self.seen.append(n-self.before)
+            time.sleep(.02)
     def __exit__(self, *_):
         self.over = True
         self.thread.join()
+        self.most = max(self.seen)
 
 
 class Linger(Callback):
     "Long enough to be measured"
     order = 80
-    def after_epoch(self): time.sleep(.3)
+    def after_epoch(self): time.sleep(1)
 
 
 def ours(make, nbytes, nprocs):
@@ -93,24 +130,23 @@ def ours(make, nbytes, nprocs):
     dl = torch.utils.data.DataLoader(Items(data), batch_size=8)
     learn = Learner(DataLoaders(dl, dl), torch.nn.Linear(4, 2), loss_func=torch.nn.CrossEntropyLoss(), opt_func=sgd, lr=.01, cbs=Linger())
     with learn.no_bar(), learn.no_logging(), Peak() as peak: learn.distrib_fit(1, nprocs=nprocs)
-    return peak.most-anonymous(peak.me), size(data)
+    return peak.most, size(data)
 
 
 def _peer(rank, data):
     touch(data)
-    time.sleep(.5)
+    time.sleep(1)
 
 
 def spawned(make, nbytes, nprocs):
     data = make(nbytes)
     with Peak() as peak: torch.multiprocessing.spawn(_peer, (data,), nprocs=nprocs)
-    return peak.most-anonymous(peak.me), size(data)
+    return peak.most, size(data)
 
 
 def multiple(how, make, nbytes, nprocs):
-    small, _ = how(make, 4000, nprocs)
-    large, s = how(make, nbytes, nprocs)
-    return (large-small)/s
+    (small, s), (large, l) = (how(make, n, nprocs) for n in (nbytes//8, nbytes))
+    return (large-small)/(l-s)
 
 
 def main():

@@ -10,6 +10,8 @@ import mmap, os, tempfile, warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from .strings import Letters
+
 # %% ../nbs/01b_block.ipynb #a65ca054
 def _number(path):
     try:
@@ -81,11 +83,19 @@ class Block:
         self.fd,self.fresh = _temp_file(why),True
     def _fill(self, buffers, spans, end):
         if os.fstat(self.fd).st_size < end: os.ftruncate(self.fd, end)
-        parts = [(b[i:i+_CHUNK], at+i) for b,(at,n) in zip(buffers, spans) for i in range(0, n, _CHUNK)]
+        parts = [(b[i:i+_CHUNK], at+i) for b,(at,n) in zip(buffers, spans) if not isinstance(b, Letters) for i in range(0, n, _CHUNK)]
         if end < _LARGE:
             for part in parts: self._put(part)
         else:
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool: list(pool.map(self._put, parts))
+        for b,(at,n) in zip(buffers, spans):
+            if isinstance(b, Letters): self._put_letters(b.chunks(), at, at+n)
+    def _put_letters(self, chunks, at, end):
+        for part in chunks:
+            if at+len(part) > end: break
+            self._put((part, at))
+            at += len(part)
+        if at != end: raise RuntimeError("A list of strings changed while it was sent to the workers: is a thread of the notebook still filling it?")
     def _put(self, part):
         data,at = part
         done = 0

@@ -18,6 +18,7 @@ from .pages import give_pages_back, keep_pages
 from .pulse import Pulse
 from .relay import fd_log, look, relay_output
 from .report import Report
+from .strings import Letters
 from .transport import Payload, dump, load
 from .watch import Interrupts, Outcome, Watch
 from .workers import Workers, without_helper
@@ -276,7 +277,7 @@ class InProcess:
 
 def _own(payload):
     "Private writable copies of a payload's buffers"
-    return [bytearray(b) for b in payload.buffers]
+    return [b.whole() if isinstance(b, Letters) else bytearray(b) for b in payload.buffers]
 
 @contextlib.contextmanager
 def _set_env(**kw):

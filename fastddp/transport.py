@@ -13,7 +13,7 @@ import cloudpickle, torch
 from torch.utils.hooks import RemovableHandle
 
 from .errors import NotPicklable
-from .strings import Strings, pack, packable
+from .strings import Letters, Strings, pack, packable
 
 # %% ../nbs/01_transport.ipynb #bba5f7ea
 class Payload(NamedTuple):
@@ -130,11 +130,16 @@ class _Globals(dict):
         self._home = home
     def __missing__(self, k): return self._home[k]
 
+def _memory(b):
+    "The memory of a `PickleBuffer`; letters that are encoded while they are written stay what they are"
+    raw = b.raw()
+    return raw.obj if isinstance(raw.obj, Letters) else raw.cast('B')
+
 def dump(obj, refs=(), share=False):
     """`obj` as a `Payload`: notebook definitions by value, large buffers aside, objects among `refs` by number.
     `share`: long lists of strings or paths lie in a buffer, too, and are loaded as `Strings`"""
     raw,f = [],io.BytesIO()
-    _Pickler(f, lambda b: raw.append(b.raw().cast('B')), refs, share).dump(obj)
+    _Pickler(f, lambda b: raw.append(_memory(b)), refs, share).dump(obj)
     return Payload(f.getvalue(), raw)
 
 def load(meta, buffers, device=None, refs=(), home=None):
