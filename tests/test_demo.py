@@ -17,7 +17,7 @@ def test_lesson(tmp_path, capsys):
     assert m['accuracy'] >= 0.95 and f"{m['accuracy']:.4f}" in said and str(tmp_path/'lesson.html') in said
     assert m['workers'] == max(torch.cuda.device_count(), 1) if torch.cuda.is_available() else m['workers'] == 2
     page = (tmp_path/'lesson.html').read_text(encoding='utf-8')
-    assert page.count('class="fastprogress"') >= 2 and page.count('data:image/png;base64') >= 3
+    assert page.count('<th>epoch</th>') >= 2 and page.count('data:image/png;base64') >= 3
     if m['workers'] > 1:
         text = ''.join(o.get('text', '') for c in nb.cells for o in c.get('outputs', []))
         assert f"{m['workers']} workers" in text
