@@ -70,7 +70,7 @@ _SLOTS = 5      # reduced?, loss, divisor, ranks with a loss, unused seen
 class Reducer:
     "Averages gradients and a ledger over ranks, by DDP"
     def __init__(self, **ddp_kwargs):
-        self.ddp_kwargs,self.ddp,self.built_for = ddp_kwargs,None,None
+        self.ddp_kwargs,self.ddp,self.built_for,self.synced = ddp_kwargs,None,None,None
         self.find_unused,self.missing,self.named,self.checked = ddp_kwargs.get('find_unused_parameters',False),[],False,False
         self.idle,self.filled = [],[]   # parameters that no rank used in this step, and those that this rank filled with zeros
     def module(self, model, params=None):
@@ -83,6 +83,8 @@ class Reducer:
         rider = _Rider(model, _SLOTS+len(VOTES))
         dev = rider.ledger.device
         kw = dict({_NO_BUFFERS:False}, device_ids=[dev.index] if dev.type == 'cuda' else None)
+        if self.synced is model and 'init_sync' in _PARAMS: kw['init_sync'] = False
+        self.synced = model
         self.ddp = nn.parallel.DistributedDataParallel(rider, **{**kw, **self.ddp_kwargs, 'find_unused_parameters':self.find_unused})
         self.built_for,self.checked = now,self.find_unused
     def close(self):

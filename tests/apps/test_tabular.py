@@ -36,10 +36,10 @@ def test_table(regression):
     if not regression: assert learn.predict(table().iloc[3])[2].sum() == pytest.approx(1)
 
 
+@pytest.mark.parametrize('bn', [True, False])
 @pytest.mark.parametrize('regression', [True, False])
-def test_table_as_one_process(regression):
-    "Without batch norm, which sees half of a batch on each rank"
-    as_one(lambda: learner(regression, config=dict(use_bn=False, bn_cont=False), opt_func=SGD))
+def test_table_as_one_process(regression, bn):
+    as_one(lambda: learner(regression, config=dict(use_bn=bn, bn_cont=bn), opt_func=SGD))
 
 
 def ratings(n=400):
@@ -60,4 +60,4 @@ def test_dot_product():
     assert learn.model.bias([0, 3]).shape == (2,)
 
 
-def test_neural_net(): check(collab(use_nn=True, layers=[16]))
+def test_neural_net(): as_one(lambda: collab(use_nn=True, layers=[16]))
