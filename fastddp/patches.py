@@ -9,25 +9,41 @@ __all__ = ['Patches', 'collect_patches']
 import operator, os, sys, types, uuid
 
 # %% ../nbs/01a_patches.ipynb #7da2c55b
-# Of torch only what people patch: all of it has 5,000 classes, and this walk is part of every fit's start.
+# Of torch only what people patch: all of it has 5,000 classes.
 _PATCHED = ('fastai','fastcore','fasttransform','fastprogress','torchvision','torch.nn','torch.optim','torch.utils.data','torch._tensor')
 
 def _is_patched(name): return name == 'torch' or name.startswith(_PATCHED)
 
-_classes = {}   # module name -> (size of its namespace, its own classes): a walk over all of torch takes 0.1 s
+def _same(a, b): return len(a) == len(b) and all(map(operator.is_, a, b))
 
-def _own_classes(name, ns):
-    if _classes.get(name, (None,))[0] != len(ns):
-        _classes[name] = len(ns), [c for c in list(ns.values()) if issubclass(type(c), type) and c.__module__ == name]
-    return _classes[name][1]
+class _Place:
+    "The namespace of a module or of a class, and what was found there"
+    def __init__(self, owner, mod, cls=None):
+        self.owner,self.mod,self.cls,self.ns = owner,mod,cls,owner.__dict__
+        self.values,self.functions,self.tables,self.classes = None,[],[],[]
+    def look(self, kinds):
+        "Brings up to date which functions here are a cell's, which dispatch functions there are, and (of a module) its own classes"
+        values = list(self.ns.values())
+        if self.values is not None and _same(self.values, values) and not (self.tables and self._renamed()): return
+        found = [(k,v,kinds[type(v)][0]) for k,v in list(self.ns.items()) if type(v) in kinds]
+        self.functions = [(k,v) for k,v,kind in found if kind == 'set' and _function(v) is not None]
+        self.tables = [(k,v) for k,v,kind in found if kind != 'set']
+        self.values = None if self.functions else values        # the same function may get another name
+        if self.cls is None: self._own_classes(values)
+    def _renamed(self): return any(self.ns.get(k) is not v for k,v in self.tables)
+    def _own_classes(self, values):
+        old = {id(p.owner):p for p in self.classes}
+        self.classes = [old.get(id(c)) or _Place(c, self.mod, c.__qualname__) for c in values if issubclass(type(c), type) and c.__module__ == self.mod]
 
-def _places():
-    "`(module, class or None, namespace)` of all that a cell may have patched"
-    for name,mod in list(sys.modules.items()):
-        if not _is_patched(name) or not isinstance(mod, types.ModuleType): continue
-        ns = mod.__dict__
-        yield name, None, ns
-        for c in _own_classes(name, ns): yield name, c.__qualname__, vars(c)
+_walk = [None,[]]   # names of all modules at the last walk, and the places of those that a cell may have patched
+
+def _modules():
+    names = list(sys.modules)
+    if names != _walk[0] or any(sys.modules[p.mod] is not p.owner for p in _walk[1]):
+        old = {(p.mod,id(p.owner)):p for p in _walk[1]}
+        mods = [(n,m) for n in names if _is_patched(n) and isinstance(m := sys.modules[n], types.ModuleType)]
+        _walk[:] = names, [old.get((n,id(m))) or _Place(m, n) for n,m in mods]
+    return _walk[1]
 
 # %% ../nbs/01a_patches.ipynb #9c64fa69
 _WRAPPED = {property:'fget', staticmethod:'__func__', classmethod:'__func__'}
@@ -130,25 +146,18 @@ class Patches(list):
         "Path -> what was patched there, to blame what can't travel"
         return {f"the patch {cls or mod}.{attr}":v for mod,cls,attr,_,v in self}
 
-_clean = {}     # (module, class) -> the values there when nothing was to be sent: to see that they are the same takes a fifth of the time
-
-def _same(a, b): return a is not None and len(a) == len(b) and all(map(operator.is_, a, b))
-
 def collect_patches():
     "What cells patched onto the classes, modules and dispatch functions that training uses"
     res,kinds,seen = Patches(),_kinds(),set()
-    for mod,cls,ns in _places():
-        values = list(ns.values())
-        if _same(_clean.pop((mod,cls), None), values):
-            _clean[mod,cls] = values
-            continue
-        n,fixed = len(res),True
-        for k,v in list(ns.items()):
-            if type(v) not in kinds: continue
-            kind,added = kinds[type(v)]
-            fixed = fixed and kind == 'set'     # registrations come without a new value
-            if kind != 'set' and id(v) in seen: continue        # a dispatch function has many homes
+    def take(place):
+        place.look(kinds)
+        for k,v in place.functions: res.append((place.mod, place.cls, k, 'set', _function(v)))
+        for k,v in place.tables:
+            if id(v) in seen: continue      # a dispatch function has many homes
             seen.add(id(v))
-            if (what := added(v)) is not None: res.append((mod, cls, k, kind, what))
-        if fixed and len(res) == n: _clean[mod,cls] = values
+            kind,added = kinds[type(v)]
+            if (what := added(v)) is not None: res.append((place.mod, place.cls, k, kind, what))
+    for mod in _modules():
+        take(mod)
+        for cls in mod.classes: take(cls)
     return res
