@@ -6,7 +6,7 @@
 __all__ = ['free_memory', 'Packed', 'Block']
 
 # %% ../nbs/01b_block.ipynb #4ec36d76
-import mmap, os, tempfile, warnings
+import contextlib, ctypes, mmap, os, sys, tempfile, threading, warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -64,26 +64,45 @@ def _layout(buffers):
         end += -(-b.nbytes//_ALIGN)*_ALIGN
     return tuple(spans), end
 
+_POPULATE_WRITE = 23        # madvise(2), since Linux 5.14: Python's mmap doesn't name it, and would hold the interpreter's lock meanwhile
+
+def _populate(m, wanted=lambda: True):
+    "Gives the mapping `m` its pages, a piece at a time; returns whether it has all of them"
+    if not sys.platform.startswith('linux'): return False
+    madvise,at = ctypes.CDLL(None, use_errno=True).madvise,ctypes.addressof(ctypes.c_char.from_buffer(m))
+    piece = lambda i: madvise(ctypes.c_void_p(at+i), ctypes.c_size_t(min(_CHUNK, len(m)-i)), _POPULATE_WRITE) == 0
+    return all(wanted() and piece(i) for i in range(0, len(m), _CHUNK))
+
 class Block:
     "Shared memory without a name, grown as needed and reused; `fd` is its only handle"
     def __init__(self, fd=None):
         self.fd,self.fresh = _memory_file() if fd is None else fd,True     # `fresh`: nobody else has this descriptor yet
+        self._view,self._thread = memoryview(b''),None
     def write(self, payload):
         "Copies the buffers of `payload` into the block; what earlier reads mapped may change"
         spans,end = _layout(payload.buffers)
-        size = os.fstat(self.fd).st_size
-        if end-size >= _LARGE and (left := free_memory()) is not None and left < (end-size)*1.1: self._to_file("memory is short")
+        self._mapped()
+        if self._short_of(end): self._to_file("memory is short")
         try: self._fill(payload.buffers, spans, end)
         except OSError as e:
             self._to_file(f"no memory left ({e.strerror})")
             self._fill(payload.buffers, spans, end)
         return Packed(payload.meta, spans)
+    def _short_of(self, end):
+        "Would memory not suffice for `end` bytes in this block?"
+        more,left = end-os.fstat(self.fd).st_size,None
+        if more >= _LARGE: left = free_memory()
+        return left is not None and left < more*1.1
     def _to_file(self, why):
-        os.close(self.fd)
+        self.close()
         self.fd,self.fresh = _temp_file(why),True
     def _fill(self, buffers, spans, end):
         if os.fstat(self.fd).st_size < end: os.ftruncate(self.fd, end)
-        parts = [(b[i:i+_CHUNK], at+i) for b,(at,n) in zip(buffers, spans) if not isinstance(b, Letters) for i in range(0, n, _CHUNK)]
+        mapped = [not isinstance(b, Letters) and at+n <= len(self._view) for b,(at,n) in zip(buffers, spans)]
+        for b,(at,n),here in zip(buffers, spans, mapped):
+            if here: self._view[at:at+n] = b
+        parts = [(b[i:i+_CHUNK], at+i) for b,(at,n),here in zip(buffers, spans, mapped) if not (here or isinstance(b, Letters))
+                 for i in range(0, n, _CHUNK)]
         if end < _LARGE:
             for part in parts: self._put(part)
         else:
@@ -106,6 +125,41 @@ class Block:
         if not end: return [bytearray()]*len(packed.spans)
         view = memoryview(mmap.mmap(self.fd, end, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ|mmap.PROT_WRITE))
         return [bytearray(view[o:o+n]) if copy else view[o:o+n] for o,n in packed.spans]
+    def look(self, packed):
+        "The buffers of `packed` as they lie in the block: not to be written, and changed by the next write"
+        end = max((o+n for o,n in packed.spans), default=0)
+        view = self._mapped()
+        return [view[o:o+n] for o,n in packed.spans] if end <= len(view) else self.read(packed)
     def close(self):
-        if self.fd is not None: os.close(self.fd)
-        self.fd = None
+        thread,fd,self.fd,self._view = self._thread,self.fd,None,memoryview(b'')
+        if thread: thread.join()
+        if fd is not None: os.close(fd)
+
+# %% ../nbs/01b_block.ipynb #607ff391
+from fastcore.basics import patch
+
+@patch
+def reserve(self:Block, size):
+    "Takes and maps memory for `size` bytes, if they are many, while the caller goes on; where that can't be, all works without it"
+    if size < _LARGE or size <= len(self._mapped()) or self._short_of(size) or not _in_memory(self.fd): return
+    self._thread = threading.Thread(target=self._map, args=(self.fd, size), daemon=True, name='fastddp-reserve')
+    self._thread.start()
+
+@patch
+def _map(self:Block, fd, size):
+    with contextlib.suppress(OSError, ValueError):
+        os.posix_fallocate(fd, 0, size)
+        m = mmap.mmap(fd, size)
+        if _populate(m, lambda: self.fd is not None): self._view = memoryview(m)
+
+@patch
+def _mapped(self:Block):
+    "What is mapped, once all of it is"
+    if self._thread: self._thread.join()
+    self._thread = None
+    return self._view
+
+def _in_memory(fd):
+    "A file on a disk isn't worth it: each page would be written there"
+    try: return os.readlink(f'/proc/self/fd/{fd}').startswith('/memfd:')
+    except OSError: return False

@@ -53,13 +53,14 @@ def join(store, rank, world_size, backend='gloo', device=None, timeout=None):
     if isinstance(store, (str, os.PathLike)):
         for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, _LOOPBACK)
         store = torch.distributed.FileStore(os.fspath(store), world_size)
-    _gather_at(store, rank, world_size)
+    _gather_at(store, rank, world_size, 'here')
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
     on_gpu = dict(device_id=device) if backend == 'nccl' else {}
     before = _sockets()
     _count_from_zero()
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **on_gpu)
     _own_sockets[:] = _sockets()-before
+    _gather_at(store, rank, world_size, 'in')     # gloo would wait for ever for one that came in before the others, failed and is gone
 
 def _count_from_zero():
     """torch numbers its groups, and ranks whose numbers differ wait for each other for ever. An `init_process_group` that failed here
@@ -67,12 +68,14 @@ def _count_from_zero():
     world = getattr(torch.distributed.distributed_c10d, '_world', None)
     if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
 
-def _gather_at(store, rank, world_size):
+def _gather_at(store, rank, world_size, what):
     "Waits until all are there: here Ctrl-C is heard, which inside of torch it would not be"
-    store.set(f'fastddp/{rank}', 'here')
-    if not hasattr(store, 'check'):     # torch before 2.3: `wait` is all there is
-        return store.wait([f'fastddp/{r}' for r in range(world_size)], datetime.timedelta(seconds=300))
-    while not store.check([f'fastddp/{r}' for r in range(world_size)]): time.sleep(.005)
+    everybody,pause = [f'fastddp/{r}/{what}' for r in range(world_size)],.0005
+    store.set(everybody[rank], what)
+    if not hasattr(store, 'check'): return store.wait(everybody, datetime.timedelta(seconds=300))     # torch before 2.3
+    while not store.check(everybody):
+        time.sleep(pause)
+        pause = min(2*pause, .01)
 
 def join_launched(device):
     "Joins the group that a launcher (torchrun) described in the environment"

@@ -14,7 +14,7 @@ from .callbacks import distributed, own_part
 from .data import batch_items, dl_state
 from .files import alone_on_rank0, one_tmp_file, open_run, shared_load
 from .inference import inner_inference, leave_together, run_part
-from .snapshot import Baseline, GoOn, capture, place_dl, refs, unpack
+from .snapshot import Baseline, GoOn, capture, place_dl, refs, state_size, unpack
 
 # %% ../nbs/09d_jobs.ipynb #5d7fd124
 class KeepState(Callback):
@@ -35,8 +35,11 @@ class Report(Callback):
         self.ctx.beat(_whereabouts(self.learn))
     def after_batch(self):
         if not self.training: self.in_batch = False
-        if not self.stepped: self.ctx.mark('first step')
+        if not self.stepped: self._first_step()
         self.stepped = True
+    def _first_step(self):
+        self.ctx.mark('first step')
+        if self.ctx.rank == 0: self.ctx.reserve(state_size(self.learn))     # by now the optimizer has its state
     def after_train(self):
         self.seconds += time.perf_counter()-self.entered
         self.items += sum(total for _,total in getattr(self.dl, 'counts', ()))

@@ -39,6 +39,8 @@ class Context:
         self.marks.append((phase, time.time()))
     def beat(self, where='', leaving=False):
         "A step is about to begin; `leaving`: the job has heard the wish to stop"
+    def reserve(self, nbytes):
+        "States of about `nbytes` will be put: memory for them is taken meanwhile, if it is much"
     def interruptible(self):
         "Inside, the notebook's wish to stop is a KeyboardInterrupt here; for code that doesn't ask `stop_requested`"
         return contextlib.nullcontext()
@@ -69,7 +71,7 @@ class _LinkedContext(Context):
     def __init__(self, link, place, device):
         super().__init__(link.rank, place.world_size, device, lambda e: link.emit(('event', e)), link.put, link.stop_requested)
         self._link,self._pulse = link,Pulse(place.pulse)
-        self.beat = self._pulse.beat
+        self.beat,self.reserve = self._pulse.beat,link.reserve
     @property
     def where(self): return self._link.where
     @where.setter
@@ -173,6 +175,7 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
             places = self._places(nprocs, job.work)
             self.workers.submit('fastddp.launch:_enter', packed, self._block, places, LOCAL_WORLD_SIZE=str(nprocs))
+            if self._warm: self._block.reserve(max((o+n for o,n in packed.spans), default=0))
             watch = Watch(self, on_event, places, interrupts)
             own = {here[0]: watch.beside(here[1])} if here else {}
             outcome = watch.wait(refs, own)

@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
     "What a run gave: results in rank order, and whether the user interrupted it on the way"
     results:list
     interrupted:bool
-    state:tuple|None=None   # `(meta, buffers)` of what rank 0 left last under the name 'state'; valid until the next run
+    state:tuple|None=None   # `(meta, buffers)` of what rank 0 left last under the name 'state'; to be read only, and until the next run
     epoch:tuple|None=None   # The same for the name 'epoch': the state at the end of the last complete epoch
     marks:tuple=()          # `(phase, time of its end)`, as far as they concern the launcher and rank 0 (room 05f)
 
@@ -154,7 +154,7 @@ def _with_kept(self:Watch, err):
 def _kept(self:Watch, kind):
     if (0,kind) not in self.w.latest: return None
     block,packed = self.w.latest[0,kind]
-    return packed.meta, block.read(packed)
+    return packed.meta, block.look(packed)
 
 def _raised(failure):
     err = RankRaised(failure)

@@ -6,13 +6,13 @@
 __all__ = ['start_method', 'without_helper', 'preload', 'warm', 'Surroundings', 'Pipe', 'Link', 'Workers']
 
 # %% ../nbs/02_workers.ipynb #1e6a9899
-import contextlib, faulthandler, gc, importlib, os, pickle, queue, shutil, signal, socket, sys, tempfile, threading, time, warnings
+import contextlib, faulthandler, functools, gc, importlib, os, pickle, queue, shutil, signal, socket, sys, tempfile, threading, time, warnings
 from typing import NamedTuple
 
 import cloudpickle, multiprocess
 from multiprocess import connection, forkserver
 
-from .block import Block
+from .block import Block, free_memory
 from .errors import failure_of
 from .transport import dump
 
@@ -105,23 +105,33 @@ class Pipe:
     def recv_fd(self): return _recv_fd(self.conn)
 
 # %% ../nbs/02_workers.ipynb #8bcd9ec2
-class _Blocks:
-    "A worker's two result blocks of one kind"
-    def __init__(self): self.blocks,self.turn = [],0
+class _Pair:
+    "A worker's two blocks for results, or for states; `say(i, size, fd=)` tells the notebook of a new one"
+    def __init__(self, say): self.blocks,self.turn,self.say = {},0,say
+    def _block(self, i): return self.blocks[i] if i in self.blocks else self.blocks.setdefault(i, Block())
     def write(self, payload):
-        "`(number of the block, Packed, fd if it is new)`"
-        if new := len(self.blocks) < 2: self.blocks.append(Block())
-        i = len(self.blocks)-1 if new else self.turn
-        self.turn,block = 1-i,self.blocks[i]
-        packed,fresh,block.fresh = block.write(payload),block.fresh,False
-        return i, packed, block.fd if fresh else None
+        "`(number of the block, Packed)`"
+        i,self.turn = self.turn,1-self.turn
+        packed = self._block(i).write(payload)
+        self._tell(i)
+        return i, packed
+    def reserve(self, size):
+        if (free_memory() or 0) < 4*size: return       # it is a convenience
+        for i in (self.turn, 1-self.turn):
+            self._block(i).reserve(size)
+            self._tell(i, size)
+    def _tell(self, i, size=0):
+        block = self.blocks[i]
+        if block.fresh: self.say(i, size, fd=block.fd)
+        block.fresh = False
 
 # %% ../nbs/02_workers.ipynb #b1927dfc
 class Link:
     "A worker's connection to the notebook"
     def __init__(self, conn, rank, parent_pid, folder=None):
         self.folder,self.rank,self.where,self.items,self.jobs = folder,rank,'starting',(),queue.SimpleQueue()
-        self._pipe,self._stop,self._kinds = Pipe(conn),threading.Event(),{}
+        self._pipe,self._stop = Pipe(conn),threading.Event()
+        self._pairs = {o:_Pair(functools.partial(self._pipe.send, 'block', o)) for o in ('results','states')}
         self.on = {}    # 'stop' or 'break' -> what to call, in the inbox thread, when the notebook says it
         threading.Thread(target=self._inbox, args=(parent_pid,), daemon=True, name='fastddp-inbox').start()
     def emit(self, event):
@@ -129,8 +139,11 @@ class Link:
         self._pipe.send('event', event)
     def put(self, kind, payload):
         "Leaves `payload` with the notebook as the newest of its `kind`; the notebook has it even if this process dies next"
-        i,packed,fd = self._kinds.setdefault(kind, _Blocks()).write(payload)
-        self._pipe.send('put', kind, i, packed, fd is not None, fd=fd)
+        pair = 'results' if kind == 'result' else 'states'
+        self._pipe.send('put', kind, pair, *self._pairs[pair].write(payload))
+    def reserve(self, nbytes):
+        "States of about `nbytes` will be put: takes memory for them meanwhile, here and in the notebook, if it is much"
+        self._pairs['states'].reserve(nbytes)
     def stop_requested(self): return self._stop.is_set()
     def _inbox(self, parent_pid):
         try:
@@ -282,13 +295,16 @@ def _read(self:Workers, r):
 @patch
 def _open(self:Workers, r, msg):
     "Takes the descriptor that follows a new block, and remembers the newest payload of each kind"
-    if msg[0] != 'put': return msg
-    _,kind,i,packed,is_new = msg
-    if is_new:
-        if old := self._blocks.get((r,kind,i)): old.close()
-        self._blocks[r,kind,i] = Block(self.pipes[r].recv_fd())
-    self.latest[r,kind] = self._blocks[r,kind,i], packed
-    return 'put', kind
+    if msg[0] == 'block':
+        _,pair,i,size = msg
+        if old := self._blocks.get((r,pair,i)): old.close()
+        block = self._blocks[r,pair,i] = Block(self.pipes[r].recv_fd())
+        block.reserve(size)
+    elif msg[0] == 'put':
+        _,kind,pair,i,packed = msg
+        self.latest[r,kind] = self._blocks[r,pair,i], packed
+        return 'put', kind
+    return msg
 
 # %% ../nbs/02_workers.ipynb #095f55ef
 @patch
