@@ -80,9 +80,9 @@ def quiet(learn):
 
 # %% ../nbs/09_callbacks.ipynb #5f9fc7d9
 @contextlib.contextmanager
-def distributed(learn, batch='per_worker', sync_bn=True, stop_requested=lambda: False, share_dls=True, **ddp_kwargs):
+def distributed(learn, batch='per_worker', sync_bn=True, stop_requested=lambda: False, share_dls=True, alike=False, **ddp_kwargs):
     "Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it is as it was"
-    shared,reducer,agree = SharedRNG.capture(),Reducer(**ddp_kwargs),Agree(stop_requested)
+    shared,reducer,agree = SharedRNG.capture(),Reducer(alike, **ddp_kwargs),Agree(stop_requested)
     ledger = Ledger(reducer, agree)
     on_gpu = next((p.device.type for p in learn.model.parameters()), 'cpu') == 'cuda'
     join = JoinCollected()

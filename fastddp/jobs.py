@@ -72,7 +72,7 @@ def fit_job(ctx, obj):
     learn,cbs,call = unpack(obj, ctx.device)
     base,known,interrupted,report = Baseline(learn, cbs),refs(learn, cbs),False,Report(ctx)
     ctx.where = lambda: _whereabouts(learn)
-    with (open_run(call['run']) as settings, distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as agree,
+    with (open_run(call['run']) as settings, distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options']) as agree,
           as_one_process(learn, cbs, agree)):
         def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, agree.shared.state(), known))
         extra = [report, EndOfBatch(report)] + ([KeepState(keep, agree)] if ctx.rank == 0 else [])

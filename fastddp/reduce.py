@@ -69,8 +69,9 @@ _SLOTS = 5      # reduced?, loss, divisor, ranks with a loss, unused seen
 
 class Reducer:
     "Averages gradients and a ledger over ranks, by DDP"
-    def __init__(self, **ddp_kwargs):
-        self.ddp_kwargs,self.ddp,self.built_for,self.synced = ddp_kwargs,None,None,None
+    def __init__(self, alike=False, **ddp_kwargs):
+        self.alike,self.ddp_kwargs = alike,ddp_kwargs       # `alike`: all ranks loaded the same weights
+        self.ddp,self.built_for,self.synced = None,None,None
         self.find_unused,self.missing,self.named,self.checked = ddp_kwargs.get('find_unused_parameters',False),[],False,False
         self.idle,self.filled = [],[]   # parameters that no rank used in this step, and those that this rank filled with zeros
     def module(self, model, params=None):
@@ -82,6 +83,8 @@ class Reducer:
         self.close()
         rider = _Rider(model, _SLOTS+len(VOTES))
         dev = rider.ledger.device
+        # DDP broadcasts all weights when it is built; frozen ones, mapped memory that ranks share, would become a copy in each
+        if self.alike: rider._ddp_params_and_buffers_to_ignore = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
         kw = dict({_NO_BUFFERS:False}, device_ids=[dev.index] if dev.type == 'cuda' else None)
         if self.synced is model and 'init_sync' in _PARAMS: kw['init_sync'] = False
         self.synced = model
