@@ -93,17 +93,27 @@ class _LinkedContext(Context):
             self._link.on.pop('stop')
             signal.signal(signal.SIGINT, old)
 
+_joined = None      # when `_early` was through
+
+def _early(link, place):
+    "Device and group, while the notebook still writes the payload"
+    global _joined
+    with fd_log(place.log):
+        device = group.use_device(place.gpu, place.threads)
+        if place.backend: _meet(link, place, device)
+    _joined = time.time()
+
 def _enter(link, _, buffers, place):
     "The entry of every worker's job; the payload's pickle is the first of its buffers"
+    global _joined
     meta,*buffers = buffers
-    began = time.time()
+    early,_joined,began = _joined,None,time.time()
     device = group.use_device(place.gpu, place.threads)
     if device.type == 'cpu': keep_pages()
     with fd_log(place.log), relay_output(lambda e: link.emit(('show', e)), **place.look):
         if place.backend: _meet(link, place, device)
         ctx = _LinkedContext(link, place, device)
-        ctx.marks.append(('ship', began))
-        ctx.mark('join')
+        ctx.marks += [('join', early), ('ship', began)] if early else [('ship', began), ('join', time.time())]
         try: return _call(place.work, ctx, meta, buffers)
         finally:
             if link.rank == 0: link.emit(('marks', ctx.marks))
@@ -172,9 +182,11 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
         try:
             self._stay()
             self._prepare([r for r in range(nprocs) if here is None or r != here[0]], nprocs, interrupts, report.mark)
-            packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
+            new,env = self._store is None,dict(LOCAL_WORLD_SIZE=str(nprocs))
             places = self._places(nprocs, job.work)
-            self.workers.submit('fastddp.launch:_enter', packed, self._block, places, LOCAL_WORLD_SIZE=str(nprocs))
+            if new and here is None: self.workers.early('fastddp.launch:_early', places, **env)
+            packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
+            self.workers.submit('fastddp.launch:_enter', packed, self._block, places, **env)
             if self._warm: self._block.reserve(max((o+n for o,n in packed.spans), default=0))
             watch = Watch(self, on_event, places, interrupts)
             own = {here[0]: watch.beside(here[1])} if here else {}

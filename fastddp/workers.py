@@ -158,6 +158,7 @@ class Link:
         if msg[0] == 'stop': self._stop.set()
         if msg[0] in ('stop','break'): self.on.get(msg[0], lambda: None)()
         elif msg[0] == 'exit': self.jobs.put(None)
+        elif msg[0] == 'early': self.jobs.put((*msg[1:3], None, msg[3], None))
         else:
             self._stop.clear()
             self.jobs.put((*msg[1:], Block(self._pipe.recv_fd())))
@@ -188,12 +189,13 @@ def _cuda_forked():
     return cuda._is_in_bad_fork()
 
 def _run(link, entry, around, packed, config, block):
-    "One job under guard: all user code is loaded inside"
+    "One job under guard: all user code is loaded inside. Without a block: what can be done before there is one"
     try:
-        link.where,link.items = 'loading',()
+        link.where,link.items = 'loading' if block else 'starting',()
         pickle.loads(around).enter()
         module,name = entry.split(':')
         fn = getattr(importlib.import_module(module), name)
+        if block is None: return fn(link, config)
         res = fn(link, packed.meta, block.read(packed), config)
         link.where = 'returning'
         link.put('result', res)
@@ -202,7 +204,8 @@ def _run(link, entry, around, packed, config, block):
         _report(link, e)
         e.__traceback__ = None
         gc.collect()                # its frames hold what others may wait for: a process group
-    finally: block.close()
+    finally:
+        if block: block.close()
 
 def _report(link, e):
     try: original = cloudpickle.dumps(e)
@@ -245,10 +248,14 @@ class Workers:
     def submit(self, entry, packed, block, configs, **env):
         "Every rank calls `entry` ('module:function') with the payload in `block` and its own of `configs`"
         self.latest.clear()
-        for (r,pipe),cfg in zip(self.pipes.items(), configs):
+        self._send_all('job', entry, [(packed, o) for o in configs], env, block.fd)
+    def early(self, entry, configs, **env):
+        "Every rank calls `entry` with its own of `configs` before the job that is submitted next; only a failure is heard of"
+        self._send_all('early', entry, [(o,) for o in configs], env)
+    def _send_all(self, what, entry, args, env, fd=None):
+        for (r,pipe),own in zip(self.pipes.items(), args):
             around = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r)))
-            with contextlib.suppress(OSError):      # it died already; its sentinel says so
-                pipe.send('job', entry, around, packed, cfg, fd=block.fd)
+            with contextlib.suppress(OSError): pipe.send(what, entry, around, *own, fd=fd)      # it died already; its sentinel says so
     def ask_stop(self):
         "Tells every rank that the notebook wants it to stop; `Link.stop_requested` is then true"
         for r in self.alive(): self._tell(r, 'stop')
