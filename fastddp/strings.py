@@ -6,7 +6,7 @@
 __all__ = ['Letters', 'pack', 'packable', 'Strings']
 
 # %% ../nbs/00a_strings.ipynb #6b97789b
-import functools, pathlib
+import functools, os, pathlib
 from array import array
 from collections.abc import MutableSequence
 from itertools import accumulate, islice
@@ -15,8 +15,8 @@ from itertools import accumulate, islice
 _CHUNK = 10_000     # so many are encoded at a time: together they would take as much as the list itself
 
 def _text(path):
-    "`str(path)`, which the path itself would keep for good: a copy is asked, unless it has it already"
-    return getattr(path, '_str', None) or str(type(path)(path))
+    "What `str(path)` says, and the path would keep for good, made of the parts it is pickled as; unless it has it already"
+    return getattr(path, '_str', None) or os.path.join('', *path.__reduce__()[1])
 
 def _encoded(items):
     "`(letters, length of each)` of the texts of `items`, a chunk at a time"
