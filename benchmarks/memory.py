@@ -2,7 +2,8 @@
 
 Every rank reads all of the data. Counted are the anonymous pages of the notebook and of all that it started (one that several share is
 counted once) and shared memory that is allocated, at their most during the fit, less what the notebook had before it. What the same fit costs
-on an eighth of the data is taken off, and the rest divided by the other seven: a constant, such as a worker's heap, is not the data's.
+on an eighth of the data, read eight times as often, is taken off, and the rest divided by the other seven eighths: what a process takes
+whatever the data (Python's table of interned strings grows by 20 to 40 MB in one that makes a million paths) is not the data's.
 The peer hands the same object to two processes of torch's `spawn`.
 
 A sample is one reading after the other of several processes. It counts only if none of them came or went meanwhile, since what they shared
@@ -10,7 +11,7 @@ would then be counted twice, or not at all.
 
     python benchmarks/memory.py [--megabytes 512] [--repeats 3] [--machine NAME]
 """
-import ctypes, gc, os, pickle, sys, threading, time, tracemalloc
+import ctypes, gc, os, threading, time, tracemalloc
 from pathlib import Path
 import numpy as np, pandas as pd, psutil, torch
 from fastai.callback.core import Callback
@@ -29,43 +30,36 @@ KINDS = {   # what the data set holds -> its maker, by bytes
     'numpy array': lambda n: np.ones(n//4, np.float32),
     'pandas frame': lambda n: pd.DataFrame({k: np.arange(n//32, dtype=np.float64) for k in 'abcd'}),
     'list of strings': texts,
-    'list of paths': lambda n: [Path(o) for o in texts(n*2//7)]}
+    'list of paths': lambda n: [Path(o) for o in texts(n//3)]}
 
 
-def size(data):
-    "Bytes that `data` takes in this process; of a list, with all that only its items hold"
-    if isinstance(data, pd.DataFrame): return data.memory_usage(index=True).sum()
-    if not isinstance(data, list): return data.nbytes
-    part = pickle.dumps(data[:1000])
-    tracemalloc.start()
-    kept = pickle.loads(part)
-    n,_ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return n*len(data)//len(kept)
+def made(make, nbytes):
+    "`(data, bytes that it takes)`; of a list, with all that only its items hold"
+    if isinstance(make(4000), list):
+        tracemalloc.start()
+        part = make(1<<20)      # before the rest is there: equal names of folders and files exist only once
+        each = tracemalloc.get_traced_memory()[0]/len(part)
+        tracemalloc.stop()
+        del part
+    data = make(nbytes)
+    if isinstance(data, list): return data, int(each*len(data))
+    return data, data.memory_usage(index=True).sum() if isinstance(data, pd.DataFrame) else data.nbytes
 
 
 class Items:
-    "A data set of a few items that looks at all of the data, once in each process"
-    def __init__(self, data): self.data, self.seen = data, False
+    "A data set of a few items that reads all of the data, in each process so many `times`"
+    def __init__(self, data, times): self.data, self.times = data, times
     def __len__(self): return 64
     def __getitem__(self, i):
-        if not self.seen:
-            settle()
-            touch(self.data)
-        self.seen = True
+        touch(self.data, self.times)
+        self.times = 0
         return torch.ones(4), torch.tensor(0)
 
 
-def settle():
-    """Python's table of interned strings, which holds a part of a path while the path lives, grows once (by some 20 MB) in a process
-    that makes a million paths, whether of ten files or of ten million"""
-    for i in range(3_000_000): sys.intern(f'of no file {i}')
-
-
-def touch(data):
-    "Reads all of `data`"
-    if isinstance(data, list): return sum(len(o) if isinstance(o, str) else len(o.name) for o in data)
-    return float(np.asarray(data).sum())
+def touch(data, times):
+    for _ in range(times):
+        if isinstance(data, list): sum(len(o) if isinstance(o, str) else len(o.name) for o in data)
+        else: float(np.asarray(data).sum())
 
 
 def anonymous(proc):
@@ -131,28 +125,29 @@ class Linger(Callback):
     def after_epoch(self): time.sleep(1)
 
 
-def ours(make, nbytes, nprocs):
+def ours(make, nbytes, nprocs, times=1):
     "`(peak, bytes of the data)`"
-    data = make(nbytes)
-    dl = torch.utils.data.DataLoader(Items(data), batch_size=8)
+    data, n = made(make, nbytes)
+    dl = torch.utils.data.DataLoader(Items(data, times), batch_size=8)
     learn = Learner(DataLoaders(dl, dl), torch.nn.Linear(4, 2), loss_func=torch.nn.CrossEntropyLoss(), opt_func=sgd, lr=.01, cbs=Linger())
     with learn.no_bar(), learn.no_logging(), Peak() as peak: learn.distrib_fit(1, nprocs=nprocs)
-    return peak.most, size(data)
+    return peak.most, n
 
 
-def _peer(rank, data):
-    touch(data)
+def _peer(rank, data, times):
+    touch(data, times)
     time.sleep(1)
 
 
-def spawned(make, nbytes, nprocs):
-    data = make(nbytes)
-    with Peak() as peak: torch.multiprocessing.spawn(_peer, (data,), nprocs=nprocs)
-    return peak.most, size(data)
+def spawned(make, nbytes, nprocs, times=1):
+    data, n = made(make, nbytes)
+    with Peak() as peak: torch.multiprocessing.spawn(_peer, (data, times), nprocs=nprocs)
+    return peak.most, n
 
 
 def multiple(how, make, nbytes, nprocs):
-    (small, s), (large, l) = (how(make, n, nprocs) for n in (nbytes//8, nbytes))
+    "What each byte more costs: an eighth of the data, read eight times, against all of it"
+    (small, s), (large, l) = (how(make, nbytes//k, nprocs, k) for k in (8, 1))
     return (large-small)/(l-s)
 
 
