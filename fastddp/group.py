@@ -77,9 +77,18 @@ def _gather_at(store, rank, world_size, what):
         time.sleep(pause)
         pause = min(2*pause, .01)
 
+_launched,_times = None,0     # the launcher's store, and how often its group was joined
+
 def join_launched(device):
-    "Joins the group that a launcher (torchrun) described in the environment"
-    torch.distributed.init_process_group(backend_for(device), init_method='env://')
+    """Joins the group that a launcher (torchrun) described in the environment. Its store outlives the group, and still holds the
+    addresses of the last time, so each time has names of its own there"""
+    global _launched,_times
+    _launched = _launched or next(torch.distributed.rendezvous('env://'))
+    _times += 1
+    store,rank,world_size = _launched
+    _count_from_zero()
+    torch.distributed.init_process_group(backend_for(device), store=torch.distributed.PrefixStore(f'fastddp/{_times}', store),
+                                         rank=rank, world_size=world_size)
 
 def join_at(addr, port, rank, world_size, backend='gloo', device=None):
     "Joins the group of several hosts that meets at `addr:port`, where rank 0 listens"
