@@ -6,7 +6,7 @@
 __all__ = ['train_in_place', 'at_home']
 
 # %% ../nbs/10_learner.ipynb #fa0e030a
-import contextlib, functools, inspect, os, random
+import contextlib, functools, inspect, random
 
 import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Learner
 import numpy as np
@@ -25,22 +25,11 @@ from .files import share_opt
 from .inference import infer_in_group, own_attrs
 from .jobs import as_one_process
 from .reduce import DDP_OPTIONS
-from .request import engine_for, nested, voting
+from .request import engine_for, in_launched_group, launched_group, nested, voting
 from .session import DEFAULTS, Outer, Session, calling, enough_epochs
 from .snapshot import place
 
 # %% ../nbs/10_learner.ipynb #80a54f3c
-@contextlib.contextmanager
-def _standing_group(learn):
-    "This process's place in the group that its launcher made; leaves it only if we joined it here"
-    joined = not group.in_group()
-    device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None) if joined else group.own_device()
-    if joined: group.join_launched(device)
-    place(learn, device)
-    try: yield
-    finally:
-        if joined: group.leave()
-
 def _share_seed(learn):
     "The same random streams on all ranks, drawn by rank 0"
     seed = int(group.all_sum([random.getrandbits(31) if group.rank() == 0 else 0])[0])
@@ -63,14 +52,6 @@ def _validate_in_place(learn, ds_idx=1, dl=None):
     _share_seed(learn)
     with distributed(learn, sync_bn=False, share_dls=False) as agree:
         infer_in_group(learn, learn.dls[ds_idx] if dl is None else dl, agree.shared)
-
-def _group_or_refuse():
-    "Does a group stand (or wait to be joined) that we may train in?"
-    if group.under_launcher(): return True
-    if not group.in_group(): return False
-    if 'RANK' in os.environ and 'WORLD_SIZE' in os.environ: return True
-    raise CantDistribute("torch.distributed is already initialized in this process, and not by a launcher. Call "
-                         "torch.distributed.destroy_process_group() first, or start the script with torchrun.")
 
 # %% ../nbs/10_learner.ipynb #1d3f8f91
 @contextlib.contextmanager
@@ -114,14 +95,15 @@ def distrib_ctx(self:Learner,
     options = dict(sync_bn=sync_bn, **ddp_kwargs)
     if (outer := self.__dict__.get('distrib_session')) is not None: ctx = nested(outer, given, DEFAULTS)
     elif batch not in ('per_worker','global'): raise CantDistribute(f"batch={batch!r}: 'per_worker' or 'global'.")
-    elif _group_or_refuse(): ctx = _in_place(self, dict(batch=batch, **options), given)
+    elif in_launched_group(): ctx = _in_place(self, dict(batch=batch, **options), given)
     else: ctx = _on_workers(self, given, options)
     with ctx: yield self
 
 # %% ../nbs/10_learner.ipynb #2fe963fb
 @contextlib.contextmanager
 def _in_place(learn, options, given):
-    with _standing_group(learn):
+    with launched_group() as device:
+        place(learn, device)
         def fit(*args, **kwargs): return _fit_in_place(learn, options, *args, **kwargs)
         def validate(ds_idx=1, dl=None): return _validate_in_place(learn, ds_idx, dl)
         with _door(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given): yield

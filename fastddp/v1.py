@@ -12,11 +12,11 @@ import fastai.train     # patches fit_one_cycle and lr_find onto Learner
 from fastai.basic_train import Learner
 from fastcore.basics import patch
 
-from . import group
 from .errors import CantDistribute
-from .request import engine_for, nested
+from .group import under_launcher
+from .request import engine_for, in_launched_group, nested
 from .v1callbacks import instead
-from .v1inplace import at_home, in_place, train_in_place    # the app's two, for room 06b
+from .v1inplace import at_home, in_place, mend_barrier, train_in_place    # the app's two, for room 06b
 from .v1session import Session
 
 # %% ../nbs/12h_v1.ipynb #9b31f49a
@@ -37,9 +37,7 @@ def distrib_ctx(self:Learner,
     outer = vars(self).get('distrib_session')
     if outer is not None: ctx = nested(outer, given, {k:p.default for k,p in _OPTIONS.items()})
     elif batch not in ('per_worker','global'): raise CantDistribute(f"batch={batch!r}: 'per_worker' or 'global'.")
-    elif group.in_group(): ctx = in_place(self, given)
-    elif group.under_launcher(): raise CantDistribute("With fastai v1, scripts under torchrun are not supported. Start the script "
-                                                      "with python: it starts its workers itself.")
+    elif in_launched_group(): ctx = in_place(self, given)
     else: ctx = _on_workers(self, given)
     with ctx: yield self
 
@@ -51,6 +49,9 @@ def _on_workers(learn, given):
             engine,n,gpus = found
             doors = Session(learn, n, gpus, engine, dict(batch=given['batch'], sync_bn=given['sync_bn']), given['restarts']).doors()
         with instead(learn, distrib_session=given, **doors): yield
+
+# %% ../nbs/12h_v1.ipynb #8f5cd7a3
+if under_launcher(): mend_barrier()
 
 # %% ../nbs/12h_v1.ipynb #8f5cd7a4
 _OPTIONS = {k:p for k,p in inspect.signature(Learner.distrib_ctx).parameters.items() if k != 'self'}

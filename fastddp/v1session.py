@@ -42,8 +42,9 @@ class Session:
         self._check()
         self._say()
         began,left = time.time(),self.restarts
+        call = dict(epochs=self._epochs(epochs, callbacks), options=self.options, metrics=metrics)
         while True:
-            try: out = self._run('fit_job', callbacks, metrics, dict(epochs=self._epochs(epochs, callbacks), options=self.options, metrics=metrics))
+            try: out = self._run('fit_job', callbacks, metrics, call, keep=not left)
             except WorkerError as e:
                 if not left: raise
                 left -= 1
@@ -51,15 +52,15 @@ class Session:
             else: break
         if out.interrupted or any(r['interrupted'] for r in out.results): raise KeyboardInterrupt
         self._sum_up(out.results, began)
-    def _run(self, work, callbacks, metrics, call):
-        "Runs a job and puts its state into the learner; after a failure, that of the last complete epoch"
+    def _run(self, work, callbacks, metrics, call, keep=False):
+        "Runs a job and puts its state into the learner; after a failure, that of the last complete epoch, if it is to `keep` it"
         learn = self.learn
         known,own = anchors(learn, callbacks, metrics),owners(learn, callbacks, metrics)
         job = Job(f'fastddp.v1jobs:{work}', take(learn, callbacks, **call))
         with offloaded(learn):
             try: out = self.launcher.run(job, self.n, refs=known)
             except (WorkerError, KeyboardInterrupt) as e:
-                with undisturbed(): self._keep(e, own, known, work == 'fit_job' and not self.restarts)
+                with undisturbed(): self._keep(e, own, known, keep or isinstance(e, KeyboardInterrupt))
                 raise
             with undisturbed():
                 if out.state: apply(learn, own, known, *out.state)

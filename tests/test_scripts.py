@@ -25,12 +25,12 @@ def launched(tmp_path_factory):
 def test_all_ranks_train_alike(launched):
     _, (a, b) = launched
     assert a['weights'] == b['weights'] and a['values'] == b['values'] and a['losses'] == b['losses']
-    assert a['world'] == '2' and not a['fit']
+    assert a['world'] == '2' and not a['fit'] and a['again'] == b['again'] and a['again'][-1] < a['losses'][0]
 
 
 def test_only_rank_0_prints(launched):
     done, _ = launched
-    assert done.stdout.count('train_loss') == 1
+    assert done.stdout.count('train_loss') == 2      # one table for each fit
 
 
 def test_torchrun_trains_what_one_process_trains(launched):

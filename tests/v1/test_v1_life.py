@@ -1,7 +1,8 @@
 """Interrupt, failure and what is left: fastai v1 shares the rooms that see to it, a few tests prove it."""
 import os, signal
-import numpy as np, pytest, torch
+import numpy as np, pandas as pd, pytest, torch
 from learners_v1 import *
+from fastai.callbacks import CSVLogger
 from fastddp.all import NotPicklable, RankDied, RankRaised
 
 
@@ -29,6 +30,42 @@ def test_failures_keep_the_last_epoch_and_the_next_fit_works():
         assert 'no such luck' in str(e.value) or error is RankDied
         learn.fit(1, 1e-2)
     assert len(learn.recorder.val_losses) == 1
+
+
+class Dies(LearnerCallback):
+    "Rank 1 dies in the second epoch, as long as fewer than `times` marks lie in `folder`"
+    def __init__(self, learn, folder, times):
+        super().__init__(learn)
+        self.folder, self.times, self.seen = folder, times, []
+    def on_batch_begin(self, iteration, train, **kwargs):
+        if not train: return
+        self.seen.append(iteration)
+        n = len(list(self.folder.glob('mark*')))
+        if iteration == 8 and os.environ.get('RANK') == '1' and n < self.times:
+            (self.folder/f'mark{n}').touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_restarts(tmp_path, capsys):
+    "A rank that is killed in its second epoch: with a restart the fit is, to the bit, the one that nobody disturbed; without one left, the first epoch is kept"
+    def train(name, times, **options):
+        (tmp_path/name).mkdir()
+        learn = plain(4, path=tmp_path/name, callback_fns=[CSVLogger])
+        cb = Dies(learn, tmp_path/name, times)
+        seed(5)
+        try: learn.distrib_fit_one_cycle(3, 1e-2, nprocs=2, callbacks=[cb], **options)
+        except RankDied as e: assert 'last complete epoch' in str(e) and 'rank 1' in str(e)
+        return learn, cb, torch.rand(1).item()
+    (calm, a, after_calm), (killed, b, after_killed) = train('calm', 0), train('killed', 2, restarts=2)
+    said = capsys.readouterr().out
+    assert said.count('begins anew') == 2 and '(0 restarts left)' in said and 'rank 1' in said
+    same_weights(killed, calm, 0)
+    same_recorder(killed, calm, 0)
+    assert len(killed.recorder.losses) == 18 and a.seen == b.seen == list(range(18)) and after_calm == after_killed
+    rows = [pd.read_csv(tmp_path/name/'history.csv').drop(columns='time') for name in ('calm', 'killed')]
+    pd.testing.assert_frame_equal(*rows)
+    lost, c, _ = train('lost', 2, restarts=1)
+    assert len(lost.recorder.val_losses) == 1 and lost.recorder.val_losses[0] == calm.recorder.val_losses[0] and c.seen == list(range(6))
 
 
 @pytest.mark.parametrize('what', ['interrupt', 'kernel'])

@@ -1,0 +1,57 @@
+"Every word of a fastai v1 learner in a script: as one process says it, or all ranks under torchrun."
+import json, os, sys
+from pathlib import Path
+from learners_v1 import *
+from fastai.callbacks import SaveModelCallback
+from test_v1_apps import AWD_LSTM, CONFIG, language_model_learner, lm_data
+import fastddp.group
+from fastddp.v1data import old_numpy
+
+old_numpy()
+
+
+def numbers(o):
+    "Nested tensors, tuples and lists as JSON can hold them"
+    if isinstance(o, torch.Tensor): return o.tolist()
+    return [numbers(v) for v in o] if isinstance(o, (tuple, list)) else float(o)
+
+
+def weights(learn): return numbers(list(learn.model.state_dict().values()))
+
+
+def words(bs, path, drawn):
+    "What fits, validation, predictions and `lr_find` give; `drawn()` comes before each, which begins with random numbers that rank 0 draws"
+    res, learn = {}, plain(bs, path=path, callback_fns=partial(SaveModelCallback, monitor='accuracy'))
+    seed(int(os.environ.get('RANK', 0)))
+    drawn()
+    learn.distrib_fit_one_cycle(2, 1e-2)
+    learn.save('stage-1')
+    drawn()
+    learn.distrib_fit(1, 1e-3)
+    res['fit'], res['losses'], res['metrics'] = weights(learn), numbers(learn.recorder.losses), numbers(learn.recorder.metrics)
+    learn.load('stage-1')       # between two fits, when no group stands
+    learn.callback_fns = learn.callback_fns[:1]
+    with learn.distrib_ctx():
+        drawn()
+        res['validate'] = numbers(learn.validate())
+        drawn()
+        res['preds'] = numbers(learn.get_preds(with_loss=True))
+    learn.distrib_lr_find(num_it=12)
+    res['loaded'] = weights(learn)
+    seed()
+    learn = language_model_learner(lm_data(path, bs), AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0., path=path, alpha=0., beta=0.)
+    drawn()
+    learn.distrib_fit(1, 1e-2)
+    res['text'] = weights(learn)
+    learn.data = lm_data(path, 4)       # validation alone keeps the batch
+    drawn()
+    res['text validated'] = numbers(learn.distrib_validate())
+    learn.save_encoder('encoder')
+    learn.load_encoder('encoder')
+    return res | dict(files=sorted(o.name for o in (path/'models').iterdir()))
+
+
+if __name__ == '__main__':
+    out = Path(sys.argv[1])
+    res = words(4, out/'of ranks', lambda: None)
+    (out/f"words{os.environ['RANK']}.json").write_text(json.dumps(res | dict(stands=fastddp.group.in_group())))
