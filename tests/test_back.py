@@ -9,7 +9,7 @@ from fastai.optimizer import OptimWrapper, SGD
 from functools import partial
 from torch import nn
 from fastddp.all import *
-from traces import PASSING, environment
+from traces import PASSING, environment, memfds
 from learners import make_learner, mlp, seed_all
 
 
@@ -111,6 +111,46 @@ def test_a_failure_keeps_the_last_complete_epoch():
     ref.distrib_fit(1, 0.01, nprocs=2)
     for a, b in zip(learn.model.parameters(), ref.model.parameters(), strict=True): assert torch.equal(a, b)
     assert len(learn.recorder.values) == 1 and not torch.distributed.is_initialized()
+
+
+class Heavy(nn.Module):
+    "Carries 80 MB of frozen weights along, enough for memory to be reserved for states"
+    def __init__(self):
+        super().__init__()
+        self.small, self.big = mlp(), nn.Parameter(torch.rand(20_000_000), requires_grad=False)
+    def forward(self, x): return self.small(x)
+
+
+class Marks(Callback):
+    "Writes the number of the step into the frozen weights, in the notebook's process too"
+    order = 100
+    def after_batch(self):
+        if self.training: self.learn.model.big.data[::1_000_000] = self.learn.train_iter
+
+
+def test_large_states_share_two_blocks_and_come_back_whole():
+    learn = make_learner(model=Heavy, cbs=[Marks(), Boom(5)], bs=64)
+    start, before = learn.model.big.clone(), memfds()
+    steps = len(learn.dls.train)
+    def check(n_steps):
+        want = start.clone()
+        if n_steps: want[::1_000_000] = n_steps
+        assert torch.equal(learn.model.big, want)
+    with learn.distrib_ctx(nprocs=2, batch='global'):
+        for n in (1, 3, 2):
+            learn.fit(n, 0.01)
+            check(n*steps)
+        blocks = {os.stat(o.split()[0]).st_ino for o in memfds()-before}      # a mapping keeps a descriptor of its own
+        assert len(blocks) <= 1+2*2+2, 'data, results of two ranks, states'
+        learn.boom.at = 2
+        with pytest.raises(RankRaised, match='end of epoch 1'): learn.fit(4, 0.01)
+        check(2*steps)
+        learn.boom.at = 0
+        with pytest.raises(RankRaised, match='as it was before'): learn.fit(1, 0.01)
+        check(2*steps)
+        learn.boom.at = None
+        learn.fit(1, 0.01)
+        check(steps)
 
 
 def test_a_failure_in_the_first_epoch_changes_nothing():
