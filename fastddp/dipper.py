@@ -14,10 +14,11 @@ from fastcore.basics import Stateful, patch
 
 from . import group
 from .errors import CantDistribute, RankDied, RankRaised, WorkerError, is_own_line
-from .launch import Job, Local
+from .launch import Local
+from .rank import Job
 from .patches import collect_patches
 from .transport import dump, dump_or_blame, load
-from .workers import Surroundings
+from .link import Surroundings
 
 # %% ../nbs/06b_dipper.ipynb #59208a82
 _last = None    # Surroundings at the end of the last job of this process

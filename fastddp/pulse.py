@@ -50,7 +50,7 @@ _WAITS = ('distributed_c10d.py','torch/nn/parallel/distributed.py','_engine_run_
 def job_stack(text):
     "Of all threads in a faulthandler report the one that runs the job, innermost frame first; empty when there is none"
     threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', text)
-    return next((t.rstrip() for t in reversed(threads) if '_worker_main' in t), '')
+    return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
 
 def waits(stack):
     "Does the innermost part of a stack wait for other ranks?"

@@ -12,7 +12,8 @@ import torch
 
 from . import group
 from .errors import CantDistribute
-from .launch import Job, Local, visible_cores
+from .launch import Local, visible_cores
+from .rank import Job
 from .patches import collect_patches
 from .transport import dump, dump_or_blame
 

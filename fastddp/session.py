@@ -20,7 +20,7 @@ from .errors import CantDistribute, WorkerError
 from .files import notebook_run, take_settings
 from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
 from .jobs import loader_refs
-from .launch import Job
+from .rank import Job
 from .inplace import own_copy
 from .parts import bn_note
 from .report import Report

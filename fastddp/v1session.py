@@ -13,7 +13,7 @@ from fastai.callbacks import LRFinder
 
 from . import group
 from .errors import CantDistribute, WorkerError
-from .launch import Job
+from .rank import Job
 from .parts import bn_note
 from .v1callbacks import instead
 from .v1data import check_v1

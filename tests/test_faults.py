@@ -148,7 +148,8 @@ def test_what_cannot_be_pickled_costs_nothing(tmp_path):
 
 @pytest.mark.parametrize('rank', [0, 1])
 def test_result_of_a_job_that_cannot_be_pickled(rank):
-    from fastddp.launch import Job, Local
+    from fastddp.launch import Local
+    from fastddp.rank import Job
     from fastddp.transport import dump
     with pytest.raises(RankRaised, match='pickle') as caught: Local().run(Job('jobs_that_fail:returns_a_generator', dump(rank)), 2)
     assert caught.value.rank == rank

@@ -189,7 +189,7 @@ def _alone(ctx, obj):
 def test_control_without_reduction_ranks_differ(two):
     "The comparison above would notice: on their shares alone the ranks go apart"
     from fastddp.data import shard_dl
-    from fastddp.launch import Job
+    from fastddp.rank import Job
     from fastddp.rng import SharedRNG
     from fastddp.transport import dump
     learn = learner(train=32)

@@ -6,7 +6,8 @@ from learners import make_learner
 CRASH = '''
 import torch
 from fastddp import workers
-from fastddp.launch import Job, Local
+from fastddp.launch import Local
+from fastddp.rank import Job
 from fastddp.transport import dump
 
 if __name__ == '__main__':
