@@ -3,7 +3,8 @@
 `ship`: a data set of that size, from the pickling to the moment that rank 0 has loaded it (a first fit, whose shared memory is new,
 and a second one in the same block). `back`: weights of that size (frozen ones, so that no gradients are measured), from the end of
 training until they are in the notebook's parameters. `epoch`: what the copy that is kept at the end of an epoch adds to it. Peer: the
-same bytes through a pipe of `multiprocessing`, pickled. One copy is numpy's into memory that is there already.
+same bytes through a pipe of `multiprocessing`, pickled. One copy is numpy's into memory that is there already; into memory that the
+system must find first, as a first fit's is, it takes several times as long, which is the floor there.
 
     python benchmarks/sync.py [--megabytes 1024] [--repeats 5] [--machine NAME]
 """
@@ -40,6 +41,13 @@ def copy(n):
     a, b = np.full(n, 1, np.uint8), np.full(n, 2, np.uint8)
     at = time.perf_counter()
     np.copyto(b, a)
+    return time.perf_counter()-at
+
+
+def copy_anew(n):
+    a = np.full(n, 1, np.uint8)
+    at = time.perf_counter()
+    a.copy()
     return time.perf_counter()-at
 
 
@@ -83,7 +91,8 @@ def main():
     n = 32<<20 if args.small else args.megabytes<<20
     workers.warm()
     phases(learner())
-    cases = {'one copy': lambda: copy(n), 'ship, first fit': lambda: ship(n, 1), 'ship, second fit': lambda: ship(n, 2),
+    cases = {'one copy': lambda: copy(n), 'one copy into new memory': lambda: copy_anew(n),
+             'ship, first fit': lambda: ship(n, 1), 'ship, second fit': lambda: ship(n, 2),
              'back, first fit': lambda: back(n, 1), 'back, second fit': lambda: back(n, 2),
              'epoch': lambda: epoch(n), 'epoch without the weights': lambda: epoch(0), 'pickled through a pipe': lambda: pipe(n)}
     times = take_turns(cases, args.repeats)
