@@ -20,7 +20,7 @@ from torch import nn
 
 from . import group
 from .callbacks import is_rank0_only
-from .data import _is_lm, _lay_out
+from .fastdl import is_lm, lay_out
 from .request import workers_for
 from .rng import SharedRNG
 
@@ -86,7 +86,7 @@ def _copy(learn):
 def _widen(dl, n):
     "The loader of one process: `n` workers' batches as one"
     dl.bs *= n
-    if _is_lm(dl): _lay_out(dl)
+    if is_lm(dl): lay_out(dl)
 
 def _apart(a, b):
     "Largest difference of two nested lists of numbers; infinite where their shapes differ"

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from . import group
 from .callbacks import is_rank0_only
-from .data import OneRank, ShardedDL, _is_lm, shard_dl, why_not
+from .data import OneRank, shard_dl, why_not
+from .fastdl import ShardedDL, is_lm
 from .shard import chunk, restore_order
 from .torchdl import _sharded_class, is_sharded, whole_steps
 
@@ -42,7 +43,7 @@ class WholeDL(ShardedDL):
 
 def takes_whole(dl):
     "Can whole batches of `dl` go to different ranks? Streams can't, and a language model's state lives across batches"
-    if isinstance(dl, DataLoader): return dl.indexed and not _is_lm(dl)
+    if isinstance(dl, DataLoader): return dl.indexed and not is_lm(dl)
     return isinstance(dl, TorchLoader) and not isinstance(dl.dataset, IterableDataset)
 
 def share_batches(dl, rank, n, shared=None):

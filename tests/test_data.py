@@ -1,4 +1,4 @@
-"""Room 07 on real loaders: N sharded ones, built in one process, against the same loader with the batch of all."""
+"""Rooms 07 and 07b on real loaders: N sharded ones, built in one process, against the same loader with the batch of all."""
 import gc, pickle, random, signal
 import numpy as np, pandas as pd, pytest, torch
 from hypothesis import given, settings, strategies as st
@@ -9,9 +9,10 @@ from fastai.data.core import TfmdDL
 from fastai.data.load import DataLoader, SkipItemException
 from fastai.tabular.core import TabDataLoader, TabularPandas, TabWeightedDL
 from fastai.text.data import LMDataLoader, SortedDL, pad_input
-from fastddp.data import (CantShard, check_dl, dl_state, global_bs, is_sharded, n_batches, seed_rank, set_dl_state,
-                          shard_dl, SharedRNG)
-from fastddp.shard import deal, restore_order, train_share
+from fastddp.data import check_dl, dl_state, global_bs, n_batches, set_dl_state, shard_dl
+from fastddp.rng import SharedRNG, seed_rank
+from fastddp.shard import CantShard, deal, restore_order, train_share
+from fastddp.torchdl import is_sharded
 
 
 def seed(i=0): random.seed(i); np.random.seed(i); torch.manual_seed(i)
