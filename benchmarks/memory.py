@@ -70,13 +70,13 @@ def anonymous(proc):
 
 
 def shared():
-    "Bytes in this process's anonymous memory files"
-    total = 0
+    "Bytes in this process's anonymous memory files; one may have several descriptors"
+    sizes = {}
     for fd in os.listdir('/proc/self/fd'):
         try:
-            if os.readlink(f'/proc/self/fd/{fd}').startswith('/memfd:'): total += os.stat(f'/proc/self/fd/{fd}').st_blocks*512
+            if os.readlink(f'/proc/self/fd/{fd}').startswith('/memfd:'): sizes[(st := os.stat(f'/proc/self/fd/{fd}')).st_ino] = st.st_blocks*512
         except OSError: pass
-    return total
+    return sum(sizes.values())
 
 
 def resident(proc):
