@@ -39,6 +39,9 @@ def test_images(tmp_path):
     with two.distrib_ctx(nprocs=2): interp = ClassificationInterpretation.from_learner(two)
     assert interp.confusion_matrix().sum() == len(two.data.valid_ds) and len(interp.top_losses()[0]) == 5
     assert str(two.predict(two.data.valid_ds[0][0])[0]) in 'lr'
+    two.export()
+    again = load_learner(path).predict(two.data.valid_ds[0][0])[2]
+    torch.testing.assert_close(again, two.predict(two.data.valid_ds[0][0])[2])
 
 
 def test_resnet_with_augmentation_frozen_and_unfrozen(tmp_path):

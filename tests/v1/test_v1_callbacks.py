@@ -21,7 +21,7 @@ def test_trackers_decide_alike_and_write_once(tmp_path):
     def make(bs):
         fns = [partial(SaveModelCallback, monitor='accuracy', name='best'), partial(EarlyStoppingCallback, patience=1, min_delta=.05),
                partial(ReduceLROnPlateauCallback, patience=0, min_delta=.5, min_lr=1e-9), CSVLogger]
-        return plain(bs, callback_fns=fns, path=tmp_path/str(bs), metrics=[accuracy, squared])
+        return plain(bs, callback_fns=fns, path=tmp_path/str(bs), model_dir='kept', metrics=[accuracy, squared])
     two, one = pair(make, lambda l: l.fit(6, 1e-2))
     same_weights(two, one)
     same_recorder(two, one)
@@ -32,7 +32,17 @@ def test_trackers_decide_alike_and_write_once(tmp_path):
     a, b = (pd.read_csv(tmp_path/n/'history.csv') for n in ('4', '8'))
     pd.testing.assert_frame_equal(a.drop(columns='time'), b.drop(columns='time'), atol=2e-6, rtol=0)
     assert two.opt.lr == pytest.approx(one.opt.lr) and two.csv_logger.read_logged_file().shape[0] == len(a)
-    assert [o.name for o in (tmp_path/'4'/'models').iterdir()] == ['best.pth']
+    assert [o.name for o in (tmp_path/'4'/'kept').iterdir()] == ['best.pth']
+
+
+def test_one_rank_without_a_number_stops_all(tmp_path):
+    "One item's loss is no number: `TerminateOnNaNCallback` ends the fit at the batch at which one process's ends"
+    def make(bs):
+        learn = plain(bs, path=tmp_path)
+        learn.data.train_ds.x[7] = float('nan')
+        return learn
+    two, one = pair(make, lambda l: l.fit(2, 1e-2, callbacks=[TerminateOnNaNCallback()]))
+    assert 1 <= len(two.recorder.losses) == len(one.recorder.losses) <= 6 and not np.isfinite(float(two.recorder.losses[-1]))
 
 
 def test_a_users_callback(tmp_path):

@@ -23,6 +23,7 @@ def test_one_cycle(tmp_path):
         a, b = two.opt.opt.state[p], one.opt.opt.state[q]
         for k in b: torch.testing.assert_close(torch.as_tensor(a[k]), torch.as_tensor(b[k]), rtol=1e-4, atol=1e-6)
     assert (two.opt.lr, two.opt.mom, two.opt.wd, two.opt.beta) == (one.opt.lr, one.opt.mom, one.opt.wd, one.opt.beta)
+    assert two.recorder.plot_lr(show_moms=True, return_fig=True)
     for plot in 'plot', 'plot_losses', 'plot_lr', 'plot_metrics':
         assert getattr(two.recorder, plot)(**(dict(skip_start=0, skip_end=0, return_fig=True) if plot != 'plot_metrics' else dict(return_fig=True)))
     two.fit(1, 1e-3)       # and goes on in the notebook
@@ -38,7 +39,7 @@ def test_methods(tmp_path):
         fix = two.get_preds(ds_type=DatasetType.Fix, n_batch=3)
         before = [p.clone() for p in two.model.parameters()]
         two.lr_find(num_it=20)
-        assert two.recorder.plot(return_fig=True)
+        assert two.recorder.plot(suggestion=True, return_fig=True) and two.recorder.min_grad_lr in two.recorder.lrs
         lrs = two.recorder.lrs      # in v1, `get_preds` makes a new recorder
         with pytest.raises(Exception, match="batch can't change"): two.distrib_fit(1, batch='global')
     np.testing.assert_allclose([float(o) for o in got], [float(o) for o in one.validate()], atol=1e-6)

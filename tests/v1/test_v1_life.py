@@ -1,9 +1,10 @@
 """Interrupt, failure and what is left: fastai v1 shares the rooms that see to it, a few tests prove it."""
-import os, signal
+import os, signal, subprocess, sys
+from pathlib import Path as P
 import numpy as np, pandas as pd, pytest, torch
 from learners_v1 import *
 from fastai.callbacks import CSVLogger
-from fastddp.all import NotPicklable, RankDied, RankRaised
+from fastddp.all import InProcess, RankDied, RankRaised
 
 
 class At(LearnerCallback):
@@ -97,3 +98,14 @@ def test_without_workers_it_runs_here(capsys):
     learn = plain(4)
     learn.distrib_fit(1)
     assert 'training in this process' in capsys.readouterr().out and len(learn.recorder.val_losses) == 1
+    seed(5); learn = plain(4); learn.distrib_fit(1, launcher=InProcess())      # the only rank, for the debugger
+    seed(5); one = plain(4); one.fit(1)
+    same_weights(learn, one)
+
+
+def test_nothing_of_fastai_2_is_imported():
+    rooms = {p.stem.split('_', 1)[1] for p in (P(__file__).parent.parent.parent/'nbs').glob('[01]*.ipynb') if '07' <= p.stem[:2] <= '10'}
+    code = ("import sys, fastddp.all, fastddp.v1jobs, fastddp.magics, fastai.text\n"
+            "print(*[m.split('.')[1] for m in sys.modules if m.startswith('fastddp.')])")
+    loaded = set(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, check=True).stdout.split())
+    assert len(rooms) > 10 and 'v1' in loaded and not loaded & rooms

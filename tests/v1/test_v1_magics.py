@@ -21,14 +21,26 @@ print('again', len(learn.recorder.losses))
 print('valid', learn.validate(), 'preds', len(learn.get_preds()[0]))''',
 "%dipull learn\nlearn.validate(); print('pulled', tuple(learn.model.weight.shape))",
 "%makedip -k",
-"learn.distrib_fit(2, 1e-2, nprocs=2)"]
+"learn.distrib_fit(8, 1e-2, nprocs=2)"]
+
+
+class Client(NotebookClient):
+    "Keeps what the kernel says, in the order in which it says it"
+    def process_message(self, msg, cell, cell_index):
+        vars(self).setdefault('said', []).append((cell_index, msg['msg_type'], msg['content']))
+        return super().process_message(msg, cell, cell_index)
+
+
+said = []
 
 
 @pytest.fixture(scope='module')
 def outputs(tmp_path_factory):
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in CELLS])
     nb.metadata.kernelspec = dict(name='python3', display_name='python3', language='python')
-    NotebookClient(nb, timeout=120, resources=dict(metadata=dict(path=str(tmp_path_factory.mktemp('nb'))))).execute()
+    client = Client(nb, timeout=120, resources=dict(metadata=dict(path=str(tmp_path_factory.mktemp('nb')))))
+    client.execute()
+    said[:] = client.said
     return [c.outputs for c in nb.cells]
 
 
@@ -43,3 +55,10 @@ def test_learners_of_cells_train_distributed(outputs):
 def test_the_table_is_html_as_of_a_local_fit(outputs):
     html = ''.join(o.get('data', {}).get('text/html', '') for o in outputs[5])
     assert html.count('<tr') >= 3 and 'train_loss' in html and 'epochs in' in text(outputs[5])
+
+
+def test_the_bar_is_live(outputs):
+    "One bar, changed in place while the workers train"
+    updates = [c for i, kind, c in said if i == 5 and kind == 'update_display_data']
+    bars = {c['data']['text/html'] for c in updates if '<progress' in c['data'].get('text/html', '')}
+    assert len(bars) >= 3 and len({c['transient']['display_id'] for c in updates}) <= 2
