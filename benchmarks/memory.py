@@ -74,7 +74,8 @@ def shared():
     sizes = {}
     for fd in os.listdir('/proc/self/fd'):
         try:
-            if os.readlink(f'/proc/self/fd/{fd}').startswith('/memfd:'): sizes[(st := os.stat(f'/proc/self/fd/{fd}')).st_ino] = st.st_blocks*512
+            about = os.stat(f'/proc/self/fd/{fd}')
+            if os.readlink(f'/proc/self/fd/{fd}').startswith('/memfd:'): sizes[about.st_ino] = about.st_blocks*512
         except OSError: pass
     return sum(sizes.values())
 
