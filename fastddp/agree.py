@@ -6,11 +6,12 @@
 __all__ = ['VOTES', 'ballot', 'strongest', 'leaves_late', 'Agree', 'MeetLast']
 
 # %% ../nbs/08a_agree.ipynb #0a9d6682
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import patch
 
 from . import group
+from .events import OurCallback
 
 # %% ../nbs/08a_agree.ipynb #4d47e2d1
 _RAISES = dict(backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException, train=CancelTrainException,
@@ -37,7 +38,7 @@ def leaves_late(cb):
     return any((getattr(f,'__module__',None) or '').split('.')[0] not in ('fastai','fastddp') for f in fs)
 
 # %% ../nbs/08a_agree.ipynb #46a09424
-class Agree(Callback):
+class Agree(OurCallback):
     "Sees to it that all ranks leave a step, batch, phase, epoch or fit together"
     order = _FIRST
     def __init__(self, stop_requested=lambda: False):
@@ -76,7 +77,7 @@ class Agree(Callback):
         self.phase = self.back_to.pop()
         self.follow(self._meet()[1])
 
-class MeetLast(Callback):
+class MeetLast(OurCallback):
     "The meetings that come after every other callback's say"
     order = _LAST
     def __init__(self, agree): self.agree = agree

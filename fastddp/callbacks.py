@@ -10,7 +10,6 @@ __all__ = ['RANK0_ONLY', 'ShareBuffers', 'ShardData', 'OwnStreams', 'is_rank0_on
 import contextlib, os
 
 import torch
-from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
 from fastcore.basics import noop
 
@@ -18,7 +17,7 @@ from . import group
 from .agree import _FIRST, Agree, MeetLast
 from .collect import JoinCollected, NoteCollected
 from .data import is_sharded, shard_dl
-from .events import own_events
+from .events import OurCallback, own_events
 from .metrics import ReduceMetrics, plain_metrics
 from .parts import share_buffers, synced_bn
 from .ledger import CountAll, EnterDDP, LeaveDDP, Ledger
@@ -26,14 +25,14 @@ from .reduce import Reducer, raw_model
 from .rng import SharedRNG, seed_rank
 
 # %% ../nbs/09_callbacks.ipynb #14e6be7a
-class ShareBuffers(Callback):
+class ShareBuffers(OurCallback):
     "One set of buffers for all ranks at the end of each training phase"
     order = ReduceMetrics.order     # after the votes
     def __init__(self, average_bn=True): self.average_bn = average_bn
     def after_train(self): share_buffers(self.model, self.average_bn)
 
 # %% ../nbs/09_callbacks.ipynb #4e366cf0
-class ShardData(Callback):
+class ShardData(OurCallback):
     "Shares out the current loader if it isn't shared out yet"
     order = _FIRST
     def __init__(self, shared, batch): self.shared,self.batch = shared,batch
@@ -44,7 +43,7 @@ class ShardData(Callback):
         self.learn.dl = shard_dl(self.dl, group.rank(), group.world_size(), self.batch, train=train, shared=self.shared)
 
 # %% ../nbs/09_callbacks.ipynb #4c2b9e71
-class OwnStreams(Callback):
+class OwnStreams(OurCallback):
     "Seeds this rank's random streams for each epoch"
     order = _FIRST
     def __init__(self, shared): self.shared = shared

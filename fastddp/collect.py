@@ -9,10 +9,10 @@ __all__ = ['JoinCollected', 'NoteCollected']
 import math
 
 import torch
-from fastai.callback.core import Callback
 from fastcore.foundation import L
 
 from . import group
+from .events import OurCallback
 from .metrics import ReduceMetrics, _flatten, _join, _steps, _trim, _unflatten, batch_number
 
 # %% ../nbs/08d_collect.ipynb #449ffabd
@@ -36,7 +36,7 @@ def _collected(cb):
 
 def _plain(o): return all(map(_plain, o)) if type(o) is tuple else isinstance(o, torch.Tensor)
 
-class JoinCollected(Callback):
+class JoinCollected(OurCallback):
     "Brings together what collecting callbacks of all ranks collected in a phase"
     order = ReduceMetrics.order+1
     def __init__(self): self.phases = []
@@ -61,7 +61,7 @@ class JoinCollected(Callback):
             joined = (_join_batches if name == 'data' else _join_stats)(own[start:], notes)
             if joined is not None: own[start:] = joined
 
-class NoteCollected(Callback):
+class NoteCollected(OurCallback):
     "Tells a `JoinCollected` when everybody has collected"
     order = 1_000_001
     def __init__(self, join): self.join = join

@@ -8,23 +8,23 @@ __all__ = ['KeepState', 'Report', 'EndOfBatch', 'as_one_process', 'fit_job', 'lo
 # %% ../nbs/09d_jobs.ipynb #fed607bc
 import contextlib, time
 
-from fastai.callback.core import Callback
 
 from .callbacks import distributed, own_part
 from .data import batch_items, dl_state
+from .events import OurCallback
 from .files import alone_on_rank0, one_tmp_file, open_run, shared_load
 from .inference import inner_inference, leave_together, run_part
 from .snapshot import Baseline, GoOn, capture, place_dl, refs, state_size, unpack
 
 # %% ../nbs/09d_jobs.ipynb #5d7fd124
-class KeepState(Callback):
+class KeepState(OurCallback):
     "Calls `keep` at the end of each epoch, after everything else"
     order = 2_000_000
     def __init__(self, keep, agree): self.keep,self.agree = keep,agree
     def after_epoch(self):
         if self.agree.depth == 1: self.keep()       # a `learn.validate()` in the middle of a fit ends an epoch, too
 
-class Report(Callback):
+class Report(OurCallback):
     "Says before each batch that this rank is alive, and where; counts what goes through and how long it takes"
     order = -2_000_000
     def __init__(self, ctx): self.ctx,self.begun,self.seconds,self.items,self.in_batch,self.stepped = ctx,None,0.,0,False,False
@@ -45,7 +45,7 @@ class Report(Callback):
         self.items += sum(total for _,total in getattr(self.dl, 'counts', ()))
         self.ctx.beat(_whereabouts(self.learn))
 
-class EndOfBatch(Callback):
+class EndOfBatch(OurCallback):
     "A training batch is over when every other callback has seen it"
     order = 2_000_000
     def __init__(self, report): self.report = report

@@ -7,13 +7,13 @@ __all__ = ['true_counts', 'Ledger', 'EnterDDP', 'LeaveDDP', 'CountAll']
 
 # %% ../nbs/08c_ledger.ipynb #6bf10b6b
 import torch
-from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
 from fastai.torch_core import find_bs
 from fastcore.basics import patch
 
 from . import group
 from .agree import _FIRST, _LAST, ballot, strongest
+from .events import OurCallback
 from .parts import loss_divisor, sums_up, weighting
 from .reduce import raw_model, zero_loss
 from .shard import loss_weight
@@ -25,34 +25,33 @@ def true_counts(learn, i=None):
     if i < len(counts): return counts[i]
     return counts[-1] if counts else (find_bs(learn.yb),)*2
 
-class Ledger(Callback):
+class Ledger(OurCallback):
     "Weights this rank's loss, reads the global one, and carries the votes of a training step"
     order,run_valid = _LAST,False
     def __init__(self, reducer, agree):
         self.reducer,self.agree,self.token,self.riding,self.loss_known,self.prev = reducer,agree,None,False,False,None
-        self.params,self.bare,self.accumulating = [],[],None
+        self.params,self.bare,self.accumulating,self.n = [],[],None,group.world_size()
         agree.cast = self.cast
     def start(self, i):
         "A new batch"
         params,acc = list(self.learn.model.parameters()),next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
-        # Set past `Callback.__setattr__`, which asks the learner and its model about each name
-        vars(self).update(i=i, token=None, riding=False, loss_known=False, prev=self.learn.loss, params=params, accumulating=acc,
-                          bare=[p for p in params if p.grad is None])
+        self.i,self.token,self.riding,self.loss_known,self.prev = i,None,False,False,self.learn.loss
+        self.params,self.accumulating,self.bare = params,acc,[p for p in params if p.grad is None]
     @property
-    def ahead(self): return group.world_size()==1 or self.agree.late or self.accumulating is not None
+    def ahead(self): return self.n==1 or self.agree.late or self.accumulating is not None
     def reduces(self):
         "Are gradients reduced in this batch? Not while they are only gathered"
         acc = self.accumulating
-        return group.world_size()>1 and (acc is None or acc.count+true_counts(self.learn,self.i)[1] >= acc.n_acc)
+        return self.n>1 and (acc is None or acc.count+true_counts(self.learn,self.i)[1] >= acc.n_acc)
     def before_backward(self):
-        if group.world_size() > 1: self._share_loss()
+        if self.n > 1: self._share_loss()
         elif (decided := self.cast(None)): self.agree.follow(decided)
 
 # %% ../nbs/08c_ledger.ipynb #773dbf6b
 @patch
 def _own(self:Ledger):
     "`(divisor, factor on this rank's loss)`, up to the divisor's sum"
-    n,(count,total),yb,loss_func = group.world_size(),true_counts(self.learn),self.learn.yb,self.learn.loss_func
+    n,(count,total),yb,loss_func = self.n,true_counts(self.learn),self.learn.yb,self.learn.loss_func
     bs,by_sum = find_bs(yb),sums_up(loss_func)
     own = count/bs if by_sum else loss_divisor(loss_func, yb, count)
     if isinstance(own, torch.Tensor) and own.device.type == 'cpu': own = own.item()     # nothing to wait for; numbers are quicker
@@ -68,9 +67,10 @@ def _numbers(self:Ledger, own=None):
     own,_,by_sum = own or self._own()
     loss = self.learn.loss.detach().float()
     if loss.ndim: loss = loss.mean()
+    if loss.device.type == 'cpu' and not isinstance(own, torch.Tensor): loss = loss.item()
     if isinstance(own, torch.Tensor): loss = torch.where(own>0, loss, 0.)       # a mean over nothing is not a number
     elif not own: loss = 0.
-    return dict(loss=loss*own, divisor=1/group.world_size() if by_sum else own, known=1.)
+    return dict(loss=loss*own, divisor=1/self.n if by_sum else own, known=1.)
 
 @patch
 def _share_loss(self:Ledger):
@@ -78,7 +78,7 @@ def _share_loss(self:Ledger):
     loss = self.learn.loss_grad
     if not by_sum and not isinstance(own, int): loss = self._without_nan(loss, own)
     by = self._ahead() if self.ahead else 1.
-    loss = loss*scale*by
+    if isinstance(scale, torch.Tensor) or scale*by != 1.: loss = loss*scale*by     # a product costs two passes
     if self.token is not None:
         vote = 'interrupt' if not self.ahead and self.agree.stop_requested() else None
         entry = self.reducer.entry(vote=vote, **(self._numbers(both) if not self.ahead else {}))
@@ -112,7 +112,7 @@ def cast(self:Ledger, kind):
 def _sum_up(self:Ledger, kind=None):
     "Loss and votes as a sum of their own; `(decided, factor that puts the divisor right)`"
     vote = kind or ('interrupt' if self.agree.stop_requested() else None)
-    nums = {k:float(v) for k,v in self._numbers().items()} if group.world_size()>1 else {}
+    nums = {k:float(v) for k,v in self._numbers().items()} if self.n>1 else {}
     sums = group.all_sum([0., *(nums.get(k,0.) for k in ('loss','divisor','known')), 0., *ballot(vote)])
     return self._close(sums), self._factor(sums)
 
@@ -133,7 +133,7 @@ def _close(self:Ledger, sums):
     "The batch's sums are known: the loss is the global one, if every rank came as far as its loss"
     _,loss,divisor,known,unused,*votes = sums
     decided = strongest(votes)
-    if group.world_size() > 1: self._set_loss(loss, divisor, known)
+    if self.n > 1: self._set_loss(loss, divisor, known)
     if decided is not None and not self.ahead: self.drop()
     self.agree.settled(decided)
     if not self.ahead: self.reducer.heed(unused)
@@ -141,7 +141,7 @@ def _close(self:Ledger, sums):
 
 @patch
 def _set_loss(self:Ledger, loss, divisor, known):
-    complete = known > group.world_size()-.5        # else some rank cancelled before it had a loss
+    complete = known > self.n-.5        # else some rank cancelled before it had a loss
     learn = self.learn
     learn.loss = learn.loss.new_tensor(loss/divisor if divisor else float('nan')) if complete else self.prev
 
@@ -161,7 +161,7 @@ def drop(self:Ledger):
         elif p.grad is not None: p.grad.detach_().zero_()
 
 # %% ../nbs/08c_ledger.ipynb #c87d7004
-class EnterDDP(Callback):
+class EnterDDP(OurCallback):
     "Puts the DDP module in place of the model for the forward pass of a training batch"
     order,run_valid = _LAST,False
     def __init__(self, ledger): self.ledger = ledger
@@ -170,7 +170,7 @@ class EnterDDP(Callback):
         ddp = self.learn.model = self.ledger.reducer.module(self.learn.model, self.ledger.params)
         ddp.module.gathered = self.ledger.accumulating is not None
 
-class LeaveDDP(Callback):
+class LeaveDDP(OurCallback):
     "Puts the raw model back, and acts on what the ledger says before anything else does after a backward pass"
     order,run_valid = _FIRST+1,False
     def __init__(self, ledger): self.ledger = ledger
@@ -178,13 +178,13 @@ class LeaveDDP(Callback):
     def after_pred(self):
         learn,raw = self.learn,raw_model(self.learn.model)
         if raw is learn.model: return
-        learn.pred,vars(self.ledger)['token'] = learn.pred
+        learn.pred,self.ledger.token = learn.pred
         learn.model = raw
-    def after_loss(self): vars(self.ledger)['loss_known'] = len(self.learn.yb) > 0
+    def after_loss(self): self.ledger.loss_known = len(self.learn.yb) > 0
     def after_backward(self):
         l = self.ledger
         if not l.riding: return       # cancelled, or nothing was reduced
-        vars(l)['riding'] = False
+        l.riding = False
         sums = l.reducer.read(self.learn.loss_grad)
         l.take_back(l.reducer.idle + [p for p in l.reducer.filled if not p.grad.any()])
         if l.ahead: return l.reducer.heed(sums[4])
@@ -199,7 +199,7 @@ def _rescale(self:Ledger, by):
     if grads: torch._foreach_mul_(grads, by)
 
 # %% ../nbs/08c_ledger.ipynb #ea328cfe
-class CountAll(Callback):
+class CountAll(OurCallback):
     "Lets `GradientAccumulation` count the global batch's items"
     order,run_valid = GradientAccumulation.order-.5,False
     def __init__(self, ledger): self.ledger = ledger

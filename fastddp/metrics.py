@@ -8,13 +8,13 @@ __all__ = ['REDUCERS', 'sum_state', 'gather_ordered', 'reducer_for', 'NoInput', 
 
 # %% ../nbs/08_metrics.ipynb #bfc9974d
 import torch
-from fastai.callback.core import Callback
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
 from fastai.metrics import AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric
 from fastai.torch_core import find_bs
 from fastcore.basics import patch
 
 from . import group
+from .events import OurCallback
 from .parts import loss_divisor, sums_up, weighting
 
 # %% ../nbs/08_metrics.ipynb #96b82b51
@@ -203,7 +203,7 @@ def _sum_losses(m, parts):
     m.total,m.count = total,int(rows[:,3].sum())
 
 # %% ../nbs/08_metrics.ipynb #e4fbd6bc
-class ReduceMetrics(Callback):
+class ReduceMetrics(OurCallback):
     "Brings the metrics of all ranks together at the end of each phase"
     # After the votes, before all else: what leaves the loop in `after_train` leaves after this
     order = -999_998

@@ -26,7 +26,7 @@ def loss_divisor(loss_func, yb, count):
     "What the mean loss of this rank was divided by, in proportion to what other ranks give here"
     found = weighting(loss_func)
     if found is None or len(yb) != 1 or not count or not isinstance(yb[0],torch.Tensor) or yb[0].dtype.is_floating_point: return count
-    (weight,ignore),y = found,yb[0]
+    (weight,ignore),y = found,yb[0].as_subclass(torch.Tensor)       # fastai's kinds of tensors make each operation slower
     kept = y != ignore
     own = kept if weight is None else torch.where(kept, weight.to(y.device)[torch.where(kept,y,0).long()], 0.)
     return own.sum()*(count/len(y))       # of doubled items only `count` count
