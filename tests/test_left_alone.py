@@ -94,9 +94,9 @@ os.setgroups([]); os.setgid(65534); os.setuid(65534)
 found = []
 for pid in sys.argv[3:]:
     for name in ('mem', 'environ', 'maps', 'fd'):
-        try: (os.listdir if name == 'fd' else lambda p: open(p, 'rb').read(1))(f'/proc/{pid}/{name}')
+        try: seen = (os.listdir if name == 'fd' else lambda p: open(p, 'rb').read(1))(f'/proc/{pid}/{name}')
         except OSError: continue
-        found.append(name)
+        if seen: found.append(name)     # of a process that ended meanwhile everybody may see that nothing is left
 try: found += os.listdir(sys.argv[1])
 except OSError: pass
 for name in sys.argv[2].split(','):     # rendezvous, pulse and logs, by the names that only their owner can see
