@@ -16,7 +16,7 @@ from .events import OurCallback
 # %% ../nbs/08a_agree.ipynb #4d47e2d1
 _RAISES = dict(backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException, train=CancelTrainException,
                valid=CancelValidException, epoch=CancelEpochException, fit=CancelFitException, interrupt=KeyboardInterrupt)
-VOTES = tuple(_RAISES)      # from weakest to strongest
+VOTES = ('load', *_RAISES)      # from weakest to strongest; the first one is no wish to leave
 
 def ballot(kind=None):
     "One number per kind of vote; 1 for `kind`"
@@ -24,7 +24,7 @@ def ballot(kind=None):
 
 def strongest(sums):
     "The strongest kind that any rank voted for, or None"
-    return next((k for k,s in reversed(list(zip(VOTES,sums))) if s>.01), None)     # averages in half precision are not exact
+    return next((k for k,s in reversed(list(zip(VOTES,sums))[1:]) if s>.01), None)     # averages in half precision are not exact
 
 def _stronger(a, b): return b is None or VOTES.index(a) > VOTES.index(b)
 
@@ -46,6 +46,7 @@ class Agree(OurCallback):
         self.phase,self.depth,self.told,self.late = 'end',0,False,False
         self.alone,self.ours = False,[]     # does rank 0 act for itself just now? what makes the fit a distributed one (rooms 09, 09c)
         self.step,self.joined,self.step_due,self.cancelled,self.epochs_left,self.back_to = -1,True,False,False,0,[]
+        self.n_load = 0     # how many ranks said at the last meeting that they load
     def before_fit(self):
         self.depth += 1     # a callback may call `learn.validate`, which has a `before_fit` of its own
         if self.depth == 1: self.phase,self.told,self.epochs_left,self.back_to = 'start',False,self.n_epoch,[]
@@ -93,6 +94,7 @@ def _meet(self:Agree, kind=None, number=False):
     "The sum over ranks of `number`, and what the ranks decided"
     vote = kind or ('interrupt' if self.stop_requested() else None)
     number,*votes = group.all_sum([number, *ballot(vote)])
+    self.n_load = round(votes[0])
     return number, strongest(votes)
 
 @patch
@@ -147,6 +149,7 @@ def after_cancel_fit(self:Agree): self.leave('fit')
 @patch
 def _leave_start(self:Agree, kind):
     if self.epochs_left: self.follow(self._meet(kind)[1], kind)
+    elif kind == 'interrupt': self._meet()      # the others are on their way to `after_fit`
 
 @patch
 def _leave_middle(self:Agree, kind): self.follow(self._meet(kind)[1], kind)
@@ -161,6 +164,9 @@ def _leave_closing(self:Agree, kind): self._leave_validate(kind)
 @patch
 def _leave_end(self:Agree, kind):
     if kind != 'epoch': self._leave_start(kind)     # this epoch is over anyway
+
+@patch
+def _leave_over(self:Agree, kind): "The others depart, and so does this rank"
 
 @patch
 def _leave_train(self:Agree, kind):
@@ -181,4 +187,24 @@ def meet_before_step(self:Agree, kind=None):
 @patch
 def after_fit(self:Agree):
     self.depth -= 1
-    if self.depth == 0: group.barrier()
+    if self.depth: return
+    self.phase = 'over'
+    self._meet()
+
+@patch
+def depart(self:Agree):
+    "The last meeting of a fit"
+    if group.world_size() > 1: self._meet()
+
+# %% ../nbs/08a_agree.ipynb #h4load02
+@patch
+def all_load(self:Agree):
+    "Do all ranks load now?"
+    if group.world_size() == 1: return True
+    kept = dict(vars(self))
+    in_batch = self.phase == 'train' and (not self.joined or (not self.step_due and self.step+1 < len(self.dl)))
+    if in_batch: self.cast('load')
+    else: self._meet('load')
+    n = self.n_load
+    vars(self).update(kept)
+    return n == group.world_size()

@@ -37,6 +37,8 @@ def shared_load(learn, agree=None):
     def load(*args, **kwargs):
         if agree and agree.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks would "
                                                        "go on with other weights. Load in a callback without `rank0_only`.")
+        if agree and not agree.all_load(): raise CantDistribute(f"Rank {group.rank()} called learn.load, but not every rank did: the ranks would "
+            "go on with different weights. Call it on all ranks; rank 0 reads the file, the others get what it read.")
         if group.rank() == 0: type(learn).load(learn, *args, **kwargs)
         group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
         if learn.opt is not None: _opt_from_rank0(learn)

@@ -60,7 +60,9 @@ def _whereabouts(learn):
 @contextlib.contextmanager
 def as_one_process(learn, cbs, agree):
     "Inside a fit on ranks: callbacks predict, save and load as in one process"
-    with inner_inference(learn, agree), shared_load(learn, agree), one_tmp_file(learn, [*learn.cbs, *cbs]), alone_on_rank0(learn, agree): yield
+    with inner_inference(learn, agree), shared_load(learn, agree), one_tmp_file(learn, [*learn.cbs, *cbs]), alone_on_rank0(learn, agree):
+        yield
+        agree.depart()
 
 def _items(learn, report):
     "Dataset indices of the batch that is at work, or of the one that is being loaded"

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from . import group
 from .agree import _FIRST, _LAST, ballot, strongest
+from .errors import CantDistribute
 from .events import OurCallback
 from .parts import loss_divisor, sums_up, weighting
 from .reduce import raw_model, zero_loss
@@ -99,13 +100,18 @@ def _without_nan(self:Ledger, loss, own):
 @patch
 def cast(self:Ledger, kind):
     "A vote in the current batch, or in the next where this one's is closed; returns what the ranks decided"
+    if kind == 'load' and (self.token is not None or self.riding): raise CantDistribute(
+        "learn.load was called between a batch's forward and backward pass, which would no longer fit each other. Load before or after the batch.")
     if self.agree.joined: self.start(self.agree.step+1)      # the others are one batch ahead
     if kind is not None: self.learn.model = raw_model(self.learn.model)
     if self.ahead:
         # a forward pass through DDP may hold a reduction: the others' passes need this rank's
-        if kind is not None and self.token is None and self.reduces(): self.reducer.module(self.model)(ghost=True)
+        if kind is not None and self.token is None and self.reduces():
+            self.reducer.module(self.model)(ghost=True)
+            if kind == 'load': self.reducer.close()     # this rank goes on: what that pass prepared must not meet the next backward pass
         return self._sum_up(kind)[0]
     sums = self.reducer.ghost(self.model, dict(vote=kind, **self._numbers()))
+    if kind == 'load': self.take_back(self.params)
     return self._close(sums)
 
 @patch
@@ -133,6 +139,7 @@ def _close(self:Ledger, sums):
     "The batch's sums are known: the loss is the global one, if every rank came as far as its loss"
     _,loss,divisor,known,unused,*votes = sums
     decided = strongest(votes)
+    vars(self.agree)['n_load'] = round(votes[0])
     if self.n > 1: self._set_loss(loss, divisor, known)
     if decided is not None and not self.ahead: self.drop()
     self.agree.settled(decided)

@@ -1,7 +1,7 @@
 "Every callback of fastai's on two workers: its effect, its state in the notebook afterwards, its files, written once."
 import csv, math, os
 from functools import partialmethod
-import pytest, torch
+import numpy as np, pytest, torch
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException, FetchPredsCallback, event)
 from fastai.callback.channelslast import ChannelsLast
@@ -20,7 +20,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD
 from torch import nn
-import fastddp.all
+from fastddp.all import *
 from applications import as_one, weights
 from learners import make_learner, points, seed_all
 
@@ -272,6 +272,54 @@ def test_every_cancel_on_one_rank(what):
     assert len(learn.recorder.values) == 1
 
 
+IN_BATCH = ('before_batch', 'before_step', 'after_batch')
+
+
+class Loads(Callback):
+    "Loads the file `begun` at some events of the first epoch; `rank` alone, or all"
+    def __init__(self, *events, rank=None): self.events, self.rank = events, rank
+    def __call__(self, event_name):
+        if event_name not in self.events or getattr(self.learn, 'epoch', 0) or os.environ.get('RANK', '0') not in (self.rank or '01'): return
+        if event_name not in IN_BATCH+('after_loss',) or (self.learn.training and self.learn.iter == 1): self.learn.load('begun', with_opt=False)
+
+
+def begun(cb, path):
+    learn = learner(cb, path=path, n=64)
+    learn.save('begun')
+    return learn
+
+
+AROUND = ('before_epoch', 'before_train', 'after_train', 'before_validate', 'after_validate', 'after_epoch')
+
+
+@pytest.mark.parametrize('n_acc', [1, 24])
+def test_load_on_all_ranks(tmp_path, n_acc):
+    "Whenever it may be in one process, also while gradients are gathered"
+    def make():
+        learn = begun(Loads(*IN_BATCH, *AROUND), tmp_path)
+        return learn.add_cb(GradientAccumulation(n_acc)) if n_acc > 1 else learn
+    as_one(make)
+
+
+@pytest.mark.parametrize('event,rank', [(e, '01'[i % 2]) for i, e in enumerate(('before_fit', *AROUND, *IN_BATCH, 'after_fit'))])
+def test_load_on_one_rank_only(tmp_path, event, rank):
+    "Refused at once, with the remedy; nobody waits for ever"
+    with pytest.raises(RankRaised, match=f'Rank {rank} called learn.load.*Call it on all ranks') as e:
+        fit(begun(Loads(event, rank=rank), tmp_path), 1)
+    assert e.value.rank == int(rank)
+
+
+def test_load_within_a_step(tmp_path):
+    with pytest.raises(RankRaised, match='Load before or after the batch'): fit(begun(Loads('after_loss'), tmp_path), 1)
+
+
+class LoadsAlone(Loads): rank0_only = True
+
+
+def test_load_by_a_callback_of_rank_0(tmp_path):
+    with pytest.raises(RankRaised, match='without `rank0_only`'): fit(begun(LoadsAlone('after_epoch'), tmp_path), 1)
+
+
 class WritesOnce(Callback):
     "A callback that says for itself that it acts outside"
     rank0_only = True
@@ -389,6 +437,29 @@ def test_tensorboard(tmp_path):
     log = EventAccumulator(str(tmp_path)).Reload()
     assert len(log.Scalars('train_loss')) == len(learn.recorder.losses) + 2*2      # it writes after validation batches, too
     assert [o.value for o in log.Scalars('valid_loss')] == pytest.approx([o[1] for o in learn.recorder.values])
+    seed_all(1)
+    fit(plain)
+    assert all(torch.equal(v, weights(plain)[k]) for k, v in weights(learn).items())
+
+
+def test_tensorboard_with_predictions(tmp_path, monkeypatch):
+    "`log_preds` shows what the model makes of a batch: once per epoch, by rank 0 alone"
+    pytest.importorskip('tensorboard', reason='tensorboard is not installed')
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, IndexSplitter
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    def make():
+        seed_all()
+        block = DataBlock((ImageBlock, CategoryBlock), get_items=lambda _: list(range(24)), splitter=IndexSplitter(list(range(16, 24))),
+                          get_x=lambda i: np.full((8, 8, 3), 10*i, dtype=np.uint8), get_y=lambda i: 'ab'[i % 2])
+        return Learner(block.dataloaders('.', bs=4, num_workers=0, device='cpu'), nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), opt_func=SGD)
+    learn, plain = make(), make()
+    seed_all(1)
+    fit(learn, cbs=TensorBoardCallback(log_dir=tmp_path, trace_model=False, n_preds=3))
+    assert len([*tmp_path.glob('events*')]) == 1
+    log = EventAccumulator(str(tmp_path)).Reload()
+    shown = [log.Images(o) for o in log.Tags()['images']]
+    assert shown and all([o.step for o in images] == [2, 4] for images in shown)
     seed_all(1)
     fit(plain)
     assert all(torch.equal(v, weights(plain)[k]) for k, v in weights(learn).items())
