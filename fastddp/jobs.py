@@ -8,7 +8,6 @@ __all__ = ['KeepState', 'Report', 'EndOfBatch', 'as_one_process', 'fit_job', 'lo
 # %% ../nbs/09d_jobs.ipynb #fed607bc
 import contextlib, time
 
-
 from .callbacks import distributed, own_part
 from .data import batch_items, dl_state
 from .events import OurCallback
