@@ -12,7 +12,7 @@ from . import group
 from .block import Block
 from .errors import CantDistribute
 from .rank import Context, Place, call
-from .relay import look
+from .replay import look
 from .report import Report
 from .strings import Letters
 from .transport import Payload, load

@@ -14,7 +14,8 @@ import torch
 from . import group
 from .pages import give_pages_back, keep_pages
 from .pulse import Pulse
-from .relay import fd_log, relay_output
+from .outbox import fd_log
+from .relay import relay_output
 from .transport import Payload, dump, load
 
 # %% ../nbs/05g_rank.ipynb #6bbe3141

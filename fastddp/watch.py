@@ -13,7 +13,8 @@ from fastcore.basics import patch
 
 from .errors import GroupTimeout, RankDied, RankRaised, failure_of, first_failure, is_echo
 from .pulse import is_stopped, job_stack, odd_one, read_pulse
-from .relay import Replay, tail
+from .outbox import tail
+from .replay import Replay
 from .transport import load
 
 # %% ../nbs/05c_watch.ipynb #2608e6f2
