@@ -315,6 +315,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastddp.group.n_gpus': ('group.html#n_gpus', 'fastddp/group.py'),
                                'fastddp.group.own_device': ('group.html#own_device', 'fastddp/group.py'),
                                'fastddp.group.rank': ('group.html#rank', 'fastddp/group.py'),
+                               'fastddp.group.settled': ('group.html#settled', 'fastddp/group.py'),
                                'fastddp.group.under_launcher': ('group.html#under_launcher', 'fastddp/group.py'),
                                'fastddp.group.use_device': ('group.html#use_device', 'fastddp/group.py'),
                                'fastddp.group.world_size': ('group.html#world_size', 'fastddp/group.py')},

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
+from . import group
 from .errors import GroupTimeout, RankDied, RankRaised, failure_of, first_failure, is_echo
 from .pulse import is_stopped, job_stack, odd_one, read_pulse
 from .outbox import tail
@@ -231,6 +232,7 @@ def _look_after(self:Watch, caller):
     while not self.leave and self._ended() < self.w.n and not (self.failed or self.died): self._turn()
     if not (self.failed or self.died): return
     self.error = self._failure()
+    group.settled(10)       # the calling thread may be on its way into the group, where neither Ctrl-C nor a death is heard
     self.w.stop(0)      # whoever waits for them in a collective comes free
     self.replay.close()
     caller.interrupt()

@@ -4,6 +4,7 @@ from pathlib import Path
 import psutil, pytest, torch
 from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp, ranch,
                          spawn)
+from fastddp import group
 from fastddp.errors import NotPicklable
 
 root = Path(__file__).resolve().parent.parent
@@ -239,6 +240,15 @@ def test_an_error_ends_ranks_that_wait_in_a_collective(caller):
     with pytest.raises(RankRaised) as e: ranch(3, stuck, 1., caller_rank=caller, ctx=TorchDDPCtx(use_gpu=False))
     assert e.value.rank == 1 and isinstance(e.value.__cause__, KeyError) and 'the cause' in str(e.value)
     assert time.monotonic() - t < 60 and not torch.distributed.is_initialized()
+
+
+def test_who_connects_is_waited_for(monkeypatch, tmp_path):
+    "Before ranks are stopped: in there neither Ctrl-C nor a death is heard, and a missing rank would keep the caller for ever"
+    seen = []
+    for o in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'): monkeypatch.setenv(o, 'lo')
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *args, **kwargs: seen.append(group.settled(0)))
+    group.join(str(tmp_path/'meet'), 0, 1)
+    assert seen == [False] and group.settled(0)
 
 
 def test_the_callers_own_error_is_raised_as_it_is():
