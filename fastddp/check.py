@@ -21,7 +21,6 @@ from torch import nn
 from . import group
 from .callbacks import is_rank0_only
 from .fastdl import is_lm, lay_out
-from .request import workers_for
 from .rng import SharedRNG
 
 # %% ../nbs/10b_check.ipynb #242e9b16

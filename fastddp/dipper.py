@@ -6,7 +6,7 @@
 __all__ = ['APPS', 'everyone', 'start_job', 'cell_job', 'push_job', 'pull_job', 'run_job', 'stat_job', 'Dipper']
 
 # %% ../nbs/06b_dipper.ipynb #b1d23d9d
-import atexit, contextlib, importlib, os, pickle, sys, threading, time, types
+import atexit, contextlib, importlib, os, pickle, sys, threading, types
 from importlib.metadata import PackageNotFoundError, version
 
 import torch

@@ -11,7 +11,6 @@ import torch
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
 from fastai.metrics import AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric
 from fastai.torch_core import find_bs
-from fastcore.basics import patch
 
 from . import group
 from .events import OurCallback

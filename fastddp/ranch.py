@@ -6,7 +6,7 @@
 __all__ = ['global_imports', 'import_star', 'call_job', 'ranch', 'TorchDDPCtx', 'in_torchddp', 'Spawned', 'spawn']
 
 # %% ../nbs/06a_ranch.ipynb #fbdaeafb
-import ast, contextlib, gc, os, re, sys, tempfile, threading, traceback
+import ast, contextlib, gc, os, re, sys, tempfile, threading
 
 import torch
 
@@ -15,7 +15,7 @@ from .errors import CantDistribute
 from .launch import Local, visible_cores
 from .rank import Job
 from .patches import collect_patches
-from .transport import dump, dump_or_blame
+from .transport import dump_or_blame
 
 # %% ../nbs/06a_ranch.ipynb #65dcc633
 def global_imports(
