@@ -7,7 +7,7 @@ __all__ = ['RANK0_ONLY', 'ShareBuffers', 'ShardData', 'OwnStreams', 'is_rank0_on
            'sharded_dls']
 
 # %% ../nbs/09_callbacks.ipynb #71b3f6ca
-import contextlib, os
+import contextlib
 
 import torch
 from fastai.callback.progress import ProgressCallback
@@ -18,6 +18,7 @@ from .agree import _FIRST, Agree, MeetLast
 from .collect import JoinCollected, NoteCollected
 from .data import is_sharded, shard_dl
 from .events import OurCallback, own_events
+from .link import environment
 from .metrics import ReduceMetrics, plain_metrics
 from .parts import share_buffers, synced_bn
 from .ledger import CountAll, EnterDDP, LeaveDDP, Ledger
@@ -88,7 +89,7 @@ def distributed(learn, batch='per_worker', sync_bn=True, stop_requested=lambda: 
     cbs = [agree, LeaveDDP(ledger), EnterDDP(ledger), ledger, MeetLast(agree), CountAll(ledger), ShardData(shared, batch),
            OwnStreams(shared), ReduceMetrics(), join, NoteCollected(join), ShareBuffers(average_bn=sync_bn and not on_gpu)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_without('WORLD_SIZE'))
+        stack.enter_context(environment('WORLD_SIZE'))
         if share_dls: stack.enter_context(sharded_dls(learn, batch, shared))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(quiet(learn))
@@ -118,11 +119,3 @@ def sharded_dls(learn, batch, shared):
     learn.dls.loaders = [share(i,dl) for i,dl in enumerate(old)]
     try: yield
     finally: learn.dls.loaders = old
-
-@contextlib.contextmanager
-def _without(name):
-    "The environment without variable `name`"
-    old = os.environ.pop(name, None)
-    try: yield
-    finally:
-        if old is not None: os.environ[name] = old

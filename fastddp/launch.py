@@ -11,6 +11,7 @@ import contextlib, os, tempfile, threading, time
 from . import group
 from .block import Block
 from .errors import CantDistribute
+from .link import environment
 from .rank import Context, Place, call
 from .replay import look
 from .report import Report
@@ -165,7 +166,7 @@ class InProcess:
         if nprocs != 1: raise CantDistribute(f"InProcess runs one rank, not {nprocs}: pass nprocs=1 or leave the launcher out.")
         gpu = self.gpu if self.gpu is not None else (0 if group.n_gpus() else None)
         device = group.use_device(gpu)
-        with tempfile.TemporaryDirectory(prefix='fastddp-') as d, _set_env(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None):
+        with tempfile.TemporaryDirectory(prefix='fastddp-') as d, environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None):
             group.join(os.path.join(d,'meet'), 0, 1, group.backend_for(device), device)
             put = {}
             ctx = Context(0, 1, device, lambda e: on_event(0,e), put.__setitem__, lambda: False)
@@ -177,17 +178,6 @@ class InProcess:
 def _own(payload):
     "Private writable copies of a payload's buffers"
     return [b.whole() if isinstance(b, Letters) else bytearray(b) for b in payload.buffers]
-
-@contextlib.contextmanager
-def _set_env(**kw):
-    "Restores these variables afterwards, whatever happened to them; None: leave as it is now"
-    old = {k:os.environ.get(k) for k in kw}
-    os.environ.update({k:v for k,v in kw.items() if v is not None})
-    try: yield
-    finally:
-        for k,v in old.items():
-            if v is None: os.environ.pop(k, None)
-            else: os.environ[k] = v
 
 # %% ../nbs/06_launch.ipynb #455b4996
 def _add(ctx, obj):

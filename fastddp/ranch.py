@@ -13,6 +13,7 @@ import torch
 from . import group
 from .errors import CantDistribute
 from .launch import Local, visible_cores
+from .link import environment
 from .rank import Job
 from .patches import collect_patches
 from .transport import dump_or_blame
@@ -63,18 +64,7 @@ def call_job(ctx, obj):
     return res if obj['gather'] else None
 
 # %% ../nbs/06a_ranch.ipynb #3482fb36
-@contextlib.contextmanager
-def _env(**new):
-    "With these variables, and afterwards as it was; None: whatever happens to it inside is undone"
-    old = {k:os.environ.get(k) for k in new}
-    os.environ.update({k:v for k,v in new.items() if v is not None})
-    try: yield
-    finally:
-        for k,v in old.items():
-            if v is None: os.environ.pop(k, None)
-            else: os.environ[k] = v
-
-def _meeting_at(path): return _env(FASTDDP_MEET=path)
+def _meeting_at(path): return environment(FASTDDP_MEET=path)
 
 # %% ../nbs/06a_ranch.ipynb #a8046ec4
 def ranch(
@@ -103,7 +93,7 @@ def ranch(
 
 def _call_here(fn, args, kwargs, rank, nprocs, ctx, imports, meet):
     if imports: global_imports(imports)
-    with _env(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nprocs)), _meeting_at(meet), ctx or contextlib.nullcontext():
+    with environment(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nprocs)), _meeting_at(meet), ctx or contextlib.nullcontext():
         return fn(*args, **kwargs)
 
 def _run(job, nprocs, see, here=None):
@@ -133,7 +123,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         self._undo = contextlib.ExitStack()
         with self._undo as undo:
             device = self._use_device(undo, local, n)
-            undo.enter_context(_env(RANK=str(local+self.base_rank), WORLD_SIZE=str(ws), MASTER_ADDR=self.addr, OMP_NUM_THREADS=None,
+            undo.enter_context(environment(RANK=str(local+self.base_rank), WORLD_SIZE=str(ws), MASTER_ADDR=self.addr, OMP_NUM_THREADS=None,
                                     MASTER_PORT=self.port and str(self.port), GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None))
             self._join(local+self.base_rank, ws, device)
             self._undo = undo.pop_all()

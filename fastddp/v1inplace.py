@@ -16,10 +16,11 @@ from fastai.torch_core import defaults
 
 from . import group
 from .dipper import everyone
+from .link import environment
 from .relay import quiet_bars
 from .request import launched_group, voting
 from .rng import SharedRNG, seed_rank
-from .v1callbacks import counting, distributed_v1, heard, instead, without
+from .v1callbacks import counting, distributed_v1, heard, instead
 from .v1data import check_v1, mend_streams, old_numpy
 from .v1ranks import Ranks
 from .v1snapshot import loaders, place
@@ -53,7 +54,7 @@ def _validate(stop_requested, model, dl, loss_func=None, cb_handler=None, **kwar
     mend_streams(dl)
     for m in handler.metrics:
         if type(m) is AverageMetric: m.world = 0      # it would average over ranks for every batch
-    with without('WORLD_SIZE'):
+    with environment('WORLD_SIZE'):
         seed_rank(group.rank(), group.world_size(), shared)
         try: return Validation(Ranks(model, stop_requested), shared, whole=True)(model, dl, loss_func, handler, **kwargs)
         finally: shared.install()

@@ -12,8 +12,9 @@ from fastai import basic_train
 from fastai.callback import Callback
 
 from . import group
+from .link import environment
 from .rng import SharedRNG, seed_rank
-from .v1callbacks import counting, distributed_v1, heard, without
+from .v1callbacks import counting, distributed_v1, heard
 from .v1data import counts_now
 from .v1ranks import Ranks
 from .v1snapshot import Baseline, anchors, capture, owners, unpack
@@ -74,7 +75,7 @@ def infer_job(ctx, obj):
     report = Report(ctx, learn)
     ctx.where = lambda: report.at
     handler.callbacks = [*heard(handler.callbacks), report]
-    with without('WORLD_SIZE'):
+    with environment('WORLD_SIZE'):
         seed_rank(group.rank(), group.world_size(), shared)
         try: res,interrupted = Validation(ranks, shared, whole=True)(learn.model, cb_handler=handler, **call),False
         except KeyboardInterrupt:

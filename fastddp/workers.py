@@ -12,7 +12,7 @@ import cloudpickle, multiprocess
 from multiprocess import connection, forkserver
 
 from .block import Block
-from .link import Pipe, Surroundings, worker_main
+from .link import Pipe, Surroundings, environment, worker_main
 from .transport import dump
 
 # %% ../nbs/02_workers.ipynb #84d9af62
@@ -30,19 +30,11 @@ def without_helper(why):
     if not _useless: warnings.warn(f"fastddp: {why}, so workers start by spawn, which takes seconds (FASTDDP_PRELOAD=0 does it without this line).")
     _useless.append(why)
 
-@contextlib.contextmanager
 def _helper_env():
     "The environment in which the helper starts: what to import, and where fastddp lies (it ignores the kernel's sys.path)"
     home = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules['fastddp'].__file__)))
-    new = dict(FASTDDP_PRELOAD_MODULES=','.join(_preload),
-               PYTHONPATH=os.pathsep.join(filter(None, [home, os.environ.get('PYTHONPATH')])))
-    old = {k:os.environ.get(k) for k in new}
-    os.environ.update(new)
-    try: yield
-    finally:
-        for k,v in old.items():
-            if v is None: os.environ.pop(k, None)
-            else: os.environ[k] = v
+    return environment(FASTDDP_PRELOAD_MODULES=','.join(_preload),
+                       PYTHONPATH=os.pathsep.join(filter(None, [home, os.environ.get('PYTHONPATH')])))
 
 def preload(*modules):
     "Adds to what the helper imports when it starts"
