@@ -77,7 +77,7 @@ class Block:
     "Shared memory without a name, grown as needed and reused; `fd` is its only handle"
     def __init__(self, fd=None):
         self.fd,self.fresh = _memory_file() if fd is None else fd,True     # `fresh`: nobody else has this descriptor yet
-        self._view,self._thread = memoryview(b''),None
+        self._view,self._thread,self._wanted,self._patient = memoryview(b''),None,True,True
     def write(self, payload):
         "Copies the buffers of `payload` into the block; what earlier reads mapped may change"
         spans,end = _layout(payload.buffers)
@@ -131,32 +131,35 @@ class Block:
         view = self._mapped()
         return [view[o:o+n] for o,n in packed.spans] if end <= len(view) else self.read(packed)
     def close(self):
-        thread,fd,self.fd,self._view = self._thread,self.fd,None,memoryview(b'')
-        if thread: thread.join()
+        self._patient = False
+        self._mapped()
+        fd,self.fd,self._view = self.fd,None,memoryview(b'')
         if fd is not None: os.close(fd)
 
 # %% ../nbs/01b_block.ipynb #607ff391
 from fastcore.basics import patch
 
 @patch
-def reserve(self:Block, size):
-    "Takes and maps memory for `size` bytes, if they are many, while the caller goes on; where that can't be, all works without it"
+def reserve(self:Block, size, patient=True):
+    """Takes and maps memory for `size` bytes, if they are many, while the caller goes on; where that can't be, all works without it.
+    `patient`: who comes before it is done waits, which pays where memory is new"""
     if size < _LARGE or size <= len(self._mapped()) or self._short_of(size) or not _in_memory(self.fd): return
+    self._wanted,self._patient = True,patient
     self._thread = threading.Thread(target=self._map, args=(self.fd, size), daemon=True, name='fastddp-reserve')
     self._thread.start()
 
 @patch
 def _map(self:Block, fd, size):
     with contextlib.suppress(OSError, ValueError):
-        os.posix_fallocate(fd, 0, size)
+        if os.fstat(fd).st_size < size: os.ftruncate(fd, size)
         m = mmap.mmap(fd, size)
-        if _populate(m, lambda: self.fd is not None): self._view = memoryview(m)
+        if _populate(m, lambda: self._wanted): self._view = memoryview(m)
 
 @patch
 def _mapped(self:Block):
     "What is mapped, once all of it is"
-    if self._thread: self._thread.join()
-    self._thread = None
+    thread,self._thread,self._wanted = self._thread,None,self._patient
+    if thread: thread.join()
     return self._view
 
 def _in_memory(fd):

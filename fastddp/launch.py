@@ -6,7 +6,7 @@
 __all__ = ['visible_cores', 'Local', 'InProcess']
 
 # %% ../nbs/06_launch.ipynb #c9644ce0
-import contextlib, os, tempfile, threading, time
+import os, tempfile, threading, time
 
 from . import group
 from .block import Block
@@ -69,10 +69,10 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             self._prepare([r for r in range(nprocs) if here is None or r != here[0]], nprocs, interrupts, report.mark)
             new,env = self._store is None,dict(LOCAL_WORLD_SIZE=str(nprocs))
             places = self._places(nprocs, job.work)
-            if new and here is None: self.workers.early('fastddp.rank:early', places, **env)
+            if new and here is None and self.workers.method == 'forkserver': self.workers.early('fastddp.rank:early', places, **env)
             packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
             self.workers.submit('fastddp.rank:enter', packed, self._block, places, **env)
-            if self._warm: self._block.reserve(max((o+n for o,n in packed.spans), default=0))
+            if self._warm: self._block.reserve(max((o+n for o,n in packed.spans), default=0), patient=False)
             watch = Watch(self, on_event, places, interrupts)
             own = {here[0]: watch.beside(here[1])} if here else {}
             outcome = watch.wait(refs, own)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cloudpickle, multiprocess
 from multiprocess import connection
 
-from .block import Block, free_memory
+from .block import _LARGE, Block, free_memory
 from .errors import failure_of
 
 # %% ../nbs/01d_link.ipynb #034832c9
@@ -77,7 +77,7 @@ class _Pair:
         self._tell(i)
         return i, packed
     def reserve(self, size):
-        if (free_memory() or 0) < 4*size: return       # it is a convenience
+        if size < _LARGE or (free_memory() or 0) < 4*size: return       # it is a convenience
         for i in (self.turn, 1-self.turn):
             self._block(i).reserve(size)
             self._tell(i, size)
