@@ -21,7 +21,12 @@ print('again', len(learn.recorder.losses))
 print('valid', learn.validate(), 'preds', len(learn.get_preds()[0]))''',
 "%dipull learn\nlearn.validate(); print('pulled', tuple(learn.model.weight.shape))",
 "%makedip -k",
-"learn.distrib_fit(8, 1e-2, nprocs=2)"]
+'''import time
+from fastai.callback import Callback
+class Slow(Callback):
+    "Steps that a bar can be seen to follow: its updates are gathered, at most 20 a second leave a worker"
+    def on_batch_end(self, **kwargs): time.sleep(.06)
+learn.distrib_fit(4, 1e-2, nprocs=2, callbacks=[Slow()])''']
 
 
 class Client(NotebookClient):
