@@ -61,14 +61,16 @@ def gatherers(learn):
     "The callbacks that collect something per batch"
     return [cb for cb in learn.cbs if isinstance(cb, GatherPredsCallback)]
 
-def stays_here(dl, gather=(), n=2):
-    "Why `dl` isn't shared out to `n` ranks, or None; the empty string where that is nobody's concern"
+def stays_here(dl, cbs=(), n=2):
+    "Why `dl` isn't shared out to `n` ranks when these callbacks look on, or None; the empty string where that is nobody's concern"
     if is_sharded(dl): dl = dl._shard.orig
     if not hasattr(type(dl), '__iter__') or isinstance(dl, (list,tuple,L)): return ''
     if why := why_not(dl, n, 'global'): return why
     if len(dl) < 2: return ''
+    if any(c.__name__ == 'TensorBoardProjectorCallback' for cb in cbs for c in type(cb).__mro__):
+        return "TensorBoardProjectorCallback writes what the model makes of every batch, from one process."
     if takes_whole(dl): return None
-    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None for cb in gather):
+    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None for cb in cbs if isinstance(cb, GatherPredsCallback)):
         return "its batches are shared out by rows, so they can't be saved or concatenated as asked."
 
 # %% ../nbs/09b_inference.ipynb #5fdc168c
@@ -133,7 +135,7 @@ def infer_in_group(learn, dl, shared=None):
     "Validation over `dl` by all ranks; each ends with what one process would have"
     if is_sharded(dl): dl = dl._shard.orig
     gather,n = gatherers(learn),group.world_size()
-    if n == 1 or stays_here(dl, gather, n) is not None: return type(learn)._do_epoch_validate(learn, dl=OneRank(dl))
+    if n == 1 or stays_here(dl, learn.cbs, n) is not None: return type(learn)._do_epoch_validate(learn, dl=OneRank(dl))
     give(gather, join_parts([Part(*p) for p in group.gather_tree(run_part(learn, dl, shared))], takes_whole(dl)))
 
 def _whole(dl): return OneRank(dl._shard.orig if is_sharded(dl) else dl)

@@ -210,7 +210,7 @@ def validate(self:Session, ds_idx=1, dl=None):
     "`Learner._do_epoch_validate` on the workers; here, where a launch wouldn't pay"
     learn = self.learn
     dl,gather = learn.dls[ds_idx] if dl is None else dl,gatherers(learn)
-    why = stays_here(dl, gather, self.n)
+    why = stays_here(dl, learn.cbs, self.n)
     if why: print(f"Not on the workers but in this process: {why}")
     if why is not None: return type(learn)._do_epoch_validate(learn, dl=dl)
     with without_outside(learn): results = self._infer(dl)

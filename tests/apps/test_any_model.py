@@ -3,8 +3,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 import pytest, torch
 from fastai.callback.rnn import ModelResetter
-from fastai.data.all import DataLoaders, ItemTransform, TfmdLists, fastuple
+from fastai.data.all import Categorize, DataLoaders, Datasets, ItemTransform, RandomSplitter, TfmdLists, fastuple
 from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD
 from fastai.callback.core import Callback
@@ -190,3 +191,17 @@ def test_siamese():
         dls = tls.dataloaders(bs=8, num_workers=0, device='cpu')
         return Learner(dls, Siamese(), loss_func=nn.BCEWithLogitsLoss(), opt_func=SGD)
     as_one(make)
+
+
+def vector(name): return torch.tensor([sum(ord(c)*(j+k) for j, c in enumerate(name)) % 97/97 for k in range(4)])
+
+
+def test_many_names():
+    "A list of names so long that it lies in memory once for all workers, through the mid-level API"
+    names = [f'{"dark" if i % 3 else "light"}_{i}' for i in range(10_500)]
+    def make():
+        seed_all()
+        dsets = Datasets(names, [[vector], [lambda o: o.split('_')[0], Categorize()]], splits=RandomSplitter(seed=1)(names))
+        return Learner(dsets.dataloaders(bs=500, num_workers=0, device='cpu'), nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), opt_func=SGD)
+    learn = as_one(make)
+    assert learn.dls.vocab == ['dark', 'light'] and type(learn.dls.train_ds.items) is list

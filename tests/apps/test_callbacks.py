@@ -19,6 +19,7 @@ from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD
+from fastai.torch_core import TensorImage
 from torch import nn
 from fastddp.all import *
 from applications import as_one, weights
@@ -168,6 +169,15 @@ def test_weighted_data():
     learn = Learner(dls, nn.Linear(8, 2), loss_func=CrossEntropyLossFlat())
     learn.distrib_fit(1, nprocs=2)
     assert len(learn.recorder.losses) == 4
+
+
+def test_part_of_the_data():
+    "Each epoch draws so many items anew: in the sum over the ranks, and the ones that one process draws"
+    def make():
+        seed_all()
+        return Learner(labelled().partial_dataloaders(partial_n=24, bs=8, num_workers=0, device='cpu'), nn.Linear(8, 2),
+                       loss_func=CrossEntropyLossFlat(), opt_func=SGD)
+    assert len(as_one(make).recorder.losses) == 2*3
 
 
 class Seen(Callback):
@@ -442,18 +452,21 @@ def test_tensorboard(tmp_path):
     assert all(torch.equal(v, weights(plain)[k]) for k, v in weights(learn).items())
 
 
+def shades():
+    "A learner of 16+8 grey pictures"
+    from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, IndexSplitter
+    seed_all()
+    block = DataBlock((ImageBlock, CategoryBlock), get_items=lambda _: list(range(24)), splitter=IndexSplitter(list(range(16, 24))),
+                      get_x=lambda i: np.full((8, 8, 3), 10*i, dtype=np.uint8), get_y=lambda i: 'ab'[i % 2])
+    return Learner(block.dataloaders('.', bs=3, num_workers=0, device='cpu'), nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), opt_func=SGD)
+
+
 def test_tensorboard_with_predictions(tmp_path, monkeypatch):
     "`log_preds` shows what the model makes of a batch: once per epoch, by rank 0 alone"
     pytest.importorskip('tensorboard', reason='tensorboard is not installed')
     from fastai.callback.tensorboard import TensorBoardCallback
-    from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, IndexSplitter
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    def make():
-        seed_all()
-        block = DataBlock((ImageBlock, CategoryBlock), get_items=lambda _: list(range(24)), splitter=IndexSplitter(list(range(16, 24))),
-                          get_x=lambda i: np.full((8, 8, 3), 10*i, dtype=np.uint8), get_y=lambda i: 'ab'[i % 2])
-        return Learner(block.dataloaders('.', bs=4, num_workers=0, device='cpu'), nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), opt_func=SGD)
-    learn, plain = make(), make()
+    learn, plain = shades(), shades()
     seed_all(1)
     fit(learn, cbs=TensorBoardCallback(log_dir=tmp_path, trace_model=False, n_preds=3))
     assert len([*tmp_path.glob('events*')]) == 1
@@ -463,6 +476,24 @@ def test_tensorboard_with_predictions(tmp_path, monkeypatch):
     seed_all(1)
     fit(plain)
     assert all(torch.equal(v, weights(plain)[k]) for k, v in weights(learn).items())
+
+
+class Images(Callback):
+    "fastai's projector wants the images that its own `CastToTensor` has made plain tensors (2.7.19 and 2.8.12)"
+    order = 10
+    def before_batch(self): self.learn.xb = (TensorImage(self.x),)
+
+
+def test_tensorboard_projector(tmp_path, capsys):
+    "Features of the whole set in one piece: for their sake predictions are made in the notebook, and a line says so"
+    pytest.importorskip('tensorboard', reason='tensorboard is not installed')
+    from fastai.callback.tensorboard import TensorBoardProjectorCallback
+    learn = shades()
+    learn.add_cbs([TensorBoardProjectorCallback(log_dir=tmp_path, layer=learn.model[1]), Images()])
+    preds = learn.distrib_get_preds(nprocs=2)[0]
+    assert 'Not on the workers but in this process: TensorBoardProjectorCallback writes' in capsys.readouterr().out
+    [features] = tmp_path.rglob('tensors.tsv')
+    assert len(features.read_text().splitlines()) == len(preds) == 8
 
 
 class Few:

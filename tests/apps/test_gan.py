@@ -1,8 +1,8 @@
 "Generative adversarial networks: critic and generator take turns, in both of fastai's ways."
 from functools import partial
-import torch
+import pytest, torch
 from fastai.vision.all import Adam, DataBlock, ImageBlock, IndexSplitter, Learner, MSELossFlat, SGD, TransformBlock, cast
-from fastai.vision.gan import AdaptiveLoss, FixedGANSwitcher, GANLearner, InvisibleTensor, basic_critic, basic_generator
+from fastai.vision.gan import AdaptiveGANSwitcher, AdaptiveLoss, FixedGANSwitcher, GANLearner, InvisibleTensor, basic_critic, basic_generator
 from torch import nn
 import fastddp.all
 from applications import as_one, weights
@@ -39,16 +39,22 @@ def test_wgan():
     assert all(p.abs().max() < 0.015 for p in learn.model.critic.parameters())     # clipped before each step, whose length is lr
 
 
-def switching():
+def switching(switcher):
     seed_all()
     block = DataBlock((ImageBlock, ImageBlock), get_items=items, get_x=picture, get_y=picture, splitter=IndexSplitter([40, 41, 42, 43]))
     dls = block.dataloaders('.', bs=8, num_workers=0, device='cpu')
     gen = Learner(dls, nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1)), loss_func=MSELossFlat())
     crit = Learner(dls, nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.LeakyReLU(.2), nn.Conv2d(4, 1, 8), nn.Flatten()), loss_func=AdaptiveLoss(nn.BCEWithLogitsLoss()))
-    return GANLearner.from_learners(gen, crit, weights_gen=(1., 50.), switcher=FixedGANSwitcher(n_crit=1, n_gen=1), show_img=False, opt_func=SGD)
+    return GANLearner.from_learners(gen, crit, weights_gen=(1., 50.), switcher=switcher, show_img=False, opt_func=SGD)
 
 
-def test_switching():
+SWITCHERS = {
+    'after so many steps': lambda: FixedGANSwitcher(n_crit=1, n_gen=1),
+    'when the critic is good enough': lambda: AdaptiveGANSwitcher(critic_thresh=.69)}     # all ranks must find so in the same step
+
+
+@pytest.mark.parametrize('when', SWITCHERS)
+def test_switching(when):
     "A generator and a critic that were trained by themselves, brought together: as in one process"
-    learn = as_one(switching, lr=1e-3)
+    learn = as_one(lambda: switching(SWITCHERS[when]()), lr=1e-3)
     turns(learn)

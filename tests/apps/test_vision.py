@@ -92,7 +92,7 @@ def test_segmentation():
     def make():
         dls = loaders(MaskBlock(['none', 'square']), mask, bs=16)
         return unet_learner(dls, resnet18, pretrained=False, metrics=Dice(), n_out=2, normalize=False, opt_func=SGD, cbs=Double())
-    learn = as_one(make, 1, lr=1e-3)
+    learn = as_one(make, lr=1e-3)
     assert 0 < learn.recorder.values[-1][2] < 1
 
 
