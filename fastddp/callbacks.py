@@ -9,8 +9,6 @@ __all__ = ['RANK0_ONLY', 'ShareBuffers', 'ShardData', 'OwnStreams', 'is_rank0_on
 # %% ../nbs/09_callbacks.ipynb #71b3f6ca
 import contextlib
 
-import torch
-from fastai.callback.progress import ProgressCallback
 from fastcore.basics import noop
 
 from . import group

@@ -18,7 +18,7 @@ from fastcore.foundation import L
 from .callbacks import RANK0_ONLY
 from .data import dl_state, is_sharded, set_dl_state
 from .errors import CantDistribute
-from .inplace import apply_model, kept_tensor, model_tensors, own_copy, travelling, update_attrs
+from .inplace import apply_model, kept_tensor, model_tensors, travelling, update_attrs
 from .patches import collect_patches
 from .rng import SharedRNG
 from .transport import dump, dump_or_blame, load

@@ -7,18 +7,16 @@ __all__ = ['RANK0_ONLY', 'ShareTraining', 'AverageGrads', 'handler_class', 'acts
            'counting']
 
 # %% ../nbs/12c_v1callbacks.ipynb #135acefe
-import contextlib, os, sys
+import contextlib, sys
 
-import torch
 from fastai import basic_train
-from fastai.basic_train import LearnerCallback
 from fastai.callback import Callback, CallbackHandler
 
 from . import group
 from .link import environment
 from .parts import share_buffers, synced_bn
 from .rng import seed_rank
-from .v1data import counts_now, global_batches, own_loader, share, torch_dl
+from .v1data import counts_now, global_batches, own_loader, share
 from .v1ranks import GlobalLoss, Ranks
 from .v1validate import Validation
 

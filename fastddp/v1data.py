@@ -10,10 +10,9 @@ __all__ = ['old_numpy', 'picklable_preloaders', 'streams_of', 'mend_streams', 't
 import contextlib, sys
 
 import numpy as np
-import torch
 from fastai import core
 from fastai.basic_data import DeviceDataLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from .shard import CantShard
 from .torchdl import is_sharded, shard_torch, torch_bs, whole_steps, why_not_torch

@@ -62,7 +62,7 @@ class GlobalLoss:
     def __init__(self, loss_func, ranks, counts): self.f,self.ranks,self.counts = loss_func,ranks,counts
     def __call__(self, out, *yb):
         loss = self.f(out, *yb)
-        (count,total),n = self.counts,group.world_size()
+        (count,_),n = self.counts,group.world_size()
         by_sum = sums_up(self.f)
         own = float(count/max(len(yb[0]),1) if by_sum else loss_divisor(self.f, yb, count))
         value = float(loss.detach().float().mean()) if own else 0.

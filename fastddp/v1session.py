@@ -6,7 +6,7 @@
 __all__ = ['Session']
 
 # %% ../nbs/12f_v1session.ipynb #8d1f7e09
-import contextlib, time
+import time
 
 from fastai import basic_train
 from fastai.callbacks import LRFinder
@@ -17,7 +17,7 @@ from .rank import Job
 from .parts import bn_note
 from .v1callbacks import instead
 from .v1data import check_v1
-from .v1snapshot import anchors, apply, loaders, offloaded, owners, take
+from .v1snapshot import anchors, apply, offloaded, owners, take
 from .watch import undisturbed
 
 # %% ../nbs/12f_v1session.ipynb #5da3809b
