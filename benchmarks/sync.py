@@ -2,13 +2,14 @@
 
 `ship`: a data set of that size, from the pickling to the moment that rank 0 has loaded it (a first fit, whose shared memory is new,
 and a second one in the same block). `back`: weights of that size (frozen ones, so that no gradients are measured), from the end of
-training until they are in the notebook's parameters. `epoch`: what the copy that is kept at the end of an epoch adds to it. Peer: the
-same bytes through a pipe of `multiprocessing`, pickled. One copy is numpy's into memory that is there already; into memory that the
-system must find first, as a first fit's is, it takes several times as long, which is the floor there.
+training until they are in the notebook's parameters; the training takes a second, in which memory for them is found. `epoch`: what the
+copy that is kept at the end of an epoch adds to it. Peer: the same bytes through a pipe of `multiprocessing`, pickled. One copy is
+numpy's into memory that is there already. Into shared memory that the system must find first, as a first fit's is, it takes several
+times as long, which is the floor there.
 
     python benchmarks/sync.py [--megabytes 1024] [--repeats 5] [--machine NAME]
 """
-import multiprocessing, time
+import multiprocessing, os, time
 import numpy as np, torch
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
@@ -18,9 +19,12 @@ from common import argument_parser, save, seed_all, sgd, show, summary, take_tur
 
 
 class Items:
-    def __init__(self, data): self.data = data
+    "64 of them, with `data` beside; each takes `pause` seconds to load"
+    def __init__(self, data, pause): self.data, self.pause = data, pause
     def __len__(self): return 64
-    def __getitem__(self, i): return torch.ones(4), torch.tensor(0)
+    def __getitem__(self, i):
+        if self.pause: time.sleep(self.pause)
+        return torch.ones(4), torch.tensor(0)
 
 
 class Loaded(torch.nn.Module):
@@ -31,10 +35,11 @@ class Loaded(torch.nn.Module):
     def forward(self, x): return self.small(x)
 
 
-def learner(data=0, weights=0):
+def learner(data=0, weights=0, seconds=0):
     seed_all()
-    dl = torch.utils.data.DataLoader(Items(torch.ones(data//4)), batch_size=8)
-    return Learner(DataLoaders(dl, dl), Loaded(weights//4), loss_func=torch.nn.CrossEntropyLoss(), opt_func=sgd, lr=.01)
+    data = torch.ones(data//4)
+    dls = [torch.utils.data.DataLoader(Items(data, o), batch_size=8) for o in (seconds/32, 0)]     # two ranks share the 64
+    return Learner(DataLoaders(*dls), Loaded(weights//4), loss_func=torch.nn.CrossEntropyLoss(), opt_func=sgd, lr=.01)
 
 
 def copy(n):
@@ -45,10 +50,13 @@ def copy(n):
 
 
 def copy_anew(n):
-    a = np.full(n, 1, np.uint8)
+    "Into a file in memory, as quickly as the system takes it from one writer"
+    data, fd = memoryview(np.full(1<<24, 1, np.uint8)), os.memfd_create('copy')
     at = time.perf_counter()
-    a.copy()
-    return time.perf_counter()-at
+    for done in range(0, n, 1<<24): os.pwrite(fd, data, done)
+    secs = time.perf_counter()-at
+    os.close(fd)
+    return secs
 
 
 def phases(learn, fits=1, epochs=1):
@@ -62,7 +70,7 @@ def ship(n, fits):
     return p['snapshot']+p['ship']+p['load']
 
 
-def back(n, fits): return phases(learner(weights=n), fits)['back']
+def back(n, fits): return phases(learner(weights=n, seconds=1), fits)['back']
 
 
 def epoch(n):
@@ -91,7 +99,7 @@ def main():
     n = 32<<20 if args.small else args.megabytes<<20
     workers.warm()
     phases(learner())
-    cases = {'one copy': lambda: copy(n), 'one copy into new memory': lambda: copy_anew(n),
+    cases = {'one copy': lambda: copy(n), 'one copy into new shared memory': lambda: copy_anew(n),
              'ship, first fit': lambda: ship(n, 1), 'ship, second fit': lambda: ship(n, 2),
              'back, first fit': lambda: back(n, 1), 'back, second fit': lambda: back(n, 2),
              'epoch': lambda: epoch(n), 'epoch without the weights': lambda: epoch(0), 'pickled through a pipe': lambda: pipe(n)}

@@ -6,9 +6,11 @@
 __all__ = ['free_memory', 'Packed', 'Block']
 
 # %% ../nbs/01b_block.ipynb #4ec36d76
-import contextlib, ctypes, mmap, os, sys, tempfile, threading, warnings
+import contextlib, ctypes, functools, mmap, os, sys, tempfile, threading, warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+import numpy as np
 
 from .strings import Letters
 
@@ -48,9 +50,54 @@ def _memory_file():
     except OSError as e: return _temp_file(f"anonymous memory files can't be made here ({e.strerror})")
 
 # %% ../nbs/01b_block.ipynb #e7e7b98a
+_CHUNK = 1<<24      # bytes that one call takes or writes
+_POPULATE_WRITE = 23        # madvise(2), since Linux 5.14: Python's mmap doesn't name it, and would hold the interpreter's lock meanwhile
+
+def _take(m, at, size):
+    "Gives `size` bytes of the mapping `m` their pages; an OSError if there are none"
+    address = ctypes.addressof(ctypes.c_char.from_buffer(m))+at
+    if ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+@functools.cache
+def _can_take():
+    if not sys.platform.startswith('linux'): return False
+    try: _take(mmap.mmap(-1, mmap.PAGESIZE), 0, mmap.PAGESIZE)
+    except OSError: return False
+    return True
+
+class _Mapping:
+    "`size` bytes of a file in this process's memory, to be read and written; pages are taken a chunk at a time"
+    def __init__(self, fd=None, size=0):
+        self.map = mmap.mmap(fd, size) if size else bytearray()
+        self.view,self.taken,self.wanted = memoryview(self.map),set(),True
+    def __len__(self): return len(self.view)
+    def take(self, i):
+        if i in self.taken: return
+        _take(self.map, i*_CHUNK, min(_CHUNK, len(self)-i*_CHUNK))
+        self.taken.add(i)
+    def take_until(self, end):
+        "For a thread of its own: whoever writes meanwhile takes pages as well"
+        with contextlib.suppress(OSError):
+            for i in range(-(-end//_CHUNK)):
+                if self.wanted: self.take(i)
+    def write(self, data, at):
+        for i in range(at//_CHUNK, (at+len(data)-1)//_CHUNK+1): self.take(i)
+        np.copyto(np.frombuffer(self.view[at:at+len(data)], np.uint8), np.frombuffer(data, np.uint8))      # other threads go on
+
+def _mapping(fd, size):
+    "A `_Mapping`; an empty one where it can't be, or is of no use: each page of a file on a disk would be written there"
+    if not _can_take() or not _in_memory(fd): return _Mapping()
+    try: return _Mapping(fd, size)
+    except OSError: return _Mapping()       # the process may not have so large an address space
+
+def _in_memory(fd):
+    try: return os.readlink(f'/proc/self/fd/{fd}').startswith('/memfd:')
+    except OSError: return False
+
+# %% ../nbs/01b_block.ipynb #1b65a9a1
 _ALIGN = 64
-_CHUNK = 1<<24      # bytes that one call writes
-_LARGE = 1<<26      # from here on, threads and a look at what memory is left pay
+_LARGE = 1<<26      # bytes; from here on, a mapping, threads and a look at what memory is left pay
 
 class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a block: `spans` are their `(offset, nbytes)`"
@@ -64,24 +111,21 @@ def _layout(buffers):
         end += -(-b.nbytes//_ALIGN)*_ALIGN
     return tuple(spans), end
 
-_POPULATE_WRITE = 23        # madvise(2), since Linux 5.14: Python's mmap doesn't name it, and would hold the interpreter's lock meanwhile
-
-def _populate(m, wanted=lambda: True):
-    "Gives the mapping `m` its pages, a piece at a time; returns whether it has all of them"
-    if not sys.platform.startswith('linux'): return False
-    madvise,at = ctypes.CDLL(None, use_errno=True).madvise,ctypes.addressof(ctypes.c_char.from_buffer(m))
-    piece = lambda i: madvise(ctypes.c_void_p(at+i), ctypes.c_size_t(min(_CHUNK, len(m)-i)), _POPULATE_WRITE) == 0
-    return all(wanted() and piece(i) for i in range(0, len(m), _CHUNK))
+def _pieces(data, at):
+    "`data`, which begins `at` some offset of a block, cut where chunks end"
+    i = 0
+    while i < len(data):
+        n = _CHUNK-(at+i)%_CHUNK
+        yield data[i:i+n], at+i
+        i += n
 
 class Block:
     "Shared memory without a name, grown as needed and reused; `fd` is its only handle"
     def __init__(self, fd=None):
-        self.fd,self.fresh = _memory_file() if fd is None else fd,True     # `fresh`: nobody else has this descriptor yet
-        self._view,self._thread,self._wanted,self._patient = memoryview(b''),None,True,True
+        self.fd,self.fresh,self._mapped = _memory_file() if fd is None else fd,True,_Mapping()      # `fresh`: nobody else has this descriptor yet
     def write(self, payload):
         "Copies the buffers of `payload` into the block; what earlier reads mapped may change"
         spans,end = _layout(payload.buffers)
-        self._mapped()
         if self._short_of(end): self._to_file("memory is short")
         try: self._fill(payload.buffers, spans, end)
         except OSError as e:
@@ -90,23 +134,26 @@ class Block:
         return Packed(payload.meta, spans)
     def _short_of(self, end):
         "Would memory not suffice for `end` bytes in this block?"
-        more,left = end-os.fstat(self.fd).st_size,None
+        more,left = end-os.fstat(self.fd).st_blocks*512,None
         if more >= _LARGE: left = free_memory()
         return left is not None and left < more*1.1
     def _to_file(self, why):
         self.close()
         self.fd,self.fresh = _temp_file(why),True
-    def _fill(self, buffers, spans, end):
+    def _grow(self, end):
+        "Room for `end` bytes, and for what little more the next payload has: a new mapping must be given its pages again"
+        if end >= _LARGE: end = (end//_CHUNK+2)*_CHUNK
         if os.fstat(self.fd).st_size < end: os.ftruncate(self.fd, end)
-        mapped = [not isinstance(b, Letters) and at+n <= len(self._view) for b,(at,n) in zip(buffers, spans)]
-        for b,(at,n),here in zip(buffers, spans, mapped):
-            if here: self._view[at:at+n] = b
-        parts = [(b[i:i+_CHUNK], at+i) for b,(at,n),here in zip(buffers, spans, mapped) if not (here or isinstance(b, Letters))
-                 for i in range(0, n, _CHUNK)]
+        if len(self._mapped) < end and end >= _LARGE:
+            self._mapped.wanted = False
+            self._mapped = _mapping(self.fd, end)
+    def _fill(self, buffers, spans, end):
+        self._grow(end)
+        parts = [o for b,(at,_) in zip(buffers, spans) if not isinstance(b, Letters) for o in _pieces(b, at)]
         if end < _LARGE:
-            for part in parts: self._put(part)
+            for o in parts: self._put(o)
         else:
-            with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool: list(pool.map(self._put, parts))
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: list(pool.map(self._put, parts))
         for b,(at,n) in zip(buffers, spans):
             if isinstance(b, Letters): self._put_letters(b.chunks(), at, at+n)
     def _put_letters(self, chunks, at, end):
@@ -117,8 +164,14 @@ class Block:
         if at != end: raise RuntimeError("A list of strings changed while it was sent to the workers: is a thread of the notebook still filling it?")
     def _put(self, part):
         data,at = part
+        if data and at+len(data) <= len(self._mapped): return self._mapped.write(data, at)
         done = 0
         while done < len(data): done += os.pwrite(self.fd, data[done:], at+done)
+    def reserve(self, size):
+        "Takes memory for `size` bytes, if they are many, while the caller goes on; where that can't be, all works without it"
+        if size < _LARGE or size <= len(self._mapped) or self._short_of(size): return
+        with contextlib.suppress(OSError): self._grow(size)
+        threading.Thread(target=self._mapped.take_until, args=(size,), daemon=True, name='fastddp-reserve').start()
     def read(self, packed, copy=False):
         "The buffers of `packed`: copy-on-write views of the block, or private copies with `copy`"
         end = max((o+n for o,n in packed.spans), default=0)
@@ -127,42 +180,9 @@ class Block:
         return [bytearray(view[o:o+n]) if copy else view[o:o+n] for o,n in packed.spans]
     def look(self, packed):
         "The buffers of `packed` as they lie in the block: not to be written, and changed by the next write"
-        end = max((o+n for o,n in packed.spans), default=0)
-        view = self._mapped()
+        end,view = max((o+n for o,n in packed.spans), default=0),self._mapped.view
         return [view[o:o+n] for o,n in packed.spans] if end <= len(view) else self.read(packed)
     def close(self):
-        self._patient = False
-        self._mapped()
-        fd,self.fd,self._view = self.fd,None,memoryview(b'')
+        self._mapped.wanted = False
+        fd,self.fd,self._mapped = self.fd,None,_Mapping()
         if fd is not None: os.close(fd)
-
-# %% ../nbs/01b_block.ipynb #607ff391
-from fastcore.basics import patch
-
-@patch
-def reserve(self:Block, size, patient=True):
-    """Takes and maps memory for `size` bytes, if they are many, while the caller goes on; where that can't be, all works without it.
-    `patient`: who comes before it is done waits, which pays where memory is new"""
-    if size < _LARGE or size <= len(self._mapped()) or self._short_of(size) or not _in_memory(self.fd): return
-    self._wanted,self._patient = True,patient
-    self._thread = threading.Thread(target=self._map, args=(self.fd, size), daemon=True, name='fastddp-reserve')
-    self._thread.start()
-
-@patch
-def _map(self:Block, fd, size):
-    with contextlib.suppress(OSError, ValueError):
-        if os.fstat(fd).st_size < size: os.ftruncate(fd, size)
-        m = mmap.mmap(fd, size)
-        if _populate(m, lambda: self._wanted): self._view = memoryview(m)
-
-@patch
-def _mapped(self:Block):
-    "What is mapped, once all of it is"
-    thread,self._thread,self._wanted = self._thread,None,self._patient
-    if thread: thread.join()
-    return self._view
-
-def _in_memory(fd):
-    "A file on a disk isn't worth it: each page would be written there"
-    try: return os.readlink(f'/proc/self/fd/{fd}').startswith('/memfd:')
-    except OSError: return False

@@ -72,7 +72,6 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             if new and here is None and self.workers.method == 'forkserver': self.workers.early('fastddp.rank:early', places, **env)
             packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
             self.workers.submit('fastddp.rank:enter', packed, self._block, places, **env)
-            if self._warm: self._block.reserve(max((o+n for o,n in packed.spans), default=0), patient=False)
             watch = Watch(self, on_event, places, interrupts)
             own = {here[0]: watch.beside(here[1])} if here else {}
             outcome = watch.wait(refs, own)

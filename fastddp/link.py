@@ -93,7 +93,7 @@ class Link:
         self.folder,self.rank,self.where,self.items,self.jobs = folder,rank,'starting',(),queue.SimpleQueue()
         self._pipe,self._stop = Pipe(conn),threading.Event()
         self._pairs = {o:_Pair(functools.partial(self._pipe.send, 'block', o)) for o in ('results','states')}
-        self.on = {}    # 'stop' or 'break' -> what to call, in the inbox thread, when the notebook says it
+        self.on = {}    # 'stop' or 'break' -> what to call, in the inbox thread, when the notebook says it; 'idle': once it has the result
         threading.Thread(target=self._inbox, args=(parent_pid,), daemon=True, name='fastddp-inbox').start()
     def emit(self, event):
         "Sends a small picklable `event`, in order"
@@ -139,7 +139,9 @@ def worker_main(conn, rank, parent_pid, log):
     faulthandler.register(signal.SIGUSR1, words)
     link = Link(conn, rank, parent_pid, os.path.dirname(log))
     link._pipe.send('ready', _cuda_forked())
-    while (job := link.jobs.get()) is not None: _run(link, *job)
+    while (job := link.jobs.get()) is not None:
+        _run(link, *job)
+        link.on.pop('idle', lambda: None)()
     os._exit(0)     # no exit hooks: they belong to the helper this process was forked from
 
 def _cuda_forked():

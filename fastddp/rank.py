@@ -112,7 +112,8 @@ def enter(link, _, buffers, place):
         try: return call(place.work, ctx, meta, buffers)
         finally:
             if link.rank == 0: link.emit(('marks', ctx.marks))
-            _tidy(device)
+            if device.type == 'cuda': _tidy(device)     # the notebook's model may go back to this GPU at once
+            else: link.on['idle'] = lambda: _tidy(device)
 
 _met = None     # the store at which this process's group met
 
