@@ -1,7 +1,7 @@
 """How long from the call to the first training step, and what a second fit in a block costs?
 
-Cases: a first fit with the helper process ready; a second fit in a `distrib_ctx` block; the same fit with workers that start by
-spawn (no helper); and the peers (peers.py), each up to its first all-reduce.
+Cases: a first fit with the helper process ready; a second fit in a `distrib_ctx` block, and the end of the block; the same fit with
+workers that start by spawn (no helper); and the peers (peers.py), each up to its first all-reduce.
 
     python benchmarks/launch.py [--repeats 5] [--machine NAME]
 """
@@ -38,21 +38,27 @@ def without_helper():
     finally: del os.environ['FASTDDP_PRELOAD']
 
 
-def second_fit():
-    "All of the second call's time that isn't rank 0's training"
+def block():
+    "Seconds of a block's second call that aren't rank 0's training, and those that leaving the block takes"
     learn = quiet()
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
         learn.fit(1)
         called = time.time()
         learn.fit(1)
-    return (time.time()-called) - (learn.clock.ended-learn.clock.began)
+        over = time.time()
+    return (over-called) - (learn.clock.ended-learn.clock.began), time.time()-over
+
+
+def second_fit(): return block()[0]
+def leaving(): return block()[1]
 
 
 def main():
     args = arguments(__doc__)
     workers.warm()
     first_fit()     # the helper is ready after this
-    times = take_turns({'first fit': first_fit, 'second fit in a block': second_fit, 'without the helper': without_helper, **installed()}, args.repeats)
+    times = take_turns({'first fit': first_fit, 'second fit in a block': second_fit, 'leaving the block': leaving,
+                        'without the helper': without_helper, **installed()}, args.repeats)
     rows = summary(times, 'torch spawn')
     show('Seconds from the call to the first training step (second fit: all that is not training), 2 CPU workers', rows)
     if not args.small: save('launch', args.machine, unit='seconds', rows=rows, times=times)
