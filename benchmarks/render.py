@@ -34,7 +34,11 @@ SHORT = [   # what, where it lies, its unit, the budget, what it is held against
     ('data to the workers, first fit', rows('sync', 'ship, first fit', 'ratio'), ' copies', 'at most 2', 'a copy into new shared memory', rows('sync', 'one copy into new shared memory', 'ratio')),
     ('data to the workers, second fit', rows('sync', 'ship, second fit', 'ratio'), ' copies', 'at most 2', 'pickled through a pipe', rows('sync', 'pickled through a pipe', 'ratio')),
     ('weights back', rows('sync', 'back, first fit', 'ratio'), ' copies', 'at most 2', '', None),
-    ('steps per second over a DDP script\'s, convnet', ('throughput', 'convnet', 'ratios', 'steps_per_second_over_script'), '', 'at least 0.97', '', None),
+    *((f"steps per second over a DDP script's, {o}", ('throughput', o, 'ratios', 'steps_per_second_over_script'), '', 'at least 0.97', '', None)
+      for o in ('convnet', 'text', 'tabular')),
+    ("an MLP's tiny step over that of one process and the communication", ('throughput', 'mlp', 'ratios', 'over_learner_step_plus_communication'), '', 'at most 1.03', '', None),
+    ('speed-up of training, 2 ranks, convnet', ('throughput', 'convnet', 'ratios', 'speed_up'), '', "the script's or more",
+     'the script', ('throughput', 'convnet', 'ratios', 'speed_up_of_script')),
     ('speed-up of `get_preds`, 2 ranks', ('inference', 'ratios', 'speed-up of get_preds'), '', 'at least 1.8', '', None)]
 
 
@@ -56,10 +60,15 @@ def table(rows):
     return '\n'.join(['| '+' | '.join(names)+' |', '|'+'---|'*len(names), *('| '+' | '.join(str(r.get(n, '')) for n in names)+' |' for r in rows)])
 
 
+def ratios(content):
+    found = content.get('ratios')
+    return '\n\n'+', '.join(f'{k}: {v}' for k, v in found.items()) if isinstance(found, dict) else ''
+
+
 def tables(content):
     "Every list of rows in a result file with its heading, however deep"
     if not isinstance(content, dict): return
-    if isinstance(found := content.get('rows'), list) and found and isinstance(found[0], dict): yield '', table(found)
+    if isinstance(found := content.get('rows'), list) and found and isinstance(found[0], dict): yield '', table(found)+ratios(content)
     for k, v in content.items():
         for name, t in tables(v): yield f'{k} {name}'.strip(), t
 
@@ -70,7 +79,6 @@ def full(results, machine):
         about = content.get('about', {})
         parts.append(f"### {name} ({content.get('unit', '')}; torch {about.get('torch')}, {about.get('cores')} cores, {about.get('date')})")
         for title, t in tables(content): parts += [f'**{title}**', t] if title else [t]
-        if isinstance(content.get('ratios'), dict): parts.append(', '.join(f'{k}: {v}' for k, v in content['ratios'].items()))
     return '\n\n'.join(parts)
 
 
