@@ -19,7 +19,7 @@ from .data import dl_state, set_dl_state
 from .errors import CantDistribute
 from .events import own_events
 from .inference import own_attrs
-from .snapshot import _opt_tensors
+from .optim import move_opt
 from .torchdl import flow_back, is_sharded
 from .transport import dump
 
@@ -29,7 +29,7 @@ def _opt_from_rank0(learn):
     state = group.gather_tree(learn.opt.state_dict() if group.rank() == 0 else None)[0]
     if group.rank():
         learn.opt.load_state_dict(state)
-        _opt_tensors(learn.opt)     # they were gathered on the CPU
+        move_opt(learn.opt)     # they were gathered on the CPU
 
 @contextlib.contextmanager
 def shared_load(learn, agree=None):
