@@ -79,7 +79,7 @@ class _Mapping:
     def take_until(self, end):
         "For a thread of its own: whoever writes meanwhile takes pages as well"
         with contextlib.suppress(OSError):
-            for i in range(-(-end//_CHUNK)):
+            for i in range(-(-min(end, len(self))//_CHUNK)):
                 if self.wanted: self.take(i)
     def write(self, data, at):
         for i in range(at//_CHUNK, (at+len(data)-1)//_CHUNK+1): self.take(i)
@@ -135,18 +135,19 @@ class Block:
     def _short_of(self, end):
         "Would memory not suffice for `end` bytes in this block?"
         more,left = end-os.fstat(self.fd).st_blocks*512,None
-        if more >= _LARGE: left = free_memory()
+        if more >= _LARGE and _in_memory(self.fd): left = free_memory()
         return left is not None and left < more*1.1
     def _to_file(self, why):
         self.close()
         self.fd,self.fresh = _temp_file(why),True
     def _grow(self, end):
         "Room for `end` bytes, and for what little more the next payload has: a new mapping must be given its pages again"
-        if end >= _LARGE: end = (end//_CHUNK+2)*_CHUNK
-        if os.fstat(self.fd).st_size < end: os.ftruncate(self.fd, end)
-        if len(self._mapped) < end and end >= _LARGE:
+        anew = end >= _LARGE and len(self._mapped) < end
+        room = (end//_CHUNK+2)*_CHUNK if anew else end
+        if os.fstat(self.fd).st_size < room: os.ftruncate(self.fd, room)
+        if anew:
             self._mapped.wanted = False
-            self._mapped = _mapping(self.fd, end)
+            self._mapped = _mapping(self.fd, room)
     def _fill(self, buffers, spans, end):
         self._grow(end)
         parts = [o for b,(at,_) in zip(buffers, spans) if not isinstance(b, Letters) for o in _pieces(b, at)]
