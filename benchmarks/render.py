@@ -31,12 +31,15 @@ SHORT = [   # what, where it lies, its unit, the budget, what it is held against
     ('second fit in a block: all but training', rows('launch', 'second fit in a block'), 's', 'at most 0.05 s', '', None),
     ('memory of an array, 4 workers, beyond the notebook\'s', rows('memory', 'numpy array, 4 workers'), ' x its size', 'at most 1.1',
      "torch's spawn, 2 processes", rows('memory', 'torch spawn: numpy array, 2 processes')),
-    ('data to the workers, first fit', rows('sync', 'ship, first fit', 'ratio'), ' copies', 'at most 2', 'a copy into new shared memory', rows('sync', 'one copy into new shared memory', 'ratio')),
-    ('data to the workers, second fit', rows('sync', 'ship, second fit', 'ratio'), ' copies', 'at most 2', 'pickled through a pipe', rows('sync', 'pickled through a pipe', 'ratio')),
+    ('data to the workers, first fit', rows('sync', 'ship, first fit', 'ratio'), ' copies', 'at most 2',
+     'a copy into new shared memory', rows('sync', 'one copy into new shared memory', 'ratio')),
+    ('data to the workers, second fit', rows('sync', 'ship, second fit', 'ratio'), ' copies', 'at most 2',
+     'pickled through a pipe', rows('sync', 'pickled through a pipe', 'ratio')),
     ('weights back', rows('sync', 'back, first fit', 'ratio'), ' copies', 'at most 2', '', None),
     *((f"steps per second over a DDP script's, {o}", ('throughput', o, 'ratios', 'steps_per_second_over_script'), '', 'at least 0.97', '', None)
       for o in ('convnet', 'text', 'tabular')),
-    ("an MLP's tiny step over that of one process and the communication", ('throughput', 'mlp', 'ratios', 'over_learner_step_plus_communication'), '', 'at most 1.03', '', None),
+    ("an MLP's tiny step over that of one process and the communication", ('throughput', 'mlp', 'ratios', 'over_learner_step_plus_communication'), '',
+     'at most 1.03', '', None),
     ('speed-up of training, 2 ranks, convnet', ('throughput', 'convnet', 'ratios', 'speed_up'), '', "the script's or more",
      'the script', ('throughput', 'convnet', 'ratios', 'speed_up_of_script')),
     ('speed-up of `get_preds`, 2 ranks', ('inference', 'ratios', 'speed-up of get_preds'), '', 'at least 1.8', '', None)]

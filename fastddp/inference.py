@@ -20,7 +20,7 @@ from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from . import group
-from .callbacks import is_rank0_only
+from .callbacks import is_kind, is_rank0_only
 from .data import OneRank, shard_dl, why_not
 from .fastdl import ShardedDL, is_lm
 from .shard import chunk, restore_order
@@ -67,7 +67,7 @@ def stays_here(dl, cbs=(), n=2):
     if not hasattr(type(dl), '__iter__') or isinstance(dl, (list,tuple,L)): return ''
     if why := why_not(dl, n, 'global'): return why
     if len(dl) < 2: return ''
-    if any(c.__name__ == 'TensorBoardProjectorCallback' for cb in cbs for c in type(cb).__mro__):
+    if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in cbs):
         return "TensorBoardProjectorCallback writes what the model makes of every batch, from one process."
     if takes_whole(dl): return None
     if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None for cb in cbs if isinstance(cb, GatherPredsCallback)):

@@ -13,15 +13,11 @@ from .outbox import Outbox, change, hold, use_streams
 # %% ../nbs/03_relay.ipynb #8203453d
 _WIDGET = 'application/vnd.jupyter.widget'
 
-@functools.lru_cache(None)
-def _shell_class(name):
-    "IPython's shell without a user; `name` is what libraries know it by"
-    import IPython
+def _display_classes(in_notebook):
+    "How such a shell publishes, formats, and shows a cell's result"
     from IPython.core.displayhook import DisplayHook
     from IPython.core.displaypub import DisplayPublisher
     from IPython.core.formatters import DisplayFormatter
-    from IPython.core.interactiveshell import InteractiveShell
-    in_notebook = name == 'ZMQInteractiveShell'
 
     class Publisher(DisplayPublisher):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs):
@@ -41,6 +37,15 @@ def _shell_class(name):
                 data = {'text/plain': self.out + ('\n' if '\n' in text else '') + text}
             elif self.out and data: self.shell.show('display', {'text/plain': self.out.rstrip()}, {}, {'named': True}, False)
             self.shell.display_pub.publish(data, metadata, transient={'named': True} if self.out else {})
+    return Publisher, Formatter, Hook
+
+@functools.lru_cache(None)
+def _shell_class(name):
+    "IPython's shell without a user; `name` is what libraries know it by"
+    import IPython
+    from IPython.core.interactiveshell import InteractiveShell
+    in_notebook = name == 'ZMQInteractiveShell'
+    Publisher,Formatter,Hook = _display_classes(in_notebook)
 
     class Shell(InteractiveShell):
         display_pub_class,displayhook_class,box,tells_errors = Publisher,Hook,None,True

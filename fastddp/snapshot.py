@@ -14,7 +14,7 @@ from fastai.callback.core import Callback, CancelEpochException
 from fastai.data.load import DataLoader
 from fastcore.foundation import L
 
-from .callbacks import RANK0_ONLY
+from .callbacks import RANK0_ONLY, is_kind
 from .data import dl_state, is_sharded, set_dl_state
 from .errors import CantDistribute
 from .inplace import apply_model, model_tensors, travelling, update_attrs
@@ -118,7 +118,7 @@ class Baseline:
         own = {k:(v,False) for k,v in vars(learn).items() if not (k in _STAY or door(k) or isinstance(v, Callback)) and new(k,v)}
         return own, [{k:(v, k in old and old[k] is v) for k,v in vars(cb).items() if k not in _STAY} for cb,old in zip(self.cbs, self.attrs)]
 
-def _is_logger(cb): return any(c.__name__ in RANK0_ONLY for c in type(cb).__mro__)     # their connections are expected to stay behind
+def _is_logger(cb): return is_kind(cb, RANK0_ONLY)     # their connections are expected to stay behind
 
 def capture(learn, cbs, base, rng=None, known=None, weights=True):
     "Everything that training changed, as a `Payload`: large state in place, the rest as a dump of its own"
