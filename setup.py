@@ -1,7 +1,7 @@
 "Everything that settings.ini says, in setuptools' words."
 from configparser import ConfigParser
 from pathlib import Path
-from setuptools import setup
+from setuptools import find_packages, setup
 
 cfg = ConfigParser(delimiters=['='], interpolation=None)
 cfg.read(Path(__file__).with_name('settings.ini'), encoding='utf-8')
@@ -14,7 +14,7 @@ setup(
     license=cfg['license'], license_files=['LICENSE'], keywords=cfg['keywords'].split(),
     long_description=readme.read_text(encoding='utf-8') if readme.exists() else cfg['description'],
     long_description_content_type='text/markdown',
-    packages=[cfg['lib_path']], python_requires=f">={cfg['min_python']}",
+    packages=find_packages(include=[cfg['lib_path'], f"{cfg['lib_path']}.*"]), python_requires=f">={cfg['min_python']}",
     install_requires=cfg['requirements'].split(),
     extras_require={o: cfg[f'{o}_requirements'].split() for o in ('dev', 'bench')},
     entry_points={'nbdev': [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"]},

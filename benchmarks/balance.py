@@ -16,8 +16,8 @@ import numpy as np, torch
 
 warnings.filterwarnings('ignore', category=FutureWarning)    # torch's own, while fastai is imported
 from fastai.text.data import SortedDL
-from fastddp.data import shard_dl
-from fastddp.rng import SharedRNG
+from fastddp.fastai2.loaders import shard_dl
+from fastddp.base.rng import SharedRNG
 from common import argument_parser, save
 
 BUDGET = {2: 1.02, 4: 1.05, 8: 1.10}

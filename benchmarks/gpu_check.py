@@ -11,7 +11,7 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.metrics import accuracy
 from torch import nn
-from fastddp import group
+from fastddp.base import group
 from fastddp.all import *
 
 rows = []

@@ -14,7 +14,7 @@ import statistics, sys, time
 import torch
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
-from fastddp import workers
+from fastddp.process import workers
 from fastddp.all import *
 from torch import nn
 from common import arguments, data, save, seed_all, show, summary

@@ -7,7 +7,7 @@ workers that start by spawn (no helper); and the peers (peers.py), each up to it
 """
 import os, time
 from fastai.callback.core import Callback
-from fastddp import workers
+from fastddp.process import workers
 from fastddp.all import *
 from common import arguments, learner, mlp, save, show, summary, take_turns
 from peers import installed

@@ -17,7 +17,7 @@ import numpy as np, pandas as pd, psutil, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
-from fastddp import workers
+from fastddp.process import workers
 from fastddp.all import *
 from common import argument_parser, save, sgd, show, summary, take_turns
 

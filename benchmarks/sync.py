@@ -13,7 +13,7 @@ import multiprocessing, os, time
 import numpy as np, torch
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
-from fastddp import workers
+from fastddp.process import workers
 from fastddp.all import *
 from common import argument_parser, save, seed_all, sgd, show, summary, take_turns
 

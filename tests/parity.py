@@ -9,7 +9,7 @@ from fastai.learner import Learner
 from fastai.optimizer import SGD
 from torch import nn
 import fastddp.all      # with the helper process, later workers start at once
-from fastddp import group
+from fastddp.base import group
 
 
 class Collect(Callback):

@@ -12,8 +12,8 @@ from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import F1Score, Perplexity, accuracy
 from fastai.optimizer import SGD, Adam, OptimWrapper, RMSProp
 from torch import nn
-from fastddp import group
-from fastddp.launch import Local
+from fastddp.base import group
+from fastddp.launch.local import Local
 from parity import Collect, items, learner, mlp, seed, twin, values, largest
 
 KINDS = (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException)

@@ -1,8 +1,8 @@
 "Jobs that show things, and a child process that runs them one after the other under `relay_output`: see test_relay.py"
 import os, sys, time, traceback, warnings
 import multiprocess
-from fastddp.relay import relay_output
-from fastddp.replay import Replay, look
+from fastddp.output.capture import relay_output
+from fastddp.output.replay import Replay, look
 
 
 def fit(n_epoch=3):

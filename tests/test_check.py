@@ -5,7 +5,7 @@ from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam
 from torch import nn
-from fastddp.launch import Local
+from fastddp.launch.local import Local
 from parity import items, learner, loaders, mlp, seed
 
 

@@ -9,10 +9,10 @@ from fastai.data.core import TfmdDL
 from fastai.data.load import DataLoader, SkipItemException
 from fastai.tabular.core import TabDataLoader, TabularPandas, TabWeightedDL
 from fastai.text.data import LMDataLoader, SortedDL, pad_input
-from fastddp.data import check_dl, dl_state, global_bs, n_batches, set_dl_state, shard_dl
-from fastddp.rng import SharedRNG, seed_rank
-from fastddp.shard import CantShard, deal, restore_order, train_share
-from fastddp.torchdl import is_sharded
+from fastddp.fastai2.loaders import check_dl, dl_state, global_bs, n_batches, set_dl_state, shard_dl
+from fastddp.base.rng import SharedRNG, seed_rank
+from fastddp.shard.split import CantShard, deal, restore_order, train_share
+from fastddp.shard.torch_loader import is_sharded
 
 
 def seed(i=0): random.seed(i); np.random.seed(i); torch.manual_seed(i)

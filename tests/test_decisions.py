@@ -8,8 +8,8 @@ from fastai.callback.training import GradientAccumulation, ShortEpochCallback
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam
 from torch import nn
-from fastddp import group
-from fastddp.launch import Local
+from fastddp.base import group
+from fastddp.launch.local import Local
 from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed, twin, values
 
 pytestmark = pytest.mark.timeout(120)

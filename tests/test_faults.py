@@ -10,7 +10,7 @@ from faults import Broken, OnDump, OneFault, OnLoad
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastddp.all import RankDied, RankRaised
-from fastddp.errors import GroupTimeout, remedy_for, trouble_of
+from fastddp.base.errors import GroupTimeout, remedy_for, trouble_of
 from learners import make_learner, mlp, points
 
 RAISED = {'exception': 'ValueError', 'silent exception': 'Silent', 'sys.exit': 'SystemExit', 'out of memory': 'MemoryError'}
@@ -148,8 +148,8 @@ def test_what_cannot_be_pickled_costs_nothing(tmp_path):
 
 @pytest.mark.parametrize('rank', [0, 1])
 def test_result_of_a_job_that_cannot_be_pickled(rank):
-    from fastddp.launch import Local
-    from fastddp.rank import Job
-    from fastddp.transport import dump
+    from fastddp.launch.local import Local
+    from fastddp.launch.rank import Job
+    from fastddp.payload.pickling import dump
     with pytest.raises(RankRaised, match='pickle') as caught: Local().run(Job('jobs_that_fail:returns_a_generator', dump(rank)), 2)
     assert caught.value.rank == rank

@@ -1,9 +1,30 @@
-"""The house stands: imports point down, and each room keeps out what does not belong there (rooms: CONTRIBUTING.md)."""
+"""The house stands: imports point down, and each folder keeps out what does not belong there (CONTRIBUTING.md has the table)."""
 import ast, json, re, subprocess, sys
 from pathlib import Path
 import pytest
 
 root = Path(__file__).resolve().parent.parent
+
+# Folders from the ground up, and what of ours each may import. Within a folder a notebook's number decides.
+FLOORS = {
+    'base': (),
+    'payload': ('base',),
+    'output': ('base',),
+    'shard': ('base',),
+    'process': ('base', 'payload', 'output'),
+    'launch': ('base', 'payload', 'output', 'shard', 'process'),
+    'report': ('base', 'payload', 'output', 'shard', 'process', 'launch'),
+    'fastai2': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
+    'fastai1': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
+    '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1')}     # the front doors
+# What a folder, or a module of it, must never import. Longest name first: it alone decides.
+KEEPS_OUT = {'base': ('fastai', 'multiprocess', 'torch.distributed'), 'base.group': ('fastai', 'multiprocess'),
+             'base.errors': ('fastai', 'torch', 'multiprocess', 'subprocess'), 'payload': ('fastai', 'multiprocess', 'torch.distributed'),
+             'output': ('fastai', 'torch'), 'shard': ('fastai', 'multiprocess', 'torch.distributed'),
+             'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
+             'report': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
+             'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data', 'fastai.torch_basics'),
+             '': ('fastai', 'torch.distributed')}
 
 
 def default_exp(path):
@@ -12,25 +33,21 @@ def default_exp(path):
         if m := re.match(r'#\|\s*default_exp\s+(\S+)', ''.join(cell['source'])): return m[1]
 
 
-# module -> its notebook's number: '02' for 02_workers, '02a' for 02a_preload, which is a floor above it
-NOTEBOOKS = sorted((root/'nbs').glob('[0-9]*.ipynb'))
-ROOMS = {exp: p.name.split('_')[0] for p in NOTEBOOKS if (exp := default_exp(p))}
-LOW = [o for o, n in ROOMS.items() if n < '07']
+def folder(module): return module.rpartition('.')[0]
 
 
-def dotted(node):
-    "`a.b.c` of nested attributes, '' for anything else"
-    if isinstance(node, ast.Name): return node.id
-    if isinstance(node, ast.Attribute) and (base := dotted(node.value)): return f'{base}.{node.attr}'
-    return ''
+# module, e.g. 'base.group' -> its notebook's number
+ROOMS = {exp: p.name.split('_')[0] for p in sorted((root/'nbs').glob('**/[0-9]*.ipynb')) if (exp := default_exp(p))}
+NO_FASTAI = [o for o in ROOMS if 'fastai' in KEEPS_OUT[folder(o)] and folder(o)]
 
 
-def imports(tree):
-    "All modules that `tree` imports, wherever: `(dotted name, node)`, our own as `fastddp.room`"
+def imports(tree, module):
+    "All modules that `tree`, the source of `module`, imports, wherever: `(dotted name, node)`"
+    here = ['fastddp', *module.split('.')]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import): yield from ((o.name, node) for o in node.names)
         if isinstance(node, ast.ImportFrom):
-            base = '.'.join(filter(None, ['fastddp' if node.level else '', node.module]))
+            base = '.'.join([*(here[:-node.level] if node.level else ()), *filter(None, [node.module])])
             yield base, node
             yield from ((f'{base}.{o.name}', node) for o in node.names)
 
@@ -44,80 +61,91 @@ def at_top(tree):
     return set(go(tree))
 
 
+def dotted(node):
+    "`a.b.c` of nested attributes, '' for anything else"
+    if isinstance(node, ast.Name): return node.id
+    if isinstance(node, ast.Attribute) and (base := dotted(node.value)): return f'{base}.{node.attr}'
+    return ''
+
+
 def within(name, *packages): return any(name == o or name.startswith(o + '.') for o in packages)
 
 
-def allowed(module, number, room):
-    "May `module`, of room `number`, import what is in `room`?"
-    if number[:2] == '12' and '07' <= room < '11': return False   # v1 has its own callbacks
-    return room < number or module == 'all'                       # all is the front door; nobody imports it
+def of_ours(name, rooms):
+    "The module of ours that `name` is, or is in; None for anybody else's"
+    return next((o for o in sorted(rooms, key=len, reverse=True) if within(name, f'fastddp.{o}')), None)
+
+
+def may_import(module, other, rooms):
+    if folder(module) == folder(other): return rooms[other] < rooms[module]
+    return folder(other) in FLOORS[folder(module)]
 
 
 def violations(module, source, rooms=ROOMS):
-    "What the `source` of `module` does that its room forbids"
-    tree, number, found = ast.parse(source), rooms[module], []
-    top, low, is_group = at_top(tree), number < '07', number[:2] == '04'
-    for name, node in imports(tree):
-        room = next((n for o, n in rooms.items() if o != module and within(name, f'fastddp.{o}')), None)
-        if room is not None and not allowed(module, number, room): found.append(f'{name} is room {room}')
-        if low and within(name, 'fastai'): found.append(f'{name} in room {number}')
-        if number[:2] == '12' and within(name, 'fastai.learner', 'fastai.data', 'fastai.torch_basics'): found.append(f'{name} is of fastai v2')
-        if within(name, 'fastai.distributed'): found.append(f'{name} needs accelerate')
-        if not is_group and within(name, 'torch.distributed'): found.append(f'{name} outside room 04')
-        if module == 'shard' and not within(name, 'fastddp', *sys.stdlib_module_names):
-            found.append(f'{name} in pure arithmetic')
-        if module == 'errors' and within(name, 'torch', 'multiprocess', 'subprocess'): found.append(f'{name} in errors')
-        if within(name, 'ray') and node in top: found.append('ray imported with the module')
-    uses = [dotted(o) for o in ast.walk(tree) if not is_group and dotted(o) == 'torch.distributed']
-    return sorted({*found, *(f'{o} outside room 04' for o in uses)})
+    "What the `source` of `module` does that its folder forbids"
+    tree, found = ast.parse(source), set()
+    top, out = at_top(tree), KEEPS_OUT.get(module, KEEPS_OUT[folder(module)])
+    names = [*imports(tree, module), *((dotted(o), o) for o in ast.walk(tree) if isinstance(o, ast.Attribute))]
+    for name, node in names:
+        other = of_ours(name, rooms)
+        if other not in (None, module) and not may_import(module, other, rooms): found.add(f'{module} imports {other}')
+        if bad := next((o for o in out if within(name, o)), None): found.add(f'{module} imports {bad}')
+        if module == 'shard.split' and isinstance(node, (ast.Import, ast.ImportFrom)) and not within(name, 'fastddp', *sys.stdlib_module_names):
+            found.add(f'{name} in pure arithmetic')
+        if within(name, 'ray') and node in top: found.add('ray imported with the module')
+    return sorted(found)
 
 
 @pytest.mark.parametrize('module', ROOMS)
-def test_room_keeps_its_rules(module):
-    source = (root/'fastddp'/f'{module}.py').read_text(encoding='utf-8')
+def test_a_module_keeps_the_rules_of_its_folder(module):
+    source = (root/'fastddp'/f"{module.replace('.', '/')}.py").read_text(encoding='utf-8')
     assert violations(module, source) == []
 
 
-def test_v1_stays_with_its_own():
-    rooms = dict(launch='06', data='07', session='09e', v1='12g')
-    assert violations('v1', 'from .launch import Local\nfrom fastai.basic_train import Learner', rooms) == []
-    assert violations('v1', 'from .session import x\nfrom .data import y', rooms) == ['fastddp.data is room 07', 'fastddp.data.y is room 07',
-                                                                                    'fastddp.session is room 09e', 'fastddp.session.x is room 09e']
-    assert violations('v1', 'from fastai.learner import Learner', rooms)
+def test_notebooks_mirror_the_folders():
+    found = {exp: p.parent.relative_to(root/'nbs') for p in sorted((root/'nbs').glob('**/[0-9]*.ipynb')) if (exp := default_exp(p))}
+    assert {exp: str(p) for exp, p in found.items()} == {exp: folder(exp) or '.' for exp in found}
+    numbers = [(n, list(FLOORS).index(folder(exp))) for exp, n in ROOMS.items()]
+    assert sorted(numbers) == sorted(numbers, key=lambda o: (o[1], o[0])), 'notebooks are numbered from the ground up'
+    assert len({n for n, _ in numbers}) == len(numbers)
 
+
+HOUSE = {'base.errors': '00', 'base.group': '02', 'payload.pickling': '11', 'process.preload': '44', 'process.workers': '45',
+         'shard.split': '30', 'launch.local': '53', 'fastai2.session': '84', 'fastai2.learner': '86', 'fastai1.learner': '96'}
 
 BAD = {
-    'from .learner import snapshot': 'learner is room 10',
-    'import fastddp.learner': 'learner is room 10',
-    'def f():\n    from .launch import Local': 'launch is room 06',
-    'from . import launch': 'launch is room 06',
-    'from .preload import x': 'preload is room 02a',
-    'from fastai.basics import *': 'fastai.basics in room 02',
-    'def f(): import fastai.distributed': 'needs accelerate',
-    'import torch.distributed as dist': 'torch.distributed outside room 04',
-    'from torch import distributed': 'torch.distributed outside room 04',
-    'import torch\ntorch.distributed.barrier()': 'torch.distributed outside room 04',
-    'import ray': 'ray imported with the module'}
+    ('process.workers', 'from ..fastai2.learner import snapshot'): 'process.workers imports fastai2.learner',
+    ('process.workers', 'import fastddp.fastai2.learner'): 'process.workers imports fastai2.learner',
+    ('process.workers', 'def f():\n    from ..launch.local import Local'): 'process.workers imports launch.local',
+    ('process.workers', 'from ..launch import local'): 'process.workers imports launch.local',
+    ('process.preload', 'from .workers import x'): 'process.preload imports process.workers',
+    ('process.workers', 'from fastai.basics import *'): 'process.workers imports fastai',
+    ('fastai2.session', 'def f(): import fastai.distributed'): 'fastai2.session imports fastai.distributed',
+    ('process.workers', 'import torch.distributed as dist'): 'process.workers imports torch.distributed',
+    ('process.workers', 'from torch import distributed'): 'process.workers imports torch.distributed',
+    ('launch.local', 'import torch\ntorch.distributed.barrier()'): 'launch.local imports torch.distributed',
+    ('fastai1.learner', 'from ..fastai2.session import x'): 'fastai1.learner imports fastai2.session',
+    ('fastai2.session', 'from ..fastai1 import learner'): 'fastai2.session imports fastai1.learner',
+    ('fastai1.learner', 'from fastai.learner import Learner'): 'fastai1.learner imports fastai.learner',
+    ('shard.split', 'import numpy'): 'numpy in pure arithmetic',
+    ('launch.local', 'import ray'): 'ray imported with the module'}
 
 
-@pytest.mark.parametrize('source', BAD)
-def test_the_rules_are_noticed(source):
-    rooms = dict(errors='00', transport='01', workers='02', preload='02a', group='04', launch='06', learner='10')
-    assert any(BAD[source] in o for o in violations('workers', source, rooms))
+@pytest.mark.parametrize('module, source', BAD)
+def test_the_rules_are_noticed(module, source): assert violations(module, source, HOUSE) == [BAD[module, source]]
 
 
 def test_what_is_allowed():
-    rooms = dict(errors='00', transport='01', workers='02', preload='02a', group='04', shard='05', ray='13')
-    assert violations('workers', 'from .errors import x\nfrom . import transport\nimport torch', rooms) == []
-    assert violations('preload', 'from . import workers', rooms) == []
-    assert violations('group', 'import torch.distributed as dist', rooms) == []
-    assert violations('ray', 'def f(): import ray', rooms) == []
-    assert violations('shard', 'import numpy', rooms) == ['numpy in pure arithmetic']
+    fine = {'process.workers': 'from ..base.errors import x\nfrom ..payload import pickling\nfrom . import preload\nimport torch, multiprocess',
+            'base.group': 'import torch.distributed as dist', 'launch.local': 'def f(): import ray',
+            'fastai1.learner': 'from ..launch.local import Local\nfrom fastai.basic_train import Learner',
+            'fastai2.learner': 'from .session import x\nfrom fastai.learner import Learner'}
+    assert {k: violations(k, v, HOUSE) for k, v in fine.items()} == dict.fromkeys(fine, [])
 
 
 def test_package_itself_imports_nothing_of_ours():
     tree = ast.parse((root/'fastddp'/'__init__.py').read_text(encoding='utf-8'))
-    assert [n for n, node in imports(tree) if node in at_top(tree)] == []
+    assert [n for n, node in imports(tree, '__init__') if node in at_top(tree)] == []
 
 
 def fresh(code, *blocked):
@@ -146,14 +174,14 @@ for module in {modules!r}:
 
 
 def import_each(modules, first, *blocked):
-    "Import each room in a process that has imported only `first`, where importing `blocked` fails; what each says"
+    "Import each module in a process that has imported only `first`, where importing `blocked` fails; what each says"
     return fresh(f'import {first}\n' + EACH_ALONE.format(modules=modules), *blocked).splitlines()
 
 
-def test_low_rooms_do_without_fastai_accelerate_and_jupyter():
-    assert import_each(LOW, 'torch', 'fastai', 'accelerate', 'ipykernel', 'jupyter_client') == [f'{o} ok' for o in LOW]
+def test_what_knows_no_fastai_does_without_it():
+    assert import_each(NO_FASTAI, 'torch', 'fastai', 'accelerate', 'ipykernel', 'jupyter_client') == [f'{o} ok' for o in NO_FASTAI]
 
 
-def test_high_rooms_do_without_accelerate_jupyter_and_ray():
-    high = [o for o, n in ROOMS.items() if o not in LOW and n[:2] != '12']     # those of fastai v1 import where it is installed: tests/v1
-    assert import_each(high, 'fastai.basics', 'accelerate', 'ray', 'ipykernel', 'jupyter_client') == [f'{o} ok' for o in high]
+def test_what_knows_fastai_does_without_accelerate_jupyter_and_ray():
+    rest = [o for o in ROOMS if o not in NO_FASTAI and folder(o) != 'fastai1']     # those import where fastai v1 is installed: tests/v1
+    assert import_each(rest, 'fastai.basics', 'accelerate', 'ray', 'ipykernel', 'jupyter_client') == [f'{o} ok' for o in rest]

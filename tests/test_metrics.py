@@ -8,8 +8,8 @@ from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Sc
                             MatthewsCorrCoef, PearsonCorrCoef, Perplexity, R2Score, RocAuc, accuracy, error_rate, mae, mse, rmse,
                             skm_to_fastai)
 from torch import nn
-from fastddp import group
-from fastddp.launch import Local
+from fastddp.base import group
+from fastddp.launch.local import Local
 from parity import Collect, assert_ranks_alike, fit_both, items, learner, mlp, seed, twin, values
 
 

@@ -6,7 +6,7 @@ import pytest, torch
 root = Path(__file__).resolve().parent.parent
 def of_v1(path):
     "Does the notebook at `path` need fastai v1? Then tests/v1 runs it"
-    return path.name.startswith('12') or path.parent.name == 'v1'
+    return path.parent.name in ('fastai1', 'v1')
 
 
 NOTEBOOKS = [o.relative_to(root).as_posix() for o in sorted((root/'nbs').glob('**/*.ipynb'))

@@ -8,9 +8,9 @@ from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam, Lamb, OptimWrapper, RMSProp, ranger
 from torch import nn
 import torch.nn.functional as F
-from fastddp import group
-from fastddp.errors import CantDistribute
-from fastddp.launch import InProcess, Local
+from fastddp.base import group
+from fastddp.base.errors import CantDistribute
+from fastddp.launch.local import InProcess, Local
 from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, loaders, mlp, seed, twin, values
 
 
@@ -188,10 +188,10 @@ def _alone(ctx, obj):
 
 def test_control_without_reduction_ranks_differ(two):
     "The comparison above would notice: on their shares alone the ranks go apart"
-    from fastddp.data import shard_dl
-    from fastddp.rank import Job
-    from fastddp.rng import SharedRNG
-    from fastddp.transport import dump
+    from fastddp.fastai2.loaders import shard_dl
+    from fastddp.launch.rank import Job
+    from fastddp.base.rng import SharedRNG
+    from fastddp.payload.pickling import dump
     learn = learner(train=32)
     learn.create_opt()
     shared = SharedRNG.capture().state()

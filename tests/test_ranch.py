@@ -4,8 +4,8 @@ from pathlib import Path
 import psutil, pytest, torch
 from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp, ranch,
                          spawn)
-from fastddp import group
-from fastddp.errors import NotPicklable
+from fastddp.base import group
+from fastddp.base.errors import NotPicklable
 
 root = Path(__file__).resolve().parent.parent
 

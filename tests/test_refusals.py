@@ -6,7 +6,8 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
 from fastddp.all import *
-from fastddp import group, launch
+from fastddp.base import group
+from fastddp.launch import local as launch
 from learners import make_learner, mlp, points
 
 

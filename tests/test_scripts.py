@@ -77,7 +77,7 @@ learn = make_learner()
 learn.distrib_fit(1, 0.01, nprocs=2)
 print('TRAINED', len(learn.recorder.values))
 import sys
-print('OF V1', [m for m in sys.modules if m.startswith('fastddp.v1')])
+print('OF V1', [m for m in sys.modules if m.startswith('fastddp.fastai1')])
 """
 
 
@@ -105,7 +105,7 @@ def test_fastai_distributed_imported_before(tmp_path):
     assert done.returncode == 0 and 'TRAINED 1' in done.stdout and 'PARAMS self nprocs gpus' in done.stdout, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize('module', ['fastddp', 'fastddp.workers', 'fastddp.launch'])
+@pytest.mark.parametrize('module', ['fastddp', 'fastddp.process.workers', 'fastddp.launch.local'])
 def test_low_rooms_import_no_fastai(module):
     done = run('-c', f"import sys, {module}; assert not [m for m in sys.modules if m.split('.')[0] in ('fastai', 'accelerate')]")
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Room 05's arithmetic for random sizes, ranks and batch sizes: thousands of cases, no processes."""
 from hypothesis import given, settings, strategies as st
-from fastddp.shard import (chunk, deal, fill, loss_weight, n_chunks, n_shares, positions, restore_order, share_size,
+from fastddp.shard.split import (chunk, deal, fill, loss_weight, n_chunks, n_shares, positions, restore_order, share_size,
                            share_workers, train_share)
 
 settings.register_profile('many', max_examples=1000, deadline=None)

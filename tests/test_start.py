@@ -5,14 +5,14 @@ from learners import make_learner
 
 CRASH = '''
 import torch
-from fastddp import workers
-from fastddp.launch import Local
-from fastddp.rank import Job
-from fastddp.transport import dump
+from fastddp.process import workers
+from fastddp.launch.local import Local
+from fastddp.launch.rank import Job
+from fastddp.payload.pickling import dump
 
 if __name__ == '__main__':
     workers.preload('crashes')
-    for i in range(2): print('sums', Local(see=()).run(Job('fastddp.launch:_add', dump({'x': torch.ones(3)})), 1).results[0][0])
+    for i in range(2): print('sums', Local(see=()).run(Job('fastddp.launch.local:_add', dump({'x': torch.ones(3)})), 1).results[0][0])
     print(workers.start_method())
 '''
 
@@ -32,7 +32,7 @@ def test_data_through_a_temporary_file(monkeypatch):
     "No anonymous memory files here: the notebook's data goes through a file without a name, and comes back"
     def refused(*args): raise OSError(errno.ENOSYS, 'Function not implemented')
     monkeypatch.setattr(os, 'memfd_create', refused, raising=False)
-    monkeypatch.setattr('fastddp.block._told', set())
+    monkeypatch.setattr('fastddp.payload.shared_memory._told', set())
     learn = make_learner(n=64)
     before = [p.clone() for p in learn.model.parameters()]
     with warnings.catch_warnings(record=True) as said, learn.no_bar(), learn.no_logging():

@@ -2,7 +2,7 @@
 import runpy
 from pathlib import Path
 import pytest
-from fastddp.errors import TROUBLES, trouble_of
+from fastddp.base.errors import TROUBLES, trouble_of
 
 root = Path(__file__).resolve().parent.parent
 # entry -> the exception's type and message (or the signal) by which it is known

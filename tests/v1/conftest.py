@@ -6,5 +6,5 @@ matplotlib.use('Agg')
 collect_ignore_glob = [] if version('fastai').startswith('1.') else ['*']
 if not collect_ignore_glob:
     import fastai.text, fastai.tabular, fastai.collab, fastai.vision
-    from fastddp.v1data import old_numpy
+    from fastddp.fastai1.loaders import old_numpy
     old_numpy()

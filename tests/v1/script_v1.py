@@ -4,8 +4,8 @@ from pathlib import Path
 from learners_v1 import *
 from fastai.callbacks import SaveModelCallback
 from test_v1_apps import AWD_LSTM, CONFIG, language_model_learner, lm_data
-import fastddp.group
-from fastddp.v1data import old_numpy
+import fastddp.base.group
+from fastddp.fastai1.loaders import old_numpy
 
 old_numpy()
 
@@ -54,4 +54,4 @@ def words(bs, path, drawn):
 if __name__ == '__main__':
     out = Path(sys.argv[1])
     res = words(4, out/'of ranks', lambda: None)
-    (out/f"words{os.environ['RANK']}.json").write_text(json.dumps(res | dict(stands=fastddp.group.in_group())))
+    (out/f"words{os.environ['RANK']}.json").write_text(json.dumps(res | dict(stands=fastddp.base.group.in_group())))

@@ -7,14 +7,14 @@ CELLS = ["%load_ext fastddp\nfrom fastddp.all import *\nfrom fastai.basics impor
 "%makedip -n 2 -a fastai_v1",
 '''%%dip
 from fastai.basics import *
-import fastddp.group
+import fastddp.base.group
 class Ds(torch.utils.data.Dataset):
     def __init__(self, n): self.x = torch.randn(n, 3, generator=torch.Generator().manual_seed(0))
     def __len__(self): return len(self.x)
     def __getitem__(self, i): return self.x[i], (self.x[i].sum() > 0).long()
 learn = Learner(DataBunch.create(Ds(50), Ds(13), bs=4, num_workers=0), nn.Linear(3, 2), loss_func=nn.CrossEntropyLoss(), metrics=accuracy)
 learn.fit_one_cycle(2, 1e-2)
-steps, same = len(learn.recorder.losses), fastddp.group.gather(learn.model.weight.data)
+steps, same = len(learn.recorder.losses), fastddp.base.group.gather(learn.model.weight.data)
 print('steps', steps, 'same', torch.equal(*same), 'batch', learn.data.train_dl.batch_size)
 learn.distrib_fit(1, 1e-3)
 print('again', len(learn.recorder.losses))

@@ -1,11 +1,11 @@
-"""The rooms of fastai v1 as notebooks, and the lessons in a real kernel."""
+"""The notebooks of fastai v1, and the lessons in a real kernel."""
 import json, subprocess, sys
 from pathlib import Path
 import nbformat, pytest
 from nbclient import NotebookClient
 
 root = Path(__file__).resolve().parent.parent.parent
-ROOMS, LESSONS = sorted((root/'nbs').glob('12*.ipynb')), sorted((root/'nbs'/'tutorials'/'v1').glob('*.ipynb'))
+ROOMS, LESSONS = sorted((root/'nbs'/'fastai1').glob('*.ipynb')), sorted((root/'nbs'/'tutorials'/'v1').glob('*.ipynb'))
 
 
 @pytest.mark.parametrize('path', ROOMS, ids=lambda p: p.stem)
