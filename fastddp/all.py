@@ -10,7 +10,8 @@ from importlib.metadata import version
 
 from .process import workers
 from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
-from .launch.local import InProcess, Local
+from .launch.in_process import InProcess
+from .launch.local import Local
 from .launch.functions import TorchDDPCtx, global_imports, import_star, in_torchddp, ranch, spawn
 
 # %% ../nbs/99_all.ipynb #a4fb6266
@@ -18,8 +19,8 @@ def fastai_generation():
     "1 or 2: the fastai that is installed"
     return 1 if version('fastai').startswith('1.') else 2
 
-_IMPORTS = {1: ('fastddp.fastai1.jobs','fastai.vision','fastai.text','fastai.tabular','fastai.collab','fastddp.output.rehearsal'),
-            2: ('fastddp.fastai2.learner','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','fastddp.output.rehearsal')}
+_IMPORTS = {1: ('fastddp.fastai1.jobs','fastai.vision','fastai.text','fastai.tabular','fastai.collab','fastddp.output.capture:rehearse'),
+            2: ('fastddp.fastai2.learner','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','fastddp.output.capture:rehearse')}
 
 # They patch Learner.
 if fastai_generation() == 1: from fastddp.fastai1 import learner

@@ -18,6 +18,7 @@ from .base import group
 from .process import workers
 from .launch.cluster import APPS, Dipper
 from .base.errors import CantDistribute
+from .base.scoped import own_attrs
 
 # %% ../nbs/98_magics.ipynb #ddb2f116
 PLACES = 'remote','local','everywhere'
@@ -40,20 +41,13 @@ def _gpus(words):
 def _run_here(shell, cell, silent=False):
     "Runs a cell in the notebook's own namespace"
     shown = []
-    with _instead(shell, '_showtraceback', lambda etype, e, stb: shown.append(stb)):
+    with own_attrs(shell, _showtraceback=lambda etype, e, stb: shown.append(stb)):
         coro = shell.run_cell_async(cell, silent=silent, transformed_cell=shell.transform_cell(cell))
         result = _pseudo_sync_runner(coro)      # the loop is busy: it runs the cell around this one
     error = result.error_before_exec or result.error_in_exec
     if error is None: return
     if shown: error._render_traceback_ = lambda: shown[-1]
     raise error
-
-@contextlib.contextmanager
-def _instead(obj, name, value):
-    "`obj` with this attribute, and afterwards without"
-    setattr(obj, name, value)
-    try: yield
-    finally: delattr(obj, name)
 
 # %% ../nbs/98_magics.ipynb #53a5d9e6
 @magics_class

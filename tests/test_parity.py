@@ -10,7 +10,8 @@ from torch import nn
 import torch.nn.functional as F
 from fastddp.base import group
 from fastddp.base.errors import CantDistribute
-from fastddp.launch.local import InProcess, Local
+from fastddp.launch.in_process import InProcess
+from fastddp.launch.local import Local
 from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, loaders, mlp, seed, twin, values
 
 
@@ -189,7 +190,7 @@ def _alone(ctx, obj):
 def test_control_without_reduction_ranks_differ(two):
     "The comparison above would notice: on their shares alone the ranks go apart"
     from fastddp.fastai2.loaders import shard_dl
-    from fastddp.launch.rank import Job
+    from fastddp.launch.engine import Job
     from fastddp.base.rng import SharedRNG
     from fastddp.payload.pickling import dump
     learn = learner(train=32)

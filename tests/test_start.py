@@ -5,14 +5,16 @@ from learners import make_learner
 
 CRASH = '''
 import torch
+from fastddp.base import group
 from fastddp.process import workers
 from fastddp.launch.local import Local
-from fastddp.launch.rank import Job
-from fastddp.payload.pickling import dump
+from fastddp.launch.engine import Job
+
+def add(ctx, obj): return group.all_sum([ctx.rank, obj.sum()])
 
 if __name__ == '__main__':
     workers.preload('crashes')
-    for i in range(2): print('sums', Local(see=()).run(Job('fastddp.launch.local:_add', dump({'x': torch.ones(3)})), 1).results[0][0])
+    for i in range(2): print('sums', Local(see=()).run(Job.of(add, torch.ones(3)), 1).results[0])
     print(workers.start_method())
 '''
 

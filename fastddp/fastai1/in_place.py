@@ -14,13 +14,13 @@ from fastai import basic_train, torch_core
 from fastai.callback import AverageMetric, CallbackHandler
 from fastai.torch_core import defaults
 
+from ..base.scoped import environment, own_attrs
 from ..base import group
-from ..launch.cluster import everyone
-from ..process.channel import environment
 from ..output.capture import quiet_bars
-from ..launch.placement import launched_group, voting
+from ..base.interrupts import voting
+from ..launch.placement import launched_group
 from ..base.rng import SharedRNG, seed_rank
-from .callbacks import counting, distributed_v1, heard, instead
+from .callbacks import counting, distributed_v1, heard
 from .loaders import check_v1, mend_streams, old_numpy
 from .step_sync import Ranks
 from .snapshot import loaders, place
@@ -63,11 +63,11 @@ def doors(stop_requested=lambda: False, stopping=contextlib.nullcontext, **optio
     "`basic_train`'s functions for a group that stands; each runs inside `stopping()`"
     real,options = (basic_train.fit, basic_train.validate),dict(dict(batch='per_worker', stop_requested=stop_requested), **options)
     def fit(epochs, learn, callbacks=None, metrics=None):
-        if not everyone(): return real[0](epochs, learn, callbacks, metrics)
-        with stopping(), instead(basic_train, validate=real[1]): _fit(real[0], options, epochs, learn, callbacks, metrics)
+        if not group.everyone(): return real[0](epochs, learn, callbacks, metrics)
+        with stopping(), own_attrs(basic_train, validate=real[1]): _fit(real[0], options, epochs, learn, callbacks, metrics)
     def validate(model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
-        if not everyone(): return real[1](model, dl, loss_func, cb_handler, pbar, average, n_batch)
-        with stopping(), instead(basic_train, validate=real[1]):
+        if not group.everyone(): return real[1](model, dl, loss_func, cb_handler, pbar, average, n_batch)
+        with stopping(), own_attrs(basic_train, validate=real[1]):
             return _validate(stop_requested, model, dl, loss_func, cb_handler, pbar=pbar, average=average, n_batch=n_batch)
     return dict(fit=fit, validate=validate)
 
@@ -93,7 +93,7 @@ def in_place(learn, given):
         return
     with launched_group() as device, (quiet_bars() if group.rank() else contextlib.nullcontext()):
         place(learn, device)
-        with instead(basic_train, **doors(batch=given['batch'], sync_bn=given['sync_bn'])), instead(learn, distrib_session=given): yield
+        with own_attrs(basic_train, **doors(batch=given['batch'], sync_bn=given['sync_bn'])), own_attrs(learn, distrib_session=given): yield
 
 def mend_barrier():
     "In a script under torchrun, `load` and its kin wait for rank 0 to have written; for that v1 wants a group, which between fits there is none"

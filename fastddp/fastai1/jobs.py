@@ -11,8 +11,8 @@ import time
 from fastai import basic_train
 from fastai.callback import Callback
 
+from ..base.scoped import environment
 from ..base import group
-from ..process.channel import environment
 from ..base.rng import SharedRNG, seed_rank
 from .callbacks import counting, distributed_v1, heard
 from .loaders import counts_now

@@ -12,11 +12,12 @@ import fastai.train     # patches fit_one_cycle and lr_find onto Learner
 from fastai.basic_train import Learner
 from fastcore.basics import patch
 
+from ..base.scoped import own_attrs
 from ..base.errors import CantDistribute
 from ..base.group import under_launcher
 from ..launch.placement import engine_for, in_launched_group, nested
-from .callbacks import instead
 from .in_place import at_home, in_place, mend_barrier, train_in_place    # the app's two, for room 06b
+from .jobs import fit_job, infer_job
 from .session import Session
 
 # %% ../../nbs/fastai1/96_learner.ipynb #9b31f49a
@@ -47,8 +48,9 @@ def _on_workers(learn, given):
         doors = {}
         if found:
             engine,n,gpus = found
-            doors = Session(learn, n, gpus, engine, dict(batch=given['batch'], sync_bn=given['sync_bn']), given['restarts']).doors()
-        with instead(learn, distrib_session=given, **doors): yield
+            doors = Session(learn, n, gpus, engine, dict(batch=given['batch'], sync_bn=given['sync_bn']), given['restarts'],
+                            fit_job, infer_job).doors()
+        with own_attrs(learn, distrib_session=given, **doors): yield
 
 # %% ../../nbs/fastai1/96_learner.ipynb #8f5cd7a3
 if under_launcher(): mend_barrier()

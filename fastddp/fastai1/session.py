@@ -11,19 +11,20 @@ import time
 from fastai import basic_train
 from fastai.callbacks import LRFinder
 
+from ..base.scoped import own_attrs
 from ..base import group
 from ..base.errors import CantDistribute, WorkerError
-from ..launch.rank import Job
-from ..shard.loss import bn_note
-from .callbacks import instead
+from ..launch.engine import Job
+from ..shard.batchnorm import bn_note
 from .loaders import check_v1
 from .snapshot import anchors, apply, offloaded, owners, take
-from ..launch.monitor import undisturbed
+from ..base.interrupts import undisturbed
 
 # %% ../../nbs/fastai1/94_session.ipynb #5da3809b
 class Session:
     "A `distrib_ctx` block"
-    def __init__(self, learn, n, gpus, launcher, options, restarts=0):
+    def __init__(self, learn, n, gpus, launcher, options, restarts=0, fit_job=None, infer_job=None):
+        self.fit_job,self.infer_job = fit_job,infer_job     # what the ranks run: their side is not imported here
         self.learn,self.n,self.gpus,self.launcher,self.options,self.restarts,self.said = learn,n,gpus,launcher,options,restarts,None
     def doors(self):
         "The learner's methods that lead to the workers"
@@ -33,7 +34,7 @@ class Session:
             real = basic_train.fit,basic_train.validate
             fit = lambda epochs, learn, callbacks=None, metrics=None: (self.fit if learn is self.learn else real[0])(epochs, learn, callbacks, metrics)
             def validate(model, dl, *args, **kwargs): return (self.validate if model is self.learn.model else real[1])(model, dl, *args, **kwargs)
-            with instead(basic_train, fit=fit, validate=validate): return method(self.learn, *args, **kwargs)
+            with own_attrs(basic_train, fit=fit, validate=validate): return method(self.learn, *args, **kwargs)
         call.__name__,call.__doc__ = method.__name__,method.__doc__
         return call
     def fit(self, epochs, learn, callbacks=None, metrics=None):
@@ -44,7 +45,7 @@ class Session:
         began,left = time.time(),self.restarts
         call = dict(epochs=self._epochs(epochs, callbacks), options=self.options, metrics=metrics)
         while True:
-            try: out = self._run('fit_job', callbacks, metrics, call, keep=not left)
+            try: out = self._run(self.fit_job, callbacks, metrics, call, keep=not left)
             except WorkerError as e:
                 if not left: raise
                 left -= 1
@@ -56,7 +57,7 @@ class Session:
         "Runs a job and puts its state into the learner; after a failure, that of the last complete epoch, if it is to `keep` it"
         learn = self.learn
         known,own = anchors(learn, callbacks, metrics),owners(learn, callbacks, metrics)
-        job = Job(f'fastddp.fastai1.jobs:{work}', take(learn, callbacks, **call))
+        job = Job.of(work, take(learn, callbacks, **call))
         with offloaded(learn):
             try: out = self.launcher.run(job, self.n, refs=known)
             except (WorkerError, KeyboardInterrupt) as e:
@@ -74,7 +75,7 @@ class Session:
         "`basic_train.validate` on the workers"
         handler = cb_handler or basic_train.CallbackHandler()
         call = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
-        out = self._run('infer_job', handler.callbacks, handler.metrics, dict(handler=handler, infer=call))
+        out = self._run(self.infer_job, handler.callbacks, handler.metrics, dict(handler=handler, infer=call))
         if out.interrupted or any(o[1] for o in out.results): raise KeyboardInterrupt
         return out.results[0][0]
     def _epochs(self, epochs, callbacks):

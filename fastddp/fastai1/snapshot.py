@@ -11,6 +11,7 @@ import contextlib, pickle
 import torch
 from fastai.callback import Callback
 
+from ..base.scoped import without_attrs
 from ..payload.state import apply_model, model_tensors, travelling, update_attrs
 from ..payload.patches import collect_patches
 from ..base.rng import SharedRNG
@@ -42,20 +43,14 @@ def _roots(learn, callbacks):
     return res | {'learn': learn}
 
 # %% ../../nbs/fastai1/92_snapshot.ipynb #1b2414a0
-@contextlib.contextmanager
-def _without_attrs(obj, *names):
-    old = {k:vars(obj).pop(k) for k in names if k in vars(obj)}
-    try: yield
-    finally: vars(obj).update(old)
-
 def take(learn, callbacks, **call):
     "The learner and the `call` to make as a `Payload`; `NotPicklable` names what can't travel"
     patches = collect_patches()     # first: loading the rest may need them
     obj = dict(patches=patches, rng=SharedRNG.capture().state(), learn=learn, callbacks=list(callbacks), **call)
     with contextlib.ExitStack() as stack:
         stack.enter_context(picklable_preloaders())
-        stack.enter_context(_without_attrs(learn, *DOORS))
-        for cb in callbacks: stack.enter_context(_without_attrs(cb, 'pbar'))
+        stack.enter_context(without_attrs(learn, *DOORS))
+        for cb in callbacks: stack.enter_context(without_attrs(cb, 'pbar'))
         return dump_or_blame(obj, _roots(learn, callbacks) | patches.roots(), share=True)
 
 def unpack(obj, device):

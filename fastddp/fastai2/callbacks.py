@@ -16,9 +16,9 @@ from .consensus import _FIRST, Agree, MeetLast
 from .collect import JoinCollected, NoteCollected
 from .loaders import is_sharded, shard_dl
 from .events import OurCallback, own_events
-from ..process.channel import environment
+from ..base.scoped import environment
 from .metrics import ReduceMetrics, plain_metrics
-from ..shard.loss import share_buffers, synced_bn
+from ..shard.batchnorm import share_buffers, synced_bn
 from .step_sync import CountAll, EnterDDP, LeaveDDP, Ledger
 from .ddp import Reducer, raw_model
 from ..base.rng import SharedRNG, seed_rank

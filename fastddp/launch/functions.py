@@ -13,8 +13,8 @@ import torch
 from ..base import group
 from ..base.errors import CantDistribute
 from .local import Local, visible_cores
-from ..process.channel import environment
-from .rank import Job
+from ..base.scoped import environment
+from .engine import Job
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump_or_blame
 
@@ -87,7 +87,7 @@ def ranch(
         call = lambda: _call_here(fn, args, kwargs, caller_rank, nprocs, ctx, imports, options['meet'])
         if caller_rank is not None and nprocs == 1: results = [call()]
         else:
-            job = Job('fastddp.launch.functions:call_job', _request(fn, args, kwargs, **options))
+            job = Job.of(call_job, _request(fn, args, kwargs, **options))
             results = _run(job, nprocs, (0,), None if caller_rank is None else (caller_rank, call))
     return results if gather else None if caller_rank is None else results[caller_rank]
 
@@ -222,6 +222,6 @@ def spawn(
     "`torch.multiprocessing.spawn` for functions and classes defined in cells"
     if nprocs < 1: raise CantDistribute(f"nprocs={nprocs}: at least one process is needed (torch.cuda.device_count() is 0 without a GPU).")
     options = dict(ctx=None, need={}, imports='', gather=True, ranked=True, meet='')
-    job = Job('fastddp.launch.functions:call_job', _request(fn, tuple(args), {}, **options))
+    job = Job.of(call_job, _request(fn, tuple(args), {}, **options))
     run = lambda: _run(job, nprocs, 'all')
     return run() if join else Spawned(run)

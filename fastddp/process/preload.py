@@ -14,8 +14,11 @@ os.environ['CUDA_VISIBLE_DEVICES'] = ''             # torch: no device, without 
 os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'   # torch.cuda.is_available() then never calls the CUDA runtime
 warnings.simplefilter('ignore')     # whoever imports the same library in the notebook has seen them there
 for name in os.environ.get('FASTDDP_PRELOAD_MODULES','').split(','):
+    module,_,function = name.partition(':')     # some modules have something to do in advance
     # A library that doesn't import here will say so in the worker that needs it; any exception would end the helper.
-    try: importlib.import_module(name)
+    try:
+        imported = importlib.import_module(module)
+        if function: getattr(imported, function)()
     except Exception as e: print(f"fastddp helper: {name}: {e!r}", file=sys.stderr)
 atexit.register(os._exit, 0)   # the last one registered runs first: libraries' reports about their own ends are nobody's business here
 gc.collect()

@@ -12,8 +12,10 @@ import cloudpickle, multiprocess
 from multiprocess import connection, forkserver
 
 from ..payload.shared_memory import Block
-from .channel import Pipe, Surroundings, environment, worker_main
-from ..payload.pickling import dump
+from ..base.scoped import environment
+from .channel import Pipe, Surroundings
+from .worker import worker_main
+from ..payload.pickling import address
 
 # %% ../../nbs/process/45_workers.ipynb #84d9af62
 _preload = ['fastddp.process.workers']     # What the helper imports; rooms above add their libraries
@@ -91,13 +93,14 @@ class Workers:
                 self._mark('helper' if len(self.procs) == 1 else 'fork')
     def log_path(self, rank): return os.path.join(self.dir, f'rank{rank}.log')
     def submit(self, entry, packed, block, configs, **env):
-        "Every rank calls `entry` ('module:function') with the payload in `block` and its own of `configs`"
+        "Every rank calls the function `entry` with the payload in `block` and its own of `configs`"
         self.latest.clear()
         self._send_all('job', entry, [(packed, o) for o in configs], env, block.fd)
     def early(self, entry, configs, **env):
         "Every rank calls `entry` with its own of `configs` before the job that is submitted next; only a failure is heard of"
         self._send_all('early', entry, [(o,) for o in configs], env)
     def _send_all(self, what, entry, args, env, fd=None):
+        entry = address(entry)
         for (r,pipe),own in zip(self.pipes.items(), args):
             around = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r)))
             with contextlib.suppress(OSError): pipe.send(what, entry, around, *own, fd=fd)      # it died already; its sentinel says so
@@ -193,9 +196,3 @@ def _signal_group(pid, sig):
     except ProcessLookupError:
         with contextlib.suppress(ProcessLookupError): os.kill(pid, sig)
     except PermissionError: pass
-
-# %% ../../nbs/process/45_workers.ipynb #d3851e34
-def _echo(link, meta, buffers, config):
-    "The smallest job: what it was told, and who it is"
-    link.emit(('hello', link.rank))
-    return dump((link.rank, config, len(meta), os.environ['RANK']))
