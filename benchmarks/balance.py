@@ -17,7 +17,7 @@ import numpy as np, torch
 warnings.filterwarnings('ignore', category=FutureWarning)    # torch's own, while fastai is imported
 from fastai.text.data import SortedDL
 from fastddp.fastai2.loaders import shard_dl
-from fastddp.base.rng import SharedRNG
+from fastddp.base.rng import CommonRNG
 from common import argument_parser, save
 
 BUDGET = {2: 1.02, 4: 1.05, 8: 1.10}
@@ -42,7 +42,7 @@ def loader(lens, bs):
 def ours(lens, bs, n, batch, seed):
     "Each rank's batches in one epoch"
     def rank(r):
-        dl = seeded(seed, lambda: shard_dl(loader(lens, bs), r, n, batch, shared=SharedRNG.capture()))
+        dl = seeded(seed, lambda: shard_dl(loader(lens, bs), r, n, batch, common=CommonRNG.capture()))
         return [b.tolist() for b in dl]
     return [rank(r) for r in range(n)]
 

@@ -16,7 +16,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from .base import group
 from .process import workers
-from .launch.cluster import APPS, Dipper
+from .launch.cluster import APPS, Cluster
 from .base.errors import CantDistribute
 from .base.scoped import own_attrs
 
@@ -55,14 +55,14 @@ class DipMagics(Magics):
     "Holds the notebook's group, and whether following cells go to it"
     def __init__(self, shell):
         super().__init__(shell=shell)
-        self.standing,self.auto,self.here,self.verbose,self.asked = None,None,False,None,None
+        self.cluster,self.auto,self.here,self.verbose,self.asked = None,None,False,None,None
     def group(self):
         "The standing group, or a refusal that says how to get one"
-        if self.standing is None: raise CantDistribute("There is no group yet: `%makedip -g all` starts one on all GPUs, `%makedip -n 2` on the CPU.")
-        return self.standing
+        if self.cluster is None: raise CantDistribute("There is no group yet: `%makedip -g all` starts one on all GPUs, `%makedip -n 2` on the CPU.")
+        return self.cluster
     def shutdown(self):
-        if self.standing: self.standing.shutdown()
-        self.standing = None
+        if self.cluster: self.cluster.shutdown()
+        self.cluster = None
 
     @magic_arguments()
     @argument('-g', '--gpus', nargs='+', help="GPUs in order, one rank each: all, or numbers separated by commas.")
@@ -159,12 +159,12 @@ def _wanted(self:DipMagics, args):
 
 @patch
 def _make(self:DipMagics, wanted, args):
-    if self.standing is not None and self.standing.alive and not args.restart:
-        if wanted == self.asked: return self._say(f"{self.standing!r}: it stands already")
-        raise CantDistribute(f"There is a group already ({self.standing!r}): -r ends it and starts this one, -k ends it.")
+    if self.cluster is not None and self.cluster.alive and not args.restart:
+        if wanted == self.asked: return self._say(f"{self.cluster!r}: it stands already")
+        raise CantDistribute(f"There is a group already ({self.cluster!r}): -r ends it and starts this one, -k ends it.")
     self.shutdown()
-    self.standing,self.asked = Dipper(**wanted, timeout=args.timeout),wanted
-    self._say(repr(self.standing))
+    self.cluster,self.asked = Cluster(**wanted, timeout=args.timeout),wanted
+    self._say(repr(self.cluster))
 
 @patch
 def _say(self:DipMagics, text):
@@ -173,9 +173,9 @@ def _say(self:DipMagics, text):
 @patch
 def _run_there(self:DipMagics, see, args, cell):
     cell = f'{args.appcmd.strip(chr(34)+chr(39))}\n{cell}' if args.appcmd else cell
-    if self.verbose: print(f"%%dip: on {args.on}, see {see}: {self.standing!r}")
+    if self.verbose: print(f"%%dip: on {args.on}, see {see}: {self.cluster!r}")
     name = self.shell.compile.cache(cell, self.shell.execution_count-1, raw_code=cell)      # so that tracebacks name this cell
-    self.standing.run_cell(cell, see=see, on=args.on, live=not args.quiet, name=name)
+    self.cluster.run_cell(cell, see=see, on=args.on, live=not args.quiet, name=name)
 
 # %% ../nbs/98_magics.ipynb #86aede96
 @patch
@@ -208,7 +208,7 @@ def _at_home(self:DipMagics):
 @patch
 def complete(self:DipMagics, shell, event):
     "Names in rank 0's namespace, for `%dipull`"
-    return list(self.standing.names) if self.standing else []
+    return list(self.cluster.names) if self.cluster else []
 
 # %% ../nbs/98_magics.ipynb #a580a4af
 _NAMES = dict(line=('makedip','autodip','dipush','dipull','dipper','dipstat'), cell=('dip',))

@@ -1,7 +1,7 @@
-"Jobs that show things, and a child process that runs them one after the other under `relay_output`: see test_relay.py"
+"Jobs that show things, and a child process that runs them one after the other under `capture_output`: see test_relay.py"
 import os, sys, time, traceback, warnings
 import multiprocess
-from fastddp.output.capture import relay_output
+from fastddp.output.capture import capture_output
 from fastddp.output.replay import Replay, look
 
 
@@ -86,10 +86,10 @@ def quiet():
 
 
 def _main(conn):
-    "The child: a job's name and the arguments of `relay_output` come in, events and 'done' go out"
+    "The child: a job's name and the arguments of `capture_output` come in, events and 'done' go out"
     while (order := conn.recv()) is not None:
         name, kwargs = order
-        with relay_output(conn.send, **kwargs): globals()[name]()
+        with capture_output(conn.send, **kwargs): globals()[name]()
         conn.send('done')
 
 
@@ -105,7 +105,7 @@ class Child:
 
     def run(self, name, rank=0, see=(0,), **kwargs):
         "Run job `name` as `rank`, and replay what it shows"
-        self.conn.send((name, {**look(), **kwargs}))
+        self.conn.send((name, {**display_settings(), **kwargs}))
         replay = Replay(see=see)
         while True:
             replay.flush()

@@ -10,8 +10,8 @@ from fastai.data.load import DataLoader, SkipItemException
 from fastai.tabular.core import TabDataLoader, TabularPandas, TabWeightedDL
 from fastai.text.data import LMDataLoader, SortedDL, pad_input
 from fastddp.fastai2.loaders import check_dl, dl_state, global_bs, n_batches, set_dl_state, shard_dl
-from fastddp.base.rng import SharedRNG, seed_rank
-from fastddp.shard.split import CantShard, deal, restore_order, train_share
+from fastddp.base.rng import CommonRNG, seed_rank
+from fastddp.shard.split import CantShard, shard_batch, restore_order, train_shard
 from fastddp.shard.torch_loader import is_sharded
 
 
@@ -28,15 +28,15 @@ def one_process(make, n_epoch=2, read=ids):
     "What one process reads, and the streams it leaves behind"
     seed(); dl = make()
     seed(1); res = [[read(b) for b in dl] for _ in range(n_epoch)]
-    return res, SharedRNG.capture().state()
+    return res, CommonRNG.capture().state()
 
 
 def ranks(make, n, **kw):
     "The sharded loaders of `n` ranks, each with an original and shared streams of its own, as in real processes"
-    seed(1); state, res = SharedRNG.capture().state(), []
+    seed(1); state, res = CommonRNG.capture().state(), []
     for r in range(n):
         seed()
-        res.append(shard_dl(make(), r, n, shared=SharedRNG(state), **kw))
+        res.append(shard_dl(make(), r, n, common=CommonRNG(state), **kw))
     seed(99 if n > 1 else 1)                   # what ranks draw by themselves must not matter; one alone has one stream
     return res
 
@@ -134,14 +134,14 @@ def test_training_is_one_process_dealt_out(kind, shuffle, drop_last):
         for batches in epochs:
             assert {len(o) for o in dls} == {len(batches)}
             for r, dl in enumerate(dls):
-                expect = [train_share(o, r, n) for o in batches]
+                expect = [train_shard(o, r, n) for o in batches]
                 got = [ids(o) for o in dl]
                 if kind in STRIDED:                      # a rank with nothing of its own borrows from its last step
                     assert all(g == e for g, (e, c) in zip(got, expect) if c)
                 else: assert got == [e for e, _ in expect]
                 assert all(len(o) > 1 for o in got) and len(got) == len(batches)
                 assert dl.counts == [(c, len(o)) for (_, c), o in zip(expect, batches)]
-        for dl in dls: assert same_state(dl._shard.shared.state(), streams)
+        for dl in dls: assert same_state(dl._shard.common.state(), streams)
 
 
 @pytest.mark.parametrize('drop_last', [False, True])
@@ -152,7 +152,7 @@ def test_validation_has_nothing_twice_and_its_order_returns(kind, drop_last):
         dls = ranks(lambda: KINDS[kind](m, b, drop_last=drop_last), n, train=False)
         before = [len(o) for o in dls]
         parts = [[ids(o) for o in dl] for dl in dls]
-        assert parts == [[deal(o, r, n) for o in batches if len(o) > r] for r in range(n)]
+        assert parts == [[shard_batch(o, r, n) for o in batches if len(o) > r] for r in range(n)]
         assert before == [len(p) for p in parts]
         flat = [o for part in parts for b_ in part for o in b_]
         assert [flat[i] for i in restore_order([o.idxs for o in dls])] == [o for b_ in batches for o in b_]
@@ -165,7 +165,7 @@ def test_a_global_batch_keeps_its_size(kind):
     epochs, _ = one_process(lambda: KINDS[kind](m, b))
     dls = ranks(lambda: KINDS[kind](m, b), n, batch='global')
     for batches in epochs:
-        assert [[ids(o) for o in dl] for dl in dls] == [[train_share(o, r, n)[0] for o in batches] for r in range(n)]
+        assert [[ids(o) for o in dl] for dl in dls] == [[train_shard(o, r, n)[0] for o in batches] for r in range(n)]
 
 
 @pytest.mark.parametrize('shuffle', [False, True])
@@ -173,11 +173,11 @@ def test_a_global_batch_keeps_its_size(kind):
 def test_one_rank_is_the_loader_itself_to_the_bit(kind, shuffle):
     epochs, streams = one_process(lambda: KINDS[kind](11, 3, shuffle=shuffle))
     seed(); dl = shard_dl(KINDS[kind](11, 3, shuffle=shuffle), 0, 1)
-    seed(1); shared = SharedRNG.capture(); seed(5); seed_rank(0, 1, shared)
+    seed(1); common = CommonRNG.capture(); seed(5); seed_rank(0, 1, common)
     for batches in epochs:
         assert [ids(o) for o in dl] == batches
         assert dl.counts == [(len(o), len(o)) for o in batches] and dl.idxs == [*range(sum(map(len, batches)))]
-    assert same_state(shared.state(), streams)
+    assert same_state(common.state(), streams)
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -188,7 +188,7 @@ def test_the_notebooks_loader_goes_on_where_one_process_would_be(kind):
         for dl in dls: assert [*dl]
     seed(); notebook = KINDS[kind](13, 4, shuffle=True)
     set_dl_state(notebook, pickle.loads(pickle.dumps(dl_state(dls[1]._shard.orig))))
-    dls[1]._shard.shared.install()
+    dls[1]._shard.common.install()
     assert [[ids(o) for o in notebook] for _ in range(2)] == epochs[2:]
 
 
@@ -204,7 +204,7 @@ def test_any_loader_size_and_rank(kind, m, b, n, shuffle, drop_last, whole):
     assert {steps} == {len(o) for o in dls} == {len(batches)}
     got = [[ids(o) for o in dl] for dl in dls]
     if n == 1: assert got == [batches]
-    else: assert got == [[train_share(o, r, n)[0] for o in batches] for r in range(n)]
+    else: assert got == [[train_shard(o, r, n)[0] for o in batches] for r in range(n)]
     assert [sum(c for c, _ in o) for o in zip(*(o.counts for o in dls))] == [*map(len, batches)]
 
 
@@ -221,7 +221,7 @@ def test_a_language_models_streams_stay_with_their_rank(n, shuffle):
     for batches in epochs:
         for r, dl in enumerate(dls):
             got = [[o.tolist() for o in b] for b in dl]
-            assert len(dl) == len(batches) and got == [[deal(o, r, n) for o in b] for b in batches]
+            assert len(dl) == len(batches) and got == [[shard_batch(o, r, n) for o in b] for b in batches]
             for (_, y), (x, _) in zip(got, got[1:]):               # the next batch goes on where this one's targets end
                 assert [o[-1] for o in y] == [o[0] for o in x]
             assert dl.counts == [(2, 2*n)]*len(batches)
@@ -278,9 +278,9 @@ def test_a_doubled_item_is_built_once():
 def test_ranks_draw_augmentation_of_their_own_and_reproduce():
     def make(): return DataLoader(range(8), bs=4, shuffle=True, after_item=lambda o: (o, torch.rand(1).item()))
     def run(r, s):
-        seed(s); shared = SharedRNG.capture()
-        seed(0); dl = shard_dl(make(), r, 2, shared=shared)
-        seed_rank(r, 2, shared)
+        seed(s); common = CommonRNG.capture()
+        seed(0); dl = shard_dl(make(), r, 2, common=common)
+        seed_rank(r, 2, common)
         return [*next(iter(dl))[1].tolist()]
     assert run(0, 1) == run(0, 1)
     assert len({*run(0, 1), *run(1, 1), *run(0, 2)}) == 12
@@ -314,11 +314,11 @@ def test_worker_processes_build_what_the_rank_needs(kind, workers):
         for r, dl in enumerate(dls):
             torch.manual_seed(100+10*epoch+r)          # a rank's own streams differ, as after `seed_rank`
             got = [*dl]
-            assert [ids(o) for o in got] == [train_share(o, r, 2)[0] for o in batches]
+            assert [ids(o) for o in got] == [train_shard(o, r, 2)[0] for o in batches]
             assert dl.counts == [(4, 8), (4, 8), (3, 6)]
             noise |= {o for _, v in got for o in v.tolist()}
     assert len(noise) == 44
-    for dl in dls: assert same_state(dl._shard.shared.state(), streams)
+    for dl in dls: assert same_state(dl._shard.common.state(), streams)
     del dl, dls                                        # and with them the workers that persist
 
 
@@ -397,7 +397,7 @@ def test_an_epoch_left_early():
         for i, b in enumerate(dl):
             if i == 1: break
         assert len(dl.idxs) == 4 and dl._shard.orig.rng is dl.rng
-        assert [ids(o) for o in dl] == [deal(o, r, 2) for o in epochs[1]]
+        assert [ids(o) for o in dl] == [shard_batch(o, r, 2) for o in epochs[1]]
 
 
 @pytest.mark.parametrize('kind', ['TfmdDL', 'torch', 'stream', 'torch set_shard'])
@@ -410,7 +410,7 @@ def test_another_iteration_in_the_middle_of_one(kind):
         # a fastai stream has one iterator only: there the second one begins anew and ends the first, as in plain fastai
         if i == 1 and kind != 'stream' or i == 3: next(iter(dl))
         assert dl.counts[i] == ((3, 6) if i < 3 else (1, 3)) and len(dl.idxs) == min(10, 3*i+3)
-    assert got == [train_share(o, 1, 2)[0] for o in batches]
+    assert got == [train_shard(o, 1, 2)[0] for o in batches]
     assert dl.counts == [(3, 6)]*3+[(1, 3)] and dl.idxs == [*range(1, 21, 2)]
 
 
@@ -451,7 +451,7 @@ def test_a_wrapper_of_one_loader():
     epochs, _ = one_process(lambda: make(4), read=list)
     dls = ranks(lambda: make(2), 2)
     for batches in epochs:
-        assert [[*dl] for dl in dls] == [[train_share(o, r, 2)[0] for o in batches] for r in range(2)]
+        assert [[*dl] for dl in dls] == [[train_shard(o, r, 2)[0] for o in batches] for r in range(2)]
     assert dls[0].counts == [(2, 4), (2, 4), (1, 2)] and isinstance(dls[0], Device) and n_batches(make(2), 2) == 3
     valid = ranks(lambda: Device(DataLoader(range(7), bs=2)), 2, train=False)
     assert [[*o] for o in valid] == [[[0, 20], [40, 60]], [[10, 30], [50]]] and valid[1].idxs == [1, 3, 5]

@@ -330,9 +330,9 @@ def test_lr_find(tmp_path, monkeypatch):
     learn = class_learner(path=tmp_path)
     learn.fit(1)
     before, seen = frozen(learn), []
-    class Watch(Callback):
+    class Monitor(Callback):
         def after_batch(self): seen.append(len([*tmp_path.rglob('*.pth')]))
-    learn.add_cb(watch := Watch())
+    learn.add_cb(watch := Monitor())
     watch.files = seen
     import matplotlib.pyplot as plt
     plt.close('all')

@@ -6,7 +6,7 @@ from jupyter_client.manager import KernelManager
 import fastddp.all
 from faults import OneFault, Slow
 import fastddp.all
-from fastddp.launch.monitor import undisturbed
+from fastddp.base.interrupts import undisturbed
 from learners import make_learner
 
 HERE = Path(__file__).resolve().parent

@@ -246,9 +246,9 @@ def test_who_connects_is_waited_for(monkeypatch, tmp_path):
     "Before ranks are stopped: in there neither Ctrl-C nor a death is heard, and a missing rank would keep the caller for ever"
     seen = []
     for o in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'): monkeypatch.setenv(o, 'lo')
-    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *args, **kwargs: seen.append(group.settled(0)))
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *args, **kwargs: seen.append(group.wait_connected(0)))
     group.join(str(tmp_path/'meet'), 0, 1)
-    assert seen == [False] and group.settled(0)
+    assert seen == [False] and group.wait_connected(0)
 
 
 def test_the_callers_own_error_is_raised_as_it_is():

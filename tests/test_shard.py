@@ -1,7 +1,7 @@
 """Room 05's arithmetic for random sizes, ranks and batch sizes: thousands of cases, no processes."""
 from hypothesis import given, settings, strategies as st
-from fastddp.shard.split import (chunk, deal, fill, loss_weight, n_chunks, n_shares, positions, restore_order, share_size,
-                           share_workers, train_share)
+from fastddp.shard.split import (chunk, shard_batch, pad_shard, loss_weight, n_chunks, n_own_batches, positions, restore_order, shard_size,
+                           workers_per_rank, train_shard)
 
 settings.register_profile('many', max_examples=1000, deadline=None)
 settings.load_profile('many')
@@ -19,27 +19,27 @@ def test_chunks_are_the_items_in_order(m, bs, drop_last):
 
 @given(sizes, ranks)
 def test_a_deal_loses_nothing_and_doubles_nothing(m, n):
-    shares = [deal([*range(m)], r, n) for r in range(n)]
+    shares = [shard_batch([*range(m)], r, n) for r in range(n)]
     assert sorted(o for s in shares for o in s) == [*range(m)]
-    assert [len(s) for s in shares] == [share_size(m, r, n) for r in range(n)]
+    assert [len(s) for s in shares] == [shard_size(m, r, n) for r in range(n)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @given(st.integers(1, 300), ranks)
 def test_a_training_step_is_taken_by_all_and_never_with_one_item(m, n):
     batch = [*range(m)]
-    shares = [train_share(batch, r, n) for r in range(n)]
+    shares = [train_shard(batch, r, n) for r in range(n)]
     assert sum(count for _, count in shares) == m
     assert all(set(items) <= set(batch) for items, _ in shares)
     if n > 1: assert all(len(items) >= 2 for items, _ in shares)
     for r, (items, count) in enumerate(shares):
-        assert count == share_size(m, r, n)
-        if count: assert set(items) == set(deal(batch, r, n))
+        assert count == shard_size(m, r, n)
+        if count: assert set(items) == set(shard_batch(batch, r, n))
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=100), ranks)
 def test_the_weighted_mean_over_ranks_is_the_batch_mean(losses, n):
-    shares = [train_share(losses, r, n) for r in range(n)]
+    shares = [train_shard(losses, r, n) for r in range(n)]
     means = [sum(items)/len(items)*loss_weight(count, len(losses), n) for items, count in shares]
     assert abs(sum(means)/n - sum(losses)/len(losses)) < 1e-9
 
@@ -48,15 +48,15 @@ def test_the_weighted_mean_over_ranks_is_the_batch_mean(losses, n):
 def test_results_of_all_ranks_return_to_the_order_of_one_process(m, bs, drop_last, n):
     batches = chunk([*range(m)], bs, drop_last)
     parts = [[p for i, b in enumerate(batches) for p in positions(i*bs, len(b), r, n)] for r in range(n)]
-    dealt = [[o for b in batches for o in deal(b, r, n)] for r in range(n)]
+    dealt = [[o for b in batches for o in shard_batch(b, r, n)] for r in range(n)]
     flat = [o for part in dealt for o in part]
     assert [flat[i] for i in restore_order(parts)] == [o for b in batches for o in b]
-    for r in range(n): assert n_shares(m, bs, r, n, drop_last) == sum(len(b) > r for b in batches)
+    for r in range(n): assert n_own_batches(m, bs, r, n, drop_last) == sum(len(b) > r for b in batches)
 
 
 @given(st.permutations(range(30)), st.sets(st.integers(0, 29)), ranks)
 def test_order_returns_although_some_are_missing(order, gone, n):
-    parts = [[p for p in deal(list(order), r, n) if p not in gone] for r in range(n)]
+    parts = [[p for p in shard_batch(list(order), r, n) if p not in gone] for r in range(n)]
     flat = [p for part in parts for p in part]
     assert [flat[i] for i in restore_order(parts)] == sorted(set(range(30)) - gone)
 
@@ -66,7 +66,7 @@ def test_a_rank_keeps_its_streams(b, n, n_batches):
     "With n*b streams, item i of every batch belongs to stream i: a rank meets the same ones each time"
     rows = [*range(n*b)]
     for r in range(n):
-        mine = [tuple(o % (n*b) for o in deal([k*n*b+i for i in rows], r, n)) for k in range(n_batches)]
+        mine = [tuple(o % (n*b) for o in shard_batch([k*n*b+i for i in rows], r, n)) for k in range(n_batches)]
         assert len(set(mine)) == 1 and len(mine[0]) == b
 
 
@@ -74,7 +74,7 @@ def test_a_rank_keeps_its_streams(b, n, n_batches):
 def test_dealing_a_sorted_batch_never_costs_more_than_slicing_it(n, b, data):
     lens = sorted(data.draw(st.lists(st.integers(1, 2000), min_size=n*b, max_size=n*b)), reverse=True)
     def cost(parts): return [len(p)*max(p) for p in parts]
-    dealt, sliced = cost(deal(lens, r, n) for r in range(n)), cost(chunk(lens, b))
+    dealt, sliced = cost(shard_batch(lens, r, n) for r in range(n)), cost(chunk(lens, b))
     assert max(dealt) == max(sliced) == b*lens[0]      # somebody has the longest text, whatever one does;
     assert min(dealt) >= min(sliced)                   # but the others have no longer to wait for that rank
     assert max(dealt) - min(dealt) <= b*(lens[0] - lens[n-1])
@@ -82,11 +82,11 @@ def test_dealing_a_sorted_batch_never_costs_more_than_slicing_it(n, b, data):
 
 @given(st.integers(0, 64), ranks)
 def test_workers_are_shared_and_never_all_gone(k, n):
-    assert share_workers(k, n)*n <= max(k, n) and (share_workers(k, n) > 0) == (k > 0)
+    assert workers_per_rank(k, n)*n <= max(k, n) and (workers_per_rank(k, n) > 0) == (k > 0)
 
 
 @given(st.integers(1, 5), st.integers(2, 8))
 def test_a_share_that_shrank_is_filled_like_any_other(left, n):
-    items, count = fill([*range(left)], [7, 8, 9], n)
+    items, count = pad_shard([*range(left)], [7, 8, 9], n)
     assert count == left and len(items) == max(2, left)
-    assert fill([], [7], n) == ([7, 7], 0)
+    assert pad_shard([], [7], n) == ([7, 7], 0)

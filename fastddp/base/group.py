@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'n_gpus', 'use_device',
-           'backend_for', 'join', 'settled', 'join_launched', 'join_at', 'leave', 'own_device', 'all_sum', 'gather',
-           'gather_tree', 'broadcast_', 'average_', 'barrier']
+           'backend_for', 'join', 'wait_connected', 'join_launched', 'join_at', 'leave', 'own_device', 'all_sum',
+           'gather', 'gather_tree', 'broadcast_', 'average_', 'barrier']
 
 # %% ../../nbs/base/02_group.ipynb #19f5bca0
 import contextlib, datetime, json, os, socket, stat, sys, threading, time
@@ -62,18 +62,18 @@ def join(store, rank, world_size, backend='gloo', device=None, timeout=None):
     on_gpu = dict(device_id=device) if backend == 'nccl' else {}
     before = _sockets()
     _count_from_zero()
-    _settled.clear()
+    _connected.clear()
     try: torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **on_gpu)
-    finally: _settled.set()
+    finally: _connected.set()
     _own_sockets[:] = _sockets()-before
     _gather_at(store, rank, world_size, 'in')     # gloo would wait for ever for one that came in before the others, failed and is gone
 
-_settled = threading.Event()    # not connecting to the others just now
-_settled.set()
+_connected = threading.Event()    # not connecting to the others just now
+_connected.set()
 
-def settled(timeout):
+def wait_connected(timeout):
     "Waits until this process isn't connecting to the others (any more): who is missing then would keep it in torch for ever"
-    return _settled.wait(timeout)
+    return _connected.wait(timeout)
 
 def _count_from_zero():
     """torch numbers its groups, and ranks whose numbers differ wait for each other for ever. An `init_process_group` that failed here

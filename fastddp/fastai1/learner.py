@@ -45,12 +45,12 @@ def distrib_ctx(self:Learner,
 @contextlib.contextmanager
 def _on_workers(learn, given):
     with engine_for(given) as found:
-        doors = {}
+        overrides = {}
         if found:
             engine,n,gpus = found
-            doors = Session(learn, n, gpus, engine, dict(batch=given['batch'], sync_bn=given['sync_bn']), given['restarts'],
-                            fit_job, infer_job).doors()
-        with own_attrs(learn, distrib_session=given, **doors): yield
+            overrides = Session(learn, n, gpus, engine, dict(batch=given['batch'], sync_bn=given['sync_bn']), given['restarts'],
+                            fit_job, infer_job).overrides()
+        with own_attrs(learn, distrib_session=given, **overrides): yield
 
 # %% ../../nbs/fastai1/96_learner.ipynb #8f5cd7a3
 if under_launcher(): mend_barrier()

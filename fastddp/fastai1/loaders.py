@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['old_numpy', 'picklable_preloaders', 'streams_of', 'mend_streams', 'text_order', 'set_text_order', 'torch_dl',
-           'global_batches', 'share', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1']
+           'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1']
 
 # %% ../../nbs/fastai1/88_loaders.ipynb #f017126a
 import contextlib, sys
@@ -113,16 +113,16 @@ def global_batches(dl, n):
         if pre is not None: _lay_out(pre)
 
 # %% ../../nbs/fastai1/88_loaders.ipynb #8ef6ff48
-def share(dl, rank, n, train, shared, whole=False):
+def shard(dl, rank, n, train, common, whole=False):
     "A loader like `dl` that yields the share of `rank`"
     own = torch_dl(dl)
     if is_sharded(own): own = own._shard.orig
-    mine = shard_torch(own, rank, n, False, train, shared)
+    mine = shard_torch(own, rank, n, False, train, common)
     if whole and can_be_whole(dl) and n > 1:
         s = mine._shard
         s.whole,s.size,s.parts = True,(lambda: len(own.batch_sampler)),lambda s: whole_steps([[*b] for b in own.batch_sampler], s)
     pre = streams_of(dl)
-    if pre is not None: _draw_together(pre, shared)
+    if pre is not None: _draw_together(pre, common)
     if not isinstance(dl, DeviceDataLoader): return mine
     res = object.__new__(type(dl))
     vars(res).update(vars(dl), dl=mine, unshared=dl)
@@ -130,10 +130,10 @@ def share(dl, rank, n, train, shared, whole=False):
 
 def can_be_whole(dl): return streams_of(dl) is None and not isinstance(torch_dl(dl).dataset, IterableDataset)
 
-def _draw_together(pre, shared):
+def _draw_together(pre, common):
     "The streams begin an epoch in the same order on all ranks"
     def on_epoch_begin(**kwargs):
-        with shared: type(pre).on_epoch_begin(pre, **kwargs)
+        with common: type(pre).on_epoch_begin(pre, **kwargs)
     vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
 
 def own_loader(dl):

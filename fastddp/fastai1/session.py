@@ -17,7 +17,7 @@ from ..base.errors import CantDistribute, WorkerError
 from ..launch.engine import Job
 from ..shard.batchnorm import bn_note
 from .loaders import check_v1
-from .snapshot import anchors, apply, offloaded, owners, take
+from .snapshot import persistent_refs, apply, offloaded, owners, snapshot
 from ..base.interrupts import undisturbed
 
 # %% ../../nbs/fastai1/94_session.ipynb #5da3809b
@@ -25,8 +25,8 @@ class Session:
     "A `distrib_ctx` block"
     def __init__(self, learn, n, gpus, launcher, options, restarts=0, fit_job=None, infer_job=None):
         self.fit_job,self.infer_job = fit_job,infer_job     # what the ranks run: their side is not imported here
-        self.learn,self.n,self.gpus,self.launcher,self.options,self.restarts,self.said = learn,n,gpus,launcher,options,restarts,None
-    def doors(self):
+        self.learn,self.n,self.gpus,self.launcher,self.options,self.restarts,self.last_banner = learn,n,gpus,launcher,options,restarts,None
+    def overrides(self):
         "The learner's methods that lead to the workers"
         return {k:self._through(getattr(type(self.learn), k)) for k in ('fit','validate','get_preds')}
     def _through(self, method):
@@ -56,20 +56,20 @@ class Session:
     def _run(self, work, callbacks, metrics, call, keep=False):
         "Runs a job and puts its state into the learner; after a failure, that of the last complete epoch, if it is to `keep` it"
         learn = self.learn
-        known,own = anchors(learn, callbacks, metrics),owners(learn, callbacks, metrics)
-        job = Job.of(work, take(learn, callbacks, **call))
+        refs,own = persistent_refs(learn, callbacks, metrics),owners(learn, callbacks, metrics)
+        job = Job.of(work, snapshot(learn, callbacks, **call))
         with offloaded(learn):
-            try: out = self.launcher.run(job, self.n, refs=known)
+            try: out = self.launcher.run(job, self.n, refs=refs)
             except (WorkerError, KeyboardInterrupt) as e:
-                with undisturbed(): self._keep(e, own, known, keep or isinstance(e, KeyboardInterrupt))
+                with undisturbed(): self._keep(e, own, refs, keep or isinstance(e, KeyboardInterrupt))
                 raise
             with undisturbed():
-                if out.state: apply(learn, own, known, *out.state)
+                if out.state: apply(learn, own, refs, *out.state)
         return out
-    def _keep(self, e, own, known, wanted):
+    def _keep(self, e, own, refs, wanted):
         "Puts the last complete epoch of a failed fit into the learner, and says so"
         state,e.state = getattr(e, 'state', None),None
-        if state and wanted: apply(self.learn, own, known, *state)
+        if state and wanted: apply(self.learn, own, refs, *state)
         e.kept = "holds the end of its last complete epoch." if state and wanted else "is as it was before the call."
     def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
         "`basic_train.validate` on the workers"
@@ -94,8 +94,8 @@ class Session:
         where = 'cpu, gloo' if not self.gpus else f"GPU{'s' if n>1 else ''} {', '.join(map(str,self.gpus))}, {group.backend_for('cuda')}"
         line = f"{n} worker{'s' if n>1 else ''} ({where}) x batch {total/n:g} = {total} per step"
         note = bn_note(self.learn.model, n) if self.options['sync_bn'] and not self.gpus else None
-        if line != self.said: print(line, *([note] if note else []), sep='\n')
-        self.said = line
+        if line != self.last_banner: print(line, *([note] if note else []), sep='\n')
+        self.last_banner = line
     def _sum_up(self, results, began):
         "One line about how long it took"
         r,now = results[0],time.time()

@@ -17,16 +17,16 @@ _NUMBERS = 4    # of every small sum, so that whoever leaves can keep any appoin
 class Ranks:
     "This rank's appointments with the others"
     def __init__(self, model, stop_requested=lambda: False):
-        self.model,self.stop_requested,self.told,self.grads_next = model,stop_requested,False,False
-    def meet(self, *numbers, stop=False):
+        self.model,self.stop_requested,self.decided_together,self.grads_next = model,stop_requested,False,False
+    def all_reduce(self, *numbers, stop=False):
         "Sums of `numbers` over ranks; a KeyboardInterrupt on all of them, if one wants to stop"
-        vote = not self.told and (stop or self.stop_requested())
+        vote = not self.decided_together and (stop or self.stop_requested())
         voted,*sums = group.all_sum([vote, *numbers, *[0.]*(_NUMBERS-len(numbers))])
-        self._follow(voted)
+        self._raise_decision(voted)
         return sums
-    def _follow(self, voted):
-        if not voted or self.told: return
-        self.told = True
+    def _raise_decision(self, voted):
+        if not voted or self.decided_together: return
+        self.decided_together = True
         raise KeyboardInterrupt
     def average_grads(self):
         "Gradients become their mean over ranks; a parameter that nobody gave one has none afterwards"
@@ -38,14 +38,14 @@ class Ranks:
         grads = [p.grad if h else torch.zeros_like(p) for p,h in zip(params, has.tolist())]
         extra = torch.cat([has.float(), torch.tensor([float(stop)])]).to(params[0].device if params else 'cpu')
         group.average_([*grads, extra])
-        if extra[-1] > 1e-3: self._follow(True)
+        if extra[-1] > 1e-3: self._raise_decision(True)
         for p,g,h in zip(params, grads, extra[:-1].tolist()): p.grad = g if h > 1e-3 else None
     def leave(self):
         "This rank wants to stop by itself: keeps the others' next appointment, with its vote"
-        if self.told: return
+        if self.decided_together: return
         try:
             if self.grads_next: self._average([p for p in self.model.parameters() if p.requires_grad], stop=True, zeros=True)
-            else: self.meet(stop=True)
+            else: self.all_reduce(stop=True)
         except KeyboardInterrupt: pass
 
 # %% ../../nbs/fastai1/89_step_sync.ipynb #499af436
@@ -66,7 +66,7 @@ class GlobalLoss:
         by_sum = sums_up(self.f)
         own = float(count/max(len(yb[0]),1) if by_sum else loss_divisor(self.f, yb, count))
         value = float(loss.detach().float().mean()) if own else 0.
-        summed,divisor,*_ = self.ranks.meet(value*own, own)
+        summed,divisor,*_ = self.ranks.all_reduce(value*own, own)
         self.ranks.grads_next = True
         if by_sum: divisor = 1.
         if not own: loss = (out if isinstance(out, torch.Tensor) else out[0]).sum()*0.      # a mean over nothing is not a number

@@ -15,7 +15,7 @@ from fastai.callback import AverageMetric, Callback, CallbackHandler
 
 from ..base import group
 from ..shard.loss import loss_divisor, sums_up
-from .loaders import place_now, share
+from .loaders import place_now, shard
 
 # %% ../../nbs/fastai1/90_validate.ipynb #1940b65c
 _ITEM_MEANS = {getattr(_metrics, k) for k in ('accuracy','accuracy_thresh','top_k_accuracy','error_rate','mean_absolute_error',
@@ -88,16 +88,16 @@ class _Noted:
 
 class Validation:
     "`basic_train.validate` by all ranks"
-    def __init__(self, ranks, shared, whole=False):
-        self.real,self.ranks,self.shared,self.whole = basic_train.validate,ranks,shared,whole
+    def __init__(self, ranks, common, whole=False):
+        self.real,self.ranks,self.common,self.whole = basic_train.validate,ranks,common,whole
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
         handler = cb_handler or CallbackHandler()
-        mine = share(dl, group.rank(), group.world_size(), False, self.shared, self.whole)
+        mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
         rest = [m for m in handler.metrics if not is_item_mean(m)]
         noted,keep = _Noted(loss_func, mine) if loss_func else None,_Keep(mine, bool(rest))
         with self._standing_in(handler, rest, keep), self._stopping(handler):
             outs = self.real(model, mine, noted, handler, pbar, average=False, n_batch=self._own_part(n_batch, mine))
-        self.ranks.meet()
+        self.ranks.all_reduce()
         for m in handler.metrics:
             if is_item_mean(m): _sum_up(m)
         if rest: self._replay(handler, rest, keep.kept)

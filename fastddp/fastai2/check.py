@@ -21,7 +21,7 @@ from torch import nn
 from ..base import group
 from .callbacks import is_rank0_only
 from .fastai_loader import is_lm, lay_out
-from ..base.rng import SharedRNG
+from ..base.rng import CommonRNG
 
 # %% ../../nbs/fastai2/87_check.ipynb #242e9b16
 class Witness(Callback):
@@ -75,9 +75,9 @@ def reasons_for(learn, n, gpus, steps):
 # %% ../../nbs/fastai2/87_check.ipynb #f3ec69c6
 def _copy(learn):
     "A copy of `learn` over the same datasets, without callbacks that act outside"
-    shared = {id(d):d for dl in learn.dls.loaders if (d := getattr(dl,'dataset',None)) is not None}
+    common = {id(d):d for dl in learn.dls.loaders if (d := getattr(dl,'dataset',None)) is not None}
     away = [cb for cb in learn.cbs if is_rank0_only(cb) or isinstance(cb, (ProgressCallback,TrackerCallback))]
-    res = copy.deepcopy(learn, dict(shared))
+    res = copy.deepcopy(learn, dict(common))
     res.remove_cbs([cb for cb,old in zip(list(res.cbs), list(learn.cbs)) if any(old is o for o in away)])
     res.logger = noop
     return res
@@ -136,7 +136,7 @@ def distrib_check(self:Learner,
     "Compares a few steps on N workers with one process over the same global batches; the learner stays as it was"
     n = nprocs or (len(gpus) if gpus else max(group.n_gpus(), 2))
     if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): batch = 'global'      # torch's batch size is fixed
-    many,one,streams = _copy(self),_copy(self),SharedRNG.capture()
+    many,one,streams = _copy(self),_copy(self),CommonRNG.capture()
     if batch == 'per_worker':
         for dl in one.dls.loaders: _widen(dl, n)
     try:

@@ -18,17 +18,17 @@ from .consensus import VOTES, ballot
 from ..base.errors import CantDistribute
 
 # %% ../../nbs/fastai2/75_ddp.ipynb #c2895e41
-class _Rider(nn.Module):
+class _ModelWithStats(nn.Module):
     "`model` with a ledger of `n` numbers"
     def __init__(self, model, n):
         super().__init__()
         dev = next((p.device for p in model.parameters()), torch.device('cpu'))
-        self.model,self.ledger,self.gathered = model,nn.Parameter(torch.zeros(n, device=dev)),False
-    def forward(self, *args, ghost=False, **kwargs):
-        out = zero_loss(self.model.parameters()) if ghost else self.model(*args, **kwargs)
+        self.model,self.stats,self.gathered = model,nn.Parameter(torch.zeros(n, device=dev)),False
+    def forward(self, *args, shadow=False, **kwargs):
+        out = zero_loss(self.model.parameters()) if shadow else self.model(*args, **kwargs)
         # What earlier micro-batches gave a parameter is reduced in this batch, also if nobody uses it now: DDP must see it here.
-        kept = [p for p in self.model.parameters() if p.grad is not None] if self.gathered and not ghost else []
-        return out, self.ledger*1 + zero_loss(kept)
+        kept = [p for p in self.model.parameters() if p.grad is not None] if self.gathered and not shadow else []
+        return out, self.stats*1 + zero_loss(kept)
 
 def zero_loss(params):
     "A loss that gives each of `params` a gradient of zeros"
@@ -36,8 +36,8 @@ def zero_loss(params):
 
 def raw_model(model):
     "The user's model inside the DDP module, if `model` is one"
-    rider = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return rider.model if isinstance(rider, _Rider) else model
+    wrapped = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return wrapped.model if isinstance(wrapped, _ModelWithStats) else model
 
 def unused_params(loss, params):
     "Those of `params` that the graph below `loss` doesn't reach (its shape stays readable after `backward`)"
@@ -52,7 +52,7 @@ def unused_params(loss, params):
 
 # %% ../../nbs/fastai2/75_ddp.ipynb #f3e50ecc
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-# Its old name warns since torch 2.15. Buffers are our own affair: see `ShareBuffers`.
+# Its old name warns since torch 2.15. Buffers are our own affair: see `SyncBuffers`.
 _NO_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers') if k in _PARAMS)
 
 # What a user may ask DDP for; the rest says where and over what it works, which is decided here
@@ -81,24 +81,24 @@ class Reducer:
         return self.ddp
     def _build(self, model, now):
         self.close()
-        rider = _Rider(model, _SLOTS+len(VOTES))
-        dev = rider.ledger.device
+        wrapped = _ModelWithStats(model, _SLOTS+len(VOTES))
+        dev = wrapped.stats.device
         # DDP broadcasts all weights when it is built; frozen ones, mapped memory that ranks share, would become a copy in each
-        if self.alike: rider._ddp_params_and_buffers_to_ignore = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
+        if self.alike: wrapped._ddp_params_and_buffers_to_ignore = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
         kw = dict({_NO_BUFFERS:False}, device_ids=[dev.index] if dev.type == 'cuda' else None)
         if self.synced is model and 'init_sync' in _PARAMS: kw['init_sync'] = False
         self.synced = model
-        self.ddp = nn.parallel.DistributedDataParallel(rider, **{**kw, **self.ddp_kwargs, 'find_unused_parameters':self.find_unused})
+        self.ddp = nn.parallel.DistributedDataParallel(wrapped, **{**kw, **self.ddp_kwargs, 'find_unused_parameters':self.find_unused})
         self.built_for,self.checked = now,self.find_unused
     def close(self):
         "Takes DDP's hooks off the parameters"
         if self.ddp is not None: self.ddp.reducer._remove_autograd_hooks()
         self.ddp,self.built_for = None,None
     @property
-    def ledger(self): return self.ddp.module.ledger
+    def stats(self): return self.ddp.module.stats
     def entry(self, loss=0., divisor=0., known=0., vote=None):
         "What this rank writes into the ledger"
-        dev,nums = self.ledger.device,(loss,divisor)
+        dev,nums = self.stats.device,(loss,divisor)
         if dev.type == 'cpu': nums = [float(o) for o in nums]       # nothing to wait for, and one tensor less to make
         on_gpu = [o for o in enumerate(nums, 1) if isinstance(o[1], torch.Tensor)]
         nums = [0. if isinstance(o, torch.Tensor) else o for o in nums]
@@ -108,15 +108,15 @@ class Reducer:
     def read(self, loss):
         "The sums over ranks of all entries, once the reduction is complete; reads the ledger once"
         n,self.filled = group.world_size(),[]
-        sums = self.ledger.grad.tolist()
+        sums = self.stats.grad.tolist()
         if abs(sums[0]*n - 1) > 1e-3:
             self._complete(loss)
-            sums = self.ledger.grad.tolist()
-        self.ledger.grad = None
+            sums = self.stats.grad.tolist()
+        self.stats.grad = None
         return [s*n for s in sums]
-    def ghost(self, model, entry):
+    def shadow_step(self, model, entry):
         "A step without a part in it: zero gradients and an entry; returns the sums"
-        nothing,token = self.module(model)(ghost=True)
+        nothing,token = self.module(model)(shadow=True)
         loss = nothing + (token*self.entry(**entry)).sum()
         self.check(loss, took_part=False)
         loss.backward()
@@ -156,7 +156,7 @@ def _complete(self:Reducer, loss):
     zero_loss(self.filled).backward()
 
 @patch
-def heed(self:Reducer, unused):
+def on_unused(self:Reducer, unused):
     "Acts on the slot that says that some rank missed a gradient in its last step"
     if not unused or self.find_unused: return
     named = _trainable(self.ddp.module.model)

@@ -11,8 +11,8 @@ import copy, itertools, sys
 from fastai.data.load import DataLoader, SkipItemException, _loaders
 from fastai.torch_core import to_device
 from fastcore.basics import patch
-from ..shard.split import CantShard, chunk, deal, fill, n_chunks, n_shares, positions, share_size, share_workers
-from ..shard.torch_loader import Shard, Sharded, draw_seed, flow_back, odd_batch, own_stream, settle, sharded_twin, shards_itself, twin
+from ..shard.split import CantShard, chunk, shard_batch, pad_shard, n_chunks, n_own_batches, positions, shard_size, workers_per_rank
+from ..shard.torch_loader import Shard, Sharded, draw_seed, write_back, odd_batch, own_stream, track_changes, sharded_clone, shards_itself, clone_loader
 
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #3dd6833d
 def is_lm(dl):
@@ -32,19 +32,19 @@ class ShardedDL(Sharded):
     "Mixed in before the class of a fastai `DataLoader`"
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
     def __iter__(self):
-        with self._shard.shared:
+        with self._shard.common:
             self.randomize()
             self.before_iter()
             counts = self._plan()
             draw_seed()
-        flow_back(self)
+        write_back(self)
         try:
             with self._epoch(counts) as epoch: yield from self._batches(epoch)
             self.after_iter()
         finally:
             vars(self).pop('it', None)
             self._shard.steps = None
-            flow_back(self)
+            write_back(self)
 
     def _batches(self, epoch):
         "fastai's own loop, with the counts on top"
@@ -59,7 +59,7 @@ class ShardedDL(Sharded):
         s = self._shard
         batches = chunk(list(self.get_idxs()), s.bs, self.drop_last)
         s.steps = [(i*s.bs,b) for i,b in enumerate(batches) if s.train or len(b)>s.rank]
-        return [(share_size(len(b),s.rank,s.n), len(b)) for _,b in s.steps]
+        return [(shard_size(len(b),s.rank,s.n), len(b)) for _,b in s.steps]
 
     def sample(self):
         if self._shard.steps is None: raise CantShard(_NOT_ITERATED)
@@ -69,7 +69,7 @@ class ShardedDL(Sharded):
         if self.dataset is not None: self.it = iter(self.dataset)
         s = self._shard
         for start,batch in steps:
-            items = [self.do_item(i) for i in deal(batch,s.rank,s.n)]
+            items = [self.do_item(i) for i in shard_batch(batch,s.rank,s.n)]
             pos = positions(start, len(batch), s.rank, s.n)
             yield from self._batch(items, lambda: map(self.do_item,batch), len(batch), pos)
 
@@ -84,7 +84,7 @@ def _batch(self:ShardedDL, items, # This rank's items, None where one was skippe
     "Yields `(batch, counts, positions)`, or nothing if in validation nothing is left"
     s = self._shard
     pos,items = [p for p,o in zip(pos,items) if o is not None],[o for o in items if o is not None]
-    feed = fill(items, [] if items else _borrow(spare()), s.n)[0] if s.train else items
+    feed = pad_shard(items, [] if items else _borrow(spare()), s.n)[0] if s.train else items
     if feed: yield self.do_batch(feed), (len(items),total), pos
 
 def _borrow(spare):
@@ -95,7 +95,7 @@ def _borrow(spare):
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #c0c6ba16
 def n_items(dl, cls):
     "How many items an epoch of `dl` has, by the `__len__` of `cls`"
-    one = twin(dl, object.__new__(cls))
+    one = clone_loader(dl, object.__new__(cls))
     one.bs,one.drop_last = 1,False
     return len(one)
 
@@ -105,7 +105,7 @@ def __len__(self:ShardedDL):
     if s.train: return steps
     total = n_items(self, type(s.orig))
     if n_chunks(total,s.bs,self.drop_last)!=steps: return steps   # a `__len__` that has nothing to do with `bs`
-    return n_shares(total, s.bs, s.rank, s.n, self.drop_last)
+    return n_own_batches(total, s.bs, s.rank, s.n, self.drop_last)
 
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #5c2beaf8
 class ShardedStreamDL(ShardedDL):
@@ -117,7 +117,7 @@ class ShardedStreamDL(ShardedDL):
     def create_batches(self, samples):
         s = self._shard
         dataset,steps = s.source
-        with s.shared:
+        with s.common:
             if dataset is not None: self.it = iter(dataset)
         # `map` lets a StopIteration of `create_item` end the stream, as in fastai
         raw = (o for o in map(self._read,samples) if o is not None)
@@ -138,18 +138,18 @@ class ShardedStreamDL(ShardedDL):
     def _next_raw(self, sample=None): return self._shard.raw.pop()
 
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #ba9268dd
-def shard_fastai(dl, rank, n, per_worker, train, shared):
+def shard_fastai(dl, rank, n, per_worker, train, common):
     "The twin of a fastai `DataLoader` that yields the share of `rank`"
-    s = Shard(dl, rank, n, dl.bs*(n if per_worker else 1), train, shared)
-    res = sharded_twin(ShardedDL if dl.indexed else ShardedStreamDL, s)
+    s = Shard(dl, rank, n, dl.bs*(n if per_worker else 1), train, common)
+    res = sharded_clone(ShardedDL if dl.indexed else ShardedStreamDL, s)
     res.bs = s.bs
     if is_lm(dl): lay_out(res)
     if not dl.indexed:
         s.size = lambda: dl.n
         s.source,s.read,res.create_item = own_stream(dl.dataset,s),res.create_item,res._next_raw
     fl = res.fake_l = copy.copy(dl.fake_l)
-    fl.d,fl.default,fl.dataset,fl.num_workers = res,res,fl,share_workers(fl.num_workers,n)
-    settle(res)
+    fl.d,fl.default,fl.dataset,fl.num_workers = res,res,fl,workers_per_rank(fl.num_workers,n)
+    track_changes(res)
     return res
 
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #5b0c7d16

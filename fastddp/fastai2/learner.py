@@ -17,17 +17,17 @@ from ..base.scoped import own_attrs
 from .ddp import DDP_OPTIONS
 from .in_place import at_home, in_place, train_in_place      # the app's two, for a standing cluster
 from .jobs import fit_job, infer_job
-from .resume import Outer, calling
+from .resume import UserCall, calling
 from .session import DEFAULTS, Session
 from ..launch.placement import engine_for, in_launched_group, nested
 
 # %% ../../nbs/fastai2/86_learner.ipynb #1d3f8f91
-_getstate,_DOORS = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches')
+_getstate,_OVERRIDES = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches')
 
 @patch
 def __getstate__(self:Learner):
     "Without our doors: a learner that is exported inside a block, or by a callback on a worker, is a plain one"
-    ours = lambda k,v: k == 'distrib_session' or k in _DOORS and (getattr(v,'__module__',None) or '').startswith('fastddp.')
+    ours = lambda k,v: k == 'distrib_session' or k in _OVERRIDES and (getattr(v,'__module__',None) or '').startswith('fastddp.')
     return {k:v for k,v in _getstate(self).items() if not ours(k, v)}
 
 def _refuse_unknown(names):
@@ -66,13 +66,13 @@ def distrib_ctx(self:Learner,
 @contextlib.contextmanager
 def _on_workers(learn, given, options):
     with engine_for(given) as found:
-        doors = {}
+        overrides = {}
         if found:
             engine,n,gpus = found
             factories = given['model_factory'],given['dls_factory']
             session = Session(learn, n, gpus, engine, given['batch'], options, factories, given, fit_job, infer_job)
-            doors = dict(fit=session.fit, _do_epoch_validate=session.validate)
-        with own_attrs(learn, distrib_session=given, **doors): yield
+            overrides = dict(fit=session.fit, _do_epoch_validate=session.validate)
+        with own_attrs(learn, distrib_session=given, **overrides): yield
 
 # %% ../../nbs/fastai2/86_learner.ipynb #5e217da1
 @patch
@@ -83,7 +83,7 @@ def distrib(self:Learner,
     "`learn.name(*args, **kwargs)` on the workers"
     if not callable(getattr(type(self), name, None)): raise CantDistribute(f"Learner has no method {name!r} to run on workers.")
     options = {k:kwargs.pop(k) for k in list(kwargs) if k in _OPTIONS or k in DDP_OPTIONS}
-    with self.distrib_ctx(**options), calling(self, Outer(name, args, kwargs, options)): return getattr(self, name)(*args, **kwargs)
+    with self.distrib_ctx(**options), calling(self, UserCall(name, args, kwargs, options)): return getattr(self, name)(*args, **kwargs)
 
 _OPTIONS = {k:p for k,p in inspect.signature(Learner.distrib_ctx).parameters.items() if k != 'self' and p.kind != p.VAR_KEYWORD}
 

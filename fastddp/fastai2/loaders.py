@@ -16,9 +16,9 @@ from fastai.torch_core import find_bs
 from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 from .fastai_loader import is_lm, n_items, shard_fastai, why_not_fastai
-from ..base.rng import SharedRNG
-from ..shard.split import CantShard, deal
-from ..shard.torch_loader import Shard, Sharded, flow_back, is_sharded, samplers_of, settle, shard_torch, sharded_twin, torch_bs, why_not_torch
+from ..base.rng import CommonRNG
+from ..shard.split import CantShard, shard_batch
+from ..shard.torch_loader import Shard, Sharded, write_back, is_sharded, samplers_of, track_changes, shard_torch, sharded_clone, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai2/71_loaders.ipynb #2b47339a
 def _is_dl(o): return isinstance(o, (DataLoader,TorchLoader))
@@ -44,18 +44,18 @@ class ShardedWrapper(Sharded):
                 counts,start = inner[0].counts[i],len(epoch.idxs)
                 self._account(epoch, counts, inner[0].idxs[start:start+counts[0]])
                 yield b
-        flow_back(self)
+        write_back(self)
 
 _NOT_TOGETHER = ("an object that iterates over several loaders must take one batch of each in every step, and these "
                  "must be of the same size. Otherwise make one loader of them, over a dataset that combines theirs.")
 
-def _shard_wrapper(dl, rank, n, per_worker, train, shared):
+def _shard_wrapper(dl, rank, n, per_worker, train, common):
     "The twin of `dl` that holds sharded loaders"
-    s = Shard(dl, rank, n, None, train, shared)
-    new = {id(o): _shard_one(o, rank, n, per_worker, train, shared) for o in _inner(dl)}
-    res,s.loaders = sharded_twin(ShardedWrapper,s),list(new.values())
+    s = Shard(dl, rank, n, None, train, common)
+    new = {id(o): _shard_one(o, rank, n, per_worker, train, common) for o in _inner(dl)}
+    res,s.loaders = sharded_clone(ShardedWrapper,s),list(new.values())
     for k,v in loaders_in(dl).items(): setattr(res, k, new[id(v)] if _is_dl(v) else type(v)([new[id(o)] for o in v]))
-    settle(res)
+    track_changes(res)
     return res
 
 def _shard_one(dl, *args):
@@ -107,14 +107,14 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`, or an object that ite
              rank, world_size,
              batch='per_worker', # Is the loader's batch one worker's, or the global one?
              train=True, # In training all ranks make the same steps; in validation nothing is there twice
-             shared=None # `SharedRNG`, alike on all ranks (default: the global streams as they are now)
+             common=None # `CommonRNG`, alike on all ranks (default: the global streams as they are now)
 ):
     "The loader that yields the share of `rank`; raises `CantShard` with the remedy where that can't be done faithfully"
     if is_sharded(dl): dl = dl._shard.orig
     why = why_not(dl, world_size, batch)
     if why: raise CantShard(f"This loader can't be shared out to {world_size} workers: {why}")
     if world_size==1: return OneRank(dl)
-    return _shard_one(dl, rank, world_size, batch=='per_worker', train, shared or SharedRNG.capture())
+    return _shard_one(dl, rank, world_size, batch=='per_worker', train, common or CommonRNG.capture())
 
 def n_batches(dl, world_size, batch='per_worker', train=True):
     "Steps of an epoch (in validation those of the rank that has most), without drawing anything"
@@ -204,5 +204,5 @@ def batch_items(dl,  # A loader in the middle of an epoch
     steps = getattr(steps, 'now', steps)
     step = epoch.done-in_batch if epoch else 0
     if not isinstance(steps, list) or not 0 <= step < len(steps): return ()
-    own = deal(steps[step][1], s.rank, s.n) if isinstance(dl, DataLoader) else steps[step]
+    own = shard_batch(steps[step][1], s.rank, s.n) if isinstance(dl, DataLoader) else steps[step]
     return tuple(int(i) for i in own if isinstance(i, numbers.Integral))

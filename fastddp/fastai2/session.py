@@ -16,7 +16,7 @@ from fastcore.foundation import L
 from ..base import group
 from .loaders import check_dl, global_bs, n_batches, set_dl_state
 from ..base.errors import CantDistribute, WorkerError
-from .rank0 import notebook_run, take_settings
+from .rank0 import notebook_run, apply_settings
 from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
 from ..launch.engine import Job
 from ..payload.state import own_copy
@@ -24,8 +24,8 @@ from ..shard.batchnorm import bn_note
 from ..base.timing import Timings
 from ..report.cost import Report
 from .ddp import check_ddp
-from .resume import Cut, Outer, cuts, dropped_lists, parts_of, outer_calls, state_before, weakly
-from .snapshot import all_cbs, apply, loader_refs, offloaded, take
+from .resume import ResumePoint, UserCall, resume_points, dropped_lists, parts_of, user_calls, state_before, weakly
+from .snapshot import all_cbs, apply, loader_refs, offloaded, snapshot
 from ..base.interrupts import undisturbed
 
 # %% ../../nbs/fastai2/84_session.ipynb #69634747
@@ -37,18 +37,18 @@ class Session:
     def __init__(self, learn, nprocs, gpus, launcher, batch, options, factories, given={}, fit_job=None, infer_job=None):
         self.fit_job,self.infer_job = fit_job,infer_job     # what the ranks run: their side is not imported here
         self.learn,self.n,self.gpus,self.launcher,self.batch = learn,nprocs,gpus,launcher,batch
-        self.options,self.factories,self.said = dict(batch=batch, **options),factories,None
+        self.options,self.factories,self.last_banner = dict(batch=batch, **options),factories,None
         self.given = {k:v for k,v in given.items() if v != DEFAULTS.get(k)}     # what opens such a block again
     def fit(self, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0):
         "`Learner.fit` on the workers; afterwards the learner is as after a local fit"
         learn,cbs = self.learn,[cb() if isinstance(cb,type) else cb for cb in L(cbs)]
-        if (outer := outer_calls.get(learn)) is None: outer = Outer('fit', (n_epoch,lr,wd,cbs,reset_opt,start_epoch), {}, self.given)
-        first,state = outer.next_fit()
+        if (user_call := user_calls.get(learn)) is None: user_call = UserCall('fit', (n_epoch,lr,wd,cbs,reset_opt,start_epoch), {}, self.given)
+        first,state = user_call.next_fit()
         self.timings = Timings(f"{n_epoch} epoch{'s' if n_epoch != 1 else ''}")
         if first == 'done': return
         if state: apply(learn, cbs, *state)
         self._check()
-        old,self.kept,self.cut,self.began = learn.opt,False,Cut(outer, cbs, [*map(weakly, parts_of(learn, cbs))], first),time.time()
+        old,self.kept,self.resume_point,self.began = learn.opt,False,ResumePoint(user_call, cbs, [*map(weakly, parts_of(learn, cbs))], first),time.time()
         try:
             if (reset_opt and not first) or not learn.opt: learn.create_opt()
             check_ddp(self.options, learn.opt)
@@ -58,19 +58,19 @@ class Session:
             out = self._run(call, cbs)
         except BaseException as e:
             if not self.kept: learn.opt = old
-            if isinstance(e, (WorkerError,KeyboardInterrupt)): cuts[learn] = self.cut.noted(learn)
+            if isinstance(e, (WorkerError,KeyboardInterrupt)): resume_points[learn] = self.resume_point.noted(learn)
             raise
         if out.interrupted or any(r['interrupted'] for r in out.results):
-            cuts[learn] = self.cut.noted(learn)
+            resume_points[learn] = self.resume_point.noted(learn)
             raise KeyboardInterrupt
-        cuts.pop(learn, None)
+        resume_points.pop(learn, None)
         self._reported()
         self._sum_up(n_epoch, out.results)
     def _run(self, call, cbs):
         "Runs the job and puts its state into the learner; after a failure, that of the last complete epoch"
         left = self.given.get('restarts', 0)
         while True:
-            job = Job.of(self.fit_job, take(self.learn, cbs, dict(call, first=self.cut.first, lists=dropped_lists(self.learn, cbs)), *self.factories))
+            job = Job.of(self.fit_job, snapshot(self.learn, cbs, dict(call, first=self.resume_point.first, lists=dropped_lists(self.learn, cbs)), *self.factories))
             self.timings.mark('snapshot')
             with offloaded(self.learn):
                 try: out = self.launcher.run(job, self.n)
@@ -88,16 +88,16 @@ class Session:
         state,e.state = getattr(e, 'state', None),None      # it maps memory, and an exception may live long
         if state:
             apply(self.learn, cbs, *state)
-            self.kept,self.cut = True,self.cut._replace(first=self.learn.epoch+1)
+            self.kept,self.resume_point = True,self.resume_point._replace(first=self.learn.epoch+1)
         e.kept = f"holds the end of epoch {self.learn.epoch}." if self.kept else "is as it was before the fit."
-        if self.cut.first or self.kept: e.kept += " learn.distrib_resume() goes on from there."
+        if self.resume_point.first or self.kept: e.kept += " learn.distrib_resume() goes on from there."
     def _take_in(self, out, cbs):
         "Puts what the workers came to into the learner; after an interrupt, with what is needed to go on"
         if any(r['interrupted'] for r in out.results):
-            self.cut = self.cut._replace(state=own_copy(*out.epoch) if out.epoch else state_before(self.learn, cbs), begun=out.epoch is not None)
-        elif out.interrupted: self.cut = self.cut._replace(done=self.cut.outer.fits, first=None)     # it came too late for this fit
+            self.resume_point = self.resume_point._replace(state=own_copy(*out.epoch) if out.epoch else state_before(self.learn, cbs), begun=out.epoch is not None)
+        elif out.interrupted: self.resume_point = self.resume_point._replace(done=self.resume_point.user_call.fits, first=None)     # it came too late for this fit
         apply(self.learn, cbs, *out.state)
-        take_settings(out.results[0]['settings'])
+        apply_settings(out.results[0]['settings'])
         self.kept = True
         self.timings.marks += out.marks
 
@@ -117,7 +117,7 @@ def distrib_report(self:Learner):
 @patch
 def _say_restart(self:Session, e, left):
     "One line about a failure that isn't the end"
-    at = self.cut.first or 0
+    at = self.resume_point.first or 0
     print(f"{type(e).__name__}: {' '.join(e._headline().split())}. Going on with epoch {at} on fresh workers ({left-1} restart{'s' if left != 2 else ''} left).")
 
 @patch
@@ -126,7 +126,7 @@ def _sum_up(self:Session, n_epoch, results):
     r,now = results[0],time.time()
     if r['begun'] is None or not r['seconds']: return
     rate = f"{r['items']/r['seconds']:,.0f} items/s" + (f" ({self.n} x {r['items']/r['seconds']/self.n:,.0f})" if self.n > 1 else '')
-    n = n_epoch-(self.cut.first or 0)
+    n = n_epoch-(self.resume_point.first or 0)
     print(f"{n} epoch{'s' if n != 1 else ''} in {now-self.began:.1f} s (start {r['begun']-self.began:.1f} s), {rate}")
 
 # %% ../../nbs/fastai2/84_session.ipynb #482e8771
@@ -150,14 +150,14 @@ def _infer(self:Session, dl):
     "Each rank's result of `infer_job`; what rank 0's callbacks hold is in the notebook's by then"
     learn,own = self.learn,[i for i,o in enumerate(self.learn.dls.loaders) if o is dl]
     self.timings = Timings('inference')
-    job = Job.of(self.infer_job, take(learn, (), dict(dl=own[0] if own else dl), *self.factories, training=False))
+    job = Job.of(self.infer_job, snapshot(learn, (), dict(dl=own[0] if own else dl), *self.factories, training=False))
     self.timings.mark('snapshot')
     with offloaded(learn):
         try: out = self.launcher.run(job, self.n)
         except (WorkerError, KeyboardInterrupt) as e:
             e.state,e.kept = None,"is as it was before the call."
             raise
-        apply(learn, (), *out.state, known=loader_refs(learn, dl))
+        apply(learn, (), *out.state, refs=loader_refs(learn, dl))
         self.timings.marks += out.marks
     self._reported()
     if out.interrupted: raise KeyboardInterrupt
@@ -194,5 +194,5 @@ def _say(self:Session):
     steps = f", {steps} steps per epoch" if steps is not None else ''
     line = f"{self.n} worker{'s' if self.n>1 else ''} ({where}) x batch {each} = {total} per step{steps}"
     note = bn_note(self.learn.model, self.n) if self.options['sync_bn'] and not self.gpus else None
-    if line != self.said: print(line, *([note] if note else []), sep='\n')
-    self.said = line
+    if line != self.last_banner: print(line, *([note] if note else []), sep='\n')
+    self.last_banner = line

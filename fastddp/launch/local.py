@@ -11,12 +11,12 @@ import os, threading, time
 from ..base import group
 from ..payload.shared_memory import Block
 from .engine import Launcher
-from .rank import Place, early, enter
-from ..output.replay import look
+from .rank import RankSpec, early, enter
+from ..output.replay import display_settings
 from ..base.timing import Timings
 from ..payload.pickling import Payload
 from ..base.interrupts import Interrupts
-from .monitor import Watch
+from .monitor import Monitor
 from ..process.workers import Workers, without_helper
 
 # %% ../../nbs/launch/53_local.ipynb #ce508ea8
@@ -31,14 +31,14 @@ class Local(Launcher):
         backend=None, # 'nccl', 'gloo', '' for no group; None: what fits the device
         threads=None, # CPU threads per rank; None: the cores divided by the ranks
         see=(0,), # Ranks whose output is shown, or 'all'
-        patience=2., # Seconds that ranks have to answer an interrupt, beyond the longest step so far
+        interrupt_grace=2., # Seconds that ranks have to answer an interrupt, beyond the longest step so far
         timeout=None, # Seconds without a step of any rank before the run is given up as hanging; None: never
-        standing=False, # Warm workers outlive a job that failed or was interrupted, with what they hold
+        keep_on_failure=False, # Warm workers outlive a job that failed or was interrupted, with what they hold
         live=True, # Show output while it happens, or all of it in the end
         idle=600., # Seconds after which workers of a block that have nothing to do leave; the next job starts new ones
     ):
         self.gpus,self.backend,self.threads,self.see = gpus,backend,threads,see
-        self.patience,self.timeout,self.standing,self.live,self.idle = patience,timeout,standing,live,idle
+        self.interrupt_grace,self.timeout,self.keep_on_failure,self.live,self.idle = interrupt_grace,timeout,keep_on_failure,live,idle
         self.workers,self._block,self._warm,self._store = None,None,False,None
         self._timer,self._busy = None,threading.RLock()
     def __enter__(self):
@@ -67,20 +67,20 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             self._stay()
             self._prepare([r for r in range(nprocs) if here is None or r != here[0]], nprocs, interrupts, timings.mark)
             new,env = self._store is None,dict(LOCAL_WORLD_SIZE=str(nprocs))
-            places = self._places(nprocs, job.work)
-            if new and here is None and self.workers.method == 'forkserver': self.workers.early(early, places, **env)
+            specs = self._specs(nprocs, job.work)
+            if new and here is None and self.workers.method == 'forkserver': self.workers.early(early, specs, **env)
             packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
-            self.workers.submit(enter, packed, self._block, places, **env)
-            watch = Watch(self, on_event, places, interrupts)
-            own = {here[0]: watch.beside(here[1])} if here else {}
+            self.workers.submit(enter, packed, self._block, specs, **env)
+            watch = Monitor(self, on_event, specs, interrupts)
+            own = {here[0]: watch.run_while_watching(here[1])} if here else {}
             outcome = watch.wait(refs, own)
             ok = True
             return outcome._replace(marks=(*timings.marks, *outcome.marks))
         finally:
-            kept = ok or (self.standing and watch is not None and watch.settle())
-            if self.standing and job.payload.buffers: self._new_block()
+            kept = ok or (self.keep_on_failure and watch is not None and watch.wait_until_idle())
+            if self.keep_on_failure and job.payload.buffers: self._new_block()
             if not (kept and self._warm): self.close(2. if ok else 0)
-            elif not self.standing: self._leave_later()
+            elif not self.keep_on_failure: self._leave_later()
 
 @patch
 def _stay(self:Local):
@@ -122,21 +122,21 @@ def _gpus(self:Local, nprocs):
     return list(range(nprocs)) if group.n_gpus() else None
 
 @patch
-def _places(self:Local, nprocs, work):
+def _specs(self:Local, nprocs, work):
     gpus = self._gpus(nprocs) or [None]*nprocs
     backend = group.backend_for('cpu' if gpus[0] is None else 'cuda') if self.backend is None else self.backend
     threads = self.threads or (max(1, visible_cores()//nprocs))
     self._store = self._store or os.path.join(self.workers.dir, f'meet-{time.monotonic_ns()}')
-    pulse = os.path.join(self.workers.dir, f'pulse-{time.monotonic_ns()}-')
-    return [Place(nprocs, gpus[r], backend, threads, self._store, self._look(r), self.workers.log_path(r), f'{pulse}{r}', work)
+    heartbeat = os.path.join(self.workers.dir, f'pulse-{time.monotonic_ns()}-')
+    return [RankSpec(nprocs, gpus[r], backend, threads, self._store, self._display_settings(r), self.workers.log_path(r), f'{heartbeat}{r}', work)
             for r in self.workers.ranks]
 
 @patch
-def _look(self:Local, r):
+def _display_settings(self:Local, r):
     "The first rank that is seen shows what a local call would; others are silent, or seen as text"
     first = 0 if self.see == 'all' else next(iter(self.see), None)
     own = {} if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see)
-    return look() | own | (dict(shell=True) if self.standing else {})       # cells run in it
+    return display_settings() | own | (dict(shell=True) if self.keep_on_failure else {})       # cells run in it
 
 # %% ../../nbs/launch/53_local.ipynb #49cd4296
 def _start(ranks, on_gpu, interrupts, mark):

@@ -16,12 +16,12 @@ def _is_patched(name): return name == 'torch' or name.startswith(_PATCHED)
 
 def _same(a, b): return len(a) == len(b) and all(map(operator.is_, a, b))
 
-class _Place:
+class _Namespace:
     "The namespace of a module or of a class, and what was found there"
     def __init__(self, owner, mod, cls=None):
         self.owner,self.mod,self.cls,self.ns = owner,mod,cls,owner.__dict__
         self.values,self.functions,self.tables,self.classes = None,[],[],[]
-    def look(self, kinds):
+    def refresh(self, kinds):
         "Brings up to date which functions here are a cell's, which dispatch functions there are, and (of a module) its own classes"
         values = list(self.ns.values())
         if self.values is not None and _same(self.values, values) and not (self.tables and self._renamed()): return
@@ -33,7 +33,7 @@ class _Place:
     def _renamed(self): return any(self.ns.get(k) is not v for k,v in self.tables)
     def _own_classes(self, values):
         old = {id(p.owner):p for p in self.classes}
-        self.classes = [old.get(id(c)) or _Place(c, self.mod, c.__qualname__) for c in values if issubclass(type(c), type) and c.__module__ == self.mod]
+        self.classes = [old.get(id(c)) or _Namespace(c, self.mod, c.__qualname__) for c in values if issubclass(type(c), type) and c.__module__ == self.mod]
 
 _walk = [None,[]]   # names of all modules at the last walk, and the places of those that a cell may have patched
 
@@ -42,7 +42,7 @@ def _modules():
     if names != _walk[0] or any(sys.modules[p.mod] is not p.owner for p in _walk[1]):
         old = {(p.mod,id(p.owner)):p for p in _walk[1]}
         mods = [(n,m) for n in names if _is_patched(n) and isinstance(m := sys.modules[n], types.ModuleType)]
-        _walk[:] = names, [old.get((n,id(m))) or _Place(m, n) for n,m in mods]
+        _walk[:] = names, [old.get((n,id(m))) or _Namespace(m, n) for n,m in mods]
     return _walk[1]
 
 # %% ../../nbs/payload/12_patches.ipynb #9c64fa69
@@ -149,8 +149,8 @@ class Patches(list):
 def collect_patches():
     "What cells patched onto the classes, modules and dispatch functions that training uses"
     res,kinds,seen = Patches(),_kinds(),set()
-    def take(place):
-        place.look(kinds)
+    def collect(place):
+        place.refresh(kinds)
         for k,v in place.functions: res.append((place.mod, place.cls, k, 'set', _function(v)))
         for k,v in place.tables:
             if id(v) in seen: continue      # a dispatch function has many homes
@@ -158,6 +158,6 @@ def collect_patches():
             kind,added = kinds[type(v)]
             if (what := added(v)) is not None: res.append((place.mod, place.cls, k, kind, what))
     for mod in _modules():
-        take(mod)
-        for cls in mod.classes: take(cls)
+        collect(mod)
+        for cls in mod.classes: collect(cls)
     return res

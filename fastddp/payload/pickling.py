@@ -33,9 +33,9 @@ def _load_typed(storage, dtype): return torch.storage.TypedStorage(wrap_storage=
 # %% ../../nbs/payload/11_pickling.ipynb #1e347a29
 class _Pickler(cloudpickle.Pickler):
     "cloudpickle with out-of-band tensors and references to objects the other side has"
-    def __init__(self, file, on_buffer, refs=(), share=False):
+    def __init__(self, file, on_buffer, refs=(), pack_lists=False):
         super().__init__(file, protocol=5, buffer_callback=on_buffer)
-        self._canon,self._refs,self._keep,self._share,self._packed = {},{id(o):i for i,o in enumerate(refs)},refs,share,{}
+        self._canon,self._refs,self._keep,self._share,self._packed = {},{id(o):i for i,o in enumerate(refs)},refs,pack_lists,{}
     def persistent_id(self, o):
         if self._share and type(o) is list and id(o) not in self._refs: return self._strings(o)
         return self._refs.get(id(o))
@@ -146,11 +146,11 @@ def _memory(b):
     raw = b.raw()
     return raw.obj if isinstance(raw.obj, Letters) else raw.cast('B')
 
-def dump(obj, refs=(), share=False):
+def dump(obj, refs=(), pack_lists=False):
     """`obj` as a `Payload`: notebook definitions by value, large buffers aside, objects among `refs` by number.
-    `share`: long lists of strings or paths lie in a buffer, too, and are loaded as `Strings`"""
+    `pack_lists`: long lists of strings or paths lie in a buffer, too, and are loaded as `Strings`"""
     raw,f = [],io.BytesIO()
-    _Pickler(f, lambda b: raw.append(_memory(b)), refs, share).dump(obj)
+    _Pickler(f, lambda b: raw.append(_memory(b)), refs, pack_lists).dump(obj)
     return Payload(f.getvalue(), raw)
 
 def load(meta, buffers, device=None, refs=(), home=None):
@@ -196,9 +196,9 @@ def blame(obj, path, depth=12):
         else: break
     return path, str(why)
 
-def dump_or_blame(obj, roots, share=False):
-    "`dump(obj, share=share)`, or `NotPicklable` naming where in `roots` (path -> object, most telling first) the culprit hangs"
-    try: return dump(obj, share=share)
+def dump_or_blame(obj, roots, pack_lists=False):
+    "`dump(obj, pack_lists=pack_lists)`, or `NotPicklable` naming where in `roots` (path -> object, most telling first) the culprit hangs"
+    try: return dump(obj, pack_lists=pack_lists)
     except Exception as e:
         for path,root in roots.items():
             if found := blame(root, path): raise NotPicklable(*found) from None

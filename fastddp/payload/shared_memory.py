@@ -53,16 +53,16 @@ def _memory_file():
 _CHUNK = 1<<24      # bytes that one call takes or writes
 _POPULATE_WRITE = 23        # madvise(2), since Linux 5.14: Python's mmap doesn't name it, and would hold the interpreter's lock meanwhile
 
-def _take(m, at, size):
+def _populate(m, at, size):
     "Gives `size` bytes of the mapping `m` their pages; an OSError if there are none"
     address = ctypes.addressof(ctypes.c_char.from_buffer(m))+at
     if ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 @functools.cache
-def _can_take():
+def _can_populate():
     if not sys.platform.startswith('linux'): return False
-    try: _take(mmap.mmap(-1, mmap.PAGESIZE), 0, mmap.PAGESIZE)
+    try: _populate(mmap.mmap(-1, mmap.PAGESIZE), 0, mmap.PAGESIZE)
     except OSError: return False
     return True
 
@@ -70,24 +70,24 @@ class _Mapping:
     "`size` bytes of a file in this process's memory, to be read and written; pages are taken a chunk at a time"
     def __init__(self, fd=None, size=0):
         self.map = mmap.mmap(fd, size) if size else bytearray()
-        self.view,self.taken,self.wanted = memoryview(self.map),set(),True
+        self.view,self.populated,self.wanted = memoryview(self.map),set(),True
     def __len__(self): return len(self.view)
-    def take(self, i):
-        if i in self.taken: return
-        _take(self.map, i*_CHUNK, min(_CHUNK, len(self)-i*_CHUNK))
-        self.taken.add(i)
-    def take_until(self, end):
+    def populate(self, i):
+        if i in self.populated: return
+        _populate(self.map, i*_CHUNK, min(_CHUNK, len(self)-i*_CHUNK))
+        self.populated.add(i)
+    def populate_until(self, end):
         "For a thread of its own: whoever writes meanwhile takes pages as well"
         with contextlib.suppress(OSError):
             for i in range(-(-min(end, len(self))//_CHUNK)):
-                if self.wanted: self.take(i)
+                if self.wanted: self.populate(i)
     def write(self, data, at):
-        for i in range(at//_CHUNK, (at+len(data)-1)//_CHUNK+1): self.take(i)
+        for i in range(at//_CHUNK, (at+len(data)-1)//_CHUNK+1): self.populate(i)
         np.copyto(np.frombuffer(self.view[at:at+len(data)], np.uint8), np.frombuffer(data, np.uint8))      # other threads go on
 
 def _mapping(fd, size):
     "A `_Mapping`; an empty one where it can't be, or is of no use: each page of a file on a disk would be written there"
-    if not _can_take() or not _in_memory(fd): return _Mapping()
+    if not _can_populate() or not _in_memory(fd): return _Mapping()
     try: return _Mapping(fd, size)
     except OSError: return _Mapping()       # the process may not have so large an address space
 
@@ -172,14 +172,14 @@ class Block:
         "Takes memory for `size` bytes, if they are many, while the caller goes on; where that can't be, all works without it"
         if size < _LARGE or size <= len(self._mapped) or self._short_of(size): return
         with contextlib.suppress(OSError): self._grow(size)
-        threading.Thread(target=self._mapped.take_until, args=(size,), daemon=True, name='fastddp-reserve').start()
+        threading.Thread(target=self._mapped.populate_until, args=(size,), daemon=True, name='fastddp-reserve').start()
     def read(self, packed, copy=False):
         "The buffers of `packed`: copy-on-write views of the block, or private copies with `copy`"
         end = max((o+n for o,n in packed.spans), default=0)
         if not end: return [bytearray()]*len(packed.spans)
         view = memoryview(mmap.mmap(self.fd, end, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ|mmap.PROT_WRITE))
         return [bytearray(view[o:o+n]) if copy else view[o:o+n] for o,n in packed.spans]
-    def look(self, packed):
+    def peek(self, packed):
         "The buffers of `packed` as they lie in the block: not to be written, and changed by the next write"
         end,view = max((o+n for o,n in packed.spans), default=0),self._mapped.view
         return [view[o:o+n] for o,n in packed.spans] if end <= len(view) else self.read(packed)

@@ -12,7 +12,7 @@ import cloudpickle
 
 from ..base.errors import failure_of
 from ..payload.pickling import function_at
-from .channel import Link
+from .channel import Channel
 
 # %% ../../nbs/process/43_worker.ipynb #e4575692
 def worker_main(conn, rank, parent_pid, log):
@@ -22,11 +22,11 @@ def worker_main(conn, rank, parent_pid, log):
     words = open(log, 'a')
     faulthandler.enable(words)
     faulthandler.register(signal.SIGUSR1, words)
-    link = Link(conn, rank, parent_pid, os.path.dirname(log))
-    link._pipe.send('ready', _cuda_forked())
-    while (job := link.jobs.get()) is not None:
-        _run(link, *job)
-        link.on.pop('idle', lambda: None)()
+    channel = Channel(conn, rank, parent_pid, os.path.dirname(log))
+    channel._pipe.send('ready', _cuda_forked())
+    while (job := channel.jobs.get()) is not None:
+        _run(channel, *job)
+        channel.on.pop('idle', lambda: None)()
     os._exit(0)     # no exit hooks: they belong to the helper this process was forked from
 
 def _cuda_forked():
@@ -36,26 +36,26 @@ def _cuda_forked():
     cuda._cached_device_count = None       # the helper counted none
     return cuda._is_in_bad_fork()
 
-def _run(link, entry, around, packed, config, block):
+def _run(channel, entry, around, packed, config, block):
     "One job under guard: all user code is loaded inside. Without a block: what can be done before there is one"
     try:
-        link.where,link.items = 'loading' if block else 'starting',()
+        channel.where,channel.items = 'loading' if block else 'starting',()
         pickle.loads(around).enter()
         fn = function_at(entry)
-        if block is None: return fn(link, config)
-        res = fn(link, packed.meta, block.read(packed), config)
-        link.where = 'returning'
-        link.put('result', res)
-        link._pipe.send('done')
+        if block is None: return fn(channel, config)
+        res = fn(channel, packed.meta, block.read(packed), config)
+        channel.where = 'returning'
+        channel.put('result', res)
+        channel._pipe.send('done')
     except BaseException as e:      # sys.exit in a job is a failure of the job, not of this loop
-        _report(link, e)
+        _report(channel, e)
         e.__traceback__ = None
         gc.collect()                # its frames hold what others may wait for: a process group
     finally:
         if block: block.close()
 
-def _report(link, e):
+def _report(channel, e):
     try: original = cloudpickle.dumps(e)
     except Exception: original = b''    # an exception may hold anything; its text travels in any case
-    where,items = (o() if callable(o) else o for o in (link.where, link.items))     # a job may say it when asked, not at every step
-    link._pipe.send('failed', failure_of(e, link.rank, where, original, items))
+    where,items = (o() if callable(o) else o for o in (channel.where, channel.items))     # a job may say it when asked, not at every step
+    channel._pipe.send('failed', failure_of(e, channel.rank, where, original, items))

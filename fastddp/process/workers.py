@@ -105,10 +105,10 @@ class Workers:
             around = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r)))
             with contextlib.suppress(OSError): pipe.send(what, entry, around, *own, fd=fd)      # it died already; its sentinel says so
     def ask_stop(self):
-        "Tells every rank that the notebook wants it to stop; `Link.stop_requested` is then true"
+        "Tells every rank that the notebook wants it to stop; `Channel.stop_requested` is then true"
         for r in self.alive(): self._tell(r, 'stop')
     def break_up(self):
-        "Tells every rank that some wait for others in vain: what they do about it is `Link.on['break']`"
+        "Tells every rank that some wait for others in vain: what they do about it is `Channel.on['break']`"
         for r in self.alive(): self._tell(r, 'break')
     def ask_stacks(self, ranks):
         "Lets `ranks` write the Python stacks of all their threads into their logs"
