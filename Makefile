@@ -7,6 +7,7 @@
 #   make bench     all benchmarks, and their tables in benchmarks/README.md and the README (an hour; leave the machine alone meanwhile)
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
+#   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
 #   make test-faults  the whole table of failures (CI runs a spread of it)
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
 # PYTHON=python3.12 chooses the interpreter for a new environment, VENV=some/folder where it lies.
@@ -25,7 +26,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo test test-v1 test-oldest test-full test-faults readme troubles venv check again clean distclean
+.PHONY: browser demo test test-v1 test-oldest test-full test-faults readme troubles sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -84,6 +85,9 @@ troubles: venv
 
 readme: venv
 	@$(PY) tools/readme.py
+
+sidebar: venv
+	@$(PY) tools/sidebar.py
 
 venv: $(STAMP)
 

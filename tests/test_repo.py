@@ -23,6 +23,36 @@ def test_a_broken_link_is_noticed():
     assert broken_links(text, root) == ['nowhere.md']
 
 
+CONTRIBUTING = (root/'CONTRIBUTING.md').read_text(encoding='utf-8')
+
+
+def table_of_folders():
+    "Folder -> the modules that CONTRIBUTING's table names, in its order; '' for the front doors"
+    rows = re.findall(r'^\| (`\w+`|front doors) \| \d\d- \| (.*?) \| [^|]* \|$', CONTRIBUTING, re.M)
+    return {'' if o == 'front doors' else o.strip('`'): re.findall(r'`(\w+)`', text) for o, text in rows}
+
+
+def modules():
+    "Folder -> the modules that are there, in the order of their notebooks' numbers"
+    found = {}
+    for o in sorted((root/'nbs').glob('**/[0-9]*_*.ipynb'), key=lambda o: int(o.name.split('_')[0])):
+        found.setdefault('' if o.parent == root/'nbs' else o.parent.name, []).append(o.stem.partition('_')[2])
+    return found
+
+
+def test_contributing_names_each_folder_and_module():
+    said, there = table_of_folders(), modules()
+    assert list(said) == list(there)
+    assert {k: sorted({*there[k]} - {*said[k]}) for k in there if {*there[k]} - {*said[k]}} == {}, 'add these to the table'
+
+
+@pytest.mark.parametrize('path', ['CONTRIBUTING.md', 'README.md', 'docs/same_answer.md', 'docs/vocabulary.md', 'docs/fastai_v1.md'])
+def test_modules_that_are_named_exist(path):
+    text = (root/path).read_text(encoding='utf-8')
+    named = re.findall(rf"`(?:fastddp[./])?((?:{'|'.join(filter(None, modules()))})[./]\w+)(?:\.py|\.[A-Z]\w*)?`", text)
+    assert [o for o in named if not (root/'fastddp'/(o.replace('.', '/')+'.py')).exists()] == []
+
+
 def test_licence():
     text = (root/'LICENSE').read_text(encoding='utf-8')
     assert 'Apache License' in text and 'Version 2.0, January 2004' in text and 'fastddp contributors' in text

@@ -1,4 +1,4 @@
-"""Generated files are what their sources say: modules and README by notebooks, version by settings.ini."""
+"""Generated files are what their sources say: modules, README and sidebar by notebooks, version by settings.ini."""
 import re, runpy, shutil, subprocess, sys
 from configparser import ConfigParser
 from pathlib import Path
@@ -77,6 +77,18 @@ def test_modules_say_where_they_come_from():
 def test_readme_is_rendered_from_the_index():
     render = runpy.run_path(str(root/'tools'/'readme.py'))['render']
     assert (root/'README.md').read_text(encoding='utf-8') == render(), 'run `make readme`'
+
+
+def test_the_sites_order_is_that_of_the_numbers():
+    "nbdev leaves the file alone, it is what the generator gives, and names every notebook once"
+    from nbdev.config import get_config
+    text = (root/'nbs'/'sidebar.yml').read_text(encoding='utf-8')
+    assert get_config(root).custom_sidebar is True
+    assert text == runpy.run_path(str(root/'tools'/'sidebar.py'))['render'](), 'run `make sidebar`'
+    named = re.findall(r'- (\S+\.ipynb)$', text, re.M)
+    assert sorted(named) == sorted(o.relative_to(root/'nbs').as_posix() for o in (root/'nbs').glob('**/*.ipynb'))
+    numbers = [int(m[1]) for o in named if (m := re.match(r'(?:\w+/)?(\d+)_', o))]
+    assert numbers == sorted(numbers) and len(numbers) > 40
 
 
 def test_version_has_one_source(): assert fastddp.__version__ == settings['version']
