@@ -5,7 +5,7 @@ and a second one in the same block). `back`: weights of that size (frozen ones, 
 training until they are in the notebook's parameters; the training takes a second, in which memory for them is found. `epoch`: what the
 copy that is kept at the end of an epoch adds to it. Peer: the same bytes through a pipe of `multiprocessing`, pickled. One copy is
 numpy's into memory that is there already. Into shared memory that the system must find first, as a first fit's is, it takes several
-times as long, which is the floor there.
+times as long, which is the least there can be.
 
     python benchmarks/sync.py [--megabytes 1024] [--repeats 5] [--machine NAME]
 """

@@ -4,7 +4,7 @@ Same model, batch, data in memory, loss, optimizer and threads on both sides (ca
 epoch to the end of the last. Where computing dominates, ours is held against the script. In `mlp` fastai's own Python per step
 dominates, so there ours is held against a `Learner`'s step in one process plus the communication that the script adds to its own.
 
-fastddp's workers keep freed memory from step to step (room 01c); a script may have that by glibc's variables, so it is measured
+fastddp's workers keep freed memory from step to step (process/malloc); a script may have that by glibc's variables, so it is measured
 both ways: plain, as everybody starts it, and `kept` with MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ set.
 
     python benchmarks/throughput.py [--repeats 5] [--machine NAME] [--cases convnet,text]

@@ -1,4 +1,4 @@
-"""Rooms 07 and 07b on real loaders: N sharded ones, built in one process, against the same loader with the batch of all."""
+"""Real loaders: N sharded ones, built in one process, against the same loader with the batch of all."""
 import gc, pickle, random, signal
 import numpy as np, pandas as pd, pytest, torch
 from hypothesis import given, settings, strategies as st

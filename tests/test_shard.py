@@ -1,4 +1,4 @@
-"""Room 05's arithmetic for random sizes, ranks and batch sizes: thousands of cases, no processes."""
+"""The arithmetic of shard.split for random sizes, ranks and batch sizes: thousands of cases, no processes."""
 from hypothesis import given, settings, strategies as st
 from fastddp.shard.split import (chunk, shard_batch, pad_shard, loss_weight, n_chunks, n_own_batches, positions, restore_order, shard_size,
                            workers_per_rank, train_shard)

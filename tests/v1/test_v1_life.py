@@ -1,4 +1,4 @@
-"""Interrupt, failure and what is left: fastai v1 shares the rooms that see to it, a few tests prove it."""
+"""Interrupt, failure and what is left: fastai v1 has the same launch and process, a few tests prove it."""
 import os, signal, subprocess, sys
 from pathlib import Path as P
 import numpy as np, pandas as pd, pytest, torch
