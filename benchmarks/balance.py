@@ -75,7 +75,7 @@ def main():
     args, rows = p.parse_args(), []
     if args.small: args.texts, args.epochs = 512, 1
     print(f'{args.texts} texts, SortedDL, batch {args.bs}, mean of {args.epochs} epochs: busiest rank over the mean\n')
-    print(f"{'sigma':>5} {'batch':>10} {'ranks':>5} {'dealt (ours)':>12} {'slices':>7} {'budget':>7}")
+    print(f"{'sigma':>5} {'batch':>10} {'ranks':>5} {'ours':>12} {'slices':>7} {'budget':>7}")
     for sigma in sorted({*SIGMAS, args.sigma}):
         lens = lengths(args.texts, sigma)
         for batch in 'per_worker', 'global':
@@ -84,7 +84,9 @@ def main():
                 rows.append(dict(sigma=sigma, batch=batch, ranks=n, ours=round(o, 4), slices=round(c, 4),
                                  budget=BUDGET[n]))
                 print(f"{sigma:5.2f} {batch:>10} {n:5d} {o:12.3f} {c:7.2f} {BUDGET[n]:7.2f}", flush=True)
-    if not args.small: save('balance', args.machine, unit='busiest rank over the mean', texts=args.texts, bs=args.bs, epochs=args.epochs, rows=rows)
+    if not args.small:
+        save('balance', args.machine, unit='busiest rank over the mean', texts=args.texts, bs=args.bs,
+             epochs=args.epochs, rows=rows)
 
 
 if __name__ == '__main__': main()

@@ -12,16 +12,22 @@ from common import convnet, mlp, seed_all, sgd
 
 
 def numbers(*shape, seed=0): return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-def classes(n, of, seed=1): return torch.randint(0, of, n if isinstance(n, tuple) else (n,), generator=torch.Generator().manual_seed(seed))
+def classes(n, of, seed=1):
+    size = n if isinstance(n, tuple) else (n,)
+    return torch.randint(0, of, size, generator=torch.Generator().manual_seed(seed))
 
 
 class InMemory:
     "Items in tensors, and torch's own DataLoader over them on both sides"
-    def __init__(self, model, data, bs, epochs): self.model, self.data, self.bs, self.epochs, self.loss_func = model, data, bs, epochs, nn.CrossEntropyLoss()
+    def __init__(self, model, data, bs, epochs):
+        self.model, self.data = model, data
+        self.bs, self.epochs = bs, epochs
+        self.loss_func = nn.CrossEntropyLoss()
     def learner(self, ranks=2, **kwargs):
         seed_all()
         ts = self.data()
-        dls = DataLoaders(DataLoader(TensorDataset(*ts), self.bs, shuffle=True, drop_last=True), DataLoader(TensorDataset(*(t[:self.bs] for t in ts)), self.bs))
+        dls = DataLoaders(DataLoader(TensorDataset(*ts), self.bs, shuffle=True, drop_last=True),
+                          DataLoader(TensorDataset(*(t[:self.bs] for t in ts)), self.bs))
         return Learner(dls, self.model(), loss_func=self.loss_func, opt_func=sgd, lr=0.01, **kwargs)
     def script(self, rank, n):
         "Model, and a function that gives an epoch's batches"
@@ -41,7 +47,8 @@ class Text:
     def __init__(self, steps): self.steps = steps
     def model(self):
         from fastai.text.models import AWD_LSTM, awd_lstm_lm_config, get_language_model
-        return get_language_model(AWD_LSTM, self.words, config=awd_lstm_lm_config | dict(emb_sz=100, n_hid=200, n_layers=2))
+        config = awd_lstm_lm_config | dict(emb_sz=100, n_hid=200, n_layers=2)
+        return get_language_model(AWD_LSTM, self.words, config=config)
     @property
     def loss_func(self):
         from fastai.losses import CrossEntropyLossFlat
@@ -53,7 +60,8 @@ class Text:
         seed_all()
         lm = lambda t: LMDataLoader([t], bs=self.bs, seq_len=self.seq_len)
         dls = DataLoaders(lm(self.stream(ranks)), lm(self.stream(ranks)[:self.bs*ranks*self.seq_len+1]), device='cpu')
-        return Learner(dls, self.model(), loss_func=self.loss_func, opt_func=sgd, lr=0.01, cbs=[ModelResetter, RNNCallback], **kwargs)
+        return Learner(dls, self.model(), loss_func=self.loss_func, opt_func=sgd, lr=0.01,
+                       cbs=[ModelResetter, RNNCallback], **kwargs)
     def script(self, rank, n):
         seed_all()
         model, loss_func, t = self.model(), self.loss_func, self.stream(n)

@@ -1,6 +1,7 @@
 """What the benchmarks share: cases that take turns, medians with their spread, results by machine.
 
-Two cores are noisy, so no number stands alone: every figure is a ratio to a peer measured in the same run, turn by turn.
+Two cores are noisy, so no number stands alone: every figure is a ratio to a peer measured in the same run, turn by
+turn.
 """
 import argparse, json, os, platform, random, statistics, sys, time
 from pathlib import Path
@@ -17,7 +18,8 @@ def argument_parser(description, repeats=5):
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--repeats', '--turns', type=int, default=repeats, help='turns of each case')
     p.add_argument('--small', action='store_true', help='little data, to see that it runs; writes no results')
-    p.add_argument('--machine', default=f'{"gpu" if torch.cuda.is_available() else "cpu"}-{os.cpu_count()}core', help='folder of the results')
+    device = 'gpu' if torch.cuda.is_available() else 'cpu'
+    p.add_argument('--machine', default=f'{device}-{os.cpu_count()}core', help='folder of the results')
     return p
 
 
@@ -41,7 +43,8 @@ def take_turns(cases, repeats, unit='s'):
 def summary(times, base, unit=1., digits=3):
     "Rows `name, median, least, most, ratio to base`"
     med = {k: statistics.median(v) for k, v in times.items()}
-    return [dict(case=k, median=round(med[k]*unit, digits), least=round(min(v)*unit, digits), most=round(max(v)*unit, digits),
+    return [dict(case=k, median=round(med[k]*unit, digits), least=round(min(v)*unit, digits),
+                 most=round(max(v)*unit, digits),
                  ratio=round(med[k]/med[base], 3)) for k, v in times.items()]
 
 
@@ -58,7 +61,8 @@ def save(name, machine, **results):
     "Writes `benchmarks/results/<machine>/<name>.json`"
     path = HERE/'results'/machine/f'{name}.json'
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = dict(torch=torch.__version__, python=platform.python_version(), cores=os.cpu_count(), date=time.strftime('%Y-%m-%d'))
+    about = dict(torch=torch.__version__, python=platform.python_version(), cores=os.cpu_count(),
+                 date=time.strftime('%Y-%m-%d'))
     path.write_text(json.dumps(dict(about=about, **results), indent=1)+'\n')
     print(f'\n{path.relative_to(HERE.parent)}')
 
@@ -73,8 +77,10 @@ def mlp(width=128): return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Lin
 
 
 def convnet():
-    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
-                         nn.Conv2d(64, 128, 3, stride=2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(),
+                         nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
+                         nn.Conv2d(64, 128, 3, stride=2, padding=1), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
 def data(shape, n, seed=0):
@@ -86,8 +92,11 @@ def learner(model, shape, n, bs, **kwargs):
     "A learner over tensors in memory, whose loader indexes a whole batch at a time as the raw script does"
     seed_all()
     x, y = data(shape, n)
-    dls = DataLoaders(*(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[:m], y[:m]), batch_size=bs, shuffle=m == n) for m in (n, bs)))
-    return Learner(dls, model(), loss_func=nn.CrossEntropyLoss(), opt_func=kwargs.pop('opt_func', sgd), lr=0.01, **kwargs)
+    train, valid = (torch.utils.data.TensorDataset(x[:m], y[:m]) for m in (n, bs))
+    dls = DataLoaders(torch.utils.data.DataLoader(train, batch_size=bs, shuffle=True),
+                      torch.utils.data.DataLoader(valid, batch_size=bs, shuffle=n == bs))
+    opt_func = kwargs.pop('opt_func', sgd)
+    return Learner(dls, model(), loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, lr=0.01, **kwargs)
 
 
 def sgd(params, lr, **kwargs):

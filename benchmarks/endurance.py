@@ -2,9 +2,10 @@
 
     python benchmarks/endurance.py [FITS]      200 fits unless said otherwise
 
-Prints open files, shared memory, threads, resident memory (MiB), children and zombies every tenth of the way, and at the end the
-growth from the second line to the last. The first tenth warms up: the helper, imports, the allocator. From 200 fits on, the table
-is kept as results/<machine>/endurance.json. Shared memory is everybody's: other programs on the machine show in that column.
+Prints open files, shared memory, threads, resident memory (MiB), children and zombies every tenth of the way, and
+at the end the growth from the second line to the last. The first tenth warms up: the helper, imports, the
+allocator. From 200 fits on, the table is kept as results/<machine>/endurance.json. Shared memory is everybody's:
+other programs on the machine show in that column.
 """
 import os, shutil, signal, sys, tempfile, threading, time
 from pathlib import Path
@@ -21,7 +22,8 @@ def figures():
     me = psutil.Process()
     children = me.children(recursive=True)
     shm = shutil.disk_usage('/dev/shm').used if Path('/dev/shm').exists() else 0
-    return dict(files=me.num_fds(), shm=shm, threads=me.num_threads(), rss=me.memory_info().rss >> 20, children=len(children),
+    return dict(files=me.num_fds(), shm=shm, threads=me.num_threads(), rss=me.memory_info().rss >> 20,
+                children=len(children),
                 zombies=sum(o.status() == psutil.STATUS_ZOMBIE for o in children),
                 folders=len(list(Path(tempfile.gettempdir()).glob('fastddp-*'))))
 
@@ -52,7 +54,9 @@ def main(n=200):
                 print(*(f'{k} {v:>5}' for k, v in lines[-1].items()), f'{time.monotonic()-begin:6.0f} s', flush=True)
     grown = {k: lines[-1][k]-lines[min(1, len(lines)-1)][k] for k in lines[-1] if k != 'fits'}
     print('growth   ', *(f'{k} {v:+5}' for k, v in grown.items()))
-    if n >= 200: save('endurance', f'cpu-{os.cpu_count()}core', of_ten=dict(plain=6, interrupted=2, failed=2), rows=lines, growth=grown)
+    if n >= 200:
+        of_ten = dict(plain=6, interrupted=2, failed=2)
+        save('endurance', f'cpu-{os.cpu_count()}core', of_ten=of_ten, rows=lines, growth=grown)
     return grown
 
 

@@ -1,7 +1,8 @@
 """What fastddp promises about GPUs, checked on the machine at hand: `python benchmarks/gpu_check.py [results.json]`.
 
-Needs at least one GPU. With one: a single NCCL rank, and two gloo ranks that share it. With more: all of them by NCCL, the
-last two in reverse order, and two ranks against one. Prints a table, writes JSON, and exits with 1 if a promise is broken.
+Needs at least one GPU. With one: a single NCCL rank, and two gloo ranks that share it. With more: all of them by
+NCCL, the last two in reverse order, and two ranks against one. Prints a table, writes JSON, and exits with 1 if a
+promise is broken.
 """
 import json, os, platform, statistics, sys, time
 from pathlib import Path
@@ -33,8 +34,10 @@ class Witness(Callback):
 
 
 def net():
-    return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3, stride=2, padding=1), nn.ReLU(),
-                         nn.Conv2d(128, 256, 3, stride=2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+    return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
+                         nn.Conv2d(64, 128, 3, stride=2, padding=1), nn.ReLU(),
+                         nn.Conv2d(128, 256, 3, stride=2, padding=1), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
 
 def make_learner(n=8192, bs=256):
@@ -55,21 +58,25 @@ def fit_and_look(name, gpus, **options):
     "One distributed fit, and whether each promise held"
     learn = make_learner()
     with learn.no_bar(): learn.fit(1, 1e-3)                 # this process has used CUDA: no restart is needed
-    params, home, types = list(learn.model.parameters()), next(learn.model.parameters()).device, [type(m) for m in learn.model.modules()]
+    params, types = list(learn.model.parameters()), [type(m) for m in learn.model.modules()]
+    home = params[0].device
     torch.cuda.empty_cache()
     before = used()
     for again in range(2):
         with learn.no_bar(): learn.distrib_fit(1, 1e-3, **options)
         seen = learn.witness.ranks
-        check(f'{name}, fit {again+1}: device of each rank', [int(r[0]) for r in seen] == gpus, [int(r[0]) for r in seen])
+        devices = [int(r[0]) for r in seen]
+        check(f'{name}, fit {again+1}: device of each rank', devices == gpus, devices)
         check(f'{name}, fit {again+1}: one context per worker, on its own GPU',
               all(r[2:] == [float(i == g) for i in range(torch.cuda.device_count())] for r, g in zip(seen, gpus)))
-    check(f'{name}: the same parameters, back on {home}', all(p is q and p.device == home for p, q in zip(params, learn.model.parameters())))
+    check(f'{name}: the same parameters, back on {home}',
+          all(p is q and p.device == home for p, q in zip(params, learn.model.parameters())))
     check(f'{name}: the same module types (no SyncBatchNorm left)', types == [type(m) for m in learn.model.modules()])
     torch.cuda.empty_cache()
     time.sleep(1)
     left = [b-a for a, b in zip(before, used())]
-    check(f'{name}: GPU memory afterwards as before', all(o < 32*2**20 for o in left), f'{[round(o/2**20) for o in left]} MiB more')
+    check(f'{name}: GPU memory afterwards as before', all(o < 32*2**20 for o in left),
+          f'{[round(o/2**20) for o in left]} MiB more')
     with learn.no_bar(): learn.fit(1, 1e-3)
     check(f'{name}: trains on in this process', len(learn.recorder.values) == 1)
 
@@ -82,7 +89,8 @@ def offloaded_while_training():
             seen.append((next(learn.model.parameters()).device.type, torch.cuda.memory_allocated()))
             return super().run(*args, **kwargs)
     with learn.no_bar(): learn.distrib_fit(1, nprocs=1, launcher=Spy(gpus=[0]))
-    check('the notebook\'s copy lies on the CPU while workers train', seen[0][0] == 'cpu', f'{seen[0][1]/2**20:.1f} MiB still allocated')
+    check('the notebook\'s copy lies on the CPU while workers train', seen[0][0] == 'cpu',
+          f'{seen[0][1]/2**20:.1f} MiB still allocated')
 
 
 def throughput(repeats=5):
@@ -97,8 +105,10 @@ def throughput(repeats=5):
                 torch.cuda.synchronize()
                 times[name].append(time.perf_counter()-t)
     med = {k: statistics.median(v[1:]) for k, v in times.items()}
-    rows.append(dict(what='3 epochs, seconds', ok=True, detail={**med, 'ratio': med['plain']/med['rank'], 'all': times}))
-    print(f"      3 epochs: plain {med['plain']:.2f} s, one NCCL rank {med['rank']:.2f} s with snapshot and return, ratio {med['plain']/med['rank']:.3f}")
+    ratio = med['plain']/med['rank']
+    rows.append(dict(what='3 epochs, seconds', ok=True, detail={**med, 'ratio': ratio, 'all': times}))
+    print(f"      3 epochs: plain {med['plain']:.2f} s, one NCCL rank {med['rank']:.2f} s with snapshot and return, "
+          f"ratio {ratio:.3f}")
 
 
 def main(out=None):
@@ -115,7 +125,8 @@ def main(out=None):
     name = torch.cuda.get_device_name(0).replace(' ', '-').lower()
     path = Path(out or Path(__file__).parent/'results'/f'gpu_check-{n}x-{name}.json')
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(0), gpus=n, torch=torch.__version__, python=platform.python_version(), rows=rows), indent=1))
+    about = dict(gpu=torch.cuda.get_device_name(0), gpus=n, torch=torch.__version__, python=platform.python_version())
+    path.write_text(json.dumps(dict(**about, rows=rows), indent=1))
     bad = [r for r in rows if not r['ok']]
     print(f"{len(rows)-len(bad)} of {len(rows)} hold; {path}")
     return len(bad) > 0

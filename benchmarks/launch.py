@@ -1,7 +1,8 @@
 """How long from the call to the first training step, and what a second fit in a block costs?
 
-Cases: a first fit with the helper process ready; a second fit in a `distrib_ctx` block, and the end of the block; the same fit with
-workers that start by spawn (no helper); and the peers (peers.py), each up to its first all-reduce.
+Cases: a first fit with the helper process ready; a second fit in a `distrib_ctx` block, and the end of the block;
+the same fit with workers that start by spawn (no helper); and the peers (peers.py), each up to its first
+all-reduce.
 
     python benchmarks/launch.py [--repeats 5] [--machine NAME]
 """
@@ -14,7 +15,7 @@ from peers import installed
 
 
 class Clock(Callback):
-    "When rank 0 took its first step, and when its fit began and ended (seconds since the epoch, one clock for all processes)"
+    "When rank 0 took its first step, and when its fit began and ended (seconds since 1970, one clock for all)"
     def __init__(self): self.first = self.began = self.ended = None
     def before_fit(self): self.began, self.first = time.time(), None
     def after_step(self): self.first = self.first or time.time()

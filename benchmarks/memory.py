@@ -1,13 +1,14 @@
 """What a data set of S bytes costs while N workers train on it, beyond the notebook's own copy, in multiples of S.
 
-Every rank reads all of the data. Counted are the anonymous pages of the notebook and of all that it started (one that several share is
-counted once) and shared memory that is allocated, at their most during the fit, less what the notebook had before it. What the same fit costs
-on an eighth of the data, read eight times as often, is taken off, and the rest divided by the other seven eighths: what a process takes
-whatever the data (Python's table of interned strings grows by 20 to 40 MB in one that makes a million paths) is not the data's.
-The peer hands the same object to two processes of torch's `spawn`.
+Every rank reads all of the data. Counted are the anonymous pages of the notebook and of all that it started (one
+that several share is counted once) and shared memory that is allocated, at their most during the fit, less what the
+notebook had before it. What the same fit costs on an eighth of the data, read eight times as often, is taken off,
+and the rest divided by the other seven eighths: what a process takes whatever the data (Python's table of interned
+strings grows by 20 to 40 MB in one that makes a million paths) is not the data's. The peer hands the same object to
+two processes of torch's `spawn`.
 
-A sample is one reading after the other of several processes. It counts only if none of them came or went meanwhile, since what they shared
-would then be counted twice, or not at all.
+A sample is one reading after the other of several processes. It counts only if none of them came or went meanwhile,
+since what they shared would then be counted twice, or not at all.
 
     python benchmarks/memory.py [--megabytes 512] [--repeats 3] [--machine NAME]
 """
@@ -22,7 +23,9 @@ from fastddp.all import *
 from common import argument_parser, save, sgd, show, summary, take_turns
 
 
-def texts(nbytes): return [f'folder/of/some/data/set/number_{i:09d}.jpg' for i in range(nbytes//100)]    # about 100 bytes each
+def texts(nbytes):
+    "Strings of about 100 bytes each"
+    return [f'folder/of/some/data/set/number_{i:09d}.jpg' for i in range(nbytes//100)]
 
 
 KINDS = {   # what the data set holds -> its maker, by bytes
@@ -65,7 +68,8 @@ def touch(data, times):
 def anonymous(proc):
     "The proportional share of `proc` in anonymous memory; None once it is gone"
     try:
-        with open(f'/proc/{proc.pid}/smaps_rollup') as f: return next(int(o.split()[1])<<10 for o in f if o.startswith('Pss_Anon'))
+        with open(f'/proc/{proc.pid}/smaps_rollup') as f:
+            return next(int(o.split()[1])<<10 for o in f if o.startswith('Pss_Anon'))
     except (OSError, StopIteration): return None
 
 
@@ -130,7 +134,8 @@ def ours(make, nbytes, nprocs, times=1):
     "`(peak, bytes of the data)`"
     data, n = made(make, nbytes)
     dl = torch.utils.data.DataLoader(Items(data, times), batch_size=8)
-    learn = Learner(DataLoaders(dl, dl), torch.nn.Linear(4, 2), loss_func=torch.nn.CrossEntropyLoss(), opt_func=sgd, lr=.01, cbs=Linger())
+    learn = Learner(DataLoaders(dl, dl), torch.nn.Linear(4, 2), loss_func=torch.nn.CrossEntropyLoss(), opt_func=sgd,
+                    lr=.01, cbs=Linger())
     with learn.no_bar(), learn.no_logging(), Peak() as peak: learn.distrib_fit(1, nprocs=nprocs)
     return peak.most, n
 
@@ -161,7 +166,8 @@ def main():
     ours(KINDS['tensor'], 4000, 2)
     cases = {f'{kind}, {nprocs} workers': (lambda make=make, nprocs=nprocs: multiple(ours, make, n, nprocs))
              for kind, make in KINDS.items() for nprocs in (2, 4)}
-    cases |= {f'torch spawn: {kind}, 2 processes': (lambda make=KINDS[kind]: multiple(spawned, make, n, 2)) for kind in ('numpy array', 'list of strings')}
+    cases |= {f'torch spawn: {kind}, 2 processes': (lambda make=KINDS[kind]: multiple(spawned, make, n, 2))
+              for kind in ('numpy array', 'list of strings')}
     if args.small: cases = {k: v for k, v in cases.items() if '4 workers' not in k}
     times = take_turns(cases, args.repeats, unit='S')
     rows = summary(times, 'torch spawn: numpy array, 2 processes')

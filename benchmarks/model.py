@@ -4,8 +4,9 @@
     step(N) = compute + (1 - overlap) x communicate(N, gradients)
     communicate(N, bytes) = 2 (N-1) x latency + 2 (N-1)/N x bytes / bandwidth                     (a ring all-reduce)
 
-start, ship, keep and back come from launch.json and sync.json of this machine, latency and bandwidth from all-reduces over gloo that
-run here. What stands for other machines is assumed, is printed beside the prediction, and is unproven: nobody has run it there.
+start, ship, keep and back come from launch.json and sync.json of this machine, latency and bandwidth from
+all-reduces over gloo that run here. What stands for other machines is assumed, is printed beside the prediction,
+and is unproven: nobody has run it there.
 
     python benchmarks/model.py [--machine NAME]
 """
@@ -15,7 +16,8 @@ from fastddp.all import *
 from common import HERE, arguments, save, show
 
 SIZES = [1, 1 << 14, 1 << 18, 1 << 20, 1 << 22]    # floats
-# a model of 25 million weights in single precision, of 0.1 s per step (ResNet-50 by 64 images, about), 10,000 steps of 64 in all
+# a model of 25 million weights in single precision, of 0.1 s per step (ResNet-50 by 64 images, about),
+# 10,000 steps of 64 in all
 CASE = dict(compute=.1, gradients=100e6, items=640_000, batch=64, overlap=.7, data=4e9)
 NVLINK = dict(latency=10e-6, bandwidth=150e9)      # of one all-reduce within a host
 NETWORK = dict(latency=30e-6, bandwidth=12e9)      # between hosts, per GPU: 100 Gbit/s each
@@ -63,7 +65,8 @@ def around(machine):
     launch, sync = rows_of('launch', machine), rows_of('sync', machine)
     nbytes = json.loads((HERE/'results'/machine/'sync.json').read_text())['bytes'] if sync else 1
     rate = lambda case: sync[case]['median']/nbytes if sync else 0.
-    return dict(start=launch.get('first fit', dict(median=.2))['median'], ship=rate('ship, first fit'), back=rate('back, first fit'))
+    start = launch.get('first fit', dict(median=.2))['median']
+    return dict(start=start, ship=rate('ship, first fit'), back=rate('back, first fit'))
 
 
 def predict(name, n, comm, fixed, epochs=10):
@@ -80,12 +83,17 @@ def main():
     args = arguments(__doc__)
     secs = ranch(2, all_reduces, SIZES[:3] if args.small else SIZES, caller_rank=None)[0]
     here, fixed = fitted(secs), around(args.machine)
-    show('All-reduce over gloo, 2 ranks', [dict(bytes=4*n, measured_ms=round(s*1e3, 3), model_ms=round(communicate(2, 4*n, **here)*1e3, 3)) for n, s in secs.items()])
+    show('All-reduce over gloo, 2 ranks',
+         [dict(bytes=4*n, measured_ms=round(s*1e3, 3), model_ms=round(communicate(2, 4*n, **here)*1e3, 3))
+          for n, s in secs.items()])
     rows = [predict('this machine, gloo', 2, communicate(2, CASE['gradients'], **here), fixed),
             predict('8 GPUs of one host (assumed NVLink)', 8, communicate(8, CASE['gradients'], **NVLINK), fixed),
             predict('64 GPUs of 8 hosts (assumed network)', 64, over_hosts(8, 8, CASE['gradients']), fixed)]
-    show('Predicted, unproven: 10 epochs of 640,000 items by 64, 0.1 s of computing a step, 100 MB of gradients, 4 GB of data', rows)
-    if not args.small: save('model', args.machine, unit='see the columns', fitted=here, fixed=fixed, case=CASE, nvlink=NVLINK, network=NETWORK, rows=rows)
+    show('Predicted, unproven: 10 epochs of 640,000 items by 64, 0.1 s of computing a step, 100 MB of gradients, '
+         '4 GB of data', rows)
+    if not args.small:
+        save('model', args.machine, unit='see the columns', fitted=here, fixed=fixed, case=CASE, nvlink=NVLINK,
+             network=NETWORK, rows=rows)
 
 
 if __name__ == '__main__': main()

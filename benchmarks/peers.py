@@ -1,7 +1,7 @@
-"""What people use in a notebook instead: two processes that have imported fastai, joined a group and done one all-reduce.
+"""What people use in a notebook instead: two processes that have imported fastai, in a group, after one all-reduce.
 
-Each peer runs in an interpreter of its own, as a fresh notebook would, and prints the seconds from the call to the reduced
-sum. A peer that is not installed is said so (`pip install -e '.[bench]'` brings them).
+Each peer runs in an interpreter of its own, as a fresh notebook would, and prints the seconds from the call to the
+reduced sum. A peer that is not installed is said so (`pip install -e '.[bench]'` brings them).
 
     python benchmarks/peers.py [--repeats 5]
 """
@@ -69,7 +69,8 @@ if __name__ == '__main__':
         print('SECONDS', res[0].get(), flush=True)
 '''
 
-# Its magics need a live shell. Its shutdown ends every process of the machine with a name like a worker's, so its own are ended here.
+# Its magics need a live shell. Its shutdown ends every process of the machine with a name like a worker's, so its own
+# are ended here.
 NBDISTRIBUTED = '''
 import os, time
 os.environ['GLOO_SOCKET_IFNAME'] = 'lo'
@@ -113,7 +114,8 @@ def seconds(script):
         path = Path(d, 'peer.py')
         path.write_text(script, encoding='utf-8')
         env = {**os.environ, 'PYTHONWARNINGS': 'ignore', 'IPYTHONDIR': d}
-        r = subprocess.run([sys.executable, str(path), os.path.join(d, 'meet')], capture_output=True, text=True, timeout=300, env=env)
+        r = subprocess.run([sys.executable, str(path), os.path.join(d, 'rendezvous')], capture_output=True, text=True,
+                           timeout=300, env=env)
     if 'SECONDS' not in r.stdout: raise RuntimeError(f'peer failed:\n{r.stdout[-500:]}\n{r.stderr[-2000:]}')
     return float(r.stdout.split('SECONDS')[1].split()[0])
 
@@ -121,8 +123,10 @@ def seconds(script):
 def installed():
     "`name -> function that returns its seconds`; says who is missing"
     for name, (package, _) in PEERS.items():
-        if importlib.util.find_spec(package) is None: print(f"{name}: {package} is not installed (pip install -e '.[bench]')")
-    return {name: (lambda script=script: seconds(script)) for name, (package, script) in PEERS.items() if importlib.util.find_spec(package)}
+        if importlib.util.find_spec(package) is None:
+            print(f"{name}: {package} is not installed (pip install -e '.[bench]')")
+    return {name: (lambda script=script: seconds(script))
+            for name, (package, script) in PEERS.items() if importlib.util.find_spec(package)}
 
 
 def main():

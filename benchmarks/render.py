@@ -1,8 +1,9 @@
 """The tables in benchmarks/README.md and in the README, from the results of one machine.
 
-    python benchmarks/render.py [--machine cpu-2core]       # `make readme` afterwards carries the short table into README.md
+    python benchmarks/render.py [--machine cpu-2core]
 
-Between two comments of each page everything is written anew; what has not been measured is called so.
+`make readme` afterwards carries the short table into README.md. Between two comments of each page everything is
+written anew; what has not been measured is called so.
 """
 import argparse, json
 from pathlib import Path
@@ -11,7 +12,9 @@ HERE = Path(__file__).parent
 BEGIN, END = '<!-- results: rendered by benchmarks/render.py -->', '<!-- end of results -->'
 
 
-def read(machine): return {p.stem: json.loads(p.read_text(encoding='utf-8')) for p in sorted((HERE/'results'/machine).glob('*.json'))}
+def read(machine):
+    "The results of `machine`, by the name of the script"
+    return {p.stem: json.loads(p.read_text(encoding='utf-8')) for p in sorted((HERE/'results'/machine).glob('*.json'))}
 
 
 def value(results, *path):
@@ -27,22 +30,25 @@ def rows(file, case, column='median'): return file, 'rows', case, column
 
 
 SHORT = [   # what, where it lies, its unit, the budget, what it is held against and where that lies
-    ('call to first training step, helper ready', rows('launch', 'first fit'), 's', 'at most 0.2 s', "torch's spawn", rows('launch', 'torch spawn')),
-    ('second fit in a block: all but training', rows('launch', 'second fit in a block'), 's', 'at most 0.05 s', '', None),
-    ('memory of an array, 4 workers, beyond the notebook\'s', rows('memory', 'numpy array, 4 workers'), ' x its size', 'at most 1.1',
-     "torch's spawn, 2 processes", rows('memory', 'torch spawn: numpy array, 2 processes')),
+    ('call to first training step, helper ready', rows('launch', 'first fit'), 's', 'at most 0.2 s',
+     "torch's spawn", rows('launch', 'torch spawn')),
+    ('second fit in a block: all but training', rows('launch', 'second fit in a block'), 's', 'at most 0.05 s',
+     '', None),
+    ("memory of an array, 4 workers, beyond the notebook's", rows('memory', 'numpy array, 4 workers'), ' x its size',
+     'at most 1.1', "torch's spawn, 2 processes", rows('memory', 'torch spawn: numpy array, 2 processes')),
     ('data to the workers, first fit', rows('sync', 'ship, first fit', 'ratio'), ' copies', 'at most 2',
      'a copy into new shared memory', rows('sync', 'one copy into new shared memory', 'ratio')),
     ('data to the workers, second fit', rows('sync', 'ship, second fit', 'ratio'), ' copies', 'at most 2',
      'pickled through a pipe', rows('sync', 'pickled through a pipe', 'ratio')),
     ('weights back', rows('sync', 'back, first fit', 'ratio'), ' copies', 'at most 2', '', None),
-    *((f"steps per second over a DDP script's, {o}", ('throughput', o, 'ratios', 'steps_per_second_over_script'), '', 'at least 0.97', '', None)
-      for o in ('convnet', 'text', 'tabular')),
-    ("an MLP's tiny step over that of one process and the communication", ('throughput', 'mlp', 'ratios', 'over_learner_step_plus_communication'), '',
-     'at most 1.03', '', None),
-    ('speed-up of training, 2 ranks, convnet', ('throughput', 'convnet', 'ratios', 'speed_up'), '', "the script's or more",
-     'the script', ('throughput', 'convnet', 'ratios', 'speed_up_of_script')),
-    ('speed-up of `get_preds`, 2 ranks', ('inference', 'ratios', 'speed-up of get_preds'), '', 'at least 1.8', '', None)]
+    *((f"steps per second over a DDP script's, {o}", ('throughput', o, 'ratios', 'steps_per_second_over_script'), '',
+       'at least 0.97', '', None) for o in ('convnet', 'text', 'tabular')),
+    ("an MLP's tiny step over that of one process and the communication",
+     ('throughput', 'mlp', 'ratios', 'over_learner_step_plus_communication'), '', 'at most 1.03', '', None),
+    ('speed-up of training, 2 ranks, convnet', ('throughput', 'convnet', 'ratios', 'speed_up'), '',
+     "the script's or more", 'the script', ('throughput', 'convnet', 'ratios', 'speed_up_of_script')),
+    ('speed-up of `get_preds`, 2 ranks', ('inference', 'ratios', 'speed-up of get_preds'), '', 'at least 1.8',
+     '', None)]
 
 
 def said(results, path, unit):
@@ -60,7 +66,9 @@ def short_table(results):
 
 def table(rows):
     names = list(rows[0])
-    return '\n'.join(['| '+' | '.join(names)+' |', '|'+'---|'*len(names), *('| '+' | '.join(str(r.get(n, '')) for n in names)+' |' for r in rows)])
+    lines = [names, *([str(r.get(n, '')) for n in names] for r in rows)]
+    head, *body = ['| '+' | '.join(o)+' |' for o in lines]
+    return '\n'.join([head, '|'+'---|'*len(names), *body])
 
 
 def ratios(content):
@@ -71,7 +79,8 @@ def ratios(content):
 def tables(content):
     "Every list of rows in a result file with its heading, however deep"
     if not isinstance(content, dict): return
-    if isinstance(found := content.get('rows'), list) and found and isinstance(found[0], dict): yield '', table(found)+ratios(content)
+    found = content.get('rows')
+    if isinstance(found, list) and found and isinstance(found[0], dict): yield '', table(found)+ratios(content)
     for k, v in content.items():
         for name, t in tables(v): yield f'{k} {name}'.strip(), t
 
@@ -80,7 +89,8 @@ def full(results, machine):
     parts = [f'All figures: `results/{machine}`.', short_table(results)]
     for name, content in results.items():
         about = content.get('about', {})
-        parts.append(f"### {name} ({content.get('unit', '')}; torch {about.get('torch')}, {about.get('cores')} cores, {about.get('date')})")
+        where = f"torch {about.get('torch')}, {about.get('cores')} cores, {about.get('date')}"
+        parts.append(f"### {name} ({content.get('unit', '')}; {where})")
         for title, t in tables(content): parts += [f'**{title}**', t] if title else [t]
     return '\n\n'.join(parts)
 

@@ -1,8 +1,9 @@
 """Where the time of one training step goes, ours and the hand-written script's side by side.
 
-Both are profiled on rank 0 of 2 over the second epoch, by Python's own profiler: time spent in a function itself, summed by the package
-it belongs to. A profiler makes Python code look slower than it is (by half or more) and C++ code not, so this says *where* the time
-goes; *how much* it is, throughput.py says. `backward` is the backward pass with the communication inside it.
+Both are profiled on rank 0 of 2 over the second epoch, by Python's own profiler: time spent in a function itself,
+summed by the package it belongs to. A profiler makes Python code look slower than it is (by half or more) and C++
+code not, so this says *where* the time goes; *how much* it is, throughput.py says. `backward` is the backward pass
+with the communication inside it.
 
     python benchmarks/step.py [--cases convnet,mlp] [--machine NAME]
 """
@@ -13,7 +14,8 @@ from cases import CASES
 from common import arguments, save, show
 from throughput import PLAIN, by_hand, one_epoch, run_self, torchrun
 
-PLACES = {'/fastddp/': 'fastddp', '/fastai/': 'fastai and fastcore', '/fastcore/': 'fastai and fastcore', '/torch/utils/data/': "torch's DataLoader",
+PLACES = {'/fastddp/': 'fastddp', '/fastai/': 'fastai and fastcore', '/fastcore/': 'fastai and fastcore',
+          '/torch/utils/data/': "torch's DataLoader",
           '/torch/nn/parallel/': 'DDP', '/torch/optim/': 'optimizer', '/torch/': "torch's other Python"}
 
 
@@ -28,7 +30,8 @@ def place(func):
 def by_place(profile, steps):
     "Microseconds per step"
     res = {}
-    for func, (_, _, own, *_) in pstats.Stats(profile).stats.items(): res[place(func)] = res.get(place(func), 0.) + own/steps*1e6
+    for func, (_, _, own, *_) in pstats.Stats(profile).stats.items():
+        res[place(func)] = res.get(place(func), 0.) + own/steps*1e6
     return res
 
 

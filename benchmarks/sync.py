@@ -1,11 +1,12 @@
 """How long data takes to the workers and weights take back, in copies of as much memory.
 
-`ship`: a data set of that size, from the pickling to the moment that rank 0 has loaded it (a first fit, whose shared memory is new,
-and a second one in the same block). `back`: weights of that size (frozen ones, so that no gradients are measured), from the end of
-training until they are in the notebook's parameters; the training takes a second, in which memory for them is found. `epoch`: what the
-copy that is kept at the end of an epoch adds to it. Peer: the same bytes through a pipe of `multiprocessing`, pickled. One copy is
-numpy's into memory that is there already. Into shared memory that the system must find first, as a first fit's is, it takes several
-times as long, which is the least there can be.
+`ship`: a data set of that size, from the pickling to the moment that rank 0 has loaded it (a first fit, whose
+shared memory is new, and a second one in the same block). `back`: weights of that size (frozen ones, so that no
+gradients are measured), from the end of training until they are in the notebook's parameters; the training takes a
+second, in which memory for them is found. `epoch`: what the copy that is kept at the end of an epoch adds to it.
+Peer: the same bytes through a pipe of `multiprocessing`, pickled. One copy is numpy's into memory that is there
+already. Into shared memory that the system must find first, as a first fit's is, it takes several times as long,
+which is the least there can be.
 
     python benchmarks/sync.py [--megabytes 1024] [--repeats 5] [--machine NAME]
 """
@@ -19,7 +20,7 @@ from common import argument_parser, save, seed_all, sgd, show, summary, take_tur
 
 
 class Items:
-    "64 of them, with `data` beside; each takes `pause` seconds to load"
+    "64 of them, that hold `data`; each takes `pause` seconds to load"
     def __init__(self, data, pause): self.data, self.pause = data, pause
     def __len__(self): return 64
     def __getitem__(self, i):
@@ -38,7 +39,7 @@ class Loaded(torch.nn.Module):
 def learner(data=0, weights=0, seconds=0):
     seed_all()
     data = torch.ones(data//4)
-    dls = [torch.utils.data.DataLoader(Items(data, o), batch_size=8) for o in (seconds/32, 0)]     # two ranks share the 64
+    dls = [torch.utils.data.DataLoader(Items(data, o), batch_size=8) for o in (seconds/32, 0)]     # 32 items a rank
     return Learner(DataLoaders(*dls), Loaded(weights//4), loss_func=torch.nn.CrossEntropyLoss(), opt_func=sgd, lr=.01)
 
 
@@ -102,7 +103,8 @@ def main():
     cases = {'one copy': lambda: copy(n), 'one copy into new shared memory': lambda: copy_anew(n),
              'ship, first fit': lambda: ship(n, 1), 'ship, second fit': lambda: ship(n, 2),
              'back, first fit': lambda: back(n, 1), 'back, second fit': lambda: back(n, 2),
-             'epoch': lambda: epoch(n), 'epoch without the weights': lambda: epoch(0), 'pickled through a pipe': lambda: pipe(n)}
+             'epoch': lambda: epoch(n), 'epoch without the weights': lambda: epoch(0),
+             'pickled through a pipe': lambda: pipe(n)}
     times = take_turns(cases, args.repeats)
     rows = summary(times, 'one copy')
     show(f'Seconds for {n>>20} MiB, 2 CPU workers; ratio: in copies', rows)

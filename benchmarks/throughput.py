@@ -1,11 +1,13 @@
 """Seconds per training step of a distributed fit, over those of a hand-written DDP script under torchrun.
 
-Same model, batch, data in memory, loss, optimizer and threads on both sides (cases.py); timed on rank 0, from the end of the first
-epoch to the end of the last. Where computing dominates, ours is held against the script. In `mlp` fastai's own Python per step
-dominates, so there ours is held against a `Learner`'s step in one process plus the communication that the script adds to its own.
+Same model, batch, data in memory, loss, optimizer and threads on both sides (cases.py); timed on rank 0, from the
+end of the first epoch to the end of the last. Where computing dominates, ours is held against the script. In `mlp`
+fastai's own Python per step dominates, so there ours is held against a `Learner`'s step in one process plus the
+communication that the script adds to its own.
 
-fastddp's workers keep freed memory from step to step (process/malloc); a script may have that by glibc's variables, so it is measured
-both ways: plain, as everybody starts it, and `kept` with MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ set.
+fastddp's workers keep freed memory from step to step (process/malloc); a script may have that by glibc's variables,
+so it is measured both ways: plain, as everybody starts it, and `kept` with MALLOC_TRIM_THRESHOLD_ and
+MALLOC_MMAP_THRESHOLD_ set.
 
     python benchmarks/throughput.py [--repeats 5] [--machine NAME] [--cases convnet,text]
 """
@@ -17,7 +19,8 @@ from cases import CASES
 from common import arguments, save, show, take_turns
 
 KEPT = dict(MALLOC_TRIM_THRESHOLD_=str(2**31-1), MALLOC_MMAP_THRESHOLD_=str(32*2**20), MALLOC_TOP_PAD_=str(16*2**20))
-PLAIN = {'PATH': os.environ['PATH'], **{k: v for k, v in os.environ.items() if k not in KEPT}, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore',
+PLAIN = {'PATH': os.environ['PATH'], **{k: v for k, v in os.environ.items() if k not in KEPT},
+         'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore',
          'GLOO_SOCKET_IFNAME': 'lo'}
 
 
@@ -33,11 +36,12 @@ class StepClock(Callback):
 
 
 def ours(name, nprocs):
-    "By fastddp on `nprocs` workers; with 1 a plain fastai fit in a process of its own, which is what a user has without us"
+    "By fastddp on `nprocs` workers; with 1 a plain fastai fit in a process of its own: what a user has without us"
     if nprocs == 1: return run_self([sys.executable, __file__, '--one', name], PLAIN)[name]
     case = CASES[name]
     learn = case.learner(nprocs).add_cb(StepClock())
-    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(case.epochs, nprocs=nprocs, launcher=Local(gpus=[], threads=1))
+    with learn.no_bar(), learn.no_logging():
+        learn.distrib_fit(case.epochs, nprocs=nprocs, launcher=Local(gpus=[], threads=1))
     return learn.step_clock.seconds
 
 
@@ -53,7 +57,8 @@ def script(name, nprocs, env=PLAIN):
     return run_self([*torchrun(nprocs), __file__, '--raw', name], env)[name]
 
 
-def torchrun(nprocs): return [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(nprocs)]
+def torchrun(nprocs):
+    return [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(nprocs)]
 
 
 def run_self(cmd, env):
@@ -100,10 +105,12 @@ def raw(name):
 
 def ratios(med):
     "What the budgets of the design speak of"
+    communication = med['script, 2 ranks']-med['script, 1 rank']
     res = dict(steps_per_second_over_script=med['script, 2 ranks']/med['ours, 2 ranks'],
                steps_per_second_over_script_kept=med['script kept, 2 ranks']/med['ours, 2 ranks'],
-               speed_up=2*med['ours, 1 rank']/med['ours, 2 ranks'], speed_up_of_script=2*med['script, 1 rank']/med['script, 2 ranks'],
-               over_learner_step_plus_communication=med['ours, 2 ranks']/(med['ours, 1 rank']+med['script, 2 ranks']-med['script, 1 rank']))
+               speed_up=2*med['ours, 1 rank']/med['ours, 2 ranks'],
+               speed_up_of_script=2*med['script, 1 rank']/med['script, 2 ranks'],
+               over_learner_step_plus_communication=med['ours, 2 ranks']/(med['ours, 1 rank']+communication))
     return {k: round(v, 3) for k, v in res.items()}
 
 
@@ -115,7 +122,8 @@ def main():
                  'ours, 1 rank': lambda: ours(name, 1), 'script, 1 rank': lambda: script(name, 1)}
         times = take_turns(sides, args.repeats)
         med = {k: statistics.median(v) for k, v in times.items()}
-        rows = [dict(case=k, ms_per_step=round(m*1e3, 3), least=round(min(times[k])*1e3, 3), most=round(max(times[k])*1e3, 3)) for k, m in med.items()]
+        rows = [dict(case=k, ms_per_step=round(m*1e3, 3), least=round(min(times[k])*1e3, 3),
+                     most=round(max(times[k])*1e3, 3)) for k, m in med.items()]
         show(f'{name}: ms per step, 1 thread per rank', rows)
         results[name] = dict(rows=rows, ratios=ratios(med), times=times)
         print(results[name]['ratios'])

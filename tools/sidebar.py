@@ -9,7 +9,13 @@ root = Path(__file__).resolve().parent.parent
 DOORS = 'front doors'               # the numbered notebooks that lie in no folder
 TUTORIALS = ('lesson', 'vision', 'text', 'tabular', 'collab', 'segmentation', 'ranch', 'dip', 'ddp_from_scratch')
 PAGES = ('troubles', 'security')
-HEAD = '# Made by `make sidebar` from the numbers of the notebooks\nwebsite:\n  sidebar:\n    contents:\n      - index.ipynb\n'
+HEAD = '''\
+# Made by `make sidebar` from the numbers of the notebooks
+website:
+  sidebar:
+    contents:
+      - index.ipynb
+'''
 
 
 def number(path):
