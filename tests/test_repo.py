@@ -44,6 +44,7 @@ def test_contributing_names_each_folder_and_module():
     said, there = table_of_folders(), modules()
     assert list(said) == list(there)
     assert {k: sorted({*there[k]} - {*said[k]}) for k in there if {*there[k]} - {*said[k]}} == {}, 'add these to the table'
+    assert {k: sorted({*said[k]} - {*there[k]}) for k in said if {*said[k]} - {*there[k]}} == {}, 'these are gone'
 
 
 @pytest.mark.parametrize('path', ['CONTRIBUTING.md', 'README.md', 'docs/same_answer.md', 'docs/vocabulary.md', 'docs/fastai_v1.md'])
@@ -51,6 +52,7 @@ def test_modules_that_are_named_exist(path):
     text = (root/path).read_text(encoding='utf-8')
     named = re.findall(rf"`(?:fastddp[./])?((?:{'|'.join(filter(None, modules()))})[./]\w+)(?:\.py|\.[A-Z]\w*)?`", text)
     assert [o for o in named if not (root/'fastddp'/(o.replace('.', '/')+'.py')).exists()] == []
+    assert [o for o in re.findall(r'nbs/[\w/]+\.ipynb', text) if not (root/o).exists()] == []
 
 
 def test_licence():
