@@ -8,7 +8,8 @@ HEAD = '''\
 
 > Each message, what lies behind it, and what to do
 
-Made by `make troubles` from the catalogue `TROUBLES` in `fastddp.base`, which the errors themselves and the tests use as well.
+Made by `make troubles` from the catalogue `TROUBLES` in `fastddp.base`, which the errors themselves and the tests \
+use as well.
 
 A failure of a worker is raised in your cell: first the headline with rank, epoch and batch, then your own lines and \
 what their variables were, the items of the batch at hand, the worker's whole traceback, what the learner holds now, \
