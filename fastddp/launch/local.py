@@ -11,7 +11,7 @@ import os, threading, time
 from ..base import group
 from ..payload.shared_memory import Block
 from .engine import Launcher
-from .rank import RankSpec, early, enter
+from .rank import RankSpec, join_early, run_on_rank
 from ..output.replay import display_settings
 from ..base.timing import Timings
 from ..payload.pickling import Payload
@@ -68,9 +68,9 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             self._prepare([r for r in range(nprocs) if here is None or r != here[0]], nprocs, interrupts, timings.mark)
             new,env = self._store is None,dict(LOCAL_WORLD_SIZE=str(nprocs))
             specs = self._specs(nprocs, job.work)
-            if new and here is None and self.workers.method == 'forkserver': self.workers.early(early, specs, **env)
+            if new and here is None and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
             packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
-            self.workers.submit(enter, packed, self._block, specs, **env)
+            self.workers.submit(run_on_rank, packed, self._block, specs, **env)
             watch = Monitor(self, on_event, specs, interrupts)
             own = {here[0]: watch.run_while_watching(here[1])} if here else {}
             outcome = watch.wait(refs, own)
