@@ -25,7 +25,8 @@ else: from fastddp.fastai2 import check, learner
 
 # %% ../nbs/99_all.ipynb #88189402
 _PRELOAD = {1: ('fastddp.fastai1.jobs', 'fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab'),
-            2: ('fastddp.fastai2.learner', 'fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'fastai.collab')}
+            2: ('fastddp.fastai2.learner', 'fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all',
+                'fastai.collab')}
 
 def _interactive():
     "Is somebody typing? (IPython's shells and Jupyter kernels; a script isn't)"

@@ -40,7 +40,8 @@ def _checked(gpus):
     "GPUs that can be had, `[]` for none of them"
     have,gpus = group.n_gpus(),list(gpus or [])
     bad = [g for g in gpus if not 0 <= g < have]
-    if bad and not have: raise CantDistribute("No GPU is visible here: ask for workers on the CPU (nprocs=, %makedip -n).")
+    if bad and not have:
+        raise CantDistribute("No GPU is visible here: ask for workers on the CPU (nprocs=, %makedip -n).")
     if bad:
         raise CantDistribute(f"GPU {', '.join(map(str,bad))} is not among the {have} visible ones. "
                              "CUDA_VISIBLE_DEVICES counts.")
@@ -165,7 +166,7 @@ def run_cell(self:Cluster,
 
 @patch
 def run(self:Cluster,
-    fn, # Called as `fn(*args, **kwargs)` on all ranks; names that it didn't bring along are those of the workers' namespaces
+    fn, # Called as `fn(*args, **kwargs)` on all ranks; looks up names that it didn't bring along in their namespaces
     *args,
     see='0', # Ranks whose output is shown, as for `run_cell`
     **kwargs

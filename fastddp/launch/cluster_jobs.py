@@ -23,12 +23,12 @@ def as_left(
     ctx, # The job's `Context`
     on=None, # Ranks that run it; None: all
 ):
-    "This worker as the last job left it; yields its namespace. What differs from job to job is who it is, and with whom"
+    "This worker as the last job left it, but for who it is, and with whom; yields its namespace"
     global _last
     if _last is not None: _last.enter()
     rank,n = str(ctx.rank),str(ctx.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
-    if on is not None and len(on) < ctx.world_size: del os.environ['WORLD_SIZE']     # libraries would wait for the others
+    if on is not None and len(on) < ctx.world_size: del os.environ['WORLD_SIZE']    # libraries would wait for others
     try: yield vars(sys.modules['__main__'])
     finally: _last = Surroundings.now()
 

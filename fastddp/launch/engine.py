@@ -28,9 +28,9 @@ class Outcome(NamedTuple):
     "What a run gave"
     results:list            # What the job returned on each rank, in rank order
     interrupted:bool        # Did the user interrupt it? All ranks ended well all the same, as the job wished
-    state:tuple|None=None   # `(meta, buffers)`, for `load`, of what rank 0 put last as 'state': read-only, gone with the next run
+    state:tuple|None=None   # What rank 0 put last as 'state': `(meta, buffers)`; read-only, until the next run
     epoch:tuple|None=None   # The same for the name 'epoch': the state at the end of the last complete epoch
-    marks:tuple=()          # `(phase, time of its end in seconds)`, of the engine and of rank 0, as `Timings` takes them
+    marks:tuple=()          # `(phase, time of its end)` of the engine and of rank 0, as `Timings` takes them
 
 # %% ../../nbs/launch/50_engine.ipynb #6188ea01
 class Launcher:
@@ -43,9 +43,9 @@ class Launcher:
         here=None, # `(rank, fn)`: a rank without a process of its own, for which `fn()` is called in the calling thread
     )->Outcome:
         """Runs `job` on all ranks, shows what they show, and waits for all of them.
-        Raises `CantDistribute` for what this engine can't do, and the first failure: `RankRaised`, `RankDied` or `GroupTimeout`,
-        or `KeyboardInterrupt` if a rank didn't stop when it was asked to. Their `state` is what rank 0 left last, as
-        `Outcome.state`, or None. What `fn` of `here` raises is raised as it is"""
+        Raises `CantDistribute` for what this engine can't do; the first failure: `RankRaised`, `RankDied` or
+        `GroupTimeout`; `KeyboardInterrupt` if a rank didn't stop when it was asked to. Their `state` is what rank 0
+        left last, as `Outcome.state`, or None. What `fn` of `here` raises is raised as it is"""
         raise NotImplementedError
     def close(self,
         grace=2., # Seconds that processes have to end by themselves

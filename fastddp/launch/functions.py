@@ -105,8 +105,9 @@ def ranch(
     imports="", # Import statements, run in `__main__`
     **kwargs # Keyword arguments of `fn`
 ):
-    """Calls `fn` on `nprocs` processes, which know their `LOCAL_RANK` and `LOCAL_WORLD_SIZE`. Raises `CantDistribute` for what can't
-    be, before anything is started; `RankRaised` or `RankDied` when another process failed, and what `fn` raises here as it is"""
+    """Calls `fn` on `nprocs` processes, which know their `LOCAL_RANK` and `LOCAL_WORLD_SIZE`.
+    Raises `CantDistribute` for what can't be, before anything is started; `RankRaised` or `RankDied` when another
+    process failed, and what `fn` raises here as it is"""
     _check_caller(nprocs, caller_rank)
     needed = _needed(need)
     with tempfile.TemporaryDirectory(prefix='fastddp-') as d:
@@ -128,8 +129,8 @@ def _check_caller(nprocs, caller_rank):
 
 # %% ../../nbs/launch/57_functions.ipynb #566aef3a
 class TorchDDPCtx(contextlib.AbstractContextManager):
-    """A process group, and a device of its own for each process of a `ranch`. Afterwards the process has its environment, device and
-    threads again. Entering it raises `CantDistribute` for ranks or GPUs that can't be, and outside of a `ranch`"""
+    """A process group, and a device of its own for each process of a `ranch`; afterwards each has its environment,
+    device and threads again. Raises `CantDistribute` for ranks or GPUs that can't be, and outside of a `ranch`"""
     def __init__(self, *args,
         world_size=None, # Ranks on all hosts together; default: those of this `ranch`
         base_rank=0, # Rank of this host's first process
@@ -160,7 +161,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
 # %% ../../nbs/launch/57_functions.ipynb #569bdb33
 @patch
 def _environment(self:TorchDDPCtx, rank, world_size):
-    "The variables of torch's launchers; the last line's are set by whoever joins a group or sets threads, and are undone with them"
+    "The variables of torch's launchers; those of the last line are set by whoever joins a group, and undone here"
     return environment(RANK=str(rank), WORLD_SIZE=str(world_size),
                        MASTER_ADDR=self.addr, MASTER_PORT=self.port and str(self.port),
                        OMP_NUM_THREADS=None, GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
@@ -245,7 +246,8 @@ class Spawned:
     def join(self,
         timeout=None, # Seconds to wait; None: no limit
     ):
-        "True once all processes ended well, False when `timeout` was too short; raises `RankRaised` or `RankDied` for one that failed"
+        """True once all processes ended well, False when `timeout` was too short; raises `RankRaised` or `RankDied` for
+        one that failed"""
         self._thread.join(timeout)
         if self.error is not None: raise self.error
         return not self._thread.is_alive()
@@ -258,8 +260,8 @@ def spawn(
     daemon=False, # Accepted for code written for torch; processes always end with the notebook
     start_method='spawn', # Accepted for code written for torch
 ):
-    """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises `CantDistribute` for what can't be pickled,
-    `RankRaised` or `RankDied` when a process failed"""
+    """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises `CantDistribute` for what can't
+    be pickled, `RankRaised` or `RankDied` when a process failed"""
     if nprocs < 1:
         raise CantDistribute(f"nprocs={nprocs}: at least one process is needed "
                              "(torch.cuda.device_count() is 0 without a GPU).")

@@ -20,7 +20,8 @@ from ..payload.strings import Letters
 @contextlib.contextmanager
 def _group_of_one(device):
     "Inside, this process is rank 0 of 1"
-    with tempfile.TemporaryDirectory(prefix='fastddp-') as d, environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None):
+    as_it_was = environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
+    with tempfile.TemporaryDirectory(prefix='fastddp-') as d, as_it_was:
         group.join(os.path.join(d, 'rendezvous'), 0, 1, group.backend_for(device), device)
         try: yield
         finally: group.leave()
@@ -46,9 +47,10 @@ class InProcess(Launcher):
         refs=(), # As for `Launcher.run`
         here=None, # `(0, fn)`: `fn()` is the rank, and `job` isn't run
     )->Outcome:
-        """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with what it put last as its `state`;
-        `CantDistribute` for more than one rank"""
-        if nprocs != 1: raise CantDistribute(f"InProcess runs one rank, not {nprocs}: pass nprocs=1 or leave the launcher out.")
+        """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with what it put last as
+        its `state`; `CantDistribute` for more than one rank"""
+        if nprocs != 1:
+            raise CantDistribute(f"InProcess runs one rank, not {nprocs}: pass nprocs=1 or leave the launcher out.")
         if here is not None: return Outcome([here[1]()], False)
         device,put = self._use_device(),{}
         ctx = Context(0, 1, device, lambda e: on_event(0, e), put.__setitem__, lambda: False)

@@ -26,7 +26,7 @@ from ..process.workers import Workers, without_helper
 class Local(Launcher):
     "Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager that keeps them warm"
     def __init__(self,
-        gpus=None, # GPUs in order, one rank each; None: the first `nprocs`, or the CPU where there is none; `[]`: the CPU
+        gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, or the CPU without any
         backend=None, # 'nccl', 'gloo', '' for no group; None: what fits the device
         threads=None, # CPU threads per rank; None: the cores divided by the ranks
         see=(0,), # Ranks whose output is shown, or 'all'
@@ -58,8 +58,8 @@ class Local(Launcher):
 # %% ../../nbs/launch/53_local.ipynb #c63e39b7
 @patch
 def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=None)->Outcome:
-    """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises `RankRaised`, `RankDied` or `GroupTimeout`,
-    and `KeyboardInterrupt` when a rank didn't stop, with rank 0's newest state as their `state`"""
+    """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises `RankRaised`, `RankDied` or
+    `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop, with rank 0's newest state as their `state`"""
     interrupts,timings,monitor = Interrupts(),Timings(),None
     with interrupts.noted(), self._busy:
         self._stay()

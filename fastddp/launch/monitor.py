@@ -49,7 +49,7 @@ class Monitor:
         self.specs,self.ends = dict(zip(self.workers.ranks, specs)),Ends(self.workers.ranks)
         self.replay,self.marks = Replay(see=local.see, live=local.live),[]
         self.began,self.asked_to_stop = time.monotonic(),None       # times; None: nobody was
-        self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}     # what is in there by now is of earlier jobs
+        self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}     # what is there now is of earlier jobs
     def wait(self,
         refs, # Persistent refs for the results
         results_here={}, # rank -> result of a rank without a process of its own
@@ -198,7 +198,7 @@ def _raised(self:Monitor, failure):
 # %% ../../nbs/launch/52_monitor.ipynb #a87d2859
 @patch
 def wait_until_idle(self:Monitor):
-    "After a failure: do all ranks live and wait for the next job? Waits up to ten seconds, or `interrupt_grace` if that is longer"
+    "After a failure: do all ranks live and wait for the next job? They have ten seconds, or a longer `interrupt_grace`"
     if self.ends.died: return False
     end = time.monotonic()+max(10., self.local.interrupt_grace)
     if self.asked_to_stop is None and not self.ends.all: self._ask_to_stop(time.monotonic())
@@ -257,7 +257,7 @@ class _Watcher(threading.Thread):
 
 @patch
 def run_while_watching(self:Monitor, fn):
-    "Returns `fn()`, called in this thread while another one watches the ranks; the first failure of either ends it for all"
+    "`fn()`, called in this thread while another one watches the ranks; the first failure of either ends it for all"
     caller = _Caller()
     watcher = _Watcher(self, caller)
     with caller:

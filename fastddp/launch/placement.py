@@ -24,7 +24,8 @@ def workers_for(
     if nprocs < 1:
         raise CantDistribute(f"nprocs={nprocs}: at least one worker is needed. Leave nprocs out to use all GPUs.")
     if have and nprocs > have:
-        raise CantDistribute(f"nprocs={nprocs}, but {have} GPU{'s are' if have>1 else ' is'} visible: one worker per GPU. "
+        visible = f"{have} GPU{'s are' if have>1 else ' is'} visible"
+        raise CantDistribute(f"nprocs={nprocs}, but {visible}: one worker per GPU. "
                              f"Pass nprocs={have} or less, or gpus=[] for workers on the CPU.")
     return nprocs, list(range(nprocs)) if have else None
 
@@ -52,7 +53,8 @@ def workers_on_cpu(nprocs):
 def local_reason(nprocs, gpus, launcher):
     "Why the fit runs in this very process, as a line for the user; None if it runs on workers"
     if launcher is not None: return None
-    if not group.has_distributed(): return "This torch has no torch.distributed on this system: training in this process."
+    if not group.has_distributed():
+        return "This torch has no torch.distributed on this system: training in this process."
     if gpus is not None or workers_for(nprocs)[0] > 1: return None
     if nprocs == 1: return "One worker: training in this process."
     if group.n_gpus(): return "One GPU: training in this process."
@@ -60,7 +62,7 @@ def local_reason(nprocs, gpus, launcher):
 
 # %% ../../nbs/launch/55_placement.ipynb #6c0e5a11
 def in_launched_group():
-    "Does a group stand (or wait to be joined) that a fit may run in? Raises `CantDistribute` for one that no launcher made"
+    "Does a group stand, or wait to be joined, that a fit may run in? Refuses one that no launcher made"
     if group.under_launcher(): return True
     if not group.in_group(): return False
     if 'RANK' in os.environ and 'WORLD_SIZE' in os.environ: return True
@@ -69,7 +71,7 @@ def in_launched_group():
 
 @contextlib.contextmanager
 def launched_group():
-    "Inside, this process is in the group that its launcher made; yields its device. Leaves the group only if it was joined here"
+    "Inside, this process is in the group that its launcher made; yields its device. Leaves it only if it joined it"
     if group.in_group():
         yield group.own_device()
         return
@@ -102,7 +104,7 @@ def nested(
     given, # Options of this block
     defaults, # What they are if nobody says anything
 ):
-    "Inside another block of the same learner: that block's workers; raises `CantDistribute` if other options were asked for"
+    "Inside another block of the same learner: that block's workers; refuses other options than it has"
     other = [k for k,v in given.items() if v != defaults.get(k) and v != outer.get(k)]
     if other: raise CantDistribute(f"Already inside a distrib_ctx of this learner, and {', '.join(other)} can't change "
                                    "there. Leave the options out, or leave the block first.")
