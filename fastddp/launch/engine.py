@@ -17,7 +17,7 @@ class Job(NamedTuple):
     payload:Payload
     @classmethod
     def of(cls,
-        fn, # Called on each rank as `fn(ctx, obj)`; one that workers can't import travels by value
+        fn, # Called on each rank as `fn(ctx, obj)`; one that workers can't import is pickled by value
         payload, # A `Payload`, or any object, which is dumped
     ):
         "The job that calls `fn`; raises `TypeError` or `PicklingError` for an object that can't be dumped"

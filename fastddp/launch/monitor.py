@@ -40,7 +40,7 @@ class Ends:
 class Monitor:
     "One wait of the notebook for one job"
     def __init__(self,
-        local, # The engine: its workers, and what it says about output, patience and hanging
+        local, # The engine: its workers, and its `see`, `live`, `interrupt_grace` and `timeout`
         on_event, # Called as `on_event(rank, event)`
         specs, # `RankSpec`s of the ranks that run in workers, in order
         interrupts, # `Interrupts`, counting already
