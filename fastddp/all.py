@@ -19,21 +19,23 @@ def fastai_generation():
     "1 or 2: the fastai that is installed"
     return 1 if version('fastai').startswith('1.') else 2
 
-_IMPORTS = {1: ('fastddp.fastai1.jobs','fastai.vision','fastai.text','fastai.tabular','fastai.collab','fastddp.output.capture:rehearse'),
-            2: ('fastddp.fastai2.learner','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','fastddp.output.capture:rehearse')}
-
 # They patch Learner.
 if fastai_generation() == 1: from fastddp.fastai1 import learner
 else: from fastddp.fastai2 import check, learner
 
 # %% ../nbs/99_all.ipynb #88189402
+_PRELOAD = {1: ('fastddp.fastai1.jobs', 'fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab'),
+            2: ('fastddp.fastai2.learner', 'fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all',
+                'fastai.collab')}
+
 def _interactive():
     "Is somebody typing? (IPython's shells and Jupyter kernels; a script isn't)"
     try: from IPython import get_ipython
     except ImportError: return False
     return get_ipython() is not None
 
-workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline', *_IMPORTS[fastai_generation()])
+workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline', *_PRELOAD[fastai_generation()],
+                'fastddp.output.capture:rehearse')
 if _interactive(): workers.warm()
 
 __all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local','TorchDDPCtx',

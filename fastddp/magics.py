@@ -21,7 +21,7 @@ from .base.errors import CantDistribute
 from .base.scoped import own_attrs
 
 # %% ../nbs/98_magics.ipynb #ddb2f116
-PLACES = 'remote','local','everywhere'
+PLACES = 'remote','local','everywhere'      # where a cell runs: in the group, in the notebook, in both
 
 def default_app():
     "The app for the fastai that is installed"
@@ -33,19 +33,21 @@ def _gpus(words):
     if words is None: return None
     names = ','.join(words).replace(',', ' ').split()
     if names == ['all']: names = range(group.n_gpus())
-    elif bad := [o for o in names if not o.isdigit()]: raise CantDistribute(f"-g {' '.join(bad)}: GPU numbers, or all.")
+    bad = [o for o in names if not str(o).isdigit()]
+    if bad: raise CantDistribute(f"-g {' '.join(bad)}: GPU numbers, or all.")
     if not names: raise CantDistribute("No GPU is visible here: `%makedip -n 2` starts two workers on the CPU.")
     return [int(o) for o in names]
 
 # %% ../nbs/98_magics.ipynb #13a870cd
-def _run_here(shell, cell, silent=False):
-    "Runs a cell in the notebook's own namespace"
+def _run_in_notebook(shell, cell, silent=False):
+    "Runs a cell in the notebook's own namespace; raises what it raises"
     shown = []
     with own_attrs(shell, _showtraceback=lambda etype, e, stb: shown.append(stb)):
         coro = shell.run_cell_async(cell, silent=silent, transformed_cell=shell.transform_cell(cell))
         result = _pseudo_sync_runner(coro)      # the loop is busy: it runs the cell around this one
     error = result.error_before_exec or result.error_in_exec
     if error is None: return
+    # IPython's own hook: it asks an exception how it is shown.
     if shown: error._render_traceback_ = lambda: shown[-1]
     raise error
 
@@ -55,23 +57,31 @@ class DipMagics(Magics):
     "Holds the notebook's group, and whether following cells go to it"
     def __init__(self, shell):
         super().__init__(shell=shell)
-        self.cluster,self.auto,self.here,self.verbose,self.asked = None,None,False,None,None
+        self.cluster,self.requested = None,None     # the group; what it was asked for with
+        self.auto_line = None       # first line for cells that have none, while `%autodip` is on
+        self.in_notebook = False    # does a cell of `%%dip local` run just now?
+        self.verbose = None         # True: say where each cell runs; False: say nothing
     def group(self):
         "The standing group, or a refusal that says how to get one"
-        if self.cluster is None: raise CantDistribute("There is no group yet: `%makedip -g all` starts one on all GPUs, `%makedip -n 2` on the CPU.")
-        return self.cluster
+        if self.cluster is not None: return self.cluster
+        raise CantDistribute("There is no group yet: `%makedip -g all` starts one on all GPUs, "
+                             "`%makedip -n 2` on the CPU.")
     def shutdown(self):
+        "Ends the group, if there is one"
         if self.cluster: self.cluster.shutdown()
         self.cluster = None
 
     @magic_arguments()
     @argument('-g', '--gpus', nargs='+', help="GPUs in order, one rank each: all, or numbers separated by commas.")
     @argument('-n', '--nprocs', type=int, help="Workers on the CPU.")
-    @argument('-a', '--app', help=f"What makes training distributed: {', '.join(APPS)}. Default: for the fastai that is installed.")
-    @argument('-r', '--restart', action='store_true', help="End the group and start it anew, as it was or as asked for.")
+    @argument('-a', '--app', help=f"What makes training distributed: {', '.join(APPS)}. "
+                                  "Default: for the fastai that is installed.")
+    @argument('-r', '--restart', action='store_true',
+              help="End the group and start it anew, as it was or as asked for.")
     @argument('-k', '--kill', action='store_true', help="End the group.")
     @argument('-i', '--info', action='store_true', help="Show what the group is.")
-    @argument('-v', '--verbose', nargs='?', const='True', choices=['True','False'], help="Say at each cell where it runs; False: say nothing.")
+    @argument('-v', '--verbose', nargs='?', const='True', choices=['True','False'],
+              help="Say at each cell where it runs; False: say nothing.")
     @argument('-t', '--timeout', type=float, help="Seconds to wait until the group stands.")
     @line_magic
     def makedip(self, line=''):
@@ -84,8 +94,10 @@ class DipMagics(Magics):
         if args.info or not wanted: print(self.group().info())
 
     @magic_arguments()
-    @argument('place', nargs='?', default='remote', choices=PLACES, help="In the group, in the notebook, or in both. Default: remote.")
-    @argument('-s', '-S', '--see', nargs='+', help="Ranks whose output is shown: all, or numbers separated by commas. Default: 0.")
+    @argument('place', nargs='?', default='remote', choices=PLACES,
+              help="In the group, in the notebook, or in both. Default: remote.")
+    @argument('-s', '-S', '--see', nargs='+',
+              help="Ranks whose output is shown: all, or numbers separated by commas. Default: 0.")
     @argument('-o', '--on', default='all', help="Ranks that run the cell. Default: all.")
     @argument('-q', '--quiet', action='store_true', help="Show the output at the end, without what was transient.")
     @argument('-a', '--appcmd', help="A line to run in the group before the cell, e.g. a command of the app.")
@@ -97,8 +109,8 @@ class DipMagics(Magics):
         if len(see) > 1 and see[-1] in PLACES: args.place = see.pop()      # `--see` takes what follows
         if args.place != 'local': self.group()
         if args.place != 'remote':
-            with self._at_home(): _run_here(self.shell, cell, args.quiet)
-        if args.place != 'local': self._run_there(','.join(see), args, cell)
+            with self._only_here(): _run_in_notebook(self.shell, cell, args.quiet)
+        if args.place != 'local': self._run_in_group(','.join(see), args, cell)
 
     @magic_arguments()
     @argument('switch', nargs='?', choices=['on','off'], help="Without it: show the state.")
@@ -108,8 +120,9 @@ class DipMagics(Magics):
         "Runs following cells by %%dip, unless they begin with %"
         args = parse_argstring(self.autodip, line)
         if args.switch == 'on': self._switch_on((args.args or '').strip('\'"'))
-        if args.switch == 'off': self.auto = None
-        print(f"Auto Execution on DDP group: {'Off' if self.auto is None else 'on, will run cell as ' + self.auto}")
+        if args.switch == 'off': self.auto_line = None
+        state = 'Off' if self.auto_line is None else f'on, will run cell as {self.auto_line}'
+        print(f"Auto Execution on DDP group: {state}")
 
     @magic_arguments()
     @argument('names', nargs='+', help="Names of objects in the notebook.")
@@ -117,9 +130,9 @@ class DipMagics(Magics):
     def dipush(self, line=''):
         "Copies objects of the notebook to all workers"
         names,ns = parse_argstring(self.dipush, line).names,self.shell.user_ns
-        dip,missing = self.group(),[o for o in names if o not in ns]
+        cluster,missing = self.group(),[o for o in names if o not in ns]
         if missing: raise CantDistribute(f"The notebook has no variable {', '.join(map(repr, missing))}.")
-        dip.push({o:ns[o] for o in names})
+        cluster.push({o:ns[o] for o in names})
 
     @magic_arguments()
     @argument('-r', '--rank', type=int, default=0, help="Rank to copy from. Default: 0.")
@@ -134,7 +147,7 @@ class DipMagics(Magics):
     @argument('name', help="Variable that gets the group.")
     @line_magic
     def dipper(self, line=''):
-        "Gives the group to the notebook, as an object"
+        "Gives the group (a `Cluster`) to the notebook, as an object"
         self.shell.user_ns[parse_argstring(self.dipper, line).name] = self.group()
 
     @magic_arguments()
@@ -149,32 +162,34 @@ from fastcore.basics import patch
 
 @patch
 def _wanted(self:DipMagics, args):
-    "What group is asked for, None for none"
+    "What group is asked for, as arguments of `Cluster`; None for none"
     gpus = _gpus(args.gpus)
     if gpus and args.nprocs: raise CantDistribute("-g is for GPUs, -n for workers on the CPU: one of them.")
     if gpus or args.nprocs is not None: return dict(gpus=gpus, nprocs=args.nprocs, app=args.app or default_app())
     if not args.restart: return None
-    if self.asked is None: raise CantDistribute("There was no group yet that could be started anew: say -g or -n.")
-    return {**self.asked, **({'app':args.app} if args.app else {})}
+    if self.requested is None: raise CantDistribute("There was no group yet that could be started anew: say -g or -n.")
+    return self.requested | ({'app': args.app} if args.app else {})
 
 @patch
 def _make(self:DipMagics, wanted, args):
     if self.cluster is not None and self.cluster.alive and not args.restart:
-        if wanted == self.asked: return self._say(f"{self.cluster!r}: it stands already")
-        raise CantDistribute(f"There is a group already ({self.cluster!r}): -r ends it and starts this one, -k ends it.")
+        if wanted == self.requested: return self._print(f"{self.cluster!r}: it stands already")
+        raise CantDistribute(f"There is a group already ({self.cluster!r}): "
+                             "-r ends it and starts this one, -k ends it.")
     self.shutdown()
-    self.cluster,self.asked = Cluster(**wanted, timeout=args.timeout),wanted
-    self._say(repr(self.cluster))
+    self.cluster,self.requested = Cluster(**wanted, timeout=args.timeout),wanted
+    self._print(repr(self.cluster))
 
 @patch
-def _say(self:DipMagics, text):
+def _print(self:DipMagics, text):
     if self.verbose is not False: print(text)
 
+# %% ../nbs/98_magics.ipynb #99398f3b
 @patch
-def _run_there(self:DipMagics, see, args, cell):
-    cell = f'{args.appcmd.strip(chr(34)+chr(39))}\n{cell}' if args.appcmd else cell
+def _run_in_group(self:DipMagics, see, args, cell):
+    if args.appcmd: cell = args.appcmd.strip('\'"')+'\n'+cell
     if self.verbose: print(f"%%dip: on {args.on}, see {see}: {self.cluster!r}")
-    name = self.shell.compile.cache(cell, self.shell.execution_count-1, raw_code=cell)      # so that tracebacks name this cell
+    name = self.shell.compile.cache(cell, self.shell.execution_count-1, raw_code=cell)
     self.cluster.run_cell(cell, see=see, on=args.on, live=not args.quiet, name=name)
 
 # %% ../nbs/98_magics.ipynb #86aede96
@@ -182,28 +197,30 @@ def _run_there(self:DipMagics, see, args, cell):
 def _switch_on(self:DipMagics, words):
     self.group()
     parse_argstring(self.dip, words)        # refuses now, not at each cell
-    self.auto = f'%%dip {words}'.rstrip()
+    self.auto_line = f'%%dip {words}'.rstrip()
 
 @patch
 def transform(self:DipMagics, lines):
     "IPython's input transformer; a cell for here only is best run as if nothing stood before it"
     if lines and lines[0].startswith('%%dip ') and self._is_local(lines[0][6:]): return lines[1:]
-    own = self.auto is None or self.here or not ''.join(lines).strip() or lines[0].startswith('%')
-    return lines if own else [f'{self.auto}\n', *lines]
+    off = self.auto_line is None or self.in_notebook
+    if off or not ''.join(lines).strip() or lines[0].startswith('%'): return lines
+    return [f'{self.auto_line}\n', *lines]
 
 @patch
 def _is_local(self:DipMagics, words):
+    "Would `%%dip` with these words run its cell in the notebook only, and show all of it?"
     try: args = parse_argstring(self.dip, words)
     except UsageError: return False     # the magic will say it
     return args.place == 'local' and not args.quiet
 
 @patch
 @contextlib.contextmanager
-def _at_home(self:DipMagics):
-    "Inside, cells run where they are"
-    old,self.here = self.here,True
+def _only_here(self:DipMagics):
+    "Inside, cells run in the notebook"
+    old,self.in_notebook = self.in_notebook,True
     try: yield
-    finally: self.here = old
+    finally: self.in_notebook = old
 
 @patch
 def complete(self:DipMagics, shell, event):
@@ -211,27 +228,34 @@ def complete(self:DipMagics, shell, event):
     return list(self.cluster.names) if self.cluster else []
 
 # %% ../nbs/98_magics.ipynb #a580a4af
-_NAMES = dict(line=('makedip','autodip','dipush','dipull','dipper','dipstat'), cell=('dip',))
+_MAGICS = dict(line=('makedip','autodip','dipush','dipull','dipper','dipstat'), cell=('dip',))
 
-def load(shell):
-    "Registers the magics and warms the helper"
+_PRELOAD = {'none': (),
+            'fastai_v1': ('fastddp.fastai1.learner', 'fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab'),
+            'fastai_v2': ('fastddp.fastai2.learner', 'fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all',
+                          'fastai.collab')}
+
+def load(
+    shell, # IPython's
+):
+    "Registers the magics and starts the helper process, which imports what workers need; harmless when repeated"
     if 'DipMagics' in shell.magics_manager.registry: return
     magics = DipMagics(shell)
     shell.register_magics(magics)
     shell.input_transformers_cleanup.append(magics.transform)
     shell.set_hook('complete_command', magics.complete, str_key='%dipull')
     workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline', 'fastddp.launch.cluster')
-    if default_app() == 'fastai_v1': workers.preload('fastddp.fastai1.learner', 'fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab')
-    if default_app() == 'fastai_v2': workers.preload('fastddp.fastai2.learner', 'fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'fastai.collab')
+    workers.preload(*_PRELOAD.get(default_app(), ()))
     workers.warm()
 
 def unload(shell):
-    "Ends the group and takes everything out again"
+    "Ends the group and takes everything out of the shell again; harmless when repeated"
     magics = shell.magics_manager.registry.pop('DipMagics', None)
     if magics is None: return
     magics.shutdown()
-    shell.input_transformers_cleanup[:] = [o for o in shell.input_transformers_cleanup if o != magics.transform]
-    for kind,names in _NAMES.items():
+    transformers = shell.input_transformers_cleanup
+    transformers[:] = [o for o in transformers if o != magics.transform]
+    for kind,names in _MAGICS.items():
         for name in names: shell.magics_manager.magics[kind].pop(name, None)
     shell.strdispatchers['complete_command'].strs.pop('%dipull', None)
     if magics in shell.configurables: shell.configurables.remove(magics)

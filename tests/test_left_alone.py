@@ -117,7 +117,7 @@ def test_nobody_is_let_in(tmp_path):
         assert len(folders) == 1 and stat.S_IMODE(folders[0].stat().st_mode) == 0o700
         if os.getuid() == 0:
             names = os.listdir(folders[0])
-            assert any(o.startswith('meet-') for o in names)
+            assert any(o.startswith('rendezvous-') for o in names)
             argv = [sys.executable, '-c', OTHER_USER, str(folders[0]), ','.join(names), *map(str, ours)]
             if os.access(sys.executable, os.X_OK):
                 r = subprocess.run(argv, capture_output=True, text=True, timeout=60)

@@ -17,33 +17,39 @@ class Job(NamedTuple):
     payload:Payload
     @classmethod
     def of(cls,
-        fn, # Called on each rank as `fn(ctx, obj)`; one that workers can't import travels by value
+        fn, # Called on each rank as `fn(ctx, obj)`; one that workers can't import is pickled by value
         payload, # A `Payload`, or any object, which is dumped
-    ): return cls(address(fn), payload if isinstance(payload, Payload) else dump(payload))
+    ):
+        "The job that calls `fn`; raises `TypeError` or `PicklingError` for an object that can't be dumped"
+        return cls(address(fn), payload if isinstance(payload, Payload) else dump(payload))
 
+# %% ../../nbs/launch/50_engine.ipynb #e8bd1bb5
 class Outcome(NamedTuple):
-    "What a run gave: results in rank order, and whether the user interrupted it on the way"
-    results:list
-    interrupted:bool
-    state:tuple|None=None   # `(meta, buffers)` of what rank 0 left last under the name 'state'; to be read only, and until the next run
+    "What a run gave"
+    results:list            # What the job returned on each rank, in rank order
+    interrupted:bool        # Did the user interrupt it? All ranks ended well all the same, as the job wished
+    state:tuple|None=None   # What rank 0 put last as 'state': `(meta, buffers)`; read-only, until the next run
     epoch:tuple|None=None   # The same for the name 'epoch': the state at the end of the last complete epoch
-    marks:tuple=()          # `(phase, time of its end)`, as far as they concern the launcher and rank 0
+    marks:tuple=()          # `(phase, time of its end)` of the engine and of rank 0, as `Timings` takes them
 
 # %% ../../nbs/launch/50_engine.ipynb #6188ea01
 class Launcher:
     "Runs jobs on N ranks; engines are its subclasses"
     def run(self,
         job, # A `Job`
-        nprocs, # Ranks
-        on_event=lambda rank,e: None, # Called in the notebook, in each rank's order, for what a rank gave to `ctx.emit`
-        refs=(), # Objects that both sides have: results that mention the i-th of them come back with the notebook's own
+        nprocs, # Ranks, 1 or more
+        on_event=lambda rank,e: None, # Called for what a rank gave to `ctx.emit`; must not raise
+        refs=(), # Persistent refs: results that mention the i-th of the job's come back with the i-th of these
         here=None, # `(rank, fn)`: a rank without a process of its own, for which `fn()` is called in the calling thread
     )->Outcome:
         """Runs `job` on all ranks, shows what they show, and waits for all of them.
-        Raises the first failure (`RankRaised`, `RankDied`, `GroupTimeout`), or `KeyboardInterrupt` if a rank didn't stop when it was
-        asked to; the exception's `state` is then what rank 0 left last, as `Outcome.state`"""
+        Raises `CantDistribute` for what this engine can't do; the first failure: `RankRaised`, `RankDied` or
+        `GroupTimeout`; `KeyboardInterrupt` if a rank didn't stop when it was asked to. Their `state` is what rank 0
+        left last, as `Outcome.state`, or None. What `fn` of `here` raises is raised as it is"""
         raise NotImplementedError
-    def close(self, grace=2.):
-        "Ends all that was started, within about `grace` seconds; harmless when repeated"
+    def close(self,
+        grace=2., # Seconds that processes have to end by themselves
+    ):
+        "Ends all that was started; harmless when repeated, and `run` may be called again"
     def __enter__(self): return self
     def __exit__(self, *_): self.close()

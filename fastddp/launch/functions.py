@@ -9,6 +9,7 @@ __all__ = ['global_imports', 'import_star', 'call_job', 'ranch', 'TorchDDPCtx', 
 import ast, contextlib, gc, os, re, sys, tempfile, threading
 
 import torch
+from fastcore.basics import patch
 
 from ..base import group
 from ..base.errors import CantDistribute
@@ -23,12 +24,13 @@ def global_imports(
     imports, # Import statements: a string of lines, or a list of them
     globals=None, # Namespace that gets the names; default: `__main__`'s
 ):
-    "Runs import statements in a namespace"
+    "Runs import statements in a namespace; refuses anything else, and raises what the imports raise"
     lines = imports.split('\n') if isinstance(imports, str) else imports
     tree = ast.parse('\n'.join(o.strip() for o in lines))      # users indent them with their code
     other = next((o for o in tree.body if not isinstance(o, (ast.Import,ast.ImportFrom))), None)
     if other is not None: raise CantDistribute(f"imports= takes import statements only, not {ast.unparse(other)!r}.")
-    exec(compile(tree, '<imports>', 'exec'), vars(sys.modules['__main__']) if globals is None else globals)
+    namespace = vars(sys.modules['__main__']) if globals is None else globals
+    exec(compile(tree, '<imports>', 'exec'), namespace)
 
 def import_star(
     modules, # Names of modules
@@ -46,25 +48,50 @@ def _needed(need):
     if missing: raise CantDistribute(f"need={need!r}: {', '.join(missing)} is not defined in the notebook.")
     return {o:ns[o] for o in names}
 
-def _request(fn, args, kwargs, **options):
-    "One call as a `Payload`; refuses what can't travel, by name"
-    roots = {'the function': fn, 'args': args, 'kwargs': kwargs, **{f'{k}=':v for k,v in options.items()}}
+def _request(fn, args, kwargs,
+    ctx=None, # Context manager around the call
+    need={}, # name -> object, for `__main__`
+    imports='', # Import statements, run in `__main__`
+    gather=True, # Is the result wanted?
+    ranked=False, # Is the rank the function's first argument?
+    store='', # File where a `TorchDDPCtx` forms its group
+):
+    "One call as a `Payload` for `call_job`; refuses what can't be pickled, by name"
     patches = collect_patches()
-    return dump_or_blame(dict(patches=patches, fn=fn, args=args, kwargs=kwargs, **options), roots | patches.roots())
+    request = dict(patches=patches, fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need, imports=imports,
+                   gather=gather, ranked=ranked, store=store)
+    roots = {'the function': fn, 'args': args, 'kwargs': kwargs, 'ctx=': ctx, 'need=': need}
+    return dump_or_blame(request, roots | patches.roots())
 
-def call_job(ctx, obj):
-    "A worker's part of `ranch` or `spawn`"
+# %% ../../nbs/launch/57_functions.ipynb #3482fb36
+def _with_store(path): return environment(FASTDDP_STORE=path)
+
+def call_job(
+    ctx, # The rank's `Context`
+    obj, # As `_request` makes it
+):
+    "A worker's part of `ranch` or `spawn`: what the function returned, or None if nobody wants it"
     os.environ.pop('RANK', None)    # without a group it is nobody's rank: with RANK=1 fastai doesn't save
     main = vars(sys.modules['__main__'])
     global_imports(obj['imports'], main)
     main.update(obj['need'])
     args = (ctx.rank, *obj['args']) if obj['ranked'] else obj['args']
-    with ctx.interruptible(), _meeting_at(obj['meet']), obj['ctx'] or contextlib.nullcontext():
+    with ctx.interruptible(), _with_store(obj['store']), obj['ctx'] or contextlib.nullcontext():
         res = obj['fn'](*args, **obj['kwargs'])
     return res if obj['gather'] else None
 
-# %% ../../nbs/launch/57_functions.ipynb #3482fb36
-def _meeting_at(path): return environment(FASTDDP_MEET=path)
+def _call_in_notebook(fn, args, kwargs, rank, nprocs, ctx, imports, store):
+    "The same in the notebook, as `rank` of `nprocs`"
+    if imports: global_imports(imports)
+    who = environment(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nprocs))
+    with who, _with_store(store), ctx or contextlib.nullcontext(): return fn(*args, **kwargs)
+
+def _run(job, nprocs, see, here=None):
+    "Runs a job without a group of ours, each rank on its own GPU if there are enough; an interrupt is one here too"
+    gpus = None if group.n_gpus() >= nprocs else []
+    out = Local(gpus=gpus, backend='', see=see).run(job, nprocs, here=here)
+    if out.interrupted: raise KeyboardInterrupt
+    return out.results
 
 # %% ../../nbs/launch/57_functions.ipynb #a8046ec4
 def ranch(
@@ -74,58 +101,55 @@ def ranch(
     caller_rank=0, # The notebook's own rank; None: it only waits
     gather=True, # Return the list of all results by rank, else the caller's own
     ctx=None, # Context manager around the call in each process
-    need="", # Names of notebook objects to bring along; what `fn` refers to travels anyway
+    need="", # Names of notebook objects to bring along; what `fn` refers to is brought anyway
     imports="", # Import statements, run in `__main__`
     **kwargs # Keyword arguments of `fn`
 ):
-    "Calls `fn` on `nprocs` processes, which know their `LOCAL_RANK` and `LOCAL_WORLD_SIZE`"
-    if nprocs < 1: raise CantDistribute(f"nprocs={nprocs}: at least one process is needed.")
-    if caller_rank is not None and not 0 <= caller_rank < nprocs:
-        raise CantDistribute(f"caller_rank={caller_rank} is not among the ranks 0 to {nprocs-1}; None leaves the notebook out.")
+    """Calls `fn` on `nprocs` processes, which know their `LOCAL_RANK` and `LOCAL_WORLD_SIZE`.
+    Raises `CantDistribute` for what can't be, before anything is started; `RankRaised` or `RankDied` when another
+    process failed, and what `fn` raises here as it is"""
+    _check_caller(nprocs, caller_rank)
+    needed = _needed(need)
     with tempfile.TemporaryDirectory(prefix='fastddp-') as d:
-        options = dict(ctx=ctx, need=_needed(need), imports=imports, gather=gather, ranked=False, meet=os.path.join(d, 'meet'))
-        call = lambda: _call_here(fn, args, kwargs, caller_rank, nprocs, ctx, imports, options['meet'])
+        store = os.path.join(d, 'rendezvous')
+        call = lambda: _call_in_notebook(fn, args, kwargs, caller_rank, nprocs, ctx, imports, store)
         if caller_rank is not None and nprocs == 1: results = [call()]
         else:
-            job = Job.of(call_job, _request(fn, args, kwargs, **options))
-            results = _run(job, nprocs, (0,), None if caller_rank is None else (caller_rank, call))
-    return results if gather else None if caller_rank is None else results[caller_rank]
+            request = _request(fn, args, kwargs, ctx=ctx, need=needed, imports=imports, gather=gather, store=store)
+            here = None if caller_rank is None else (caller_rank, call)
+            results = _run(Job.of(call_job, request), nprocs, (0,), here)
+    if gather: return results
+    return None if caller_rank is None else results[caller_rank]
 
-def _call_here(fn, args, kwargs, rank, nprocs, ctx, imports, meet):
-    if imports: global_imports(imports)
-    with environment(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nprocs)), _meeting_at(meet), ctx or contextlib.nullcontext():
-        return fn(*args, **kwargs)
-
-def _run(job, nprocs, see, here=None):
-    "Runs a job without a group of ours, each rank on its own GPU if there are enough; an interrupt is one here too"
-    gpus = None if group.n_gpus() >= nprocs else []
-    out = Local(gpus=gpus, backend='', see=see).run(job, nprocs, here=here)
-    if out.interrupted: raise KeyboardInterrupt
-    return out.results
+def _check_caller(nprocs, caller_rank):
+    if nprocs < 1: raise CantDistribute(f"nprocs={nprocs}: at least one process is needed.")
+    if caller_rank is None or 0 <= caller_rank < nprocs: return
+    raise CantDistribute(f"caller_rank={caller_rank} is not among the ranks 0 to {nprocs-1}; "
+                         "None leaves the notebook out.")
 
 # %% ../../nbs/launch/57_functions.ipynb #566aef3a
 class TorchDDPCtx(contextlib.AbstractContextManager):
-    "A process group, and a device of its own for each process of a `ranch`"
+    """A process group, and a device of its own for each process of a `ranch`; afterwards each has its environment,
+    device and threads again. Raises `CantDistribute` for ranks or GPUs that can't be, and outside of a `ranch`"""
     def __init__(self, *args,
         world_size=None, # Ranks on all hosts together; default: those of this `ranch`
         base_rank=0, # Rank of this host's first process
         use_gpu=True, # A GPU each, where there are any
         addr=None, # Host of rank 0, when several hosts take part
-        port=None, # A port there
+        port=None, # A port there; default: 29500
         num_threads=None, # CPU threads of each process; default: the cores divided by the processes
         **kwargs
     ):
-        self.world_size,self.base_rank,self.use_gpu,self.addr,self.port,self.num_threads = world_size,base_rank,use_gpu,addr,port,num_threads
+        self.world_size,self.base_rank,self.use_gpu = world_size,base_rank,use_gpu
+        self.addr,self.port,self.num_threads = addr,port,num_threads
     def __enter__(self):
         local,n = _local_rank()
-        ws = self.world_size or n
-        _check_ranks(n, ws, self.base_rank, self.addr or self.port)
-        self._undo = contextlib.ExitStack()
-        with self._undo as undo:
+        rank,world_size = local+self.base_rank,self.world_size or n
+        _check_ranks(n, world_size, self.base_rank, self.addr or self.port)
+        with contextlib.ExitStack() as undo:
             device = self._use_device(undo, local, n)
-            undo.enter_context(environment(RANK=str(local+self.base_rank), WORLD_SIZE=str(ws), MASTER_ADDR=self.addr, OMP_NUM_THREADS=None,
-                                    MASTER_PORT=self.port and str(self.port), GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None))
-            self._join(local+self.base_rank, ws, device)
+            undo.enter_context(self._environment(rank, world_size))
+            self._join(rank, world_size, device)
             self._undo = undo.pop_all()
         return self
     def __exit__(self, kind, *_):
@@ -135,7 +159,12 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         self._undo.close()
 
 # %% ../../nbs/launch/57_functions.ipynb #569bdb33
-from fastcore.basics import patch
+@patch
+def _environment(self:TorchDDPCtx, rank, world_size):
+    "The variables of torch's launchers; those of the last line are set by whoever joins a group, and undone here"
+    return environment(RANK=str(rank), WORLD_SIZE=str(world_size),
+                       MASTER_ADDR=self.addr, MASTER_PORT=self.port and str(self.port),
+                       OMP_NUM_THREADS=None, GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
 
 @patch
 def _use_device(self:TorchDDPCtx, undo, local, n):
@@ -147,34 +176,43 @@ def _use_device(self:TorchDDPCtx, undo, local, n):
     return group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))
 
 @patch
-def _join(self:TorchDDPCtx, rank, ws, device):
+def _join(self:TorchDDPCtx, rank, world_size, device):
     backend = group.backend_for(device)
-    if self.addr or self.port: group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, ws, backend, device)
-    else: group.join(_next_meeting(), rank, ws, backend, device)
+    if not (self.addr or self.port): return group.join(_next_store(), rank, world_size, backend, device)
+    group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend, device)
 
-_meetings = {}      # path -> groups that this process joined there
+_n_joined = {}      # path -> groups that this process joined there
 
-def _next_meeting():
-    "A fresh place to meet, the same one for the processes of a `ranch`"
-    if (path := os.environ.get('FASTDDP_MEET')) is None:
+def _next_store():
+    "A fresh file for the rendezvous, the same one for the processes of a `ranch`"
+    if (path := os.environ.get('FASTDDP_STORE')) is None:
         raise CantDistribute("TorchDDPCtx needs the processes of a ranch() to meet, or addr= and port= of rank 0.")
-    _meetings[path] = _meetings.get(path, 0)+1
-    return f'{path}-{_meetings[path]}'
+    _n_joined[path] = _n_joined.get(path, 0)+1
+    return f'{path}-{_n_joined[path]}'
 
 # %% ../../nbs/launch/57_functions.ipynb #89014eab
 def _local_rank():
+    "`(rank, number of processes)` on this host"
     try: return int(os.environ['LOCAL_RANK']), int(os.environ['LOCAL_WORLD_SIZE'])
-    except KeyError as e: raise CantDistribute(f"{e} is not set: TorchDDPCtx goes around a function that ranch() runs, as ctx=.") from None
+    except KeyError as e: missing = e
+    raise CantDistribute(f"{missing} is not set: TorchDDPCtx goes around a function that ranch() runs, as ctx=.")
 
-def _check_ranks(n, ws, base, address):
-    if not 0 <= base <= ws-n: raise CantDistribute(f"Ranks {base} to {base+n-1} don't fit world_size={ws}: raise it or lower base_rank.")
-    if ws > n and not address: raise CantDistribute(f"world_size={ws} with {n} processes here: the others need addr= and port= to meet them.")
-    if group.in_group(): raise CantDistribute("This process belongs to a process group already: call torch.distributed.destroy_process_group() first.")
+def _check_ranks(n, world_size, base, address):
+    if not 0 <= base <= world_size-n:
+        raise CantDistribute(f"Ranks {base} to {base+n-1} don't fit world_size={world_size}: "
+                             "raise it or lower base_rank.")
+    if world_size > n and not address:
+        raise CantDistribute(f"world_size={world_size} with {n} processes here: "
+                             "the others need addr= and port= to meet them.")
+    if group.in_group():
+        raise CantDistribute("This process belongs to a process group already: "
+                             "call torch.distributed.destroy_process_group() first.")
 
 def _check_gpus(n):
     have = group.n_gpus()
-    if n > have: raise CantDistribute(f"{n} processes, but {have} GPU{'s are' if have>1 else ' is'} visible: one process per GPU. "
-                                      f"Pass nprocs={have} or less, or use_gpu=False.")
+    if n <= have: return
+    raise CantDistribute(f"{n} processes, but {have} GPU{'s are' if have>1 else ' is'} visible: one process per GPU. "
+                         f"Pass nprocs={have} or less, or use_gpu=False.")
 
 def in_torchddp(
     nprocs, # Processes on this host, the notebook is the first of them
@@ -188,7 +226,7 @@ def in_torchddp(
     imports="", # As for `ranch`
     **kwargs # Keyword arguments of `fn`
 ):
-    "Calls `fn` on all ranks of a process group and returns what it returned here"
+    "Calls `fn` on all ranks of a process group and returns what it returned here; raises as `ranch` does"
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)
         _check_ranks(nprocs, world_size or nprocs, base_rank, ctx.addr)
@@ -197,7 +235,7 @@ def in_torchddp(
 
 # %% ../../nbs/launch/57_functions.ipynb #c71a06f4
 class Spawned:
-    "What `spawn(join=False)` returns"
+    "What `spawn(join=False)` returns: processes at work. After `join`, `result` is the list of results by rank"
     def __init__(self, run):
         self.result,self.error = None,None
         self._thread = threading.Thread(target=self._keep, args=(run,), daemon=True, name='fastddp-spawn')
@@ -205,8 +243,11 @@ class Spawned:
     def _keep(self, run):
         try: self.result = run()
         except BaseException as e: self.error = e     # raised where it is asked for
-    def join(self, timeout=None):
-        "True once all processes ended well; raises what one of them raised; False when `timeout` seconds weren't enough"
+    def join(self,
+        timeout=None, # Seconds to wait; None: no limit
+    ):
+        """True once all processes ended well, False when `timeout` was too short; raises `RankRaised` or `RankDied` for
+        one that failed"""
         self._thread.join(timeout)
         if self.error is not None: raise self.error
         return not self._thread.is_alive()
@@ -219,9 +260,11 @@ def spawn(
     daemon=False, # Accepted for code written for torch; processes always end with the notebook
     start_method='spawn', # Accepted for code written for torch
 ):
-    "`torch.multiprocessing.spawn` for functions and classes defined in cells"
-    if nprocs < 1: raise CantDistribute(f"nprocs={nprocs}: at least one process is needed (torch.cuda.device_count() is 0 without a GPU).")
-    options = dict(ctx=None, need={}, imports='', gather=True, ranked=True, meet='')
-    job = Job.of(call_job, _request(fn, tuple(args), {}, **options))
+    """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises `CantDistribute` for what can't
+    be pickled, `RankRaised` or `RankDied` when a process failed"""
+    if nprocs < 1:
+        raise CantDistribute(f"nprocs={nprocs}: at least one process is needed "
+                             "(torch.cuda.device_count() is 0 without a GPU).")
+    job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
     run = lambda: _run(job, nprocs, 'all')
     return run() if join else Spawned(run)

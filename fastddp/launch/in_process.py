@@ -6,7 +6,7 @@
 __all__ = ['InProcess']
 
 # %% ../../nbs/launch/54_in_process.ipynb #886d6c51
-import os, tempfile
+import contextlib, os, tempfile
 
 from ..base import group
 from ..base.errors import CantDistribute
@@ -16,25 +16,51 @@ from .rank import Context, call
 from ..payload.pickling import load
 from ..payload.strings import Letters
 
-# %% ../../nbs/launch/54_in_process.ipynb #d6b9d3d3
-class InProcess(Launcher):
-    "Runs a job as the only rank, in the calling process"
-    def __init__(self, gpu=None): self.gpu = gpu
-    def run(self, job, nprocs=1, on_event=lambda rank,e: None, refs=(), here=None):
-        "As `Launcher.run`, with `nprocs` 1; an exception of the job's is raised as it is"
-        if nprocs != 1: raise CantDistribute(f"InProcess runs one rank, not {nprocs}: pass nprocs=1 or leave the launcher out.")
-        if here is not None: return Outcome([here[1]()], False)
-        gpu = self.gpu if self.gpu is not None else (0 if group.n_gpus() else None)
-        device = group.use_device(gpu)
-        with tempfile.TemporaryDirectory(prefix='fastddp-') as d, environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None):
-            group.join(os.path.join(d,'meet'), 0, 1, group.backend_for(device), device)
-            put = {}
-            ctx = Context(0, 1, device, lambda e: on_event(0,e), put.__setitem__, lambda: False)
-            try: res = call(job.work, ctx, job.payload.meta, _own(job.payload))
-            finally: group.leave()
-        state,epoch = ((p.meta, _own(p)) if (p := put.get(k)) else None for k in ('state','epoch'))
-        return Outcome([load(res.meta, _own(res), refs=refs)], False, state, epoch, (*ctx.marks,))
+# %% ../../nbs/launch/54_in_process.ipynb #4fa0af63
+@contextlib.contextmanager
+def _group_of_one(device):
+    "Inside, this process is rank 0 of 1"
+    as_it_was = environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
+    with tempfile.TemporaryDirectory(prefix='fastddp-') as d, as_it_was:
+        group.join(os.path.join(d, 'rendezvous'), 0, 1, group.backend_for(device), device)
+        try: yield
+        finally: group.leave()
 
-def _own(payload):
+def _writable_copies(payload):
     "Private writable copies of a payload's buffers"
     return [b.whole() if isinstance(b, Letters) else bytearray(b) for b in payload.buffers]
+
+def _as_put(put, name):
+    "`(meta, buffers)` of what the job put last under `name`, or None"
+    return (put[name].meta, _writable_copies(put[name])) if name in put else None
+
+# %% ../../nbs/launch/54_in_process.ipynb #d6b9d3d3
+class InProcess(Launcher):
+    "Runs a job as the only rank, in the calling process: for the debugger"
+    def __init__(self,
+        gpu=None, # Number of the GPU; None: the first one, or the CPU where there is none
+    ): self.gpu = gpu
+    def run(self,
+        job, # A `Job`
+        nprocs=1, # 1
+        on_event=lambda rank,e: None, # Called at once, for what the job gives to `ctx.emit`
+        refs=(), # As for `Launcher.run`
+        here=None, # `(0, fn)`: `fn()` is the rank, and `job` isn't run
+    )->Outcome:
+        """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with what it put last as
+        its `state`; `CantDistribute` for more than one rank"""
+        if nprocs != 1:
+            raise CantDistribute(f"InProcess runs one rank, not {nprocs}: pass nprocs=1 or leave the launcher out.")
+        if here is not None: return Outcome([here[1]()], False)
+        device,put = self._use_device(),{}
+        ctx = Context(0, 1, device, lambda e: on_event(0, e), put.__setitem__, lambda: False)
+        with _group_of_one(device):
+            try: res = call(job.work, ctx, job.payload.meta, _writable_copies(job.payload))
+            except BaseException as e:
+                e.state = _as_put(put, 'state') or _as_put(put, 'epoch')
+                raise
+        results = [load(res.meta, _writable_copies(res), refs=refs)]
+        return Outcome(results, False, _as_put(put, 'state'), _as_put(put, 'epoch'), (*ctx.marks,))
+    def _use_device(self):
+        first = 0 if group.n_gpus() else None
+        return group.use_device(first if self.gpu is None else self.gpu)

@@ -13,42 +13,56 @@ from ..base.errors import CantDistribute
 from .local import Local
 
 # %% ../../nbs/launch/55_placement.ipynb #b6c84c1d
-def workers_for(nprocs=None, gpus=None):
-    "`(number of workers, GPU of each or None for the CPU)`; refuses what can't be"
+def workers_for(
+    nprocs=None, # As the user gave it
+    gpus=None, # The same
+):
+    "`(number of workers, GPU of each or None for the CPU)`; raises `CantDistribute`, with a remedy, for what can't be"
     have = group.n_gpus()
     if gpus is not None: return _chosen(list(gpus), nprocs, have)
     if nprocs is None: return max(have, 1), list(range(have)) or None
-    if nprocs < 1: raise CantDistribute(f"nprocs={nprocs}: at least one worker is needed. Leave nprocs out to use all GPUs.")
+    if nprocs < 1:
+        raise CantDistribute(f"nprocs={nprocs}: at least one worker is needed. Leave nprocs out to use all GPUs.")
     if have and nprocs > have:
-        raise CantDistribute(f"nprocs={nprocs}, but {have} GPU{'s are' if have>1 else ' is'} visible: one worker per GPU. "
+        visible = f"{have} GPU{'s are' if have>1 else ' is'} visible"
+        raise CantDistribute(f"nprocs={nprocs}, but {visible}: one worker per GPU. "
                              f"Pass nprocs={have} or less, or gpus=[] for workers on the CPU.")
     return nprocs, list(range(nprocs)) if have else None
 
 def _chosen(gpus, nprocs, have):
+    "The same for GPUs that the user chose"
     if not gpus: return workers_on_cpu(nprocs)
     bad = [g for g in gpus if not isinstance(g,int) or not 0 <= g < have]
-    if bad: raise CantDistribute(f"gpus={gpus}: {bad} not among the {have} visible GPUs (0 to {have-1}). CUDA_VISIBLE_DEVICES counts."
-                                 if have else f"gpus={gpus}: no GPU is visible here. Leave gpus out; nprocs=2 starts two workers on the CPU.")
+    if bad and not have:
+        raise CantDistribute(f"gpus={gpus}: no GPU is visible here. "
+                             "Leave gpus out; nprocs=2 starts two workers on the CPU.")
+    if bad:
+        raise CantDistribute(f"gpus={gpus}: {bad} not among the {have} visible GPUs (0 to {have-1}). "
+                             "CUDA_VISIBLE_DEVICES counts.")
     if len(set(gpus)) < len(gpus): raise CantDistribute(f"gpus={gpus}: each GPU takes one worker; name each once.")
-    if nprocs not in (None, len(gpus)): raise CantDistribute(f"nprocs={nprocs} with {len(gpus)} GPUs in gpus={gpus}: leave nprocs out.")
+    if nprocs not in (None, len(gpus)):
+        raise CantDistribute(f"nprocs={nprocs} with {len(gpus)} GPUs in gpus={gpus}: leave nprocs out.")
     return len(gpus), gpus
 
 def workers_on_cpu(nprocs):
+    "`(nprocs, [])`; raises `CantDistribute` without a number"
     if not nprocs or nprocs < 1: raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
     return nprocs, []
 
+# %% ../../nbs/launch/55_placement.ipynb #35f9d209
 def local_reason(nprocs, gpus, launcher):
-    "Why the fit runs in this very process, or None"
+    "Why the fit runs in this very process, as a line for the user; None if it runs on workers"
     if launcher is not None: return None
-    if not group.has_distributed(): return "This torch has no torch.distributed on this system: training in this process."
+    if not group.has_distributed():
+        return "This torch has no torch.distributed on this system: training in this process."
     if gpus is not None or workers_for(nprocs)[0] > 1: return None
     if nprocs == 1: return "One worker: training in this process."
-    return ("One GPU: training in this process." if group.n_gpus() else
-            "No GPU: training in this process. nprocs=2 starts two workers on the CPU.")
+    if group.n_gpus(): return "One GPU: training in this process."
+    return "No GPU: training in this process. nprocs=2 starts two workers on the CPU."
 
 # %% ../../nbs/launch/55_placement.ipynb #6c0e5a11
 def in_launched_group():
-    "Does a group stand (or wait to be joined) that a fit may run in?"
+    "Does a group stand, or wait to be joined, that a fit may run in? Refuses one that no launcher made"
     if group.under_launcher(): return True
     if not group.in_group(): return False
     if 'RANK' in os.environ and 'WORLD_SIZE' in os.environ: return True
@@ -57,31 +71,41 @@ def in_launched_group():
 
 @contextlib.contextmanager
 def launched_group():
-    "This process's place in the group that its launcher made, on the device that is yielded; leaves it only if it was joined here"
-    joined = not group.in_group()
-    device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None) if joined else group.own_device()
-    if joined: group.join_launched(device)
+    "Inside, this process is in the group that its launcher made; yields its device. Leaves it only if it joined it"
+    if group.in_group():
+        yield group.own_device()
+        return
+    device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None)
+    group.join_launched(device)
     try: yield device
-    finally:
-        if joined: group.leave()
+    finally: group.leave()
 
 # %% ../../nbs/launch/55_placement.ipynb #f5f1bd50
 @contextlib.contextmanager
-def engine_for(given):
-    "`(launcher, number of workers, GPU of each)` for the options `given`, open; None after a line that says why this process trains"
+def engine_for(
+    given, # Options of the block: `nprocs`, `gpus`, `launcher`, `see` and `timeout`
+):
+    "Yields `(launcher, number of workers, GPU of each)`, open; or prints why this process trains, and yields None"
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
-    why = local_reason(nprocs, gpus, launcher)
-    if why:
+    if why := local_reason(nprocs, gpus, launcher):
         print(why)
         yield None
         return
-    n,gpus = workers_for(nprocs, gpus) if launcher is None else (nprocs or 1, gpus)
-    with launcher or Local(gpus=gpus or [], see=given['see'], timeout=given['timeout']) as engine: yield engine, n, gpus
+    if launcher is not None: n = nprocs or 1
+    else:
+        n,gpus = workers_for(nprocs, gpus)
+        launcher = Local(gpus=gpus or [], see=given['see'], timeout=given['timeout'])
+    with launcher as engine: yield engine, n, gpus
 
+# %% ../../nbs/launch/55_placement.ipynb #2d652059
 @contextlib.contextmanager
-def nested(outer, given, defaults):
-    "Inside another block of the same learner: that block's workers, unless other options were asked for"
+def nested(
+    outer, # Options of the block around it
+    given, # Options of this block
+    defaults, # What they are if nobody says anything
+):
+    "Inside another block of the same learner: that block's workers; refuses other options than it has"
     other = [k for k,v in given.items() if v != defaults.get(k) and v != outer.get(k)]
-    if other: raise CantDistribute(f"Already inside a distrib_ctx of this learner, and {', '.join(other)} can't change there. "
-                                   "Leave the options out, or leave the block first.")
+    if other: raise CantDistribute(f"Already inside a distrib_ctx of this learner, and {', '.join(other)} can't change "
+                                   "there. Leave the options out, or leave the block first.")
     yield
