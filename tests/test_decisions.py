@@ -156,7 +156,7 @@ def test_short_epochs(ranks):
 def test_early_stopping(ranks, monitor):
     n, launcher = ranks
     end = AtEnd()
-    learn, one = fit_both(learner(metrics=accuracy, lr=.5, opt_func=Adam), n, launcher, 12, cbs=[end, EarlyStoppingCallback(monitor, interrupt_grace=2)])
+    learn, one = fit_both(learner(metrics=accuracy, lr=.5, opt_func=Adam), n, launcher, 12, cbs=[end, EarlyStoppingCallback(monitor, patience=2)])
     assert_ranks_alike(end.ranks)
     assert len(learn.recorder.values) == len(one.recorder.values) < 12
     assert end.ranks[0][0][0] == len(one.recorder.losses)
@@ -164,7 +164,7 @@ def test_early_stopping(ranks, monitor):
 
 def test_reduce_lr_on_plateau(ranks):
     n, launcher = ranks
-    learn, one = fit_both(learner(lr=.5), n, launcher, 6, cbs=[ReduceLROnPlateau(interrupt_grace=1)])
+    learn, one = fit_both(learner(lr=.5), n, launcher, 6, cbs=[ReduceLROnPlateau(patience=1)])
     assert_same(learn, one, 1e-4, 1e-5)
     assert learn.opt.hypers[-1]['lr'] == one.opt.hypers[-1]['lr'] < .5
 

@@ -78,7 +78,7 @@ def gone(procs, seconds):
     return [o for o in alive if o.status() != psutil.STATUS_ZOMBIE]
 
 
-def interrupt_grace(): return 2+2*os.getloadavg()[0]
+def patience(): return 2+2*os.getloadavg()[0]
 
 
 def test_two_at_once_then_restart_and_kill(kernels):
@@ -91,9 +91,9 @@ def test_two_at_once_then_restart_and_kill(kernels):
         of_a, of_b = a.in_a_fit(), b.in_a_fit()
         assert len(of_a) >= 3 and len(of_b) >= 3
         a.restart()
-        assert gone(of_a, interrupt_grace()) == [] and not gone(of_b, 0) == []     # the other kernel's fit goes on
+        assert gone(of_a, patience()) == [] and not gone(of_b, 0) == []     # the other kernel's fit goes on
         os.kill(b.pid, signal.SIGKILL)
-        assert gone(of_b, interrupt_grace()) == [] and decoy.poll() is None
+        assert gone(of_b, patience()) == [] and decoy.poll() is None
         assert a.answer(a.setup()) is None and a.answer(a.send('fit(1, 0)')) is None
     finally:
         decoy.kill()

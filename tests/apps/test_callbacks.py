@@ -80,8 +80,8 @@ def test_save_every_epoch(tmp_path, capsys):
 
 def test_early_stopping_and_plateau(capsys):
     "Both decide on the metric of all ranks, so all ranks decide alike"
-    stop = EarlyStoppingCallback(monitor='valid_loss', min_delta=100., interrupt_grace=2)
-    plateau = ReduceLROnPlateau(monitor='valid_loss', min_delta=100., interrupt_grace=1)
+    stop = EarlyStoppingCallback(monitor='valid_loss', min_delta=100., patience=2)
+    plateau = ReduceLROnPlateau(monitor='valid_loss', min_delta=100., patience=1)
     learn = learner(stop, plateau)
     fit(learn, 8)
     assert len(learn.recorder.values) == 3 and stop.wait == 2 and not math.isinf(stop.best)

@@ -19,8 +19,8 @@ class Mine(LearnerCallback):
 
 def test_trackers_decide_alike_and_write_once(tmp_path):
     def make(bs):
-        fns = [partial(SaveModelCallback, monitor='accuracy', name='best'), partial(EarlyStoppingCallback, interrupt_grace=1, min_delta=.05),
-               partial(ReduceLROnPlateauCallback, interrupt_grace=0, min_delta=.5, min_lr=1e-9), CSVLogger]
+        fns = [partial(SaveModelCallback, monitor='accuracy', name='best'), partial(EarlyStoppingCallback, patience=1, min_delta=.05),
+               partial(ReduceLROnPlateauCallback, patience=0, min_delta=.5, min_lr=1e-9), CSVLogger]
         return plain(bs, callback_fns=fns, path=tmp_path/str(bs), model_dir='kept', metrics=[accuracy, squared])
     two, one = pair(make, lambda l: l.fit(6, 1e-2))
     same_weights(two, one)
