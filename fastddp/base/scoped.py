@@ -11,9 +11,11 @@ import contextlib, os
 # %% ../../nbs/base/03_scoped.ipynb #0504248c
 _MISSING = object()
 
-def hold(undo,  # An `ExitStack`
-         store, # A dict, or `os.environ`
-         *keys):
+def hold(
+    undo,  # An `ExitStack`
+    store, # A dict, or `os.environ`
+    *keys,
+):
     "What `store` has under `keys` now, also that it has nothing, is put back when `undo` closes"
     for k in keys: undo.callback(_put_back, store, k, store.get(k, _MISSING))
 
@@ -21,14 +23,19 @@ def _put_back(store, key, value):
     if value is _MISSING: store.pop(key, None)
     else: store[key] = value
 
-def change(undo, store, **new):
-    "`hold`, and `store` has the items `new` from now on"
+def change(
+    undo,  # An `ExitStack`
+    store, # A dict, or `os.environ`
+    **new, # Its items from now on
+):
+    "`store` with other items until `undo` closes; then it has those that it has now"
     hold(undo, store, *new)
     store.update(new)
 
 # %% ../../nbs/base/03_scoped.ipynb #c2c3f9b2
 @contextlib.contextmanager
 def _changed(store, without, new):
+    "`store` without the keys `without` and with the items `new`, during a block"
     with contextlib.ExitStack() as undo:
         hold(undo, store, *without, *new)
         for k in without: store.pop(k, None)
@@ -36,12 +43,18 @@ def _changed(store, without, new):
         yield
 
 @contextlib.contextmanager
-def own_attrs(obj, **attrs):
+def own_attrs(
+    obj,     # Anything with a `__dict__`
+    **attrs, # Attributes and their values meanwhile
+):
     "`obj` with these attributes of its own, and afterwards as it was"
     with _changed(vars(obj), (), attrs): yield obj
 
-def without_attrs(obj, *names):
-    "`obj` without these attributes of its own"
+def without_attrs(
+    obj,    # Anything with a `__dict__`
+    *names, # Attributes; those that it doesn't have don't matter
+):
+    "A block in which `obj` lacks these attributes of its own"
     return _changed(vars(obj), names, {})
 
 @contextlib.contextmanager
@@ -52,4 +65,5 @@ def environment(
     "The process's environment with other variables, all of them afterwards as they were"
     with contextlib.ExitStack() as undo:
         hold(undo, os.environ, *new)
-        with _changed(os.environ, without, {k:v for k,v in new.items() if v is not None}): yield
+        known = {k:v for k,v in new.items() if v is not None}
+        with _changed(os.environ, without, known): yield

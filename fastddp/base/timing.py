@@ -10,11 +10,16 @@ import time
 
 # %% ../../nbs/base/08_timing.ipynb #14330b46
 class Timings:
-    "Seconds of one call on the workers, by phase"
-    def __init__(self, what=''):
+    "Seconds of one call on the workers, by phase; the first phase begins when this is made"
+    def __init__(self,
+        what='', # What was called, e.g. 'fit'
+    ):
         self.what,self.began,self.marks = what,time.time(),[]
-    def mark(self, phase, at=None):
-        "The phase that ends now, or ended at time `at`"
+    def mark(self,
+        phase,   # Name of the phase that ends
+        at=None, # When it ended, seconds as of `time.time()` (None: now)
+    ):
+        "Notes that a phase ended"
         self.marks.append((phase, time.time() if at is None else at))
     @property
     def phases(self):
@@ -25,4 +30,6 @@ class Timings:
             last = max(at, last)
         return res
     @property
-    def total(self): return sum(self.phases.values())
+    def total(self):
+        "Seconds of all phases together"
+        return sum(self.phases.values())
