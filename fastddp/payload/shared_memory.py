@@ -80,7 +80,7 @@ def _can_populate():
     except OSError: return False
     return True
 
-# %% ../../nbs/payload/14_shared_memory.ipynb #12ee9816
+# %% ../../nbs/payload/14_shared_memory.ipynb #c244191c
 class _Mapping:
     "`size` bytes of a file in this process's memory, to be read and written; pages are taken a chunk at a time"
     def __init__(self, fd=None, size=0):
@@ -108,7 +108,7 @@ class _Mapping:
         np.copyto(np.frombuffer(self.view[at:at+len(data)], np.uint8), np.frombuffer(data, np.uint8))
 
 def _mapping(fd, size):
-    "A `_Mapping`; an empty one where it can't be, or is of no use: pages of a file on a disk would all be written there"
+    "A `_Mapping`; an empty one where it can't be, or is of no use: pages of a file on a disk would be written there"
     if not _can_populate() or not _in_memory(fd): return _Mapping()
     try: return _Mapping(fd, size)
     except OSError: return _Mapping()       # the process may not have so large an address space
@@ -118,8 +118,48 @@ def _in_memory(fd):
     except OSError: return False
 
 # %% ../../nbs/payload/14_shared_memory.ipynb #1b65a9a1
-_ALIGN = 64
 _LARGE = 1<<26      # bytes; from here on, a mapping, threads and a look at what memory is left pay
+
+class _Memory:
+    "A file without a name, in memory where that can be, and this process's view of it"
+    def __init__(self,
+        fd=None, # Descriptor of another process's block (None: a new block)
+    ):
+        self.fd = _memory_file() if fd is None else fd      # its only handle
+        self.fresh = True               # does nobody else have this descriptor yet? Whoever sends it sets it to False
+        self._mapped = _Mapping()       # this process's view of it, empty until much is written or reserved
+    def _short_of(self, end):
+        "Would memory not suffice for `end` bytes in this block?"
+        more = end-os.fstat(self.fd).st_blocks*512
+        if more < _LARGE or not _in_memory(self.fd): return False
+        left = free_memory()
+        return left is not None and left < more*1.1
+    def _to_file(self, why):
+        "From now on a temporary file; warns"
+        self.close()
+        self.fd,self.fresh = _temp_file(why),True
+    def _grow(self, end):
+        """Makes the block `end` bytes long. A mapping is a little longer: the next payload may be, too, and a new
+        mapping would have to be given its pages again"""
+        anew = end >= _LARGE and len(self._mapped) < end
+        size = (end//_CHUNK+2)*_CHUNK if anew else end
+        if os.fstat(self.fd).st_size < size: os.ftruncate(self.fd, size)
+        if anew:
+            self._mapped.drop()
+            self._mapped = _mapping(self.fd, size)
+    def reserve(self, size):
+        "Takes memory for `size` bytes, if they are many, while the caller goes on; all works without it, too"
+        if size < _LARGE or size <= len(self._mapped) or self._short_of(size): return
+        with contextlib.suppress(OSError): self._grow(size)
+        threading.Thread(target=self._mapped.populate_until, args=(size,), daemon=True, name='fastddp-reserve').start()
+    def close(self):
+        "Gives the descriptor back; what was read stays readable"
+        self._mapped.drop()
+        fd,self.fd,self._mapped = self.fd,None,_Mapping()
+        if fd is not None: os.close(fd)
+
+# %% ../../nbs/payload/14_shared_memory.ipynb #dbcf322c
+_ALIGN = 64         # bytes
 
 class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a block: `spans` are their `(offset, nbytes)`"
@@ -127,6 +167,7 @@ class Packed(NamedTuple):
     spans:tuple
 
 def _layout(buffers):
+    "`(spans, bytes of all)` for `buffers` one after the other"
     spans,end = [],0
     for b in buffers:
         spans.append((end, b.nbytes))
@@ -141,15 +182,23 @@ def _pieces(data, at):
         yield data[i:i+n], at+i
         i += n
 
-# %% ../../nbs/payload/14_shared_memory.ipynb #fece6723
-class Block:
-    "Shared memory without a name, grown as needed and reused"
-    def __init__(self,
-        fd=None, # Descriptor of another process's block (None: a new block)
+# %% ../../nbs/payload/14_shared_memory.ipynb #4cde5169
+class Block(_Memory):
+    "Shared memory without a name, grown as needed and reused; `fd` is its only handle"
+    def read(self,
+        packed,     # What `write` returned, here or in another process
+        copy=False, # Memory of this process's own, rather than views of the block?
     ):
-        self.fd = _memory_file() if fd is None else fd      # its only handle
-        self.fresh = True               # Does nobody else have this descriptor yet? Who sends it sets this
-        self._mapped = _Mapping()       # this process's view of it, empty until much is written or reserved
+        "The buffers of `packed`, writable; a view is copied where it is written to (`MAP_PRIVATE`, mmap(2))"
+        end = max((o+n for o,n in packed.spans), default=0)
+        if not end: return [bytearray()]*len(packed.spans)
+        view = memoryview(mmap.mmap(self.fd, end, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ|mmap.PROT_WRITE))
+        return [bytearray(view[o:o+n]) if copy else view[o:o+n] for o,n in packed.spans]
+    def peek(self, packed):
+        "The buffers of `packed` as they lie in the block: not to be written, and changed by the next write"
+        end = max((o+n for o,n in packed.spans), default=0)
+        view = self._mapped.view
+        return [view[o:o+n] for o,n in packed.spans] if end <= len(view) else self.read(packed)
     def write(self, payload):
         "Copies the buffers of `payload` into the block, and returns `Packed`; what earlier reads mapped may change"
         spans,end = _layout(payload.buffers)
@@ -159,25 +208,6 @@ class Block:
             self._to_file(f"no memory left ({e.strerror})")
             self._fill(payload.buffers, spans, end)
         return Packed(payload.meta, spans)
-    def _short_of(self, end):
-        "Would memory not suffice for `end` bytes in this block?"
-        more = end-os.fstat(self.fd).st_blocks*512
-        if more < _LARGE or not _in_memory(self.fd): return False
-        left = free_memory()
-        return left is not None and left < more*1.1
-    def _to_file(self, why):
-        "From now on a temporary file; warns"
-        self.close()
-        self.fd,self.fresh = _temp_file(why),True
-    def _grow(self, end):
-        """Makes the block `end` bytes long. A mapping is a little longer: the next payload is, too, and a new mapping would
-        have to be given its pages again"""
-        anew = end >= _LARGE and len(self._mapped) < end
-        size = (end//_CHUNK+2)*_CHUNK if anew else end
-        if os.fstat(self.fd).st_size < size: os.ftruncate(self.fd, size)
-        if anew:
-            self._mapped.drop()
-            self._mapped = _mapping(self.fd, size)
     def _fill(self, buffers, spans, end):
         "Copies `buffers` to their `spans`: pieces of memory by several threads if it is much, then letters one by one"
         self._grow(end)
@@ -202,30 +232,6 @@ class Block:
         if data and at+len(data) <= len(self._mapped): return self._mapped.write(data, at)
         done = 0
         while done < len(data): done += os.pwrite(self.fd, data[done:], at+done)
-    def reserve(self, size):
-        "Takes memory for `size` bytes, if they are many, while the caller goes on; all works without it, too"
-        if size < _LARGE or size <= len(self._mapped) or self._short_of(size): return
-        with contextlib.suppress(OSError): self._grow(size)
-        threading.Thread(target=self._mapped.populate_until, args=(size,), daemon=True, name='fastddp-reserve').start()
-    def read(self,
-        packed,     # What `write` returned, here or in another process
-        copy=False, # Memory of this process's own, rather than views of the block?
-    ):
-        "The buffers of `packed`, writable; a view is copied where it is written to (`MAP_PRIVATE`, mmap(2))"
-        end = max((o+n for o,n in packed.spans), default=0)
-        if not end: return [bytearray()]*len(packed.spans)
-        view = memoryview(mmap.mmap(self.fd, end, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ|mmap.PROT_WRITE))
-        return [bytearray(view[o:o+n]) if copy else view[o:o+n] for o,n in packed.spans]
-    def peek(self, packed):
-        "The buffers of `packed` as they lie in the block: not to be written, and changed by the next write"
-        end = max((o+n for o,n in packed.spans), default=0)
-        view = self._mapped.view
-        return [view[o:o+n] for o,n in packed.spans] if end <= len(view) else self.read(packed)
-    def close(self):
-        "Gives the descriptor back; what was read stays readable"
-        self._mapped.drop()
-        fd,self.fd,self._mapped = self.fd,None,_Mapping()
-        if fd is not None: os.close(fd)
 
 _CHANGED = ("A list of strings changed while it was sent to the workers: "
             "is a thread of the notebook still filling it?")
