@@ -19,7 +19,8 @@ FLOORS = {
     '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1')}     # the front doors
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
 KEEPS_OUT = {'base': ('fastai', 'multiprocess', 'torch.distributed'), 'base.group': ('fastai', 'multiprocess'),
-             'base.errors': ('fastai', 'torch', 'multiprocess', 'subprocess'), 'payload': ('fastai', 'multiprocess', 'torch.distributed'),
+             **dict.fromkeys(('base.troubles', 'base.failure', 'base.errors'), ('fastai', 'torch', 'multiprocess', 'subprocess')),
+             'payload': ('fastai', 'multiprocess', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'multiprocess', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
              'report': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
