@@ -42,7 +42,7 @@ def loss_part(loss_func, # The learner's
 ): # `LossPart`
     "This rank's part in the loss of a global batch"
     count,total = counts
-    if sums_up(loss_func): return LossPart('sum', count/bs, n*count/bs)
+    if sums_up(loss_func): return LossPart('sum', count/bs, n*(count/bs))
     divisor = loss_divisor(loss_func, yb, count)
     if not isinstance(divisor, torch.Tensor): return LossPart('count', divisor, loss_weight(divisor, total, n))
     if divisor.device.type == 'cpu': divisor = divisor.item()     # nothing to wait for, and numbers are quicker
