@@ -42,7 +42,7 @@ class AverageGrads(Callback):
     def sync_buffers(self): sync_buffers(self.learn.model, self.average_bn)
 
 class _CountAll(Callback):
-    "Lets `AccumulateScheduler` count the global batch's items; it divides gradients by what it counts, validation included"
+    "Lets `AccumulateScheduler` count the global batch's items; it divides by what it counts, validation included"
     def __init__(self, learn, ranks, acc):
         self.learn,self.ranks,self.acc = learn,ranks,acc
         self._order = acc._order-.5     # right before it counts this rank's
@@ -67,7 +67,7 @@ class AgreeingHandler(CallbackHandler):
     @classmethod
     def of(cls, ranks # `Ranks`
     ):
-        "The class for one fit. v1 makes a handler in each batch, only for a default, so it takes no arguments of its own"
+        "The class for one fit. v1 makes one more in each batch, as a default; so no argument is added to those of v1"
         return type(cls.__name__, (cls,), dict(ranks=ranks))
 
     def is_of_the_fit(self): return self.ranks.handler is self
@@ -107,8 +107,8 @@ class AgreeingHandler(CallbackHandler):
         super().on_train_end(exception)
 
 # %% ../../nbs/fastai1/91_callbacks.ipynb #e3429c3a
-RANK0_ONLY = {'CSVLogger','LearnerTensorboardWriter','GANTensorboardWriter','ImageGenTensorboardWriter','MLFlowTracker','WandbCallback',
-              'NeptuneMonitor','ShowGraph','TrackEpochCallback'}
+RANK0_ONLY = {'CSVLogger','LearnerTensorboardWriter','GANTensorboardWriter','ImageGenTensorboardWriter',
+              'MLFlowTracker','WandbCallback','NeptuneMonitor','ShowGraph','TrackEpochCallback'}
 
 def is_rank0_only(cb # A callback
 ):

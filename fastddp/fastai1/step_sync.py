@@ -55,7 +55,7 @@ def _trainable(self:Ranks): return [p for p in self.model.parameters() if p.requ
 
 @patch
 def average_grads(self:Ranks):
-    "Gradients become their mean over ranks; a parameter that nobody gave one has none afterwards. Raises as `all_reduce`"
+    "Gradients become their mean over ranks; a parameter without one on any rank has none. Raises as `all_reduce`"
     self._average(self._trainable())
 
 @patch
@@ -98,6 +98,7 @@ class GlobalLoss:
         summed,divisor,*_ = self.ranks.all_reduce(value*own, own)
         self.ranks.grads_next = True
         if by_sum: divisor = 1.
-        if not own: loss = (out if isinstance(out, torch.Tensor) else out[0]).sum()*0.      # a mean over nothing is not a number
+        # a mean over nothing is not a number
+        if not own: loss = (out if isinstance(out, torch.Tensor) else out[0]).sum()*0.
         if not divisor: return _Global.apply(loss, float('nan'), 0.)        # nobody's items count
         return _Global.apply(loss, summed/divisor, group.world_size()*own/divisor)

@@ -35,7 +35,8 @@ _NAMES = dict(CollectDataCallback='data', ActivationStats='stats')
 
 def _collected(cb):
     "The name of the list that `cb` grows batch by batch, or None"
-    return next((_NAMES[c.__name__] for c in type(cb).__mro__ if c.__name__ in _NAMES and c.__module__.startswith('fastai.')), None)
+    kinds = [c.__name__ for c in type(cb).__mro__ if c.__module__.startswith('fastai.')]
+    return next((_NAMES[k] for k in kinds if k in _NAMES), None)
 
 def _plain(o): return all(map(_plain, o)) if type(o) is tuple else isinstance(o, torch.Tensor)
 

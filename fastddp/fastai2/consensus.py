@@ -6,16 +6,17 @@
 __all__ = ['VOTES', 'ballot', 'strongest', 'leaves_late', 'Consensus', 'SyncLast']
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #0a9d6682
-from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
-                                  CancelStepException, CancelTrainException, CancelValidException)
+from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException,
+                                  CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import patch
 
 from ..base import group
 from .events import OurCallback
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #4d47e2d1
-_RAISES = dict(backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException, train=CancelTrainException,
-               valid=CancelValidException, epoch=CancelEpochException, fit=CancelFitException, interrupt=KeyboardInterrupt)
+_RAISES = dict(backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException,
+               train=CancelTrainException, valid=CancelValidException, epoch=CancelEpochException,
+               fit=CancelFitException, interrupt=KeyboardInterrupt)
 VOTES = ('load', *_RAISES)      # from weakest to strongest; the first one is no wish to leave
 
 def ballot(kind=None # One of `VOTES`, or None
@@ -65,9 +66,9 @@ class Consensus(OurCallback):
         self.joined = True      # are votes in the backward pass of that batch closed?
         self.step_due = False   # is there a sync point before its optimizer step, still to come?
         self.late = False       # does this fit have such sync points?
-        # What the ranks said
+        # What the ranks decided
         self.decided_together = False   # is the exception that is on its way everybody's?
-        self.n_load = 0                 # how many ranks said at the last sync point that they load
+        self.n_load = 0                 # how many ranks voted at the last sync point to load
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #1a7e0d03
 @patch
@@ -208,7 +209,7 @@ _LEAVE = dict(start=_before_training, train=_in_training, middle=_before_validat
 @patch
 def leave(self:Consensus, kind # One of `VOTES`
 ):
-    "This rank wants to leave: goes to the others' next sync point with its vote. Raises what they decided, if that is more"
+    "This rank wants to leave: goes to the others' next sync point with its vote. Raises what they decided, if more"
     if self.decided_together: self.decided_together = False       # the ranks decided this together
     else: _LEAVE[self.phase](self, kind)
 

@@ -28,7 +28,7 @@ class _ModelWithStats(nn.Module):
         self.gathered = False       # do gradients of earlier micro-batches go into this reduction?
     def forward(self, *args, shadow=False, **kwargs):
         out = zero_loss(self.model.parameters()) if shadow else self.model(*args, **kwargs)
-        # What earlier micro-batches gave a parameter is reduced in this batch, also if nobody uses it now: DDP must see it here.
+        # What earlier micro-batches gave a parameter is reduced now, also if this one doesn't use it: DDP must see it.
         kept = [p for p in self.model.parameters() if p.grad is not None] if self.gathered and not shadow else []
         return out, self.stats*1 + zero_loss(kept)
 
@@ -58,8 +58,9 @@ def unused_params(loss,  # A loss whose graph is complete; the graph's shape sta
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 # Its old name warns since torch 2.15. Buffers are our own affair: see `SyncBuffers`.
 _NO_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers') if k in _PARAMS)
-_OURS = ('module','device_ids','output_device','dim','process_group','device_mesh','broadcast_buffers','forward_sync_buffers','init_sync',
-         'delay_all_reduce_named_params','param_to_hook_all_reduce','mixed_precision','check_reduction')
+_OURS = ('module','device_ids','output_device','dim','process_group','device_mesh','broadcast_buffers',
+         'forward_sync_buffers','init_sync','delay_all_reduce_named_params','param_to_hook_all_reduce',
+         'mixed_precision','check_reduction')
 
 DDP_OPTIONS = tuple(k for k in _PARAMS if k not in _OURS)
 
@@ -68,8 +69,9 @@ def check_ddp(options, # What the user asks DDP for, by name
 ):
     "Raises `CantDistribute` for what DDP would do with `options`, but not with the optimizer `opt`"
     if options.get('gradient_as_bucket_view') and not isinstance(opt, OptimWrapper): raise CantDistribute(
-        "gradient_as_bucket_view: fastai's own optimizers detach gradients in place, which torch refuses for views of DDP's buckets. "
-        "Leave it out, or take a torch optimizer: opt_func=partial(OptimWrapper, opt=torch.optim.AdamW).")
+        "gradient_as_bucket_view: fastai's own optimizers detach gradients in place, which torch refuses for views of "
+        "DDP's buckets. Leave it out, or take a torch optimizer: "
+        "opt_func=partial(OptimWrapper, opt=torch.optim.AdamW).")
 
 # %% ../../nbs/fastai2/75_ddp.ipynb #f3e50ecc
 # Places of the statistics; the votes follow
@@ -106,7 +108,7 @@ class Reducer:
     def _build(self, model, now):
         self.close()
         wrapped = _ModelWithStats(model, _N_STATS+len(VOTES))
-        # DDP broadcasts all weights when it is built; frozen ones, mapped memory that ranks share, would become a copy in each
+        # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would become a copy in each
         frozen = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
         if self.alike: wrapped._ddp_params_and_buffers_to_ignore = frozen
         kw = dict(self._ddp_options(model, wrapped.stats.device), **self.ddp_kwargs)
@@ -181,7 +183,7 @@ def check(self:Reducer,
           loss,          # This rank's loss, before its `backward`
           took_part=True # False in a shadow step, which uses none and misses none
 ):
-    "In the first step of a DDP module: which parameters does nobody use, which not everybody? A collective in that step only"
+    "In a DDP module's first step (a collective, then only): which parameters does nobody use, which not everybody?"
     self.idle = []
     if self.checked: return
     self.checked = True
@@ -215,7 +217,7 @@ def _complete(self:Reducer, loss):
 @patch
 def on_unused(self:Reducer, unused # The sum of that statistic
 ):
-    "If some rank missed a gradient in its last step, the ranks compare and search from now on; a collective in that step only"
+    "If some rank missed a gradient in its last step, the ranks compare (a collective) and search from now on"
     if not unused or self.find_unused: return
     named = self._trainable()
     sums = group.all_sum([k in self.missing for k,_ in named])

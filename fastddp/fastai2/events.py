@@ -16,7 +16,7 @@ from ..base.scoped import own_attrs
 # %% ../../nbs/fastai2/72_events.ipynb #6be54914
 class OurCallback(Callback):
     "Base of the callbacks that make a fit a distributed one: called without detours"
-    # fastai asks learner and model about each name that is set; where that is done at each step, it takes as long as a small layer
+    # fastai asks learner and model about each name that is set; at each step that takes as long as a small layer
     __setattr__ = object.__setattr__
     def __call__(self, event_name):
         if event_name in _inner_loop and not (self.run_train if self.learn.training else self.run_valid): return

@@ -59,7 +59,9 @@ def shard_batches(dl,      # A fastai or torch loader, sharded or not
     if n == 1 or not takes_whole(dl): return res
     s = res._shard
     if isinstance(dl, DataLoader): res.__class__ = _sharded_class(WholeDL, type(dl))
-    else: s.whole,s.size,s.parts = True,(lambda: len(dl.batch_sampler)),lambda s: whole_steps([[*b] for b in dl.batch_sampler], s)
+    else:
+        s.whole,s.size = True,lambda: len(dl.batch_sampler)
+        s.parts = lambda s: whole_steps([[*b] for b in dl.batch_sampler], s)
     return res
 
 # %% ../../nbs/fastai2/81_inference.ipynb #08e24dee
@@ -126,7 +128,8 @@ def join_parts(parts, # `Part` of each rank
 ):
     "The lists that each gatherer has in one process: dicts by name"
     join = _in_batch_order if whole else _in_row_order
-    return [{k:join(parts, [p.lists[g].get(k, []) for p in parts]) for k in names} for g,names in enumerate(parts[0].lists)]
+    def of(g, k): return join(parts, [p.lists[g].get(k, []) for p in parts])
+    return [{k:of(g,k) for k in names} for g,names in enumerate(parts[0].lists)]
 
 def _in_batch_order(parts, lists):
     order = sorted((start,r,i) for r,p in enumerate(parts) for i,start in enumerate(p.starts))

@@ -24,7 +24,7 @@ from ..shard.rows import join_tensors, mean_over_items, row_positions
 def _gathered(v):
     "What every rank has in place of `v`: a number, a tensor, a list of numbers, or a dict of numbers by number"
     if isinstance(v, dict):
-        ks,vs = (group.gather(torch.tensor([float(o) for o in os], dtype=torch.float64)) for os in (v.keys(),v.values()))
+        ks,vs = (group.gather(torch.tensor([float(o) for o in os], dtype=torch.float64)) for os in (v, v.values()))
         return [dict(zip((int(k) for k in kr.tolist()), vr.tolist())) for kr,vr in zip(ks,vs)]
     if isinstance(v, torch.Tensor): return group.gather(v.detach())
     ts = group.gather(torch.as_tensor(v, dtype=torch.float64))
@@ -55,7 +55,7 @@ class BatchNote(NamedTuple):
 def gather_ordered(parts, # Tensors with the rows of this rank's batches
                    notes  # `BatchNote` of each; fewer, if a metric keeps something else than batches
 ):
-    "The rows of all ranks as a list of one tensor, in the order of one process where it can be told; an empty list if there are none"
+    "The rows of all ranks as a list of one tensor, in the order of one process where that is known; [] if none"
     parts = [t if t.ndim else t[None] for t in parts]
     pos = row_positions(parts, [o.positions for o in notes])
     if pos is None: pos = -torch.ones(sum(map(len,parts)))      # this rank can't tell
@@ -116,8 +116,8 @@ def _unflatten(spec, leaves):
 class NoInput(tuple):
     "Stands for `learn.xb` while batches are replayed"
     def _refuse(self, *_):
-        raise ValueError("Inputs are not kept for a metric that is replayed over all workers' batches: learn.xb can't be read in its "
-            "`accumulate`. Give the metric a method `merge(states)`, and its state is brought together instead.")
+        raise ValueError("Inputs are not kept for a metric that is replayed over all workers' batches: learn.xb can't be "
+            "read in its `accumulate`. Give the metric a method `merge(states)`, and its state is brought together instead.")
     __getitem__ = __iter__ = __len__ = _refuse
 
 class KeptBatch(NamedTuple):
@@ -164,7 +164,7 @@ def _join_leaves(parts):
 
 def whole_batches(kept # This rank's `KeptBatch`es of a phase
 ): # Yields trees; the same on every rank
-    "The global batches of a phase, one after the other. One whose parts don't fit together (padded apart) comes rank by rank"
+    "The global batches of a phase in their order. One whose parts don't fit together (padded apart) comes rank by rank"
     spec = _common_spec(kept)
     for parts in _gather_steps(kept, spec):
         for no in sorted({o.number for o in parts}):
@@ -225,7 +225,9 @@ class _Phase:
         finally: learn.pred,learn.yb = pred,yb
     def _accumulate(self, learn, note, n):
         if self.reducer is None: self.kept.append(keep_batch(note, (learn.pred,tuple(learn.yb),learn.loss)))
-        elif self.by_batch: self.losses.append((note.number, *loss_and_divisor(learn.loss_func, learn.loss, learn.yb, n), n))
+        elif self.by_batch:
+            weighted = loss_and_divisor(learn.loss_func, learn.loss, learn.yb, n)
+            self.losses.append((note.number, *weighted, n))
         else: type(self.m).accumulate(self.m, learn)
     def close(self, learn):
         "The end of the phase: brings all ranks' state together"

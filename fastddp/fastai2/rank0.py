@@ -36,10 +36,11 @@ def _opt_from_rank0(learn):
 
 def _check_load(consensus):
     "Raises `CantDistribute` unless all ranks load"
-    if consensus.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks would "
-        "go on with other weights. Load in a callback without `rank0_only`.")
+    if consensus.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks "
+        "would go on with other weights. Load in a callback without `rank0_only`.")
     if not consensus.all_load(): raise CantDistribute(f"Rank {group.rank()} called learn.load, but not every rank did: "
-        "the ranks would go on with different weights. Call it on all ranks; rank 0 reads the file, the others get what it read.")
+        "the ranks would go on with different weights. Call it on all ranks; rank 0 reads the file, the others get "
+        "what it read.")
 
 @contextlib.contextmanager
 def sync_load(learn,
@@ -137,7 +138,7 @@ class _AloneCall:
         cb,consensus = self.cb,self.consensus
         if consensus.alone: return cb(event_name)       # called by one that is alone already
         with own_attrs(consensus, alone=True), _without_ours(self.learn, consensus.ours):
-            if event_name in _inner_loop: return cb(event_name)     # in each batch keeping the streams would cost too much
+            if event_name in _inner_loop: return cb(event_name)     # keeping the streams costs too much in each batch
             with _kept_streams(self.learn, consensus.common): cb(event_name)
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def _without_nan(self:StepSync, loss, divisor):
 @patch
 def vote(self:StepSync, kind # One of `VOTES`
 ):
-    "This rank leaves the batch: a vote in it, or in the next where this one's is closed; returns what the ranks decided"
+    "This rank leaves the batch: a vote in it, or in the next where it is closed; returns what the ranks decided"
     self._begin_vote()
     if not self.ahead: return self._close(self._shadow_step(kind))
     if self.stats is None: self._shadow_forward()
@@ -120,8 +120,8 @@ def vote(self:StepSync, kind # One of `VOTES`
 @patch
 def vote_load(self:StepSync):
     "Votes for 'load': this rank goes on in the batch afterwards, with its gradients as they are"
-    if self.stats is not None or self.pending: raise CantDistribute("learn.load was called between a batch's forward and backward pass, "
-        "which would no longer fit each other. Load before or after the batch.")
+    if self.stats is not None or self.pending: raise CantDistribute("learn.load was called between a batch's forward "
+        "and backward pass, which would no longer fit each other. Load before or after the batch.")
     self._begin_vote()
     if self.ahead:
         # what that pass prepared must not come upon the next backward pass
@@ -181,7 +181,7 @@ def _factor(self:StepSync, sums):
 # %% ../../nbs/fastai2/76_step_sync.ipynb #76a00008
 @patch
 def _close(self:StepSync, sums):
-    "The batch's sums are known: the loss is the global one, if every rank came as far as its loss; returns what the ranks decided"
+    "The batch's sums are known: sets the global loss, if every rank came as far as its loss; returns what they decided"
     votes = sums[UNUSED+1:]
     decided = strongest(votes)
     self.consensus.n_load = round(votes[0])
@@ -199,7 +199,7 @@ def _set_loss(self:StepSync, loss, divisor, known):
 
 @patch
 def take_back(self:StepSync, params):
-    "No gradient again where there was none before this batch: the optimizer of one process leaves such a parameter alone"
+    "No gradient again where there was none before: the optimizer of one process leaves such a parameter alone"
     bare = {id(p) for p in self.bare} if params else ()
     for p in params:
         if id(p) in bare: p.grad = None
@@ -252,7 +252,8 @@ class LeaveDDP(OurCallback):
         if sync.ahead: return reducer.on_unused(sums[UNUSED])
         sync._rescale(sync._factor(sums))
         decided = sync._close(sums)
-        if decided != 'backward': sync.consensus.raise_decision(decided)       # that pass is over, and its gradients are dropped
+        if decided == 'backward': return        # that pass is over, and its gradients are dropped
+        sync.consensus.raise_decision(decided)
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #ea328cfe
 class CountAll(OurCallback):

@@ -12,7 +12,7 @@ from ..base import group
 def is_kind(cb,    # A callback
             names  # Names of classes
 ):
-    "Is `cb` of one of these classes, or of one derived from them? They are known by name, so that none need be imported"
+    "Is `cb` of one of these classes, or derived from one? They are known by name, so that none need be imported"
     return any(c.__name__ in names for c in type(cb).__mro__)
 
 def acts_outside(cb,   # A callback

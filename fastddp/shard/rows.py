@@ -24,7 +24,7 @@ def row_positions(ts,       # Tensors of rows, one or more of each rank
 def join_tensors(ts,       # Each rank's part of one tensor; all have dimensions, or none has
                  positions # Each rank's positions of its items
 ):
-    "The tensor that one process has; None if the parts don't fit together. A number is the mean over items"
+    "The tensor that one process has, None if the parts don't fit together; of numbers it is the mean over items"
     if not ts[0].ndim: return mean_over_items(ts, positions)
     where = row_positions(ts, positions)
     if where is None or len({t.shape[1:] for t in ts}) > 1: return None
@@ -39,7 +39,7 @@ def mean_over_items(ts, positions):
 def join_rows(trees,    # Each rank's tensors, in lists, tuples and dicts of the same shape
               positions # Each rank's positions of its items
 ):
-    "The tree that one process has; None if some of its tensors don't fit together. What is no tensor is the first rank's"
+    "The tree that one process has; None if some tensors don't fit together. What is no tensor is the first rank's"
     first = trees[0]
     if isinstance(first, torch.Tensor): return join_tensors(trees, positions)
     if isinstance(first, dict):
@@ -55,7 +55,8 @@ def by_batch(parts # This rank's `(number of the global batch, positions, tree)`
 ):
     "All ranks' parts as `{number: [(positions, tree)]}`, in the order of numbers; the same on every rank"
     res = {}
-    for no,pos,tree in (o for rank in group.gather_tree(parts) for o in rank): res.setdefault(no, []).append((pos, tree))
+    for rank_parts in group.gather_tree(parts):
+        for no,pos,tree in rank_parts: res.setdefault(no, []).append((pos, tree))
     return dict(sorted(res.items()))
 
 def whole_batch(parts # `(positions, tree)` of each rank's part of one global batch
