@@ -21,10 +21,9 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from ..base import group
 from ..base.scoped import own_attrs
-from .callbacks import is_rank0_only
 from .loaders import OneRank, shard_dl, why_not
 from .fastai_loader import ShardedDL, is_lm
-from ..launch.rank0_only import is_kind
+from ..launch.rank0_only import is_kind, is_rank0_only
 from ..shard.split import chunk, restore_order
 from ..shard.torch_loader import _sharded_class, is_sharded, whole_steps
 

@@ -17,11 +17,10 @@ from fastcore.foundation import L
 from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
-from .callbacks import is_rank0_only
 from .events import own_events
 from .inference import inner_inference
 from .loaders import dl_state, set_dl_state
-from ..launch.rank0_only import is_kind
+from ..launch.rank0_only import is_kind, is_rank0_only
 from ..payload.pickling import dump
 from ..payload.state import move_opt
 from ..shard.torch_loader import is_sharded, write_back
