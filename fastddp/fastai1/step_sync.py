@@ -7,49 +7,74 @@ __all__ = ['Ranks', 'GlobalLoss']
 
 # %% ../../nbs/fastai1/89_step_sync.ipynb #91ea31fe
 import torch
+from fastcore.basics import patch
 
 from ..base import group
 from ..shard.loss import loss_divisor, sums_up
 
 # %% ../../nbs/fastai1/89_step_sync.ipynb #decf934c
-_NUMBERS = 4    # of every small sum, so that whoever leaves can keep any appointment
+_NUMBERS = 4    # in every small sum, so that whoever leaves can take part in any
 
 class Ranks:
-    "This rank's appointments with the others"
-    def __init__(self, model, stop_requested=lambda: False):
-        self.model,self.stop_requested,self.decided_together,self.grads_next = model,stop_requested,False,False
-    def all_reduce(self, *numbers, stop=False):
-        "Sums of `numbers` over ranks; a KeyboardInterrupt on all of them, if one wants to stop"
+    "This rank's sync points with the others"
+    def __init__(self,
+                 model, # Whose gradients are averaged
+                 stop_requested=lambda: False # Was this rank asked to stop?
+    ):
+        self.model,self.stop_requested = model,stop_requested
+        self.decided_together = False   # did all ranks decide to stop?
+        self.grads_next = False         # is averaging gradients the others' next sync point?
+        self.handler = None             # the callback handler of the fit: see `AgreeingHandler`
+
+    def all_reduce(self,
+                   *numbers,  # At most four
+                   stop=False # Does this rank want to stop?
+    ):
+        "Sums of `numbers` over ranks, four of them; raises `KeyboardInterrupt` on all, if one wants to stop"
         vote = not self.decided_together and (stop or self.stop_requested())
         voted,*sums = group.all_sum([vote, *numbers, *[0.]*(_NUMBERS-len(numbers))])
         self._raise_decision(voted)
         return sums
+
     def _raise_decision(self, voted):
         if not voted or self.decided_together: return
         self.decided_together = True
         raise KeyboardInterrupt
-    def average_grads(self):
-        "Gradients become their mean over ranks; a parameter that nobody gave one has none afterwards"
-        self._average([p for p in self.model.parameters() if p.requires_grad])
-    def _average(self, params, stop=False, zeros=False):
-        self.grads_next = False
-        if group.world_size() == 1: return
-        has = torch.tensor([p.grad is not None and not zeros for p in params])
-        grads = [p.grad if h else torch.zeros_like(p) for p,h in zip(params, has.tolist())]
-        extra = torch.cat([has.float(), torch.tensor([float(stop)])]).to(params[0].device if params else 'cpu')
-        group.average_([*grads, extra])
-        if extra[-1] > 1e-3: self._raise_decision(True)
-        for p,g,h in zip(params, grads, extra[:-1].tolist()): p.grad = g if h > 1e-3 else None
+
     def leave(self):
-        "This rank wants to stop by itself: keeps the others' next appointment, with its vote"
+        "This rank stops by itself: goes to the others' next sync point with its vote"
         if self.decided_together: return
         try:
-            if self.grads_next: self._average([p for p in self.model.parameters() if p.requires_grad], stop=True, zeros=True)
+            if self.grads_next: self._average(self._trainable(), stop=True, zeros=True)
             else: self.all_reduce(stop=True)
         except KeyboardInterrupt: pass
 
+# %% ../../nbs/fastai1/89_step_sync.ipynb #89a00004
+@patch
+def _trainable(self:Ranks): return [p for p in self.model.parameters() if p.requires_grad]
+
+@patch
+def average_grads(self:Ranks):
+    "Gradients become their mean over ranks; a parameter without one on any rank has none. Raises as `all_reduce`"
+    self._average(self._trainable())
+
+@patch
+def _average(self:Ranks, params,
+             stop=False, # Does this rank want to stop?
+             zeros=False # Give zeros, whatever the gradients are?
+):
+    self.grads_next = False
+    if group.world_size() == 1: return
+    has = torch.tensor([p.grad is not None and not zeros for p in params])
+    grads = [p.grad if h else torch.zeros_like(p) for p,h in zip(params, has.tolist())]
+    extra = torch.cat([has.float(), torch.tensor([float(stop)])]).to(params[0].device if params else 'cpu')
+    group.average_([*grads, extra])
+    if extra[-1] > 1e-3: self._raise_decision(True)
+    for p,g,h in zip(params, grads, extra[:-1].tolist()): p.grad = g if h > 1e-3 else None
+
 # %% ../../nbs/fastai1/89_step_sync.ipynb #499af436
 class _Global(torch.autograd.Function):
+    "`value` in place of this rank's loss, with `scale` times its gradient"
     @staticmethod
     def forward(ctx, loss, value, scale):
         ctx.scale = scale
@@ -58,16 +83,22 @@ class _Global(torch.autograd.Function):
     def backward(ctx, grad): return grad*ctx.scale, None, None
 
 class GlobalLoss:
-    "`loss_func` over the batch of which this rank has `counts`"
-    def __init__(self, loss_func, ranks, counts): self.f,self.ranks,self.counts = loss_func,ranks,counts
+    "`loss_func` over the global batch, in its place during one training batch"
+    def __init__(self,
+                 loss_func, # The learner's
+                 ranks,     # `Ranks`
+                 counts     # (items of this rank that count, items of the global batch)
+    ):
+        self.f,self.ranks,self.counts = loss_func,ranks,counts
+
     def __call__(self, out, *yb):
-        loss = self.f(out, *yb)
-        (count,_),n = self.counts,group.world_size()
-        by_sum = sums_up(self.f)
+        loss,count,by_sum = self.f(out, *yb),self.counts[0],sums_up(self.f)
         own = float(count/max(len(yb[0]),1) if by_sum else loss_divisor(self.f, yb, count))
         value = float(loss.detach().float().mean()) if own else 0.
         summed,divisor,*_ = self.ranks.all_reduce(value*own, own)
         self.ranks.grads_next = True
         if by_sum: divisor = 1.
-        if not own: loss = (out if isinstance(out, torch.Tensor) else out[0]).sum()*0.      # a mean over nothing is not a number
-        return _Global.apply(loss, summed/divisor if divisor else float('nan'), n*own/divisor if divisor else 0.)
+        # a mean over nothing is not a number
+        if not own: loss = (out if isinstance(out, torch.Tensor) else out[0]).sum()*0.
+        if not divisor: return _Global.apply(loss, float('nan'), 0.)        # nobody's items count
+        return _Global.apply(loss, summed/divisor, group.world_size()*own/divisor)

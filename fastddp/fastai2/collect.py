@@ -7,24 +7,27 @@ __all__ = ['JoinCollected', 'NoteCollected']
 
 # %% ../../nbs/fastai2/77_collect.ipynb #af53f0bd
 import math
+from typing import NamedTuple
 
 import torch
 from fastcore.foundation import L
 
 from ..base import group
 from .events import OurCallback
-from .metrics import ReduceMetrics, _flatten, _join, _steps, _trim, _unflatten, batch_number
+from .metrics import BatchNote, ReduceMetrics, batch_number, keep_batch, trim, whole_batches
 
 # %% ../../nbs/fastai2/77_collect.ipynb #449ffabd
 def _pooled(parts):
     "One layer's statistics from `(items, statistics)` of each rank"
-    if isinstance(parts[0][1], list): return [_pooled([(n,o[i]) for n,o in parts]) for i in range(len(parts[0][1]))]
-    if not isinstance(parts[0][1], dict): return parts[0][1]
+    first = parts[0][1]
+    if isinstance(first, list): return [_pooled([(n,o[i]) for n,o in parts]) for i in range(len(first))]
+    if not isinstance(first, dict): return first
     total = sum(n for n,_ in parts)
     def mean(f): return sum(n*f(o) for n,o in parts)/total
     m = mean(lambda o: o['mean'])
-    res = dict(mean=m, std=math.sqrt(mean(lambda o: o['std']**2 + (o['mean']-m)**2)), near_zero=mean(lambda o: o['near_zero']))
-    if 'hist' in parts[0][1]: res['hist'] = sum(o['hist'] for _,o in parts)
+    variance = mean(lambda o: o['std']**2 + (o['mean']-m)**2)
+    res = dict(mean=m, std=math.sqrt(variance), near_zero=mean(lambda o: o['near_zero']))
+    if 'hist' in first: res['hist'] = sum(o['hist'] for _,o in parts)
     return res
 
 # %% ../../nbs/fastai2/77_collect.ipynb #8b79a3d2
@@ -32,67 +35,78 @@ _NAMES = dict(CollectDataCallback='data', ActivationStats='stats')
 
 def _collected(cb):
     "The name of the list that `cb` grows batch by batch, or None"
-    return next((_NAMES[c.__name__] for c in type(cb).__mro__ if c.__name__ in _NAMES and c.__module__.startswith('fastai.')), None)
+    kinds = [c.__name__ for c in type(cb).__mro__ if c.__module__.startswith('fastai.')]
+    return next((_NAMES[k] for k in kinds if k in _NAMES), None)
 
 def _plain(o): return all(map(_plain, o)) if type(o) is tuple else isinstance(o, torch.Tensor)
 
+class _Collector(NamedTuple):
+    "What a phase remembers of a callback that collects"
+    cb:object
+    name:str    # Of the list that it grows
+    start:int   # Its length at the beginning of the phase
+    notes:list  # `BatchNote` of each batch that it collected
+
+class _OpenPhase:
+    "The collectors of a phase, and how many positions of its loader were noted"
+    def __init__(self, collectors): self.collectors,self.seen = collectors,0
+
 class JoinCollected(OurCallback):
     "Brings together what collecting callbacks of all ranks collected in a phase"
-    order = ReduceMetrics.order+1
-    def __init__(self): self.phases = []
-    def before_train(self): self._open()
+    order = ReduceMetrics.order+1       # before anybody looks at what was collected
+    def __init__(self): self.phases = []    # a callback may validate in the middle of a phase
+    def before_train(self):    self._open()
     def before_validate(self): self._open()
-    def after_train(self): self._close()
-    def after_validate(self): self._close()
+    def after_train(self):     self._close()
+    def after_validate(self):  self._close()
     def _open(self):
-        cbs = [(cb,name) for cb in self.learn.cbs if (name := _collected(cb))] if group.world_size() > 1 else []
-        self.phases.append(([(cb, name, len(getattr(cb,name,())), []) for cb,name in cbs], [0]))
+        found = [(cb,name) for cb in self.learn.cbs if (name := _collected(cb))] if group.world_size() > 1 else []
+        self.phases.append(_OpenPhase([_Collector(cb, name, len(getattr(cb,name,())), []) for cb,name in found]))
     def note(self):
         "After each batch, once everybody has collected: which rows it was"
-        cbs,seen = self.phases[-1] if self.phases else ((),None)
-        if not cbs: return
-        pos = list(getattr(self.dl,'idxs',()))[seen[0]:]
-        seen[0] += len(pos)
-        for cb,name,start,notes in cbs:
-            if len(getattr(cb,name)) == start+len(notes)+1: notes.append((pos, batch_number(self.learn, pos) if pos else -1))
+        phase = self.phases[-1] if self.phases else None
+        if phase is None or not phase.collectors: return
+        pos = list(getattr(self.dl,'idxs',()))[phase.seen:]
+        phase.seen += len(pos)
+        note = BatchNote(pos, batch_number(self.learn, pos) if pos else -1)
+        for c in phase.collectors:
+            if len(getattr(c.cb,c.name)) == c.start+len(c.notes)+1: c.notes.append(note)
     def _close(self):
-        for cb,name,start,notes in self.phases.pop()[0]:
-            own = getattr(cb,name).items
-            joined = (_join_batches if name == 'data' else _join_stats)(own[start:], notes)
-            if joined is not None: own[start:] = joined
+        for c in self.phases.pop().collectors:
+            own = getattr(c.cb,c.name).items
+            joined = (_join_batches if c.name == 'data' else _join_stats)(own[c.start:], c.notes)
+            if joined is not None: own[c.start:] = joined
 
 class NoteCollected(OurCallback):
     "Tells a `JoinCollected` when everybody has collected"
-    order = 1_000_001
+    order = 1_000_001       # after every callback's `after_batch`
     def __init__(self, join): self.join = join
     def after_batch(self): self.join.note()
 
+# %% ../../nbs/fastai2/77_collect.ipynb #77a00002
+def _tuples(o): return tuple(map(_tuples, o)) if isinstance(o, (tuple,list,L)) else o
+
 def _join_batches(batches, notes):
     "The batches of one process from those of all ranks; None if they can't be joined"
-    kept = []
-    for b,(pos,no) in zip(batches, notes):
-        if not pos: continue
-        leaves = []
-        rows = len(b[0][0]) if b[0] and isinstance(b[0][0], torch.Tensor) else len(pos)
-        spec = _flatten(_trim(tuple(map(_tuples, b)), len(pos), rows), leaves)
-        kept.append((pos, no, spec, leaves))
     fine = len(notes) == len(batches) and all(_plain(_tuples(b)) for b in batches)
+    kept = [keep_batch(note, _counted(b, len(note.positions))) for b,note in zip(batches, notes) if note.positions]
     if group.all_sum([not fine])[0]: return None
-    res = []
-    for spec,parts in _steps(kept):
-        for no in sorted({n for _,n,_ in parts}):
-            own = [o for o in parts if o[1] == no]
-            whole = _join(own)
-            res += [_unflatten(spec, _typed(leaves, kept)) for leaves in ([whole] if whole is not None else [ls for *_,ls in own])]
-    return res
+    return [_typed(tree, kept[0].leaves if kept else []) for tree in whole_batches(kept)]
 
-def _typed(leaves, kept):
-    "`leaves` as the kinds of tensors that this rank has"
-    return [t.as_subclass(type(o)) for t,o in zip(leaves, kept[0][3])] if kept else leaves
+def _counted(batch, n):
+    "A collected batch as tuples, without items that don't count"
+    first = batch[0][0] if batch[0] else None
+    return trim(_tuples(batch), n, len(first) if isinstance(first, torch.Tensor) else n)
 
-def _tuples(o): return tuple(map(_tuples, o)) if isinstance(o, (tuple,list,L)) else o
+def _typed(tree, like):
+    "`tree` with the kinds of tensors that this rank has"
+    kinds = iter(map(type, like))
+    def go(o):
+        if isinstance(o, tuple): return tuple(map(go, o))
+        return o.as_subclass(next(kinds, type(o))) if isinstance(o, torch.Tensor) else o
+    return go(tree)
 
 def _join_stats(stats, notes):
     "The statistics of whole batches"
-    ranks = group.gather_tree([[len(pos),s] for s,(pos,_) in zip(stats, notes)])
+    ranks = group.gather_tree([[len(note.positions),s] for s,note in zip(stats, notes)])
     return [L(_pooled(layer) for layer in zip(*([(n,o) for o in s] for n,s in step if n))) for step in zip(*ranks)]

@@ -6,25 +6,29 @@
 __all__ = ['VOTES', 'ballot', 'strongest', 'leaves_late', 'Consensus', 'SyncLast']
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #0a9d6682
-from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
-                                  CancelStepException, CancelTrainException, CancelValidException)
+from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException,
+                                  CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import patch
 
 from ..base import group
 from .events import OurCallback
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #4d47e2d1
-_RAISES = dict(backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException, train=CancelTrainException,
-               valid=CancelValidException, epoch=CancelEpochException, fit=CancelFitException, interrupt=KeyboardInterrupt)
+_RAISES = dict(backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException,
+               train=CancelTrainException, valid=CancelValidException, epoch=CancelEpochException,
+               fit=CancelFitException, interrupt=KeyboardInterrupt)
 VOTES = ('load', *_RAISES)      # from weakest to strongest; the first one is no wish to leave
 
-def ballot(kind=None):
-    "One number per kind of vote; 1 for `kind`"
+def ballot(kind=None # One of `VOTES`, or None
+):
+    "One number per kind of vote: 1. for `kind`, else 0."
     return [float(v==kind) for v in VOTES]
 
-def strongest(sums):
-    "The strongest kind that any rank voted for, or None"
-    return next((k for k,s in reversed(list(zip(VOTES,sums))[1:]) if s>.01), None)     # averages in half precision are not exact
+def strongest(sums # Ballots, summed or averaged over ranks
+):
+    "The strongest kind of wish to leave that any rank voted for, or None"
+    leaving = list(zip(VOTES,sums))[1:]
+    return next((k for k,s in reversed(leaving) if s>.01), None)     # averages in half precision are not exact
 
 def _stronger(a, b): return b is None or VOTES.index(a) > VOTES.index(b)
 
@@ -32,55 +36,80 @@ def _stronger(a, b): return b is None or VOTES.index(a) > VOTES.index(b)
 _FIRST,_LAST = -1_000_000,1_000_000     # before, after every other callback
 _LATE = ('after_backward','before_step')
 
-def leaves_late(cb):
+def leaves_late(cb # A callback
+):
     "May `cb` leave between backward pass and step on one rank only? fastai's own see the same there on every rank"
     fs = [f for e in _LATE if callable(f := getattr(cb, e, None))]
     return any((getattr(f,'__module__',None) or '').split('.')[0] not in ('fastai','fastddp') for f in fs)
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #46a09424
 class Consensus(OurCallback):
-    "Sees to it that all ranks leave a step, batch, phase, epoch or fit together"
-    order = _FIRST
-    def __init__(self, stop_requested=lambda: False):
-        self.stop_requested,self.vote = stop_requested,None     # `vote(kind)`: a vote in the backward pass (room 08c)
-        self.phase,self.depth,self.decided_together,self.late = 'end',0,False,False
-        self.alone,self.ours = False,[]     # does rank 0 act for itself just now? what makes the fit a distributed one (rooms 09, 09c)
-        self.step,self.joined,self.step_due,self.cancelled,self.epochs_left,self.back_to = -1,True,False,False,0,[]
-        self.n_load = 0     # how many ranks said at the last meeting that they load
-    def before_fit(self):
-        self.depth += 1     # a callback may call `learn.validate`, which has a `before_fit` of its own
-        if self.depth == 1: self.phase,self.decided_together,self.epochs_left,self.back_to = 'start',False,self.n_epoch,[]
-    def before_epoch(self):
-        if self.depth == 1: self.phase,self.epochs_left = 'start',self.n_epoch-self.epoch
-    def before_train(self): self.step,self.joined,self.step_due,self.cancelled = -1,True,False,False
-    def start_train(self):
-        late,decided = self._all_reduce(number=any(map(leaves_late, self.learn.cbs)))
-        self.phase,self.late = 'train',late>0
-        self.epochs_left -= 1
-        self.raise_decision(decided)
-    def before_batch(self):
-        if self.training: self.step,self.joined,self.step_due = self.iter,False,False
-        elif self.stop_requested(): raise CancelValidException()
-    def after_train(self):
-        self.phase = 'middle'
-        self._end_phase('cancel_train')
-    def before_validate(self):
-        # where a callback validates, it goes on afterwards where it was
-        self.back_to.append('end' if self.phase in ('train','middle') else self.phase)
-        self.phase,self.cancelled = 'middle',False
-    def start_validate(self):
-        self.phase = 'validate'
-        self.raise_decision(self._all_reduce()[1])
-    def after_validate(self):
-        self.phase = 'closing'
-        self._end_phase('cancel_valid')
-    def end_validate(self):
-        self.phase = self.back_to.pop()
-        self.raise_decision(self._all_reduce()[1])
+    "Follows the loop, and has all ranks leave a step, batch, phase, epoch or fit together"
+    order = _FIRST      # it must know of an event before any other callback can leave in it
+    def __init__(self,
+                 stop_requested=lambda: False # Was this rank asked to stop (an interrupt)?
+    ):
+        self.stop_requested = stop_requested
+        self.sync = None        # the `StepSync`, which votes in a backward pass
+        # What others set for the time of a fit
+        self.ours = []          # callbacks that make the fit a distributed one
+        self.common = None      # the `CommonRNG`
+        self.alone = False      # does rank 0 act for itself just now?
+        # Where this rank is
+        self.phase = 'end'      # see the table
+        self.depth = 0          # of fits: a callback may call `learn.validate`, which has a `before_fit` of its own
+        self.back_to = []       # phases to go back to, where callbacks validate
+        self.epochs_left = 0    # training phases that are still to begin
+        self.cancelled = False  # was this phase cancelled, here or elsewhere?
+        # Where it is in a training phase
+        self.step = -1          # the batch
+        self.joined = True      # are votes in the backward pass of that batch closed?
+        self.step_due = False   # is there a sync point before its optimizer step, still to come?
+        self.late = False       # does this fit have such sync points?
+        # What the ranks decided
+        self.decided_together = False   # is the exception that is on its way everybody's?
+        self.n_load = 0                 # how many ranks voted at the last sync point to load
 
+# %% ../../nbs/fastai2/74_consensus.ipynb #1a7e0d03
+@patch
+def before_fit(self:Consensus):
+    self.depth += 1
+    if self.depth > 1: return
+    self.phase,self.epochs_left,self.back_to = 'start',self.n_epoch,[]
+    self.decided_together = False
+
+@patch
+def before_epoch(self:Consensus):
+    if self.depth == 1: self.phase,self.epochs_left = 'start',self.n_epoch-self.epoch
+
+@patch
+def before_train(self:Consensus): self.step,self.joined,self.step_due,self.cancelled = -1,True,False,False
+
+@patch
+def before_batch(self:Consensus):
+    if self.training: self.step,self.joined,self.step_due = self.iter,False,False
+    elif self.stop_requested(): raise CancelValidException()
+
+@patch
+def after_train(self:Consensus):
+    self.phase = 'middle'
+    self._end_phase('cancel_train')
+
+@patch
+def before_validate(self:Consensus):
+    # where a callback validates, it goes on afterwards where it was
+    self.back_to.append('end' if self.phase in ('train','middle') else self.phase)
+    self.phase,self.cancelled = 'middle',False
+
+@patch
+def after_validate(self:Consensus):
+    self.phase = 'closing'
+    self._end_phase('cancel_valid')
+
+# %% ../../nbs/fastai2/74_consensus.ipynb #1a7e0d05
 class SyncLast(OurCallback):
-    "The meetings that come after every other callback's say"
-    order = _LAST
+    "The sync points that come after every other callback's say"
+    order = _LAST       # nobody draws or steps between such a sync point and what it is there for
     def __init__(self, consensus): self.consensus = consensus
     def before_train(self): self.consensus.start_train()
     def before_validate(self): self.consensus.start_validate()
@@ -88,10 +117,39 @@ class SyncLast(OurCallback):
     def before_step(self):
         if self.consensus.step_due: self.consensus.sync_before_step()
 
+@patch
+def start_train(self:Consensus):
+    "The sync point before a training phase; the ranks also say who has callbacks that may leave late"
+    n_late,decided = self._all_reduce(number=any(map(leaves_late, self.learn.cbs)))
+    self.phase,self.late = 'train',n_late>0
+    self.epochs_left -= 1
+    self.raise_decision(decided)
+
+@patch
+def start_validate(self:Consensus):
+    "The sync point before validation"
+    self.phase = 'validate'
+    self.raise_decision(self._all_reduce()[1])
+
+@patch
+def end_validate(self:Consensus):
+    "The sync point when all callbacks are done with a validation"
+    self.phase = self.back_to.pop()
+    self.raise_decision(self._all_reduce()[1])
+
+@patch
+def sync_before_step(self:Consensus, kind=None):
+    "The sync point between backward pass and step, with this rank's vote"
+    self.step_due = False
+    self.raise_decision(self._all_reduce(kind)[1], kind)
+
 # %% ../../nbs/fastai2/74_consensus.ipynb #e6c34edb
 @patch
-def _all_reduce(self:Consensus, kind=None, number=False):
-    "The sum over ranks of `number`, and what the ranks decided"
+def _all_reduce(self:Consensus,
+                kind=None,   # This rank's vote; None: 'interrupt' if it was asked to stop, else no vote
+                number=False # A number to sum
+):
+    "`(sum over ranks of number, what the ranks decided or None)`"
     vote = kind or ('interrupt' if self.stop_requested() else None)
     number,*votes = group.all_sum([number, *ballot(vote)])
     self.n_load = round(votes[0])
@@ -99,13 +157,17 @@ def _all_reduce(self:Consensus, kind=None, number=False):
 
 @patch
 def _end_phase(self:Consensus, flag):
+    "The sync point at the end of a phase; `flag` tells the Recorder that it was cancelled"
     cancelled,decided = self._all_reduce(number=self.cancelled)
     if cancelled and hasattr(self.learn, 'recorder'): setattr(self.recorder, flag, True)
     self.raise_decision(decided)
 
 @patch
-def raise_decision(self:Consensus, decided, kind=None):
-    "Raises what the ranks decided, unless this rank is on its way there already (`kind`)"
+def raise_decision(self:Consensus,
+                   decided,  # What the ranks decided: one of `VOTES`, or None
+                   kind=None # Where this rank is on its way to anyway
+):
+    "Raises what the ranks decided, unless this rank is on its way there already"
     if decided is None or not _stronger(decided, kind): return
     self.decided_together = True
     raise _RAISES[decided]()
@@ -113,17 +175,45 @@ def raise_decision(self:Consensus, decided, kind=None):
 @patch
 def backward_agreed(self:Consensus, decided):
     "The ranks agreed on this batch's backward pass"
-    self.joined,self.step_due = True,self.late and decided in (None,'backward')
+    self.joined = True
+    self.step_due = self.late and decided in (None,'backward')
+
+# %% ../../nbs/fastai2/74_consensus.ipynb #bca7f0a8
+_OUT = ('epoch','fit','interrupt')      # wishes that lead out of a phase and its epoch
+
+def _before_training(c, kind):
+    if c.epochs_left: c.raise_decision(c._all_reduce(kind)[1], kind)
+    elif kind == 'interrupt': c._all_reduce()      # the others are on their way to `after_fit`
+
+def _before_validation(c, kind): c.raise_decision(c._all_reduce(kind)[1], kind)
+
+def _in_validation(c, kind):
+    if kind in _OUT: c.raise_decision(c._all_reduce(kind)[1], kind)
+
+def _after_validation(c, kind):
+    if kind != 'epoch': _before_training(c, kind)     # this epoch is over anyway
+
+def _in_training(c, kind):
+    if not c.joined: c.raise_decision(c.sync.vote(kind), kind)
+    elif c.step_due: c.sync_before_step(kind)
+    elif kind in ('backward','step','batch'): return      # the batch is over anyway
+    elif c.step+1 < len(c.dl): c.raise_decision(c.sync.vote(kind), kind)
+    elif kind != 'train': c.raise_decision(c._all_reduce(kind, c.cancelled)[1], kind)
+    if kind in _OUT: c.phase = 'end'
+
+def _after_all(c, kind): "All ranks have the last sync point of the fit before them"
+
+_LEAVE = dict(start=_before_training, train=_in_training, middle=_before_validation, validate=_in_validation,
+              closing=_in_validation, end=_after_validation, over=_after_all)
+
+@patch
+def leave(self:Consensus, kind # One of `VOTES`
+):
+    "This rank wants to leave: goes to the others' next sync point with its vote. Raises what they decided, if more"
+    if self.decided_together: self.decided_together = False       # the ranks decided this together
+    else: _LEAVE[self.phase](self, kind)
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #9fda8611
-@patch
-def leave(self:Consensus, kind):
-    "This rank wants to leave: keeps the others' next appointment, with its vote"
-    if self.decided_together: self.decided_together = False       # the ranks decided this together
-    else: getattr(self, f'_leave_{self.phase}')(kind)
-
-_OUT = ('epoch','fit','interrupt')
-
 @patch
 def after_cancel_backward(self:Consensus): self.leave('backward')
 @patch
@@ -145,44 +235,6 @@ def after_cancel_epoch(self:Consensus):
 @patch
 def after_cancel_fit(self:Consensus): self.leave('fit')
 
-# %% ../../nbs/fastai2/74_consensus.ipynb #bca7f0a8
-@patch
-def _leave_start(self:Consensus, kind):
-    if self.epochs_left: self.raise_decision(self._all_reduce(kind)[1], kind)
-    elif kind == 'interrupt': self._all_reduce()      # the others are on their way to `after_fit`
-
-@patch
-def _leave_middle(self:Consensus, kind): self.raise_decision(self._all_reduce(kind)[1], kind)
-
-@patch
-def _leave_validate(self:Consensus, kind):
-    if kind in _OUT: self.raise_decision(self._all_reduce(kind)[1], kind)
-
-@patch
-def _leave_closing(self:Consensus, kind): self._leave_validate(kind)
-
-@patch
-def _leave_end(self:Consensus, kind):
-    if kind != 'epoch': self._leave_start(kind)     # this epoch is over anyway
-
-@patch
-def _leave_over(self:Consensus, kind): "The others depart, and so does this rank"
-
-@patch
-def _leave_train(self:Consensus, kind):
-    if not self.joined: self.raise_decision(self.vote(kind), kind)
-    elif self.step_due: self.sync_before_step(kind)
-    elif kind in ('backward','step','batch'): return
-    elif self.step+1 < len(self.dl): self.raise_decision(self.vote(kind), kind)
-    elif kind != 'train': self.raise_decision(self._all_reduce(kind, self.cancelled)[1], kind)
-    if kind in _OUT: self.phase = 'end'
-
-@patch
-def sync_before_step(self:Consensus, kind=None):
-    "The appointment between backward pass and step"
-    self.step_due = False
-    self.raise_decision(self._all_reduce(kind)[1], kind)
-
 # %% ../../nbs/fastai2/74_consensus.ipynb #a4d072a3
 @patch
 def after_fit(self:Consensus):
@@ -193,7 +245,7 @@ def after_fit(self:Consensus):
 
 @patch
 def depart(self:Consensus):
-    "The last meeting of a fit"
+    "The last sync point of a fit"
     if group.world_size() > 1: self._all_reduce()
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #h4load02
@@ -201,10 +253,14 @@ def depart(self:Consensus):
 def all_load(self:Consensus):
     "Do all ranks load now?"
     if group.world_size() == 1: return True
-    kept = dict(vars(self))
-    in_batch = self.phase == 'train' and (not self.joined or (not self.step_due and self.step+1 < len(self.dl)))
-    if in_batch: self.vote('load')
+    joined,step_due = self.joined,self.step_due     # what a vote in a backward pass changes
+    if self._in_batch(): self.sync.vote_load()
     else: self._all_reduce('load')
-    n = self.n_load
-    vars(self).update(kept)
-    return n == group.world_size()
+    self.joined,self.step_due = joined,step_due
+    return self.n_load == group.world_size()
+
+@patch
+def _in_batch(self:Consensus):
+    "Is the others' next sync point a backward pass?"
+    if self.phase != 'train': return False
+    return not self.joined or (not self.step_due and self.step+1 < len(self.dl))

@@ -11,27 +11,35 @@ import contextlib
 from fastai.callback.core import Callback, _inner_loop, event
 from fastcore.basics import getcallable, noop
 
+from ..base.scoped import own_attrs
+
 # %% ../../nbs/fastai2/72_events.ipynb #6be54914
 class OurCallback(Callback):
-    "One of those that make a fit a distributed one"
-    # fastai asks learner and model about each name that is set; where that is done at each step, it takes as long as a small layer
+    "Base of the callbacks that make a fit a distributed one: called without detours"
+    # fastai asks learner and model about each name that is set; at each step that takes as long as a small layer
     __setattr__ = object.__setattr__
     def __call__(self, event_name):
         if event_name in _inner_loop and not (self.run_train if self.learn.training else self.run_valid): return
         f = getattr(type(self), event_name, None)
         if f is not None: f(self)
 
-def speaks(cb, event_name):
+def speaks(cb,        # A callback
+           event_name # E.g. 'after_batch'
+):
     "Would `cb` do anything at `event_name`? Yes, in doubt"
     if type(cb).__call__ not in (Callback.__call__, OurCallback.__call__): return True
     return event_name == 'after_fit' or getcallable(cb, event_name) is not noop     # after a fit fastai sets `run` back
 
 # %% ../../nbs/fastai2/72_events.ipynb #195ec236
-_OFTEN = {'after_pred', 'after_loss', *(f'{when}_{what}' for what in ('batch','backward','step') for when in ('before','after','after_cancel'))}
+# Events of every step; at all others the list is made anew
+_OFTEN = {'after_pred', 'after_loss',
+          *(f'{when}_{what}' for what in ('batch','backward','step') for when in ('before','after','after_cancel'))}
 
 class OwnEvents:
     "Takes the place of `learn._call_one`"
-    def __init__(self, learn, asked=noop): self.learn,self.asked,self.cbs,self.speakers = learn,asked,[],{}
+    def __init__(self, learn, asked=noop):
+        self.learn,self.asked = learn,asked
+        self.cbs,self.speakers = [],{}      # the callbacks for which the list holds; event -> what is called
     def __call__(self, event_name):
         cbs = self.learn.cbs.items
         if event_name not in _OFTEN or self.cbs != cbs: self.cbs,self.speakers = [*cbs],{}
@@ -39,17 +47,13 @@ class OwnEvents:
         for cb in self._find(event_name) if speakers is None else speakers: cb(event_name)
     def _find(self, event_name):
         if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-        res = self.speakers[event_name] = [self.asked(cb) for cb in self.learn.cbs.sorted('order') if speaks(cb, event_name)]
-        return res
+        found = [cb for cb in self.learn.cbs.sorted('order') if speaks(cb, event_name)]
+        self.speakers[event_name] = [self.asked(cb) for cb in found]
+        return self.speakers[event_name]
 
 @contextlib.contextmanager
 def own_events(learn,
                asked=noop # Callback -> what is called with the event's name in its place; by default itself
 ):
     "Inside, each callback of `learn` is asked only for its own events"
-    old = vars(learn).get('_call_one')
-    vars(learn)['_call_one'] = OwnEvents(learn, asked)
-    try: yield
-    finally:
-        if old is None: vars(learn).pop('_call_one', None)
-        else: vars(learn)['_call_one'] = old
+    with own_attrs(learn, _call_one=OwnEvents(learn, asked)): yield

@@ -12,138 +12,183 @@ from fastai.torch_core import find_bs
 from fastcore.basics import patch
 
 from ..base import group
-from .consensus import _FIRST, _LAST, ballot, strongest
 from ..base.errors import CantDistribute
+from .consensus import _FIRST, _LAST, ballot, strongest
+from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, raw_model, zero_loss
 from .events import OurCallback
-from ..shard.loss import loss_divisor, sums_up, weighting
-from .ddp import raw_model, zero_loss
-from ..shard.split import loss_weight
+from ..shard.loss import sums_up, weighting
+from ..shard.loss_part import loss_part
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #986d5cae
-def true_counts(learn, i=None):
-    "`(items of this rank that count, items of the global batch)` of training batch `i`, by default the current one"
+def true_counts(learn, # A learner in a training phase
+                i=None # A batch; default: the current one
+):
+    "`(items of this rank that count, items of the global batch)` of a training batch"
     counts,i = getattr(learn.dl,'counts',()),learn.iter if i is None else i
     if i < len(counts): return counts[i]
     return counts[-1] if counts else (find_bs(learn.yb),)*2
 
 class StepSync(OurCallback):
     "Weights this rank's loss, reads the global one, and carries the votes of a training step"
-    order,run_valid = _LAST,False
+    order = _LAST       # in `before_backward` every other callback has had its say about `loss_grad`
+    run_valid = False
     def __init__(self, reducer, consensus):
-        self.reducer,self.consensus,self.token,self.riding,self.loss_known,self.prev = reducer,consensus,None,False,False,None
-        self.params,self.bare,self.accumulating,self.n = [],[],None,group.world_size()
-        consensus.vote = self.vote
-    def start(self, i):
+        self.reducer,self.consensus = reducer,consensus
+        self.n = group.world_size()
+        consensus.sync = self
+        # The current batch
+        self.i = -1             # its number
+        self.prev = None        # the loss before it
+        self.stats = None       # the statistics that its forward pass through DDP returned, until they are in the loss
+        self.pending = False     # are loss and votes in a reduction that this rank has not read yet?
+        self.loss_known = False # did this rank come as far as its loss?
+        self.params,self.bare = [],[]   # the model's parameters, and those without a gradient before this batch
+        self.accumulating = None        # the `GradientAccumulation`, if there is one
+        self.ahead = True               # loss and votes ahead of the backward pass, or along with the gradients?
+
+    def start(self, i # The batch
+    ):
         "A new batch"
-        params,acc = list(self.learn.model.parameters()),next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
-        self.i,self.token,self.riding,self.loss_known,self.prev = i,None,False,False,self.learn.loss
-        self.params,self.accumulating,self.bare = params,acc,[p for p in params if p.grad is None]
-    @property
-    def ahead(self): return self.n==1 or self.consensus.late or self.accumulating is not None
+        learn = self.learn
+        self.i,self.prev = i,learn.loss
+        self.stats,self.pending,self.loss_known = None,False,False
+        self.params = list(learn.model.parameters())
+        self.bare = [p for p in self.params if p.grad is None]
+        self.accumulating = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
+        self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None
+
     def reduces(self):
         "Are gradients reduced in this batch? Not while they are only gathered"
         acc = self.accumulating
         return self.n>1 and (acc is None or acc.count+true_counts(self.learn,self.i)[1] >= acc.n_acc)
+
     def before_backward(self):
         if self.n > 1: self._weigh_loss()
-        elif (decided := self.vote(None)): self.consensus.raise_decision(decided)
+        elif (decided := self._sum_up()[0]): self.consensus.raise_decision(decided)
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #773dbf6b
 @patch
-def _own(self:StepSync):
-    "`(divisor, factor on this rank's loss)`, up to the divisor's sum"
-    n,(count,total),yb,loss_func = self.n,true_counts(self.learn),self.learn.yb,self.learn.loss_func
-    bs,by_sum = find_bs(yb),sums_up(loss_func)
-    own = count/bs if by_sum else loss_divisor(loss_func, yb, count)
-    if isinstance(own, torch.Tensor) and own.device.type == 'cpu': own = own.item()     # nothing to wait for; numbers are quicker
-    scale = n*own if by_sum else loss_weight(own, total, n)
-    # fastai's accumulation weights a batch by this rank's items, doubled and borrowed ones included
-    if self.accumulating is not None: scale = scale*total/bs
-    return own, scale, by_sum
-
-@patch
-def _numbers(self:StepSync, own=None):
-    "Loss, divisor and count of this batch as they go into a sum; nothing before the loss is known"
-    if not self.loss_known: return {}
-    own,_,by_sum = own or self._own()
-    loss = self.learn.loss.detach().float()
-    if loss.ndim: loss = loss.mean()
-    if loss.device.type == 'cpu' and not isinstance(own, torch.Tensor): loss = loss.item()
-    if isinstance(own, torch.Tensor): loss = torch.where(own>0, loss, 0.)       # a mean over nothing is not a number
-    elif not own: loss = 0.
-    return dict(loss=loss*own, divisor=1/self.n if by_sum else own, known=1.)
+def _part(self:StepSync):
+    "This batch's `LossPart`"
+    yb = self.learn.yb
+    return loss_part(self.learn.loss_func, yb, true_counts(self.learn), find_bs(yb), self.n)
 
 @patch
 def _weigh_loss(self:StepSync):
-    own,scale,by_sum = both = self._own()
-    loss = self.learn.loss_grad
-    if not by_sum and not isinstance(own, int): loss = self._without_nan(loss, own)
-    by = self._ahead() if self.ahead else 1.
+    "Before the backward pass: `learn.loss_grad` is what the mean over ranks of its gradients wants"
+    part,loss,by = self._part(),self.learn.loss_grad,1.
+    if part.by == 'weights': loss = self._without_nan(loss, part.divisor)
+    if self.ahead: by = self._sum_up_ahead()
+    scale = part.scale
+    # fastai's accumulation weights a batch by this rank's items, doubled and borrowed ones included
+    if self.accumulating is not None: scale = scale*true_counts(self.learn)[1]/find_bs(self.learn.yb)
     if isinstance(scale, torch.Tensor) or scale*by != 1.: loss = loss*scale*by     # a product costs two passes
-    if self.token is not None:
-        vote = 'interrupt' if not self.ahead and self.consensus.stop_requested() else None
-        entry = self.reducer.entry(vote=vote, **(self._numbers(both) if not self.ahead else {}))
-        loss = loss + (self.token*entry).sum()
-        self.reducer.check(loss)
-        self.riding,self.token = True,None
+    if self.stats is not None: loss = self._with_entry(loss, part)
     self.learn.loss_grad = loss
 
 @patch
-def _without_nan(self:StepSync, loss, own):
+def _with_entry(self:StepSync, loss, part):
+    "`loss` with this rank's entry in the statistics; whatever is known already is not said again"
+    if self.ahead: entry = self.reducer.entry()
+    else:
+        nums = part.numbers(self.learn.loss, self.n) if self.loss_known else {}
+        vote = 'interrupt' if self.consensus.stop_requested() else None
+        entry = self.reducer.entry(vote=vote, known=float(self.loss_known), **nums)
+    loss = loss + (self.stats*entry).sum()
+    self.reducer.check(loss)
+    self.pending,self.stats = True,None
+    return loss
+
+@patch
+def _without_nan(self:StepSync, loss, divisor):
     "`loss`, or zero if none of this rank's items has a weight (the mean over them is not a number)"
-    if isinstance(own, float) and own > 0: return loss
+    if isinstance(divisor, float) and divisor > 0: return loss
     weight,_ = weighting(self.learn.loss_func)
-    if weight is not None and not own: return zero_loss(self.params)
-    return torch.where(torch.as_tensor(own, device=loss.device)>0, loss, 0.)
+    if weight is not None and not divisor: return zero_loss(self.params)
+    return torch.where(torch.as_tensor(divisor, device=loss.device)>0, loss, 0.)
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #949a0be3
 @patch
-def vote(self:StepSync, kind):
-    "A vote in the current batch, or in the next where this one's is closed; returns what the ranks decided"
-    if kind == 'load' and (self.token is not None or self.riding): raise CantDistribute(
-        "learn.load was called between a batch's forward and backward pass, which would no longer fit each other. Load before or after the batch.")
-    if self.consensus.joined: self.start(self.consensus.step+1)      # the others are one batch ahead
-    if kind is not None: self.learn.model = raw_model(self.learn.model)
+def vote(self:StepSync, kind # One of `VOTES`
+):
+    "This rank leaves the batch: a vote in it, or in the next where it is closed; returns what the ranks decided"
+    self._begin_vote()
+    if not self.ahead: return self._close(self._shadow_step(kind))
+    if self.stats is None: self._shadow_forward()
+    return self._sum_up(kind)[0]
+
+@patch
+def vote_load(self:StepSync):
+    "Votes for 'load': this rank goes on in the batch afterwards, with its gradients as they are"
+    if self.stats is not None or self.pending: raise CantDistribute("learn.load was called between a batch's forward "
+        "and backward pass, which would no longer fit each other. Load before or after the batch.")
+    self._begin_vote()
     if self.ahead:
-        # a forward pass through DDP may hold a reduction: the others' passes need this rank's
-        if kind is not None and self.token is None and self.reduces():
-            self.reducer.module(self.model)(shadow=True)
-            if kind == 'load': self.reducer.close()     # this rank goes on: what that pass prepared must not meet the next backward pass
-        return self._sum_up(kind)[0]
-    sums = self.reducer.shadow_step(self.model, dict(vote=kind, **self._numbers()))
-    if kind == 'load': self.take_back(self.params)
+        # what that pass prepared must not come upon the next backward pass
+        if self._shadow_forward(): self.reducer.close()
+        return self._sum_up('load')[0]
+    sums = self._shadow_step('load')
+    self.take_back(self.params)
     return self._close(sums)
 
+@patch
+def _begin_vote(self:StepSync):
+    if self.consensus.joined: self.start(self.consensus.step+1)      # the others are one batch ahead
+    self.learn.model = raw_model(self.learn.model)
+
+@patch
+def _shadow_forward(self:StepSync):
+    "The forward pass that the others made through DDP, if they did; says whether"
+    if not self.reduces(): return False
+    self.reducer.module(self.model)(shadow=True)
+    return True
+
+@patch
+def _shadow_step(self:StepSync, kind):
+    "The others' backward pass, without a part in it; the sums over ranks. A loss that was computed before counts"
+    nums = dict(known=1., **self._part().numbers(self.learn.loss, self.n)) if self.loss_known else {}
+    return self.reducer.shadow_step(self.model, dict(vote=kind, **nums))
+
+# %% ../../nbs/fastai2/76_step_sync.ipynb #76a00006
 @patch
 def _sum_up(self:StepSync, kind=None):
     "Loss and votes as a sum of their own; `(decided, factor that puts the divisor right)`"
     vote = kind or ('interrupt' if self.consensus.stop_requested() else None)
-    nums = {k:float(v) for k,v in self._numbers().items()} if self.n>1 else {}
-    sums = group.all_sum([0., *(nums.get(k,0.) for k in ('loss','divisor','known')), 0., *ballot(vote)])
+    loss,divisor,known = self._floats() if self.n>1 and self.loss_known else (0.,0.,0.)
+    sums = group.all_sum([0., loss, divisor, known, 0., *ballot(vote)])
     return self._close(sums), self._factor(sums)
 
 @patch
-def _ahead(self:StepSync):
+def _floats(self:StepSync):
+    "This rank's loss and divisor as plain numbers, and that they are known"
+    nums = self._part().numbers(self.learn.loss, self.n)
+    return float(nums['loss']), float(nums['divisor']), 1.
+
+@patch
+def _sum_up_ahead(self:StepSync):
+    "The sum of all ranks that go on to their backward pass; raises what they decided, else returns the factor"
     decided,by = self._sum_up()
     self.consensus.raise_decision(decided)
     return by
 
 @patch
 def _factor(self:StepSync, sums):
-    if not self.loss_known or not sums[2] or sums_up(self.learn.loss_func): return 1.
-    by = true_counts(self.learn)[1]/sums[2]
+    "What a loss has to be multiplied by that was weighted by a count before the sum of weights was known"
+    if not self.loss_known or not sums[DIVISOR] or sums_up(self.learn.loss_func): return 1.
+    by = true_counts(self.learn)[1]/sums[DIVISOR]
     return by if abs(by-1) > 1e-6 else 1.
 
+# %% ../../nbs/fastai2/76_step_sync.ipynb #76a00008
 @patch
 def _close(self:StepSync, sums):
-    "The batch's sums are known: the loss is the global one, if every rank came as far as its loss"
-    _,loss,divisor,known,unused,*votes = sums
+    "The batch's sums are known: sets the global loss, if every rank came as far as its loss; returns what they decided"
+    votes = sums[UNUSED+1:]
     decided = strongest(votes)
-    vars(self.consensus)['n_load'] = round(votes[0])
-    if self.n > 1: self._set_loss(loss, divisor, known)
+    self.consensus.n_load = round(votes[0])
+    if self.n > 1: self._set_loss(sums[LOSS], sums[DIVISOR], sums[KNOWN])
     if decided is not None and not self.ahead: self.drop()
     self.consensus.backward_agreed(decided)
-    if not self.ahead: self.reducer.on_unused(unused)
+    if not self.ahead: self.reducer.on_unused(sums[UNUSED])
     return decided
 
 @patch
@@ -154,7 +199,7 @@ def _set_loss(self:StepSync, loss, divisor, known):
 
 @patch
 def take_back(self:StepSync, params):
-    "No gradient again where there was none before this batch: the optimizer of one process leaves such a parameter alone"
+    "No gradient again where there was none before: the optimizer of one process leaves such a parameter alone"
     bare = {id(p) for p in self.bare} if params else ()
     for p in params:
         if id(p) in bare: p.grad = None
@@ -167,48 +212,54 @@ def drop(self:StepSync):
         if id(p) in bare: p.grad = None
         elif p.grad is not None: p.grad.detach_().zero_()
 
-# %% ../../nbs/fastai2/76_step_sync.ipynb #c87d7004
-class EnterDDP(OurCallback):
-    "Puts the DDP module in place of the model for the forward pass of a training batch"
-    order,run_valid = _LAST,False
-    def __init__(self, sync): self.sync = sync
-    def before_batch(self):
-        if not self.sync.reduces(): return
-        ddp = self.learn.model = self.sync.reducer.module(self.learn.model, self.sync.params)
-        ddp.module.gathered = self.sync.accumulating is not None
-
-class LeaveDDP(OurCallback):
-    "Puts the raw model back, and acts on what the ledger says before anything else does after a backward pass"
-    order,run_valid = _FIRST+1,False
-    def __init__(self, sync): self.sync = sync
-    def before_batch(self): self.sync.start(self.iter)
-    def after_pred(self):
-        learn,raw = self.learn,raw_model(self.learn.model)
-        if raw is learn.model: return
-        learn.pred,self.sync.token = learn.pred
-        learn.model = raw
-    def after_loss(self): self.sync.loss_known = len(self.learn.yb) > 0
-    def after_backward(self):
-        l = self.sync
-        if not l.riding: return       # cancelled, or nothing was reduced
-        l.riding = False
-        sums = l.reducer.read(self.learn.loss_grad)
-        l.take_back(l.reducer.idle + [p for p in l.reducer.filled if not p.grad.any()])
-        if l.ahead: return l.reducer.on_unused(sums[4])
-        l._rescale(l._factor(sums))
-        decided = l._close(sums)
-        if decided != 'backward': l.consensus.raise_decision(decided)       # that pass is over, and its gradients are dropped
-
 @patch
 def _rescale(self:StepSync, by):
     "Puts gradients right that were weighted by a count before the sum of weights was known"
     grads = [p.grad for p in self.params if p.grad is not None] if by != 1. else ()
     if grads: torch._foreach_mul_(grads, by)
 
+# %% ../../nbs/fastai2/76_step_sync.ipynb #c87d7004
+class EnterDDP(OurCallback):
+    "Puts the DDP module in place of the model for the forward pass of a training batch"
+    order = _LAST       # every other callback has seen the raw model in `before_batch`
+    run_valid = False
+    def __init__(self, sync): self.sync = sync
+    def before_batch(self):
+        sync = self.sync
+        if not sync.reduces(): return
+        ddp = self.learn.model = sync.reducer.module(self.learn.model, sync.params)
+        ddp.module.gathered = sync.accumulating is not None
+
+class LeaveDDP(OurCallback):
+    "Puts the raw model back, and acts on what the ranks decided before anything else does after a backward pass"
+    order = _FIRST+1    # right after `Consensus`, which must know of the batch
+    run_valid = False
+    def __init__(self, sync): self.sync = sync
+    def before_batch(self): self.sync.start(self.iter)
+    def after_pred(self):
+        learn,raw = self.learn,raw_model(self.learn.model)
+        if raw is learn.model: return
+        learn.pred,self.sync.stats = learn.pred
+        learn.model = raw
+    def after_loss(self): self.sync.loss_known = len(self.learn.yb) > 0
+    def after_backward(self):
+        sync = self.sync
+        if not sync.pending: return       # cancelled, or nothing was reduced
+        sync.pending = False
+        reducer = sync.reducer
+        sums = reducer.read(self.learn.loss_grad)
+        sync.take_back(reducer.idle + [p for p in reducer.filled if not p.grad.any()])
+        if sync.ahead: return reducer.on_unused(sums[UNUSED])
+        sync._rescale(sync._factor(sums))
+        decided = sync._close(sums)
+        if decided == 'backward': return        # that pass is over, and its gradients are dropped
+        sync.consensus.raise_decision(decided)
+
 # %% ../../nbs/fastai2/76_step_sync.ipynb #ea328cfe
 class CountAll(OurCallback):
     "Lets `GradientAccumulation` count the global batch's items"
-    order,run_valid = GradientAccumulation.order-.5,False
+    order = GradientAccumulation.order-.5       # right before it counts this rank's
+    run_valid = False
     def __init__(self, sync): self.sync = sync
     def before_step(self):
         acc = self.sync.accumulating
