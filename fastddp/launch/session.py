@@ -6,7 +6,7 @@
 __all__ = ['RAISES', 'comments_of', 'list_params', 'Options', 'block', 'check_method', 'Call', 'Session', 'banner',
            'refuse_untrainable']
 
-# %% ../../nbs/launch/56_session.ipynb #124cf855
+# %% ../../nbs/launch/56_session.ipynb #fa46c88f
 import contextlib, inspect, re, time
 
 from ..base import group
@@ -18,7 +18,7 @@ from .engine import Job
 from .placement import engine_for, in_launched_group, nested
 from ..shard.batchnorm import bn_note
 
-# %% ../../nbs/launch/56_session.ipynb #b73e4389
+# %% ../../nbs/launch/56_session.ipynb #14f9dcd6
 def comments_of(fn):
     "Parameter -> the comment beside it; none where the source of `fn` isn't at hand"
     try: source = inspect.getsource(fn)
@@ -38,7 +38,7 @@ def list_params(
         return f"    {name}{default}: {comments.get(p.name, '')}".rstrip(' :')
     return '\n'.join(map(line, params))
 
-# %% ../../nbs/launch/56_session.ipynb #bd93a7e7
+# %% ../../nbs/launch/56_session.ipynb #696b0e52
 RAISES = """Raises
     CantDistribute: before anything is started or changed; the message says why, and what to do instead
     RankRaised: a rank raised an exception; the error shows your lines of it first, and says what to do
@@ -57,7 +57,7 @@ class Options:
         self.params = {k:p for k,p in params.items() if k not in ignored}       # what is shown
         self.names = [k for k,p in self.params.items() if p.kind != p.VAR_KEYWORD]
         self.defaults = {k:self.params[k].default for k in self.names}
-        self.accepted,self.comments = {*self.names, *ignored, *further},comments_of(ctx)
+        self.accepted,self.comments,self.module = {*self.names, *ignored, *further},comments_of(ctx),ctx.__module__
     def given(self, values, more={}):
         "Those of `values` that are options, and `more`"
         return {k:values[k] for k in self.names} | more
@@ -70,6 +70,9 @@ class Options:
     def doc(self, text, intro, params, *more):
         "A docstring that lists `params`"
         return '\n\n'.join([text, f"{intro}\n{list_params(params, self.comments)}", *more])
+    def document(self, f, *more):
+        "The options for the docstring of `f`, which takes them"
+        f.__doc__ = self.doc(f.__doc__, 'Options, by name:', self.params.values(), *more)
     def method(self,
         cls, # fastai's `Learner`; its `distrib` makes the call
         name, # The method to run on workers
@@ -83,12 +86,13 @@ class Options:
         behind = [p if p.kind == p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in shown]
         method.__signature__ = inspect.Signature([*own, *behind])
         method.__name__,method.__qualname__ = f'distrib_{name}',f'{cls.__name__}.distrib_{name}'
+        method.__module__ = self.module
         method.__doc__ = self.doc(f"`{name}` on workers, by default one per GPU. {wrapped.__doc__ or ''}".rstrip(),
             f"Behind the arguments of `{name}`, by name:", shown,
             f"Returns what `{name}` returns. The learner is then as after `{name}` in one process.", RAISES, afterwards)
         return method
 
-# %% ../../nbs/launch/56_session.ipynb #ab3d6a31
+# %% ../../nbs/launch/56_session.ipynb #17c61e26
 @contextlib.contextmanager
 def block(
     learn, # It has its overrides, and the options as `distrib_session`, for the time of the block
@@ -116,7 +120,7 @@ def check_method(learn, name):
     if callable(getattr(type(learn), name, None)): return
     raise CantDistribute(f"Learner has no method {name!r} to run on workers.")
 
-# %% ../../nbs/launch/56_session.ipynb #5450bdb3
+# %% ../../nbs/launch/56_session.ipynb #2af0ed1a
 class Call:
     "A call on the workers: what goes there, and where that which comes back belongs"
     refs = ()       # Objects that both sides have: results name them
@@ -183,7 +187,7 @@ class Call:
         headline = ' '.join(e._headline().split())
         print(f"{type(e).__name__}: {headline}. {self.goes_on()} on fresh workers ({left} restart{'s' if left != 1 else ''} left).")
 
-# %% ../../nbs/launch/56_session.ipynb #bed494cc
+# %% ../../nbs/launch/56_session.ipynb #c2a85593
 class Session:
     "A `distrib_ctx` block: sends the calls of its learner to the workers"
     def __init__(self,
