@@ -68,7 +68,8 @@ def overrides(
     options = dict(batch='per_worker', stop_requested=stop_requested) | options
     def fit(epochs, learn, callbacks=None, metrics=None):
         if not group.everyone(): return real_fit(epochs, learn, callbacks, metrics)
-        with stopping(), own_attrs(basic_train, validate=real_validate): _fit(real_fit, options, epochs, learn, callbacks, metrics)
+        with stopping(), own_attrs(basic_train, validate=real_validate):
+            _fit(real_fit, options, epochs, learn, callbacks, metrics)
     def validate(model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
         if not group.everyone(): return real_validate(model, dl, loss_func, cb_handler, pbar, average, n_batch)
         more = dict(pbar=pbar, average=average, n_batch=n_batch)
@@ -105,7 +106,7 @@ def in_place(
         with own_attrs(basic_train, **overrides(**options)), own_attrs(learn, distrib_session=given): yield
 
 def mend_barrier():
-    "In a script under torchrun, `load` and its kin wait for rank 0 to have written; v1 wants a group for that, and between fits there is none"
+    "In a script under torchrun, `load` and its kin wait for rank 0 in a group, which between fits there is none: made for that"
     old = torch_core.distrib_barrier
     def distrib_barrier():
         if torch_core.num_distrib() <= 1: return

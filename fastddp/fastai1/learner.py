@@ -13,7 +13,7 @@ from fastai.basic_train import Learner
 from fastcore.basics import patch
 
 from ..base.group import under_launcher
-from .in_place import at_home, in_place, mend_barrier, train_in_place    # two of them for a standing cluster
+from .in_place import at_home, in_place, mend_barrier, train_in_place
 from .jobs import fit_job, infer_job
 from .session import Session
 from ..launch.session import RAISES, Options, block, check_method
@@ -24,14 +24,14 @@ from ..launch.session import RAISES, Options, block, check_method
 def distrib_ctx(self:Learner,
     nprocs:int=None, # Workers: one per GPU; without GPUs, that many on the CPU. Default: all visible GPUs
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
-    batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each takes its part of one batch
+    batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
     launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine
     see=(0,), # Ranks whose output is shown, or 'all'
     restarts:int=0, # After a failure, begin the fit anew that many times, with fresh workers
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
 ):
-    "Inside the block all training and inference of this learner runs on the workers, which stay warm from call to call."
+    "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
     given = OPTIONS.given(locals())
     options = dict(batch=batch, sync_bn=sync_bn)        # what the ranks are told
     def session(engine, n, gpus): return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job)
@@ -53,11 +53,12 @@ def distrib(self:Learner,
     with self.distrib_ctx(**OPTIONS.pop(kwargs)): return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai1/96_learner.ipynb #b6cf4fa6
-_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the call if there was none; the
-error's `kept` says which. After an interrupt it holds what was trained until then."""
+_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the call if there
+was none; the error's `kept` says which. After an interrupt it holds what was trained until then."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
-for _name in ('fit','fit_one_cycle','lr_find'): setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
+for _name in ('fit','fit_one_cycle','lr_find'):
+    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
 for _name in ('validate','get_preds'):
     _none = 'batch','sync_bn','restarts'
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))

@@ -47,7 +47,8 @@ def _roots(learn, callbacks):
 # %% ../../nbs/fastai1/92_snapshot.ipynb #1b2414a0
 def snapshot(learn, callbacks, **call):
     "The learner and the `call` to make as a `Payload`; `NotPicklable` names what can't travel"
-    without = [picklable_preloaders(), without_attrs(learn, *OVERRIDES), *(without_attrs(cb, 'pbar') for cb in callbacks)]
+    bars = [without_attrs(cb, 'pbar') for cb in callbacks]
+    without = [picklable_preloaders(), without_attrs(learn, *OVERRIDES), *bars]
     return dump_snapshot(dict(learn=learn, callbacks=list(callbacks), **call), _roots(learn, callbacks), *without)
 
 def unpack(obj, device):
@@ -87,7 +88,8 @@ def _plain(m):
 def capture(learn, base, refs, rng=None):
     "Everything that training changed, as a `Payload`: weights to be copied in place, the rest as a dump of its own"
     changes = base.changes(lambda k,v: k in _STAY|_LEARNERS, _STAY)
-    rest = dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl), modules=[*map(_plain, _modules(learn))])
+    modules = [*map(_plain, _modules(learn))]
+    rest = dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl), modules=modules)
     def picklable(): return dict(rest, changes=[picklable_attrs(o, refs) for o in changes])
     return dump_state(model_state(learn.model), rest, picklable, refs)
 

@@ -41,7 +41,8 @@ def _fit_in_place(learn, options, n_epoch, lr=None, wd=None, cbs=None, reset_opt
     fit = dict(lr=lr, wd=wd, reset_opt=reset_opt, start_epoch=start_epoch)
     with distributed(learn, **options) as consensus, as_one_process(learn, cbs, consensus):
         type(learn).fit(learn, n_epoch, cbs=cbs_of_rank(cbs), **fit)
-    group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])     # what rank 0 loaded in the end (SaveModelCallback)
+    # What rank 0 loaded in the end (SaveModelCallback)
+    group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
 
 def _validate_in_place(learn, ds_idx=1, dl=None):
     "`Learner._do_epoch_validate` by all ranks"
@@ -67,7 +68,8 @@ def in_place(
 def train_in_place(ctx):
     "From now on every learner of this process trains and validates as one with the ranks of its group"
     if hasattr(Learner.fit, '__wrapped__'): return
-    for name in ('fit','_do_epoch_validate'): setattr(Learner, name, _with_all_ranks(getattr(Learner, name), ctx.stop_requested))
+    for name in ('fit','_do_epoch_validate'):
+        setattr(Learner, name, _with_all_ranks(getattr(Learner, name), ctx.stop_requested))
     default_device(ctx.device.type == 'cuda')
 
 def _with_all_ranks(plain, stop_requested):
@@ -75,7 +77,8 @@ def _with_all_ranks(plain, stop_requested):
     @functools.wraps(plain)
     def method(self, *args, **kwargs):
         if 'distrib_session' in vars(self) or not group.everyone(): return plain(self, *args, **kwargs)
-        with voting(), self.distrib_ctx(stop_requested=stop_requested): res = getattr(self, plain.__name__)(*args, **kwargs)
+        with voting(), self.distrib_ctx(stop_requested=stop_requested):
+            res = getattr(self, plain.__name__)(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt
         return res
     return method

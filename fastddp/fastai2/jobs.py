@@ -79,7 +79,7 @@ def fit_job(ctx, obj):
     return noted.progress.result(interrupted, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):
-    "fastai's own `fit`; after a failure `ctx` knows where that was, as long as the learner is in the state that it failed in"
+    "fastai's own `fit`; `ctx` notes where it failed, as long as the learner is in the state that it failed in"
     try:
         with learn.added_cbs(extra): type(learn).fit(learn, cbs=cbs_of_rank(cbs), **call)
     except KeyboardInterrupt: raise

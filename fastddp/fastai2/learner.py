@@ -26,18 +26,18 @@ from ..launch.session import RAISES, Options, block, check_method
 def distrib_ctx(self:Learner,
     nprocs:int=None, # Workers: one per GPU; without GPUs, that many on the CPU. Default: all visible GPUs
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
-    batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each takes its part of one batch
+    batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
     model_factory=None, # Called in every worker to make the model, when it can't or shouldn't be shipped
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine
     see=(0,), # Ranks whose output is shown, or 'all'
-    restarts:int=0, # After a failure, go on that many times by itself, from the last complete epoch and with fresh workers
+    restarts:int=0, # After a failure, go on that many times by itself, from the last complete epoch, with fresh workers
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
     in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
-    "Inside the block all training and inference of this learner runs on the workers, which stay warm from call to call."
+    "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
     given = OPTIONS.given(locals(), ddp_kwargs)
     _refuse_unknown(ddp_kwargs)
     options = dict(batch=batch, sync_bn=sync_bn, **ddp_kwargs)      # what the ranks are told
@@ -80,8 +80,9 @@ def distrib(self:Learner,
 # %% ../../nbs/fastai2/86_learner.ipynb #cf1cde84
 _FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
 _INFERS = 'validate','get_preds','tta'
-_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the fit if there was none; the
-error's `kept` says which. After an interrupt it holds what was trained until then. `distrib_resume()` goes on from there."""
+_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the fit if there
+was none; the error's `kept` says which. After an interrupt it holds what was trained until then.
+`distrib_resume()` goes on from there."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in _FITS: setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))

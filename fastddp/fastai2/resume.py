@@ -72,7 +72,7 @@ def parts_of(learn, cbs):
     return [o for o in persistent_refs(learn, cbs) if o is not learn.opt]
 
 def weakly(o):
-    "A function that returns `o` without keeping it alive: a resume point must not keep its learner, to which nearly every part leads"
+    "A function that returns `o` without keeping it alive: nearly every part leads to the learner, which must not be kept"
     try: return weakref.ref(o)
     except TypeError: return lambda: o      # a list, say
 
@@ -103,26 +103,27 @@ def distrib_resume(self:Learner):
     Returns what that call returns. The learner is then as if nothing had cut the fit off.
 
     Raises
-        CantDistribute: there is nothing to go on with, or model, loaders, optimizer or callbacks are not those of the fit any more
+        CantDistribute: there is nothing to go on with, or model, loaders or callbacks are not those of the fit any more
         RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call itself (see `distrib_fit`)
 
     After a failure it can be called again: it goes on from the last complete epoch."""
     point = resume_points.get(self)
-    if point is None: raise CantDistribute("Nothing to resume: the last distributed fit of this learner came to its end.")
     _check_parts(self, point)
     first = _back_to(self, point)
     if not self.opt: self.create_opt()
     call = point.user_call
     again = point._replace(first=first, state=state_before(self, point.cbs))
     user_call = UserCall(call.name, call.args, call.kwargs, call.options, again)
-    with self.distrib_ctx(**call.options), calling(self, user_call): return getattr(self, call.name)(*call.args, **call.kwargs)
+    with self.distrib_ctx(**call.options), calling(self, user_call):
+        return getattr(self, call.name)(*call.args, **call.kwargs)
 
 def _check_parts(learn, point):
-    "Refuses a learner whose parts are not those of the fit"
+    "Refuses a learner that has nothing to go on with, or whose parts are not those of the fit"
+    if point is None: raise CantDistribute("Nothing to resume: the last distributed fit of this learner came to its end.")
     now = parts_of(learn, point.cbs)
     if len(now) == len(point.refs) and all(a is b() for a,b in zip(now, point.refs)): return
-    raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those of the fit any more. Train anew, "
-                         "with `start_epoch=` if the schedule is to go on.")
+    raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those of the fit any more. Train "
+                         "anew, with `start_epoch=` if the schedule is to go on.")
 
 def _back_to(learn, point):
     "Puts the learner where the fit is to go on; the epoch to begin with"
@@ -157,7 +158,8 @@ class ResumeFit(Callback):
         for cb in self.cbs_then:
             if bar := vars(cb).get('mbar'): bar.update(0)
         rec = self.learn.recorder if hasattr(self.learn, 'recorder') else None
-        for i,row in enumerate(rec.values if rec else ()): self.learn.logger(L(i, *row, *([''] if rec.add_time else [])))
+        time = [''] if rec and rec.add_time else []
+        for i,row in enumerate(rec.values if rec else ()): self.learn.logger(L(i, *row, *time))
 
 def _from_epoch(learn, first):
     "As `Learner._do_fit`, but for the epochs that are done"

@@ -62,7 +62,7 @@ def take_in(self:FitCall, out):
 @patch
 @contextlib.contextmanager
 def resumable(self:FitCall):
-    "A fit inside that is cut off leaves a resume point, one that ends well none; the optimizer is the old one where nothing is kept"
+    "A fit that is cut off inside leaves a resume point, and the old optimizer if nothing of it is kept"
     learn,old = self.learn,self.learn.opt
     try: yield
     except BaseException as e:
@@ -79,7 +79,8 @@ class InferCall(Call):
         self.dl = dl
     def snapshot(self):
         own = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), None)
-        return snapshot(self.learn, (), dict(dl=self.dl if own is None else own), *self.session.factories, training=False)
+        call = dict(dl=self.dl if own is None else own)
+        return snapshot(self.learn, (), call, *self.session.factories, training=False)
     def apply(self, meta, buffers): apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl))
     def offloaded(self): return offloaded(self.learn.model, self.learn.opt)
 
@@ -97,7 +98,8 @@ class Session(_Session):
     def check(self):
         if not self.factories[0]: refuse_untrainable(self.learn.model)
         if self.factories[1]: return
-        for i,dl in enumerate(self.learn.dls.loaders): check_dl(dl, self.n, self.options['batch'], _dl_name(i), train=i==0)
+        batch = self.options['batch']
+        for i,dl in enumerate(self.learn.dls.loaders): check_dl(dl, self.n, batch, _dl_name(i), train=i==0)
     def global_batch(self):
         if self.factories[1]: return None
         dl,batch = self.learn.dls.loaders[0],self.options['batch']

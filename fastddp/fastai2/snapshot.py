@@ -93,7 +93,7 @@ def _without_value(undo, d, value):
 
 # %% ../../nbs/fastai2/79_snapshot.ipynb #74c4cd6c
 def learner_state(learn, opt=True, weights=True):
-    "Weights, buffers and optimizer of `learn`, sharing memory with them; without `weights` what a validation may change"
+    "Weights, buffers and optimizer of `learn`, in the same memory; without `weights` what a validation may change"
     opt = opt_state(learn.opt) if learn.opt and opt and weights else None
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
 
@@ -111,7 +111,7 @@ def baseline(learn, cbs):
     return Baseline(learn, all_cbs(learn, cbs))
 
 def _stays(learn):
-    "Which attributes of the learner's stay in the worker? Also what overrides a method, and callbacks: they are looked at themselves"
+    "Which attributes of the learner stay in the worker? Also what overrides a method, and callbacks, which come by themselves"
     return lambda k,v: k in STAY or callable(getattr(type(learn), k, None)) or isinstance(v, Callback)
 
 def capture(
@@ -163,16 +163,16 @@ def _load_rest(load_rest):
     "What came besides weights and optimizer; with a warning about what didn't"
     try: rest = load_rest()
     except Exception as e:
-        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are as before it, since something "
-                      f"that a callback holds can't be loaded here ({type(e).__name__}: {e}).")
+        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are as before it, since "
+                      f"something that a callback holds can't be loaded here ({type(e).__name__}: {e}).")
         return dict(learn={}, cbs=[], rng=None, dls=[])
     if rest.get('lost'): _warn_of_lost([' '.join(o.split()) for o in rest['lost']])
     return rest
 
 def _warn_of_lost(lost):
     verb = 'is' if len(lost) == 1 else 'are'
-    warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and {verb} in the notebook as before "
-                  "the fit. Everything else of the fit is there.")
+    warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and {verb} in the notebook "
+                  "as before the fit. Everything else of the fit is there.")
 
 # %% ../../nbs/fastai2/79_snapshot.ipynb #044bffa2
 def unpack(obj, device):
@@ -204,8 +204,8 @@ def _check_fits(model, tensors):
     differ = [k for k in {**tensors, **own} if k not in own or k not in tensors or own[k].shape != tensors[k].shape]
     if not differ: return
     some = f"{', '.join(differ[:3])}{' ...' if differ[3:] else ''}"
-    raise CantDistribute(f"model_factory returned a {type(model).__name__} whose weights aren't those of learn.model: {some}. "
-                         "It must make the same model as the notebook has.")
+    raise CantDistribute(f"model_factory returned a {type(model).__name__} whose weights aren't those of learn.model: "
+                         f"{some}. It must make the same model as the notebook has.")
 
 def place_dl(dl, device):
     "Batches of `dl` on `device`, where the loader decides that"

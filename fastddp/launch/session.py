@@ -24,7 +24,8 @@ def comments_of(fn):
     try: source = inspect.getsource(fn)
     except (OSError,TypeError): return {}
     head = re.split(r'\n\)|\):', source)[0]     # the signature
-    found = {k:re.search(rf'(?:^|[(,])\s*\**{k}\b[^#\n]*# *(.*)$', head, re.M) for k in inspect.signature(fn).parameters}
+    def beside(k): return re.search(rf'(?:^|[(,])\s*\**{k}\b[^#\n]*# *(.*)$', head, re.M)
+    found = {k:beside(k) for k in inspect.signature(fn).parameters}
     return {k:m[1] for k,m in found.items() if m}
 
 def list_params(
@@ -184,8 +185,8 @@ class Call:
         self.timings.marks += out.marks
     def print_restart(self, e, left):
         "One line about a failure that isn't the end"
-        headline = ' '.join(e._headline().split())
-        print(f"{type(e).__name__}: {headline}. {self.goes_on()} on fresh workers ({left} restart{'s' if left != 1 else ''} left).")
+        headline,s = ' '.join(e._headline().split()),'s' if left != 1 else ''
+        print(f"{type(e).__name__}: {headline}. {self.goes_on()} on fresh workers ({left} restart{s} left).")
 
 # %% ../../nbs/launch/56_session.ipynb #c2a85593
 class Session:
@@ -241,7 +242,8 @@ def banner(n, gpus, total, steps=None):
     s = 's' if n > 1 else ''
     where = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
     each = total//n if total%n == 0 else f"{total/n:.1f}"
-    return f"{n} worker{s} ({where}) x batch {each} = {total} per step" + (f", {steps} steps per epoch" if steps is not None else '')
+    per_epoch = '' if steps is None else f", {steps} steps per epoch"
+    return f"{n} worker{s} ({where}) x batch {each} = {total} per step{per_epoch}"
 
 def refuse_untrainable(model):
     if any(p.requires_grad for p in model.parameters()): return

@@ -23,7 +23,7 @@ def dump_snapshot(
     roots, # Path -> object, most telling first: where to look for what can't travel
     *without, # Context managers: inside, the learner is as it is to travel
 ):
-    "A `Payload` of `obj`, the random streams and what cells patched; raises `NotPicklable`, which names what can't travel"
+    "`obj`, random streams and what cells patched, as a `Payload`; raises `NotPicklable`, which names what can't travel"
     patches = collect_patches()
     obj = dict(patches=patches, rng=CommonRNG.capture().state(), **obj)
     with contextlib.ExitStack() as stack:
@@ -84,7 +84,8 @@ class Progress:
         self.since = now
     def result(self, interrupted, **more):
         "What `fit_job` returns to the notebook"
-        return dict(interrupted=interrupted, begun=self.begun, seconds=self.seconds, items=self.items, epochs=self.epochs, **more)
+        done = dict(begun=self.begun, seconds=self.seconds, items=self.items, epochs=self.epochs)
+        return dict(interrupted=interrupted, **done, **more)
 
 # %% ../../nbs/launch/59_training.ipynb #2529d32b
 def until_interrupted(
