@@ -6,7 +6,7 @@
 __all__ = ['Witness', 'reasons_for', 'Row', 'Answer']
 
 # %% ../../nbs/fastai2/87_check.ipynb #d87e8871
-import copy
+import copy, inspect
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from ..base import group
 from .callbacks import is_rank0_only
 from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
+from .learner import OPTIONS
+from ..launch.session import RAISES, comments_of, list_params
 
 # %% ../../nbs/fastai2/87_check.ipynb #242e9b16
 class Witness(Callback):
@@ -127,13 +129,13 @@ def _values(learn): return [float('nan') if v is None else float(v) for v in lea
 def distrib_check(self:Learner,
     steps:int=5, # Training steps to compare
     nprocs:int=None, # Workers; default: one per GPU, 2 on the CPU
-    gpus:list=None, # As in `distrib_ctx`
-    batch:str='per_worker', # As in `distrib_ctx`
-    launcher=None, # As in `distrib_ctx`
+    gpus:list=None,
+    batch:str='per_worker',
+    launcher=None,
     tol:float=1e-5, # Differences up to here are rounding
     show=True # Print the table?
 ):
-    "Compares a few steps on N workers with one process over the same global batches; the learner stays as it was"
+    "Compares a few steps on N workers with one process over the same global batches; the learner stays as it was."
     n = nprocs or (len(gpus) if gpus else max(group.n_gpus(), 2))
     if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): batch = 'global'      # torch's batch size is fixed
     many,one,streams = _copy(self),_copy(self),CommonRNG.capture()
@@ -148,3 +150,10 @@ def distrib_check(self:Learner,
     res = Answer(_compare(many, one, w_many, w_one, reasons_for(self, n, gpus or group.n_gpus(), steps), tol))
     if show: print(res)
     return res
+
+_params = [p for k,p in inspect.signature(Learner.distrib_check).parameters.items() if k != 'self']
+_comments = OPTIONS.comments | comments_of(Learner.distrib_check)       # the others mean what they mean in `distrib_ctx`
+_doc = Learner.distrib_check.__doc__
+Learner.distrib_check.__doc__ = '\n\n'.join([_doc, f"Arguments:\n{list_params(_params, _comments)}",
+    "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its `same` says whether all of them agree.",
+    RAISES, "The learner is as it was, whatever happens."])
