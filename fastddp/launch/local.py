@@ -136,7 +136,8 @@ def _display_settings(self:Local, r):
     "The first rank that is seen shows what a local call would; others are silent, or seen as text"
     first = 0 if self.see == 'all' else next(iter(self.see), None)
     own = {} if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see)
-    return display_settings() | own | (dict(shell=True) if self.keep_on_failure else {})       # cells run in it
+    if self.keep_on_failure: own['shell'] = True     # cells run in it
+    return display_settings()._replace(**own)
 
 # %% ../../nbs/launch/53_local.ipynb #49cd4296
 def _start(ranks, on_gpu, interrupts, mark):

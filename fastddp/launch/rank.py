@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from ..base import group
+from ..process.channel import nothing
 from ..process.malloc import give_pages_back, keep_pages
 from ..process.heartbeat import Heartbeat
 from ..output.streams import fd_log
-from ..output.capture import capture_output
+from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, function_at, load
 
 # %% ../../nbs/launch/51_rank.ipynb #6bbe3141
@@ -50,7 +51,7 @@ class RankSpec(NamedTuple):
     backend:str         # '': the job makes its own group, or none
     threads:int|None
     store:str
-    display:dict
+    display:DisplaySettings
     log:str
     heartbeat:str
     work:str
@@ -74,12 +75,12 @@ class _LinkedContext(Context):
     @contextlib.contextmanager
     def interruptible(self):
         main,old = threading.main_thread().ident,signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._link.on['stop'] = lambda: signal.pthread_kill(main, signal.SIGINT)
+        self._link.on_stop = lambda: signal.pthread_kill(main, signal.SIGINT)
         try:
             if self.stop_requested(): raise KeyboardInterrupt
             yield
         finally:
-            self._link.on.pop('stop')
+            self._link.on_stop = nothing
             signal.signal(signal.SIGINT, old)
 
 _joined = None      # when `early` was through
@@ -99,7 +100,7 @@ def enter(channel, _, buffers, spec):
     ready,_joined,began = _joined,None,time.time()
     device = group.use_device(spec.gpu, spec.threads)
     if device.type == 'cpu': keep_pages()
-    with fd_log(spec.log), capture_output(lambda e: channel.emit(('show', e)), **spec.display):
+    with fd_log(spec.log), capture_output(lambda e: channel.emit(('show', e)), spec.display):
         if spec.backend: _join_group(channel, spec, device)
         ctx = _LinkedContext(channel, spec, device)
         ctx.marks += [('join', ready), ('ship', began)] if ready else [('ship', began), ('join', time.time())]
@@ -107,7 +108,7 @@ def enter(channel, _, buffers, spec):
         finally:
             if channel.rank == 0: channel.emit(('marks', ctx.marks))
             if device.type == 'cuda': _tidy(device)     # the notebook's model may go back to this GPU at once
-            else: channel.on['idle'] = lambda: _tidy(device)
+            else: channel.on_idle = lambda: _tidy(device)
 
 _joined_at = None     # the store at which this process's group met
 
@@ -117,7 +118,7 @@ def _join_group(channel, spec, device):
     if group.in_group() and _joined_at == spec.store: return
     group.leave(broken=True)
     group.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
-    _joined_at,channel.on['break'] = spec.store,lambda: group.leave(broken=True)
+    _joined_at,channel.on_break = spec.store,lambda: group.leave(broken=True)
 
 def _tidy(device):
     "An idle worker holds no model, no free pages and no GPU cache"
