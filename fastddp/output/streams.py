@@ -96,6 +96,7 @@ class ForkPipe:
         return [('stdout' if o[:1] == b'\1' else 'stderr', o[1:].decode(errors='replace')) for o in records if o]
 
     def close(self):
+        "Both ends; a forked process that writes finds that out"
         for fd in (self.r,self.w): os.close(fd)
 
 # %% ../../nbs/output/20_streams.ipynb #e70fd1a5

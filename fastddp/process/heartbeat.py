@@ -49,8 +49,8 @@ def read_beat(path):
         with open(path, 'rb') as f: data = f.read(_PAGE)
     except OSError: return Beat()
     if len(data) < _PAGE: return Beat()
-    at,longest,leaving,n = _HEAD.unpack_from(data)
-    return Beat(at, longest, leaving, data[_HEAD.size:_HEAD.size+n].decode(errors='replace'))
+    *numbers,n = _HEAD.unpack_from(data)
+    return Beat(*numbers, data[_HEAD.size:_HEAD.size+n].decode(errors='replace'))
 
 # %% ../../nbs/process/41_heartbeat.ipynb #7415b7f4
 def job_stack(text):

@@ -203,15 +203,17 @@ def _read(self:Workers, r):
 # %% ../../nbs/process/45_workers.ipynb #ffc2ff38
 @patch
 def _received(self:Workers, r, what, *values):
-    if what == 'block': self._take_block(r, *values)
-    elif what == 'put':
-        kind,pair,number,packed = values
-        self.latest[r,kind] = self._blocks[r,pair,number], packed
-        values = kind,
+    if what == 'put': return what, self._keep_latest(r, *values)
+    if what == 'block': self._keep_block(r, *values)
     return what, *values
 
 @patch
-def _take_block(self:Workers, r, pair, number, size):
+def _keep_latest(self:Workers, r, kind, pair, number, packed):
+    self.latest[r,kind] = self._blocks[r,pair,number], packed
+    return kind
+
+@patch
+def _keep_block(self:Workers, r, pair, number, size):
     if old := self._blocks.get((r,pair,number)): old.close()
     block = self._blocks[r,pair,number] = Block(self.pipes[r].recv_fd())
     block.reserve(size)
