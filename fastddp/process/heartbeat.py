@@ -10,24 +10,32 @@ import mmap, os, re, struct, time
 from typing import NamedTuple
 
 # %% ../../nbs/process/41_heartbeat.ipynb #b84d4895
-_HEAD,_PAGE = struct.Struct('=dd?H'),512     # time of the last beat, longest time between two, is it leaving, length of the text
-
 class Beat(NamedTuple):
     "What a rank noted last"
-    at:float=0.       # `time.monotonic()`, which all processes of a machine share; 0: nothing noted yet
-    longest:float=0.  # Seconds between two beats, at most
-    leaving:bool=False # Has it heard the wish to stop, and is on its way?
-    where:str=''      # e.g. `epoch 2, batch 17`
+    at:float=0.         # `time.monotonic()`, which all processes of a machine share; 0: nothing noted yet
+    longest:float=0.    # Seconds between two beats, at most
+    leaving:bool=False  # Has it heard the wish to stop, and is on its way?
+    where:str=''        # e.g. `epoch 2, batch 17`
+
+# %% ../../nbs/process/41_heartbeat.ipynb #7b776d3a
+_HEAD = struct.Struct('=dd?H')  # `at`, `longest`, `leaving`, bytes of the text
+_PAGE = 512                     # bytes of head and text
 
 class Heartbeat:
-    "A rank's page, at `path`"
-    def __init__(self, path):
+    "What this rank notes, in a file that the notebook reads"
+    def __init__(self,
+        path, # File of one page; it is made if need be
+    ):
+        self.last,self.longest = 0.,0.      # time of the last beat, seconds between two at most
         fd = os.open(path, os.O_RDWR|os.O_CREAT, 0o600)
         try:
             os.ftruncate(fd, _PAGE)
-            self.page,self.last,self.longest = mmap.mmap(fd, _PAGE),0.,0.
+            self.page = mmap.mmap(fd, _PAGE)
         finally: os.close(fd)
-    def beat(self, where='', leaving=False):
+    def beat(self,
+        where='',       # What the step is; cut at the end of the page
+        leaving=False,  # Has this rank heard the wish to stop?
+    ):
         "Notes that a step is about to begin"
         now,text = time.monotonic(),where.encode()[:_PAGE-_HEAD.size]
         if self.last: self.longest = max(self.longest, now-self.last)
@@ -36,32 +44,37 @@ class Heartbeat:
         _HEAD.pack_into(self.page, 0, now, self.longest, leaving, len(text))
 
 def read_beat(path):
-    "The last `Beat` of the rank whose page is at `path`"
+    "The last `Beat` of the rank whose page is at `path`; an empty one when there is no page"
     try:
         with open(path, 'rb') as f: data = f.read(_PAGE)
     except OSError: return Beat()
     if len(data) < _PAGE: return Beat()
-    at,longest,leaving,n = _HEAD.unpack_from(data)
-    return Beat(at, longest, leaving, data[_HEAD.size:_HEAD.size+n].decode(errors='replace'))
+    *numbers,n = _HEAD.unpack_from(data)
+    return Beat(*numbers, data[_HEAD.size:_HEAD.size+n].decode(errors='replace'))
 
 # %% ../../nbs/process/41_heartbeat.ipynb #7415b7f4
-_WAITS = ('distributed_c10d.py','torch/nn/parallel/distributed.py','_engine_run_backward','torch/autograd/graph.py')
-
 def job_stack(text):
-    "Of all threads in a faulthandler report the one that runs the job, innermost frame first; empty when there is none"
+    "Of all threads in a report of faulthandler's the one that runs the job; empty when there is none"
     threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', text)
     return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
 
+# Where a rank is that waits for the others: in a collective, or in a backward whose all-reduce is not through
+_WAITS = ('distributed_c10d.py','torch/nn/parallel/distributed.py','_engine_run_backward','torch/autograd/graph.py')
+
 def waits(stack):
-    "Does the innermost part of a stack wait for other ranks?"
+    "Do the two innermost frames of a `job_stack` wait for other ranks?"
     return any(w in line for line in stack.split('\n')[1:3] for w in _WAITS)
 
-def odd_one(stacks, stopped=()):
-    "The rank that keeps the others waiting; `stacks` maps rank to `job_stack`, `stopped` are those the system has stopped"
+# %% ../../nbs/process/41_heartbeat.ipynb #e7074350
+def odd_one(
+    stacks,     # Rank -> its `job_stack`
+    stopped=(), # Ranks that the system has stopped
+):
+    "The rank that keeps the others waiting: the stopped one, else one without a stack, else one that waits for nobody"
     return min(stacks, key=lambda r: (r not in stopped, bool(stacks[r]), waits(stacks[r]), r))
 
 def is_stopped(pid):
-    "Has somebody stopped (SIGSTOP) or traced the process?"
+    "Has somebody stopped (SIGSTOP) or traced the process? By its state in /proc, see proc_pid_stat(5); else False"
     try:
         with open(f'/proc/{pid}/stat') as f: return f.read().rpartition(')')[2].split()[0] in 'tT'
     except OSError: return False

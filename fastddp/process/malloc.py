@@ -9,24 +9,29 @@ __all__ = ['keep_pages', 'give_pages_back']
 import contextlib, ctypes, os, sys
 
 # %% ../../nbs/process/40_malloc.ipynb #9170ec46
-_TRIM_THRESHOLD,_TOP_PAD,_MMAP_THRESHOLD = -1,-2,-3      # malloc.h
-_LARGE,_PAD = 32*2**20,16*2**20     # bytes; the first is the largest threshold that glibc takes
+_SETTINGS = 'MALLOC_TRIM_THRESHOLD_','MALLOC_MMAP_THRESHOLD_','MALLOC_TOP_PAD_','GLIBC_TUNABLES','LD_PRELOAD'
 
 def _glibc():
-    "The C library, if pages are its affair and nobody has told it what to do"
-    told = any(o in os.environ for o in ('MALLOC_TRIM_THRESHOLD_','MALLOC_MMAP_THRESHOLD_','MALLOC_TOP_PAD_','GLIBC_TUNABLES','LD_PRELOAD'))
-    if told or not sys.platform.startswith('linux'): return None
+    "The C library, if pages are its affair and nobody has set what it does; else None"
+    if any(o in os.environ for o in _SETTINGS) or not sys.platform.startswith('linux'): return None
     with contextlib.suppress(OSError, AttributeError):
         lib = ctypes.CDLL(None)
         lib.gnu_get_libc_version, lib.mallopt, lib.malloc_trim
         return lib
 
+# %% ../../nbs/process/40_malloc.ipynb #450a10d0
+_M_TRIM_THRESHOLD,_M_TOP_PAD,_M_MMAP_THRESHOLD = -1,-2,-3      # malloc.h
+_MMAP_THRESHOLD = 32*2**20      # bytes; the largest that glibc takes on 64 bits (DEFAULT_MMAP_THRESHOLD_MAX)
+_TRIM_THRESHOLD = 2**31-1       # the largest int: never
+_TOP_PAD = 16*2**20
+
 def keep_pages():
     "From now on freed memory stays with this process, for its next step; returns whether that could be arranged"
     lib = _glibc()
     if lib is None: return False
-    return all([lib.mallopt(_MMAP_THRESHOLD, _LARGE), lib.mallopt(_TRIM_THRESHOLD, 2**31-1), lib.mallopt(_TOP_PAD, _PAD)])
+    settings = {_M_MMAP_THRESHOLD:_MMAP_THRESHOLD, _M_TRIM_THRESHOLD:_TRIM_THRESHOLD, _M_TOP_PAD:_TOP_PAD}
+    return all([lib.mallopt(param, value) for param,value in settings.items()])
 
 def give_pages_back():
-    "Returns free memory to the system"
+    "Returns free memory to the system (malloc_trim(3)), where `keep_pages` would do anything"
     if (lib := _glibc()) is not None: lib.malloc_trim(0)

@@ -12,22 +12,32 @@ import cloudpickle
 
 from ..base.errors import failure_of
 from ..payload.pickling import function_at
-from .channel import Channel
+from .channel import Channel, nothing
 
 # %% ../../nbs/process/43_worker.ipynb #e4575692
-def worker_main(conn, rank, parent_pid, log):
-    "A worker's life: a session of its own, last words in `log`, one job after the other"
+def worker_main(
+    conn,           # The worker's end of the pipe
+    rank,           # Its rank
+    parent_pid,     # The notebook's process
+    log,            # File for its last words; its folder goes when the notebook dies
+):
+    "Runs in the new process: one task after the other, until the notebook wants it to exit; doesn't return"
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    words = open(log, 'a')
-    faulthandler.enable(words)
-    faulthandler.register(signal.SIGUSR1, words)
+    last_words = open(log, 'a')
+    faulthandler.enable(last_words)
+    faulthandler.register(signal.SIGUSR1, last_words)
     channel = Channel(conn, rank, parent_pid, os.path.dirname(log))
-    channel._pipe.send('ready', _cuda_forked())
-    while (job := channel.jobs.get()) is not None:
-        _run(channel, *job)
-        channel.on.pop('idle', lambda: None)()
+    channel.send('ready', _cuda_forked())
+    while (task := channel.tasks.get()) is not None:
+        _run(channel, task)
+        _idle(channel)
     os._exit(0)     # no exit hooks: they belong to the helper this process was forked from
+
+def _idle(channel):
+    "What the job left to be done after the notebook has its result"
+    on_idle,channel.on_idle = channel.on_idle,nothing
+    on_idle()
 
 def _cuda_forked():
     "Did the helper touch CUDA, so that this process can't?"
@@ -36,26 +46,35 @@ def _cuda_forked():
     cuda._cached_device_count = None       # the helper counted none
     return cuda._is_in_bad_fork()
 
-def _run(channel, entry, around, packed, config, block):
-    "One job under guard: all user code is loaded inside. Without a block: what can be done before there is one"
-    try:
-        channel.where,channel.items = 'loading' if block else 'starting',()
-        pickle.loads(around).enter()
-        fn = function_at(entry)
-        if block is None: return fn(channel, config)
-        res = fn(channel, packed.meta, block.read(packed), config)
-        channel.where = 'returning'
-        channel.put('result', res)
-        channel._pipe.send('done')
-    except BaseException as e:      # sys.exit in a job is a failure of the job, not of this loop
-        _report(channel, e)
+# %% ../../nbs/process/43_worker.ipynb #d9bded48
+def _run(channel, task):
+    "Does a task; whatever is raised goes to the notebook"
+    try: _do(channel, task)
+    except BaseException as e:
+        _send_failure(channel, e)
         e.__traceback__ = None
         gc.collect()                # its frames hold what others may wait for: a process group
     finally:
-        if block: block.close()
+        if task.block: task.block.close()
 
-def _report(channel, e):
+def _do(channel, task):
+    "Calls the function; its result goes to the notebook, unless there was no payload"
+    early = task.block is None
+    channel.where,channel.items = 'starting' if early else 'loading',()
+    pickle.loads(task.surroundings).enter()
+    fn = function_at(task.entry)
+    if early: return fn(channel, task.config)
+    res = fn(channel, task.packed.meta, task.block.read(task.packed), task.config)
+    channel.where = 'returning'
+    channel.put('result', res)
+    channel.send('done')
+
+# %% ../../nbs/process/43_worker.ipynb #ccdcd785
+def _send_failure(channel, e):
     try: original = cloudpickle.dumps(e)
-    except Exception: original = b''    # an exception may hold anything; its text travels in any case
-    where,items = (o() if callable(o) else o for o in (channel.where, channel.items))     # a job may say it when asked, not at every step
-    channel._pipe.send('failed', failure_of(e, channel.rank, where, original, items))
+    except Exception: original = b''
+    channel.send('failed', failure_of(e, channel.rank, _asked(channel.where), original, _asked(channel.items)))
+
+def _asked(o):
+    "A job may say where it is when it is asked, not at every step"
+    return o() if callable(o) else o

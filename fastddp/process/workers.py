@@ -9,6 +9,7 @@ __all__ = ['start_method', 'without_helper', 'preload', 'warm', 'Workers']
 import contextlib, os, shutil, signal, sys, tempfile, time, warnings
 
 import cloudpickle, multiprocess
+from fastcore.basics import patch
 from multiprocess import connection, forkserver
 
 from ..payload.shared_memory import Block
@@ -18,32 +19,40 @@ from .worker import worker_main
 from ..payload.pickling import address
 
 # %% ../../nbs/process/45_workers.ipynb #84d9af62
-_preload = ['fastddp.process.workers']     # What the helper imports; rooms above add their libraries
-_useless = []                      # Why the helper can't be used in this process
+_useless = []       # why the helper can't be used in this process
 
 def start_method():
     "'forkserver' with the helper, or 'spawn' where it is turned off or impossible"
-    # On macOS a process forked after its system libraries were loaded may crash; CPython starts by spawn there, and so do we.
+    # On macOS a process forked after its system libraries were loaded may crash: CPython itself spawns there
     off = _useless or os.environ.get('FASTDDP_PRELOAD') == '0' or not sys.platform.startswith('linux')
     return 'spawn' if off else 'forkserver'
 
-def without_helper(why):
-    "From now on workers of this process start by spawn; the first time, one line says why"
-    if not _useless: warnings.warn(f"fastddp: {why}, so workers start by spawn, which takes seconds (FASTDDP_PRELOAD=0 does it without this line).")
+_SPAWN = "fastddp: {}, so workers start by spawn, which takes seconds (FASTDDP_PRELOAD=0 does it without this line)."
+
+def without_helper(
+    why, # The beginning of a sentence
+):
+    "From now on workers of this process start by spawn; the first time a warning says why"
+    if not _useless: warnings.warn(_SPAWN.format(why))
     _useless.append(why)
 
-def _helper_env():
-    "The environment in which the helper starts: what to import, and where fastddp lies (it ignores the kernel's sys.path)"
-    home = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules['fastddp'].__file__)))
-    return environment(FASTDDP_PRELOAD_MODULES=','.join(_preload),
-                       PYTHONPATH=os.pathsep.join(filter(None, [home, os.environ.get('PYTHONPATH')])))
+# %% ../../nbs/process/45_workers.ipynb #f7153cc0
+_preload = ['fastddp.process.workers']     # what the helper imports
 
-def preload(*modules):
+def preload(
+    *modules, # `module`, or `module:function` for a function that is called as well
+):
     "Adds to what the helper imports when it starts"
     _preload.extend(m for m in modules if m not in _preload)
 
+def _helper_env():
+    "The helper's environment: what to import, and where fastddp lies (it ignores the kernel's sys.path)"
+    home = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules['fastddp'].__file__)))
+    path = os.pathsep.join(filter(None, [home, os.environ.get('PYTHONPATH')]))
+    return environment(FASTDDP_PRELOAD_MODULES=','.join(_preload), PYTHONPATH=path)
+
 def warm():
-    "Starts the helper process in the background; returns at once"
+    "Starts the helper process in the background, if there is to be one; returns at once"
     if start_method() != 'forkserver': return
     multiprocess.get_context('forkserver').set_forkserver_preload(['fastddp.process.preload'])
     with _helper_env(): forkserver.ensure_running()
@@ -51,6 +60,7 @@ def warm():
 # %% ../../nbs/process/45_workers.ipynb #ca053edd
 @contextlib.contextmanager
 def _hidden_main():
+    "Inside, `__main__` has no file"
     main = sys.modules['__main__']
     old = {k:main.__dict__[k] for k in ('__file__','__spec__') if k in main.__dict__}
     main.__dict__.pop('__file__', None)
@@ -62,68 +72,111 @@ def _hidden_main():
 
 # %% ../../nbs/process/45_workers.ipynb #2b6ba769
 class Workers:
-    "`n` processes; `submit` a job to all, `poll` for news, `stop` in any case"
-    def __init__(self, n, method=None, ranks=None, mark=lambda phase: None):
-        self.ranks = list(range(n) if ranks is None else ranks)     # one of them may run elsewhere: in the notebook itself
-        self.n,self.method,self._mark = len(self.ranks),method or start_method(),mark
+    "The processes of some ranks: `submit` a job to all, `poll` for news, `stop` in any case"
+    def __init__(self,
+        n,                          # Ranks, 0 to n-1
+        method=None,                # 'forkserver' or 'spawn'; None: `start_method()`
+        ranks=None,                 # Ranks that get a process, if not all: one of them may be the notebook itself
+        mark=lambda phase: None,    # Called at the end of each phase of the start, 'helper' and 'fork'
+    ):
+        self.ranks = list(range(n) if ranks is None else ranks)
+        self.n = len(self.ranks)
+        self.method,self._mark = method or start_method(),mark
         try: self._start()
         except (OSError, EOFError) as e:
             if self.method == 'spawn': raise
-            without_helper(f"the helper process ended when it was asked for a worker ({type(e).__name__}; a library that it imports?)")
+            without_helper(_HELPER_ENDED.format(type(e).__name__))
             self.method = 'spawn'
             self._start()
     def _start(self):
-        self.dir = tempfile.mkdtemp(prefix='fastddp-')
-        self.procs,self.pipes,self.latest,self._blocks,self._dead = {},{},{},{},set()
+        self.dir = tempfile.mkdtemp(prefix='fastddp-')  # for logs, and whatever belongs to these workers
+        self.procs,self.pipes = {},{}   # rank -> process, and `Pipe` to it
+        self.latest = {}                # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind
+        self._blocks = {}               # (rank, pair, number) -> `Block`, see `BlockPair`
+        self._dead = set()              # ranks whose death was reported
         try: self._start_all()
         except BaseException:
             self.stop(0)
             raise
-    def _start_all(self):
-        ctx = multiprocess.get_context(self.method)
-        if self.method == 'forkserver': ctx.set_forkserver_preload(['fastddp.process.preload'])
-        with _hidden_main(), _helper_env():
-            for r in self.ranks:
-                ours,theirs = ctx.Pipe()
-                p = ctx.Process(target=worker_main, args=(theirs, r, os.getpid(), self.log_path(r)), daemon=True, name=f'fastddp-{r}')
-                p.start()
-                theirs.close()
-                self.procs[r] = p
-                self.pipes[r] = Pipe(ours)
-                self._mark('helper' if len(self.procs) == 1 else 'fork')
-    def log_path(self, rank): return os.path.join(self.dir, f'rank{rank}.log')
-    def submit(self, entry, packed, block, configs, **env):
-        "Every rank calls the function `entry` with the payload in `block` and its own of `configs`"
-        self.latest.clear()
-        self._send_all('job', entry, [(packed, o) for o in configs], env, block.fd)
-    def early(self, entry, configs, **env):
-        "Every rank calls `entry` with its own of `configs` before the job that is submitted next; only a failure is heard of"
-        self._send_all('early', entry, [(o,) for o in configs], env)
-    def _send_all(self, what, entry, args, env, fd=None):
-        entry = address(entry)
-        for (r,pipe),own in zip(self.pipes.items(), args):
-            around = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r)))
-            with contextlib.suppress(OSError): pipe.send(what, entry, around, *own, fd=fd)      # it died already; its sentinel says so
-    def ask_stop(self):
-        "Tells every rank that the notebook wants it to stop; `Channel.stop_requested` is then true"
-        for r in self.alive(): self._tell(r, 'stop')
-    def break_up(self):
-        "Tells every rank that some wait for others in vain: what they do about it is `Channel.on['break']`"
-        for r in self.alive(): self._tell(r, 'break')
-    def ask_stacks(self, ranks):
-        "Lets `ranks` write the Python stacks of all their threads into their logs"
-        for r in ranks:
-            with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
-    def _tell(self, r, *msg):
-        with contextlib.suppress(OSError): self.pipes[r].send(*msg)
-    def alive(self): return [r for r,p in self.procs.items() if r not in self._dead and p.is_alive()]
+    def log_path(self, rank):
+        "The file for what rank `rank` writes outside Python"
+        return os.path.join(self.dir, f'rank{rank}.log')
+    def alive(self):
+        "Ranks whose process runs"
+        return [r for r,p in self.procs.items() if r not in self._dead and p.is_alive()]
 
-# %% ../../nbs/process/45_workers.ipynb #0e851299
-from fastcore.basics import patch
+_HELPER_ENDED = "the helper process ended when it was asked for a worker ({}; a library that it imports?)"
+
+# %% ../../nbs/process/45_workers.ipynb #68aab7cc
+@patch
+def _start_all(self:Workers):
+    ctx = multiprocess.get_context(self.method)
+    if self.method == 'forkserver': ctx.set_forkserver_preload(['fastddp.process.preload'])
+    with _hidden_main(), _helper_env():
+        for r in self.ranks:
+            self._start_one(ctx, r)
+            self._mark('helper' if len(self.procs) == 1 else 'fork')
 
 @patch
-def poll(self:Workers, timeout=None):
-    "Everything that is new within `timeout` seconds (None: waits for something)"
+def _start_one(self:Workers, ctx, r):
+    ours,theirs = ctx.Pipe()
+    args = theirs, r, os.getpid(), self.log_path(r)
+    p = ctx.Process(target=worker_main, args=args, daemon=True, name=f'fastddp-{r}')
+    p.start()
+    theirs.close()
+    self.procs[r],self.pipes[r] = p,Pipe(ours)
+
+# %% ../../nbs/process/45_workers.ipynb #ecdf3fb1
+@patch
+def submit(self:Workers,
+    entry,      # Function `(channel, meta, buffers, config)`, by name or itself; its result is a `Payload`
+    packed,     # Where the payload lies in `block`
+    block,      # The `Block`, which stays the caller's
+    configs,    # Each rank's own, in the order of `self.ranks`
+    **env,      # Variables that the workers' environment has beyond this process's
+):
+    "Every rank calls `entry`; `poll` tells how it goes, `latest` has the results"
+    self.latest.clear()
+    self._send_each('job', entry, configs, env, packed, fd=block.fd)
+
+@patch
+def early(self:Workers, entry, configs, **env):
+    "Every rank calls `entry(channel, config)` before the job that is submitted next; only a failure is heard of"
+    self._send_each('early', entry, configs, env)
+
+@patch
+def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
+    entry = address(entry)
+    for (r,pipe),config in zip(self.pipes.items(), configs):
+        surroundings = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r)))
+        with contextlib.suppress(OSError): pipe.send(what, entry, surroundings, config, *packed, fd=fd)
+
+@patch
+def _send(self:Workers, r, *msg):
+    with contextlib.suppress(OSError): self.pipes[r].send(*msg)
+
+@patch
+def ask_stop(self:Workers):
+    "Sends every rank the wish to stop; `Channel.stop_requested` is then true, and `Channel.on_stop` is called"
+    for r in self.alive(): self._send(r, 'stop')
+
+@patch
+def break_up(self:Workers):
+    "Tells every rank that some wait for others in vain: what they do about it is `Channel.on_break`"
+    for r in self.alive(): self._send(r, 'break')
+
+@patch
+def ask_stacks(self:Workers, ranks):
+    "Lets `ranks` write the Python stacks of all their threads into their logs"
+    for r in ranks:
+        with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
+
+# %% ../../nbs/process/45_workers.ipynb #0e851299
+@patch
+def poll(self:Workers,
+    timeout=None, # Seconds; None: until something is there
+):
+    "Everything that is new, as a list of news"
     ends = {p.sentinel:r for r,p in self.procs.items() if r not in self._dead}
     pipes = {self.pipes[r].conn:r for r in ends.values()}
     ready = connection.wait([*pipes, *ends], timeout)
@@ -140,33 +193,39 @@ def _exitcode(self:Workers, r):
 
 @patch
 def _read(self:Workers, r):
-    "All messages that lie in the pipe of rank `r`"
+    "All messages that lie in the pipe of rank `r`, as news"
     res,pipe = [],self.pipes[r]
     try:
-        while pipe.conn.poll(): res.append((r, *self._open(r, pipe.recv())))
+        while pipe.conn.poll(): res.append((r, *self._received(r, *pipe.recv())))
     except (EOFError, OSError): pass    # the sentinel will tell
     return res
 
+# %% ../../nbs/process/45_workers.ipynb #ffc2ff38
 @patch
-def _open(self:Workers, r, msg):
-    "Takes the descriptor that follows a new block, and remembers the newest payload of each kind"
-    if msg[0] == 'block':
-        _,pair,i,size = msg
-        if old := self._blocks.get((r,pair,i)): old.close()
-        block = self._blocks[r,pair,i] = Block(self.pipes[r].recv_fd())
-        block.reserve(size)
-    elif msg[0] == 'put':
-        _,kind,pair,i,packed = msg
-        self.latest[r,kind] = self._blocks[r,pair,i], packed
-        return 'put', kind
-    return msg
+def _received(self:Workers, r, what, *values):
+    if what == 'put': return what, self._keep_latest(r, *values)
+    if what == 'block': self._keep_block(r, *values)
+    return what, *values
+
+@patch
+def _keep_latest(self:Workers, r, kind, pair, number, packed):
+    self.latest[r,kind] = self._blocks[r,pair,number], packed
+    return kind
+
+@patch
+def _keep_block(self:Workers, r, pair, number, size):
+    if old := self._blocks.get((r,pair,number)): old.close()
+    block = self._blocks[r,pair,number] = Block(self.pipes[r].recv_fd())
+    block.reserve(size)
 
 # %% ../../nbs/process/45_workers.ipynb #095f55ef
 @patch
-def stop(self:Workers, grace=2.):
+def stop(self:Workers,
+    grace=2., # Seconds that they have to end by themselves; 0: none
+):
     "Ends all processes within about `grace` seconds and frees everything; harmless when repeated"
     if grace:
-        for r in self.alive(): self._tell(r, 'exit')
+        for r in self.alive(): self._send(r, 'exit')
         self._join(grace)
     for sig,wait in ((signal.SIGTERM, min(grace,.5)), (signal.SIGKILL, 5)):
         for r in self.alive(): _signal_group(self.procs[r].pid, sig)
@@ -181,6 +240,7 @@ def _join(self:Workers, seconds):
 
 @patch
 def _free(self:Workers):
+    "Frees pipes, blocks and the folder; a process that lives even now can't be ended"
     for p in self.pipes.values(): p.conn.close()
     for b in self._blocks.values(): b.close()
     self._blocks.clear()

@@ -23,9 +23,14 @@ PHASES = {
     'failed': "runs that failed before this one"}
 
 class Report(Timings):
-    "Seconds of one call on the workers, by phase, as a table"
-    def __init__(self, timings): self.what,self.began,self.marks = timings.what,timings.began,timings.marks
+    "Seconds of one call on the workers, by phase; shown as a table"
+    def __init__(self,
+        timings, # `Timings` of the call
+    ):
+        self.what,self.began,self.marks = timings.what,timings.began,timings.marks
     def __repr__(self):
-        rows = [f"  {phase:<12}{secs:>8.3f} s  {PHASES.get(phase, '')}".rstrip() for phase,secs in self.phases.items()]
         title = f"{self.what}: " if self.what else ''
-        return '\n'.join([f"{title}{self.total:.3f} s", *rows])
+        return '\n'.join([f"{title}{self.total:.3f} s", *map(self._row, self.phases.items())])
+    def _row(self, item):
+        phase,secs = item
+        return f"  {phase:<12}{secs:>8.3f} s  {PHASES.get(phase, '')}".rstrip()

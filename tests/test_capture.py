@@ -6,7 +6,7 @@ import nbclient, nbformat, pexpect, pytest
 here = Path(__file__).resolve().parent
 
 CELLS = dict(
-    start="import sys; sys.path.insert(0, HERE)\nfrom relay_jobs import Child\nimport builtins\n"
+    start="import sys; sys.path.insert(0, HERE)\nfrom capture_jobs import Child\nimport builtins\n"
           "def state():\n"
           "    return sys.stdout, sys.stderr, sys.displayhook, sys.excepthook, get_ipython(), builtins.display\n"
           "before = state(); child = Child(METHOD)",
@@ -34,7 +34,7 @@ def ran(request, tmp_path_factory):
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in cells])
     client = Client(nb, timeout=120, kernel_name='python3', allow_errors=False)
     client.messages, client.answer = {}, answer
-    client.execute(env={**os.environ, 'PYTHONPATH': str(here.parent), 'RELAY_SEEN': answer})
+    client.execute(env={**os.environ, 'PYTHONPATH': str(here.parent), 'CAPTURE_SEEN': answer})
     return {k: (c.outputs, client.messages[i]) for i, (k, c) in enumerate(zip(CELLS, nb.cells))}
 
 
@@ -96,7 +96,7 @@ def test_clear_output(ran): assert texts(ran['frames'][0]) == 'frame 49\n' and l
 def test_traceback(ran):
     assert texts(ran['fails'][0]) == 'before\n'
     err = texts(ran['fails'][0], 'stderr')
-    assert err.startswith('Traceback') and err.count('ZeroDivisionError') == 1 and 'relay_jobs.py' in err
+    assert err.startswith('Traceback') and err.count('ZeroDivisionError') == 1 and 'capture_jobs.py' in err
 
 
 def test_loader_processes(ran):
@@ -119,7 +119,7 @@ def test_kernel_as_before(ran): assert texts(ran['end'][0]) == 'True\n'
 SCRIPT = f'''
 import sys; sys.path.insert(0, {str(here)!r})
 if __name__ == '__main__':
-    from relay_jobs import Child
+    from capture_jobs import Child
     child = Child('forkserver')
     for o in 'fit', 'text', 'rich', 'bars': child.run(o)
     child.close()

@@ -1,8 +1,8 @@
-"Jobs that show things, and a child process that runs them one after the other under `capture_output`: see test_relay.py"
+"Jobs that show things, and a child process that runs them one after the other under `capture_output`: see test_capture.py"
 import os, sys, time, traceback, warnings
 import multiprocess
 from fastddp.output.capture import capture_output
-from fastddp.output.replay import Replay, look
+from fastddp.output.replay import Replay, display_settings
 
 
 def fit(n_epoch=3):
@@ -30,8 +30,8 @@ def live():
     for i in range(100): bar.update(f'{i}%')
     bar.update('now')
     end = time.monotonic() + 30
-    while not os.path.exists(os.environ['RELAY_SEEN']) and time.monotonic() < end: time.sleep(0.01)
-    print('seen' if os.path.exists(os.environ['RELAY_SEEN']) else 'not seen')
+    while not os.path.exists(os.environ['CAPTURE_SEEN']) and time.monotonic() < end: time.sleep(0.01)
+    print('seen' if os.path.exists(os.environ['CAPTURE_SEEN']) else 'not seen')
 
 
 def rich():
@@ -86,10 +86,10 @@ def quiet():
 
 
 def _main(conn):
-    "The child: a job's name and the arguments of `capture_output` come in, events and 'done' go out"
+    "The child: a job's name and `DisplaySettings` come in, events and 'done' go out"
     while (order := conn.recv()) is not None:
-        name, kwargs = order
-        with capture_output(conn.send, **kwargs): globals()[name]()
+        name, settings = order
+        with capture_output(conn.send, settings): globals()[name]()
         conn.send('done')
 
 
@@ -105,7 +105,7 @@ class Child:
 
     def run(self, name, rank=0, see=(0,), **kwargs):
         "Run job `name` as `rank`, and replay what it shows"
-        self.conn.send((name, {**display_settings(), **kwargs}))
+        self.conn.send((name, display_settings()._replace(**kwargs)))
         replay = Replay(see=see)
         while True:
             replay.flush()
