@@ -12,7 +12,7 @@ from fastai.text.data import LMDataLoader, SortedDL, pad_input
 from fastddp.fastai2.loaders import check_dl, dl_state, global_bs, n_batches, set_dl_state, shard_dl
 from fastddp.base.rng import CommonRNG, seed_rank
 from fastddp.shard.split import CantShard, shard_batch, restore_order, train_shard
-from fastddp.shard.torch_loader import is_sharded
+from fastddp.shard.sharded import is_sharded
 
 
 def seed(i=0): random.seed(i); np.random.seed(i); torch.manual_seed(i)
