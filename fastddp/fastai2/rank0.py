@@ -22,7 +22,7 @@ from .events import own_events
 from ..base.scoped import own_attrs
 from .inference import inner_inference
 from ..payload.state import move_opt
-from ..shard.torch_loader import write_back, is_sharded
+from ..shard.sharded import write_back, is_sharded
 from ..payload.pickling import dump
 
 # %% ../../nbs/fastai2/82_rank0.ipynb #393153ef
