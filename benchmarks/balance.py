@@ -75,7 +75,7 @@ def main():
     args, rows = p.parse_args(), []
     if args.small: args.texts, args.epochs = 512, 1
     print(f'{args.texts} texts, SortedDL, batch {args.bs}, mean of {args.epochs} epochs: busiest rank over the mean\n')
-    print(f"{'sigma':>5} {'batch':>10} {'ranks':>5} {'dealt (ours)':>12} {'slices':>7} {'budget':>7}")
+    print(f"{'sigma':>5} {'batch':>10} {'ranks':>5} {'shard (ours)':>12} {'slices':>7} {'budget':>7}")
     for sigma in sorted({*SIGMAS, args.sigma}):
         lens = lengths(args.texts, sigma)
         for batch in 'per_worker', 'global':

@@ -14,16 +14,16 @@ from fastai.data.load import DataLoader
 from fastai.torch_core import find_bs
 from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchLoader
-from .fastai_loader import (fastai_len, n_items, set_text_order, shard_fastai, text_order, why_not_fastai,
-                                           with_bs)
+from .fastai_loader import (fastai_len, n_items, set_text_order, shard_fastai, text_order,
+                                           why_not_fastai, with_bs)
 from ..base.rng import CommonRNG
-from ..shard.sharded import (Shard, Sharded, account, clone_loader, generator_states, is_sharded, original, reading,
-                                   set_generator, sharded_clone, track_changes, write_back)
+from ..shard.sharded import (Shard, Sharded, account, clone_loader, generator_states, is_sharded, original,
+                                   reading, set_generator, sharded_clone, track_changes, write_back)
 from ..shard.split import CantShard, global_batch_size, refuse_loader, too_few
 from ..shard.torch_loader import (batching_of, is_stream, samplers_of, shard_torch, torch_bs, torch_size,
                                         why_not_torch)
 
-# %% ../../nbs/fastai2/71_loaders.ipynb #b6f6ee01
+# %% ../../nbs/fastai2/71_loaders.ipynb #3c3f3391
 def _is_dl(o): return isinstance(o, (DataLoader,TorchLoader))
 
 def _size_of(dl):
@@ -50,7 +50,7 @@ def _replace_loaders(res, dl, new):
     for k,v in loaders_in(dl).items(): setattr(res, k, new[id(v)] if _is_dl(v) else type(v)([new[id(o)] for o in v]))
     return res
 
-# %% ../../nbs/fastai2/71_loaders.ipynb #698dd381
+# %% ../../nbs/fastai2/71_loaders.ipynb #b8cdffa5
 _NOT_TOGETHER = ("an object that iterates over several loaders must take one batch of each in every step, and these "
                  "must be of the same size. Otherwise make one loader of them, over a dataset that combines theirs.")
 
@@ -73,7 +73,7 @@ class ShardedWrapper(Sharded):
                 yield b
         write_back(self)
 
-# %% ../../nbs/fastai2/71_loaders.ipynb #e7b4f353
+# %% ../../nbs/fastai2/71_loaders.ipynb #416a41f9
 def _shard_one(dl, *args):
     if isinstance(dl, DataLoader): return shard_fastai(dl, *args)
     return (shard_torch if _is_dl(dl) else _shard_wrapper)(dl, *args)
@@ -133,7 +133,7 @@ def global_bs(dl,         # A loader, or an object that iterates over such
     if loaders_in(dl): return global_bs(_inner(dl)[0], world_size, batch)
     return global_batch_size(dl.bs if isinstance(dl,DataLoader) else torch_bs(dl), world_size, batch)
 
-# %% ../../nbs/fastai2/71_loaders.ipynb #93246f68
+# %% ../../nbs/fastai2/71_loaders.ipynb #398e3074
 def shard_dl(dl,         # A fastai or torch `DataLoader`, or an object that iterates over such
              rank,       # This rank, from 0
              world_size, # Number of ranks
@@ -147,7 +147,7 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`, or an object that ite
     if world_size==1: return OneRank(dl)
     return _shard_one(dl, rank, world_size, batch, train, common or CommonRNG.capture())
 
-# %% ../../nbs/fastai2/71_loaders.ipynb #8eed301c
+# %% ../../nbs/fastai2/71_loaders.ipynb #67601904
 class _Sized:
     "Stands for a sharded loader where only its length is asked"
     def __init__(self, dl, length): self._dl,self._length = dl,length
@@ -164,7 +164,7 @@ def _len_wrapper(dl, *args):
     res = clone_loader(dl, object.__new__(type(dl)))
     return len(_replace_loaders(res, dl, {id(o): _stand_in(o,*args) for o in _inner(dl)}))
 
-# %% ../../nbs/fastai2/71_loaders.ipynb #b4b8a332
+# %% ../../nbs/fastai2/71_loaders.ipynb #65f68494
 def n_batches(dl,         # A fastai or torch `DataLoader`, or an object that iterates over such
               world_size, # Number of ranks
               batch='per_worker', # Is the loader's batch one worker's, or the 'global' one?
@@ -199,7 +199,7 @@ def _too_few(dl, n, batch):
     if loaders_in(dl): return next((w for o in _inner(dl) if (w:=_too_few(o,n,batch))), None)
     return too_few(_size_of(dl), global_bs(dl,n,batch), n, n_batches(dl,n,batch), batch)
 
-# %% ../../nbs/fastai2/71_loaders.ipynb #1cafbe6d
+# %% ../../nbs/fastai2/71_loaders.ipynb #deca6ebe
 def _holders(dl):
     "The objects that decide about a loader's order"
     if not _is_dl(dl): return [dl]
@@ -213,7 +213,7 @@ def _counters(o):
     if type(o).__module__.startswith(('fastai.','torch.','builtins')): return {}
     return {k:v for k,v in getattr(o,'__dict__',{}).items() if isinstance(v,(bool,int,float,str)) and k not in _CONFIG}
 
-# %% ../../nbs/fastai2/71_loaders.ipynb #2b6a9b6d
+# %% ../../nbs/fastai2/71_loaders.ipynb #3540f58d
 def dl_state(dl # An original loader (of a sharded one: `original(dl)`), or a wrapper
 ):
     "What the next epoch of `dl` depends on, for `set_dl_state`; can be pickled"

@@ -7,14 +7,15 @@ __all__ = ['Shard', 'Epoch', 'Sharded', 'reading', 'account', 'is_sharded', 'ori
            'sharded_clone', 'track_changes', 'write_back', 'draw_seed', 'generator_state', 'set_generator',
            'generator_states', 'no_batches']
 
-# %% ../../nbs/shard/31_sharded.ipynb #dcd5e38c
+# %% ../../nbs/shard/31_sharded.ipynb #81466a2f
 import contextlib, functools, random
 from types import MethodType
 
 import numpy as np, torch
+from fastcore.basics import patch
 from .split import pad_shard
 
-# %% ../../nbs/shard/31_sharded.ipynb #131c8288
+# %% ../../nbs/shard/31_sharded.ipynb #f15aba19
 class Shard:
     "One rank's part in a loader: how it is divided, and where the current epoch stands"
     whole = False           # Does each rank take whole batches of the original's, instead of some items of each?
@@ -37,15 +38,18 @@ class Shard:
         self.orig,self.rank,self.n = orig,rank,n
         self.bs,self.train,self.common = bs,train,common
 
-    def feed(self, step):
-        "The items of a `Step` that this rank's model is given"
-        return pad_shard(step.own, step.spare, self.n)[0] if self.train else step.own
+# %% ../../nbs/shard/31_sharded.ipynb #1ce1ca55
+@patch
+def wanted(self:Shard, steps):
+    "The list of those `Step`s that this rank takes"
+    return [o for o in steps if self.train or o.own]
 
-    def wanted(self, steps):
-        "The list of those `steps` that this rank takes"
-        return [o for o in steps if self.train or o.own]
+@patch
+def feed(self:Shard, step):
+    "The items of a `Step` that this rank's model is given"
+    return pad_shard(step.own, step.spare, self.n)[0] if self.train else step.own
 
-# %% ../../nbs/shard/31_sharded.ipynb #4058bef2
+# %% ../../nbs/shard/31_sharded.ipynb #58f146f6
 class Epoch:
     "What one iteration over a sharded loader knows and has yielded"
     def __init__(self, counts, # One pair for each step, as far as they are known
@@ -62,7 +66,7 @@ class Sharded:
         "From now on each rank gets whole batches of the original's, in turn"
         self._shard.whole = True
 
-# %% ../../nbs/shard/31_sharded.ipynb #819ca78f
+# %% ../../nbs/shard/31_sharded.ipynb #5fffbd14
 @contextlib.contextmanager
 def reading(dl,    # A sharded loader
             counts # One pair for each step, as far as they are known
@@ -91,7 +95,7 @@ def _show(dl, epoch):
     # Again for each step: a loader may use these names itself while it builds a batch.
     dl._shard.epoch,dl.counts,dl.idxs = epoch,epoch.counts,epoch.idxs
 
-# %% ../../nbs/shard/31_sharded.ipynb #66d422b9
+# %% ../../nbs/shard/31_sharded.ipynb #4d2f90c8
 def is_sharded(dl,
                train=None # If given: and for training (or for validation)?
 ):
@@ -102,7 +106,7 @@ def original(dl):
     "The user's loader: `dl`, or what `dl` was made from if it is sharded"
     return dl._shard.orig if is_sharded(dl) else dl
 
-# %% ../../nbs/shard/31_sharded.ipynb #25b6d327
+# %% ../../nbs/shard/31_sharded.ipynb #7e36e064
 @functools.lru_cache(None)
 def sharded_class(mixin, cls):
     "The subclass of `cls` with `mixin` before it; the same one each time"
@@ -127,7 +131,7 @@ def sharded_clone(mixin, # Subclass of `Sharded` that goes before the original's
     res._shard = shard
     return res
 
-# %% ../../nbs/shard/31_sharded.ipynb #1d2a62b4
+# %% ../../nbs/shard/31_sharded.ipynb #5a7f167b
 _OURS = {'_shard','counts','idxs'}
 
 def track_changes(dl):
@@ -142,13 +146,13 @@ def write_back(dl):
         if k not in _OURS and seen.get(k,seen) is not v and not _bound_to(v,dl): vars(dl._shard.orig)[k] = v
     track_changes(dl)
 
-# %% ../../nbs/shard/31_sharded.ipynb #727d843f
+# %% ../../nbs/shard/31_sharded.ipynb #d30640d4
 def draw_seed(generator=None # The loader's own, None for torch's global stream
 ):
     "Advance the stream as the loader of one process does when it draws its workers' seed"
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
-# %% ../../nbs/shard/31_sharded.ipynb #1ad70053
+# %% ../../nbs/shard/31_sharded.ipynb #4eb636a5
 def generator_state(v):
     "The state of a random generator, for `set_generator`; None for anything else"
     if isinstance(v, random.Random): return v.getstate()
@@ -167,7 +171,7 @@ def generator_states(o):
     states = {k:generator_state(v) for k,v in getattr(o,'__dict__',{}).items()}
     return {k:st for k,st in states.items() if st is not None}
 
-# %% ../../nbs/shard/31_sharded.ipynb #3aa4d4b6
+# %% ../../nbs/shard/31_sharded.ipynb #e50751f2
 def no_batches(arg # 'bs' or 'batch_size'
 ):
     "Why a loader that makes no batches can't be sharded"

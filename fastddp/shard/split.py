@@ -23,7 +23,7 @@ def refuse_loader(name, # What the user calls it, e.g. 'learn.dls.train'
     "Raise `CantShard` for one loader"
     raise CantShard(f"{name} can't be sharded over {n} workers: {why}")
 
-# %% ../../nbs/shard/30_split.ipynb #ed45ebf9
+# %% ../../nbs/shard/30_split.ipynb #2488c55a
 def global_batch_size(bs, # The loader's own batch size, in items; None where a batch sampler decides
                       n,  # Number of ranks
                       batch='per_worker' # Is that one worker's batch, or the 'global' one?
@@ -87,8 +87,8 @@ def positions(start, # Position of the global batch's first item
               rank,  # This rank, from 0
               n      # Number of ranks
 ):
-    "Where this rank's items of a global batch stand in the order of one process"
-    return [*range(start+rank, start+m, n)]
+    "Where this rank's items of a global batch stand in the order of one process: a range"
+    return range(start+rank, start+m, n)
 
 # %% ../../nbs/shard/30_split.ipynb #f888d0a9
 def restore_order(parts # Each rank's positions, in the order in which it handled them
@@ -97,19 +97,19 @@ def restore_order(parts # Each rank's positions, in the order in which it handle
     flat = [p for part in parts for p in part]
     return sorted(range(len(flat)), key=flat.__getitem__)
 
-# %% ../../nbs/shard/30_split.ipynb #1ccada8a
+# %% ../../nbs/shard/30_split.ipynb #8886751a
 class Step(NamedTuple):
     "One step as one rank has it"
-    own:list       # This rank's items, or their indices
-    spare:list     # What it may borrow if it has none: mostly the whole global batch
-    total:int      # Items of the global batch
-    positions:list # Where `own` stand in the order of one process
+    own:list        # This rank's items, or their indices
+    spare:list      # What it may borrow if it has none: mostly the whole global batch
+    total:int       # Items of the global batch
+    positions:range # Where `own` stand in the order of one process
     @property
     def counts(self):
         "`(items of this rank, items of the global batch)`"
         return len(self.own), self.total
 
-# %% ../../nbs/shard/30_split.ipynb #140834c1
+# %% ../../nbs/shard/30_split.ipynb #2b2e1e11
 def sharded_steps(batches, rank, n):
     "The `Step`s of `rank`, one of `n`, if each of the global `batches` is sharded"
     start = 0
@@ -117,17 +117,17 @@ def sharded_steps(batches, rank, n):
         yield Step(shard_batch(b,rank,n), b, len(b), positions(start, len(b), rank, n))
         start += len(b)
 
-# %% ../../nbs/shard/30_split.ipynb #5052ca45
+# %% ../../nbs/shard/30_split.ipynb #3eb9f766
 def whole_steps(batches, rank, n):
     "The `Step`s of `rank`, one of `n`, if each rank takes one of `n` consecutive `batches`"
     start = 0
     for group in chunk(batches, n):
         own,flat = next(iter(group[rank:]),[]), [o for b in group for o in b]
         first = start + sum(map(len,group[:rank]))
-        yield Step(own, flat, len(flat), [*range(first, first+len(own))])
+        yield Step(own, flat, len(flat), range(first, first+len(own)))
         start += len(flat)
 
-# %% ../../nbs/shard/30_split.ipynb #bebb1816
+# %% ../../nbs/shard/30_split.ipynb #c572caa3
 def n_own_batches(n_items, bs, rank, n, drop_last=False):
     "In how many global batches of `bs` does `rank`, one of `n`, have an item?"
     full,rest = divmod(n_items, bs)
@@ -142,7 +142,7 @@ def n_steps(n_items, # Items of an epoch, on all ranks together
     "How many steps `rank` takes in an epoch"
     return n_chunks(n_items,bs,drop_last) if train else n_own_batches(n_items, bs, rank, n, drop_last)
 
-# %% ../../nbs/shard/30_split.ipynb #388e601e
+# %% ../../nbs/shard/30_split.ipynb #af080e37
 def too_few(size, # Items of an epoch, or batches where a batch sampler decides
             bs,   # Items of a full global batch; None where a batch sampler decides
             n,    # Number of ranks

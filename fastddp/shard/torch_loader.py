@@ -7,12 +7,13 @@ __all__ = ['CutBatches', 'OwnBatches', 'WholeBatches', 'is_stream', 'torch_bs', 
            'shard_torch', 'samplers_of', 'why_not_torch', 'torch_size']
 
 # %% ../../nbs/shard/33_torch_loader.ipynb #7ca15bdc
+from fastcore.basics import patch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 from .sharded import Shard, Sharded, account, clone_loader, draw_seed, no_batches, reading, sharded_clone
 from .split import chunk, global_batch_size, n_steps, sharded_steps, whole_steps, workers_per_rank
 from .stream import StreamSource, why_not_stream
 
-# %% ../../nbs/shard/33_torch_loader.ipynb #cfe9f785
+# %% ../../nbs/shard/33_torch_loader.ipynb #254b7f98
 class CutBatches:
     "Global batches that are cut from a sampler's items, as torch's own `BatchSampler` does"
     def __init__(self, items, # The sampler; of a stream, the dataset that has its length
@@ -23,7 +24,7 @@ class CutBatches:
     def n_steps(self, rank, n, train): return n_steps(len(self.items), self.bs, rank, n, train, self.drop_last)
     def steps(self, rank, n): return sharded_steps(chunk([*self.items], self.bs, self.drop_last), rank, n)
 
-# %% ../../nbs/shard/33_torch_loader.ipynb #3014c49b
+# %% ../../nbs/shard/33_torch_loader.ipynb #5beb1d6e
 class OwnBatches:
     "Each batch of the user's batch sampler is a global batch"
     def __init__(self, batches): self.batches = batches
@@ -53,12 +54,13 @@ def batching_of(dl, # A torch `DataLoader`
     if bs is None: return (WholeBatches if batch=='per_worker' else OwnBatches)(own)
     return CutBatches(dl.dataset if is_stream(dl) else own.sampler, bs, dl.drop_last or getattr(own,'drop_last',False))
 
-# %% ../../nbs/shard/33_torch_loader.ipynb #6499a74a
+# %% ../../nbs/shard/33_torch_loader.ipynb #0629f7f7
 class NextSteps:
     "A batch sampler whose next epoch can be set, while an earlier one is still read"
     now = ()                # The lists of indices to fetch
     def __iter__(self): return iter(self.now)
 
+# %% ../../nbs/shard/33_torch_loader.ipynb #6499a74a
 class ShardedTorch(Sharded):
     "Mixed in before the class of a torch `DataLoader`"
     def __iter__(self):
@@ -77,23 +79,26 @@ class ShardedTorch(Sharded):
         super().give_whole_batches()
         self._shard.batching = WholeBatches(self._shard.orig.batch_sampler)
 
-    def _batches(self, steps):
-        s = self._shard
-        if steps is None:
-            with s.common: steps = self._plan()
-        s.steps = steps
-        with reading(self, [o.counts for o in steps]) as epoch:
-            for i,b in enumerate(DataLoader.__iter__(s.inner)):
-                account(self, epoch, steps[i].counts, steps[i].positions)
-                yield b
+# %% ../../nbs/shard/33_torch_loader.ipynb #50896afc
+@patch
+def _plan(self:ShardedTorch):
+    "Draw a new epoch: this rank's steps, as far as they are known"
+    s = self._shard
+    if s.source: return []      # a stream's are added as they are read
+    steps = s.wanted(s.batching.steps(s.rank, s.n))
+    s.sampler.now = [s.feed(o) for o in steps]
+    return [o._replace(spare=()) if o.own else o for o in steps]    # other ranks' indices are not kept
 
-    def _plan(self):
-        "Draw a new epoch: this rank's steps, as far as they are known"
-        s = self._shard
-        if s.source: return []      # a stream's are added as they are read
-        steps = s.wanted(s.batching.steps(s.rank, s.n))
-        s.sampler.now = [s.feed(o) for o in steps]
-        return steps
+@patch
+def _batches(self:ShardedTorch, steps):
+    s = self._shard
+    if steps is None:
+        with s.common: steps = self._plan()
+    s.steps = steps
+    with reading(self, [o.counts for o in steps]) as epoch:
+        for i,b in enumerate(DataLoader.__iter__(s.inner)):
+            account(self, epoch, steps[i].counts, steps[i].positions)
+            yield b
 
 # %% ../../nbs/shard/33_torch_loader.ipynb #ff7a5308
 class _StepItems(IterableDataset):
@@ -107,7 +112,7 @@ class _StepItems(IterableDataset):
             steps.append(step)
             yield s.feed(step)
 
-# %% ../../nbs/shard/33_torch_loader.ipynb #5223307d
+# %% ../../nbs/shard/33_torch_loader.ipynb #958a17d5
 def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
                 rank, n, # This rank, and how many there are
                 batch,   # Is the loader's batch one worker's ('per_worker'), or the 'global' one?
@@ -150,7 +155,7 @@ def why_not_torch(dl, # A torch `DataLoader`
         "sampler, and the loader is sharded for you.")
     if is_stream(dl): return why_not_stream(dl.dataset, dl.num_workers, n, bs)
 
-# %% ../../nbs/shard/33_torch_loader.ipynb #87b331c3
+# %% ../../nbs/shard/33_torch_loader.ipynb #60b2c2e8
 def torch_size(dl):
     "Items of an epoch of `dl`, or batches where a batch sampler decides; TypeError if it has no length"
     if is_stream(dl): return len(dl.dataset)
