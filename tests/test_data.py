@@ -1,4 +1,4 @@
-"""Real loaders: N sharded ones, built in one process, against the same loader with the batch of all."""
+"""`fastai2.loaders` on real loaders: N sharded ones, built in one process, against one with the batch of all."""
 import gc, pickle, random, signal
 import numpy as np, pandas as pd, pytest, torch
 from hypothesis import given, settings, strategies as st
@@ -9,10 +9,12 @@ from fastai.data.core import TfmdDL
 from fastai.data.load import DataLoader, SkipItemException
 from fastai.tabular.core import TabDataLoader, TabularPandas, TabWeightedDL
 from fastai.text.data import LMDataLoader, SortedDL, pad_input
+from fastddp.fastai2 import fastai_loader
 from fastddp.fastai2.loaders import check_dl, dl_state, global_bs, n_batches, set_dl_state, shard_dl
 from fastddp.base.rng import CommonRNG, seed_rank
+from fastddp.shard import sharded, torch_loader
 from fastddp.shard.split import CantShard, shard_batch, restore_order, train_shard
-from fastddp.shard.torch_loader import is_sharded
+from fastddp.shard.sharded import is_sharded
 
 
 def seed(i=0): random.seed(i); np.random.seed(i); torch.manual_seed(i)
@@ -32,7 +34,7 @@ def one_process(make, n_epoch=2, read=ids):
 
 
 def ranks(make, n, **kw):
-    "The sharded loaders of `n` ranks, each with an original and shared streams of its own, as in real processes"
+    "The sharded loaders of `n` ranks, each with an original and common streams of its own, as in real processes"
     seed(1); state, res = CommonRNG.capture().state(), []
     for r in range(n):
         seed()
@@ -126,7 +128,7 @@ sizes = [(1, 2, 2), (2, 1, 3), (7, 2, 2), (10, 1, 3), (21, 4, 2), (24, 3, 4), (3
 @pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('shuffle', [False, True])
 @pytest.mark.parametrize('kind', KINDS)
-def test_training_is_one_process_dealt_out(kind, shuffle, drop_last):
+def test_training_is_one_process_sharded(kind, shuffle, drop_last):
     for m, b, n in sizes:
         if m < n and kind in STRIDED: continue     # refused by check_dl
         epochs, streams = one_process(lambda: KINDS[kind](m, n*b, shuffle=shuffle, drop_last=drop_last))
@@ -206,6 +208,74 @@ def test_any_loader_size_and_rank(kind, m, b, n, shuffle, drop_last, whole):
     if n == 1: assert got == [batches]
     else: assert got == [[train_shard(o, r, n)[0] for o in batches] for r in range(n)]
     assert [sum(c for c, _ in o) for o in zip(*(o.counts for o in dls))] == [*map(len, batches)]
+
+
+# ---- how long an epoch is
+class OwnLength(DataLoader):
+    "Its length has nothing to do with its batches"
+    def __len__(self): return 5
+
+
+class Pair:
+    "Two loaders side by side, as long as the shorter one"
+    def __init__(self, *dls): self.first, self.rest = dls[0], list(dls[1:])
+    def __len__(self): return min(len(self.first), *map(len, self.rest))
+    def __iter__(self): yield from zip(self.first, *self.rest)
+
+
+class ByItems(Pair):
+    "Its length is computed from what its first loader holds"
+    def __len__(self): return -(-len(self.first.dataset)//(getattr(self.first, 'bs', None) or self.first.batch_size))
+
+
+def lm(m, bs, drop_last=False): return LMDataLoader([torch.arange(i, i+9) for i in range(m+4)], bs=bs, seq_len=4)
+
+
+def pair(cls, first, second):
+    return lambda m, bs, **kw: cls(first(range(m), bs, **kw), second(range(m+3), bs, **kw))
+
+
+def fastai_dl(items, bs, **kw): return DataLoader(items, bs=bs, **kw)
+def torch_dl(items, bs, **kw): return TorchLoader(items, batch_size=bs, **kw)
+
+
+LENGTHS = KINDS | {
+    'LM': lm, 'own __len__': lambda m, bs, **kw: OwnLength(range(m), bs=bs, **kw),
+    'torch own batches': lambda m, bs, **kw: TorchLoader(
+        range(m), batch_sampler=[[*range(i, min(i+bs, m))] for i in range(0, m, bs)]),
+    'pair': pair(Pair, fastai_dl, torch_dl), 'pair of torch': pair(Pair, torch_dl, torch_dl),
+    'by items': pair(ByItems, fastai_dl, torch_dl), 'by items of torch': pair(ByItems, torch_dl, fastai_dl)}
+
+
+@pytest.mark.parametrize('drop_last', [False, True])
+@pytest.mark.parametrize('mode', ['per_worker', 'global'])
+@pytest.mark.parametrize('kind', LENGTHS)
+def test_the_length_is_computed_and_is_that_of_the_sharded_loader(kind, mode, drop_last):
+    for m, b, n in [*sizes, (5, 8, 2), (12, 4, 1), (16, 4, 4)]:
+        if kind in STRIDED and mode == 'global' and b % n: continue      # refused
+        def make(): return LENGTHS[kind](m, b, drop_last=drop_last)
+        for train in True, False:
+            expect = [len(shard_dl(make(), r, n, mode, train)) for r in range(n)]
+            assert [n_batches(make(), n, mode, train, rank=r) for r in range(n)] == expect
+            if not train: assert n_batches(make(), n, mode, False) == max(expect)
+
+
+@pytest.mark.parametrize('kind', LENGTHS)
+def test_no_loader_is_sharded_or_read_for_its_length(kind, monkeypatch):
+    def no(*args, **kwargs): raise AssertionError('a loader was sharded, or read')
+    dl = LENGTHS[kind](24, 4)
+    for name in '__init__', 'feed': monkeypatch.setattr(sharded.Shard, name, no)
+    monkeypatch.setattr(sharded, '_blank', no)
+    for cls in DataLoader, TorchLoader, type(dl):
+        if hasattr(cls, '__iter__'): monkeypatch.setattr(cls, '__iter__', no)
+    before = CommonRNG.capture().state()
+    # `__iter__` is ours now, which would be a reason to refuse
+    monkeypatch.setattr(fastai_loader, '_is_own', lambda dl, k: False)
+    monkeypatch.setattr(torch_loader, '_is_plain', lambda cls: True)
+    with pytest.raises(AssertionError, match='sharded'): shard_dl(dl, 0, 2)       # the net holds
+    assert n_batches(dl, 2) > 0 and n_batches(dl, 2, train=False) > 0
+    check_dl(dl, 2)
+    assert same_state(CommonRNG.capture().state(), before)
 
 
 # ---- text
@@ -371,7 +441,7 @@ def test_new_makes_a_plain_loader():
     assert type(dl.new(bs=3)) is WeightedDL and dl.new(bs=3).bs == 3
 
 
-def test_a_sharded_loader_is_shared_out_from_its_original():
+def test_a_sharded_loader_is_sharded_from_its_original():
     dl = TfmdDL(range(9), bs=2, num_workers=0)
     again = shard_dl(shard_dl(dl, 0, 2), 1, 2, train=False)
     assert again._shard.orig is dl and [ids(o) for o in again] == [[1, 3], [5, 7]]

@@ -1,7 +1,8 @@
-"""The arithmetic of shard.split for random sizes, ranks and batch sizes: thousands of cases, no processes."""
+"""The arithmetic of `shard.split` for random sizes, ranks and batch sizes: thousands of cases, no processes."""
 from hypothesis import given, settings, strategies as st
-from fastddp.shard.split import (chunk, shard_batch, pad_shard, loss_weight, n_chunks, n_own_batches, positions, restore_order, shard_size,
-                           workers_per_rank, train_shard)
+from fastddp.shard.split import (chunk, loss_weight, n_chunks, n_own_batches, n_steps, pad_shard, positions,
+                                 restore_order, shard_batch, shard_size, sharded_steps, train_shard, whole_steps,
+                                 workers_per_rank)
 
 settings.register_profile('many', max_examples=1000, deadline=None)
 settings.load_profile('many')
@@ -18,29 +19,29 @@ def test_chunks_are_the_items_in_order(m, bs, drop_last):
 
 
 @given(sizes, ranks)
-def test_a_deal_loses_nothing_and_doubles_nothing(m, n):
-    shares = [shard_batch([*range(m)], r, n) for r in range(n)]
-    assert sorted(o for s in shares for o in s) == [*range(m)]
-    assert [len(s) for s in shares] == [shard_size(m, r, n) for r in range(n)]
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+def test_sharding_loses_nothing_and_doubles_nothing(m, n):
+    shards = [shard_batch([*range(m)], r, n) for r in range(n)]
+    assert sorted(o for s in shards for o in s) == [*range(m)]
+    assert [len(s) for s in shards] == [shard_size(m, r, n) for r in range(n)]
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
 @given(st.integers(1, 300), ranks)
 def test_a_training_step_is_taken_by_all_and_never_with_one_item(m, n):
     batch = [*range(m)]
-    shares = [train_shard(batch, r, n) for r in range(n)]
-    assert sum(count for _, count in shares) == m
-    assert all(set(items) <= set(batch) for items, _ in shares)
-    if n > 1: assert all(len(items) >= 2 for items, _ in shares)
-    for r, (items, count) in enumerate(shares):
+    shards = [train_shard(batch, r, n) for r in range(n)]
+    assert sum(count for _, count in shards) == m
+    assert all(set(items) <= set(batch) for items, _ in shards)
+    if n > 1: assert all(len(items) >= 2 for items, _ in shards)
+    for r, (items, count) in enumerate(shards):
         assert count == shard_size(m, r, n)
         if count: assert set(items) == set(shard_batch(batch, r, n))
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=100), ranks)
 def test_the_weighted_mean_over_ranks_is_the_batch_mean(losses, n):
-    shares = [train_shard(losses, r, n) for r in range(n)]
-    means = [sum(items)/len(items)*loss_weight(count, len(losses), n) for items, count in shares]
+    shards = [train_shard(losses, r, n) for r in range(n)]
+    means = [sum(items)/len(items)*loss_weight(count, len(losses), n) for items, count in shards]
     assert abs(sum(means)/n - sum(losses)/len(losses)) < 1e-9
 
 
@@ -48,10 +49,21 @@ def test_the_weighted_mean_over_ranks_is_the_batch_mean(losses, n):
 def test_results_of_all_ranks_return_to_the_order_of_one_process(m, bs, drop_last, n):
     batches = chunk([*range(m)], bs, drop_last)
     parts = [[p for i, b in enumerate(batches) for p in positions(i*bs, len(b), r, n)] for r in range(n)]
-    dealt = [[o for b in batches for o in shard_batch(b, r, n)] for r in range(n)]
-    flat = [o for part in dealt for o in part]
+    sharded = [[o for b in batches for o in shard_batch(b, r, n)] for r in range(n)]
+    flat = [o for part in sharded for o in part]
     assert [flat[i] for i in restore_order(parts)] == [o for b in batches for o in b]
     for r in range(n): assert n_own_batches(m, bs, r, n, drop_last) == sum(len(b) > r for b in batches)
+
+
+@given(sizes, batch_sizes, ranks, st.booleans())
+def test_the_number_of_steps_is_known_beforehand(m, bs, n, drop_last):
+    batches = chunk([*range(m)], bs, drop_last)
+    for r in range(n):
+        steps, whole = [*sharded_steps(batches, r, n)], [*whole_steps(batches, r, n)]
+        assert n_steps(m, bs, r, n, True, drop_last) == len(steps)
+        assert n_steps(m, bs, r, n, False, drop_last) == sum(bool(o.own) for o in steps)
+        assert n_steps(len(batches), n, r, n, True) == len(whole)
+        assert n_steps(len(batches), n, r, n, False) == sum(bool(o.own) for o in whole)
 
 
 @given(st.permutations(range(30)), st.sets(st.integers(0, 29)), ranks)
@@ -71,22 +83,22 @@ def test_a_rank_keeps_its_streams(b, n, n_batches):
 
 
 @given(st.integers(2, 8), st.integers(1, 32), st.data())
-def test_dealing_a_sorted_batch_never_costs_more_than_slicing_it(n, b, data):
+def test_sharding_a_sorted_batch_never_costs_more_than_slicing_it(n, b, data):
     lens = sorted(data.draw(st.lists(st.integers(1, 2000), min_size=n*b, max_size=n*b)), reverse=True)
     def cost(parts): return [len(p)*max(p) for p in parts]
-    dealt, sliced = cost(shard_batch(lens, r, n) for r in range(n)), cost(chunk(lens, b))
-    assert max(dealt) == max(sliced) == b*lens[0]      # somebody has the longest text, whatever one does;
-    assert min(dealt) >= min(sliced)                   # but the others have no longer to wait for that rank
-    assert max(dealt) - min(dealt) <= b*(lens[0] - lens[n-1])
+    sharded, sliced = cost(shard_batch(lens, r, n) for r in range(n)), cost(chunk(lens, b))
+    assert max(sharded) == max(sliced) == b*lens[0]      # somebody has the longest text, whatever one does;
+    assert min(sharded) >= min(sliced)                   # but the others have no longer to wait for that rank
+    assert max(sharded) - min(sharded) <= b*(lens[0] - lens[n-1])
 
 
 @given(st.integers(0, 64), ranks)
-def test_workers_are_shared_and_never_all_gone(k, n):
+def test_workers_are_divided_and_never_all_gone(k, n):
     assert workers_per_rank(k, n)*n <= max(k, n) and (workers_per_rank(k, n) > 0) == (k > 0)
 
 
 @given(st.integers(1, 5), st.integers(2, 8))
-def test_a_share_that_shrank_is_filled_like_any_other(left, n):
+def test_a_shard_that_shrank_is_padded_like_any_other(left, n):
     items, count = pad_shard([*range(left)], [7, 8, 9], n)
     assert count == left and len(items) == max(2, left)
     assert pad_shard([], [7], n) == ([7, 7], 0)
