@@ -19,7 +19,7 @@ from ..launch.training import offloaded
 # %% ../../nbs/fastai1/94_session.ipynb #4cc8dfbf
 class InferCall(Call):
     "A validation on the workers"
-    def __init__(self, session, job, callbacks, metrics, **sent):
+    def __init__(self, session, job, callbacks, metrics, /, **sent):
         super().__init__(session, job)
         state = self.learn,callbacks,metrics
         self.callbacks,self.sent = callbacks,sent
