@@ -80,7 +80,7 @@ def _can_populate():
     except OSError: return False
     return True
 
-# %% ../../nbs/payload/14_shared_memory.ipynb #c244191c
+# %% ../../nbs/payload/14_shared_memory.ipynb #a2b48b0a
 class _Mapping:
     "`size` bytes of a file in this process's memory, to be read and written; pages are taken a chunk at a time"
     def __init__(self, fd=None, size=0):
@@ -158,7 +158,7 @@ class _Memory:
         fd,self.fd,self._mapped = self.fd,None,_Mapping()
         if fd is not None: os.close(fd)
 
-# %% ../../nbs/payload/14_shared_memory.ipynb #dbcf322c
+# %% ../../nbs/payload/14_shared_memory.ipynb #b9c3efa1
 _ALIGN = 64         # bytes
 
 class Packed(NamedTuple):
@@ -182,7 +182,7 @@ def _pieces(data, at):
         yield data[i:i+n], at+i
         i += n
 
-# %% ../../nbs/payload/14_shared_memory.ipynb #4cde5169
+# %% ../../nbs/payload/14_shared_memory.ipynb #edc96b87
 class Block(_Memory):
     "Shared memory without a name, grown as needed and reused; `fd` is its only handle"
     def read(self,
