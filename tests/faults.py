@@ -23,7 +23,7 @@ class OneFault(Callback):
         if kind == 'generator': self.generator = (i for i in range(3))
         if kind == 'fussy': self.fussy = Fussy(1, 2)
     def _go(self):
-        Path(self.marker).write_text(str(time.time()))
+        Path(self.marker).touch()
         do(self.what)
 
 
@@ -49,7 +49,7 @@ class OnLoad:
 
 def _on_load(what, rank, marker):
     if int(os.environ.get('RANK', -1)) != rank: return OnLoad(what, rank, marker)
-    Path(marker).write_text(str(time.time()))
+    Path(marker).touch()
     do(what)
 
 
@@ -59,7 +59,7 @@ class OnDump:
     def __reduce__(self):
         what, rank, marker = self.args
         if int(os.environ.get('RANK', -1)) == rank and not os.path.exists(marker):
-            Path(marker).write_text(str(time.time()))
+            Path(marker).touch()
             do(what)
         return OnDump, self.args
 
@@ -93,6 +93,6 @@ class Broken:
     def __len__(self): return len(self.items)
     def __getitem__(self, i):
         if i == self.bad and not os.path.exists(self.marker):
-            Path(self.marker).write_text(str(time.time()))
+            Path(self.marker).touch()
             do(self.what)
         return self.items[i]

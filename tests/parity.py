@@ -10,6 +10,26 @@ from fastai.optimizer import SGD
 from torch import nn
 import fastddp.all      # with the helper process, later workers start at once
 from fastddp.base import group
+from fastddp.launch.local import Local
+
+
+class Warm(Local):
+    "Its workers stay from fit to fit, whatever block a fit ran in, until `end`"
+    def __exit__(self, *_): pass
+    def end(self): super().__exit__()
+    def pids(self): return [p.pid for p in self.workers.procs.values()] if self.workers else []
+
+
+@contextlib.contextmanager
+def warm(n):
+    "A `Warm` launcher with `n` workers, which are still the same ones at the end"
+    launcher = Warm()
+    try:
+        for _ in range(2): learner(train=8, valid=1).distrib_fit(1, nprocs=n, launcher=launcher)    # memory for results is there by then
+        pids = launcher.pids()
+        yield launcher
+        assert len(pids) == n and launcher.pids() == pids, 'the workers were started anew: not the warm path'
+    finally: launcher.end()
 
 
 class Collect(Callback):
@@ -120,4 +140,5 @@ def assert_ranks_alike(rows):
     "What every rank noted is the same to the bit"
     assert rows is not None and len(rows) > 1
     a = torch.tensor(rows, dtype=torch.float64)
+    assert a.numel(), 'nothing was noted'
     assert torch.equal(a.nan_to_num(12345.), a[:1].expand_as(a).nan_to_num(12345.)), rows

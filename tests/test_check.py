@@ -5,15 +5,12 @@ from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam
 from torch import nn
-from fastddp.launch.local import Local
-from parity import items, learner, loaders, mlp, seed
+from parity import items, learner, mlp, warm
 
 
 @pytest.fixture(scope='module')
 def two():
-    with Local() as launcher:
-        learner(train=8, valid=1).distrib_fit(1, nprocs=2, launcher=launcher)
-        yield launcher
+    with warm(2) as launcher: yield launcher
 
 
 def streams(): return random.getstate(), torch.get_rng_state().tolist()

@@ -1,42 +1,44 @@
-"""Ctrl-C: all ranks stop at the same batch, what they have comes back, nothing is left, and the next fit works."""
+"""Ctrl-C: all ranks stop at the same batch, what they have comes back, nothing is left, and the next fit works.
+
+No clock is asked: what an interrupt cuts off would go on for long, or for ever, and says how far it came."""
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 import pytest
 from jupyter_client.manager import KernelManager
 import fastddp.all
 from faults import OneFault, Slow
-import fastddp.all
 from fastddp.base.interrupts import undisturbed
+from fastddp.launch.local import Local
 from learners import make_learner
 
 HERE = Path(__file__).resolve().parent
 
 
-def wait_for(path, least=1, limit=60):
+def wait_for(path, least=1, limit=200):
     "Waits until the number in the file at `path` is `least`"
     end = time.monotonic()+limit
     while time.monotonic() < end:
-        if path.exists() and (text := path.read_text()) and int(text) >= least: return
+        if path.exists() and int(path.read_text() or 0) >= least: return
         time.sleep(.01)
     raise TimeoutError(str(path))
 
 
 class AfterThat(threading.Thread):
-    "Interrupts this process, as Ctrl-C does, when the file at `path` says `least`; again after `again` seconds"
-    def __init__(self, path, least=1, again=None):
+    "Interrupts this process, as Ctrl-C does, when the file at `path` says `least`; `times` times in all"
+    def __init__(self, path, least=1, times=1):
         super().__init__(daemon=True)
-        self.path, self.least, self.again, self.at = path, least, again, None
+        self.path, self.least, self.times, self.sent = path, least, times, 0
         self.start()
     def run(self):
         wait_for(self.path, self.least)
-        self.at = time.monotonic()
-        os.kill(os.getpid(), signal.SIGINT)
-        if self.again is None: return
-        time.sleep(self.again)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(self.times):
+            if self.sent: time.sleep(.3)
+            self.sent += 1
+            os.kill(os.getpid(), signal.SIGINT)
 
 
-def steps(folder): return [int((folder/f'done{r}').read_text()) for r in range(2)]
+def number(path): return int(path.read_text())
+def steps(folder): return [number(folder/f'done{r}') for r in range(2)]
 def history(learn): return learn.recorder.lrs, [p.tolist() for p in learn.model.parameters()]
 
 
@@ -51,11 +53,10 @@ def test_signal_waits_for_what_must_not_be_cut():
 def test_in_training_keeps_the_last_batch(tmp_path):
     "Both ranks stop after the same batch, and the learner has exactly these batches: as in one process that stops there"
     learn = make_learner(cbs=[Slow(.05, tmp_path)], metrics=[])
-    hit = AfterThat(tmp_path/'done0', 9)
+    AfterThat(tmp_path/'done0', 9)
     with pytest.raises(KeyboardInterrupt): learn.distrib_fit(50, nprocs=2, batch='global')
-    assert time.monotonic()-hit.at < 2+1     # 2 s and one batch; the load of the machine included
     n0, n1 = steps(tmp_path)
-    assert n0 == n1 == len(learn.recorder.lrs) == learn.train_iter
+    assert 9 <= n0 == n1 == len(learn.recorder.lrs) == learn.train_iter < 50*13
     alone = make_learner(cbs=[OneFault('interrupt', 'before_batch/train', 0, n0//13, n0%13, marker=str(tmp_path/'there'))], metrics=[])
     with pytest.raises(KeyboardInterrupt): alone.fit(50)
     for a, b in zip(learn.model.parameters(), alone.model.parameters()): assert (a-b).abs().max() < 1e-4
@@ -65,49 +66,43 @@ def test_in_training_keeps_the_last_batch(tmp_path):
 
 
 def test_in_validation(tmp_path):
-    learn = make_learner(n=64, n_valid=640, cbs=[Slow(.02, tmp_path)])
-    hit = AfterThat(tmp_path/'valid0')
+    learn = make_learner(n=64, n_valid=6400, cbs=[Slow(.02, tmp_path)])
+    AfterThat(tmp_path/'valid0')
     with pytest.raises(KeyboardInterrupt): learn.distrib_fit(5, nprocs=2)
-    assert time.monotonic()-hit.at < 3
+    assert all(number(tmp_path/f'valid{r}') < 2+200 for r in range(2))      # of the first validation
     assert steps(tmp_path) == [2, 2] and len(learn.recorder.lrs) == 2 and learn.recorder.values == []
 
 
 class AtOnce:
-    "A value whose loading in a worker takes long; says that it has begun"
+    "A value whose loading in a worker takes long; says 1 when it has begun, 2 when it is there"
     def __init__(self, path): self.path = str(path)
     def __reduce__(self): return _slowly, (self.path,)
 
+
 def _slowly(path):
     Path(path).write_text('1')
-    time.sleep(30)
+    time.sleep(60)
+    Path(path).write_text('2')
 
 
 def test_while_starting(tmp_path):
-    "Nothing is trained yet, so ranks that don't answer in two seconds are ended, and the learner is as it was"
+    "Nothing is trained yet, so ranks that don't answer are ended, and the learner is as it was"
     learn = make_learner()
     before = [p.tolist() for p in learn.model.parameters()]
     learn.heavy = AtOnce(tmp_path/'loading')
-    hit = AfterThat(tmp_path/'loading')
+    AfterThat(tmp_path/'loading')
     with pytest.raises(KeyboardInterrupt): learn.distrib_fit(1, nprocs=2)
-    assert time.monotonic()-hit.at < 4 and [p.tolist() for p in learn.model.parameters()] == before
+    assert number(tmp_path/'loading') == 1 and [p.tolist() for p in learn.model.parameters()] == before
     del learn.heavy
     learn.distrib_fit(1, nprocs=2)
 
 
 def test_second_interrupt_ends_at_once(tmp_path):
-    "A batch of 20 s: the first interrupt would wait for it"
+    "A batch that takes for ever: the first interrupt would wait for it as long as `patience` says"
     learn = make_learner(cbs=[OneFault('loop', 'before_batch/train', 1, 1, 2, marker=str(tmp_path/'stuck'))])
-    marker = tmp_path/'stuck'
-    class Twice(AfterThat):
-        def run(self):
-            while not marker.exists(): time.sleep(.01)
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGINT)
-                self.at = time.monotonic()
-                time.sleep(.3)
-    hit = Twice(marker)
-    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(3, nprocs=2)
-    assert time.monotonic()-hit.at < 2
+    hit = AfterThat(tmp_path/'stuck', 0, times=2)
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(3, nprocs=2, launcher=Local(patience=10_000))
+    assert hit.sent == 2
     assert len(learn.recorder.values) == 1      # the last complete epoch
     learn.distrib_resume()
     assert len(learn.recorder.values) == 3
@@ -118,22 +113,22 @@ def test_second_interrupt_ends_at_once(tmp_path):
 def test_raised_in_a_callback(event, rank, tmp_path):
     "No rank is left waiting in a collective"
     learn = make_learner(cbs=[OneFault('interrupt', event, rank, marker=str(tmp_path/'there')), Slow(0, tmp_path)], n=64)
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(2, nprocs=2, timeout=30)
-    assert time.monotonic()-begin < 25 and (tmp_path/'there').exists()
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(2, nprocs=2, timeout=60)     # not GroupTimeout
+    assert (tmp_path/'there').exists()
     if event != 'after_step' and (tmp_path/'done0').exists(): assert len(set(steps(tmp_path))) == 1
 
 
 def test_lr_find_and_get_preds(tmp_path):
-    learn = make_learner(n_valid=3000, cbs=[Slow(.02, tmp_path)])
-    hit = AfterThat(tmp_path/'done0', 3)
+    learn = make_learner(n_valid=6400, cbs=[Slow(.05, tmp_path)])
     before = [p.tolist() for p in learn.model.parameters()]
-    with pytest.raises(KeyboardInterrupt): learn.distrib_lr_find(nprocs=2, show_plot=False)
-    assert time.monotonic()-hit.at < 4 and type(learn).fit is type(make_learner()).fit and 'fit' not in vars(learn)
+    AfterThat(tmp_path/'done0', 3)
+    with pytest.raises(KeyboardInterrupt): learn.distrib_lr_find(nprocs=2, show_plot=False, stop_div=False)
+    assert max(steps(tmp_path)) < 100 and 'fit' not in vars(learn)
     (tmp_path/'valid0').unlink(missing_ok=True)
-    hit = AfterThat(tmp_path/'valid0', 2)
+    was = learn.slow.seen
+    AfterThat(tmp_path/'valid0', was+2)
     with pytest.raises(KeyboardInterrupt): learn.distrib_get_preds(nprocs=2)
-    assert time.monotonic()-hit.at < 4
+    assert number(tmp_path/'valid0') < was+200
 
 
 SCRIPT = '''
@@ -160,7 +155,7 @@ def test_script_in_a_terminal(tmp_path):
     p = subprocess.Popen([sys.executable, '-W', 'ignore', str(tmp_path/'script.py')], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                          text=True, start_new_session=True)
     try:
-        wait_for(tmp_path/'done0', 5, 120)
+        wait_for(tmp_path/'done0', 5)
         os.killpg(p.pid, signal.SIGINT)
         out = p.communicate(timeout=120)[0]
     finally: p.kill()

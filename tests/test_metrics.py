@@ -10,14 +10,12 @@ from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Sc
 from torch import nn
 from fastddp.base import group
 from fastddp.launch.local import Local
-from parity import Collect, assert_ranks_alike, fit_both, items, learner, mlp, seed, twin, values
+from parity import Collect, assert_ranks_alike, fit_both, items, learner, mlp, seed, twin, values, warm
 
 
 @pytest.fixture(scope='module', params=[2, 3, 4])
 def ranks(request):
-    with Local() as launcher:
-        learner(train=8, valid=1).distrib_fit(1, nprocs=request.param, launcher=launcher)
-        yield request.param, launcher
+    with warm(request.param) as launcher: yield request.param, launcher
 
 
 class Values(Collect):

@@ -11,23 +11,19 @@ import torch.nn.functional as F
 from fastddp.base import group
 from fastddp.base.errors import CantDistribute
 from fastddp.launch.in_process import InProcess
-from fastddp.launch.local import Local
-from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, loaders, mlp, seed, twin, values
+from parity import (Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed, twin,
+                    values, warm)
 
 
 @pytest.fixture(scope='module', params=[2, 3, 4])
 def ranks(request):
-    "`(number of ranks, launcher with these workers)`"
-    with Local() as launcher:
-        learner(train=8, valid=1).distrib_fit(1, nprocs=request.param, launcher=launcher)
-        yield request.param, launcher
+    "`(number of ranks, launcher with these workers, which stay from fit to fit)`"
+    with warm(request.param) as launcher: yield request.param, launcher
 
 
 @pytest.fixture(scope='module')
 def two():
-    with Local() as launcher:
-        learner(train=8, valid=1).distrib_fit(1, nprocs=2, launcher=launcher)
-        yield launcher
+    with warm(2) as launcher: yield launcher
 
 
 class Seen(Collect):

@@ -1,6 +1,7 @@
 """A fit that was cut goes on as if nothing had happened: same lists, same table, same weights."""
-import gc, weakref
+import gc, os, re, weakref
 import pytest
+from fastai.callback.core import Callback
 from torch import nn
 from faults import OneFault
 from fastddp.all import CantDistribute, RankDied, RankRaised
@@ -64,10 +65,29 @@ def test_goes_on_by_itself(tmp_path, undisturbed, capsys):
     assert [o for o in learn.distrib_report.phases if o in ('failed', 'back')] == ['failed', 'back']
 
 
-def test_restarts_are_counted(tmp_path):
-    learn = learner(tmp_path, 'exception', 'before_batch/train', 1, 0)
-    learn.one_fault.marker = '/nonexistent/marker'     # it can't be written, so every try fails
-    with pytest.raises(RankRaised): train(learn, restarts=1)
+class FailsAlways(Callback):
+    "Fails in the second epoch, each time; the file `log` has a line for every try: the worker's pid and the epoch it begins with"
+    def __init__(self, log): self.log, self.pid = log, None
+    def before_batch(self):
+        if os.environ['RANK'] != '0' or not self.training: return
+        if self.pid != os.getpid(): self._note()
+        if self.epoch == 1: raise ValueError('wrong on purpose')
+    def _note(self):
+        self.pid = os.getpid()
+        with open(self.log, 'a') as f: f.write(f'{self.pid} {self.epoch}\n')
+
+
+@pytest.mark.parametrize('restarts', [0, 2])
+def test_restarts_are_counted(restarts, tmp_path, capsys):
+    "So many times the fit begins again, on workers of its own, with the epoch that is not complete; then it fails"
+    learn = learner(tmp_path)
+    learn.add_cb(FailsAlways(tmp_path/'log'))
+    with pytest.raises(RankRaised, match='wrong on purpose'): train(learn, restarts=restarts)
+    pids, epochs = zip(*(o.split() for o in (tmp_path/'log').read_text().splitlines()))
+    assert epochs == ('0', *['1']*restarts) and len({*pids}) == 1+restarts
+    left = re.findall(r'Going on with epoch 1 on fresh workers \((\d+) restart', capsys.readouterr().out)
+    assert left == [str(o) for o in reversed(range(restarts))]
+    assert len(learn.recorder.values) == 1
 
 
 def test_fine_tune_goes_on_with_its_second_fit(tmp_path):

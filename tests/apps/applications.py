@@ -23,7 +23,7 @@ def check(learn, n_epoch=2, valid_eps=1e-4, **kwargs):
     assert len(values) == n_epoch and all(map(math.isfinite, numbers(values)))
     assert any(not torch.equal(v, before[k]) for k, v in weights(learn).items())
     steps = len(learn.recorder.losses)
-    assert steps == len(learn.recorder.lrs) and steps % n_epoch == 0
+    assert 0 < steps == len(learn.recorder.lrs) and steps % n_epoch == 0
     if learn.recorder.valid_metrics: same_numbers([learn.validate()], [L(values[-1])[1:]], valid_eps)
     return learn
 
@@ -73,5 +73,5 @@ def same_preds(learn, eps=1e-5, **kwargs):
     a, b = learn.distrib_get_preds(nprocs=2, **kwargs), learn.get_preds(**kwargs)
     assert len(a) == len(b)
     for x, y in zip(a, b):
-        for t, u in zip(*[o if isinstance(o, (list, tuple)) else [o] for o in (x, y)]):
+        for t, u in zip(*[o if isinstance(o, (list, tuple)) else [o] for o in (x, y)], strict=True):
             assert t.shape == u.shape and t.dtype == u.dtype and torch.allclose(t.float(), u.float(), atol=eps)

@@ -135,8 +135,11 @@ class Resets(nn.Module):
     "Hidden state from batch to batch, of the batch's size, and a `reset` that forgets it"
     def __init__(self):
         super().__init__()
-        self.rnn, self.head, self.h, self.resets = nn.RNN(8, 4, batch_first=True), nn.Linear(4, 2), None, 0
-    def reset(self): self.h, self.resets = None, self.resets+1
+        self.rnn, self.head, self.h, self.own = nn.RNN(8, 4, batch_first=True), nn.Linear(4, 2), None, 0
+        self.register_buffer('resets', torch.zeros((), dtype=torch.long))
+    def reset(self):
+        self.h, self.own = None, self.own+1
+        self.resets += 1
     def forward(self, x):
         if self.h is not None and self.h.shape[1] != len(x): self.h = None
         out, h = self.rnn(x[:, None], self.h)
@@ -145,26 +148,38 @@ class Resets(nn.Module):
 
 
 def test_reset():
-    learn = learner(Resets, cbs=ModelResetter())
-    learn.distrib_fit(2, nprocs=2)
-    assert len(learn.recorder.values) == 2 and learn.model.resets == 0     # what a module counts for itself stays in the worker
+    "As often as in one process; what a module counts for itself, and not in a buffer, stays in the worker"
+    there, here = learner(Resets, cbs=ModelResetter()), learner(Resets, cbs=ModelResetter())
+    there.distrib_fit(2, nprocs=2)
+    here.fit(2)
+    assert len(there.recorder.values) == 2 and there.model.resets == here.model.resets == here.model.own > 2 and there.model.own == 0
 
 
 class Note:
-    "A hook that keeps what it saw"
+    "A hook that counts, and makes three times of what it saw"
     def __init__(self): self.n = 0
-    def __call__(self, module, inputs, out): self.n += 1
+    def __call__(self, module, inputs, out):
+        self.n += 1
+        return out*3
+
+
+def net(): return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def hooked():
+    learn = learner(net)
+    learn.model[0].register_forward_hook(Note())
+    return learn
 
 
 def test_hooks():
     "Registered in the notebook, they fire in the workers, and stay registered here"
-    note, learn = Note(), learner(lambda: nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)))
-    handle = learn.model[0].register_forward_hook(note)
-    learn.distrib_fit(1, nprocs=2)
+    learn, without = as_one(hooked), as_one(lambda: learner(net))
+    assert not torch.allclose(learn.model[0].weight, without.model[0].weight, atol=1e-4)
+    [note] = learn.model[0]._forward_hooks.values()
     seen = note.n
     learn.model(torch.randn(2, 8))
     assert note.n == seen+1
-    handle.remove()
 
 
 class Pair(fastuple): "Two things seen together"

@@ -24,17 +24,18 @@ from torch import nn
 from fastddp.all import *
 from applications import as_one, weights
 from learners import make_learner, points, seed_all
+from parity import Collect
 
 
 def learner(*cbs, **kwargs): return make_learner(cbs=list(cbs), **dict(opt_func=SGD) | kwargs)
 
 
-def images(*cbs, n=48, **kwargs):
+def images(*cbs, n=48, bn=(), **kwargs):
     seed_all()
     g = torch.Generator().manual_seed(0)
     items = [((a := torch.randn(3, 8, 8, generator=g)), (a.mean() > 0).long()) for _ in range(n+16)]
     dls = DataLoaders.from_dsets(items[:n], items[n:], bs=8, device='cpu')
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), *bn, nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2))
     return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=list(cbs), opt_func=SGD, **kwargs)
 
 
@@ -55,7 +56,7 @@ def test_progress_and_table(capsys):
 def test_show_graph():
     "The figure is the worker's; what it draws is in the notebook's recorder"
     learn = fit(learner(ShowGraphCallback()))
-    assert len(learn.recorder.iters) == 2 and learn.recorder.iters[-1] == len(learn.recorder.losses)
+    assert learn.show_graph.nb_batches == learn.recorder.iters == [7, 14] and len(learn.recorder.losses) == 14
 
 
 def test_csv_logger(tmp_path):
@@ -97,8 +98,9 @@ class Poison(Callback):
 
 
 def test_terminate_on_nan():
+    "The batch with the NaN is the last one, and is not recorded"
     learn = fit(learner(TerminateOnNaNCallback(), Poison()), 3)
-    assert len(learn.recorder.losses) <= 3 and len(learn.recorder.values) <= 1
+    assert len(learn.recorder.losses) == 2 and learn.train_iter == 3 and learn.recorder.values == []
 
 
 def test_param_scheduler():
@@ -108,12 +110,28 @@ def test_param_scheduler():
     assert learn.recorder.hps['lr'] == pytest.approx([0.1*(1-i/n) for i in range(n)], abs=1e-6) and len(learn.recorder.hps['mom']) == n
 
 
+class Mixes(Collect):
+    "Of each item of a training batch, as the model gets it: the sum of its numbers, and the weight of its own picture in it"
+    def __init__(self, mixer):
+        super().__init__()
+        self.mixer = mixer
+    def before_fit(self): self.rows = []
+    def before_batch(self):
+        if not self.training: return
+        for x, own in zip(self.x, self.mixer.lam.expand(len(self.x)), strict=True): self.note(x.sum(), own)
+
+
 @pytest.mark.parametrize('cb', [MixUp, CutMix])
 def test_mixed_images(cb):
-    "Each rank mixes its own; the loss function is the user's again afterwards"
-    learn = images(cb(.4))
-    loss = learn.loss_func
+    "Each rank mixes its own, as it draws; the loss function is the user's again afterwards"
+    mixes = Mixes(mixer := cb(.4))
+    learn = images(mixer, mixes)
+    loss, plain = learn.loss_func, {round(float(x.sum()), 3) for x, _ in learn.dls.train_ds}
     fit(learn)
+    sums, owns = zip(*(zip(*rows) for rows in mixes.ranks))
+    assert [len(o) for o in sums] == [48, 48]
+    assert all(sum(round(o, 3) not in plain for o in of_rank) > 24 for of_rank in sums), 'pictures as they are in the dataset'
+    assert owns[0] != owns[1] and all(0 <= o <= 1 for of_rank in owns for o in of_rank)
     assert learn.loss_func is loss and len(learn.recorder.values) == 2 and torch.isfinite(torch.stack(learn.recorder.losses)).all()
 
 
@@ -126,19 +144,51 @@ def test_gradient_accumulation():
 def test_gradient_clip(): as_one(lambda: learner(GradientClip(.05)))
 
 
-def test_freeze_bn(): fit(images(BnFreeze()))
+def frozen_bn(*cbs):
+    "A learner whose layer of batch norm isn't trained"
+    learn = images(*cbs, bn=[nn.BatchNorm2d(4)])
+    learn.model[1].requires_grad_(False)
+    return learn
+
+
+def test_freeze_bn():
+    "With it the statistics of frozen batch norm stay as they were, on every rank; without it they move"
+    kept, moved = as_one(lambda: frozen_bn(BnFreeze())).model[1], fit(frozen_bn()).model[1]
+    assert not kept.running_mean.any() and (kept.running_var == 1).all() and kept.num_batches_tracked == 0
+    assert moved.running_mean.all() and (moved.running_var != 1).all() and moved.num_batches_tracked > 0
+
+
+class Around(Callback):
+    "Of each batch that is trained: does `MixedPrecision` stand around it?"
+    order = 100
+    def __init__(self): self.inside = []
+    def after_pred(self):
+        if self.training: self.inside.append(self.learn.mixed_precision.autocast is not None and self.learn.scaler is not None)
 
 
 def test_mixed_precision():
-    "On the CPU autocast computes in bfloat16"
-    learn = fit(learner(MixedPrecision(amp_mode='bf16') if 'amp_mode' in MixedPrecision.__init__.__code__.co_varnames else MixedPrecision()))
-    assert len(learn.recorder.values) == 2 and all(p.dtype == torch.float32 for p in learn.model.parameters())
+    "fastai's is for CUDA only; on the CPU it goes its way around every batch, and the fit is the one without it"
+    options = dict(amp_mode='bf16') if 'amp_mode' in MixedPrecision.__init__.__code__.co_varnames else {}
+    learn = as_one(lambda: learner(MixedPrecision(**options), Around()))
+    assert len(learn.around.inside) == 2*13 and all(learn.around.inside)
+    assert all(p.dtype == torch.float32 for p in learn.model.parameters())
     assert learn.distrib_validate(nprocs=2)[0] == pytest.approx(learn.validate()[0], abs=1e-2)
 
 
+class Layout(Callback):
+    "Are the weights of convolutions where they are trained in the format that `ChannelsLast` wants?"
+    def after_batch(self):
+        self.wanted = all(p.is_contiguous(memory_format=torch.channels_last) for p in self.model.parameters() if p.dim() == 4)
+
+
 def test_channels_last():
-    learn = fit(images(ChannelsLast()))
-    assert torch.isfinite(learn.recorder.losses[-1]) and type(learn.model) is nn.Sequential
+    layouts, losses = [], []
+    for cbs in ([], [ChannelsLast()]):
+        learn = fit(images(layout := Layout(), *cbs))
+        layouts.append(layout.wanted)
+        losses.append([float(o) for o in learn.recorder.losses])
+        assert type(learn.model) is nn.Sequential
+    assert layouts == [False, True] and losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 class Net(nn.Module):
@@ -161,14 +211,24 @@ def labelled(n=64):
     return dsets
 
 
+class Drawn(Collect):
+    "The first number of each item that a rank trains with"
+    def before_fit(self): self.rows = []
+    def before_batch(self):
+        if not self.training: return
+        for x in self.x: self.note(x[0])
+
+
 def test_weighted_data():
     "Only what has a weight is drawn, on every rank"
     seed_all()
-    w = [1.]*32+[0.]*32
-    dls = labelled().weighted_dataloaders(w, bs=8, num_workers=0, device='cpu')
+    dsets, w = labelled(), [1.]*32+[0.]*32
+    dls = dsets.weighted_dataloaders(w, bs=8, num_workers=0, device='cpu')
     learn = Learner(dls, nn.Linear(8, 2), loss_func=CrossEntropyLossFlat())
-    learn.distrib_fit(1, nprocs=2)
-    assert len(learn.recorder.losses) == 4
+    learn.distrib_fit(1, nprocs=2, cbs=(drawn := Drawn()))
+    may = {float(dsets.train[i][0][0]) for i in range(32)}
+    assert len(learn.recorder.losses) == 4 and [len(o) for o in drawn.ranks] == [32, 32]
+    assert all({x for x, in rows} <= may for rows in drawn.ranks)
 
 
 def test_part_of_the_data():
@@ -234,7 +294,7 @@ def test_collect_data():
 def test_fetch_preds():
     fetch = FetchPredsCallback()
     learn = fit(learner(), cbs=fetch)
-    for a, b in zip(fetch.preds, learn.get_preds()): assert torch.allclose(a.float(), b.float(), atol=1e-5)
+    for a, b in zip(fetch.preds, learn.get_preds(), strict=True): assert torch.allclose(a.float(), b.float(), atol=1e-5)
 
 
 class Saves(Callback):
@@ -259,12 +319,15 @@ def test_predictions_saved_in_a_fit(tmp_path):
 
 
 class Leave(Callback):
-    "Raises at one event, on the last rank only"
-    def __init__(self, event, error): self.event, self.error, self.times = event, error, 0
+    "Raises at one event, on the last rank only, or in the only process"
+    order = 70      # after the recorder
+    def __init__(self, event, error): self.event, self.error, self.left = event, error, False
     def __call__(self, event_name):
         inner = event_name in ('before_batch', 'before_backward', 'before_step', 'after_batch')
-        here = event_name == self.event and os.environ.get('RANK') == '1' and getattr(self.learn, 'epoch', 0) == 0
-        if here and (not inner or (self.learn.training and self.learn.iter == 1)): raise self.error()
+        here = event_name == self.event and os.environ.get('RANK', '1') == '1' and getattr(self.learn, 'epoch', 0) == 0
+        if not here or (inner and not (self.learn.training and self.learn.iter == 1)): return
+        self.left = True
+        raise self.error()
 
 
 CANCELS = dict(batch=('before_batch', CancelBatchException), backward=('before_backward', CancelBackwardException),
@@ -272,11 +335,18 @@ CANCELS = dict(batch=('before_batch', CancelBatchException), backward=('before_b
                valid=('before_validate', CancelValidException), epoch=('after_train', CancelEpochException), fit=('before_epoch', CancelFitException))
 
 
-@pytest.mark.parametrize('what', CANCELS)
+UNHEARD = pytest.mark.xfail(strict=True, reason='`leaves_late` does not look at `__call__`, so the other ranks make the step that one leaves')
+
+
+@pytest.mark.parametrize('what', [pytest.param(o, marks=UNHEARD if o == 'step' else ()) for o in CANCELS])
 def test_every_cancel_on_one_rank(what):
-    "All ranks leave together, and the learner is fine afterwards"
-    learn = fit(learner(Leave(*CANCELS[what])), 2)
-    assert len(learn.recorder.values) <= 2
+    "All ranks leave together, as one process does, and the learner is fine afterwards"
+    made = []
+    def make():
+        made.append(learner(Leave(*CANCELS[what])))
+        return made[-1]
+    learn = as_one(make)
+    assert made[1].leave.left and not made[0].leave.left      # here, and by rank 1 instead of rank 0
     learn.remove_cb(Leave)
     fit(learn, 1)
     assert len(learn.recorder.values) == 1
