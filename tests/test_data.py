@@ -302,8 +302,9 @@ def test_a_language_models_streams_stay_with_their_rank(n, shuffle):
 def test_padding_is_of_the_ranks_own_batch():
     data = [(o, 0) for o in texts()]
     def make(bs): return SortedDL(data, bs=bs, before_batch=pad_input, shuffle=True, num_workers=0)
-    dls = ranks(lambda: make(4), 2)
-    for (x, _), (y, _) in zip(*dls):
+    batches = [*zip(*ranks(lambda: make(4), 2), strict=True)]
+    assert len(batches) == 4
+    for (x, _), (y, _) in batches:
         for b in x, y: assert (b[:, -1] != 1).any()
         assert abs(x.shape[1]-y.shape[1]) < 60
 

@@ -45,12 +45,19 @@ class Kernel:
     def in_a_fit(self):
         "Begins a long fit; the kernel's processes when both ranks are training"
         for o in self.folder.iterdir(): o.unlink()
-        self.send('fit(200, .05)')
+        self.send('fit(10_000, .05)')       # an hour
         end = time.monotonic()+120
         while not all((self.folder/f'done{r}').exists() for r in range(2)):
             assert time.monotonic() < end
             time.sleep(.02)
         return self.processes()
+    def goes_on(self):
+        "Waits for three more batches of the fit"
+        def count(): return int((self.folder/'done0').read_text() or 0)
+        end, enough = time.monotonic()+120, count()+3
+        while count() < enough:
+            assert time.monotonic() < end
+            time.sleep(.02)
     def restart(self):
         self.client.stop_channels()
         self.km.restart_kernel(now=True)
@@ -70,15 +77,16 @@ def kernels(tmp_path):
         yield [o.connect() for o in made]
     finally:
         for o in made: o.close()
-        for left in Path(os.environ['TMPDIR']).glob('fastddp-*'): shutil.rmtree(left, ignore_errors=True)
+        for left in folders(): shutil.rmtree(left, ignore_errors=True)
 
 
-def gone(procs, seconds):
+def folders(): return [*Path(os.environ['TMPDIR']).glob('fastddp-*')]
+
+
+def still_there(procs, seconds=60):
+    "Those of `procs` that don't end, though they are given time"
     _, alive = psutil.wait_procs(procs, seconds)
     return [o for o in alive if o.status() != psutil.STATUS_ZOMBIE]
-
-
-def patience(): return 2+2*os.getloadavg()[0]
 
 
 def test_two_at_once_then_restart_and_kill(kernels):
@@ -86,19 +94,20 @@ def test_two_at_once_then_restart_and_kill(kernels):
     a, b = kernels
     assert [k.answer(o) for k, o in [(k, k.setup()) for k in kernels]] == [None, None]
     assert [k.answer(o) for k, o in [(k, k.send('fit(2, 0)')) for k in kernels]] == [None, None]
-    decoy = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(90)', 'fastddp-0'])
+    decoy = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', 'fastddp-0'])
     try:
         of_a, of_b = a.in_a_fit(), b.in_a_fit()
         assert len(of_a) >= 3 and len(of_b) >= 3
+        assert [stat.S_IMODE(o.stat().st_mode) for o in folders()] == [0o700]*2
         a.restart()
-        assert gone(of_a, patience()) == [] and not gone(of_b, 0) == []     # the other kernel's fit goes on
+        assert still_there(of_a) == []
+        b.goes_on()
         os.kill(b.pid, signal.SIGKILL)
-        assert gone(of_b, patience()) == [] and decoy.poll() is None
+        assert still_there(of_b) == [] and folders() == [] and decoy.poll() is None
         assert a.answer(a.setup()) is None and a.answer(a.send('fit(1, 0)')) is None
     finally:
         decoy.kill()
         decoy.wait()
-    assert all(stat.S_IMODE(o.stat().st_mode) == 0o700 for o in Path(os.environ['TMPDIR']).glob('fastddp-*'))
 
 
 @pytest.mark.full

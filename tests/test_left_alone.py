@@ -20,7 +20,7 @@ if __name__ == '__main__':
 '''
 
 
-def script(folder, name='fit.py', secs=.05, epochs=200):
+def script(folder, name='fit.py', secs=.05, epochs=10_000):
     path = Path(folder, name)
     path.write_text(FIT.format(here=str(HERE), folder=str(folder), secs=secs, epochs=epochs), encoding='utf-8')
     return path
@@ -37,14 +37,15 @@ def wait_for(path, limit=120):
         time.sleep(.02)
 
 
-def gone(procs, seconds):
+def still_there(procs, seconds=60):
+    "Those of `procs` that don't end, though they are given time"
     _, alive = psutil.wait_procs(procs, seconds)
     return [o for o in alive if o.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_killed_notebook_leaves_no_process(tmp_path):
-    "kill -9: nobody can clean up, so workers and helper notice by themselves"
-    decoy = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', 'fastddp-0'])
+    "kill -9: nobody can clean up, so workers and helper notice by themselves; the fit would go on for an hour"
+    decoy = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', 'fastddp-0'])
     p = start(script(tmp_path))
     try:
         wait_for(tmp_path/'done1')
@@ -52,16 +53,14 @@ def test_killed_notebook_leaves_no_process(tmp_path):
         assert len(ours) >= 3
         os.kill(p.pid, signal.SIGKILL)
         p.wait()
-        assert gone(ours, 2+os.getloadavg()[0]) == []
+        assert still_there(ours) == []
         assert decoy.poll() is None
     finally:
         for o in (p, decoy):
             o.kill()
             o.wait()
         p.stdout.close()
-    for left in Path(os.environ['TMPDIR']).glob('fastddp-*'):      # nobody was there to remove it
-        assert stat.S_IMODE(left.stat().st_mode) == 0o700
-        shutil.rmtree(left)
+    assert [*Path(os.environ['TMPDIR']).glob('fastddp-*')] == [], 'the last one removes their folder'
 
 
 def test_strange_environment(tmp_path):
@@ -80,7 +79,7 @@ def test_strange_environment(tmp_path):
 
 
 def listening(pids):
-    "`address:port` of each listening socket of these processes"
+    "The addresses at which these processes listen"
     res = set()
     for pid in pids:
         for c in psutil.Process(pid).net_connections('inet'):
@@ -112,7 +111,7 @@ def test_nobody_is_let_in(tmp_path):
     try:
         wait_for(tmp_path/'done1')
         ours = [p.pid, *(o.pid for o in psutil.Process(p.pid).children(recursive=True))]
-        assert listening(ours) <= {'127.0.0.1', '::1'}
+        assert set() < listening(ours) <= {'127.0.0.1', '::1'}
         folders = [Path(o) for o in Path(os.environ['TMPDIR']).glob('fastddp-*')]
         assert len(folders) == 1 and stat.S_IMODE(folders[0].stat().st_mode) == 0o700
         if os.getuid() == 0:

@@ -193,12 +193,15 @@ def test_output_is_live(group, folder):
 
 def test_quiet_shows_the_end_only(group, folder):
     "Nothing while it runs; of a display that was updated only its last state"
-    task, cell = group.start('%%dip -q\nfrom IPython.display import display\nprint("one")\nh = display("a", display_id=True)\n'
-                             f'for i in range(5): h.update(i); time.sleep(.1)\nwhile not os.path.exists({str(folder/"go2")!r}): time.sleep(.02)')
+    said, go_on = folder/'said', folder/'go2'
+    task, cell = group.start('%%dip -q\nfrom IPython.display import display\nprint("one", flush=True)\nh = display("a", display_id=True)\n'
+                             f'for i in range(5): h.update(i); time.sleep(.1)\nopen({str(said)!r}, "w").close()\n'
+                             f'while not os.path.exists({str(go_on)!r}): time.sleep(.02)')
     async def go():
-        await asyncio.sleep(2)
+        while not said.exists(): await asyncio.sleep(.05)
+        await asyncio.sleep(1)      # for what would be on its way
         seen = shown(cell)
-        (folder/'go2').write_text('')
+        go_on.touch()
         await task
         return seen
     assert group.loop.run_until_complete(go()) == ''
@@ -343,8 +346,10 @@ def test_dipstat(group):
 
 def test_dipstat_while_busy(group, folder):
     "From another thread of the notebook: what runs"
-    out = group.run('import threading, time\n%dipper d\nt = threading.Thread(target=lambda: d.run_cell("time.sleep(1.5)  # nap"))\nt.start()\n'
-                    'while not d.running: time.sleep(.01)\n%dipstat\ntry: d.run_cell("1")\nexcept ValueError as e: print(e)\nt.join()')
+    nap = f'# nap\nwhile not os.path.exists({str(folder/"awake")!r}): time.sleep(.02)'
+    out = group.run(f'import threading, time\n%dipper d\nt = threading.Thread(target=lambda: d.run_cell({nap!r}))\nt.start()\n'
+                    'while not d.running: time.sleep(.01)\n%dipstat\ntry: d.run_cell("1")\nexcept ValueError as e: print(e)\n'
+                    f'open({str(folder/"awake")!r}, "w").close()\nt.join()')
     assert out.count(' yes ') == 3 and out.count('# nap') == 4 and 'The group is busy' in out
 
 
@@ -464,7 +469,7 @@ def test_kernel_exit_ends_the_group(folder, monkeypatch):
         pids = eval(k.run('%load_ext fastddp\n%makedip -n 2 -a none -v False\n%dipper d\nlist(d.pids)'))
         assert all(map(psutil.pid_exists, pids))
         folder_left = eval(k.run('d.local.workers.dir'))
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while (any(map(psutil.pid_exists, pids)) or os.path.exists(folder_left)) and time.monotonic() < end: time.sleep(.1)
     assert not any(map(psutil.pid_exists, pids)) and not os.path.exists(folder_left)
 
