@@ -17,7 +17,6 @@ from ..base.scoped import environment, own_attrs
 from .loaders import counts_now, global_batches, own_loader, shard
 from .step_sync import GlobalLoss, Ranks
 from .validate import Validation
-from ..launch.rank0_only import cbs_of_rank, is_rank0_only
 from ..shard.batchnorm import sync_buffers, synced_bn
 
 # %% ../../nbs/fastai1/91_callbacks.ipynb #81cf85d6

@@ -20,7 +20,8 @@ from ..base.interrupts import voting
 from ..launch.placement import launched_group
 from ..launch.training import sync_seed
 from ..base.rng import CommonRNG, seed_rank
-from .callbacks import counting, distributed_v1, cbs_of_rank
+from .callbacks import counting, distributed_v1
+from ..launch.rank0_only import cbs_of_rank
 from .loaders import check_v1, mend_streams, old_numpy
 from .step_sync import Ranks
 from .snapshot import loaders, place

@@ -12,7 +12,8 @@ from fastai.callback import Callback
 from ..base import group
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment
-from .callbacks import cbs_of_rank, counting, distributed_v1
+from ..launch.rank0_only import cbs_of_rank
+from .callbacks import counting, distributed_v1
 from .loaders import counts_now
 from .snapshot import baseline, capture, persistent_refs, unpack
 from .step_sync import Ranks

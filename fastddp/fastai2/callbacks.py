@@ -20,9 +20,9 @@ from .events import OurCallback, own_events
 from .loaders import shard_dl
 from .metrics import ReduceMetrics, plain_metrics
 from .step_sync import CountAll, EnterDDP, LeaveDDP, StepSync
-from ..launch.rank0_only import RANK0_ONLY, cbs_of_rank, is_kind, is_rank0_only
+from ..launch.rank0_only import is_rank0_only
 from ..shard.batchnorm import sync_buffers, synced_bn
-from ..shard.torch_loader import is_sharded
+from ..shard.sharded import is_sharded
 
 # %% ../../nbs/fastai2/78_callbacks.ipynb #14e6be7a
 class SyncBuffers(OurCallback):

@@ -16,7 +16,8 @@ from fastcore.foundation import L
 from ..base import group
 from ..base.interrupts import voting
 from ..base.scoped import own_attrs
-from .callbacks import cbs_of_rank, distributed
+from ..launch.rank0_only import cbs_of_rank
+from .callbacks import distributed
 from .inference import infer_in_group
 from .loaders import n_batches
 from .rank0 import as_one_process, sync_opt

@@ -21,19 +21,23 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from ..base import group
 from ..base.scoped import own_attrs
-from .callbacks import is_kind, is_rank0_only
 from .loaders import OneRank, shard_dl, why_not
 from .fastai_loader import is_lm
-from ..shard.split import restore_order
+from ..launch.rank0_only import is_kind, is_rank0_only
 from ..shard.sharded import is_sharded
+from ..shard.split import restore_order
 
 # %% ../../nbs/fastai2/81_inference.ipynb #0d0195c9
-def takes_whole(dl):
+def takes_whole(dl # A loader as the user made it
+):
     "Can whole batches of `dl` go to different ranks? Streams can't, and a language model's state lives across batches"
     if isinstance(dl, DataLoader): return dl.indexed and not is_lm(dl)
     return isinstance(dl, TorchLoader) and not isinstance(dl.dataset, IterableDataset)
 
-def shard_batches(dl, rank, n, common=None):
+def shard_batches(dl,      # A fastai or torch loader, sharded or not
+                  rank, n, # This rank, and how many there are
+                  common=None # `CommonRNG` from which an order is drawn
+):
     "The loader that yields the part of `dl` that `rank` predicts: whole batches where that can be, else rows of each"
     if is_sharded(dl): dl = dl._shard.orig
     res = shard_dl(dl, rank, n, 'global', train=False, common=common)
@@ -45,8 +49,11 @@ def gatherers(learn):
     "The callbacks that collect something per batch"
     return [cb for cb in learn.cbs if isinstance(cb, GatherPredsCallback)]
 
-def stays_here(dl, cbs=(), n=2):
-    "Why `dl` isn't shared out to `n` ranks when these callbacks look on, or None; the empty string where that is nobody's concern"
+def stays_here(dl,     # What to predict: a loader, or a list of batches
+               cbs=(), # Callbacks that look on
+               n=2     # Number of ranks
+):
+    "Why `dl` is predicted by one process, or None; the empty string where that needs no explanation"
     if is_sharded(dl): dl = dl._shard.orig
     if not hasattr(type(dl), '__iter__') or isinstance(dl, (list,tuple,L)): return ''
     if why := why_not(dl, n, 'global'): return why
@@ -54,63 +61,86 @@ def stays_here(dl, cbs=(), n=2):
     if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in cbs):
         return "TensorBoardProjectorCallback writes what the model makes of every batch, from one process."
     if takes_whole(dl): return None
-    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None for cb in cbs if isinstance(cb, GatherPredsCallback)):
+    if any(_wants_batches(cb) for cb in cbs if isinstance(cb, GatherPredsCallback)):
         return "its batches are shared out by rows, so they can't be saved or concatenated as asked."
+
+def _wants_batches(cb): return cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None
 
 # %% ../../nbs/fastai2/81_inference.ipynb #5fdc168c
 class Part(NamedTuple):
-    "What one rank gives: where each of its batches begins, all its positions, and of each gatherer the lists by name"
-    starts:list
-    idxs:list
-    lists:list
+    "What one rank gives"
+    starts:list # Position of the first item of each of its batches
+    idxs:list   # Positions of all its items
+    lists:list  # Of each gatherer: its lists by name
 
 _GATHERED = ('inputs','preds','targets','losses')
 
-def run_part(learn, dl, common=None):
-    "Runs fastai's validation over this rank's part of `dl`; a `Part`"
-    own,n,gather = shard_batches(dl, group.rank(), group.world_size(), common),group.world_size(),gatherers(learn)
-    whole,starts = takes_whole(dl),[]
-    def all_batches():
-        if learn.dl is not own: return type(learn).all_batches(learn)
-        learn.n_iter,seen = len(own),0
-        for k,b in enumerate(own):
-            starts.append(own.idxs[seen])
-            seen = len(own.idxs)
-            learn.one_batch(k*n+group.rank() if whole else k, b)
+def run_part(learn, # Validates as the user set it up, metrics and callbacks included
+             dl,    # The whole loader
+             common=None # `CommonRNG` from which an order is drawn
+): # `Part`
+    "Runs fastai's validation over this rank's part of `dl`"
+    rank,n = group.rank(),group.world_size()
+    own,gather,starts = shard_batches(dl, rank, n, common),gatherers(learn),[]
+    number = (lambda k: k*n+rank) if takes_whole(dl) else (lambda k: k)
     with contextlib.ExitStack() as stack:
         for o in gather: stack.enter_context(own_attrs(o, after_validate=noop))
-        stack.enter_context(own_attrs(learn, all_batches=all_batches))
+        stack.enter_context(own_attrs(learn, all_batches=lambda: _all_batches(learn, own, number, starts)))
         type(learn)._do_epoch_validate(learn, dl=own)
-    return Part(starts, list(own.idxs), [_taken(o) for o in gather])
+    return Part(starts, list(own.idxs), [_pop_lists(o) for o in gather])
 
-def _taken(cb):
+def _all_batches(learn, own, number, starts):
+    "`Learner.all_batches`; those of `own` have the numbers of one process, and `starts` gets where they begin"
+    if learn.dl is not own: return type(learn).all_batches(learn)
+    learn.n_iter,seen = len(own),0
+    for k,b in enumerate(own):
+        starts.append(own.idxs[seen])
+        seen = len(own.idxs)
+        learn.one_batch(number(k), b)
+
+def _pop_lists(cb):
     "The lists of a gatherer, which keeps nothing"
     return {k:cb.__dict__.pop(k) for k in _GATHERED if isinstance(cb.__dict__.get(k), list)}
 
 # %% ../../nbs/fastai2/81_inference.ipynb #e54ad9dd
-def join_parts(parts, whole):
-    "The lists that each gatherer has in one process"
-    order = sorted((start,r,i) for r,p in enumerate(parts) for i,start in enumerate(p.starts))
-    def one(g, k):
-        lists = [p.lists[g].get(k, []) for p in parts]
-        if whole: return [lists[r][i] for _,r,i in order if i < len(lists[r])]
-        full = [to_concat(o) for o in lists if o]
-        return [nested_reorder(to_concat(full), torch.tensor(restore_order([p.idxs for p in parts])))] if full else []
-    return [{k:one(g,k) for k in names} for g,names in enumerate(parts[0].lists)]
+def join_parts(parts, # `Part` of each rank
+               whole  # Did each rank have whole batches? Else rows of each
+):
+    "The lists that each gatherer has in one process: dicts by name"
+    join = _in_batch_order if whole else _in_row_order
+    def of(g, k): return join(parts, [p.lists[g].get(k, []) for p in parts])
+    return [{k:of(g,k) for k in names} for g,names in enumerate(parts[0].lists)]
 
-def give(gather, lists):
+def _in_batch_order(parts, lists):
+    order = sorted((start,r,i) for r,p in enumerate(parts) for i,start in enumerate(p.starts))
+    return [lists[r][i] for _,r,i in order if i < len(lists[r])]
+
+def _in_row_order(parts, lists):
+    full = [to_concat(o) for o in lists if o]
+    if not full: return []
+    order = torch.tensor(restore_order([p.idxs for p in parts]))
+    return [nested_reorder(to_concat(full), order)]
+
+def give(gather, # The gatherers of the learner that asked
+         lists   # What `join_parts` made for them
+):
     "Each gatherer gets its lists, and does with them what it does at the end of a validation"
     for cb,own in zip(gather, lists):
         cb.__dict__.update(own)
         cb.after_validate()
 
 # %% ../../nbs/fastai2/81_inference.ipynb #706f746a
-def infer_in_group(learn, dl, common=None):
+def infer_in_group(learn, # The same on all ranks
+                   dl,    # The whole loader
+                   common=None # `CommonRNG` from which an order is drawn
+):
     "Validation over `dl` by all ranks; each ends with what one process would have"
     if is_sharded(dl): dl = dl._shard.orig
-    gather,n = gatherers(learn),group.world_size()
+    n = group.world_size()
     if n == 1 or stays_here(dl, learn.cbs, n) is not None: return type(learn)._do_epoch_validate(learn, dl=OneRank(dl))
-    give(gather, join_parts([Part(*p) for p in group.gather_tree(run_part(learn, dl, common))], takes_whole(dl)))
+    gather = gatherers(learn)
+    parts = [Part(*p) for p in group.gather_tree(run_part(learn, dl, common))]
+    give(gather, join_parts(parts, takes_whole(dl)))
 
 def _whole(dl): return OneRank(dl._shard.orig if is_sharded(dl) else dl)
 
@@ -118,9 +148,11 @@ def _whole(dl): return OneRank(dl._shard.orig if is_sharded(dl) else dl)
 def inner_inference(learn, consensus):
     "Inside, what callbacks of a distributed `learn` validate or predict by themselves is whole on every rank"
     def validate(ds_idx=1, dl=None):
-        if consensus.alone: return type(learn)._do_epoch_validate(learn, dl=_whole(learn.dls[ds_idx] if dl is None else dl))
-        if dl is None and ds_idx == 1: return type(learn)._do_epoch_validate(learn)      # the fit's own
-        infer_in_group(learn, learn.dls[ds_idx] if dl is None else dl, consensus.common)
+        fits_own = dl is None and ds_idx == 1
+        if fits_own and not consensus.alone: return type(learn)._do_epoch_validate(learn)
+        if dl is None: dl = learn.dls[ds_idx]
+        if consensus.alone: return type(learn)._do_epoch_validate(learn, dl=_whole(dl))
+        infer_in_group(learn, dl, consensus.common)
     with own_attrs(learn, _do_epoch_validate=validate): yield
 
 # %% ../../nbs/fastai2/81_inference.ipynb #fd29f319
@@ -139,7 +171,9 @@ def without_outside(learn):
 # %% ../../nbs/fastai2/81_inference.ipynb #d24cdfdf
 LEAVES = {CancelEpochException:'epoch', CancelFitException:'fit', KeyboardInterrupt:'interrupt'}
 
-def leave_together(consensus, f):
+def leave_together(consensus, # This rank's `Consensus`
+                   f          # Called without arguments
+):
     "`(result of f, None)`, or `(None, the exception with which all ranks left)`"
     try: return f(), None
     except tuple(LEAVES) as e:

@@ -6,7 +6,8 @@
 __all__ = ['NoteProgress', 'EndOfBatch', 'KeepState', 'fit_job', 'infer_job']
 
 # %% ../../nbs/fastai2/83_jobs.ipynb #fed607bc
-from .callbacks import cbs_of_rank, distributed
+from ..launch.rank0_only import cbs_of_rank
+from .callbacks import distributed
 from .events import OurCallback
 from .inference import leave_together, run_part
 from .loaders import batch_items, dl_state

@@ -6,7 +6,7 @@
 __all__ = ['OPTIONS']
 
 # %% ../../nbs/fastai2/86_learner.ipynb #fa0e030a
-import contextlib, inspect
+import contextlib
 
 import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Learner
 from fastai.learner import Learner

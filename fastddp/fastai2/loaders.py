@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from .fastai_loader import (fastai_len, n_items, set_text_order, shard_fastai, text_order,
                                            why_not_fastai, with_bs)
 from ..base.rng import CommonRNG
-from ..shard.sharded import (Shard, Sharded, account, clone_loader, generator_states, is_sharded, original,
+from ..shard.sharded import (Shard, Sharded, account, clone_loader, generator_states, original,
                                    reading, set_generator, sharded_clone, track_changes, write_back)
 from ..shard.split import CantShard, global_batch_size, refuse_loader, too_few
 from ..shard.torch_loader import (batching_of, is_stream, samplers_of, shard_torch, torch_bs, torch_size,

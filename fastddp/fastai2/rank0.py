@@ -7,7 +7,7 @@ __all__ = ['sync_load', 'sync_opt', 'one_tmp_file', 'alone_on_rank0', 'notebook_
            'as_one_process']
 
 # %% ../../nbs/fastai2/82_rank0.ipynb #9f0ccafd
-import contextlib, functools, hashlib, sys
+import contextlib, hashlib, sys
 
 from fastai.callback.core import _inner_loop
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
@@ -15,15 +15,15 @@ from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastcore.foundation import L
 
 from ..base import group
-from .callbacks import is_rank0_only
-from .loaders import dl_state, set_dl_state
 from ..base.errors import CantDistribute
-from .events import own_events
 from ..base.scoped import own_attrs
+from .events import own_events
 from .inference import inner_inference
-from ..payload.state import move_opt
-from ..shard.sharded import write_back, is_sharded
+from .loaders import dl_state, set_dl_state
+from ..launch.rank0_only import is_kind, is_rank0_only
 from ..payload.pickling import dump
+from ..payload.state import move_opt
+from ..shard.sharded import is_sharded, write_back
 
 # %% ../../nbs/fastai2/82_rank0.ipynb #393153ef
 def _opt_from_rank0(learn):
@@ -33,14 +33,21 @@ def _opt_from_rank0(learn):
         learn.opt.load_state_dict(state)
         move_opt(learn.opt)     # they were gathered on the CPU
 
+def _check_load(consensus):
+    "Raises `CantDistribute` unless all ranks load"
+    if consensus.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks "
+        "would go on with other weights. Load in a callback without `rank0_only`.")
+    if not consensus.all_load(): raise CantDistribute(f"Rank {group.rank()} called learn.load, but not every rank did: "
+        "the ranks would go on with different weights. Call it on all ranks; rank 0 reads the file, the others get "
+        "what it read.")
+
 @contextlib.contextmanager
-def sync_load(learn, consensus=None):
-    "Inside, `learn.load` reads on rank 0 and gives model and optimizer to all"
+def sync_load(learn,
+              consensus=None # Of the fit, if there is one
+):
+    "Inside, `learn.load` reads on rank 0 and gives model and optimizer to all; raises `CantDistribute` unless all load"
     def load(*args, **kwargs):
-        if consensus and consensus.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks would "
-                                                       "go on with other weights. Load in a callback without `rank0_only`.")
-        if consensus and not consensus.all_load(): raise CantDistribute(f"Rank {group.rank()} called learn.load, but not every rank did: the ranks would "
-            "go on with different weights. Call it on all ranks; rank 0 reads the file, the others get what it read.")
+        if consensus: _check_load(consensus)
         if group.rank() == 0: type(learn).load(learn, *args, **kwargs)
         group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
         if learn.opt is not None: _opt_from_rank0(learn)
@@ -60,63 +67,56 @@ def sync_opt(learn):
     if group.world_size() == 1: return
     digests,there = zip(*group.gather_tree([_digest(learn.opt), bool(learn.opt)]))
     if len(set(digests)) == 1: return
-    if not there[0]: learn.opt = None       # the fit makes one
-    else:
-        if not learn.opt: learn.create_opt()
-        _opt_from_rank0(learn)
+    if not there[0]:
+        learn.opt = None       # the fit makes one
+        return
+    if not learn.opt: learn.create_opt()
+    _opt_from_rank0(learn)
 
 # %% ../../nbs/fastai2/82_rank0.ipynb #a4992707
 @contextlib.contextmanager
-def one_tmp_file(learn, cbs):
+def one_tmp_file(learn, cbs # All callbacks of the fit
+):
     "Inside, an `LRFinder` writes on rank 0 only"
-    def follow(cb):
-        def before_fit():
-            ParamScheduler.before_fit(cb)
-            cb.best_loss = float('inf')
-        def after_fit():
-            learn.opt.zero_grad()
-            learn.load('')
-        return own_attrs(cb, before_fit=before_fit, after_fit=after_fit)
+    finders = [cb for cb in cbs if isinstance(cb, LRFinder)] if group.rank() else []
     with contextlib.ExitStack() as stack:
-        if group.rank():
-            for cb in cbs:
-                if isinstance(cb, LRFinder): stack.enter_context(follow(cb))
+        for cb in finders: stack.enter_context(_without_file(cb, learn))
         yield
 
-# %% ../../nbs/fastai2/82_rank0.ipynb #f544b891
-_SIMPLE = {ProgressCallback, ShowGraphCallback, CSVLogger}      # they only tell
+def _without_file(cb, learn):
+    "Inside, the `LRFinder` `cb` does what it does elsewhere than on rank 0"
+    def before_fit():
+        ParamScheduler.before_fit(cb)
+        cb.best_loss = float('inf')
+    def after_fit():
+        learn.opt.zero_grad()
+        learn.load('')
+    return own_attrs(cb, before_fit=before_fit, after_fit=after_fit)
 
-def _needs_care(cb): return type(cb) not in _SIMPLE and is_rank0_only(cb)
-
+# %% ../../nbs/fastai2/82_rank0.ipynb #82a00002
 @contextlib.contextmanager
-def alone_on_rank0(learn, consensus):
-    "Inside, events of rank 0's own callbacks neither wait for the other ranks nor draw from what all share"
-    def alone(cb, event_name):
-        if consensus.alone: return cb(event_name)
-        with own_attrs(consensus, alone=True), _plain_cbs(learn, consensus.ours):
-            if event_name in _inner_loop: return cb(event_name)
-            with _kept_streams(learn, consensus.common): cb(event_name)
-    if group.world_size() == 1 or group.rank(): yield
-    else:
-        asked = lambda cb: functools.partial(alone, cb) if _needs_care(cb) else cb
-        with own_events(learn, asked), _alone_in_batches(learn, consensus): yield
-
-@contextlib.contextmanager
-def _plain_cbs(learn, ours):
-    "`learn.cbs` without what makes the fit a distributed one; what is added meanwhile is rank 0's own"
-    old,ours = learn.cbs,{id(cb) for cb in ours}
-    plain = [cb for cb in old if id(cb) not in ours]
-    learn.cbs = L([*plain])     # an `L` keeps the list that it is given
+def _without_ours(learn, ours):
+    "`learn.cbs` without the callbacks `ours`; what is added meanwhile is rank 0's own"
+    old,ids = learn.cbs,{id(cb) for cb in ours}
+    others = [cb for cb in old if id(cb) not in ids]
+    learn.cbs = L([*others])     # an `L` keeps the list that it is given
     try: yield
     finally:
-        now,known = list(learn.cbs),{id(cb) for cb in plain}
-        for cb in now:
-            if id(cb) not in known: vars(cb)['rank0_only'] = True
-        learn.cbs = old if now == plain else L([*now, *(cb for cb in old if id(cb) in ours)])
+        now = list(learn.cbs)
+        _mark_rank0_only(now, others)
+        # the same object where nothing changed: fastai, and `own_events`, go on with it
+        learn.cbs = old if now == others else L([*now, *(cb for cb in old if id(cb) in ids)])
 
+def _mark_rank0_only(cbs, known):
+    "Those of `cbs` that are not `known` act on rank 0 only"
+    ids = {id(cb) for cb in known}
+    for cb in cbs:
+        if id(cb) not in ids: vars(cb)['rank0_only'] = True
+
+# %% ../../nbs/fastai2/82_rank0.ipynb #f544b891
 @contextlib.contextmanager
 def _kept_streams(learn, common):
-    "The shared streams and the loaders' generators, afterwards as they were"
+    "The common streams and the loaders' generators, afterwards as they were"
     dls,state = list(learn.dls.loaders),common.state()
     kept = [dl_state(dl) for dl in dls]
     try: yield
@@ -126,31 +126,65 @@ def _kept_streams(learn, common):
             set_dl_state(dl, st)
             if is_sharded(dl): write_back(dl)
 
+_SIMPLE = {ProgressCallback, ShowGraphCallback, CSVLogger}      # they only tell
+
+def _needs_care(cb): return type(cb) not in _SIMPLE and is_rank0_only(cb)
+
+class _AloneCall:
+    "Called in the place of a callback of rank 0's own"
+    def __init__(self, cb, learn, consensus): self.cb,self.learn,self.consensus = cb,learn,consensus
+    def __call__(self, event_name):
+        cb,consensus = self.cb,self.consensus
+        if consensus.alone: return cb(event_name)       # called by one that is alone already
+        with own_attrs(consensus, alone=True), _without_ours(self.learn, consensus.ours):
+            if event_name in _inner_loop: return cb(event_name)     # keeping the streams costs too much in each batch
+            with _kept_streams(self.learn, consensus.common): cb(event_name)
+
+@contextlib.contextmanager
+def alone_on_rank0(learn,
+                   consensus # Of the fit
+):
+    "Inside, events of rank 0's own callbacks neither wait for the other ranks nor draw from what all have in common"
+    if group.world_size() == 1 or group.rank():
+        yield
+        return
+    def asked(cb): return _AloneCall(cb, learn, consensus) if _needs_care(cb) else cb
+    with own_events(learn, asked), _alone_in_batches(learn, consensus): yield
+
+# %% ../../nbs/fastai2/82_rank0.ipynb #82a00006
+_PHASE = {'training','dl','iter','n_iter','xb','yb','pred','loss','loss_grad'}      # of a learner in a phase
+
+@contextlib.contextmanager
+def _kept_phase(learn):
+    "The learner's phase and its modules' modes, afterwards as they were"
+    modes = [(m,m.training) for m in learn.model.modules()]
+    kept = {k:v for k,v in vars(learn).items() if k in _PHASE}
+    try: yield
+    finally:
+        for m,mode in modes: m.training = mode
+        vars(learn).update(kept)
+
 @contextlib.contextmanager
 def _alone_in_batches(learn, consensus):
     "Inside, what rank 0 predicts alone in the middle of a phase leaves that phase as it was"
     infer = learn._do_epoch_validate
     def validate(*args, **kwargs):
-        if not (consensus.alone and learn.training and consensus.phase in ('start','train')): return infer(*args, **kwargs)
-        modes,kept = [(m,m.training) for m in learn.model.modules()],{k:v for k,v in vars(learn).items() if k in _PHASE}
-        try:
-            with _kept_streams(learn, consensus.common): return infer(*args, **kwargs)
-        finally:
-            for m,mode in modes: m.training = mode
-            vars(learn).update(kept)
+        in_phase = consensus.alone and learn.training and consensus.phase in ('start','train')
+        if not in_phase: return infer(*args, **kwargs)
+        with _kept_phase(learn), _kept_streams(learn, consensus.common): return infer(*args, **kwargs)
     with own_attrs(learn, _do_epoch_validate=validate): yield
 
-_PHASE = {'training','dl','iter','n_iter','xb','yb','pred','loss','loss_grad'}
-
 # %% ../../nbs/fastai2/82_rank0.ipynb #575f9d57
-def notebook_run(cbs):
-    "The id of the W&B run that is open here, if a callback logs to it"
+def notebook_run(cbs # Callbacks
+):
+    "The id of the W&B run that is open here, if a callback logs to it, else None"
     wandb = sys.modules.get('wandb')
-    if wandb is None or wandb.run is None or not any(c.__name__ == 'WandbCallback' for cb in cbs for c in type(cb).__mro__): return None
-    return wandb.run.id
+    if wandb is None or wandb.run is None: return None
+    return wandb.run.id if any(is_kind(cb, ['WandbCallback']) for cb in cbs) else None
 
 @contextlib.contextmanager
-def open_run(run_id):
+def open_run(run_id # As `notebook_run` gives it
+):
     "Rank 0 logs to the notebook's run; yields a function that says what settings the run has by then"
     if run_id is None or group.rank():
         yield lambda: None
@@ -160,14 +194,22 @@ def open_run(run_id):
     try: yield lambda: dict(wandb.run.config.items())
     finally: wandb.run.status()     # an answer from the service: all that was logged has arrived
 
-def apply_settings(settings):
-    "The run's settings, in the notebook"
+def apply_settings(settings # A dict, or None
+):
+    "Gives the notebook's run the settings that it has by now"
     if settings: sys.modules['wandb'].run.config.update(settings, allow_val_change=True)
 
 # %% ../../nbs/fastai2/82_rank0.ipynb #cad5d120
 @contextlib.contextmanager
-def as_one_process(learn, cbs, consensus):
+def as_one_process(learn,
+                   cbs,      # Those that are given to `fit`
+                   consensus # Of the fit
+):
     "Inside a fit on ranks: callbacks predict, save and load as in one process"
-    with inner_inference(learn, consensus), sync_load(learn, consensus), one_tmp_file(learn, [*learn.cbs, *cbs]), alone_on_rank0(learn, consensus):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inner_inference(learn, consensus))
+        stack.enter_context(sync_load(learn, consensus))
+        stack.enter_context(one_tmp_file(learn, [*learn.cbs, *cbs]))
+        stack.enter_context(alone_on_rank0(learn, consensus))
         yield
         consensus.depart()

@@ -13,8 +13,9 @@ import torch
 from fastai.callback.core import Callback
 from fastai.data.load import DataLoader
 
-from .callbacks import RANK0_ONLY, is_kind
-from .loaders import dl_state, is_sharded, set_dl_state
+from ..launch.rank0_only import RANK0_ONLY, is_kind
+from .loaders import dl_state, set_dl_state
+from ..shard.sharded import is_sharded
 from ..base.errors import CantDistribute
 from ..base.scoped import without_attrs
 from ..base.rng import CommonRNG
