@@ -12,7 +12,8 @@ from .process import workers
 from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
 from .launch.in_process import InProcess
 from .launch.local import Local
-from .launch.functions import TorchDDPCtx, global_imports, import_star, in_torchddp, ranch, spawn
+from .launch.torchddp import TorchDDPCtx, in_torchddp
+from .launch.functions import global_imports, import_star, ranch, spawn
 
 # %% ../nbs/99_all.ipynb #a4fb6266
 def fastai_generation():

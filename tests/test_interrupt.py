@@ -98,10 +98,10 @@ def test_while_starting(tmp_path):
 
 
 def test_second_interrupt_ends_at_once(tmp_path):
-    "A batch that takes for ever: the first interrupt would wait for it as long as `patience` says"
+    "A batch that takes for ever: the first interrupt would wait for it as long as `interrupt_grace` says"
     learn = make_learner(cbs=[OneFault('loop', 'before_batch/train', 1, 1, 2, marker=str(tmp_path/'stuck'))])
     hit = AfterThat(tmp_path/'stuck', 0, times=2)
-    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(3, nprocs=2, launcher=Local(patience=10_000))
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(3, nprocs=2, launcher=Local(interrupt_grace=10_000))
     assert hit.sent == 2
     assert len(learn.recorder.values) == 1      # the last complete epoch
     learn.distrib_resume()

@@ -15,7 +15,7 @@ from fastai.torch_core import defaults
 
 from ..base.scoped import environment, own_attrs
 from ..base import group
-from ..output.capture import quiet_bars
+from ..output.bars import quiet_bars
 from ..base.interrupts import voting
 from ..launch.placement import launched_group
 from ..launch.training import sync_seed

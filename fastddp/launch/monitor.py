@@ -6,15 +6,14 @@
 __all__ = ['Ends', 'Monitor']
 
 # %% ../../nbs/launch/52_monitor.ipynb #9f646844
-import ctypes, os, pickle, signal, threading, time
+import os, pickle, time
 
 from fastcore.basics import patch
 
-from ..base import group
 from .engine import Outcome
-from ..base.errors import GroupTimeout, RankDied, RankRaised, failure_of, first_failure, is_echo
+from ..base.errors import GroupTimeout, RankDied, RankRaised, first_failure, is_echo
 from ..process.heartbeat import is_stopped, job_stack, odd_one, read_beat
-from ..output.streams import tail
+from ..output.logs import tail
 from ..output.replay import Replay
 from ..payload.pickling import load
 
@@ -214,67 +213,3 @@ def wait_until_idle(self:Monitor):
 def _until_ended(self:Monitor, end):
     while not self.ends.all and (left := end-time.monotonic()) > 0:
         for news in self.workers.poll(left): self._handle(*news)
-
-# %% ../../nbs/launch/52_monitor.ipynb #6ac3fa6e
-class _Caller:
-    "The calling thread, interruptible from another one as long as it is inside"
-    def __enter__(self):
-        self.thread,self.inside,self.old = threading.current_thread(),True,None
-        if self.thread is threading.main_thread(): self.old = signal.signal(signal.SIGINT, self._interrupted)
-        return self
-    def _interrupted(self, *_):
-        if self.inside: raise KeyboardInterrupt
-    def __exit__(self, *_):
-        self.inside = False
-        if self.old is not None: signal.signal(signal.SIGINT, self.old)
-    def interrupt(self):
-        "Raises KeyboardInterrupt in that thread; in the main one even out of a system call"
-        if not self.inside: return
-        ident = self.thread.ident
-        if self.old is not None: return signal.pthread_kill(ident, signal.SIGINT)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
-
-# %% ../../nbs/launch/52_monitor.ipynb #e075eadc
-class _Watcher(threading.Thread):
-    "Watches the ranks while the notebook's own one computes; `error` is the failure that ended it, or None"
-    def __init__(self, monitor, caller):
-        super().__init__(daemon=True, name='fastddp-watch')
-        self.monitor,self.caller,self.error,self.dismissed = monitor,caller,None,False
-    def run(self):
-        ends = self.monitor.ends
-        while not (self.dismissed or ends.all or ends.bad): self.monitor._turn()
-        if ends.bad: self._end_it()
-    def _end_it(self):
-        self.error = self.monitor._failure()
-        # The calling thread may be on its way into the group, where neither Ctrl-C nor a death is heard.
-        group.wait_connected(10)
-        self.monitor.workers.stop(0)        # whoever waits for them in a collective comes free
-        self.monitor.replay.close()
-        self.caller.interrupt()
-    def dismiss(self):
-        self.dismissed = True
-        self.join()
-
-@patch
-def run_while_watching(self:Monitor, fn):
-    "`fn()`, called in this thread while another one watches the ranks; the first failure of either ends it for all"
-    caller = _Caller()
-    watcher = _Watcher(self, caller)
-    with caller:
-        watcher.start()
-        try: res = fn()
-        except BaseException as e:
-            caller.inside = False
-            watcher.join(0 if isinstance(e, KeyboardInterrupt) else 1)  # an echo is heard before its cause
-            watcher.dismiss()
-            if _is_own_failure(e, watcher.error): raise
-            raise watcher.error from watcher.error.__cause__
-    watcher.dismiss()
-    if watcher.error is not None: raise watcher.error
-    return res
-
-def _is_own_failure(e, error):
-    "Did the caller's `e` come first? Not if it is an echo of the ranks' `error`, which may be None"
-    return error is None or (_is_echo(error) and not _is_echo(e))
-
-def _is_echo(e): return is_echo(getattr(e, 'failure', None) or failure_of(e, 0))
