@@ -45,7 +45,7 @@ def pair(make, run, run_one=None, **kwargs):
 
 
 def same_weights(a, b, tol=1e-5):
-    for (k, p), q in zip(a.model.state_dict().items(), b.model.state_dict().values()):
+    for (k, p), q in zip(a.model.state_dict().items(), b.model.state_dict().values(), strict=True):
         torch.testing.assert_close(p, q, rtol=tol, atol=tol, msg=lambda m: f'{k}: {m}')
 
 
@@ -56,4 +56,4 @@ def same_recorder(a, b, tol=1e-5):
     np.testing.assert_allclose(a.lrs, b.lrs)
     np.testing.assert_allclose(a.moms, b.moms)
     np.testing.assert_allclose(np.array(a.val_losses, dtype=float), np.array(b.val_losses, dtype=float), atol=1e-6)
-    for m, n in zip(a.metrics, b.metrics): np.testing.assert_allclose([float(o) for o in m], [float(o) for o in n], atol=1e-6)
+    for m, n in zip(a.metrics, b.metrics, strict=True): np.testing.assert_allclose([float(o) for o in m], [float(o) for o in n], atol=1e-6)

@@ -69,12 +69,33 @@ def test_training_callbacks(kind, tmp_path):
         if kind == 'oversample':
             learn.callback_fns.append(oversampled)
         return learn
-    two, one = pair(make, lambda l: l.fit(2, 1e-3))
-    assert two.loss_func is not None and type(two.loss_func) is nn.CrossEntropyLoss
-    if kind in ('mixup', 'oversample'): assert len(two.recorder.losses) == len(one.recorder.losses)
+    def run(learn):
+        learn.given = Given(learn)
+        learn.fit(2, 1e-3, callbacks=[learn.given])
+    two, one = pair(make, run)
+    assert type(two.loss_func) is nn.CrossEntropyLoss
+    if kind in ('mixup', 'oversample'):
+        n = 48 if kind == 'oversample' else 42
+        assert len(two.recorder.losses) == len(one.recorder.losses) == 2*(n//8)
+        assert two.given.strange() == one.given.strange() == (kind == 'mixup')
     else:
         same_weights(two, one)
         same_recorder(two, one)
+
+
+class Given(LearnerCallback):
+    "What the model is given to train with, after every other callback"
+    _order = 1000
+    def __init__(self, learn):
+        super().__init__(learn)
+        self.inputs = []
+    def on_batch_begin(self, last_input, train, **kwargs):
+        if train: self.inputs.append(last_input.clone())
+    def strange(self):
+        "Is most of it not in the dataset?"
+        known = {tuple(o) for o in self.learn.data.train_ds.x.tolist()}
+        rows = [tuple(o) for batch in self.inputs for o in batch.tolist()]
+        return sum(o not in known for o in rows) > len(rows)/2
 
 
 class oversampled(LearnerCallback):

@@ -26,8 +26,9 @@ def test_one_cycle(tmp_path):
     assert two.recorder.plot_lr(show_moms=True, return_fig=True)
     for plot in 'plot', 'plot_losses', 'plot_lr', 'plot_metrics':
         assert getattr(two.recorder, plot)(**(dict(skip_start=0, skip_end=0, return_fig=True) if plot != 'plot_metrics' else dict(return_fig=True)))
+    before = [p.clone() for p in two.model.parameters()]
     two.fit(1, 1e-3)       # and goes on in the notebook
-    one.fit(1, 1e-3)
+    assert len(two.recorder.val_losses) == 1 and not any(torch.equal(p, q) for p, q in zip(before, two.model.parameters()))
 
 
 def test_methods(tmp_path):

@@ -1,0 +1,122 @@
+"""The wheel has all modules, and works where nothing else of the tree is: imported and run from an empty folder."""
+import os, shutil, subprocess, sys, zipfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+import pytest
+
+root = Path(__file__).resolve().parent.parent
+
+
+def setuptools_version():
+    try: return tuple(int(o) for o in version('setuptools').split('.')[:1])
+    except PackageNotFoundError: return (0,)
+
+
+pytestmark = pytest.mark.skipif(setuptools_version() < (77,), reason='setuptools 77 or newer is not installed')
+MODULES = sorted(o.relative_to(root).as_posix() for o in (root/'fastddp').rglob('*.py'))
+
+
+def done(*cmd, cwd, **env):
+    "What a command in `cwd` says, without anything of the tree on Python's path"
+    env = {**{k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}, **env}
+    r = subprocess.run([sys.executable, *map(str, cmd)], cwd=cwd, env=env, capture_output=True, text=True, timeout=250)
+    assert r.returncode == 0, r.stdout[-3000:]+r.stderr[-3000:]
+    return r.stdout
+
+
+def pip(*args, cwd): return done('-m', 'pip', '--disable-pip-version-check', *args, cwd=cwd)
+
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory):
+    "Built from a copy of the tree, without a network: a build leaves things beside `setup.py`"
+    tree = tmp_path_factory.mktemp('tree')
+    for o in 'settings.ini', 'pyproject.toml', 'setup.py', 'README.md', 'LICENSE': shutil.copy(root/o, tree)
+    shutil.copytree(root/'fastddp', tree/'fastddp', ignore=shutil.ignore_patterns('__pycache__'))
+    pip('wheel', '--no-deps', '--no-build-isolation', '--no-index', '--wheel-dir', tree/'dist', tree, cwd=tree)
+    [path] = (tree/'dist').glob('*.whl')
+    return path
+
+
+@pytest.fixture(scope='module')
+def installed(wheel, tmp_path_factory):
+    "A folder with the wheel's content, and nothing else"
+    folder = tmp_path_factory.mktemp('installed')
+    pip('install', '--no-deps', '--no-index', '--target', folder, wheel, cwd=folder)
+    return folder
+
+
+def test_all_modules_are_in_the_wheel(wheel):
+    with zipfile.ZipFile(wheel) as z: names = [o for o in z.namelist() if '.dist-info/' not in o]
+    assert sorted(names) == MODULES
+
+
+# Python's path begins with the folder of the wheel; an editable install adds a finder of its own, which would help out where the
+# wheel has gaps.
+ALONE = """
+import sys
+sys.meta_path[:] = [o for o in sys.meta_path if 'editable' not in getattr(o, '__module__', '')]
+FOLDER = {folder!r}
+def strangers():
+    return [m.__name__ for k, m in list(sys.modules.items()) if k.split('.')[0] == 'fastddp'
+            and not (m.__file__ or '').startswith(FOLDER)]
+"""
+IMPORTS = """
+import fastddp, importlib
+for o in {modules!r}: importlib.import_module(o)
+assert fastddp.__file__.startswith(FOLDER), fastddp.__file__
+loaded = [k for k in sys.modules if k.split('.')[0] == 'fastddp']
+print(len(loaded), strangers())
+"""
+
+
+def alone(code, folder, elsewhere):
+    "Runs `code` as a script in the folder `elsewhere`"
+    (elsewhere/'script.py').write_text(ALONE.format(folder=str(folder)) + code, encoding='utf-8')
+    return done('-W', 'ignore', 'script.py', cwd=elsewhere, PYTHONPATH=str(folder))
+
+
+def dotted(path): return path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')
+
+
+def test_everything_can_be_imported_from_elsewhere(installed, tmp_path):
+    "The front doors and all that is behind them; fastai v1's modules import where that is installed"
+    modules = [dotted(o) for o in MODULES if not o.startswith('fastddp/fastai1/')]
+    assert {'fastddp', 'fastddp.all', 'fastddp.ranch', 'fastddp.magics'} < {*modules}
+    said = alone(IMPORTS.format(modules=modules), installed, tmp_path)
+    assert said == f'{len(modules)} []\n'
+
+
+RUNS = """
+from fastddp.ranch import ranch
+def where():
+    import fastddp, os
+    return os.environ['LOCAL_RANK'], fastddp.__file__, strangers()
+for rank, path, others in ranch(2, where, caller_rank=None): print('ranch', rank, path.startswith(FOLDER), others)
+"""
+FITS = """
+from fastai.basics import *
+from fastddp.all import *
+class Where(Callback):
+    def after_fit(self): self.told = fastddp.__file__.startswith(FOLDER), strangers()
+import fastddp
+items = [(torch.randn(3), torch.randn(1)) for _ in range(16)]
+learn = Learner(DataLoaders.from_dsets(items, items, bs=4, device='cpu'), nn.Linear(3, 1), loss_func=MSELossFlat(), cbs=Where())
+with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1, nprocs=2)
+print('fit', len(learn.recorder.values), *learn.where.told)
+"""
+
+
+def test_workers_run_from_there(installed, tmp_path):
+    "`ranch`, and a fit: notebook and workers know only the folder"
+    lines = alone(RUNS+FITS, installed, tmp_path).splitlines()
+    assert [o for o in lines if o.startswith('ranch')] == ['ranch 0 True []', 'ranch 1 True []']
+    assert lines[-1] == 'fit 1 True []'
+
+
+def test_a_gap_is_noticed(installed, tmp_path):
+    "A module that the folder doesn't have comes from nowhere else, neither from the tree nor by an editable install"
+    folder = tmp_path/'gap'
+    shutil.copytree(installed, folder)
+    (folder/'fastddp'/'ranch.py').unlink()
+    with pytest.raises(AssertionError, match="No module named 'fastddp.ranch'"): alone('import fastddp.ranch', folder, tmp_path)
