@@ -1,5 +1,5 @@
 "Every callback of fastai's on two workers: its effect, its state in the notebook afterwards, its files, written once."
-import csv, math, os
+import csv, math, os, re
 from functools import partialmethod
 import numpy as np, pytest, torch
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
