@@ -13,6 +13,15 @@ NOTEBOOKS = [o for o in sorted((root/'nbs').rglob('*.ipynb')) if not any(p.start
 def by_path(o): return o.relative_to(root).as_posix()
 
 
+# What is still to be mended, by check and file: a number here may only become smaller, as lines are mended.
+LEFT = json.loads((root/'tests'/'style_left.json').read_text(encoding='utf-8'))
+
+
+def hold(check, path, found):
+    "`found` are as many as are left to mend, and no more"
+    assert len(found) == LEFT[check].get(by_path(path), 0), found
+
+
 def read(path): return path.read_text(encoding='utf-8')
 
 
@@ -38,11 +47,11 @@ def long_in_notebook(source):
 
 
 @pytest.mark.parametrize('path', MODULES, ids=by_path)
-def test_lines_of_a_module_end_in_time(path): assert long_in_module(read(path)) == []
+def test_lines_of_a_module_end_in_time(path): hold('lines', path, long_in_module(read(path)))
 
 
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=by_path)
-def test_lines_of_a_notebooks_code_end_in_time(path): assert long_in_notebook(read(path)) == []
+def test_lines_of_a_notebooks_code_end_in_time(path): hold('lines', path, long_in_notebook(read(path)))
 
 
 def test_a_long_line_is_noticed():
@@ -93,7 +102,7 @@ def crowded(source):
 
 
 @pytest.mark.parametrize('path', OURS, ids=by_path)
-def test_assignments_of_a_module_are_no_crowds(path): assert crowded(read(path)) == []
+def test_assignments_of_a_module_are_no_crowds(path): hold('targets', path, crowded(read(path)))
 
 
 CROWDS = ['a, b, c, d = f()', 'a, b, c, d = x', 'a, b, c, d = 1, 2, 3, f(x)', 'self.a, self.b, self.c, self.d = 1, 2, [3], 4',
