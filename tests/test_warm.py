@@ -5,7 +5,7 @@ import numpy as np, psutil, pytest, torch
 from fastai.callback.core import Callback
 from fastddp.all import RankRaised
 from fastddp.launch.local import Local
-from fastddp.launch.rank import Job
+from fastddp.launch.engine import Job
 from fastddp.payload.pickling import dump
 from learners import make_learner
 from traces import children
@@ -107,7 +107,6 @@ def lying_there():
     return {str(o.relative_to(folder)) for o in folder.rglob('*')}
 
 
-@pytest.mark.xfail(strict=True, reason='a file `pulse-<time>-<rank>` for each job and rank stays until the block ends')
 def test_many_fits_in_one_block_leave_no_files():
     "No fit after the second adds any to the block's folder, nor elsewhere to the temporary folder"
     learn, seen = quiet(), []
