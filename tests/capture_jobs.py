@@ -1,4 +1,5 @@
-"Jobs that show things, and a child process that runs them one after the other under `capture_output`: see test_capture.py"
+"""Jobs that show things, and a child process that runs them one after the other under `capture_output`: see
+test_capture.py"""
 import os, sys, time, traceback, warnings
 import multiprocess
 from fastddp.output.capture import capture_output

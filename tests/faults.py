@@ -89,7 +89,8 @@ def do(what):
 
 class Broken:
     "A dataset with one bad item"
-    def __init__(self, items, bad, what, marker): self.items, self.bad, self.what, self.marker = items, bad, what, marker
+    def __init__(self, items, bad, what, marker):
+        self.items, self.bad, self.what, self.marker = items, bad, what, marker
     def __len__(self): return len(self.items)
     def __getitem__(self, i):
         if i == self.bad and not os.path.exists(self.marker):

@@ -1,4 +1,5 @@
-"""Runs notebooks as `nbdev-test --n-workers 0` does, each in a fork of this process, which has imported torch, fastai and nbdev.
+"""Runs notebooks as `nbdev-test --n-workers 0` does, each in a fork of this process, which has imported torch, fastai
+and nbdev.
 
     python tests/notebook_runner.py FLAGS       then one path a line on stdin; answers with one line of JSON each
 """
@@ -42,7 +43,8 @@ def run(path, flags):
             code = 1
             try:
                 os.setpgid(0, 0)
-                for fd, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out.fileno()), (2, out.fileno())): os.dup2(to, fd)
+                for fd, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out.fileno()), (2, out.fileno())):
+                    os.dup2(to, fd)
                 code = run_here(path, flags)
                 sys.stdout.flush(), sys.stderr.flush()
             finally: os._exit(code)

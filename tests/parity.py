@@ -25,7 +25,8 @@ def warm(n):
     "A `Warm` launcher with `n` workers, which are still the same ones at the end"
     launcher = Warm()
     try:
-        for _ in range(2): learner(train=8, valid=1).distrib_fit(1, nprocs=n, launcher=launcher)    # memory for results is there by then
+        # memory for results is there by then
+        for _ in range(2): learner(train=8, valid=1).distrib_fit(1, nprocs=n, launcher=launcher)
         pids = launcher.pids()
         yield launcher
         assert len(pids) == n and launcher.pids() == pids, 'the workers were started anew: not the warm path'
@@ -73,10 +74,12 @@ def loaders(train, valid, bs=4, drop_last=False, valid_bs=None):
                        DataLoader(valid, bs=valid_bs or bs, num_workers=0))
 
 
-def learner(train=37, valid=21, bs=4, model=None, loss_func=None, opt_func=SGD, drop_last=False, data=items, lr=.05, **kwargs):
+def learner(train=37, valid=21, bs=4, model=None, loss_func=None, opt_func=SGD, drop_last=False, data=items, lr=.05,
+            **kwargs):
     seed()
     dls = loaders(data(train), data(valid, s=1), bs, drop_last)
-    learn = Learner(dls, mlp() if model is None else model, loss_func=loss_func or nn.CrossEntropyLoss(), opt_func=opt_func, lr=lr, **kwargs)
+    learn = Learner(dls, mlp() if model is None else model, loss_func=loss_func or nn.CrossEntropyLoss(),
+                    opt_func=opt_func, lr=lr, **kwargs)
     learn.remove_cb(ProgressCallback)
     learn.logger = lambda *_: None
     return learn
@@ -131,9 +134,10 @@ def assert_same(learn, one, tol=1e-5, metrics_tol=1e-6):
     assert largest(learn.recorder.losses, one.recorder.losses) <= metrics_tol*10
     va, vb = values(learn), values(one)
     assert [len(o) for o in va] == [len(o) for o in vb]
-    np.testing.assert_allclose([v for r in va for v in r], [v for r in vb for v in r], atol=metrics_tol*10, rtol=metrics_tol*10)
-    assert learn.opt.hypers == one.opt.hypers or largest([v for h in learn.opt.hypers for v in h.values() if isinstance(v, float)],
-                                                         [v for h in one.opt.hypers for v in h.values() if isinstance(v, float)]) < 1e-9
+    np.testing.assert_allclose([v for r in va for v in r], [v for r in vb for v in r], atol=metrics_tol*10,
+                               rtol=metrics_tol*10)
+    numbers = [[v for h in o.opt.hypers for v in h.values() if isinstance(v, float)] for o in (learn, one)]
+    assert learn.opt.hypers == one.opt.hypers or largest(*numbers) < 1e-9
 
 
 def assert_ranks_alike(rows):

@@ -6,7 +6,8 @@ import functools, itertools, random, sys, time
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
-from fastai.callback.core import Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException
+from fastai.callback.core import Callback, CancelBatchException, CancelEpochException, CancelFitException
+from fastai.callback.core import CancelTrainException
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import F1Score, Perplexity, accuracy
@@ -26,7 +27,8 @@ class Quits(Callback):
         self.rank, self.kind, self.at = rank, kind, (epoch, it)
         setattr(self, event, self.go)
     def go(self):
-        if self.training and group.rank() == self.rank and (self.learn.epoch, self.iter) == self.at: raise KINDS[self.kind]()
+        if self.training and group.rank() == self.rank and (self.learn.epoch, self.iter) == self.at:
+            raise KINDS[self.kind]()
 
 
 class Ends(Collect):
@@ -51,24 +53,32 @@ def draw(rng, n=None):
     batch = rng.choice(['per_worker', 'per_worker', 'global'])
     if batch == 'global': bs *= n
     size = bs*(n if batch == 'per_worker' else 1)
-    res = dict(n=n, batch=batch, bs=bs, train=rng.randint(max(n, size), 60+size), valid=rng.choice([1, 2, 5, 7, 21, 40]), drop_last=rng.random() < .3,
-                epochs=rng.choice([1, 2]), opt=rng.randrange(5), loss=rng.randrange(3), net=rng.randrange(2), wd=rng.choice([0., .1]),
+    res = dict(n=n, batch=batch, bs=bs, train=rng.randint(max(n, size), 60+size),
+               valid=rng.choice([1, 2, 5, 7, 21, 40]), drop_last=rng.random() < .3,
+                epochs=rng.choice([1, 2]), opt=rng.randrange(5), loss=rng.randrange(3), net=rng.randrange(2),
+               wd=rng.choice([0., .1]),
                 acc=rng.choice([None, None, None, 1, 3]), clip=rng.random() < .2,
-                quits=(rng.randrange(n), rng.randrange(4), rng.choice(['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_batch']),
+                quits=(rng.randrange(n), rng.randrange(4),
+                       rng.choice(['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_batch']),
                        0, rng.randrange(4)) if rng.random() < .35 else None)
     if res['quits']:
         res['net'] = 0     # a rank that cancels a batch doesn't count it
-        if KINDS[res['quits'][1]] is CancelBatchException and res['quits'][2] == 'after_batch': res['quits'] = None     # fastai catches it nowhere
+        # fastai catches it nowhere
+        if KINDS[res['quits'][1]] is CancelBatchException and res['quits'][2] == 'after_batch': res['quits'] = None
     return res
 
 
 def build(c):
-    opt = [SGD, functools.partial(SGD, mom=.9), Adam, RMSProp, functools.partial(OptimWrapper, opt=torch.optim.AdamW)][c['opt']]
-    loss = [CrossEntropyLossFlat(), CrossEntropyLossFlat(weight=torch.tensor([1., 3., .5])), LabelSmoothingCrossEntropyFlat()][c['loss']]
-    cbs = ([GradientAccumulation(c['acc']*c['bs']*c['n'])] if c['acc'] else []) + ([GradientClip(.5)] if c['clip'] else [])
+    opt = [SGD, functools.partial(SGD, mom=.9), Adam, RMSProp,
+           functools.partial(OptimWrapper, opt=torch.optim.AdamW)][c['opt']]
+    loss = [CrossEntropyLossFlat(), CrossEntropyLossFlat(weight=torch.tensor([1., 3., .5])),
+            LabelSmoothingCrossEntropyFlat()][c['loss']]
+    cbs = [GradientAccumulation(c['acc']*c['bs']*c['n'])] if c['acc'] else []
+    if c['clip']: cbs.append(GradientClip(.5))
     seed(3)
     net = [mlp, SpreadNet][c['net']]()
-    return learner(train=c['train'], valid=c['valid'], bs=c['bs'], drop_last=c['drop_last'], model=net, opt_func=opt, loss_func=loss, cbs=cbs,
+    return learner(train=c['train'], valid=c['valid'], bs=c['bs'], drop_last=c['drop_last'], model=net, opt_func=opt,
+                   loss_func=loss, cbs=cbs,
                    wd=c['wd'], lr=.01, metrics=[accuracy, F1Score(average='macro'), Perplexity()])
 
 
@@ -85,7 +95,8 @@ def try_one(c, launcher):
     apart = largest([p for p in learn.model.parameters()], [p for p in one.model.parameters()])
     assert apart < 1e-5, f'weights are {apart} apart'
     for a, b in zip(values(learn), values(one), strict=not c['quits']):
-        assert len(a) == len(b) and all(x == y or x != x and y != y or abs(x-y) < 1e-4*max(1, abs(y)) for x, y in zip(a, b)), (a, b)
+        assert len(a) == len(b), (a, b)
+        for x, y in zip(a, b): assert x == y or x != x and y != y or abs(x-y) < 1e-4*max(1, abs(y)), (a, b)
 
 
 def main(how_many=200, start=0):

@@ -8,8 +8,10 @@ learn = make_learner(bs=16)
 seed_all(int(os.environ.get('RANK', 0)))    # ranks start with different random numbers
 with learn.distrib_ctx(**options): learn.fit(2, 0.01)
 rank = os.environ.get('RANK', '0')
-res = dict(weights=[p.flatten().tolist() for p in learn.model.parameters()], values=[list(v) for v in learn.recorder.values],
-           losses=[float(o) for o in learn.recorder.losses], fit='fit' in vars(learn), world=os.environ.get('WORLD_SIZE'))
+res = dict(weights=[p.flatten().tolist() for p in learn.model.parameters()],
+           values=[list(v) for v in learn.recorder.values],
+           losses=[float(o) for o in learn.recorder.losses], fit='fit' in vars(learn),
+           world=os.environ.get('WORLD_SIZE'))
 learn.distrib_fit(1, 0.01)      # the group was left, and is joined once more
 res['again'] = [float(o) for o in learn.recorder.losses]
 json.dump(res, open(f'{sys.argv[1]}/rank{rank}.json', 'w'))

@@ -30,7 +30,8 @@ def words(bs, folder, context):
         res['validate'] = plain(learn.validate())
         res['preds'] = plain(learn.get_preds(with_input=True, with_loss=True, with_decoded=True))
         res['small'] = plain(learn.get_preds(dl=learn.dls.valid.new(points(1, seed=7), bs=4)))
-        res['lrs'] = [type(o).__name__ for o in learn.lr_find(show_plot=False, stop_div=False, suggest_funcs=(valley, slide))]
+        res['lrs'] = [type(o).__name__
+                      for o in learn.lr_find(show_plot=False, stop_div=False, suggest_funcs=(valley, slide))]
         before = weights(learn), plain(learn.validate())
         learn.lr_find(num_it=12, show_plot=False, suggest_funcs=valley)
         res['untouched'] = before == (weights(learn), plain(learn.validate()))

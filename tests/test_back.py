@@ -17,17 +17,22 @@ class Tensors(Callback):
     "Keeps on rank 0 what the weights were when the fit ended"
     def __init__(self): self.at_end, self.steps, self.layer = None, [], None
     def after_batch(self): self.steps.append(self.epoch)
-    def after_fit(self): self.at_end, self.layer = [p.detach().clone() for p in self.learn.model.parameters()], self.learn.model[0]
+    def after_fit(self):
+        self.at_end, self.layer = [p.detach().clone() for p in self.learn.model.parameters()], self.learn.model[0]
 
 
 @pytest.fixture(scope='module')
 def fitted():
     "A learner before and after `distrib_fit_one_cycle(2)` on two workers"
-    learn = make_learner(cbs=Tensors(), model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)))
+    learn = make_learner(cbs=Tensors(),
+                         model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)))
     learn.create_opt()
-    before = dict(model=learn.model, params=list(learn.model.parameters()), types=[type(m) for m in learn.model.modules()], cbs=list(learn.cbs),
-                  loaders=list(learn.dls.loaders), logger=learn.logger, opt=learn.opt, attrs=set(vars(learn)), env=dict(os.environ),
-                  rng=learn.dls.train.rng.getstate(), handler=signal.getsignal(signal.SIGINT), steps=learn.tensors.steps)
+    before = dict(model=learn.model, params=list(learn.model.parameters()),
+                  types=[type(m) for m in learn.model.modules()], cbs=list(learn.cbs),
+                  loaders=list(learn.dls.loaders), logger=learn.logger, opt=learn.opt, attrs=set(vars(learn)),
+                  env=dict(os.environ),
+                  rng=learn.dls.train.rng.getstate(), handler=signal.getsignal(signal.SIGINT),
+                  steps=learn.tensors.steps)
     learn.distrib_fit_one_cycle(2, 0.05, nprocs=2)
     return learn, before
 
@@ -55,7 +60,8 @@ def test_counters_and_callbacks(fitted):
     learn, before = fitted
     local = make_learner(bs=32)
     local.fit_one_cycle(2, 0.05)
-    for name in 'epoch', 'n_epoch', 'train_iter', 'loss', 'training': assert getattr(learn, name) == getattr(local, name), name
+    for name in 'epoch', 'n_epoch', 'train_iter', 'loss', 'training':
+        assert getattr(learn, name) == getattr(local, name), name
     assert learn.pct_train == pytest.approx(local.pct_train) and learn.smooth_loss.shape == local.smooth_loss.shape
     assert list(learn.cbs) == before['cbs'] and learn.tensors.steps is before['steps']
     n_train, n_valid = len(local.dls.train), len(local.dls.valid)
@@ -77,14 +83,16 @@ def test_nothing_else_changed(fitted):
     assert learn.dls.train.rng.getstate() != before['rng']
 
 
-@pytest.mark.parametrize('opt_func', [partial(SGD, mom=0.9), partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['sgd', 'adamw'])
+@pytest.mark.parametrize('opt_func', [partial(SGD, mom=0.9), partial(OptimWrapper, opt=torch.optim.AdamW)],
+                         ids=['sgd', 'adamw'])
 def test_two_fits_are_one_of_two_epochs(opt_func):
     once, twice = make_learner(opt_func=opt_func), make_learner(opt_func=opt_func)
     once.distrib_fit(2, 0.01, nprocs=2)
     with twice.distrib_ctx(nprocs=2):
         twice.fit(1, 0.01)
         twice.fit(1, 0.01)
-    for a, b in zip(once.model.parameters(), twice.model.parameters(), strict=True): torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    for a, b in zip(once.model.parameters(), twice.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert [h['lr'] for h in once.opt.hypers] == [h['lr'] for h in twice.opt.hypers]
 
 
@@ -94,7 +102,8 @@ def test_state_continues_in_a_local_fit():
     mixed.dls.train.bs = mixed.dls.valid.bs = 16
     mixed.fit(1, 0.01)
     local.fit(2, 0.01)
-    for a, b in zip(mixed.model.parameters(), local.model.parameters(), strict=True): torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    for a, b in zip(mixed.model.parameters(), local.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
 class Boom(Callback):
@@ -192,7 +201,8 @@ def test_the_other_words(name, args):
     learn = make_learner(splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())])
     start = [p.clone() for p in learn.model.parameters()]
     getattr(learn, f'distrib_{name}')(*args, nprocs=2)
-    assert any(not torch.equal(a, b) for a, b in zip(start, learn.model.parameters())) and all(p.requires_grad for p in learn.model.parameters())
+    now = list(learn.model.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(start, now)) and all(p.requires_grad for p in now)
 
 
 def test_signatures_show_both_the_methods_and_our_options():
@@ -258,7 +268,9 @@ class Named:
 
 class Notes(Callback):
     "Keeps what the worker has for a list of names, and a part of it"
-    def before_fit(self): self.had, self.part, self.all = type(self.dls.train_ds.names).__name__, self.dls.train_ds.names[:3], self.dls.train_ds.names
+    def before_fit(self):
+        names = self.dls.train_ds.names
+        self.had, self.part, self.all = type(names).__name__, names[:3], names
 
 
 def test_long_lists_of_names_are_shared_and_stay_lists():

@@ -1,4 +1,5 @@
-"""A fit in a real browser: the bar moves, the table grows, the interrupt button works. Pictures stay in build/browser/."""
+"""A fit in a real browser: the bar moves, the table grows, the interrupt button works. Pictures stay in
+build/browser/."""
 import contextlib, ctypes, json, os, secrets, shutil, signal, socket, subprocess, sys, tempfile, time, urllib.request
 from pathlib import Path
 import nbformat, pytest
@@ -26,24 +27,31 @@ class Lab:
         with socket.socket() as s:
             s.bind(('127.0.0.1', 0))
             self.url = f'http://127.0.0.1:{s.getsockname()[1]}'
-        dirs = dict(JUPYTER_CONFIG_DIR='config', JUPYTER_DATA_DIR='data', JUPYTER_RUNTIME_DIR='runtime', IPYTHONDIR='ipython',
+        dirs = dict(JUPYTER_CONFIG_DIR='config', JUPYTER_DATA_DIR='data', JUPYTER_RUNTIME_DIR='runtime',
+                    IPYTHONDIR='ipython',
                     JUPYTERLAB_SETTINGS_DIR='settings', JUPYTERLAB_WORKSPACES_DIR='workspaces')
-        options = ['--no-browser', '--allow-root', '--ServerApp.ip=127.0.0.1', f'--ServerApp.port={self.url.rpartition(":")[2]}',
-                   '--ServerApp.port_retries=0', f'--IdentityProvider.token={self.token}', f'--ServerApp.root_dir={self.notebooks}',
+        options = ['--no-browser', '--allow-root', '--ServerApp.ip=127.0.0.1',
+                   f'--ServerApp.port={self.url.rpartition(":")[2]}',
+                   '--ServerApp.port_retries=0', f'--IdentityProvider.token={self.token}',
+                   f'--ServerApp.root_dir={self.notebooks}',
                    '--LabApp.expose_app_in_browser=True', '--ServerApp.terminals_enabled=False']
         self.log = home/'log'
         with open(self.log, 'w') as log:
-            self.process = subprocess.Popen([sys.executable, '-m', 'jupyterlab', *options], stdout=log, stderr=subprocess.STDOUT,
-                                            env={**os.environ, **{k: str(home/v) for k, v in dirs.items()}}, preexec_fn=die_with_parent)
+            self.process = subprocess.Popen([sys.executable, '-m', 'jupyterlab', *options], stdout=log,
+                                            stderr=subprocess.STDOUT,
+                                            env={**os.environ, **{k: str(home/v) for k, v in dirs.items()}},
+                                            preexec_fn=die_with_parent)
     def _settings(self, folder):
-        for name, values in {'apputils-extension/notification': dict(fetchNews='false', checkForUpdates=False, doNotDisturbMode=True),
+        for name, values in {'apputils-extension/notification': dict(fetchNews='false', checkForUpdates=False,
+                                                                     doNotDisturbMode=True),
                              'notebook-extension/tracker': dict(windowingMode='none'),
                              'docmanager-extension/plugin': dict(autosave=False)}.items():
             path = folder/f'{name}.jupyterlab-settings'
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values))
     def ask(self, path, method='GET'):
-        request = urllib.request.Request(f'{self.url}/api/{path}', method=method, headers={'Authorization': f'token {self.token}'})
+        request = urllib.request.Request(f'{self.url}/api/{path}', method=method,
+                                         headers={'Authorization': f'token {self.token}'})
         with urllib.request.urlopen(request, timeout=15) as r: return r.read()
     def wait(self):
         end = time.monotonic()+120
@@ -70,7 +78,8 @@ ROWS = f"document.querySelectorAll('{PANEL} table.fastprogress tbody tr').length
 TEXT = f"[...document.querySelectorAll('{PANEL} .jp-OutputArea-output')].map(o=>o.textContent).join('\\n')"
 IDLE = ("(()=>{const n=jupyterapp.shell.currentWidget; return n.sessionContext.session.kernel.status=='idle' && "
         "n.content.widgets.every(c=>!c.promptNode.textContent.includes('*'))})()")
-READY = ("(()=>{const w=window.jupyterapp&&jupyterapp.shell.currentWidget, s=w&&w.sessionContext; return !!(s&&s.isReady&&s.session&&"
+READY = ("(()=>{const w=window.jupyterapp&&jupyterapp.shell.currentWidget, s=w&&w.sessionContext; return "
+         "!!(s&&s.isReady&&s.session&&"
          "s.session.kernel&&s.session.kernel.status=='idle'&&w.context.isReady&&w.content.widgets.length)})()")
 
 

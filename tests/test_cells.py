@@ -72,7 +72,8 @@ class Number(int): pass
 class Double(Transform):
     def encodes(self, x:torch.Tensor): return x*2
     def encodes(self, y:Number): return y
-dsets = Datasets(list(range(90)), [[lambda i: items[i][0], Double()], [lambda i: Number(items[i][1]), Double(), lambda y: torch.tensor(int(y))]],
+ys = [lambda i: Number(items[i][1]), Double(), lambda y: torch.tensor(int(y))]
+dsets = Datasets(list(range(90)), [[lambda i: items[i][0], Double()], ys],
                  splits=[list(range(64)), list(range(64, 90))])
 def splitter(m): return [list(m[0].parameters()), list(m[2].parameters())]
 def opt_func(params, lr, **kw): return OptimWrapper(params, torch.optim.SGD, lr=lr, momentum=.9)
@@ -83,8 +84,9 @@ class Hits(Metric):
         self.total += len(learn.y)
     @property
     def value(self): return self.n/self.total
-learn = Learner(dsets.dataloaders(bs=8, num_workers=0, device='cpu'), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)),
-                loss_func=partial(FF.cross_entropy, label_smoothing=.1), opt_func=opt_func, splitter=splitter, metrics=[accuracy, Hits()])
+net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+learn = Learner(dsets.dataloaders(bs=8, num_workers=0, device='cpu'), net, opt_func=opt_func, splitter=splitter,
+                loss_func=partial(FF.cross_entropy, label_smoothing=.1), metrics=[accuracy, Hits()])
 learn.distrib_fit_one_cycle(2, slice(1e-3, 1e-2), nprocs=2)
 assert abs(learn.recorder.values[-1][2]-learn.recorder.values[-1][3]) < 1e-6
 assert len(learn.opt.hypers) == 2
@@ -115,7 +117,8 @@ class Uses(Callback):
     def after_fit(self):
         a = Mine(torch.ones(2))
         table = core.show_batch
-        self.said = [getattr(self.learn, 'noted', lambda: 'gone')(), getattr(self.model, 'depth', None), table(a, None, []),
+        noted = getattr(self.learn, 'noted', lambda: 'gone')()
+        self.said = [noted, getattr(self.model, 'depth', None), table(a, None, []),
                      float(Normalize.from_stats([.5], [.5], cuda=False)(a).sum())]
 from fastai.data import core
 learn = Learner(loaders(), nn.Sequential(nn.Linear(8, 2)), loss_func=nn.CrossEntropyLoss(), cbs=Uses())
@@ -143,7 +146,8 @@ learn.distrib_fit(2, nprocs=2, cbs=ShowGraphCallback())
 assert len(learn.recorder.values) == 2
 """,
 'modules by any alias, and one in the working directory': """
-open('my_helper.py', 'w').write('SCALE = 3.\\ndef loss(out, y, **kw):\\n    import torch.nn.functional as f\\n    return f.cross_entropy(out, y, **kw)*SCALE\\n')
+text = 'SCALE = 3.\\ndef loss(out, y, **kw):\\n    import torch.nn.functional as f\\n'
+open('my_helper.py', 'w').write(text+'    return f.cross_entropy(out, y, **kw)*SCALE\\n')
 import my_helper as mh
 learn = Learner(loaders(), nn.Linear(8, 2), loss_func=mh.loss, metrics=lambda o, y: torch.tensor(mh.SCALE))
 learn.distrib_fit(1, nprocs=2)
@@ -189,8 +193,11 @@ def test_cells(tmp_path):
     "One kernel for all: each cell trains, and says by asserts what must have travelled"
     nb = new_notebook(cells=[new_code_cell(SETUP), *map(new_code_cell, CELLS.values())], metadata=dict(
         kernelspec=dict(name='python3', display_name='python3', language='python')))
-    nbclient.NotebookClient(nb, timeout=200, resources=dict(metadata=dict(path=str(tmp_path))), allow_errors=True).execute()
-    failed = {what: o['evalue'] for what, cell in zip(['setup', *CELLS], nb.cells) for o in cell.outputs if o['output_type'] == 'error'}
+    nbclient.NotebookClient(nb, timeout=200, resources=dict(metadata=dict(path=str(tmp_path))),
+                            allow_errors=True).execute()
+    failed = {what: o['evalue'] for what, cell in zip(['setup', *CELLS], nb.cells)
+              for o in cell.outputs if o['output_type'] == 'error'}
     assert not failed, failed
     shown = next(cell.outputs for what, cell in zip(['setup', *CELLS], nb.cells) if what == 'a graph that grows')
-    assert sum('image/png' in o.get('data', {}) for o in shown) == 1, [o['output_type'] for o in shown]     # one figure, which was updated
+    # one figure, which was updated
+    assert sum('image/png' in o.get('data', {}) for o in shown) == 1, [o['output_type'] for o in shown]

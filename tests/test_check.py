@@ -19,7 +19,8 @@ def streams(): return random.getstate(), torch.get_rng_state().tolist()
 def test_same_answer_and_nothing_changed(two, capsys):
     learn = learner(opt_func=Adam, metrics=accuracy, cbs=GradientClip(.1), wd=.1)
     learn.fit(1)        # an optimizer with state
-    was = copy.deepcopy((learn.model.state_dict(), learn.opt.state_dict(), vars(learn.recorder)['losses'], len(learn.cbs)))
+    was = copy.deepcopy((learn.model.state_dict(), learn.opt.state_dict(), vars(learn.recorder)['losses'],
+                         len(learn.cbs)))
     rng, order = streams(), learn.dls.train.rng.getstate()
     capsys.readouterr()
     res = learn.distrib_check(nprocs=2, launcher=two)
@@ -33,7 +34,8 @@ def test_same_answer_and_nothing_changed(two, capsys):
 
 @pytest.mark.parametrize('layer,why', [(nn.BatchNorm1d(8), 'batch norm'), (nn.Dropout(.5), 'dropout')])
 def test_differences_have_their_reason(two, layer, why):
-    res = learner(model=nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3))).distrib_check(nprocs=2, launcher=two, show=False)
+    res = learner(model=nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3))).distrib_check(nprocs=2, launcher=two,
+                                                                                              show=False)
     by = {r.what: r for r in res}
     assert by['batches'].same and not by['losses'].same and why in by['losses'].why
 
@@ -49,5 +51,6 @@ def test_a_difference_without_a_known_reason_is_reported(two):
 
 def test_torch_loaders(two):
     learn = learner()
-    learn.dls.loaders = [torch.utils.data.DataLoader(items(30), batch_size=6, shuffle=True), torch.utils.data.DataLoader(items(9, s=1), batch_size=4)]
+    learn.dls.loaders = [torch.utils.data.DataLoader(items(30), batch_size=6, shuffle=True),
+                         torch.utils.data.DataLoader(items(9, s=1), batch_size=4)]
     assert learn.distrib_check(nprocs=2, launcher=two, show=False).same

@@ -45,7 +45,8 @@ def test_running(): ctx.Process(target=time.sleep, args=(60,), daemon=True).star
 
 
 def test_file_of_another_run_is_not_blamed(tmp_path):
-    "Made in shared memory while a test runs: by this run, which is told so, and by a process that it didn't start, which is not"
+    """Made in shared memory while a test runs: by this run, which is told so, and by a process that it didn't start,
+    which is not"""
     copy_conftest(tmp_path)
     (tmp_path/'test_it.py').write_text('''
 import sys, time
@@ -78,5 +79,6 @@ def test_ours(): Path('/dev/shm', f'fastddp-test-{Path.cwd().parent.name}-{Path.
 def test_nothing_imports_conftest():
     "There are two of that name, and a worker imports by name: it would get either"
     tests = Path(__file__).parent
-    guilty = [p.name for p in tests.rglob('*.py') for line in p.read_text(encoding='utf-8').splitlines() if line.startswith(('from conftest', 'import conftest'))]
+    guilty = [p.name for p in tests.rglob('*.py') for line in p.read_text(encoding='utf-8').splitlines()
+              if line.startswith(('from conftest', 'import conftest'))]
     assert not guilty

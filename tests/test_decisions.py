@@ -1,6 +1,8 @@
-"""All ranks leave a step, a batch, a phase, an epoch or a fit together, whoever wants to; the result is that of one process."""
+"""All ranks leave a step, a batch, a phase, an epoch or a fit together, whoever wants to; the result is that of one
+process."""
 import pytest, torch
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+                                  CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback, TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation, ShortEpochCallback
@@ -8,7 +10,8 @@ from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam
 from torch import nn
 from fastddp.base import group
-from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, seed, twin, values, warm
+from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, seed, twin
+from parity import values, warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -18,7 +21,8 @@ def ranks(request):
     with warm(request.param) as launcher: yield request.param, launcher
 
 
-RAISES = dict(batch=CancelBatchException, train=CancelTrainException, valid=CancelValidException, epoch=CancelEpochException,
+RAISES = dict(batch=CancelBatchException, train=CancelTrainException, valid=CancelValidException,
+              epoch=CancelEpochException,
               fit=CancelFitException, step=CancelStepException, backward=CancelBackwardException)
 
 
@@ -48,21 +52,31 @@ class AtEnd(Collect):
 
 EVENTS = [(e, k, at, ep, False)
           for e, k, at, ep in [
-              ('before_batch', 'batch', 0, 0), ('before_batch', 'batch', 1, 0), ('before_batch', 'fit', 0, 0), ('before_batch', 'epoch', 2, 1),
-              ('before_batch', 'train', -1, 1), ('after_pred', 'batch', 2, 0), ('after_pred', 'train', 2, 0), ('after_loss', 'batch', 1, 1),
-              ('after_loss', 'epoch', 1, 0), ('before_backward', 'backward', 0, 0), ('before_backward', 'backward', 3, 0),
+              ('before_batch', 'batch', 0, 0), ('before_batch', 'batch', 1, 0), ('before_batch', 'fit', 0, 0),
+                               ('before_batch', 'epoch', 2, 1),
+              ('before_batch', 'train', -1, 1), ('after_pred', 'batch', 2, 0), ('after_pred', 'train', 2, 0),
+                               ('after_loss', 'batch', 1, 1),
+              ('after_loss', 'epoch', 1, 0), ('before_backward', 'backward', 0, 0),
+                               ('before_backward', 'backward', 3, 0),
               ('before_backward', 'fit', -1, 1), ('after_backward', 'batch', 1, 0), ('after_backward', 'train', -1, 0),
-              ('before_step', 'step', 1, 0), ('before_step', 'batch', 1, 0), ('before_step', 'fit', 0, 1), ('before_step', 'step', -1, 1),
-              ('after_step', 'train', 1, 0), ('after_step', 'fit', -1, 1), ('after_batch', 'train', 1, 0), ('after_batch', 'train', -1, 0),
-              ('after_batch', 'epoch', 0, 0), ('after_batch', 'epoch', -1, 0), ('after_batch', 'fit', 3, 1), ('after_batch', 'fit', -1, 1),
+              ('before_step', 'step', 1, 0), ('before_step', 'batch', 1, 0), ('before_step', 'fit', 0, 1),
+                               ('before_step', 'step', -1, 1),
+              ('after_step', 'train', 1, 0), ('after_step', 'fit', -1, 1), ('after_batch', 'train', 1, 0),
+                               ('after_batch', 'train', -1, 0),
+              ('after_batch', 'epoch', 0, 0), ('after_batch', 'epoch', -1, 0), ('after_batch', 'fit', 3, 1),
+                               ('after_batch', 'fit', -1, 1),
               ('before_train', 'train', None, 0), ('before_train', 'epoch', None, 1), ('before_train', 'fit', None, 1),
               ('before_epoch', 'epoch', None, 1), ('before_epoch', 'fit', None, 1), ('after_train', 'epoch', None, 0),
-              ('after_train', 'fit', None, 0), ('before_validate', 'valid', None, 0), ('before_validate', 'epoch', None, 0),
-              ('before_validate', 'fit', None, 1), ('after_validate', 'epoch', None, 0), ('after_validate', 'fit', None, 0),
+              ('after_train', 'fit', None, 0), ('before_validate', 'valid', None, 0),
+                               ('before_validate', 'epoch', None, 0),
+              ('before_validate', 'fit', None, 1), ('after_validate', 'epoch', None, 0),
+                               ('after_validate', 'fit', None, 0),
               ('after_validate', 'fit', None, 1), ('after_epoch', 'fit', None, 0), ('after_epoch', 'fit', None, 1),
               ('before_fit', 'fit', None, 0)]]
-EVENTS += [(e, k, at, 0, True) for e, k, at in [('before_batch', 'valid', 0), ('after_pred', 'valid', 1), ('after_loss', 'fit', 0),
-                                               ('after_batch', 'valid', 0), ('after_batch', 'epoch', 1), ('after_batch', 'fit', -1)]]
+EVENTS += [(e, k, at, 0, True) for e, k,
+           at in [('before_batch', 'valid', 0), ('after_pred', 'valid', 1), ('after_loss', 'fit', 0),
+                                               ('after_batch', 'valid', 0), ('after_batch', 'epoch', 1),
+                  ('after_batch', 'fit', -1)]]
 
 
 def data(): return learner(train=33, valid=21, bs=3, metrics=accuracy, wd=.1, opt_func=Adam)
@@ -81,12 +95,15 @@ def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
     one.fit(2, cbs=[single, left])
     assert left.done and end.ranks[0][0][0] == single.rows[0][0]
     # fastai leaves the gradients of a step in place that is left right after it; the workers drop them
-    if event != 'after_step': assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
+    if event != 'after_step':
+        assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
     assert [len(o) for o in learn.recorder.values] == [len(o) for o in one.recorder.values]
 
 
-@pytest.mark.parametrize('event,kind,at', [('before_batch', 'batch', 2), ('after_loss', 'batch', 1), ('after_pred', 'train', 3),
-                                           ('after_loss', 'fit', 5), ('after_batch', 'train', 4), ('before_step', 'batch', 2)])
+@pytest.mark.parametrize('event,kind,at',
+                         [('before_batch', 'batch', 2), ('after_loss', 'batch', 1), ('after_pred', 'train', 3),
+                                           ('after_loss', 'fit', 5), ('after_batch', 'train', 4),
+                          ('before_step', 'batch', 2)])
 def test_one_rank_wants_to_leave_while_gradients_accumulate(ranks, event, kind, at):
     n, launcher = ranks
     learn, end = learner(train=41, bs=2, cbs=GradientAccumulation(n*5)), AtEnd()
@@ -105,7 +122,8 @@ class TwoLeave(Callback):
     "Each rank wants something else at the same moment"
     order = 51
     def after_loss(self):
-        if self.training and self.epoch == 0 and self.iter == 1: raise (CancelBatchException, CancelEpochException, CancelTrainException)[group.rank()]()
+        if self.training and self.epoch == 0 and self.iter == 1:
+            raise (CancelBatchException, CancelEpochException, CancelTrainException)[group.rank()]()
 
 
 def test_the_strongest_wish_counts(ranks):
@@ -113,10 +131,12 @@ def test_the_strongest_wish_counts(ranks):
     learn, end = data(), AtEnd()
     learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[end, TwoLeave()])
     assert_ranks_alike(end.ranks)
-    assert len(learn.recorder.values[0]) == 0 and len(learn.recorder.values[1]) == 3     # the first epoch was cancelled, its validation too
+    # the first epoch was cancelled, its validation too
+    assert len(learn.recorder.values[0]) == 0 and len(learn.recorder.values[1]) == 3
 
 
-def with_nan(n, s=0): return [(x*float('nan') if i == 20 and s == 0 else x, y) for i, (x, y) in enumerate(items(n, s=s))]
+def with_nan(n, s=0):
+    return [(x*float('nan') if i == 20 and s == 0 else x, y) for i, (x, y) in enumerate(items(n, s=s))]
 
 
 def test_nan_in_one_shard(ranks):
@@ -128,13 +148,15 @@ def test_nan_in_one_shard(ranks):
     assert torch.isnan(learn.recorder.losses[-1]) == torch.isnan(one.recorder.losses[-1])
 
 
-def nan_in_validation(n, s=0): return [(x*float('nan') if i == n-1 and s else x, y) for i, (x, y) in enumerate(items(n, s=s))]
+def nan_in_validation(n, s=0):
+    return [(x*float('nan') if i == n-1 and s else x, y) for i, (x, y) in enumerate(items(n, s=s))]
 
 
 def test_nan_in_one_shard_of_validation(ranks):
     n, launcher = ranks
     end = AtEnd()
-    learn, one = fit_both(learner(train=12, valid=22, bs=3, data=nan_in_validation), n, launcher, 3, cbs=[end, TerminateOnNaNCallback()])
+    learn, one = fit_both(learner(train=12, valid=22, bs=3, data=nan_in_validation), n, launcher, 3,
+                          cbs=[end, TerminateOnNaNCallback()])
     assert_ranks_alike(end.ranks)
     assert end.ranks[0][0][0] == len(one.recorder.losses) == len(one.dls.train)     # in the first epoch
     assert len(learn.recorder.values) == len(one.recorder.values)
@@ -153,7 +175,8 @@ def test_short_epochs(ranks):
 def test_early_stopping(ranks, monitor):
     n, launcher = ranks
     end = AtEnd()
-    learn, one = fit_both(learner(metrics=accuracy, lr=.5, opt_func=Adam), n, launcher, 12, cbs=[end, EarlyStoppingCallback(monitor, patience=2)])
+    learn, one = fit_both(learner(metrics=accuracy, lr=.5, opt_func=Adam), n, launcher, 12,
+                          cbs=[end, EarlyStoppingCallback(monitor, patience=2)])
     assert_ranks_alike(end.ranks)
     assert len(learn.recorder.values) == len(one.recorder.values) < 12
     assert end.ranks[0][0][0] == len(one.recorder.losses)

@@ -46,7 +46,8 @@ def test_model_made_in_the_workers():
 
 WRONG = {
     'dls_factory returned a list': dict(dls_factory=lambda: points(8)),
-    "model_factory returned a Linear whose weights aren't those of learn.model": dict(model_factory=lambda: nn.Linear(8, 2)),
+    "model_factory returned a Linear whose weights aren't those of learn.model":
+        dict(model_factory=lambda: nn.Linear(8, 2)),
     'model_factory returned a NoneType': dict(model_factory=lambda: None)}
 
 
@@ -72,7 +73,8 @@ def test_inference_leaves_the_momenta_at_home(monkeypatch):
         sizes.append(job.payload.nbytes)
         return run(self, job, *args, **kwargs)
     monkeypatch.setattr(Local, 'run', noting)
-    learn = make_learner(model=lambda: nn.Sequential(nn.Linear(8, 20_000), nn.ReLU(), nn.Linear(20_000, 2)), opt_func=Adam, n=32)
+    learn = make_learner(model=lambda: nn.Sequential(nn.Linear(8, 20_000), nn.ReLU(), nn.Linear(20_000, 2)),
+                         opt_func=Adam, n=32)
     with learn.distrib_ctx(nprocs=2):
         learn.fit(1)
         before = frozen(learn)

@@ -1,5 +1,5 @@
-"""The failure table: what goes wrong x where x on which rank. The right type, the rank, the place and the remedy; the end of the
-last complete epoch in the learner; nothing left (conftest.py sees to that); the next fit works.
+"""The failure table: what goes wrong x where x on which rank. The right type, the rank, the place and the remedy; the
+end of the last complete epoch in the learner; nothing left (conftest.py sees to that); the next fit works.
 
 CI runs a spread of it, `make test-faults` (FASTDDP_FAULTS=all) the whole."""
 import os, warnings
@@ -12,7 +12,8 @@ from fastddp.all import RankDied, RankRaised
 from fastddp.base.errors import GroupTimeout, remedy_for, trouble_of
 from learners import make_learner, mlp, points
 
-RAISED = {'exception': 'ValueError', 'silent exception': 'Silent', 'sys.exit': 'SystemExit', 'out of memory': 'MemoryError'}
+RAISED = {'exception': 'ValueError', 'silent exception': 'Silent', 'sys.exit': 'SystemExit',
+          'out of memory': 'MemoryError'}
 DIED = {'os._exit': ('exited with code 4', 'exited'), 'segfault': ('killed by SIGSEGV', 'compiled code crashed'),
         'SIGKILL': ('killed by SIGKILL', 'killed by the system')}
 WHAT = [*RAISED, *DIED, 'SIGSTOP']
@@ -52,7 +53,8 @@ def test_table(what, place, rank, tmp_path):
     with warnings.catch_warnings():
         learn = faulty(what, place, rank, marker)
         learn.recorder.values = []
-        with pytest.raises((RankRaised, RankDied, GroupTimeout)) as caught: learn.distrib_fit(2, nprocs=2, timeout=LIMIT)
+        with pytest.raises((RankRaised, RankDied, GroupTimeout)) as caught:
+            learn.distrib_fit(2, nprocs=2, timeout=LIMIT)
     err, text = caught.value, str(caught.value)
     assert marker.exists() and err.rank == rank, text
     if what in RAISED:
@@ -62,7 +64,8 @@ def test_table(what, place, rank, tmp_path):
         assert 'Your code:' in text and text.index('Your code:') < text.index('Traceback of rank')
     elif what in DIED:
         said, name = DIED[what]
-        assert type(err) is RankDied and said in text and trouble_of(err.signal or 'exit').name == name and err.remedy in text
+        assert type(err) is RankDied and said in text and trouble_of(err.signal
+                                                                     or 'exit').name == name and err.remedy in text
     else: assert type(err) is GroupTimeout and 'stopped by a signal' in text
     if PLACES[place]:
         _, _, _, complete, where = PLACES[place]
@@ -87,10 +90,12 @@ def test_hang_in_python_shows_stacks(tmp_path):
 
 
 def test_last_words_of_a_library(tmp_path, capfd):
-    "What compiled code wrote lies in the rank's log, whose end is in the report, and nowhere else; the next job's report begins anew"
+    """What compiled code wrote lies in the rank's log, whose end is in the report, and nowhere else; the next job's
+    report begins anew"""
     learn = make_learner(cbs=[OneFault('library', 'before_batch/train', 1, 0, 2, marker=str(tmp_path/'fired'))])
     with pytest.raises(RankRaised) as caught: learn.distrib_fit(1, nprocs=2)
-    assert 'Last output of rank 1:\na library complains\n' in str(caught.value) and 'complains' not in ''.join(capfd.readouterr())
+    assert 'Last output of rank 1:\na library complains\n' in str(caught.value)
+    assert 'complains' not in ''.join(capfd.readouterr())
     learn.one_fault.what, learn.one_fault.marker = 'exception', str(tmp_path/'again')
     with pytest.raises(RankRaised) as caught: learn.distrib_fit(1, nprocs=2)
     assert 'Last output' not in str(caught.value)
@@ -99,7 +104,8 @@ def test_last_words_of_a_library(tmp_path, capfd):
 def broken_learner(bad, what, marker, num_workers):
     data = points(96)
     train = DataLoader(Broken(data, bad, what, str(marker)), batch_size=8, num_workers=num_workers)
-    return Learner(DataLoaders(train, DataLoader(points(16), batch_size=8)), mlp(), loss_func=torch.nn.CrossEntropyLoss(), lr=.1)
+    return Learner(DataLoaders(train, DataLoader(points(16), batch_size=8)), mlp(),
+                   loss_func=torch.nn.CrossEntropyLoss(), lr=.1)
 
 
 # Where the bad item lies: in batch 0 of 6 or in batch 3, which the ranks share item by item
@@ -130,15 +136,18 @@ def test_post_mortem(tmp_path):
 
 
 def test_what_cannot_be_pickled_costs_nothing(tmp_path):
-    "An attribute of a callback that can't travel back stays as the notebook has it, and is named; the training is not lost"
+    """An attribute of a callback that can't travel back stays as the notebook has it, and is named; the training is
+    not lost"""
     learn = make_learner(cbs=[OneFault('nothing', 'before_fit', 9, marker=str(tmp_path/'fired'))])
     learn.one_fault.extra = OnDump('exception', 0, str(tmp_path/'dumped'))     # the first time only
     learn.one_fault.when_done = 'generator'
-    with pytest.warns(UserWarning, match=r"learn.one_fault.generator \(TypeError: cannot pickle 'generator' object\) can't travel back"):
+    with pytest.warns(UserWarning, match=r"learn.one_fault.generator \(TypeError: cannot pickle 'generator' object\) "
+                                         r"can't travel back"):
         learn.distrib_fit(1, nprocs=2)
     assert len(learn.recorder.values) == 1 and not hasattr(learn.one_fault, 'generator')
     learn.one_fault.when_done = 'fussy'
-    with pytest.warns(UserWarning, match="weights and optimizer are those of the fit.*can't be loaded here"): learn.distrib_fit(1, nprocs=2)
+    with pytest.warns(UserWarning, match="weights and optimizer are those of the fit.*can't be loaded here"):
+        learn.distrib_fit(1, nprocs=2)
     assert learn.epoch == 0
 
 
@@ -147,5 +156,6 @@ def test_result_of_a_job_that_cannot_be_pickled(rank):
     from fastddp.launch.local import Local
     from fastddp.launch.engine import Job
     from fastddp.payload.pickling import dump
-    with pytest.raises(RankRaised, match='pickle') as caught: Local().run(Job('jobs_that_fail:returns_a_generator', dump(rank)), 2)
+    with pytest.raises(RankRaised, match='pickle') as caught:
+        Local().run(Job('jobs_that_fail:returns_a_generator', dump(rank)), 2)
     assert caught.value.rank == rank

@@ -1,4 +1,5 @@
-"""The house stands: imports point down, and each folder keeps out what does not belong there (CONTRIBUTING.md has the table)."""
+"""The house stands: imports point down, and each folder keeps out what does not belong there (CONTRIBUTING.md has the
+table)."""
 import ast, json, re, subprocess, sys
 from pathlib import Path
 import pytest
@@ -16,15 +17,18 @@ FLOORS = {
     'report': ('base', 'payload', 'output', 'shard', 'process', 'launch'),
     'fastai2': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
     'fastai1': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
-    '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1')}     # the front doors
+    # the front doors
+    '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1')}
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
 KEEPS_OUT = {'base': ('fastai', 'multiprocess', 'torch.distributed'), 'base.group': ('fastai', 'multiprocess'),
-             **dict.fromkeys(('base.troubles', 'base.failure', 'base.errors'), ('fastai', 'torch', 'multiprocess', 'subprocess')),
+             **dict.fromkeys(('base.troubles', 'base.failure', 'base.errors'),
+                             ('fastai', 'torch', 'multiprocess', 'subprocess')),
              'payload': ('fastai', 'multiprocess', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'multiprocess', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
              'report': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
-             'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data', 'fastai.torch_basics'),
+             'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data',
+                         'fastai.torch_basics'),
              '': ('fastai', 'torch.distributed')}
 
 
@@ -91,7 +95,8 @@ def violations(module, source, rooms=ROOMS):
         other = of_ours(name, rooms)
         if other not in (None, module) and not may_import(module, other, rooms): found.add(f'{module} imports {other}')
         if bad := next((o for o in out if within(name, o)), None): found.add(f'{module} imports {bad}')
-        if module == 'shard.split' and isinstance(node, (ast.Import, ast.ImportFrom)) and not within(name, 'fastddp', *sys.stdlib_module_names):
+        imported = isinstance(node, (ast.Import, ast.ImportFrom))
+        if module == 'shard.split' and imported and not within(name, 'fastddp', *sys.stdlib_module_names):
             found.add(f'{name} in pure arithmetic')
         if within(name, 'ray') and node in top: found.add('ray imported with the module')
     return sorted(found)
@@ -104,15 +109,18 @@ def test_a_module_keeps_the_rules_of_its_folder(module):
 
 
 def test_notebooks_mirror_the_folders():
-    found = {exp: p.parent.relative_to(root/'nbs') for p in sorted((root/'nbs').glob('**/[0-9]*.ipynb')) if (exp := default_exp(p))}
+    found = {exp: p.parent.relative_to(root/'nbs') for p in sorted((root/'nbs').glob('**/[0-9]*.ipynb'))
+             if (exp := default_exp(p))}
     assert {exp: str(p) for exp, p in found.items()} == {exp: folder(exp) or '.' for exp in found}
     numbers = [(n, list(FLOORS).index(folder(exp))) for exp, n in ROOMS.items()]
     assert sorted(numbers) == sorted(numbers, key=lambda o: (o[1], o[0])), 'notebooks are numbered from the ground up'
     assert len({n for n, _ in numbers}) == len(numbers)
 
 
-HOUSE = {'base.errors': '00', 'base.group': '02', 'payload.pickling': '11', 'process.preload': '44', 'process.workers': '45',
-         'shard.split': '30', 'launch.local': '53', 'fastai2.session': '84', 'fastai2.learner': '86', 'fastai1.learner': '96'}
+HOUSE = {'base.errors': '00', 'base.group': '02', 'payload.pickling': '11', 'process.preload': '44',
+         'process.workers': '45',
+         'shard.split': '30', 'launch.local': '53', 'fastai2.session': '84', 'fastai2.learner': '86',
+         'fastai1.learner': '96'}
 
 BAD = {
     ('process.workers', 'from ..fastai2.learner import snapshot'): 'process.workers imports fastai2.learner',
@@ -137,7 +145,8 @@ def test_the_rules_are_noticed(module, source): assert violations(module, source
 
 
 def test_what_is_allowed():
-    fine = {'process.workers': 'from ..base.errors import x\nfrom ..payload import pickling\nfrom . import preload\nimport torch, multiprocess',
+    fine = {'process.workers': 'from ..base.errors import x\nfrom ..payload import pickling\nfrom . import '
+                               'preload\nimport torch, multiprocess',
             'base.group': 'import torch.distributed as dist', 'launch.local': 'def f(): import ray',
             'fastai1.learner': 'from ..launch.local import Local\nfrom fastai.basic_train import Learner',
             'fastai2.learner': 'from .session import x\nfrom fastai.learner import Learner'}
@@ -181,9 +190,12 @@ def import_each(modules, first, *blocked):
 
 def test_what_knows_no_fastai_does_without_it():
     assert len(NO_FASTAI) > 20
-    assert import_each(NO_FASTAI, 'torch', 'fastai', 'accelerate', 'ipykernel', 'jupyter_client') == [f'{o} ok' for o in NO_FASTAI]
+    assert import_each(NO_FASTAI, 'torch', 'fastai', 'accelerate', 'ipykernel',
+                       'jupyter_client') == [f'{o} ok' for o in NO_FASTAI]
 
 
 def test_what_knows_fastai_does_without_accelerate_jupyter_and_ray():
-    rest = [o for o in ROOMS if o not in NO_FASTAI and folder(o) != 'fastai1']     # those import where fastai v1 is installed: tests/v1
-    assert import_each(rest, 'fastai.basics', 'accelerate', 'ray', 'ipykernel', 'jupyter_client') == [f'{o} ok' for o in rest]
+    # those import where fastai v1 is installed: tests/v1
+    rest = [o for o in ROOMS if o not in NO_FASTAI and folder(o) != 'fastai1']
+    assert import_each(rest, 'fastai.basics', 'accelerate', 'ray', 'ipykernel',
+                       'jupyter_client') == [f'{o} ok' for o in rest]

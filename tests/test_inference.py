@@ -59,14 +59,17 @@ def test_validate_and_get_preds(n_valid, jobs):
     with learn.distrib_ctx(nprocs=2):
         got = learn.validate(), learn.get_preds(), learn.get_preds(with_input=True, with_decoded=True, with_loss=True)
     assert jobs.n == 3
-    same(got, (learn.validate(), learn.get_preds(), learn.get_preds(with_input=True, with_decoded=True, with_loss=True)))
+    same(got,
+         (learn.validate(), learn.get_preds(), learn.get_preds(with_input=True, with_decoded=True, with_loss=True)))
 
 
 def test_options_of_get_preds(tmp_path, jobs):
     learn = make_learner(n=50)
     test = learn.dls.valid.new(points(37, seed=5), bs=7)
-    calls = [dict(ds_idx=0), dict(dl=test), dict(act=torch.sigmoid), dict(reorder=False), dict(with_preds=False, with_loss=True),
-             dict(with_targs=False), dict(concat_dim=1, with_targs=False, reorder=False, dl=learn.dls.valid.new(points(32, seed=5)))]
+    calls = [dict(ds_idx=0), dict(dl=test), dict(act=torch.sigmoid), dict(reorder=False),
+             dict(with_preds=False, with_loss=True),
+             dict(with_targs=False),
+             dict(concat_dim=1, with_targs=False, reorder=False, dl=learn.dls.valid.new(points(32, seed=5)))]
     with learn.distrib_ctx(nprocs=2): got = [learn.get_preds(**o) for o in calls]
     assert jobs.n == len(calls)
     for o, res in zip(calls, got): same(res, learn.get_preds(**o))
@@ -81,7 +84,8 @@ def test_signatures():
 
 def test_words_of_their_own():
     learn = make_learner()
-    same([learn.distrib_validate(nprocs=2), learn.distrib_get_preds(nprocs=2, with_loss=True)], [learn.validate(), learn.get_preds(with_loss=True)])
+    same([learn.distrib_validate(nprocs=2), learn.distrib_get_preds(nprocs=2, with_loss=True)],
+         [learn.validate(), learn.get_preds(with_loss=True)])
 
 
 def test_files_of_predictions(tmp_path):
@@ -89,7 +93,8 @@ def test_files_of_predictions(tmp_path):
     learn = make_learner()
     names = [tmp_path/o for o in ('a', 'b', 'c', 'd')]
     for o in names: o.mkdir()
-    got = learn.distrib_get_preds(nprocs=2, save_preds=names[0], save_targs=names[1], with_preds=False, with_targs=False)
+    got = learn.distrib_get_preds(nprocs=2, save_preds=names[0], save_targs=names[1], with_preds=False,
+                                  with_targs=False)
     same(got, learn.get_preds(save_preds=names[2], save_targs=names[3], with_preds=False, with_targs=False))
     for a, b in zip(names[:2], names[2:]):
         assert sorted(o.name for o in a.iterdir()) == sorted(o.name for o in b.iterdir()) == ['0', '1', '2']
@@ -98,7 +103,8 @@ def test_files_of_predictions(tmp_path):
 
 def nested_data(n, seed):
     g = torch.Generator().manual_seed(seed)
-    return [((a := torch.randn(4, generator=g)), torch.randn(2, generator=g), a.sum(), (a > 0).long()) for _ in range(n)]
+    return [((a := torch.randn(4, generator=g)), torch.randn(2, generator=g), a.sum(), (a > 0).long())
+            for _ in range(n)]
 
 
 class Two(nn.Module):
@@ -140,7 +146,8 @@ LOADERS = {
     'stream': lambda: TorchLoader(Endless(), batch_size=4),
     'sorted': lambda: SortedDL(points(29, seed=3), bs=4, num_workers=0, sort_func=lambda o: float(o[0][0])),
     'fastai with workers': lambda: TfmdDL(points(29, seed=3), bs=4, num_workers=2),
-    'batch sampler': lambda: TorchLoader(points(29, seed=3), batch_sampler=[list(range(i, min(29, i+5))) for i in range(0, 29, 5)])}
+    'batch sampler': lambda: TorchLoader(points(29, seed=3),
+                                         batch_sampler=[list(range(i, min(29, i+5))) for i in range(0, 29, 5)])}
 
 
 @pytest.mark.parametrize('name', LOADERS)
@@ -167,22 +174,29 @@ def class_learner(n=80, n_valid=45, vocab=(0, 1), **kwargs):
     tfms = [[lambda i: items[i][0]], [lambda i: int(items[i][1]), Categorize(vocab=list(vocab))]]
     dsets = Datasets(list(range(n+n_valid)), tfms, splits=[list(range(n)), list(range(n, n+n_valid))])
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
-    return Learner(dsets.dataloaders(bs=8, num_workers=0, device='cpu'), model, loss_func=CrossEntropyLossFlat(), **kwargs)
+    return Learner(dsets.dataloaders(bs=8, num_workers=0, device='cpu'), model, loss_func=CrossEntropyLossFlat(),
+                   **kwargs)
+
+
+def interpretations(learn):
+    losses = Interpretation.from_learner(learn).top_losses()
+    return learn.tta(), losses, ClassificationInterpretation.from_learner(learn)
 
 
 def test_interpretation_and_tta(jobs):
     learn = class_learner()
-    options = dict(use_max=True, n=2), dict(beta=None, n=1), dict(ds_idx=0, beta=.5, n=1), dict(dl=learn.dls.test_dl(list(range(50, 61)), with_labels=True), n=1)
+    other = learn.dls.test_dl(list(range(50, 61)), with_labels=True)
+    options = [dict(use_max=True, n=2), dict(beta=None, n=1), dict(ds_idx=0, beta=.5, n=1), dict(dl=other, n=1)]
     with learn.distrib_ctx(nprocs=2):
         for o in options: same(learn.tta(**o), type(learn).tta(quietly_here(learn), **o))
     assert jobs.n == 2+2+2+2+1
     jobs.n = 0
     with learn.distrib_ctx(nprocs=2):
         learn.fit(1)
-        there = learn.tta(), Interpretation.from_learner(learn).top_losses(), ClassificationInterpretation.from_learner(learn)
+        there = interpretations(learn)
         confusion = there[2].confusion_matrix()
     assert jobs.n == 1+5+1+1+1
-    here = learn.tta(), Interpretation.from_learner(learn).top_losses(), ClassificationInterpretation.from_learner(learn)
+    here = interpretations(learn)
     for a, b in zip(there[:2], here[:2]): same(tuple(a), tuple(b))
     assert (confusion == here[2].confusion_matrix()).all() and confusion.sum() == 45
 
@@ -198,9 +212,11 @@ def quietly_here(learn):
 def test_fewer_items_than_ranks_or_batches(n_valid):
     "One item per batch, on three ranks"
     learn = make_learner(n_valid=n_valid)
-    calls = [dict(), dict(with_input=True, with_decoded=True, with_loss=True), dict(reorder=False, act=torch.sigmoid), dict(with_targs=False)]
+    calls = [dict(), dict(with_input=True, with_decoded=True, with_loss=True), dict(reorder=False, act=torch.sigmoid),
+             dict(with_targs=False)]
     dl = learn.dls.valid.new(bs=1)
-    with learn.distrib_ctx(nprocs=3): got = [learn.get_preds(dl=dl, **o) for o in calls], learn.validate(dl=dl), learn.validate()
+    with learn.distrib_ctx(nprocs=3):
+        got = [learn.get_preds(dl=dl, **o) for o in calls], learn.validate(dl=dl), learn.validate()
     same(got, ([learn.get_preds(dl=dl, **o) for o in calls], learn.validate(dl=dl), learn.validate()))
 
 
@@ -233,8 +249,10 @@ def named(items): return [dict(x=x, y=y) for x, y in items]
 
 def test_export_in_a_block(tmp_path):
     seed_all()
-    dsets = Datasets(named(points(60)), [[first], [second, Categorize(vocab=[0, 1])]], splits=[list(range(40)), list(range(40, 60))])
-    learn = Learner(dsets.dataloaders(bs=8, num_workers=0, device='cpu'), nn.Linear(8, 2), loss_func=CrossEntropyLossFlat(), path=tmp_path)
+    dsets = Datasets(named(points(60)), [[first], [second, Categorize(vocab=[0, 1])]],
+                     splits=[list(range(40)), list(range(40, 60))])
+    learn = Learner(dsets.dataloaders(bs=8, num_workers=0, device='cpu'), nn.Linear(8, 2),
+                    loss_func=CrossEntropyLossFlat(), path=tmp_path)
     with learn.distrib_ctx(nprocs=2):
         learn.fit(1)
         learn.export()
@@ -269,7 +287,8 @@ def test_loggers_stay_in_the_notebook(tmp_path):
     with there.distrib_ctx(nprocs=2): there.validate()
     here.validate()
     a, b = [(tmp_path/o/'history.csv').read_text().split() for o in ('a', 'b')]
-    assert a[0] == b[0] and [float(o) for o in a[1].split(',')[:-1]] == pytest.approx([float(o) for o in b[1].split(',')[:-1]])
+    assert a[0] == b[0] and [float(o)
+                             for o in a[1].split(',')[:-1]] == pytest.approx([float(o) for o in b[1].split(',')[:-1]])
     assert hasattr(there, 'csv_logger') and there.csv_logger in there.cbs and there.logger is print
 
 

@@ -51,13 +51,15 @@ def test_signal_waits_for_what_must_not_be_cut():
 
 
 def test_in_training_keeps_the_last_batch(tmp_path):
-    "Both ranks stop after the same batch, and the learner has exactly these batches: as in one process that stops there"
+    """Both ranks stop after the same batch, and the learner has exactly these batches: as in one process that stops
+    there"""
     learn = make_learner(cbs=[Slow(.05, tmp_path)], metrics=[])
     AfterThat(tmp_path/'done0', 9)
     with pytest.raises(KeyboardInterrupt): learn.distrib_fit(50, nprocs=2, batch='global')
     n0, n1 = steps(tmp_path)
     assert 9 <= n0 == n1 == len(learn.recorder.lrs) == learn.train_iter < 50*13
-    alone = make_learner(cbs=[OneFault('interrupt', 'before_batch/train', 0, n0//13, n0%13, marker=str(tmp_path/'there'))], metrics=[])
+    alone = make_learner(cbs=[OneFault('interrupt', 'before_batch/train', 0, n0//13, n0%13,
+                                       marker=str(tmp_path/'there'))], metrics=[])
     with pytest.raises(KeyboardInterrupt): alone.fit(50)
     for a, b in zip(learn.model.parameters(), alone.model.parameters()): assert (a-b).abs().max() < 1e-4
     learn.remove_cb(learn.slow)
@@ -109,10 +111,13 @@ def test_second_interrupt_ends_at_once(tmp_path):
 
 
 @pytest.mark.parametrize('rank', [0, 1])
-@pytest.mark.parametrize('event', ['before_fit', 'before_batch/train', 'after_step', 'before_batch/valid', 'after_epoch', 'after_fit'])
+@pytest.mark.parametrize('event',
+                         ['before_fit', 'before_batch/train', 'after_step', 'before_batch/valid', 'after_epoch',
+                          'after_fit'])
 def test_raised_in_a_callback(event, rank, tmp_path):
     "No rank is left waiting in a collective"
-    learn = make_learner(cbs=[OneFault('interrupt', event, rank, marker=str(tmp_path/'there')), Slow(0, tmp_path)], n=64)
+    learn = make_learner(cbs=[OneFault('interrupt', event, rank, marker=str(tmp_path/'there')), Slow(0, tmp_path)],
+                         n=64)
     with pytest.raises(KeyboardInterrupt): learn.distrib_fit(2, nprocs=2, timeout=60)     # not GroupTimeout
     assert (tmp_path/'there').exists()
     if event != 'after_step' and (tmp_path/'done0').exists(): assert len(set(steps(tmp_path))) == 1
@@ -152,7 +157,8 @@ if __name__ == '__main__':
 def test_script_in_a_terminal(tmp_path):
     "Ctrl-C in a terminal goes to the whole foreground group; only the script itself acts on it"
     (tmp_path/'script.py').write_text(SCRIPT.format(here=str(HERE), folder=str(tmp_path)))
-    p = subprocess.Popen([sys.executable, '-W', 'ignore', str(tmp_path/'script.py')], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    p = subprocess.Popen([sys.executable, '-W', 'ignore', str(tmp_path/'script.py')], stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT,
                          text=True, start_new_session=True)
     try:
         wait_for(tmp_path/'done0', 5)
@@ -187,12 +193,14 @@ def run(client, code, timeout=120):
 # what the interrupt button cuts off: cell, file in which a worker says that it is at it
 IN_KERNEL = {
     'starting': ('learn.heavy = AtOnce(folder/"loading"); learn.distrib_fit(1, nprocs=2)', 'loading'),
-    'validation': ('learn.distrib_fit(5, nprocs=2)', 'valid0'), 'lr_find': ('learn.distrib_lr_find(nprocs=2, show_plot=False)', 'done0'),
+    'validation': ('learn.distrib_fit(5, nprocs=2)', 'valid0'),
+             'lr_find': ('learn.distrib_lr_find(nprocs=2, show_plot=False)', 'done0'),
     'get_preds': ('learn.distrib_get_preds(nprocs=2)', 'valid0')}
 
 
 def test_in_a_kernel(kernel, tmp_path):
-    "The interrupt button: the cell ends with KeyboardInterrupt, the learner is there, nothing is left, the next fit works"
+    """The interrupt button: the cell ends with KeyboardInterrupt, the learner is there, nothing is left, the next
+    fit works"""
     km, client = kernel
     setup = f'''
 import sys, psutil
@@ -217,7 +225,8 @@ print([p.name() for p in psutil.Process().children(recursive=True) if 'fastddp-'
 ''')
     n = text.split()
     assert n[0] == n[1] == n[2] and n[3] == '[]', text
-    _, error = run(client, 'learn.remove_cb(learn.slow); learn.distrib_fit(1, nprocs=2); assert len(learn.recorder.values) == 1')
+    _, error = run(client, 'learn.remove_cb(learn.slow); learn.distrib_fit(1, nprocs=2); assert '
+                           'len(learn.recorder.values) == 1')
     assert error is None
     for cell, file in IN_KERNEL.values():
         for o in tmp_path.iterdir(): o.unlink()
@@ -225,5 +234,6 @@ print([p.name() for p in psutil.Process().children(recursive=True) if 'fastddp-'
         assert run(client, setup)[1] is None
         threading.Thread(target=press, args=(file, 1), daemon=True).start()
         assert run(client, cell)[1] == 'KeyboardInterrupt', cell
-    _, error = run(client, 'learn.remove_cb(learn.slow); assert "fit" not in vars(learn); learn.distrib_fit(1, nprocs=2)')
+    _, error = run(client,
+                   'learn.remove_cb(learn.slow); assert "fit" not in vars(learn); learn.distrib_fit(1, nprocs=2)')
     assert error is None

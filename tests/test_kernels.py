@@ -1,4 +1,5 @@
-"""Kernels as JupyterLab runs them: two that begin in the same second, one that is restarted in the middle of a fit, one that is killed."""
+"""Kernels as JupyterLab runs them: two that begin in the same second, one that is restarted in the middle of a fit, one
+that is killed."""
 import os, shutil, signal, stat, subprocess, sys, time
 from pathlib import Path
 import psutil, pytest

@@ -27,7 +27,8 @@ def script(folder, name='fit.py', secs=.05, epochs=10_000):
 
 
 def start(path, **kwargs):
-    return subprocess.Popen([sys.executable, '-W', 'ignore', str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
+    return subprocess.Popen([sys.executable, '-W', 'ignore', str(path)], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, **kwargs)
 
 
 def wait_for(path, limit=120):
@@ -68,7 +69,8 @@ def test_strange_environment(tmp_path):
     folder = tmp_path/'Übung mit Leerzeichen'
     folder.mkdir()
     path = script(folder, secs=0, epochs=1)
-    env = {**os.environ, 'MASTER_ADDR': '10.255.255.1', 'MASTER_PORT': '29500', 'RANK': '1', 'WORLD_SIZE': '4', 'LOCAL_RANK': '1',
+    env = {**os.environ, 'MASTER_ADDR': '10.255.255.1', 'MASTER_PORT': '29500', 'RANK': '1', 'WORLD_SIZE': '4',
+           'LOCAL_RANK': '1',
            'HOME': '/proc'}
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -130,7 +132,8 @@ def test_nobody_is_let_in(tmp_path):
 
 
 CONTAINER = '''
-mount -t tmpfs -o size=1m tmpfs /dev/shm && mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && cd "$1" || exit 77
+mount -t tmpfs -o size=1m tmpfs /dev/shm || exit 77
+mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && cd "$1" || exit 77
 touch file 2>/dev/null && exit 77
 shift
 exec "$@"
@@ -151,7 +154,8 @@ if __name__ == '__main__':
     data = Wide()
     many = [(torch.load('one.pt')+i, torch.tensor(i%2)) for i in range(16)]      # 16 MB to send
     def learner(items, num_workers):
-        dls = DataLoaders.from_dsets(items, items[:4] if items is many else data, bs=4, num_workers=num_workers, device='cpu')
+        valid = items[:4] if items is many else data
+        dls = DataLoaders.from_dsets(items, valid, bs=4, num_workers=num_workers, device='cpu')
         return Learner(dls, torch.nn.Linear(1<<18, 2), loss_func=torch.nn.CrossEntropyLoss(), path='.')
     learn = learner(many, 0)
     learn.distrib_fit(1, nprocs=2)
@@ -168,20 +172,26 @@ if __name__ == '__main__':
 
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which('unshare'), reason='needs root and unshare, to mount')
 def test_in_a_small_container(tmp_path):
-    "1 MB of /dev/shm, and a read-only folder that is working directory, data path and HOME: the fit works, or says what to do"
+    """1 MB of /dev/shm, and a read-only folder that is working directory, data path and HOME: the fit works, or says
+    what to do"""
     folder = tmp_path/'Daten, schreibgeschützt'
     folder.mkdir()
     torch.save(torch.ones(1 << 18), folder/'one.pt')
     (folder/'small.py').write_text(SMALL.format(here=str(HERE)), encoding='utf-8')
-    r = subprocess.run(['unshare', '-m', 'sh', '-c', CONTAINER, 'sh', str(folder), sys.executable, '-W', 'ignore', 'small.py', str(tmp_path)],
-                       timeout=200, env={**os.environ, 'HOME': str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    r = subprocess.run(['unshare', '-m', 'sh', '-c', CONTAINER, 'sh', str(folder), sys.executable, '-W', 'ignore',
+                        'small.py', str(tmp_path)],
+                       timeout=200, env={**os.environ, 'HOME': str(folder)}, stdout=subprocess.PIPE,
+                       stderr=subprocess.STDOUT, text=True)
     if r.returncode == 77: pytest.skip('mounting is not allowed here')
-    assert all(o in r.stdout for o in ('trained 1', 'told A DataLoader', '--shm-size', 'lr_find told', 'learn.model_dir = ', 'lr_find done')), r.stdout
+    assert all(o in r.stdout
+               for o in ('trained 1', 'told A DataLoader', '--shm-size', 'lr_find told', 'learn.model_dir = ',
+                         'lr_find done')), r.stdout
 
 
 @pytest.mark.parametrize('n', [10, pytest.param(100, marks=pytest.mark.full)])
 def test_nothing_grows(n, tmp_path):
-    "Many fits in one process, two of ten interrupted and two failing: open files, threads, children, zombies and folders stay as many"
+    """Many fits in one process, two of ten interrupted and two failing: open files, threads, children, zombies and
+    folders stay as many"""
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(HERE.parent), os.environ.get('PYTHONPATH', '')])}
     p = subprocess.run([sys.executable, '-W', 'ignore', str(HERE.parent/'benchmarks'/'endurance.py'), str(n)], env=env,
                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)

@@ -13,7 +13,8 @@ class Kernel:
     "A kernel that runs one cell after the other"
     def __init__(self, folder):
         self.nb = nbformat.v4.new_notebook(metadata=dict(kernelspec=dict(name='python3', display_name='python3')))
-        self.client = NotebookClient(self.nb, timeout=120, resources=dict(metadata=dict(path=str(folder))), kernel_name='python3')
+        self.client = NotebookClient(self.nb, timeout=120, resources=dict(metadata=dict(path=str(folder))),
+                                     kernel_name='python3')
 
     def __enter__(self):
         self.loop = asyncio.new_event_loop()
@@ -29,7 +30,8 @@ class Kernel:
         "Begin a cell; what comes back is to be waited for by `end`"
         self.nb.cells.append(nbformat.v4.new_code_cell(source))
         i = len(self.nb.cells) - 1
-        return self.loop.create_task(self.client.async_execute_cell(self.nb.cells[i], i, store_history=True)), self.nb.cells[i]
+        return self.loop.create_task(self.client.async_execute_cell(self.nb.cells[i], i,
+                                                                    store_history=True)), self.nb.cells[i]
 
     def run(self, source):
         "Run a cell and return what it shows as text"
@@ -41,7 +43,8 @@ class Kernel:
         "Run a cell that must fail; return its error's name and everything that is shown"
         task, cell = self.start(source)
         with pytest.raises(allow) as e: self.loop.run_until_complete(task)
-        told = [l for o in cell.outputs if o.output_type == 'error' for l in o.traceback]     # a UsageError is a line of stderr
+        # a UsageError is a line of stderr
+        told = [l for o in cell.outputs if o.output_type == 'error' for l in o.traceback]
         return e.value.ename, re.sub('\x1b\\[[0-9;]*m', '', '\n'.join([*told, shown(cell)]))
 
     def interrupt_after(self, source, marker):
@@ -89,20 +92,24 @@ def kernel(folder):
 def group(kernel):
     "A group of three"
     assert '3 ranks on CPU (gloo), app none' in kernel.run('%makedip -n 3 -a none')
-    kernel.run('%%dip\nimport os, time, torch, torch.distributed as dist\nrank = int(os.environ["RANK"])\nkept, x = rank + 1, 10*rank')
+    kernel.run('%%dip\nimport os, time, torch, torch.distributed as dist\nrank = int(os.environ["RANK"])\nkept, x = '
+               'rank + 1, 10*rank')
     return kernel
 
 
 # Before there is a group
 
-@pytest.mark.parametrize('cell', ['%%dip\n1', '%autodip on', '%dipush x', '%dipull x', '%dipper d', '%dipstat', '%makedip -i', '%%dip everywhere\n1'])
+@pytest.mark.parametrize('cell',
+                         ['%%dip\n1', '%autodip on', '%dipush x', '%dipull x', '%dipper d', '%dipstat', '%makedip -i',
+                          '%%dip everywhere\n1'])
 def test_no_group_yet(kernel, cell):
     name, text = kernel.fails(cell)
     assert name == 'CantDistribute' and 'no group yet' in text and '%makedip -n 2' in text
 
 
 @pytest.mark.parametrize('line,says', [
-    ('-r', 'no group yet that could'), ('-n 0', 'at least one'), ('-g one', 'GPU numbers'), ('-g 0 -n 2', 'one of them'),
+    ('-r', 'no group yet that could'), ('-n 0', 'at least one'), ('-g one', 'GPU numbers'),
+                                       ('-g 0 -n 2', 'one of them'),
     ('-g 77', 'visible'), ('-n 2 -a nosuch', 'known are'), ('-n 2 --wrong', 'unrecognized')])
 def test_makedip_refuses(kernel, line, says):
     name, text = kernel.fails(f'%makedip {line}')
@@ -118,7 +125,8 @@ def test_local_needs_no_group(kernel):
 # Cells
 
 def test_runs_there_and_not_here(group):
-    out = group.run('%%dip --see all\nimport os\nrank = int(os.environ["RANK"])\nx = 10*rank\nprint("I am", rank, "of", os.environ["WORLD_SIZE"])')
+    out = group.run('%%dip --see all\nimport os\nrank = int(os.environ["RANK"])\nx = 10*rank\nprint("I am", rank, '
+                    '"of", os.environ["WORLD_SIZE"])')
     assert sorted(out.splitlines()) == ['I am 0 of 3', '[rank 1] I am 1 of 3', '[rank 2] I am 2 of 3']
     assert group.fails('x')[0] == 'NameError'
     assert group.run('%%dip\nprint(x)') == '0\n'
@@ -168,7 +176,8 @@ def test_unknown_place_or_flag(group):
 
 def test_everywhere_runs_here_first(group):
     out = group.run('%%dip everywhere --see all\nimport os\nwhere = os.environ.get("RANK", "here")\nprint("in", where)')
-    assert out.splitlines()[0] == 'in here' and sorted(out.splitlines()[1:]) == ['[rank 1] in 1', '[rank 2] in 2', 'in 0']
+    assert out.splitlines()[0] == 'in here' and sorted(out.splitlines()[1:]) == ['[rank 1] in 1', '[rank 2] in 2',
+                                                                                 'in 0']
     assert group.run('where') == "'here'\n"
 
 
@@ -180,7 +189,8 @@ def test_an_error_here_keeps_the_cell_from_the_group(group):
 
 def test_output_is_live(group, folder):
     "The first line is there while the cell still runs"
-    task, cell = group.start(f'%%dip\nimport time, os\nprint("one")\nwhile not os.path.exists({str(folder/"go")!r}): time.sleep(.02)')
+    task, cell = group.start(f'%%dip\nimport time, os\nprint("one")\nwhile not os.path.exists({str(folder/"go")!r}): '
+                             f'time.sleep(.02)')
     async def go():
         end = time.monotonic() + 30
         while not shown(cell) and time.monotonic() < end: await asyncio.sleep(.05)
@@ -194,7 +204,8 @@ def test_output_is_live(group, folder):
 def test_quiet_shows_the_end_only(group, folder):
     "Nothing while it runs; of a display that was updated only its last state"
     said, go_on = folder/'said', folder/'go2'
-    task, cell = group.start('%%dip -q\nfrom IPython.display import display\nprint("one", flush=True)\nh = display("a", display_id=True)\n'
+    task, cell = group.start('%%dip -q\nfrom IPython.display import display\nprint("one", flush=True)\nh = '
+                             'display("a", display_id=True)\n'
                              f'for i in range(5): h.update(i); time.sleep(.1)\nopen({str(said)!r}, "w").close()\n'
                              f'while not os.path.exists({str(go_on)!r}): time.sleep(.02)')
     async def go():
@@ -211,7 +222,8 @@ def test_quiet_shows_the_end_only(group, folder):
 def test_rich_output(group):
     task, cell = group.start('%%dip --see 0,1\nfrom IPython.display import HTML\nHTML(f"<b>{rank}</b>")')
     group.loop.run_until_complete(task)
-    assert [o.data['text/html'] for o in cell.outputs if 'data' in o and 'text/html' in o.data] == ['<b>0</b>', '<b>1</b>']
+    assert [o.data['text/html'] for o in cell.outputs if 'data' in o and 'text/html' in o.data] == ['<b>0</b>',
+                                                                                                    '<b>1</b>']
     assert 'Out[0:' in shown(cell) and 'Out[1:' in shown(cell)
 
 
@@ -261,7 +273,8 @@ def test_verbose(group):
 def test_an_error_fails_the_cell_and_the_group_lives(group):
     group.run('%%dip\nkept = rank')
     name, text = group.fails('%%dip --see 1\nprint("before")\nif rank == 1:\n    {}["nothing"]')
-    assert name == 'RankRaised' and "rank 1 raised KeyError: 'nothing'" in text and '{}["nothing"]' in text and 'before' in text
+    assert name == 'RankRaised' and "rank 1 raised KeyError: 'nothing'" in text
+    assert '{}["nothing"]' in text and 'before' in text
     assert 'run_code' not in text and 'fastddp/process/channel.py' not in text and 'fastddp/launch/rank.py' not in text
     assert 'Out[2:' in group.run('%%dip --see 2\nkept')
 
@@ -282,14 +295,16 @@ def test_ranks_that_wait_for_the_failed_one_come_free(group):
 def test_interrupt_stops_the_code_and_not_the_group(group, folder):
     group.run('%%dip\nkept, pid = rank + 1, os.getpid()')
     marker = folder/'looping'
-    assert group.interrupt_after(f'%%dip\nopen({str(marker)!r}, "w").close()\nwhile True: time.sleep(.01)', marker) == ['KeyboardInterrupt']
+    assert group.interrupt_after(f'%%dip\nopen({str(marker)!r}, "w").close()\nwhile True: time.sleep(.01)',
+                                 marker) == ['KeyboardInterrupt']
     assert 'tensor([6])' in group.run('%%dip\nt = torch.tensor([kept]); dist.all_reduce(t); t')
     assert 'True' in group.run('%%dip\nos.getpid() == pid')
 
 
 def test_interrupt_while_others_wait_in_a_collective(group, folder):
     marker = folder/'waiting'
-    cell = f'%%dip\nif rank == 2:\n    open({str(marker)!r}, "w").close()\n    while True: time.sleep(.01)\ndist.all_reduce(torch.ones(1))'
+    cell = (f'%%dip\nif rank == 2:\n    open({str(marker)!r}, "w").close()\n'
+            '    while True: time.sleep(.01)\ndist.all_reduce(torch.ones(1))')
     assert group.interrupt_after(cell, marker) == ['KeyboardInterrupt']
     assert 'tensor([6])' in group.run('%%dip\nt = torch.tensor([kept]); dist.all_reduce(t); t')
 
@@ -320,7 +335,8 @@ def test_a_function_finds_names_of_the_workers(group):
 
 
 @pytest.mark.parametrize('cell,says', [
-    ('%dipush nosuch', "no variable 'nosuch'"), ('%dipull nosuch', "no variable 'nosuch'"), ('%dipull -r 3 kept', 'ranks are 0 to 2'),
+    ('%dipush nosuch', "no variable 'nosuch'"), ('%dipull nosuch', "no variable 'nosuch'"),
+                                       ('%dipull -r 3 kept', 'ranks are 0 to 2'),
     ('f = open("/dev/null")\n%dipush f', "f can't travel"), ('%dipull gen', "gen can't travel")])
 def test_objects_refused(group, cell, says):
     group.run('%%dip\ngen = (i for i in range(3))')
@@ -341,14 +357,18 @@ def test_dipper(group):
 def test_dipstat(group):
     lines = group.run('%dipstat').splitlines()
     assert lines[0].split() == ['rank', 'pid', 'device', 'memory', 'busy', 'runs']
-    assert [l.split()[0] for l in lines[1:]] == ['0', '1', '2'] and all(' cpu ' in l and ' no ' in l and 'MB' in l for l in lines[1:])
+    assert [l.split()[0] for l in lines[1:]] == ['0', '1',
+                                                 '2'] and all(' cpu ' in l and ' no ' in l and 'MB' in l
+                                                              for l in lines[1:])
 
 
 def test_dipstat_while_busy(group, folder):
     "From another thread of the notebook: what runs"
     nap = f'# nap\nwhile not os.path.exists({str(folder/"awake")!r}): time.sleep(.02)'
-    out = group.run(f'import threading, time\n%dipper d\nt = threading.Thread(target=lambda: d.run_cell({nap!r}))\nt.start()\n'
-                    'while not d.running: time.sleep(.01)\n%dipstat\ntry: d.run_cell("1")\nexcept ValueError as e: print(e)\n'
+    out = group.run(f'import threading, time\n%dipper d\nt = threading.Thread(target=lambda: '
+                    f'd.run_cell({nap!r}))\nt.start()\n'
+                    'while not d.running: time.sleep(.01)\n%dipstat\ntry: d.run_cell("1")\nexcept ValueError as e: '
+                    'print(e)\n'
                     f'open({str(folder/"awake")!r}, "w").close()\nt.join()')
     assert out.count(' yes ') == 3 and out.count('# nap') == 4 and 'The group is busy' in out
 
@@ -359,9 +379,11 @@ def test_autodip(group):
     assert group.run('%autodip') == 'Auto Execution on DDP group: Off\n'
     assert group.run('%autodip on') == 'Auto Execution on DDP group: on, will run cell as %%dip\n'
     assert 'me 0' in group.run('# a comment first\nauto = rank\nprint("me", rank)')
-    assert sorted(group.run('%%dip --see all\nprint("me", rank)').splitlines()) == ['[rank 1] me 1', '[rank 2] me 2', 'me 0']
+    assert sorted(group.run('%%dip --see all\nprint("me", rank)').splitlines()) == ['[rank 1] me 1', '[rank 2] me 2',
+                                                                                    'me 0']
     assert group.run('print("me", rank)') == 'me 0\n'
-    assert group.run('%autodip -a "--see 1,2" on') == 'Auto Execution on DDP group: on, will run cell as %%dip --see 1,2\n'
+    shown = group.run('%autodip -a "--see 1,2" on')
+    assert shown == 'Auto Execution on DDP group: on, will run cell as %%dip --see 1,2\n'
     assert group.run('print("me", rank)').count('me') == 2
     assert group.run('%%dip local\nsent = "from here"\n%dipush sent') == ''
     assert group.run('print(sent)').count('from here') == 2
@@ -383,11 +405,13 @@ def test_errors_leave_autodip_as_it_was(group):
 
 # Help and completion
 
-@pytest.mark.parametrize('magic,says', [('%%dip', '--see'), ('%makedip', '--nprocs'), ('%autodip', '--args'), ('%dipull', '--rank')])
+@pytest.mark.parametrize('magic,says',
+                         [('%%dip', '--see'), ('%makedip', '--nprocs'), ('%autodip', '--args'), ('%dipull', '--rank')])
 def test_help(group, magic, says):
     task, cell = group.start(f'{magic}?')
     group.loop.run_until_complete(task)
-    help = group.run(f'print(get_ipython().find_magic({magic.lstrip("%")!r}, "cell" if {magic.startswith("%%")} else "line").__doc__)')
+    help = group.run(f'print(get_ipython().find_magic({magic.lstrip("%")!r}, "cell" if {magic.startswith("%%")} else '
+                     f'"line").__doc__)')
     assert says in help
 
 
@@ -441,7 +465,8 @@ def test_timeout(group):
 
 
 def workers(kernel):
-    return [p for p in psutil.Process(kernel.pid()).children(recursive=True) if 'resource_tracker' not in ' '.join(p.cmdline())]
+    return [p for p in psutil.Process(kernel.pid()).children(recursive=True)
+            if 'resource_tracker' not in ' '.join(p.cmdline())]
 
 
 def test_kill(group):
@@ -459,7 +484,8 @@ def test_unload_leaves_nothing(group):
     assert group.run('1 + 1') == '2\n'
     assert 'not found' in group.fails('%%dip\n1')[1] and 'not found' in group.fails('%dipstat')[1]
     assert not [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != 'zombie']
-    assert group.run('[o for o in get_ipython().input_transformers_cleanup if "fastddp" in repr(getattr(o, "__self__", ""))]') == '[]\n'
+    assert group.run('[o for o in get_ipython().input_transformers_cleanup if "fastddp" in repr(getattr(o, '
+                     '"__self__", ""))]') == '[]\n'
     group.run('%load_ext fastddp')
 
 
@@ -501,14 +527,17 @@ def test_fits_are_distributed_in_place(lesson):
     lesson.loop.run_until_complete(task)
     tables = [o for o in cell.outputs if 'text/html' in o.get('data', {}) and 'epoch' in o.data['text/html']]
     assert len(tables) == 1     # rank 0 only
-    out = lesson.run('%%dip --see all\nimport os\nlen(learn.recorder.lrs), learn.model.weight.sum().item(), learn.recorder.values[-1][1]')
+    out = lesson.run('%%dip --see all\nimport os\nlen(learn.recorder.lrs), learn.model.weight.sum().item(), '
+                     'learn.recorder.values[-1][1]')
     found = re.findall(r'Out\[\d:\d+\]: (.*)', out)
-    assert len(found) == 2 and found[0] == found[1] and found[0].startswith('(6, ')     # 48 items, 2 ranks, batches of 8
+    # 48 items, 2 ranks, batches of 8
+    assert len(found) == 2 and found[0] == found[1] and found[0].startswith('(6, ')
 
 
 def test_a_trained_learner_comes_back(lesson):
     lesson.run('from fastai.learner import *\n%dipull learn')
-    assert lesson.run('len(learn.recorder.lrs), len(learn.recorder.values), type(learn.model).__name__') == "(6, 2, 'Linear')\n"
+    shown = lesson.run('len(learn.recorder.lrs), len(learn.recorder.values), type(learn.model).__name__')
+    assert shown == "(6, 2, 'Linear')\n"
     lesson.run('with learn.no_bar(), learn.no_logging(): learn.fit(1)')
     assert lesson.run('%dipush learn') == ''
     assert re.findall(r': (\d+)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs)')) == ['6', '6']
@@ -521,14 +550,16 @@ def test_a_single_rank_trains_alone(lesson):
     assert re.findall(r': (\d+)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs)')) == ['3', '12']
     lesson.run('%%dip -q\nlearn.fit(1)')
     found = re.findall(r'Out\[\d:\d+\]: (.*)', lesson.run(
-        '%%dip --see all\nlearn.model.weight.sum().item(), [float(torch.as_tensor(learn.opt.state[p][k]).sum()) for k in ("step", "grad_avg") for p in learn.model.parameters()]'))
+        '%%dip --see all\nlearn.model.weight.sum().item(), [float(torch.as_tensor(learn.opt.state[p][k]).sum()) for k '
+        'in ("step", "grad_avg") for p in learn.model.parameters()]'))
     assert len(found) == 2 and found[0] == found[1] and '[6.0, 6.0, ' in found[0], found
 
 
 def test_interrupt_of_a_fit(lesson, folder):
     marker = folder/'fitting'
     lesson.run(f'%%dip\n{LESSON}')      # equal on all ranks, with a fresh optimizer
-    lesson.run(f'%%dip\nclass Slow(Callback):\n    def after_batch(self):\n        open({str(marker)!r}, "w").close(); import time; time.sleep(.05)')
+    lesson.run(f'%%dip\nclass Slow(Callback):\n    def after_batch(self):\n        open({str(marker)!r}, '
+               f'"w").close(); import time; time.sleep(.05)')
     assert lesson.interrupt_after('%%dip\nlearn.fit(500, cbs=Slow())', marker) == ['KeyboardInterrupt']
     found = re.findall(r'Out\[\d:\d+\]: (.*)', lesson.run('%%dip --see all\nlearn.model.weight.sum().item()'))
     assert len(found) == 2 and found[0] == found[1]

@@ -1,11 +1,14 @@
-"""Metrics and losses of N workers are those of one process, for any size of the validation set, alike to the bit on all ranks."""
+"""Metrics and losses of N workers are those of one process, for any size of the validation set, alike to the bit on all
+ranks."""
 import warnings
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.learner import AvgMetric, Metric
 from fastai.losses import CrossEntropyLossFlat, MSELossFlat
-from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Score, JaccardCoeff, JaccardCoeffMulti, LossMetric, LossMetrics,
-                            MatthewsCorrCoef, PearsonCorrCoef, Perplexity, R2Score, RocAuc, accuracy, error_rate, mae, mse, rmse,
+from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Score, JaccardCoeff, JaccardCoeffMulti,
+                            LossMetric, LossMetrics,
+                            MatthewsCorrCoef, PearsonCorrCoef, Perplexity, R2Score, RocAuc, accuracy, error_rate, mae,
+                            mse, rmse,
                             skm_to_fastai)
 from torch import nn
 from fastddp.base import group
@@ -26,7 +29,8 @@ class Values(Collect):
 
 def close(a, b, tol=1e-6):
     for ra, rb in zip(a, b, strict=True):
-        for x, y in zip(ra, rb, strict=True): assert x == y or x != x and y != y or abs(x-y) <= tol*max(1, abs(y)), (a, b)
+        for x, y in zip(ra, rb, strict=True):
+            assert x == y or x != x and y != y or abs(x-y) <= tol*max(1, abs(y)), (a, b)
 
 
 class Spread(Metric):
@@ -100,14 +104,19 @@ def weights(): return CrossEntropyLossFlat(weight=torch.tensor([1., 3., .5]))
 
 
 KINDS = dict(
-    classes=lambda v: dict(metrics=[accuracy, error_rate, F1Score(average='macro'), MatthewsCorrCoef(), Perplexity(), LossMetric('size'), Largest(),
-                                    *LossMetrics('size,ce'), AccumMetric(first_item, flatten=False), Spread(), WorstBatch(), Doubled(accuracy)]
+    classes=lambda v: dict(metrics=[accuracy, error_rate, F1Score(average='macro'), MatthewsCorrCoef(), Perplexity(),
+                                    LossMetric('size'), Largest(),
+                                    *LossMetrics('size,ce'), AccumMetric(first_item, flatten=False), Spread(),
+                                    WorstBatch(), Doubled(accuracy)]
                                    + [RocAuc()]*(v >= 21), loss_func=WithParts()),
     weighted=lambda v: dict(metrics=[accuracy, Perplexity()], loss_func=weights()),
     summed=lambda v: dict(metrics=accuracy, loss_func=nn.CrossEntropyLoss(reduction='sum'), lr=.001),
-    numbers=lambda v: dict(metrics=[mse, mae, rmse, skm_to_fastai(_mae, is_class=False)] + [R2Score(), PearsonCorrCoef()]*(v > 1), data=numbers,
+    numbers=lambda v: dict(metrics=[mse, mae, rmse, skm_to_fastai(_mae, is_class=False)] + [R2Score(),
+                                                                                            PearsonCorrCoef()]*(v > 1),
+                           data=numbers,
                            loss_func=MSELossFlat(), model=mlp(n_out=1)),
-    segments=lambda v: dict(metrics=[Dice(), JaccardCoeff(), DiceMulti(), JaccardCoeffMulti()], data=images, model=nn.Conv2d(1, 2, 3, padding=1)),
+    segments=lambda v: dict(metrics=[Dice(), JaccardCoeff(), DiceMulti(), JaccardCoeffMulti()], data=images,
+                            model=nn.Conv2d(1, 2, 3, padding=1)),
     tokens=lambda v: dict(metrics=[CorpusBLEUMetric(vocab_sz=3), accuracy, Perplexity()], data=texts, model=PerToken(),
                           loss_func=CrossEntropyLossFlat()))
 
@@ -122,7 +131,8 @@ def test_any_size_of_the_validation_set(ranks, kind, bs):
     n, launcher = ranks
     for v in (1, 7, 21, 100):
         seen = Values()
-        learn, one = fit_both(learner(train=16, valid=v, bs=bs, **KINDS[kind](v)), n, launcher, 1, cbs=[seen], batch='per_worker')
+        learn, one = fit_both(learner(train=16, valid=v, bs=bs, **KINDS[kind](v)), n, launcher, 1, cbs=[seen],
+                              batch='per_worker')
         close(values(learn), values(one))
         assert_ranks_alike(seen.ranks)
         if kind in ('classes', 'summed'): continue      # state that depends on what a batch is
@@ -166,7 +176,8 @@ class Other(Collect):
 def test_another_loader_within_a_callback(ranks, how):
     n, launcher = ranks
     learn = learner(metrics=[accuracy, Perplexity(), Spread()])
-    learn, one = fit_both(learn, n, launcher, 1, cbs=[other := Other(learn.dls.train.new(dataset=items(9, s=4), shuffle=False, bs=3), how)])
+    learn, one = fit_both(learn, n, launcher, 1,
+                          cbs=[other := Other(learn.dls.train.new(dataset=items(9, s=4), shuffle=False, bs=3), how)])
     plain = twin(learner(metrics=[accuracy, Perplexity(), Spread()]), n)
     plain.model.load_state_dict(one.model.state_dict())
     res = plain.validate(dl=plain.dls.train.new(dataset=items(9, s=4), shuffle=False, bs=3))

@@ -1,4 +1,5 @@
-"""Every notebook runs from top to bottom: `nbdev-test` on each, in a process of its own (notebook_runner.py). (The lesson: test_demo.py; fastai v1: v1.)"""
+"""Every notebook runs from top to bottom: `nbdev-test` on each, in a process of its own (notebook_runner.py). (The
+lesson: test_demo.py; fastai v1: v1.)"""
 import json, subprocess, sys
 from pathlib import Path
 import pytest, torch
@@ -10,7 +11,8 @@ def of_v1(path):
 
 
 NOTEBOOKS = [o.relative_to(root).as_posix() for o in sorted((root/'nbs').glob('**/*.ipynb'))
-             if o.name != 'lesson.ipynb' and not of_v1(o) and not any(p.startswith(('.', '_')) for p in o.relative_to(root).parts)]
+             if o.name != 'lesson.ipynb' and not of_v1(o)
+             and not any(p.startswith(('.', '_')) for p in o.relative_to(root).parts)]
 FLAGS = 'cuda' if torch.cuda.is_available() else ''
 
 

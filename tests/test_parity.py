@@ -1,4 +1,5 @@
-"""N workers are one process with N times the batch: batches, weights, optimizer state, losses (CPU, gloo, real processes)."""
+"""N workers are one process with N times the batch: batches, weights, optimizer state, losses (CPU, gloo, real
+processes)."""
 import copy, functools
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback, CancelBatchException
@@ -47,7 +48,8 @@ def batches(rows):
 def test_global_batches_are_those_of_one_process(ranks, batch, drop_last):
     n, launcher = ranks
     seen = Seen()
-    learn, one = fit_both(learner(train=53, drop_last=drop_last, bs=4 if batch == 'per_worker' else 8), n, launcher, 3, batch=batch, cbs=[seen])
+    learn, one = fit_both(learner(train=53, drop_last=drop_last, bs=4 if batch == 'per_worker' else 8), n, launcher, 3,
+                          batch=batch, cbs=[seen])
     own = batches([row for rank in seen.ranks for row in rank if row])
     single = Seen()
     seed(1)
@@ -89,7 +91,8 @@ def some_ignored(n, n_in=4, n_out=3, s=0):
 def tokens(n, s=0):
     "Sequences whose padding is ignored"
     g = torch.Generator().manual_seed(s)
-    return [(torch.randn(5, 4, generator=g), torch.where(torch.arange(5) < 1+i % 5, torch.randint(3, (5,), generator=g), -100)) for i in range(n)]
+    return [(torch.randn(5, 4, generator=g),
+             torch.where(torch.arange(5) < 1+i % 5, torch.randint(3, (5,), generator=g), -100)) for i in range(n)]
 
 
 def regression(n, s=0): return [(x, x[:1]*2+y) for x, y in items(n, s=s)]
@@ -124,7 +127,8 @@ CASES = dict(
 
 
 def make(case):
-    kw = {k: v() if k in ('loss_func', 'model') and callable(v) and not isinstance(v, (nn.Module,)) and k != 'x' and not hasattr(v, 'func')
+    kw = {k: v() if k in ('loss_func', 'model') and callable(v) and not isinstance(v, (nn.Module,)) and k != 'x'
+          and not hasattr(v, 'func')
           else copy.deepcopy(v) for k, v in CASES[case].items()}
     return learner(**kw)
 
@@ -198,10 +202,13 @@ def test_control_without_reduction_ranks_differ(two):
     assert largest(*res) > 1e-3
 
 
-@pytest.mark.parametrize('model', [mlp, lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(.5), nn.Linear(8, 3))])
+@pytest.mark.parametrize('model',
+                         [mlp, lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(.5),
+                                                     nn.Linear(8, 3))])
 @pytest.mark.parametrize('opt_func', [SGD, Adam])
 def test_one_rank_is_plain_fastai_to_the_bit(model, opt_func):
-    learn, one = fit_both(learner(train=36, model=model(), opt_func=opt_func, wd=.1, metrics=accuracy), 1, InProcess(), 2)
+    learn, one = fit_both(learner(train=36, model=model(), opt_func=opt_func, wd=.1, metrics=accuracy), 1, InProcess(),
+                          2)
     for a, b in zip(learn.model.state_dict().values(), one.model.state_dict().values()): assert torch.equal(a, b)
     assert [float(o) for o in learn.recorder.losses] == [float(o) for o in one.recorder.losses]
     assert values(learn) == values(one)
@@ -272,7 +279,8 @@ class Reductions(Callback):
 def test_accumulation_counts_all_items_and_reduces_once_per_step(ranks, n_acc, loss_func):
     n, launcher = ranks
     steps, reductions = Steps(), Reductions()
-    learn = learner(train=53, bs=2, loss_func=loss_func(), cbs=GradientAccumulation(n_acc), opt_func=Adam, metrics=accuracy)
+    learn = learner(train=53, bs=2, loss_func=loss_func(), cbs=GradientAccumulation(n_acc), opt_func=Adam,
+                    metrics=accuracy)
     one = twin(learn, n)
     seed(1)
     learn.distrib_fit(3, nprocs=n, launcher=launcher, cbs=[steps, reductions])
@@ -301,5 +309,6 @@ def test_gradients_as_views_of_buckets(two):
     torch_sgd = functools.partial(OptimWrapper, opt=torch.optim.SGD, momentum=0.9)
     assert_same(*fit_both(learner(train=53, opt_func=torch_sgd), 2, two, 2, ddp=dict(gradient_as_bucket_view=True)))
     own = learner(train=53)
-    with pytest.raises(CantDistribute, match='opt_func=partial'): own.distrib_fit(1, nprocs=2, launcher=two, gradient_as_bucket_view=True)
+    with pytest.raises(CantDistribute, match='opt_func=partial'):
+        own.distrib_fit(1, nprocs=2, launcher=two, gradient_as_bucket_view=True)
     assert own.opt is None

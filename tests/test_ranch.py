@@ -1,8 +1,10 @@
-"""Functions on many processes: as a script, in a kernel, from a thread; failures, interrupts, large results, nothing left."""
+"""Functions on many processes: as a script, in a kernel, from a thread; failures, interrupts, large results, nothing
+left."""
 import datetime, os, signal, subprocess, sys, textwrap, threading, time
 from pathlib import Path
 import psutil, pytest, torch
-from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp, ranch,
+from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp,
+                         ranch,
                          spawn)
 from fastddp.base import group
 from fastddp.base.errors import NotPicklable
@@ -87,7 +89,8 @@ def script(code, tmp_path, *args, timeout=100):
     path = tmp_path/'script.py'
     path.write_text(textwrap.dedent(code))
     env = {**os.environ, 'PYTHONPATH': str(root)}
-    r = subprocess.run([sys.executable, *args, str(path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout)
+    r = subprocess.run([sys.executable, *args, str(path)], cwd=tmp_path, env=env, capture_output=True, text=True,
+                       timeout=timeout)
     assert r.returncode == 0, r.stdout + r.stderr
     return r.stdout
 
@@ -116,7 +119,8 @@ PLAIN = '''
         return ranch(2, inner, 1)
     print(outer(1))
 '''
-SAID = ["[101, 102]", "[Decimal('3.5'), Decimal('3.5')]", "[Decimal('3.5'), Decimal('3.5')]", "[0, 3]", "[[105, 106]]", "[102, 102]"]
+SAID = ["[101, 102]", "[Decimal('3.5'), Decimal('3.5')]", "[Decimal('3.5'), Decimal('3.5')]", "[0, 3]", "[[105, 106]]",
+        "[102, 102]"]
 
 
 def test_in_a_plain_script(tmp_path):
@@ -132,7 +136,8 @@ def test_a_function_of_a_module_nearby(tmp_path):
     (tmp_path/'pack').mkdir()
     (tmp_path/'pack'/'__init__.py').write_text('')
     (tmp_path/'pack'/'deep.py').write_text('import os\nfrom fastddp.ranch import ranch\n'
-                                           'def f(x): return x, os.environ["LOCAL_RANK"]\ndef go(): return ranch(2, f, 7)\n')
+                                           'def f(x): return x, os.environ["LOCAL_RANK"]\ndef go(): return ranch(2, '
+                                           'f, 7)\n')
     assert script('from pack import deep\nprint(deep.go())', tmp_path) == "[(7, '0'), (7, '1')]\n"
 
 
@@ -188,7 +193,8 @@ def test_two_hosts_meet_at_an_address(tmp_path):
     path, port = tmp_path/'host.py', str(free_port())
     path.write_text(textwrap.dedent(HOST))
     env = {**os.environ, 'PYTHONPATH': str(root), 'GLOO_SOCKET_IFNAME': 'lo'}
-    hosts = [subprocess.Popen([sys.executable, str(path), base, port], env=env, stdout=subprocess.PIPE, text=True) for base in '02']
+    hosts = [subprocess.Popen([sys.executable, str(path), base, port], env=env, stdout=subprocess.PIPE, text=True)
+             for base in '02']
     assert [h.communicate(timeout=100)[0] for h in hosts] == ['[(1111, 4), (1111, 4)]\n']*2
 
 
@@ -242,10 +248,12 @@ def test_an_error_ends_ranks_that_wait_in_a_collective(caller):
 
 
 def test_who_connects_is_waited_for(monkeypatch, tmp_path):
-    "Before ranks are stopped: in there neither Ctrl-C nor a death is heard, and a missing rank would keep the caller for ever"
+    """Before ranks are stopped: in there neither Ctrl-C nor a death is heard, and a missing rank would keep the
+    caller for ever"""
     seen = []
     for o in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'): monkeypatch.setenv(o, 'lo')
-    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *args, **kwargs: seen.append(group.wait_connected(0)))
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *args,
+                        **kwargs: seen.append(group.wait_connected(0)))
     group.join(str(tmp_path/'meet'), 0, 1)
     assert seen == [False] and group.wait_connected(0)
 
@@ -256,7 +264,8 @@ def test_the_callers_own_error_is_raised_as_it_is():
 
 def test_a_group_that_did_not_come_about_keeps_no_later_one_waiting(tmp_path):
     store, soon = torch.distributed.FileStore(str(tmp_path/'meet'), 2), datetime.timedelta(seconds=.5)
-    with pytest.raises(RuntimeError): torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=2, timeout=soon)
+    with pytest.raises(RuntimeError):
+        torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=2, timeout=soon)
     assert ranch(2, summed, 1., ctx=TorchDDPCtx(use_gpu=False), gather=False) == [3.]*3
 
 

@@ -110,7 +110,8 @@ def test_other_options_inside_a_block():
 @pytest.mark.parametrize('n,match', [(0, 'empty'), (1, '1')])
 def test_too_little_to_train_on(n, match):
     ds = points(max(n, 1))[:n]
-    learn = Learner(DataLoaders.from_dsets(ds, points(8), bs=4, device='cpu', drop_last=False, shuffle=False), mlp(), loss_func=nn.CrossEntropyLoss())
+    learn = Learner(DataLoaders.from_dsets(ds, points(8), bs=4, device='cpu', drop_last=False, shuffle=False), mlp(),
+                    loss_func=nn.CrossEntropyLoss())
     refused(learn, f"learn.dls.train.*{match}", nprocs=2)
 
 
@@ -124,7 +125,8 @@ def test_a_group_of_somebody_elses():
 
 
 def test_no_method_of_that_name():
-    with pytest.raises(CantDistribute, match="no method 'fit_thrice'"): make_learner().distrib('fit_thrice', 1, nprocs=2)
+    with pytest.raises(CantDistribute, match="no method 'fit_thrice'"):
+        make_learner().distrib('fit_thrice', 1, nprocs=2)
 
 
 def test_a_torch_without_distributed_says_what_runs_instead(monkeypatch, capsys):
@@ -142,5 +144,6 @@ def test_one_worker_is_this_process(capsys):
 
 def test_an_option_that_nobody_has():
     learn = make_learner()
-    with pytest.raises(CantDistribute, match='No option btach.*nprocs.*DistributedDataParallel: .*bucket_cap_mb'), learn.distrib_ctx(btach='global'): pass
+    said = 'No option btach.*nprocs.*DistributedDataParallel: .*bucket_cap_mb'
+    with pytest.raises(CantDistribute, match=said), learn.distrib_ctx(btach='global'): pass
     assert 'fit' not in vars(learn)

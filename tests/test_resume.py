@@ -7,7 +7,8 @@ from faults import OneFault
 from fastddp.all import CantDistribute, RankDied, RankRaised
 from learners import make_learner, mlp
 
-pytestmark = pytest.mark.filterwarnings('error:fastddp')      # all of a fit's state can travel: nothing of ours is in its way
+# all of a fit's state can travel: nothing of ours is in its way
+pytestmark = pytest.mark.filterwarnings('error:fastddp')
 
 CUTS = {   # what, event, rank, epoch, batch, what is raised, complete epochs afterwards, recorded batches afterwards
     'interrupt in an epoch': ('interrupt', 'before_batch/train', 1, 1, 2, KeyboardInterrupt, 1, 9),
@@ -18,7 +19,8 @@ CUTS = {   # what, event, rank, epoch, batch, what is raised, complete epochs af
     'exception at once': ('exception', 'before_fit', 0, None, None, RankRaised, 0, 0)}
 
 
-def with_dropout(): return nn.Sequential(nn.Dropout(.2), *mlp())     # the masks, too, are those of the uninterrupted fit
+# the masks, too, are those of the uninterrupted fit
+def with_dropout(): return nn.Sequential(nn.Dropout(.2), *mlp())
 
 
 def learner(tmp_path, *fault):
@@ -50,7 +52,8 @@ def test_goes_on(cut, tmp_path, undisturbed):
     *fault, raised, epochs, batches = CUTS[cut]
     learn = learner(tmp_path, *fault)
     with pytest.raises(raised): train(learn)
-    assert not [k for k in vars(learn) if callable(getattr(type(learn), k, None))]      # no door of the workers' came along
+    # no door of the workers' came along
+    assert not [k for k in vars(learn) if callable(getattr(type(learn), k, None))]
     assert len(learn.recorder.values) == epochs and len(learn.recorder.lrs) == batches
     learn.distrib_resume()
     assert history(learn) == undisturbed
@@ -61,12 +64,14 @@ def test_goes_on_by_itself(tmp_path, undisturbed, capsys):
     learn = learner(tmp_path, 'SIGKILL', 'before_batch/train', 1, 1, 4)
     train(learn, restarts=1)
     assert history(learn) == undisturbed
-    assert 'RankDied: rank 1 died: killed by SIGKILL (epoch 1, batch 4). Going on with epoch 1' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert 'RankDied: rank 1 died: killed by SIGKILL (epoch 1, batch 4). Going on with epoch 1' in said
     assert [o for o in learn.distrib_report.phases if o in ('failed', 'back')] == ['failed', 'back']
 
 
 class FailsAlways(Callback):
-    "Fails in the second epoch, each time; the file `log` has a line for every try: the worker's pid and the epoch it begins with"
+    """Fails in the second epoch, each time; the file `log` has a line for every try: the worker's pid and the epoch
+    it begins with"""
     def __init__(self, log): self.log, self.pid = log, None
     def before_batch(self):
         if os.environ['RANK'] != '0' or not self.training: return

@@ -7,7 +7,8 @@ root = Path(__file__).resolve().parent.parent
 NAMED = re.findall(r'`(test_\w+\.py)::(test_\w+)`', (root/'docs'/'same_answer.md').read_text(encoding='utf-8'))
 
 
-def functions_in(path): return {o.name for o in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(o, ast.FunctionDef)}
+def functions_in(path):
+    return {o.name for o in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(o, ast.FunctionDef)}
 
 
 def test_guarantees_are_named(): assert len(NAMED) > 25

@@ -5,7 +5,8 @@ from fastai.learner import Learner
 from fastddp.all import *
 from fastddp.fastai2.learner import OPTIONS
 
-FITS, INFERS = ('fit', 'fit_one_cycle', 'fit_flat_cos', 'fit_sgdr', 'fine_tune', 'lr_find'), ('validate', 'get_preds', 'tta')
+FITS, INFERS = ('fit', 'fit_one_cycle', 'fit_flat_cos', 'fit_sgdr', 'fine_tune', 'lr_find'), ('validate', 'get_preds',
+                                                                                              'tta')
 NOT_FOR_INFERENCE = {'batch', 'sync_bn', 'restarts', 'ddp_kwargs'}
 RAISED = 'CantDistribute', 'RankRaised', 'RankDied', 'GroupTimeout', 'KeyboardInterrupt'
 

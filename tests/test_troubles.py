@@ -12,7 +12,8 @@ EXAMPLES = {
     'shared memory is full': ('RuntimeError', 'DataLoader worker (pid 1) is killed by signal: Bus error'),
     'module not found': ('ModuleNotFoundError', "No module named 'mine'"),
     'file not found': ('FileNotFoundError', "[Errno 2] No such file or directory: 'x'"),
-    'not writable': ('OSError', "[Errno 30] Read-only file system: 'models'"), 'name not known': ('NameError', "name 'x' is not defined"), 'sys.exit': ('SystemExit', '3'),
+    'not writable': ('OSError', "[Errno 30] Read-only file system: 'models'"),
+            'name not known': ('NameError', "name 'x' is not defined"), 'sys.exit': ('SystemExit', '3'),
     'killed by the system': ('SIGKILL', ''), 'compiled code crashed': ('SIGSEGV', ''), 'exited': ('exit', ''),
     'no step': ('GroupTimeout', '')}
 

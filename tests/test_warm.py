@@ -89,7 +89,8 @@ def quiet(**kwargs):
 def test_a_block_keeps_its_workers(tmp_path):
     "Through fits, validation, predictions and `lr_find`"
     learn, seen = quiet(path=tmp_path), []
-    calls = [lambda: learn.fit(1), lambda: learn.fit(1), learn.validate, learn.get_preds, lambda: learn.fit_one_cycle(1),
+    calls = [lambda: learn.fit(1), lambda: learn.fit(1), learn.validate, learn.get_preds,
+             lambda: learn.fit_one_cycle(1),
              lambda: learn.lr_find(show_plot=False, num_it=4), lambda: learn.fit(1)]
     with learn.distrib_ctx(nprocs=2):
         for call in calls:
@@ -142,14 +143,17 @@ def helper(x): return x
 
 
 # what it is -> the thing, given a learner
-KEPT = {'a list': lambda _: [1, 2], 'a dict': lambda _: {'a': 1}, 'a function': lambda _: helper, 'a class': lambda _: Thing,
-        'the learner': lambda learn: learn, 'the model': lambda learn: learn.model, 'a layer': lambda learn: learn.model[0],
+KEPT = {'a list': lambda _: [1, 2], 'a dict': lambda _: {'a': 1}, 'a function': lambda _: helper,
+        'a class': lambda _: Thing,
+        'the learner': lambda learn: learn, 'the model': lambda learn: learn.model,
+        'a layer': lambda learn: learn.model[0],
         'a parameter': lambda learn: learn.model[0].weight, 'a loader': lambda learn: learn.dls.valid,
         'a dataset': lambda learn: learn.dls.train_ds, 'a metric': lambda learn: learn.metrics[0],
         'the loss function': lambda learn: learn.loss_func, 'another callback': lambda learn: learn.recorder}
 COPIED = {'an object': lambda _: Thing(), 'a part of a list': lambda _: Thing(), 'a set': lambda _: {1, 2},
           'a tensor': lambda _: torch.ones(3), 'an array': lambda _: np.ones(3),
-          'a model of its own': lambda _: torch.nn.Linear(2, 2), 'a loader of its own': lambda learn: learn.dls.valid.new(bs=4)}
+          'a model of its own': lambda _: torch.nn.Linear(2, 2),
+          'a loader of its own': lambda learn: learn.dls.valid.new(bs=4)}
 ALL_COPIES = pytest.mark.xfail(strict=True, reason=
     'only lists, dicts and parts of the learner are told from what changed; the rest comes back as a copy')
 

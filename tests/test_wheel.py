@@ -51,7 +51,8 @@ def test_all_modules_are_in_the_wheel(wheel):
     assert sorted(names) == MODULES
 
 
-# Python's path begins with the folder of the wheel; an editable install adds a finder of its own, which would help out where the
+# Python's path begins with the folder of the wheel; an editable install adds a finder of its own, which would help out
+# where the
 # wheel has gaps.
 ALONE = """
 import sys
@@ -101,7 +102,8 @@ class Where(Callback):
     def after_fit(self): self.told = fastddp.__file__.startswith(FOLDER), strangers()
 import fastddp
 items = [(torch.randn(3), torch.randn(1)) for _ in range(16)]
-learn = Learner(DataLoaders.from_dsets(items, items, bs=4, device='cpu'), nn.Linear(3, 1), loss_func=MSELossFlat(), cbs=Where())
+dls = DataLoaders.from_dsets(items, items, bs=4, device='cpu')
+learn = Learner(dls, nn.Linear(3, 1), loss_func=MSELossFlat(), cbs=Where())
 with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1, nprocs=2)
 print('fit', len(learn.recorder.values), *learn.where.told)
 """
@@ -119,4 +121,5 @@ def test_a_gap_is_noticed(installed, tmp_path):
     folder = tmp_path/'gap'
     shutil.copytree(installed, folder)
     (folder/'fastddp'/'ranch.py').unlink()
-    with pytest.raises(AssertionError, match="No module named 'fastddp.ranch'"): alone('import fastddp.ranch', folder, tmp_path)
+    with pytest.raises(AssertionError, match="No module named 'fastddp.ranch'"):
+        alone('import fastddp.ranch', folder, tmp_path)

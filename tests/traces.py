@@ -1,4 +1,5 @@
-"""What a test, or anything else, may leave behind: processes, files, shared memory, environment, signal handlers. `conftest.py` looks after every test."""
+"""What a test, or anything else, may leave behind: processes, files, shared memory, environment, signal handlers.
+`conftest.py` looks after every test."""
 import os, signal, sys, tempfile, time
 from pathlib import Path
 import psutil
@@ -62,7 +63,8 @@ def holders(path):
     for proc in Path('/proc').iterdir():
         if not proc.name.isdigit(): continue
         try:
-            if f'{path}\n' in (proc/'maps').read_text() or any(os.readlink(o) == path for o in (proc/'fd').iterdir()): found.add(int(proc.name))
+            if f'{path}\n' in (proc/'maps').read_text() or any(os.readlink(o) == path for o in (proc/'fd').iterdir()):
+                found.add(int(proc.name))
         except OSError: continue
     return found
 
@@ -83,7 +85,8 @@ def environment(): return {k: v for k, v in os.environ.items() if k not in PASSI
 
 
 def handlers():
-    "Signal handlers as Python sees them; SIGALRM belongs to pytest-timeout, SIGCHLD to torch's DataLoader, which keeps it"
+    """Signal handlers as Python sees them; SIGALRM belongs to pytest-timeout, SIGCHLD to torch's DataLoader, which
+    keeps it"""
     return {s.name: signal.getsignal(s) for s in signal.Signals if s not in (signal.SIGALRM, signal.SIGCHLD)}
 
 

@@ -72,7 +72,7 @@ class RankRaised(WorkerError):
     def _variables(self, most=8):
         "What the user's innermost function had at hand"
         own = (o for o in reversed(self.failure.locals) if is_own_line(o[0]))
-        _,_,name,values = next(own, self.failure.locals[-1])
+        name,values = next(own, self.failure.locals[-1])[2:]
         first = [f"  {k} = {v}" for k,v in list(values.items())[:most]]
         return ['', f"Variables in {name}:", *first] if first else []
 

@@ -107,7 +107,8 @@ def in_place(
         with own_attrs(basic_train, **overrides(**options)), own_attrs(learn, distrib_session=given): yield
 
 def mend_barrier():
-    "In a script under torchrun, `load` and its kin wait for rank 0 in a group, which between fits there is none: made for that"
+    """In a script under torchrun, `load` and its kin wait for rank 0 in a group, which between fits there is none:
+    made for that"""
     old = torch_core.distrib_barrier
     def distrib_barrier():
         if torch_core.num_distrib() <= 1: return

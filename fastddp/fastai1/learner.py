@@ -53,8 +53,8 @@ def distrib(self:Learner,
     with self.distrib_ctx(**OPTIONS.pop(kwargs)): return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai1/96_learner.ipynb #b6cf4fa6
-_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the call if there
-was none; the error's `kept` says which. After an interrupt it holds what was trained until then."""
+_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the call
+if there was none; the error's `kept` says which. After an interrupt it holds what was trained until then."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in ('fit','fit_one_cycle','lr_find'):

@@ -35,10 +35,12 @@ class Witness(Callback):
         if not self.training: return
         counts = getattr(self.learn.dl, 'counts', ())
         n = counts[self.iter][0] if self.iter < len(counts) else None
-        self.items += [(self.iter, *_name(self.xb, i), *_name(self.yb, i)) for i in range(len(_first(self.xb)) if n is None else n)]
+        self.items += [(self.iter, *_name(self.xb, i), *_name(self.yb, i))
+                       for i in range(len(_first(self.xb)) if n is None else n)]
     def after_backward(self):
         grads = [p.grad for p in self.model.parameters()]
-        self.grads.append([torch.stack([g.double().sum(), g.double().norm()]).tolist() if g is not None else [0.,0.] for g in grads])
+        self.grads.append([torch.stack([g.double().sum(), g.double().norm()]).tolist() if g is not None else [0.,0.]
+                           for g in grads])
     def after_batch(self):
         if not self.training: return
         self.losses.append(float(self.loss))
@@ -58,7 +60,8 @@ def _name(b, i):
 def _has_rand(dl):
     "Does a loader change its items at random?"
     pipes = [getattr(dl,k,None) for k in ('after_item','before_batch','after_batch')]
-    tfms = [f for p in pipes for f in getattr(p,'fs',())] + [f for t in getattr(getattr(dl,'dataset',None),'tls',()) for f in t.tfms.fs]
+    lists = getattr(getattr(dl,'dataset',None), 'tls', ())
+    tfms = [f for p in pipes for f in getattr(p,'fs',())] + [f for t in lists for f in t.tfms.fs]
     return any(c.__name__ == 'RandTransform' for f in tfms for c in type(f).__mro__)
 
 def reasons_for(learn, n, gpus, steps):
@@ -66,12 +69,15 @@ def reasons_for(learn, n, gpus, steps):
     ms,res = list(learn.model.modules()),{}
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in ms) and not gpus:
         res['batch norm'] = "on the CPU each worker normalizes its own part of a batch"
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in ms): res['dropout'] = "each worker draws its own"
-    if any(c.__name__ == 'WeightDropout' for m in ms for c in type(m).__mro__): res['weight dropout'] = "each worker draws its own"
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in ms):
+        res['dropout'] = "each worker draws its own"
+    if any(c.__name__ == 'WeightDropout' for m in ms for c in type(m).__mro__):
+        res['weight dropout'] = "each worker draws its own"
     if _has_rand(learn.dls.train): res['augmentation'] = "each worker draws its own"
     if any(c.__name__ in ('MixHandler','MixUp','CutMix') for cb in learn.cbs for c in type(cb).__mro__):
         res['mixup'] = "each worker mixes the items of its own part"
-    if learn.dls.train.__class__.__name__ == 'SortedDL': res['padding'] = "each worker pads its part to the longest item there"
+    if learn.dls.train.__class__.__name__ == 'SortedDL':
+        res['padding'] = "each worker pads its part to the longest item there"
     return res
 
 # %% ../../nbs/fastai2/87_check.ipynb #f3ec69c6
@@ -93,7 +99,9 @@ def _apart(a, b):
     "Largest difference of two nested lists of numbers; infinite where their shapes differ"
     a,b = (torch.tensor(o, dtype=torch.float64) for o in (a,b))
     if a.shape != b.shape: return float('inf')
-    return (a-b).abs().nan_to_num(0. if torch.equal(a.isnan(), b.isnan()) else float('inf')).max().item() if a.numel() else 0.
+    if not a.numel(): return 0.
+    of_nan = 0. if torch.equal(a.isnan(), b.isnan()) else float('inf')
+    return (a-b).abs().nan_to_num(of_nan).max().item()
 
 class Row(NamedTuple):
     "One line of the answer"
@@ -109,7 +117,8 @@ class Answer(list):
     @property
     def same(self): return all(r.same for r in self)
     def __str__(self):
-        lines = [f"{r.what:12} {r.largest:9.2g}  {'same' if r.same else r.why or 'no known reason: please report it'}" for r in self]
+        lines = [f"{r.what:12} {r.largest:9.2g}  {'same' if r.same else r.why or 'no known reason: please report it'}"
+                 for r in self]
         return '\n'.join([f"{'':12} {'apart by':>9}", *lines])
     __repr__ = __str__
 
@@ -117,11 +126,13 @@ class Answer(list):
 def _compare(many, one, w_many, w_one, why, tol):
     "The rows of the table"
     params = lambda l: [p.detach().cpu().flatten().tolist() for p in l.model.parameters()]
-    diffs = {'batches': (_apart(w_many.batches, w_one.batches), 1e-4, ('augmentation','padding')), 'losses': (_apart(w_many.losses, w_one.losses), tol, why),
+    diffs = {'batches': (_apart(w_many.batches, w_one.batches), 1e-4, ('augmentation','padding')),
+             'losses': (_apart(w_many.losses, w_one.losses), tol, why),
              'gradients': (_apart(w_many.grads, w_one.grads), tol*10, why),
              'weights': (max(map(_apart, params(many), params(one)), default=0.), tol, why),
              'validation': (_apart(_values(many), _values(one)), tol*10, why)}
-    return Answer(Row(k, d, t, '; '.join(f"{o}: {why[o]}" for o in names if o in why)) for k,(d,t,names) in diffs.items())
+    return Answer(Row(k, d, t, '; '.join(f"{o}: {why[o]}" for o in names if o in why))
+                  for k,(d,t,names) in diffs.items())
 
 def _values(learn): return [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
 
@@ -137,7 +148,8 @@ def distrib_check(self:Learner,
 ):
     "Compares a few steps on N workers with one process over the same global batches; the learner stays as it was."
     n = nprocs or (len(gpus) if gpus else max(group.n_gpus(), 2))
-    if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): batch = 'global'      # torch's batch size is fixed
+    # torch's batch size is fixed
+    if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): batch = 'global'
     many,one,streams = _copy(self),_copy(self),CommonRNG.capture()
     if batch == 'per_worker':
         for dl in one.dls.loaders: _widen(dl, n)
@@ -152,8 +164,10 @@ def distrib_check(self:Learner,
     return res
 
 _params = [p for k,p in inspect.signature(Learner.distrib_check).parameters.items() if k != 'self']
-_comments = OPTIONS.comments | comments_of(Learner.distrib_check)       # the others mean what they mean in `distrib_ctx`
+# the others mean what they mean in `distrib_ctx`
+_comments = OPTIONS.comments | comments_of(Learner.distrib_check)
 _doc = Learner.distrib_check.__doc__
 Learner.distrib_check.__doc__ = '\n\n'.join([_doc, f"Arguments:\n{list_params(_params, _comments)}",
-    "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its `same` says whether all of them agree.",
+    "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its `same` says whether all "
+    "of them agree.",
     RAISES, "The learner is as it was, whatever happens."])

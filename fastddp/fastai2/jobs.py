@@ -24,7 +24,9 @@ def _where(learn):
 class NoteProgress(OurCallback):
     "Says before each batch that this rank is alive, and where; counts what goes through and how long it takes"
     order = -2_000_000
-    def __init__(self, ctx): self.ctx,self.progress,self.in_batch,self.stepped = ctx,Progress(ctx),False,False
+    def __init__(self, ctx):
+        self.ctx,self.progress = ctx,Progress(ctx)
+        self.in_batch = self.stepped = False
     def before_train(self): self.progress.start()
     def before_batch(self):
         self.in_batch = True

@@ -80,8 +80,8 @@ def distrib(self:Learner,
 # %% ../../nbs/fastai2/86_learner.ipynb #cf1cde84
 _FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
 _INFERS = 'validate','get_preds','tta'
-_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the fit if there
-was none; the error's `kept` says which. After an interrupt it holds what was trained until then.
+_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the fit
+if there was none; the error's `kept` says which. After an interrupt it holds what was trained until then.
 `distrib_resume()` goes on from there."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 

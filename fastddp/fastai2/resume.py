@@ -72,7 +72,8 @@ def parts_of(learn, cbs):
     return [o for o in persistent_refs(learn, cbs) if o is not learn.opt]
 
 def weakly(o):
-    "A function that returns `o` without keeping it alive: nearly every part leads to the learner, which must not be kept"
+    """A function that returns `o` without keeping it alive: nearly every part leads to the learner, which must not
+    be kept"""
     try: return weakref.ref(o)
     except TypeError: return lambda: o      # a list, say
 
@@ -119,11 +120,12 @@ def distrib_resume(self:Learner):
 
 def _check_parts(learn, point):
     "Refuses a learner that has nothing to go on with, or whose parts are not those of the fit"
-    if point is None: raise CantDistribute("Nothing to resume: the last distributed fit of this learner came to its end.")
+    if point is None:
+        raise CantDistribute("Nothing to resume: the last distributed fit of this learner came to its end.")
     now = parts_of(learn, point.cbs)
     if len(now) == len(point.refs) and all(a is b() for a,b in zip(now, point.refs)): return
-    raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those of the fit any more. Train "
-                         "anew, with `start_epoch=` if the schedule is to go on.")
+    raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those of the fit any more. "
+                         "Train anew, with `start_epoch=` if the schedule is to go on.")
 
 def _back_to(learn, point):
     "Puts the learner where the fit is to go on; the epoch to begin with"

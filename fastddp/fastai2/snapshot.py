@@ -112,7 +112,8 @@ def baseline(learn, cbs):
     return Baseline(learn, all_cbs(learn, cbs))
 
 def _stays(learn):
-    "Which attributes of the learner stay in the worker? Also what overrides a method, and callbacks, which come by themselves"
+    """Which attributes of the learner stay in the worker? Also what overrides a method, and callbacks, which come by
+    themselves"""
     return lambda k,v: k in STAY or callable(getattr(type(learn), k, None)) or isinstance(v, Callback)
 
 def capture(
@@ -164,8 +165,8 @@ def _load_rest(load_rest):
     "What came besides weights and optimizer; with a warning about what didn't"
     try: rest = load_rest()
     except Exception as e:
-        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are as before it, since "
-                      f"something that a callback holds can't be loaded here ({type(e).__name__}: {e}).")
+        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are as before it, "
+                      f"since something that a callback holds can't be loaded here ({type(e).__name__}: {e}).")
         return dict(learn={}, cbs=[], rng=None, dls=[])
     if rest.get('lost'): _warn_of_lost([' '.join(o.split()) for o in rest['lost']])
     return rest

@@ -20,7 +20,9 @@ from ..payload.pickling import load
 # %% ../../nbs/launch/52_monitor.ipynb #696455db
 class Ends:
     "Which of the ranks ended, and how"
-    def __init__(self, ranks): self.ranks,self.done,self.failed,self.died = set(ranks),set(),[],{}
+    def __init__(self, ranks):
+        self.ranks = set(ranks)
+        self.done,self.failed,self.died = set(),[],{}
     def note(self, rank, how, what=None):
         "`rank` is 'done', 'failed' with the `Failure` that it sent, or 'died' with its exit code"
         if how == 'done': self.done.add(rank)
@@ -44,7 +46,8 @@ class Monitor:
         specs, # `RankSpec`s of the ranks that run in workers, in order
         interrupts, # `Interrupts`, counting already
     ):
-        self.local,self.workers,self.on_event,self.interrupts = local,local.workers,on_event,interrupts
+        self.local,self.workers = local,local.workers
+        self.on_event,self.interrupts = on_event,interrupts
         self.specs,self.ends = dict(zip(self.workers.ranks, specs)),Ends(self.workers.ranks)
         self.replay,self.marks = Replay(see=local.see, live=local.live),[]
         self.began,self.asked_to_stop = time.monotonic(),None       # times; None: nobody was

@@ -11,7 +11,8 @@ from ..base import group
 # %% ../../nbs/launch/59_rank0_only.ipynb #59a00006
 RANK0_ONLY = {
     'CSVLogger','WandbCallback',        # of both
-    'ProgressCallback','ShowGraphCallback','TensorBoardBaseCallback','TensorBoardCallback','TensorBoardProjectorCallback',
+    'ProgressCallback','ShowGraphCallback','TensorBoardBaseCallback','TensorBoardCallback',
+    'TensorBoardProjectorCallback',
     'NeptuneCallback','CometCallback','CaptumInterpretation',       # fastai 2
     'LearnerTensorboardWriter','GANTensorboardWriter','ImageGenTensorboardWriter','MLFlowTracker','NeptuneMonitor',
     'ShowGraph','TrackEpochCallback'}   # fastai v1

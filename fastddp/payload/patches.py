@@ -20,7 +20,8 @@ def _same(a, b): return len(a) == len(b) and all(map(operator.is_, a, b))
 class _Namespace:
     "The namespace of a module or of a class, and what was found there when it was looked into last"
     def __init__(self, owner, mod, cls=None):
-        self.owner,self.mod,self.cls,self.ns = owner,mod,cls,owner.__dict__
+        self.owner,self.mod,self.cls = owner,mod,cls
+        self.ns = owner.__dict__
         self.values = None      # of all names; None: to be looked into whatever stands there
         self.functions = []     # `(name, function)` of a cell's
         self.tables = []        # `(name, dispatch function)`

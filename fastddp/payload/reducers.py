@@ -90,7 +90,9 @@ def _in_library(f):
     return f.__module__ != '__main__' and m.__spec__ is not None and '<locals>' not in f.__qualname__
 
 def _with_library_globals(reduced):
-    make,(code,_,*rest),(attrs,more),*last = reduced
+    make,args,*state = reduced
+    (attrs,more),*last = state
+    code,_,*rest = args
     return _library_function, (make,more['__module__'],code,*rest), (attrs, more|dict(__globals__={})), *last
 
 def _library_function(make, module, code, *args): return make(code, vars(importlib.import_module(module)), *args)

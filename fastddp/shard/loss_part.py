@@ -69,5 +69,5 @@ def batch_losses(rows # This rank's `(number of the global batch, loss times div
     return [_batch_loss(no, all_rows[all_rows[:,0]==no]) for no in all_rows[:,0].unique().tolist()]
 
 def _batch_loss(no, rows):
-    _,weighted,divisor,items = rows.sum(0).tolist()
+    weighted,divisor,items = rows[:,1:].sum(0).tolist()
     return int(no), weighted/divisor if divisor else weighted, int(items)

@@ -51,7 +51,8 @@ def as_one(make, n_epoch=2, lr=1e-2, eps=1e-5, metrics_eps=1e-5):
     here.fit(n_epoch, lr)
     for (k, a), b in zip(weights(there).items(), weights(here).values()):
         assert torch.allclose(a.float(), b.float(), atol=eps), (k, (a-b).abs().max())
-    same_numbers([there.recorder.losses, *there.recorder.values], [here.recorder.losses, *here.recorder.values], metrics_eps)
+    same_numbers([there.recorder.losses, *there.recorder.values], [here.recorder.losses, *here.recorder.values],
+                 metrics_eps)
     return there
 
 

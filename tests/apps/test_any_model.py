@@ -55,12 +55,14 @@ def many_loss(out, y, z, reduction='mean'):
     return res.mean() if reduction == 'mean' else res
 
 
-def test_several_inputs_and_targets(): same_preds(as_one(lambda: learner(Many, many_loss, many(), 2)), with_input=True, with_loss=True)
+def test_several_inputs_and_targets():
+    same_preds(as_one(lambda: learner(Many, many_loss, many(), 2)), with_input=True, with_loss=True)
 
 
 def dicts(n=83):
     g = torch.Generator().manual_seed(0)
-    return [(dict(a=(a := torch.randn(4, generator=g)), b=torch.randn(3, generator=g)), dict(y=a.sum())) for _ in range(n)]
+    return [(dict(a=(a := torch.randn(4, generator=g)), b=torch.randn(3, generator=g)), dict(y=a.sum()))
+            for _ in range(n)]
 
 
 class Dicts(nn.Module):
@@ -81,7 +83,8 @@ class ModelOutput(OrderedDict):
     "As in Hugging Face's library: a dict, a dataclass and a tuple at once"
     loss: torch.Tensor = None
     logits: torch.Tensor = None
-    def __post_init__(self): self.update({k: v for k, v in (('loss', self.loss), ('logits', self.logits)) if v is not None})
+    def __post_init__(self):
+        self.update({k: v for k, v in (('loss', self.loss), ('logits', self.logits)) if v is not None})
 
 
 class HF(nn.Module):
@@ -152,7 +155,8 @@ def test_reset():
     there, here = learner(Resets, cbs=ModelResetter()), learner(Resets, cbs=ModelResetter())
     there.distrib_fit(2, nprocs=2)
     here.fit(2)
-    assert len(there.recorder.values) == 2 and there.model.resets == here.model.resets == here.model.own > 2 and there.model.own == 0
+    assert len(there.recorder.values) == 2
+    assert there.model.resets == here.model.resets == here.model.own > 2 and there.model.own == 0
 
 
 class Note:
@@ -216,7 +220,9 @@ def test_many_names():
     names = [f'{"dark" if i % 3 else "light"}_{i}' for i in range(10_500)]
     def make():
         seed_all()
-        dsets = Datasets(names, [[vector], [lambda o: o.split('_')[0], Categorize()]], splits=RandomSplitter(seed=1)(names))
-        return Learner(dsets.dataloaders(bs=500, num_workers=0, device='cpu'), nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), opt_func=SGD)
+        dsets = Datasets(names, [[vector], [lambda o: o.split('_')[0], Categorize()]],
+                         splits=RandomSplitter(seed=1)(names))
+        return Learner(dsets.dataloaders(bs=500, num_workers=0, device='cpu'), nn.Linear(4, 2),
+                       loss_func=CrossEntropyLossFlat(), opt_func=SGD)
     learn = as_one(make)
     assert learn.dls.vocab == ['dark', 'light'] and type(learn.dls.train_ds.items) is list

@@ -2,8 +2,10 @@
 import csv, math, os, re
 from functools import partialmethod
 import numpy as np, pytest, torch
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
-                                  CancelStepException, CancelTrainException, CancelValidException, FetchPredsCallback, event)
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+                                  CancelFitException, CancelStepException, CancelTrainException, CancelValidException,
+                                  FetchPredsCallback,
+                                  event)
 from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.data import CollectDataCallback     # patches weighted_dataloaders
 from fastai.callback.fp16 import MixedPrecision
@@ -36,7 +38,8 @@ def images(*cbs, n=48, bn=(), **kwargs):
     items = [((a := torch.randn(3, 8, 8, generator=g)), (a.mean() > 0).long()) for _ in range(n+16)]
     dls = DataLoaders.from_dsets(items[:n], items[n:], bs=8, device='cpu')
     model = nn.Sequential(nn.Conv2d(3, 4, 3), *bn, nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2))
-    return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=list(cbs), opt_func=SGD, **kwargs)
+    return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=list(cbs), opt_func=SGD,
+                   **kwargs)
 
 
 def fit(learn, n_epoch=2, **kwargs):
@@ -49,7 +52,8 @@ def test_progress_and_table(capsys):
     learn = fit(learner())
     assert any(isinstance(o, ProgressCallback) for o in learn.cbs)
     said = capsys.readouterr().out
-    rows = [o for line in said.splitlines() for o in line.split('\r') if o[:1] in '01' and re.search(r'\d\d:\d\d$', o.rstrip())]
+    rows = [o for line in said.splitlines() for o in line.split('\r') if o[:1] in '01'
+            and re.search(r'\d\d:\d\d$', o.rstrip())]
     assert said.count('train_loss') == 1 and len(rows) == 2 and learn.logger is print
 
 
@@ -93,7 +97,8 @@ def test_early_stopping_and_plateau(capsys):
 class Poison(Callback):
     "Rank 1 meets a NaN in its third batch"
     def after_loss(self):
-        if self.training and self.iter == 2 and os.environ['RANK'] == '1': self.learn.loss_grad = self.loss_grad*float('nan')
+        if self.training and self.iter == 2 and os.environ['RANK'] == '1':
+            self.learn.loss_grad = self.loss_grad*float('nan')
         if self.training and self.iter == 2 and os.environ['RANK'] == '1': self.learn.loss = self.loss*float('nan')
 
 
@@ -107,11 +112,13 @@ def test_param_scheduler():
     "The schedule of one process, and `recorder.hps` afterwards"
     learn = fit(learner(), cbs=ParamScheduler({'lr': SchedLin(0.1, 0.), 'mom': SchedLin(.8, .9)}))
     n = len(learn.recorder.losses)
-    assert learn.recorder.hps['lr'] == pytest.approx([0.1*(1-i/n) for i in range(n)], abs=1e-6) and len(learn.recorder.hps['mom']) == n
+    assert learn.recorder.hps['lr'] == pytest.approx([0.1*(1-i/n) for i in range(n)], abs=1e-6)
+    assert len(learn.recorder.hps['mom']) == n
 
 
 class Mixes(Collect):
-    "Of each item of a training batch, as the model gets it: the sum of its numbers, and the weight of its own picture in it"
+    """Of each item of a training batch, as the model gets it: the sum of its numbers, and the weight of its own
+    picture in it"""
     def __init__(self, mixer):
         super().__init__()
         self.mixer = mixer
@@ -130,9 +137,11 @@ def test_mixed_images(cb):
     fit(learn)
     sums, owns = zip(*(zip(*rows) for rows in mixes.ranks))
     assert [len(o) for o in sums] == [48, 48]
-    assert all(sum(round(o, 3) not in plain for o in of_rank) > 24 for of_rank in sums), 'pictures as they are in the dataset'
+    assert all(sum(round(o, 3) not in plain for o in of_rank) > 24
+               for of_rank in sums), 'pictures as they are in the dataset'
     assert owns[0] != owns[1] and all(0 <= o <= 1 for of_rank in owns for o in of_rank)
-    assert learn.loss_func is loss and len(learn.recorder.values) == 2 and torch.isfinite(torch.stack(learn.recorder.losses)).all()
+    assert learn.loss_func is loss and len(learn.recorder.values) == 2
+    assert torch.isfinite(torch.stack(learn.recorder.losses)).all()
 
 
 def test_gradient_accumulation():
@@ -163,7 +172,8 @@ class Around(Callback):
     order = 100
     def __init__(self): self.inside = []
     def after_pred(self):
-        if self.training: self.inside.append(self.learn.mixed_precision.autocast is not None and self.learn.scaler is not None)
+        if self.training:
+            self.inside.append(self.learn.mixed_precision.autocast is not None and self.learn.scaler is not None)
 
 
 def test_mixed_precision():
@@ -178,7 +188,8 @@ def test_mixed_precision():
 class Layout(Callback):
     "Are the weights of convolutions where they are trained in the format that `ChannelsLast` wants?"
     def after_batch(self):
-        self.wanted = all(p.is_contiguous(memory_format=torch.channels_last) for p in self.model.parameters() if p.dim() == 4)
+        self.wanted = all(p.is_contiguous(memory_format=torch.channels_last) for p in self.model.parameters()
+                          if p.dim() == 4)
 
 
 def test_channels_last():
@@ -207,7 +218,8 @@ def test_rnn_callbacks(): as_one(lambda: learner(ModelResetter(), RNNCallback(),
 
 def labelled(n=64):
     items = points(n+16)
-    dsets = Datasets(list(range(n+16)), [[lambda i: items[i][0]], [lambda i: int(items[i][1])]], splits=[list(range(n)), list(range(n, n+16))])
+    dsets = Datasets(list(range(n+16)), [[lambda i: items[i][0]], [lambda i: int(items[i][1])]],
+                     splits=[list(range(n)), list(range(n, n+16))])
     return dsets
 
 
@@ -258,7 +270,8 @@ def test_a_callback_of_ones_own():
     mine = seen.losses
     learn = fit(learner(seen))
     assert len(seen.losses) == len(learn.recorder.losses) and seen.losses is mine
-    assert isinstance(seen.last, torch.Tensor) and seen.who is learn and seen.fig.axes[0].lines[0].get_ydata()[0] == mine[0]
+    assert isinstance(seen.last, torch.Tensor) and seen.who is learn
+    assert seen.fig.axes[0].lines[0].get_ydata()[0] == mine[0]
 
 
 def test_activation_stats():
@@ -301,7 +314,8 @@ class Saves(Callback):
     "Saves predictions to files in the middle of a fit"
     def __init__(self, path): self.path, self.preds = path, None
     def after_epoch(self):
-        self.learn.get_preds(inner=True, save_preds=self.path/f'{self.epoch}', save_targs=self.path/f'targs{self.epoch}')
+        self.learn.get_preds(inner=True, save_preds=self.path/f'{self.epoch}',
+                             save_targs=self.path/f'targs{self.epoch}')
         self.preds = self.learn.get_preds(inner=True)[0]
 
 
@@ -332,10 +346,12 @@ class Leave(Callback):
 
 CANCELS = dict(batch=('before_batch', CancelBatchException), backward=('before_backward', CancelBackwardException),
                step=('before_step', CancelStepException), train=('after_batch', CancelTrainException),
-               valid=('before_validate', CancelValidException), epoch=('after_train', CancelEpochException), fit=('before_epoch', CancelFitException))
+               valid=('before_validate', CancelValidException), epoch=('after_train', CancelEpochException),
+               fit=('before_epoch', CancelFitException))
 
 
-UNHEARD = pytest.mark.xfail(strict=True, reason='`leaves_late` does not look at `__call__`, so the other ranks make the step that one leaves')
+UNHEARD = pytest.mark.xfail(strict=True, reason='`leaves_late` does not look at `__call__`, so the other ranks make '
+                                                'the step that one leaves')
 
 
 @pytest.mark.parametrize('what', [pytest.param(o, marks=UNHEARD if o == 'step' else ()) for o in CANCELS])
@@ -359,8 +375,10 @@ class Loads(Callback):
     "Loads the file `begun` at some events of the first epoch; `rank` alone, or all"
     def __init__(self, *events, rank=None): self.events, self.rank = events, rank
     def __call__(self, event_name):
-        if event_name not in self.events or getattr(self.learn, 'epoch', 0) or os.environ.get('RANK', '0') not in (self.rank or '01'): return
-        if event_name not in IN_BATCH+('after_loss',) or (self.learn.training and self.learn.iter == 1): self.learn.load('begun', with_opt=False)
+        elsewhere = os.environ.get('RANK', '0') not in (self.rank or '01')
+        if event_name not in self.events or getattr(self.learn, 'epoch', 0) or elsewhere: return
+        if event_name not in IN_BATCH+('after_loss',) or (self.learn.training and self.learn.iter == 1):
+            self.learn.load('begun', with_opt=False)
 
 
 def begun(cb, path):
@@ -381,7 +399,8 @@ def test_load_on_all_ranks(tmp_path, n_acc):
     as_one(make)
 
 
-@pytest.mark.parametrize('event,rank', [(e, '01'[i % 2]) for i, e in enumerate(('before_fit', *AROUND, *IN_BATCH, 'after_fit'))])
+@pytest.mark.parametrize('event,rank',
+                         [(e, '01'[i % 2]) for i, e in enumerate(('before_fit', *AROUND, *IN_BATCH, 'after_fit'))])
 def test_load_on_one_rank_only(tmp_path, event, rank):
     "Refused at once, with the remedy; nobody waits for ever"
     with pytest.raises(RankRaised, match=f'Rank {rank} called learn.load.*Call it on all ranks') as e:
@@ -439,7 +458,8 @@ class Told(Callback):
     def name(self): return self.label
     def note(self, event):
         learn = self.learn
-        self.log.append((self.label, event, getattr(learn, 'epoch', None), getattr(learn, 'iter', None), getattr(learn, 'training', None)))
+        self.log.append((self.label, event, getattr(learn, 'epoch', None), getattr(learn, 'iter', None),
+                         getattr(learn, 'training', None)))
 
 
 for _event in filter(lambda o: o[0] != '_', vars(event)): setattr(Told, _event, partialmethod(Told.note, _event))
@@ -484,7 +504,8 @@ class Busy(Callback):
         self.inner = False
     def predict_inside(self):
         "In one process the rest of the phase would train nothing"
-        old = {k: getattr(self.learn, k) for k in ('dl', 'training', 'iter', 'n_iter', 'xb', 'yb', 'pred', 'loss', 'loss_grad')}
+        old = {k: getattr(self.learn, k)
+               for k in ('dl', 'training', 'iter', 'n_iter', 'xb', 'yb', 'pred', 'loss', 'loss_grad')}
         self.predict()
         for k, v in old.items(): setattr(self.learn, k, v)
         self.model.train()
@@ -515,7 +536,8 @@ def test_tensorboard(tmp_path):
     files = [*tmp_path.glob('events*')]
     assert len(files) == 1
     log = EventAccumulator(str(tmp_path)).Reload()
-    assert len(log.Scalars('train_loss')) == len(learn.recorder.losses) + 2*2      # it writes after validation batches, too
+    # it writes after validation batches, too
+    assert len(log.Scalars('train_loss')) == len(learn.recorder.losses) + 2*2
     assert [o.value for o in log.Scalars('valid_loss')] == pytest.approx([o[1] for o in learn.recorder.values])
     seed_all(1)
     fit(plain)
@@ -526,9 +548,11 @@ def shades():
     "A learner of 16+8 grey pictures"
     from fastai.vision.all import CategoryBlock, DataBlock, ImageBlock, IndexSplitter
     seed_all()
-    block = DataBlock((ImageBlock, CategoryBlock), get_items=lambda _: list(range(24)), splitter=IndexSplitter(list(range(16, 24))),
+    block = DataBlock((ImageBlock, CategoryBlock), get_items=lambda _: list(range(24)),
+                      splitter=IndexSplitter(list(range(16, 24))),
                       get_x=lambda i: np.full((8, 8, 3), 10*i, dtype=np.uint8), get_y=lambda i: 'ab'[i % 2])
-    return Learner(block.dataloaders('.', bs=3, num_workers=0, device='cpu'), nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), opt_func=SGD)
+    return Learner(block.dataloaders('.', bs=3, num_workers=0, device='cpu'),
+                   nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), opt_func=SGD)
 
 
 def test_tensorboard_with_predictions(tmp_path, monkeypatch):
@@ -588,7 +612,8 @@ def test_wandb(tmp_path, monkeypatch, capsys):
             if wandb.run: wandb.config.update({f'rank{os.environ.get("RANK")}': 1})
     seed_all()
     dls = DataLoaders.from_dsets(Few(40), Few(16, 1), bs=4, device='cpu')
-    learn = Learner(dls, nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, opt_func=SGD, path=tmp_path,
+    learn = Learner(dls, nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, opt_func=SGD,
+                    path=tmp_path,
                     cbs=Wandb(valid_dl=dls.valid.new(Few(6))))
     run = wandb.init(project='tests', dir=tmp_path, config=dict(mine=1))
     try:

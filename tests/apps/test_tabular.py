@@ -1,7 +1,8 @@
 "Tables and recommendations: categories and numbers, classes and values, dot product and neural net."
 import numpy as np, pandas as pd, pytest, torch
 from fastai.collab import CollabDataLoaders, collab_learner
-from fastai.tabular.all import (Categorify, CategoryBlock, FillMissing, IndexSplitter, MSELossFlat, Normalize, RegressionBlock, SGD,
+from fastai.tabular.all import (Categorify, CategoryBlock, FillMissing, IndexSplitter, MSELossFlat, Normalize,
+                                RegressionBlock, SGD,
                                 TabularPandas, accuracy, rmse, tabular_learner)
 from sklearn.datasets import load_diabetes
 import fastddp.all
@@ -22,7 +23,8 @@ def table(n=150):
 def learner(regression, **kwargs):
     seed_all()
     df = table()
-    y = dict(y_names='target', y_block=RegressionBlock()) if regression else dict(y_names='ill', y_block=CategoryBlock())
+    y = dict(y_names='ill', y_block=CategoryBlock())
+    if regression: y = dict(y_names='target', y_block=RegressionBlock())
     to = TabularPandas(df, [Categorify, FillMissing, Normalize], ['sex', 'age group'], ['age', 'bmi', 'bp', 's1', 's5'],
                        splits=IndexSplitter(list(range(110, 150)))(df), **y)
     loss = dict(loss_func=MSELossFlat(), metrics=rmse) if regression else dict(metrics=accuracy)

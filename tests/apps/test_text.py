@@ -1,7 +1,8 @@
 "Text: a language model, and a classifier that begins with its encoder."
 import random
 import pandas as pd, pytest, torch
-from fastai.text.all import (AWD_LSTM, CategoryBlock, ColReader, ColSplitter, DataBlock, Perplexity, SGD, TextBlock, accuracy,
+from fastai.text.all import (AWD_LSTM, CategoryBlock, ColReader, ColSplitter, DataBlock, Perplexity, SGD, TextBlock,
+                             accuracy,
                              awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner, text_classifier_learner)
 import fastddp.all
 from applications import check, same_preds
@@ -15,7 +16,8 @@ def texts(n=160, seed=0):
     r, rows = random.Random(seed), []
     for i in range(n):
         kind = 'good' if i % 2 else 'bad'
-        words = [r.choice(WORDS[kind]) if r.random() < .5 else r.choice('the a film was and of plot actor scene'.split())
+        words = [r.choice(WORDS[kind]) if r.random() < .5
+                 else r.choice('the a film was and of plot actor scene'.split())
                  for _ in range(r.randint(8, 40))]
         rows.append(dict(text=' '.join(words), kind=kind, is_valid=i >= n*3//4))
     return pd.DataFrame(rows)
@@ -25,15 +27,19 @@ def split(df): return ColSplitter()(df)
 
 
 def lm(df, bs=8):
-    dls = DataBlock(TextBlock.from_df('text', is_lm=True, seq_len=20), get_x=ColReader('text'), splitter=ColSplitter()).dataloaders(
+    dls = DataBlock(TextBlock.from_df('text', is_lm=True, seq_len=20), get_x=ColReader('text'),
+                    splitter=ColSplitter()).dataloaders(
         df, bs=bs, seq_len=20, num_workers=0, device='cpu')
-    return language_model_learner(dls, AWD_LSTM, config=awd_lstm_lm_config | SMALL, pretrained=False, metrics=[accuracy, Perplexity()])
+    return language_model_learner(dls, AWD_LSTM, config=awd_lstm_lm_config | SMALL, pretrained=False,
+                                  metrics=[accuracy, Perplexity()])
 
 
 def classifier(df, vocab, bs=8, **kwargs):
-    dls = DataBlock((TextBlock.from_df('text', vocab=vocab, seq_len=20), CategoryBlock), get_x=ColReader('text'), get_y=ColReader('kind'),
+    dls = DataBlock((TextBlock.from_df('text', vocab=vocab, seq_len=20), CategoryBlock), get_x=ColReader('text'),
+                    get_y=ColReader('kind'),
                     splitter=ColSplitter()).dataloaders(df, bs=bs, num_workers=0, device='cpu')
-    return text_classifier_learner(dls, AWD_LSTM, config=awd_lstm_clas_config | SMALL, pretrained=False, metrics=accuracy, seq_len=20,
+    return text_classifier_learner(dls, AWD_LSTM, config=awd_lstm_clas_config | SMALL, pretrained=False,
+                                   metrics=accuracy, seq_len=20,
                                    drop_mult=0.3, **kwargs)
 
 

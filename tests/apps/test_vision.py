@@ -70,7 +70,9 @@ def test_fine_tuned_classifier(cached_weights):
     same_preds(learn, eps=1e-4)
 
 
-def convs(n_out): return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Conv2d(4, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, n_out))
+def convs(n_out):
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Conv2d(4, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+                         nn.Flatten(), nn.Linear(32, n_out))
 
 
 def sigm_acc(inp, targ): return accuracy_multi(inp, targ)
@@ -78,7 +80,8 @@ def sigm_acc(inp, targ): return accuracy_multi(inp, targ)
 
 KINDS = {
     'single label': lambda: Learner(loaders(CategoryBlock, kind), convs(2), metrics=accuracy, opt_func=SGD),
-    'several labels': lambda: Learner(loaders(MultiCategoryBlock, kinds), convs(4), loss_func=BCEWithLogitsLossFlat(), metrics=sigm_acc, opt_func=SGD),
+    'several labels': lambda: Learner(loaders(MultiCategoryBlock, kinds), convs(4), loss_func=BCEWithLogitsLossFlat(),
+                                      metrics=sigm_acc, opt_func=SGD),
     'points': lambda: Learner(loaders(PointBlock, point), convs(2), loss_func=MSELossFlat(), opt_func=SGD),
     'a number': lambda: Learner(loaders(RegressionBlock, number), convs(1), loss_func=MSELossFlat(), opt_func=SGD)}
 
@@ -91,7 +94,8 @@ def test_segmentation():
     "A U-Net, scored by `Dice`, as one process"
     def make():
         dls = loaders(MaskBlock(['none', 'square']), mask, bs=16)
-        return unet_learner(dls, resnet18, pretrained=False, metrics=Dice(), n_out=2, normalize=False, opt_func=SGD, cbs=Double())
+        return unet_learner(dls, resnet18, pretrained=False, metrics=Dice(), n_out=2, normalize=False, opt_func=SGD,
+                            cbs=Double())
     learn = as_one(make, lr=1e-3)
     assert 0 < learn.recorder.values[-1][2] < 1
 
@@ -103,7 +107,8 @@ def test_timm(tmp_path):
     state = timm.create_model('resnet10t').state_dict()
     torch.save(state, tmp_path/'weights.pth')
     def make():
-        learn = vision_learner(loaders(CategoryBlock, kind), 'resnet10t', metrics=accuracy, normalize=False, ps=0., opt_func=SGD, cbs=Double(),
+        learn = vision_learner(loaders(CategoryBlock, kind), 'resnet10t', metrics=accuracy, normalize=False, ps=0.,
+                               opt_func=SGD, cbs=Double(),
                                pretrained_cfg_overlay=dict(file=str(tmp_path/'weights.pth')))
         assert torch.equal(learn.model[0].model.conv1[0].weight, state['conv1.0.weight'])
         learn.unfreeze()
@@ -125,7 +130,8 @@ class Seen(nn.Module):
     "A body for each picture, a recurrent head for all"
     def __init__(self):
         super().__init__()
-        self.body, self.rnn, self.head = nn.Sequential(nn.Conv2d(3, 4, 3, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()), nn.RNN(16, 8, batch_first=True), nn.Linear(8, 2)
+        self.body, self.rnn, self.head = nn.Sequential(nn.Conv2d(3, 4, 3, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+                                                       nn.Flatten()), nn.RNN(16, 8, batch_first=True), nn.Linear(8, 2)
     def forward(self, film): return self.head(self.rnn(torch.stack([self.body(o) for o in film], 1))[0][:, -1])
 
 
@@ -133,7 +139,8 @@ def films():
     "By the mid-level API: `Datasets` of a type of its own, augmented alike over a film"
     seed_all()
     dsets = Datasets(list(range(N)), [[Frames()], [kind, Categorize()]], splits=[list(range(33)), list(range(33, N))])
-    dls = dsets.dataloaders(bs=8, after_item=[ToTensor()], after_batch=[IntToFloatTensor()], num_workers=0, device='cpu')
+    dls = dsets.dataloaders(bs=8, after_item=[ToTensor()], after_batch=[IntToFloatTensor()], num_workers=0,
+                            device='cpu')
     return Learner(dls, Seen(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=SGD)
 
 

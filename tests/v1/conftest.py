@@ -1,4 +1,5 @@
-"""The suite for fastai v1 (`make test-v1`); with another fastai nothing here is collected. What a test may leave: ../conftest.py."""
+"""The suite for fastai v1 (`make test-v1`); with another fastai nothing here is collected. What a test may leave:
+../conftest.py."""
 from importlib.metadata import version
 import matplotlib
 

@@ -56,4 +56,5 @@ def same_recorder(a, b, tol=1e-5):
     np.testing.assert_allclose(a.lrs, b.lrs)
     np.testing.assert_allclose(a.moms, b.moms)
     np.testing.assert_allclose(np.array(a.val_losses, dtype=float), np.array(b.val_losses, dtype=float), atol=1e-6)
-    for m, n in zip(a.metrics, b.metrics, strict=True): np.testing.assert_allclose([float(o) for o in m], [float(o) for o in n], atol=1e-6)
+    for m, n in zip(a.metrics, b.metrics, strict=True):
+        np.testing.assert_allclose([float(o) for o in m], [float(o) for o in n], atol=1e-6)

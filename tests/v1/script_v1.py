@@ -20,7 +20,8 @@ def weights(learn): return numbers(list(learn.model.state_dict().values()))
 
 
 def words(bs, path, drawn):
-    "What fits, validation, predictions and `lr_find` give; `drawn()` comes before each, which begins with random numbers that rank 0 draws"
+    """What fits, validation, predictions and `lr_find` give; `drawn()` comes before each, which begins with random
+    numbers that rank 0 draws"""
     res, learn = {}, plain(bs, path=path, callback_fns=partial(SaveModelCallback, monitor='accuracy'))
     seed(int(os.environ.get('RANK', 0)))
     drawn()
@@ -28,7 +29,8 @@ def words(bs, path, drawn):
     learn.save('stage-1')
     drawn()
     learn.distrib_fit(1, 1e-3)
-    res['fit'], res['losses'], res['metrics'] = weights(learn), numbers(learn.recorder.losses), numbers(learn.recorder.metrics)
+    res['fit'] = weights(learn)
+    res['losses'], res['metrics'] = numbers(learn.recorder.losses), numbers(learn.recorder.metrics)
     learn.load('stage-1')       # between two fits, when no group stands
     learn.callback_fns = learn.callback_fns[:1]
     with learn.distrib_ctx():
@@ -39,7 +41,8 @@ def words(bs, path, drawn):
     learn.distrib_lr_find(num_it=12)
     res['loaded'] = weights(learn)
     seed()
-    learn = language_model_learner(lm_data(path, bs), AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0., path=path, alpha=0., beta=0.)
+    learn = language_model_learner(lm_data(path, bs), AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0.,
+                                   path=path, alpha=0., beta=0.)
     drawn()
     learn.distrib_fit(1, 1e-2)
     res['text'] = weights(learn)

@@ -1,4 +1,5 @@
-"""Every kind of `DataBunch` of fastai v1 trains on 2 workers; where nothing is random, as one process with twice the batch."""
+"""Every kind of `DataBunch` of fastai v1 trains on 2 workers; where nothing is random, as one process with twice the
+batch."""
 import numpy as np, pandas as pd, pytest, torch
 from learners_v1 import *
 from fastai.vision import *
@@ -23,7 +24,8 @@ def pictures(path, n=24, size=16):
     return path
 
 
-def small_net(c): return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), AdaptiveConcatPool2d(1), Flatten(), nn.Linear(8, c))
+def small_net(c):
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), AdaptiveConcatPool2d(1), Flatten(), nn.Linear(8, c))
 
 
 def test_images(tmp_path):
@@ -32,7 +34,8 @@ def test_images(tmp_path):
         seed()
         il = ImageList.from_folder(path).split_by_idx(list(range(0, 24, 5))).label_from_folder()
         data = il.transform([[], []], size=16).databunch(bs=bs, num_workers=0).normalize(imagenet_stats)
-        return Learner(data, small_net(2), opt_func=partial(optim.SGD, momentum=.9), metrics=[accuracy, error_rate], path=path)
+        return Learner(data, small_net(2), opt_func=partial(optim.SGD, momentum=.9), metrics=[accuracy, error_rate],
+                       path=path)
     two, one = pair(make, lambda l: l.fit_one_cycle(2, 1e-2))
     same_weights(two, one)
     same_recorder(two, one)
@@ -82,7 +85,8 @@ def test_segmentation(tmp_path):
     masks = masked(path)
     def make(bs):
         seed()
-        data = (SegmentationItemList.from_folder(path).split_by_idx(VALID).label_from_func(lambda f: masks/f.name, classes=['a', 'b'])
+        data = (SegmentationItemList.from_folder(path).split_by_idx(VALID).label_from_func(lambda f: masks/f.name,
+                                                                                           classes=['a', 'b'])
                 .transform([[], []], tfm_y=True, size=16).databunch(bs=bs, num_workers=0))
         model = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.ReLU(), nn.Conv2d(4, 2, 5, padding=2))
         return Learner(data, model, opt_func=SGD, metrics=[dice, foreground], path=path)
@@ -106,9 +110,11 @@ def test_points(tmp_path):
     def make(bs):
         seed()
         data = (PointsItemList.from_folder(path).split_by_idx(VALID)
-                .label_from_func(lambda f: tensor([[3., 4.]]) if f.parent.name == 'l' else tensor([[9., 12.]]), label_cls=TensorPoints)
+                .label_from_func(lambda f: tensor([[3., 4.]]) if f.parent.name == 'l' else tensor([[9., 12.]]),
+                                 label_cls=TensorPoints)
                 .transform([[], []], tfm_y=True, size=16).databunch(bs=bs, num_workers=0))
-        return Learner(data, nn.Sequential(small_net(2), Reshape()), opt_func=SGD, path=path, loss_func=MSELossFlat(), metrics=[mean_absolute_error])
+        return Learner(data, nn.Sequential(small_net(2), Reshape()), opt_func=SGD, path=path, loss_func=MSELossFlat(),
+                       metrics=[mean_absolute_error])
     two, one = pair(make, lambda l: l.fit(3, 1e-2))
     same_weights(two, one)
     same_recorder(two, one)
@@ -118,7 +124,8 @@ def test_points(tmp_path):
 
 class TensorPoints(PointsLabelList):
     "As fastai's, which takes numpy's arrays for tensors"
-    def get(self, i): return ImagePoints(FlowField((16, 16), tensor(np.array(self.items[i], dtype=np.float32))), scale=True)
+    def get(self, i):
+        return ImagePoints(FlowField((16, 16), tensor(np.array(self.items[i], dtype=np.float32))), scale=True)
 
 
 class Reshape(nn.Module):
@@ -131,7 +138,8 @@ def test_tabular(tmp_path):
     df['y'] = (df.x > 0).astype(int)
     def make(bs):
         seed()
-        data = (TabularList.from_df(df, cat_names=['c'], cont_names=['x', 'z'], procs=[Categorify, Normalize]).split_by_idx(list(range(13)))
+        data = (TabularList.from_df(df, cat_names=['c'], cont_names=['x', 'z'],
+                                    procs=[Categorify, Normalize]).split_by_idx(list(range(13)))
                 .label_from_df('y').databunch(bs=bs, num_workers=0))
         return tabular_learner(data, layers=[8], emb_szs={'c': 3}, metrics=accuracy, path=tmp_path, use_bn=False)
     two, one = make(4), make(8)
@@ -145,7 +153,8 @@ def test_tabular(tmp_path):
 
 def test_collab(tmp_path):
     rng = np.random.RandomState(0)
-    df = pd.DataFrame(dict(user=rng.randint(0, 8, 90), item=rng.randint(0, 9, 90), rating=rng.randint(1, 6, 90).astype(float)))
+    df = pd.DataFrame(dict(user=rng.randint(0, 8, 90), item=rng.randint(0, 9, 90),
+                           rating=rng.randint(1, 6, 90).astype(float)))
     def make(bs):
         seed()
         data = CollabDataBunch.from_df(df, seed=1, bs=bs, num_workers=0, path=tmp_path)
@@ -170,7 +179,8 @@ def texts(n=60):
     return pd.DataFrame(rows, columns=['label', 'text'])
 
 
-def lm_data(path, bs): return TextLMDataBunch.from_df(path, texts()[:45], texts()[45:], bs=bs, bptt=5, tokenizer=TOKENIZER, min_freq=1)
+def lm_data(path, bs):
+    return TextLMDataBunch.from_df(path, texts()[:45], texts()[45:], bs=bs, bptt=5, tokenizer=TOKENIZER, min_freq=1)
 
 
 CONFIG = dict(awd_lstm_lm_config, emb_sz=8, n_hid=10, n_layers=2)
@@ -180,7 +190,8 @@ def test_language_model_is_streams(tmp_path):
     "Without dropout, N x b streams are those of one process"
     def make(bs):
         seed()
-        learn = language_model_learner(lm_data(tmp_path, bs), AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0., path=tmp_path, alpha=0., beta=0.)
+        learn = language_model_learner(lm_data(tmp_path, bs), AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0.,
+                                       path=tmp_path, alpha=0., beta=0.)
         return learn
     two, one = pair(make, lambda l: l.fit_one_cycle(2, 1e-2))
     same_weights(two, one)
@@ -192,19 +203,22 @@ def test_language_model_is_streams(tmp_path):
 
 
 def reviews(n, lengths):
-    "Good and bad ones, told apart by one word among many; no word comes twice in a row, which fastai's rules would shorten"
+    """Good and bad ones, told apart by one word among many; no word comes twice in a row, which fastai's rules would
+    shorten"""
     rng = np.random.RandomState(0)
     rows = []
     for i in range(n):
         size = rng.choice(lengths)
-        words = [WORDS[6:][o] for o in np.concatenate([np.roll(rng.permutation(8), k) for k in range(-(-size//8))])[:size]]
+        words = [WORDS[6:][o]
+                 for o in np.concatenate([np.roll(rng.permutation(8), k) for k in range(-(-size//8))])[:size]]
         words.insert(rng.randint(len(words)+1), str(rng.choice(WORDS[:3] if i%2 else WORDS[3:6])))
         rows.append((i%2, ' '.join(words)))
     return pd.DataFrame(rows, columns=['label', 'text'])
 
 
 def lesson3(path, df, bs, n, plain=True):
-    "A language model, and a classifier with its encoder, trained by `n` workers; `plain`: without dropout and batch norm"
+    """A language model, and a classifier with its encoder, trained by `n` workers; `plain`: without dropout and
+    batch norm"""
     def fit(learn, epochs, lr):
         seed(5)
         learn.distrib('fit' if plain else 'fit_one_cycle', epochs, lr, nprocs=n)
@@ -239,8 +253,8 @@ def test_the_encoder_of_a_language_model_classifies(tmp_path):
 
 
 def test_a_classifier_is_as_good_as_one_process(tmp_path):
-    """As users train it, with reviews of many lengths: 2 of 37 may differ, since each worker pads and normalizes its own part.
-    With a language model whose streams were cut wrongly, an older tool stayed at 49 %"""
+    """As users train it, with reviews of many lengths: 2 of 37 may differ, since each worker pads and normalizes its
+    own part. With a language model whose streams were cut wrongly, an older tool stayed at 49 %"""
     df = reviews(357, range(3, 25))
     (_, two), (_, one) = (lesson3(tmp_path, df, bs, n, False) for bs, n in ((16, 2), (32, 1)))
     good, alone = (float(l.recorder.metrics[-1][0]) for l in (two, one))
@@ -256,13 +270,16 @@ def test_wgan(tmp_path):
     data = (GANItemList.from_folder(pictures(tmp_path, 24), noise_sz=4).split_none().label_from_func(noop)
             .transform([[], []], size=16, tfm_y=True).databunch(bs=4, num_workers=0))
     seed()
-    gen, crit = basic_generator(in_size=16, n_channels=3, noise_sz=4, n_features=4), basic_critic(in_size=16, n_channels=3, n_features=4)
-    learn = GANLearner.wgan(data, gen, crit, switch_eval=False, opt_func=partial(optim.Adam, betas=(0., .99)), wd=0., show_img=False)
+    gen, crit = basic_generator(in_size=16, n_channels=3, noise_sz=4,
+                                n_features=4), basic_critic(in_size=16, n_channels=3, n_features=4)
+    learn = GANLearner.wgan(data, gen, crit, switch_eval=False, opt_func=partial(optim.Adam, betas=(0., .99)), wd=0.,
+                            show_img=False)
     before = {k: v.clone() for k, v in learn.model.named_parameters()}
     learn.distrib_fit(4, 1e-3, nprocs=2)
     changed = {k.split('.')[0] for k, v in learn.model.named_parameters() if not torch.equal(v, before[k])}
     assert changed == {'generator', 'critic'} and all(torch.isfinite(p).all() for p in learn.model.parameters())
     assert learn.gan_trainer.glosses and learn.gan_trainer.closses and learn.model.gen_mode
     own = {id(p) for p in learn.model.parameters()}
-    assert all(id(p) in own for o in (learn.gan_trainer.opt_gen, learn.gan_trainer.opt_critic) for g in o.opt.param_groups for p in g['params'])
+    assert all(id(p) in own for o in (learn.gan_trainer.opt_gen, learn.gan_trainer.opt_critic)
+               for g in o.opt.param_groups for p in g['params'])
     learn.fit(1, 1e-3)

@@ -13,13 +13,15 @@ class Mine(LearnerCallback):
     def on_batch_end(self, train, last_loss, iteration, **kwargs):
         if not train: return
         self.seen.append(float(last_loss))
-        if iteration == self.stop_at and int(os.environ.get('RANK', 1)) == 1: return {'stop_epoch': True, 'stop_training': True}
+        if iteration == self.stop_at and int(os.environ.get('RANK', 1)) == 1:
+            return {'stop_epoch': True, 'stop_training': True}
     def on_epoch_end(self, **kwargs): self.epochs += 1
 
 
 def test_trackers_decide_alike_and_write_once(tmp_path):
     def make(bs):
-        fns = [partial(SaveModelCallback, monitor='accuracy', name='best'), partial(EarlyStoppingCallback, patience=1, min_delta=.05),
+        fns = [partial(SaveModelCallback, monitor='accuracy', name='best'),
+               partial(EarlyStoppingCallback, patience=1, min_delta=.05),
                partial(ReduceLROnPlateauCallback, patience=0, min_delta=.5, min_lr=1e-9), CSVLogger]
         return plain(bs, callback_fns=fns, path=tmp_path/str(bs), model_dir='kept', metrics=[accuracy, squared])
     two, one = pair(make, lambda l: l.fit(6, 1e-2))
@@ -28,7 +30,8 @@ def test_trackers_decide_alike_and_write_once(tmp_path):
     assert len(one.recorder.val_losses) < 6     # it did stop early
     for k in 'early_stopping_callback', 'reduce_lr_on_plateau_callback', 'save_model_callback':
         a, b = getattr(two, k), getattr(one, k)
-        assert float(a.best) == pytest.approx(float(b.best), abs=1e-6) and getattr(a, 'wait', 0) == getattr(b, 'wait', 0)
+        assert float(a.best) == pytest.approx(float(b.best), abs=1e-6) and getattr(a, 'wait', 0) == getattr(b, 'wait',
+                                                                                                            0)
     a, b = (pd.read_csv(tmp_path/n/'history.csv') for n in ('4', '8'))
     pd.testing.assert_frame_equal(a.drop(columns='time'), b.drop(columns='time'), atol=2e-6, rtol=0)
     assert two.opt.lr == pytest.approx(one.opt.lr) and two.csv_logger.read_logged_file().shape[0] == len(a)
@@ -42,7 +45,8 @@ def test_one_rank_without_a_number_stops_all(tmp_path):
         learn.data.train_ds.x[7] = float('nan')
         return learn
     two, one = pair(make, lambda l: l.fit(2, 1e-2, callbacks=[TerminateOnNaNCallback()]))
-    assert 1 <= len(two.recorder.losses) == len(one.recorder.losses) <= 6 and not np.isfinite(float(two.recorder.losses[-1]))
+    assert 1 <= len(two.recorder.losses) == len(one.recorder.losses) <= 6
+    assert not np.isfinite(float(two.recorder.losses[-1]))
 
 
 def test_a_users_callback(tmp_path):
@@ -51,17 +55,20 @@ def test_a_users_callback(tmp_path):
     cbs = Mine(two, 7), Mine(one, 7)
     seed(5); two.distrib_fit(3, 1e-2, callbacks=[cbs[0]], nprocs=2)
     seed(5); one.fit(3, 1e-2, callbacks=[cbs[1]])
-    assert cbs[0].seen == pytest.approx(cbs[1].seen, abs=1e-6) and len(cbs[0].seen) == 8 and cbs[0].epochs == cbs[1].epochs
+    assert cbs[0].seen == pytest.approx(cbs[1].seen,
+                                        abs=1e-6) and len(cbs[0].seen) == 8 and cbs[0].epochs == cbs[1].epochs
     same_weights(two, one)
     assert two.mine is cbs[0] and cbs[0].learn is two
 
 
 @pytest.mark.parametrize('kind', ['mixup', 'clip', 'accumulate', 'weights', 'oversample', 'sum'])
 def test_training_callbacks(kind, tmp_path):
-    "Gradient clipping, accumulation and weighted losses are one process's; mixup and oversampling, which draw by rank, train"
+    """Gradient clipping, accumulation and weighted losses are one process's; mixup and oversampling, which draw by
+    rank, train"""
     weights = nn.CrossEntropyLoss(weight=torch.tensor([1., 3.]))
     def make(bs):
-        learn = plain(bs, n=42, loss_func=dict(weights=weights, sum=nn.CrossEntropyLoss(reduction='sum')).get(kind), callback_fns=
+        learn = plain(bs, n=42, loss_func=dict(weights=weights, sum=nn.CrossEntropyLoss(reduction='sum')).get(kind),
+                      callback_fns=
                       [partial(AccumulateScheduler, n_step=2)] if kind == 'accumulate' else [])
         if kind == 'accumulate': learn.loss_func = nn.CrossEntropyLoss(reduction='sum')
         if kind == 'mixup': learn.mixup()
@@ -102,7 +109,9 @@ class oversampled(LearnerCallback):
     "As fastai's OverSamplingCallback, for plain datasets: another loader for the time of the fit"
     def on_train_begin(self, **kwargs):
         dl = self.learn.data.train_dl
-        self.learn.data.train_dl = dl.new(shuffle=False, sampler=torch.utils.data.WeightedRandomSampler(torch.ones(len(dl.dataset)), 48))
+        self.learn.data.train_dl = dl.new(shuffle=False,
+                                          sampler=torch.utils.data.WeightedRandomSampler(torch.ones(len(dl.dataset)),
+                                                                                         48))
 
 
 def test_half_precision_travels():

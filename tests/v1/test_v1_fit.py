@@ -17,18 +17,23 @@ def test_one_cycle(tmp_path):
     same_recorder(two, one)
     assert len(two.recorder.val_losses) == 2 and len(two.recorder.metrics[0]) == 3
     assert parts[id(two)]['rng'] == parts[id(one)]['rng']
-    assert two.model is parts[id(two)]['model'] and all(p is q for p, q in zip(two.model.parameters(), parts[id(two)]['params']))
-    assert two.data is parts[id(two)]['data'] and two.data.train_dl.batch_size == 4 and not {'fit', 'validate', 'get_preds'} & set(vars(two))
+    had = parts[id(two)]
+    assert two.model is had['model'] and all(p is q for p, q in zip(two.model.parameters(), had['params']))
+    assert two.data is had['data'] and two.data.train_dl.batch_size == 4
+    assert not {'fit', 'validate', 'get_preds'} & set(vars(two))
     for p, q in zip(two.model.parameters(), one.model.parameters()):
         a, b = two.opt.opt.state[p], one.opt.opt.state[q]
         for k in b: torch.testing.assert_close(torch.as_tensor(a[k]), torch.as_tensor(b[k]), rtol=1e-4, atol=1e-6)
     assert (two.opt.lr, two.opt.mom, two.opt.wd, two.opt.beta) == (one.opt.lr, one.opt.mom, one.opt.wd, one.opt.beta)
     assert two.recorder.plot_lr(show_moms=True, return_fig=True)
     for plot in 'plot', 'plot_losses', 'plot_lr', 'plot_metrics':
-        assert getattr(two.recorder, plot)(**(dict(skip_start=0, skip_end=0, return_fig=True) if plot != 'plot_metrics' else dict(return_fig=True)))
+        assert getattr(two.recorder,
+                       plot)(**(dict(skip_start=0, skip_end=0, return_fig=True) if plot != 'plot_metrics'
+                                else dict(return_fig=True)))
     before = [p.clone() for p in two.model.parameters()]
     two.fit(1, 1e-3)       # and goes on in the notebook
-    assert len(two.recorder.val_losses) == 1 and not any(torch.equal(p, q) for p, q in zip(before, two.model.parameters()))
+    assert len(two.recorder.val_losses) == 1
+    assert not any(torch.equal(p, q) for p, q in zip(before, two.model.parameters()))
 
 
 def test_methods(tmp_path):

@@ -48,7 +48,8 @@ class Dies(LearnerCallback):
 
 
 def test_restarts(tmp_path, capsys):
-    "A rank that is killed in its second epoch: with a restart the fit is, to the bit, the one that nobody disturbed; without one left, the first epoch is kept"
+    """A rank that is killed in its second epoch: with a restart the fit is, to the bit, the one that nobody
+    disturbed; without one left, the first epoch is kept"""
     def train(name, times, **options):
         (tmp_path/name).mkdir()
         learn = plain(4, path=tmp_path/name, callback_fns=[CSVLogger])
@@ -66,7 +67,8 @@ def test_restarts(tmp_path, capsys):
     rows = [pd.read_csv(tmp_path/name/'history.csv').drop(columns='time') for name in ('calm', 'killed')]
     pd.testing.assert_frame_equal(*rows)
     lost, c, _ = train('lost', 2, restarts=1)
-    assert len(lost.recorder.val_losses) == 1 and lost.recorder.val_losses[0] == calm.recorder.val_losses[0] and c.seen == list(range(6))
+    assert len(lost.recorder.val_losses) == 1 and lost.recorder.val_losses[0] == calm.recorder.val_losses[0]
+    assert c.seen == list(range(6))
 
 
 @pytest.mark.parametrize('what', ['interrupt', 'kernel'])
@@ -106,5 +108,6 @@ def test_without_workers_it_runs_here(capsys):
 def test_nothing_of_fastai_2_is_imported():
     code = ("import sys, fastddp.all, fastddp.fastai1.jobs, fastddp.magics\n"
             "print(*[m.split('.')[1] for m in sys.modules if m.startswith('fastddp.')])")
-    loaded = set(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, check=True).stdout.split())
+    loaded = set(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120,
+                                check=True).stdout.split())
     assert 'fastai1' in loaded and 'fastai2' not in loaded

@@ -10,7 +10,8 @@ ROOMS, LESSONS = sorted((root/'nbs'/'fastai1').glob('*.ipynb')), sorted((root/'n
 
 @pytest.mark.parametrize('path', ROOMS, ids=lambda p: p.stem)
 def test_room(path):
-    cells = [''.join(c['source']) for c in json.loads(path.read_text(encoding='utf-8'))['cells'] if c['cell_type'] == 'code']
+    cells = [''.join(c['source']) for c in json.loads(path.read_text(encoding='utf-8'))['cells']
+             if c['cell_type'] == 'code']
     code = '\n'.join(c for c in cells if 'nbdev_export' not in c)
     r = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True, timeout=120)
     assert r.returncode == 0, r.stdout + r.stderr
