@@ -1,4 +1,4 @@
-"""`make gpu`: runs benchmarks/gpu_check.py with an interpreter that has what it needs, and installs nothing that is there.
+"""`make gpu`: runs benchmarks/gpu_check.py with an interpreter that has what it needs; installs nothing that is there.
 
 The environment of this checkout if there is one, else this Python if it has torch. What that one lacks comes from the
 wheels in `.whl/`, into `.site/`: so it runs on a machine without network. Arguments go to gpu_check.py.
