@@ -16,6 +16,7 @@ from ..base.scoped import environment
 from .collect import JoinCollected, NoteCollected
 from .consensus import _FIRST, Consensus, SyncLast
 from .ddp import Reducer, raw_model
+from .drift import SyncWeights
 from .events import OurCallback, own_events
 from .loaders import shard_dl
 from .metrics import ReduceMetrics, plain_metrics
@@ -102,7 +103,8 @@ def _our_cbs(reducer, consensus, common, batch, average_bn):
     return [consensus, SyncLast(consensus),                                 # leaving together
             LeaveDDP(sync), EnterDDP(sync), sync, CountAll(sync),           # each step
             ShardData(common, batch), OwnStreams(common),                   # what a rank sees and draws
-            ReduceMetrics(), join, NoteCollected(join), SyncBuffers(average_bn)]    # what all saw
+            ReduceMetrics(), join, NoteCollected(join),                         # what all saw
+            SyncBuffers(average_bn), SyncWeights()]                             # what all have
 
 @contextlib.contextmanager
 def _added(learn, cbs):
