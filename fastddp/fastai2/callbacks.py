@@ -16,12 +16,13 @@ from ..base.scoped import environment, own_attrs
 from .collect import JoinCollected, NoteCollected
 from .consensus import _FIRST, Consensus, SyncLast
 from .ddp import Reducer, raw_model
+from .device_step import DeviceStepSync
 from .drift import SyncWeights
 from .events import OurCallback, own_events
 from .loaders import shard_dl
 from .metrics import ReduceMetrics, plain_metrics
 from .own_step import own_steps
-from .step_sync import CountAll, EnterDDP, LeaveDDP, StepSync
+from .step_sync import CountAll, EnterDDP, LeaveDDP
 from ..launch.rank0_only import is_rank0_only
 from ..shard.batchnorm import sync_buffers, synced_bn
 from ..shard.sharded import is_sharded
@@ -101,7 +102,7 @@ def distributed(learn,
 
 def _our_cbs(reducer, consensus, common, batch, average_bn):
     "The callbacks that make a fit a distributed one"
-    sync,join = StepSync(reducer, consensus),JoinCollected()
+    sync,join = DeviceStepSync(reducer, consensus),JoinCollected()
     return [consensus, SyncLast(consensus),                                 # leaving together
             LeaveDDP(sync), EnterDDP(sync), sync, CountAll(sync),           # each step
             ShardData(common, batch), OwnStreams(common),                   # what a rank sees and draws

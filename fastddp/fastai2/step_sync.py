@@ -261,6 +261,7 @@ class LeaveDDP(OurCallback):
     def after_backward(self):
         self.sync.read()
         self.sync.open_own()
+    def after_batch(self): self.sync.read_late()
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #da0346de
 @patch
@@ -276,6 +277,9 @@ def read(self:StepSync):
     decided = self._close(sums)
     if decided == 'backward': return        # that pass is over, and its gradients are dropped
     self.consensus.raise_decision(decided)
+
+@patch
+def read_late(self:StepSync): "After the step there is nothing left to read, but on a device: see `fastai2.device_step`"
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #0948ea12
 @patch
