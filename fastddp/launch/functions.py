@@ -6,7 +6,7 @@
 __all__ = ['global_imports', 'import_star', 'call_job', 'ranch', 'Spawned', 'spawn']
 
 # %% ../../nbs/launch/60_functions.ipynb #fbdaeafb
-import ast, contextlib, os, re, sys, tempfile, threading
+import ast, contextlib, os, re, sys, threading
 
 from ..base import group
 from ..base.errors import CantDistribute
@@ -15,6 +15,7 @@ from ..base.scoped import environment
 from .engine import Job
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump_or_blame
+from ..process.owner import private_folder
 
 # %% ../../nbs/launch/60_functions.ipynb #65dcc633
 def global_imports(
@@ -107,7 +108,7 @@ def ranch(
     process failed, and what `fn` raises here as it is"""
     _check_caller(nprocs, caller_rank)
     needed = _needed(need)
-    with tempfile.TemporaryDirectory(prefix='fastddp-') as d:
+    with private_folder() as d:
         store = os.path.join(d, 'rendezvous')
         call = lambda: _call_in_notebook(fn, args, kwargs, caller_rank, nprocs, ctx, imports, store)
         if caller_rank is not None and nprocs == 1: results = [call()]

@@ -19,7 +19,7 @@ from ..output.notice import Status
 from ..output.replay import display_settings, frontend
 from ..base.timing import Timings
 from ..payload.pickling import Payload
-from ..base.interrupts import Interrupts
+from ..base.interrupts import Interrupts, undisturbed
 from .monitor import Monitor
 from .watcher import run_while_watching
 from ..process.helper import is_new
@@ -47,16 +47,18 @@ class Local(Launcher):
         self._warm = True
         return self
     def __exit__(self, *_):
-        self._warm = False
-        with self._busy: self._stay()
-        self.close()
+        with undisturbed():
+            self._warm = False
+            with self._busy: self._stay()
+            self.close()
     def close(self,
         grace=2., # Seconds that processes have to end by themselves
     ):
         "Ends the processes and frees what was shared with them; harmless when repeated"
-        if self.workers: self.workers.stop(grace)
-        if self._block: self._block.close()
-        self.workers,self._block,self._rendezvous = None,None,None
+        with undisturbed():
+            if self.workers: self.workers.stop(grace)
+            if self._block: self._block.close()
+            self.workers,self._block,self._rendezvous = None,None,None
 
 # %% ../../nbs/launch/54_local.ipynb #c63e39b7
 @patch
@@ -75,7 +77,7 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             self._after_failure(job, monitor)
             raise
         self._after_success(job)
-    return outcome._replace(marks=(*timings.marks, *outcome.marks))
+    return outcome._replace(interrupted=bool(interrupts.n), marks=(*timings.marks, *outcome.marks))
 
 # %% ../../nbs/launch/54_local.ipynb #3d6c0944
 @patch
@@ -100,7 +102,7 @@ def submit(self:Local,
 def _get_workers(self:Local, ranks, nprocs, interrupts, mark):
     "Workers that fit: those of the last job, or new ones"
     if self._block is None: self._block = Block()
-    if self.workers and (self.workers.ranks != ranks or len(self.workers.alive()) < len(ranks)):
+    if self.workers and not self.workers.are(ranks):
         self.workers.stop()
         self.workers,self._rendezvous = None,None
     if self.workers is None: self.workers = _start(ranks, bool(self._gpus(nprocs)), interrupts, mark)

@@ -27,7 +27,7 @@ class Context:
         world_size, # Ranks of this job
         device, # Where the job's tensors are loaded
         emit, # `emit(event)` sends a small picklable event to the notebook, in order
-        put, # `put(name, payload)` leaves a `Payload` there, as the newest of its name: 'state' or 'epoch'
+        put, # `put(name, payload)` leaves a `Payload` there, as the newest of its name: 'state', 'epoch', 'cut'
         stop_requested, # `stop_requested()`: does the notebook want the job to stop?
     ):
         self.rank,self.world_size,self.device,self.local_rank = rank,world_size,device,rank

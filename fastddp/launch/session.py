@@ -11,7 +11,7 @@ import contextlib, inspect, re, time
 
 from ..base import group
 from ..base.errors import CantDistribute, WorkerError
-from ..base.interrupts import undisturbed
+from ..base.interrupts import ending_undisturbed, undisturbed
 from ..base.scoped import own_attrs
 from ..base.timing import Timings
 from .engine import Job
@@ -112,9 +112,11 @@ def block(
 
 @contextlib.contextmanager
 def _on_workers(learn, given, new_session):
-    with engine_for(given) as found:
+    with ending_undisturbed() as ending:
+        found = ending.enter_context(engine_for(given))
         overrides = new_session(*found).overrides() if found else {}
-        with own_attrs(learn, distrib_session=given, **overrides): yield
+        ending.enter_context(own_attrs(learn, distrib_session=given, **overrides))
+        yield
 
 def check_method(learn, name):
     "Refuses what is no method of `learn`'s class"
@@ -129,6 +131,7 @@ class Call:
         self.session,self.learn,self.job = session,session.learn,job
         self.timings = Timings(what)
         self.kept = False       # Does the learner hold what the workers came to?
+        self.cut = False        # Is that an interrupted fit, cut off in an epoch?
     # What each fastai fills in
     def snapshot(self):
         "Learner and call as a `Payload`"
@@ -156,24 +159,26 @@ class Call:
         "Sends the call and takes in what comes back: rank by rank, as an `Outcome`"
         job = Job.of(self.job, self.snapshot())
         self.timings.mark('snapshot')
-        with self.offloaded():
+        with undisturbed(), self.offloaded():
             try: out = self.session.launcher.run(job, self.session.n, refs=self.refs)
-            except (WorkerError,KeyboardInterrupt) as e:
-                with undisturbed(): self.keep(e, last or isinstance(e, KeyboardInterrupt))
+            except BaseException as e:      # also the notebook's own: nobody reads its output any more, say
+                if hasattr(e, 'state'): self.keep(e, last or not isinstance(e, WorkerError))
                 self.timings.mark('failed')
                 raise
-            with undisturbed(): self.take_in(out)
+            self.take_in(out)
         self.timings.mark('back')
         return out
     def run_with_restarts(self, restarts):
         "`run`, up to `restarts` times more after failures"
         for left in reversed(range(restarts)):
             try: return self.run(last=False)
-            except WorkerError as e: self.print_restart(e, left)
+            except WorkerError as e:
+                if self.cut: raise      # the user wants no more of it
+                self.print_restart(e, left)
         return self.run()
     def keep(self, e, last):
-        "Puts the last complete epoch of a failed fit into the learner, and into `e` what the learner holds"
-        state,e.state = getattr(e, 'state', None),None      # it maps memory, and an exception may live long
+        "Puts what is left of a failed fit into the learner, and into `e` what the learner holds"
+        state,e.state,e.epoch = e.state,None,None       # they map memory, and an exception may live long
         if state and self.keeps_epoch(last):
             self.apply(*state)
             self.kept = True
