@@ -144,6 +144,8 @@ def test_one_worker_is_this_process(capsys):
 
 def test_an_option_that_nobody_has():
     learn = make_learner()
-    said = 'No option btach.*nprocs.*DistributedDataParallel: .*bucket_cap_mb'
-    with pytest.raises(CantDistribute, match=said), learn.distrib_ctx(btach='global'): pass
+    with pytest.raises(CantDistribute, match='No option btach. Did you mean batch='):
+        learn.distrib_fit(1, btach='global')
+    said = 'No option xyz. .*nprocs.*DistributedDataParallel: .*bucket_cap_mb'
+    with pytest.raises(CantDistribute, match=said), learn.distrib_ctx(xyz='global'): pass
     assert 'fit' not in vars(learn)

@@ -12,12 +12,20 @@ import torch
 from fastcore.basics import patch
 
 from ..base import group
+from ..base.checks import check_all, flag, whole
 from ..base.errors import CantDistribute
 from ..base.scoped import environment
-from .functions import ranch
+from .functions import CHECKS, ranch
 from .local import visible_cores
 
 # %% ../../nbs/launch/61_torchddp.ipynb #566aef3a
+_CHECKS = dict(
+    world_size=whole("the number of ranks on all hosts together; leave it out for those of this ranch", 1, none=True),
+    base_rank=whole("the rank of this host's first process, 0 or more", 0),
+    use_gpu=flag(),
+    port=whole("a port of rank 0's host, from 1 to 65535", 1, 65535, none=True),
+    num_threads=whole("the CPU threads of each process", 1, none=True))
+
 class TorchDDPCtx(contextlib.AbstractContextManager):
     """A process group, and a device of its own for each process of a `ranch`; afterwards each has its environment,
     device and threads again. Raises `CantDistribute` for ranks or GPUs that can't be, and outside of a `ranch`"""
@@ -31,6 +39,8 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         timeout=1800, # Seconds that a rank waits for others in one operation, as in torch; then it is an error
         **kwargs
     ):
+        given = dict(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu, port=port, num_threads=num_threads)
+        check_all(given, _CHECKS)
         self.world_size,self.base_rank,self.use_gpu = world_size,base_rank,use_gpu
         self.addr,self.port,self.num_threads,self.timeout = addr,port,num_threads,timeout
     def __enter__(self):
@@ -119,6 +129,7 @@ def in_torchddp(
     **kwargs # Keyword arguments of `fn`
 ):
     "Calls `fn` on all ranks of a process group and returns what it returned here; raises as `ranch` does"
+    check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _CHECKS)
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)
         _check_ranks(nprocs, world_size or nprocs, base_rank, ctx.addr)
