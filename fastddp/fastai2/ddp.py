@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['DDP_OPTIONS', 'DDP_CHECKS', 'REDUCED', 'LOSS', 'DIVISOR', 'KNOWN', 'UNUSED', 'zero_loss', 'raw_model',
-           'unused_params', 'check_ddp', 'Reducer']
+           'unused_params', 'check_ddp', 'Reducer', 'stays_on_device']
 
 # %% ../../nbs/fastai2/75_ddp.ipynb #15464f51
-import inspect
+import inspect, os
 
 import torch
 from fastai.optimizer import OptimWrapper
@@ -98,6 +98,7 @@ class Reducer:
         self.named = False      # was the user told about them?
         self.missing = []       # names of those that got no gradient on this rank in the last step
         self.filled = []        # those that this rank filled with zeros in this step
+        self.entries = {}       # entries without a loss that lie on the device, by what they say
         self.idle = []          # those that no rank used in this step
 
     def module(self,
@@ -144,13 +145,26 @@ def entry(self:Reducer,
           vote=None   # One of `VOTES`
 ):
     "What this rank gives to the statistics: a tensor"
-    dev,nums = self.stats.device,(loss,divisor)
-    if dev.type == 'cpu': nums = [float(o) for o in nums]       # nothing to wait for, and one tensor less to make
-    plain = [0. if isinstance(o, torch.Tensor) else o for o in nums]
-    t = torch.tensor([float(group.rank()==0), *plain, known, float(bool(self.missing)), *ballot(vote)], device=dev)
-    for i,o in enumerate(nums, LOSS):
-        if isinstance(o, torch.Tensor): t[i] = o
+    if stays_on_device(self.stats.device): return self._entry_there(loss, divisor, known, vote)
+    return self._plain_entry(known, vote, float(loss), float(divisor))
+
+@patch
+def _plain_entry(self:Reducer, known, vote, loss=0., divisor=0.):
+    nums = [float(group.rank()==0), loss, divisor, known, float(bool(self.missing)), *ballot(vote)]
+    return torch.tensor(nums, device=self.stats.device)
+
+@patch
+def _entry_there(self:Reducer, loss, divisor, known, vote):
+    "The entry is put together where the statistics lie: a tensor made from a list would wait for all that is queued"
+    says = self.stats.device,known,bool(self.missing),vote
+    if says not in self.entries: self.entries[says] = self._plain_entry(known, vote)
+    t = self.entries[says].clone()
+    for place,o in zip(t[LOSS:LOSS+2], (loss,divisor)): place.copy_(o) if isinstance(o, torch.Tensor) else place.fill_(o)
     return t
+
+def stays_on_device(device):
+    "Do a step's numbers stay on `device` until the step is over? `FASTDDP_STEP=device` or `host` says so for tests"
+    return os.environ.get('FASTDDP_STEP', 'host' if device.type == 'cpu' else 'device') == 'device'
 
 @patch
 def read(self:Reducer, loss # The loss whose `backward` is over
@@ -163,6 +177,21 @@ def read(self:Reducer, loss # The loss whose `backward` is over
         sums = self.stats.grad.tolist()
     self.stats.grad = None
     return [s*n for s in sums]
+
+@patch
+def finish(self:Reducer, loss # The loss whose `backward` is over
+):
+    "As `read`, but the sums stay on the device: the host's side of DDP knows whether the reduction is complete"
+    self.filled = []
+    if not self._is_complete(): self._complete(loss)
+    sums,self.stats.grad = self.stats.grad*group.world_size(),None
+    return sums
+
+@patch
+def _is_complete(self:Reducer):
+    try: self.ddp.reducer._check_reducer_finalized()
+    except RuntimeError: return False
+    return True
 
 @patch
 def shadow_step(self:Reducer,
