@@ -50,7 +50,7 @@ def distrib(self:Learner,
 ):
     "`learn.name(*args, **kwargs)` on the workers."
     check_method(self, name)
-    with self.distrib_ctx(**OPTIONS.pop(kwargs)): return getattr(self, name)(*args, **kwargs)
+    with self.distrib_ctx(**OPTIONS.pop(kwargs, self, name)): return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai1/96_learner.ipynb #b6cf4fa6
 _AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the call

@@ -73,7 +73,7 @@ def distrib(self:Learner,
 ):
     "`learn.name(*args, **kwargs)` on the workers."
     check_method(self, name)
-    options = OPTIONS.pop(kwargs)
+    options = OPTIONS.pop(kwargs, self, name)
     user_call = UserCall(name, args, kwargs, options)
     with self.distrib_ctx(**options), calling(self, user_call): return getattr(self, name)(*args, **kwargs)
 

@@ -63,6 +63,7 @@ class StepSync(OurCallback):
         return self.n>1 and (acc is None or acc.count+true_counts(self.learn,self.i)[1] >= acc.n_acc)
 
     def before_backward(self):
+        self.leave_ddp()
         if self.n > 1: self._weigh_loss()
         elif (decided := self._sum_up()[0]): self.consensus.raise_decision(decided)
 
@@ -83,8 +84,23 @@ def _weigh_loss(self:StepSync):
     # fastai's accumulation weights a batch by this rank's items, doubled and borrowed ones included
     if self.accumulating is not None: scale = scale*true_counts(self.learn)[1]/find_bs(self.learn.yb)
     if isinstance(scale, torch.Tensor) or scale*by != 1.: loss = loss*scale*by     # a product costs two passes
+    if self.stats is None and self.reduces(): loss = self._past_ddp(loss)
     if self.stats is not None: loss = self._with_entry(loss, part)
     self.learn.loss_grad = loss
+
+@patch
+def leave_ddp(self:StepSync):
+    "Puts the raw model back, and keeps the statistics of its forward pass through DDP"
+    learn,raw = self.learn,raw_model(self.learn.model)
+    if raw is not learn.model: self.stats,learn.model = learn.model.take_stats(),raw
+
+@patch
+def _past_ddp(self:StepSync, loss):
+    "`loss` of a learner that called layers of its model rather than the model: DDP gets its forward pass now"
+    ddp = self.reducer.module(self.learn.model)
+    loss = loss+ddp(shadow=True)
+    self.stats = ddp.take_stats()
+    return loss
 
 @patch
 def _with_entry(self:StepSync, loss, part):
@@ -236,12 +252,10 @@ class LeaveDDP(OurCallback):
     run_valid = False
     def __init__(self, sync): self.sync = sync
     def before_batch(self): self.sync.start(self.iter)
-    def after_pred(self):
-        learn,raw = self.learn,raw_model(self.learn.model)
-        if raw is learn.model: return
-        learn.pred,self.sync.stats = learn.pred
-        learn.model = raw
-    def after_loss(self): self.sync.loss_known = len(self.learn.yb) > 0
+    def after_pred(self): self.sync.leave_ddp()
+    def after_loss(self):
+        self.sync.leave_ddp()       # a learner's own loop may leave out `after_pred`
+        self.sync.loss_known = len(self.learn.yb) > 0
     def after_backward(self):
         sync = self.sync
         if not sync.pending: return       # cancelled, or nothing was reduced

@@ -40,12 +40,18 @@ class Local(Launcher):
         self.gpus,self.backend,self.threads,self.see,self.live = gpus,backend,threads,see,live
         self.interrupt_grace,self.timeout,self.idle,self.keep_on_failure = interrupt_grace,timeout,idle,keep_on_failure
         self.workers,self._block,self._rendezvous,self._timer = None,None,None,None
-        self._warm,self._busy = False,threading.RLock()
+        self._blocks,self._busy = 0,threading.RLock()       # how many blocks, one in the other, it is entered for
+    @property
+    def _warm(self): return self._blocks > 0
     def __enter__(self):
-        self._warm = True
+        self._blocks += 1
         return self
     def __exit__(self, *_):
-        self._warm = False
+        self._blocks -= 1
+        if not self._warm: self.leave()
+    def leave(self):
+        "Leaves all blocks: its processes end"
+        self._blocks = 0
         with self._busy: self._stay()
         self.close()
     def close(self,

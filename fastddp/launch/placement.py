@@ -10,6 +10,7 @@ import contextlib, os
 
 from ..base import group
 from ..base.errors import CantDistribute
+from ..base.scoped import own_attrs
 from .local import Local
 
 # %% ../../nbs/launch/56_placement.ipynb #b6c84c1d
@@ -84,6 +85,7 @@ def launched_group():
 @contextlib.contextmanager
 def engine_for(
     given, # Options of the block: `nprocs`, `gpus`, `launcher`, `see` and `timeout`
+    defaults, # What they are if nobody says anything
 ):
     "Yields `(launcher, number of workers, GPU of each)`, open; or prints why this process trains, and yields None"
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
@@ -91,11 +93,26 @@ def engine_for(
         print(why)
         yield None
         return
-    if launcher is not None: n = nprocs or 1
+    if launcher is not None and not isinstance(launcher, Local): n,asked = nprocs or 1,{}
     else:
-        n,gpus = workers_for(nprocs, gpus)
-        launcher = Local(gpus=gpus or [], see=given['see'], timeout=given['timeout'])
-    with launcher as engine: yield engine, n, gpus
+        launcher = Local() if launcher is None else launcher
+        n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
+        asked = dict(gpus=gpus or [], see=_option(launcher, 'see', given, defaults),
+                     timeout=_option(launcher, 'timeout', given, defaults))
+    with own_attrs(launcher, **asked), launcher as engine: yield engine, n, gpus
+
+def _gpus_of(local, gpus):
+    "What the block says, or else the engine; refuses two that differ"
+    if None not in (gpus,local.gpus) and list(gpus) != list(local.gpus): raise CantDistribute(
+        f"gpus={list(gpus)} with launcher=Local(gpus={list(local.gpus)}): say it once.")
+    return local.gpus if gpus is None else gpus
+
+_plain = Local()
+
+def _option(local, k, given, defaults):
+    "What the block says; what it doesn't say, the engine of the user's may; else the block's default"
+    own = getattr(local, k)
+    return own if given[k] == defaults[k] and own != getattr(_plain, k) else given[k]
 
 # %% ../../nbs/launch/56_placement.ipynb #2d652059
 @contextlib.contextmanager

@@ -65,8 +65,13 @@ class Options:
     def asked_for(self, given):
         "Those of `given` that are not as they are by default"
         return {k:v for k,v in given.items() if v != self.defaults.get(k)}
-    def pop(self, kwargs):
-        "Takes the options out of `kwargs`"
+    def pop(self, kwargs, learn, name):
+        "Takes the options out of `kwargs`; refuses one that the method `name` of `learn` has, too"
+        own = inspect.signature(getattr(type(learn), name)).parameters
+        for k in kwargs.keys() & self.accepted & own.keys(): raise CantDistribute(
+            f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with learn.distrib_ctx(...): "
+            f"learn.{name}({k}=...)` gives it to the method, `with learn.distrib_ctx({k}=...): learn.{name}(...)` to "
+            "the workers.")
         return {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
     def doc(self, text, intro, params, *more):
         "A docstring that lists `params`"
@@ -107,12 +112,12 @@ def block(
     if outer is not None: ctx = nested(outer, given, defaults)
     elif batch not in ('per_worker','global'): raise CantDistribute(f"batch={batch!r}: 'per_worker' or 'global'.")
     elif in_launched_group(): ctx = in_place()
-    else: ctx = _on_workers(learn, given, new_session)
+    else: ctx = _on_workers(learn, given, defaults, new_session)
     with ctx: yield learn
 
 @contextlib.contextmanager
-def _on_workers(learn, given, new_session):
-    with engine_for(given) as found:
+def _on_workers(learn, given, defaults, new_session):
+    with engine_for(given, defaults) as found:
         overrides = new_session(*found).overrides() if found else {}
         with own_attrs(learn, distrib_session=given, **overrides): yield
 
