@@ -110,7 +110,7 @@ def _dl_name(i): return f"learn.dls.{('train','valid')[i]}" if i < 2 else f"lear
 
 # %% ../../nbs/fastai2/84_session.ipynb #e6336b08
 def fit_args(learn, args, kwargs):
-    "By name what `learn.fit(*args, **kwargs)` gives to the `fit` of its class, which may be the user's own; objects in `cbs`"
+    "By name what `learn.fit(*args, **kwargs)` gives to its class's `fit`, which may be the user's own; objects in `cbs`"
     own,res = inspect.signature(type(learn).fit),{}
     plain = [k for k in inspect.signature(Learner.fit).parameters if k not in own.parameters]
     for k,v in own.bind(learn, *args, **kwargs).arguments.items():

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from ..base import group
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
+from .settings import notebook_settings
 from .rank import RankSpec, join_early, run_on_rank
 from ..output.replay import display_settings
 from ..base.timing import Timings
@@ -187,9 +188,10 @@ def _specs(self:Local, nprocs, work):
     backend = group.backend_for('cpu' if gpus[0] is None else 'cuda') if self.backend is None else self.backend
     threads,store = self.threads or max(1, visible_cores()//nprocs),self._rendezvous_file()
     heartbeat = os.path.join(self.workers.dir, f'heartbeat-{time.monotonic_ns()}-')
+    settings = {} if self.keep_on_failure else notebook_settings()      # cells that run there set their own
     def spec(r):
         display,log = self._display_settings(r),self.workers.log_path(r)
-        return RankSpec(nprocs, gpus[r], backend, threads, store, display, log, f'{heartbeat}{r}', work)
+        return RankSpec(nprocs, gpus[r], backend, threads, store, display, log, f'{heartbeat}{r}', work, settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch
