@@ -16,7 +16,7 @@ from fastddp.launch.local import Local
 class Warm(Local):
     "Its workers stay from fit to fit, whatever block a fit ran in, until `end`"
     def __exit__(self, *_): pass
-    def end(self): super().__exit__()
+    def end(self): self.leave()
     def pids(self): return [p.pid for p in self.workers.procs.values()] if self.workers else []
 
 

@@ -33,6 +33,23 @@ class _ModelWithStats(nn.Module):
         kept = [p for p in self.model.parameters() if p.grad is not None] if self.gathered and not shadow else []
         return out, self.stats*1 + zero_loss(kept)
 
+class _DDP(nn.parallel.DistributedDataParallel):
+    "DDP over a `_ModelWithStats`; a learner's own code may call it, and take parts of it, as the model itself"
+    stats_now = None        # what the last forward pass returned
+    def forward(self, *args, **kwargs):
+        out,self.stats_now = super().forward(*args, **kwargs)
+        return out
+    def take_stats(self):
+        res,self.stats_now = self.stats_now,None
+        return res
+    def __getattr__(self, k):
+        try: return super().__getattr__(k)
+        except AttributeError:
+            if k == 'module': raise
+            return getattr(self.module.model, k)
+    def __getitem__(self, i): return self.module.model[i]
+    def __iter__(self): return iter(self.module.model)
+
 def zero_loss(params):
     "A loss that gives each of `params` a gradient of zeros"
     return sum((p*0).sum() for p in params if p.requires_grad)
@@ -115,10 +132,11 @@ class Reducer:
         wrapped = _ModelWithStats(model, _N_STATS+len(VOTES))
         # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would become a copy in each
         frozen = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
-        if self.alike: wrapped._ddp_params_and_buffers_to_ignore = frozen
+        empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
+        wrapped._ddp_params_and_buffers_to_ignore = [*empty, *(frozen if self.alike else ())]
         kw = dict(self._ddp_options(model, wrapped.stats.device), **self.ddp_kwargs)
         kw['find_unused_parameters'] = self.find_unused
-        self.ddp = nn.parallel.DistributedDataParallel(wrapped, **kw)
+        self.ddp = _DDP(wrapped, **kw)
         self.synced,self.built_for = model,now
         self.checked = self.find_unused
 
@@ -199,8 +217,8 @@ def shadow_step(self:Reducer,
                 entry  # Arguments of `Reducer.entry`
 ):
     "A step without a part in it: zero gradients and an entry; returns the sums over ranks, as `read`"
-    nothing,stats = self.module(model)(shadow=True)
-    loss = nothing + (stats*self.entry(**entry)).sum()
+    nothing = self.module(model)(shadow=True)
+    loss = nothing + (self.ddp.take_stats()*self.entry(**entry)).sum()
     self.check(loss, took_part=False)
     loss.backward()
     return self.read(loss)
@@ -208,8 +226,8 @@ def shadow_step(self:Reducer,
 # %% ../../nbs/fastai2/75_ddp.ipynb #6693d9cf
 @patch
 def _trainable(self:Reducer):
-    "`(name, parameter)` of what the model trains"
-    return [(k,p) for k,p in self.ddp.module.model.named_parameters() if p.requires_grad]
+    "`(name, parameter)` of what the model trains; without elements there is nothing to train"
+    return [(k,p) for k,p in self.ddp.module.model.named_parameters() if p.requires_grad and p.numel()]
 
 @patch
 def check(self:Reducer,

@@ -6,7 +6,7 @@
 __all__ = ['Local', 'visible_cores']
 
 # %% ../../nbs/launch/54_local.ipynb #c9644ce0
-import contextlib, os, sys, threading, time
+import contextlib, os, threading, time
 from glob import glob
 
 from fastcore.basics import patch
@@ -14,15 +14,14 @@ from fastcore.basics import patch
 from ..base import group
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
+from .settings import notebook_settings
 from .rank import RankSpec, join_early, run_on_rank
-from ..output.notice import Status
-from ..output.replay import display_settings, frontend
+from ..output.replay import display_settings
 from ..base.timing import Timings
 from ..payload.pickling import Payload
-from ..base.interrupts import Interrupts, undisturbed
+from ..base.interrupts import Interrupts
 from .monitor import Monitor
 from .watcher import run_while_watching
-from ..process.helper import is_new
 from ..process.workers import Workers, without_helper
 
 # %% ../../nbs/launch/54_local.ipynb #ce508ea8
@@ -42,23 +41,27 @@ class Local(Launcher):
         self.gpus,self.backend,self.threads,self.see,self.live = gpus,backend,threads,see,live
         self.interrupt_grace,self.timeout,self.idle,self.keep_on_failure = interrupt_grace,timeout,idle,keep_on_failure
         self.workers,self._block,self._rendezvous,self._timer = None,None,None,None
-        self._warm,self._busy = False,threading.RLock()
+        self._blocks,self._busy = 0,threading.RLock()       # how many blocks, one in the other, it is entered for
+    @property
+    def _warm(self): return self._blocks > 0
     def __enter__(self):
-        self._warm = True
+        self._blocks += 1
         return self
     def __exit__(self, *_):
-        with undisturbed():
-            self._warm = False
-            with self._busy: self._stay()
-            self.close()
+        self._blocks -= 1
+        if not self._warm: self.leave()
+    def leave(self):
+        "Leaves all blocks: its processes end"
+        self._blocks = 0
+        with self._busy: self._stay()
+        self.close()
     def close(self,
         grace=2., # Seconds that processes have to end by themselves
     ):
         "Ends the processes and frees what was shared with them; harmless when repeated"
-        with undisturbed():
-            if self.workers: self.workers.stop(grace)
-            if self._block: self._block.close()
-            self.workers,self._block,self._rendezvous = None,None,None
+        if self.workers: self.workers.stop(grace)
+        if self._block: self._block.close()
+        self.workers,self._block,self._rendezvous = None,None,None
 
 # %% ../../nbs/launch/54_local.ipynb #c63e39b7
 @patch
@@ -77,7 +80,7 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             self._after_failure(job, monitor)
             raise
         self._after_success(job)
-    return outcome._replace(interrupted=bool(interrupts.n), marks=(*timings.marks, *outcome.marks))
+    return outcome._replace(marks=(*timings.marks, *outcome.marks))
 
 # %% ../../nbs/launch/54_local.ipynb #3d6c0944
 @patch
@@ -102,32 +105,15 @@ def submit(self:Local,
 def _get_workers(self:Local, ranks, nprocs, interrupts, mark):
     "Workers that fit: those of the last job, or new ones"
     if self._block is None: self._block = Block()
-    if self.workers and not self.workers.are(ranks):
+    if self.workers and (self.workers.ranks != ranks or len(self.workers.alive()) < len(ranks)):
         self.workers.stop()
         self.workers,self._rendezvous = None,None
     if self.workers is None: self.workers = _start(ranks, bool(self._gpus(nprocs)), interrupts, mark)
 
 # %% ../../nbs/launch/54_local.ipynb #49cd4296
-def _new_workers(ranks, interrupts, mark):
-    "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
-    status,what = Status(),f"starting {len(ranks)} worker{'s' if len(ranks) != 1 else ''}{_first_time()} ..."
-    def waiting(secs):
-        if interrupts.n: raise KeyboardInterrupt
-        if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
-    try: return Workers(len(ranks), ranks=ranks, mark=mark, waiting=waiting)
-    finally: status.show('')
-
-def _first_time():
-    "Why the first start takes longer, in brackets"
-    if not is_new(): return ''
-    here,libraries = 'kernel' if frontend() == 'notebook' else 'process',[o for o in _SLOW if o in sys.modules]
-    return f" (first time in this {here}: importing {' and '.join(libraries)})"
-
-_SLOW = 'torch','fastai'
-
 def _start(ranks, on_gpu, interrupts, mark):
     "New `Workers`; if they need a GPU, ones that can use it"
-    workers = _new_workers(ranks, interrupts, mark)
+    workers = Workers(len(ranks), ranks=ranks, mark=mark)
     if not on_gpu or workers.method == 'spawn': return workers
     ready = {}
     while len(ready) < len(ranks) and not interrupts.n:
@@ -202,9 +188,10 @@ def _specs(self:Local, nprocs, work):
     backend = group.backend_for('cpu' if gpus[0] is None else 'cuda') if self.backend is None else self.backend
     threads,store = self.threads or max(1, visible_cores()//nprocs),self._rendezvous_file()
     heartbeat = os.path.join(self.workers.dir, f'heartbeat-{time.monotonic_ns()}-')
+    settings = {} if self.keep_on_failure else notebook_settings()      # cells that run there set their own
     def spec(r):
         display,log = self._display_settings(r),self.workers.log_path(r)
-        return RankSpec(nprocs, gpus[r], backend, threads, store, display, log, f'{heartbeat}{r}', work)
+        return RankSpec(nprocs, gpus[r], backend, threads, store, display, log, f'{heartbeat}{r}', work, settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch

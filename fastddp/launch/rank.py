@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..base import group
+from .settings import take_settings, warn_of_left
 from ..process.malloc import give_pages_back, keep_pages
 from ..process.channel import nothing
 from ..process.heartbeat import Heartbeat
@@ -71,6 +72,7 @@ class RankSpec(NamedTuple):
     log:str             # File that gets what is written outside Python
     heartbeat:str       # File of its `Heartbeat`
     work:str            # `Job.work`
+    settings:dict={}    # `notebook_settings`
 
 # %% ../../nbs/launch/51_rank.ipynb #911963a5
 def _now(o): return o() if callable(o) else o
@@ -134,7 +136,9 @@ def run_on_rank(
     joined,began = _taken_join(),time.time()
     device = group.use_device(spec.gpu, spec.threads)
     if device.type == 'cpu': keep_pages()
+    left = take_settings(spec.settings)
     with fd_log(spec.log), capture_output(lambda e: channel.emit(('show', e)), spec.display):
+        if channel.rank == 0: warn_of_left(left)
         if spec.backend: _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
         ctx.marks += [('join', joined), ('ship', began)] if joined else [('ship', began), ('join', time.time())]
