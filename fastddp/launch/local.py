@@ -6,7 +6,7 @@
 __all__ = ['Local', 'visible_cores']
 
 # %% ../../nbs/launch/54_local.ipynb #c9644ce0
-import contextlib, os, threading, time
+import contextlib, os, sys, threading, time
 from glob import glob
 
 from fastcore.basics import patch
@@ -16,12 +16,14 @@ from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
 from .settings import notebook_settings
 from .rank import RankSpec, join_early, run_on_rank
-from ..output.replay import display_settings
+from ..output.notice import Status
+from ..output.replay import display_settings, frontend
 from ..base.timing import Timings
 from ..payload.pickling import Payload
-from ..base.interrupts import Interrupts
+from ..base.interrupts import Interrupts, undisturbed
 from .monitor import Monitor
 from .watcher import run_while_watching
+from ..process.helper import is_new
 from ..process.workers import Workers, without_helper
 
 # %% ../../nbs/launch/54_local.ipynb #ce508ea8
@@ -48,8 +50,9 @@ class Local(Launcher):
         self._blocks += 1
         return self
     def __exit__(self, *_):
-        self._blocks -= 1
-        if not self._warm: self.leave()
+        with undisturbed():
+            self._blocks -= 1
+            if not self._warm: self.leave()
     def leave(self):
         "Leaves all blocks: its processes end"
         self._blocks = 0
@@ -59,9 +62,10 @@ class Local(Launcher):
         grace=2., # Seconds that processes have to end by themselves
     ):
         "Ends the processes and frees what was shared with them; harmless when repeated"
-        if self.workers: self.workers.stop(grace)
-        if self._block: self._block.close()
-        self.workers,self._block,self._rendezvous = None,None,None
+        with undisturbed():
+            if self.workers: self.workers.stop(grace)
+            if self._block: self._block.close()
+            self.workers,self._block,self._rendezvous = None,None,None
 
 # %% ../../nbs/launch/54_local.ipynb #c63e39b7
 @patch
@@ -80,7 +84,7 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
             self._after_failure(job, monitor)
             raise
         self._after_success(job)
-    return outcome._replace(marks=(*timings.marks, *outcome.marks))
+    return outcome._replace(interrupted=bool(interrupts.n), marks=(*timings.marks, *outcome.marks))
 
 # %% ../../nbs/launch/54_local.ipynb #3d6c0944
 @patch
@@ -105,15 +109,32 @@ def submit(self:Local,
 def _get_workers(self:Local, ranks, nprocs, interrupts, mark):
     "Workers that fit: those of the last job, or new ones"
     if self._block is None: self._block = Block()
-    if self.workers and (self.workers.ranks != ranks or len(self.workers.alive()) < len(ranks)):
+    if self.workers and not self.workers.are(ranks):
         self.workers.stop()
         self.workers,self._rendezvous = None,None
     if self.workers is None: self.workers = _start(ranks, bool(self._gpus(nprocs)), interrupts, mark)
 
 # %% ../../nbs/launch/54_local.ipynb #49cd4296
+def _new_workers(ranks, interrupts, mark):
+    "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
+    status,what = Status(),f"starting {len(ranks)} worker{'s' if len(ranks) != 1 else ''}{_first_time()} ..."
+    def waiting(secs):
+        if interrupts.n: raise KeyboardInterrupt
+        if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
+    try: return Workers(len(ranks), ranks=ranks, mark=mark, waiting=waiting)
+    finally: status.show('')
+
+def _first_time():
+    "Why the first start takes longer, in brackets"
+    if not is_new(): return ''
+    here,libraries = 'kernel' if frontend() == 'notebook' else 'process',[o for o in _SLOW if o in sys.modules]
+    return f" (first time in this {here}: importing {' and '.join(libraries)})"
+
+_SLOW = 'torch','fastai'
+
 def _start(ranks, on_gpu, interrupts, mark):
     "New `Workers`; if they need a GPU, ones that can use it"
-    workers = Workers(len(ranks), ranks=ranks, mark=mark)
+    workers = _new_workers(ranks, interrupts, mark)
     if not on_gpu or workers.method == 'spawn': return workers
     ready = {}
     while len(ready) < len(ranks) and not interrupts.n:
