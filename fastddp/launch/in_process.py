@@ -14,7 +14,7 @@ from ..base.scoped import environment
 from .engine import Launcher, Outcome
 from .rank import Context, call
 from ..payload.pickling import load
-from ..payload.strings import Letters
+from ..payload.strings import Later
 
 # %% ../../nbs/launch/55_in_process.ipynb #4fa0af63
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def _group_of_one(device):
 
 def _writable_copies(payload):
     "Private writable copies of a payload's buffers"
-    return [b.whole() if isinstance(b, Letters) else bytearray(b) for b in payload.buffers]
+    return [b.whole() if isinstance(b, Later) else bytearray(b) for b in payload.buffers]
 
 def _as_put(put, name):
     "`(meta, buffers)` of what the job put last under `name`, or None"
