@@ -99,7 +99,8 @@ def _is_plain(kind, ts):
     if len(dtypes := values('dtype')) > 1 or not all(o.is_floating_point or o in _INTS for o in dtypes): return False
     if (values('layout'),values('is_cpu'),values('requires_grad')) != ({torch.strided},{True},{False}): return False
     if any(map(torch.Tensor.is_neg, ts)): return False
-    if any(type(o) is not type(kind) for o in gc.get_referents(*ts)): return False      # attributes, hooks
+    held = [o for o in gc.get_referents(*ts) if type(o) is not type(kind)]
+    if any(type(o) is not dict or o for o in held): return False        # attributes, hooks
     return all(map(torch.Tensor.is_contiguous, ts))
 
 def _shapes(ts):
