@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'n_gpus', 'use_device',
-           'backend_for', 'own_device', 'wait_connected', 'join', 'join_launched', 'join_at', 'leave', 'all_sum',
-           'barrier', 'gather', 'gather_tree', 'broadcast_', 'average_']
+           'backend_for', 'own_device', 'wait_connected', 'join', 'join_launched', 'join_at', 'leave', 'all_gather',
+           'all_sum', 'barrier', 'gather', 'gather_tree', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/05_group.ipynb #19f5bca0
 import contextlib, datetime, functools, itertools, os, socket, stat, sys, threading, time
@@ -180,11 +180,15 @@ def leave(
         torch.distributed.destroy_process_group()
 
 # %% ../../nbs/base/05_group.ipynb #dff8d589
-def _all_gather(t):
-    "The `t` of every rank, of one shape and type, on the CPU"
+def all_gather(
+    t, # A tensor on `own_device()`
+):
+    "The `t` of every rank, of one shape and type, on that device"
     parts = [torch.empty_like(t) for _ in range(world_size())]
     torch.distributed.all_gather(parts, t)
-    return [p.cpu() for p in parts]
+    return parts
+
+def _all_gather(t): return [p.cpu() for p in all_gather(t)]
 
 def all_sum(
     values, # Numbers, as many on each rank

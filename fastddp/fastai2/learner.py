@@ -19,6 +19,7 @@ from .jobs import fit_job, infer_job
 from .resume import UserCall, calling
 from .session import Session
 from ..launch.session import RAISES, Options, block, check_method
+from ..shard.loss_kind import check_loss
 
 # %% ../../nbs/fastai2/86_learner.ipynb #1d3f8f91
 @patch
@@ -28,6 +29,7 @@ def distrib_ctx(self:Learner,
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
+    loss:str='auto', # Workers' losses are one by 'mean' over items, 'sum', or 'gather' of all predictions; 'auto' finds out
     model_factory=None, # Called in every worker to make the model, when it can't or shouldn't be shipped
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine
@@ -40,7 +42,8 @@ def distrib_ctx(self:Learner,
     "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
     given = OPTIONS.given(locals(), ddp_kwargs)
     _refuse_unknown(ddp_kwargs)
-    options = dict(batch=batch, sync_bn=sync_bn, **ddp_kwargs)      # what the ranks are told
+    check_loss(loss)
+    options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)      # what the ranks are told
     def session(engine, n, gpus):
         return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job,
                        factories=(model_factory,dls_factory), asked_for=OPTIONS.asked_for(given))
@@ -87,7 +90,7 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 
 for _name in _FITS: setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
 for _name in _INFERS:
-    _none = 'batch','sync_bn','restarts','ddp_kwargs'
+    _none = 'batch','sync_bn','loss','restarts','ddp_kwargs'
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)

@@ -13,10 +13,11 @@ from fastcore.basics import patch
 
 from ..base import group
 from ..base.errors import CantDistribute
+from .any_loss import AnyLoss
 from .consensus import _FIRST, _LAST, ballot, strongest
 from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, raw_model, zero_loss
 from .events import OurCallback
-from ..shard.loss import sums_up, weighting
+from ..shard.loss import weighting
 from ..shard.loss_part import loss_part
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #986d5cae
@@ -32,8 +33,8 @@ class StepSync(OurCallback):
     "Weights this rank's loss, reads the global one, and carries the votes of a training step"
     order = _LAST       # in `before_backward` every other callback has had its say about `loss_grad`
     run_valid = False
-    def __init__(self, reducer, consensus):
-        self.reducer,self.consensus = reducer,consensus
+    def __init__(self, reducer, consensus, any_loss=None):
+        self.reducer,self.consensus,self.any_loss = reducer,consensus,any_loss or AnyLoss()
         self.n = group.world_size()
         consensus.sync = self
         # The current batch
@@ -52,10 +53,14 @@ class StepSync(OurCallback):
         learn = self.learn
         self.i,self.prev = i,learn.loss
         self.stats,self.pending,self.loss_known = None,False,False
+        self.any_loss.start(learn)
         self.params = list(learn.model.parameters())
         self.bare = [p for p in self.params if p.grad is None]
         self.accumulating = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
         self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None
+
+    def before_train(self): self.any_loss.start_epoch()
+    def after_pred(self): self.any_loss.before_loss(true_counts(self.learn))
 
     def reduces(self):
         "Are gradients reduced in this batch? Not while they are only gathered"
@@ -71,7 +76,8 @@ class StepSync(OurCallback):
 def _part(self:StepSync):
     "This batch's `LossPart`"
     yb = self.learn.yb
-    return loss_part(self.learn.loss_func, yb, true_counts(self.learn), find_bs(yb), self.n)
+    f = self.learn.loss_func
+    return loss_part(f, yb, true_counts(self.learn), find_bs(yb), self.n, self.any_loss.by(f))
 
 @patch
 def _weigh_loss(self:StepSync):
@@ -113,6 +119,7 @@ def vote(self:StepSync, kind # One of `VOTES`
 ):
     "This rank leaves the batch: a vote in it, or in the next where it is closed; returns what the ranks decided"
     self._begin_vote()
+    self.any_loss.meet_with_nothing()
     if not self.ahead: return self._close(self._shadow_step(kind))
     if self.stats is None: self._shadow_forward()
     return self._sum_up(kind)[0]
@@ -123,6 +130,8 @@ def vote_load(self:StepSync):
     if self.stats is not None or self.pending: raise CantDistribute("learn.load was called between a batch's forward "
         "and backward pass, which would no longer fit each other. Load before or after the batch.")
     self._begin_vote()
+    self.any_loss.meet_with_nothing()
+    self.any_loss.start(self.learn)     # this rank's batch is still to come
     if self.ahead:
         # what that pass prepared must not come upon the next backward pass
         if self._shadow_forward(): self.reducer.close()
@@ -174,7 +183,7 @@ def _sum_up_ahead(self:StepSync):
 @patch
 def _factor(self:StepSync, sums):
     "What a loss has to be multiplied by that was weighted by a count before the sum of weights was known"
-    if not self.loss_known or not sums[DIVISOR] or sums_up(self.learn.loss_func): return 1.
+    if not self.loss_known or not sums[DIVISOR] or self._part().by == 'sum': return 1.
     by = true_counts(self.learn)[1]/sums[DIVISOR]
     return by if abs(by-1) > 1e-6 else 1.
 
@@ -241,7 +250,9 @@ class LeaveDDP(OurCallback):
         if raw is learn.model: return
         learn.pred,self.sync.stats = learn.pred
         learn.model = raw
-    def after_loss(self): self.sync.loss_known = len(self.learn.yb) > 0
+    def after_loss(self):
+        self.sync.any_loss.restore()
+        self.sync.loss_known = len(self.learn.yb) > 0
     def after_backward(self):
         sync = self.sync
         if not sync.pending: return       # cancelled, or nothing was reduced
