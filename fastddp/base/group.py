@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'n_gpus', 'use_device',
-           'backend_for', 'own_device', 'wait_connected', 'join', 'join_launched', 'join_at', 'leave', 'all_sum',
-           'barrier', 'gather', 'gather_tree', 'broadcast_', 'average_']
+           'backend_for', 'own_device', 'wait_connected', 'join', 'host_store', 'join_launched', 'join_at', 'leave',
+           'all_sum', 'barrier', 'gather', 'gather_tree', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/05_group.ipynb #19f5bca0
-import contextlib, datetime, functools, itertools, os, socket, stat, sys, threading, time
+import contextlib, datetime, functools, itertools, os, secrets, socket, stat, sys, threading, time
+from urllib.parse import urlsplit
 
 import torch
 
@@ -112,15 +113,17 @@ _LOOPBACK = 'lo0' if sys.platform == 'darwin' else 'lo'
 _NO_LIMIT = 10*365*24*3600.     # seconds
 
 def join(
-    store,          # Path of a fresh file on one host, or a torch `Store`
+    store,          # Path of a fresh file on one host, the address that `host_store` gave, or a torch `Store`
     rank,           # This process's number, from 0
     world_size,     # Number of processes
     backend='gloo', # 'gloo' or 'nccl'
     device=None,    # This rank's GPU, which nccl wants to know
     timeout=None,   # Seconds that torch waits in one operation (None: for ever; the notebook watches)
+    link_timeout=None, # Seconds without a sign of life after which a connection is broken (None: as the system has it)
 ):
     "Joins the group whose rendezvous is `store`; an error of torch's if a neighbour dies meanwhile"
-    if isinstance(store, (str, os.PathLike)):
+    if str(store).startswith('tcp://'): store = _store_at(store)
+    elif isinstance(store, (str, os.PathLike)):
         for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, _LOOPBACK)
         store = torch.distributed.FileStore(os.fspath(store), world_size)
     _wait_for_all(store, rank, world_size, 'here')
@@ -128,6 +131,7 @@ def join(
     _connect(backend, store, rank, world_size, device, timeout)
     _own_sockets.clear()
     _own_sockets.update(_sockets()-before)
+    if link_timeout: _notice_dead_links(link_timeout)
     _wait_for_all(store, rank, world_size, 'in')
 
 def _connect(backend, store, rank, world_size, device, timeout):
@@ -139,6 +143,32 @@ def _connect(backend, store, rank, world_size, device, timeout):
         torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size,
                                              timeout=limit, **on_gpu)
     finally: _connected.set()
+
+# %% ../../nbs/base/05_group.ipynb #cd4087d0
+def host_store(
+    addr, # An address of this machine, which the other ranks reach
+):
+    "`(address as `join` takes it, what listens there as long as somebody holds it)`"
+    listener = socket.create_server((addr, 0))
+    port = listener.getsockname()[1]
+    store = torch.distributed.TCPStore(addr, port, is_master=True, wait_for_workers=False,
+                                       master_listen_fd=listener.detach())
+    return f'tcp://{addr}:{port}/{secrets.token_hex(16)}', store
+
+def _store_at(url):
+    "The store that listens at `url`"
+    parts = urlsplit(url)
+    store = torch.distributed.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
+    return torch.distributed.PrefixStore(parts.path.strip('/'), store)
+
+def _notice_dead_links(seconds):
+    "Connections to other ranks break when the other machine is silent for so long (see tcp(7))"
+    options = {'TCP_KEEPIDLE': seconds/2, 'TCP_KEEPINTVL': seconds/6, 'TCP_KEEPCNT': 3, 'TCP_USER_TIMEOUT': seconds*1000}
+    for fd,_ in _own_sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for k,v in options.items():
+                if hasattr(socket, k): s.setsockopt(socket.IPPROTO_TCP, getattr(socket, k), max(1, round(v)))
 
 # %% ../../nbs/base/05_group.ipynb #fde173fe
 @functools.cache

@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from .engine import Outcome
 from ..base.errors import GroupTimeout, RankDied, RankRaised, first_failure, is_echo
-from ..process.heartbeat import is_stopped, job_stack, odd_one, read_beat
+from ..process.heartbeat import job_stack, odd_one, read_beat
 from ..output.logs import tail
 from ..output.replay import Replay
 from ..payload.pickling import load
@@ -145,7 +145,7 @@ def _check_for_hang(self:Monitor):
 def _hang(self:Monitor, beats):
     "The exception that says who keeps the others waiting"
     stacks = self._stacks(beats)
-    stopped = [r for r in beats if is_stopped(self.workers.procs[r].pid)]
+    stopped = [r for r in beats if self.workers.is_stopped(r)]
     odd = odd_one(stacks, stopped)
     in_order = sorted(beats, key=lambda r: r != odd)
     lines = [_stack_of(r, beats[r], stacks[r], r in stopped) for r in in_order]
@@ -173,7 +173,7 @@ def _failure(self:Monitor):
     failed = first_failure([f for f in self.ends.failed if not self._is_answer(f)])
     if not (failed or self.ends.died): return self._with_state(KeyboardInterrupt())
     if self.ends.died and (not failed or is_echo(failed[0])): err,others = self._death(),failed
-    else: err,others = self._raised(failed[0]),failed[1:]
+    else: err,others = (self._cut_off if self._is_cut_off(failed[0]) else self._raised)(failed[0]),failed[1:]
     err.others = tuple(str(f) for f in others)
     return self._with_state(err)
 
@@ -186,7 +186,18 @@ def _let_others_speak(self:Monitor, secs):
 def _death(self:Monitor):
     r,code = next(iter(self.ends.died.items()))
     where = read_beat(self.specs[r].heartbeat).where or 'before its first step'
-    return RankDied(r, code, where, self._log(r))
+    return RankDied(r, code, where, self._log(r), self.workers.host(r))
+
+@patch
+def _is_cut_off(self:Monitor, failure):
+    "Is it the echo of a failure that no rank had? Between machines there is a network"
+    return is_echo(failure) and len({self.workers.host(r) for r in self.workers.ranks}) > 1
+
+@patch
+def _cut_off(self:Monitor, f):
+    said = f.message.split('. ')[0].partition('] ')     # gloo's begins with a place in its own source
+    why = f"the network between the machines failed, as it seems: {said[2] or said[0]}"
+    return RankDied(f.rank, why, f.where, self._log(f.rank, 1000), self.workers.host(f.rank))
 
 @patch
 def _raised(self:Monitor, failure):

@@ -91,11 +91,10 @@ def engine_for(
         print(why)
         yield None
         return
-    if launcher is not None: n = nprocs or 1
-    else:
-        n,gpus = workers_for(nprocs, gpus)
+    if launcher is None:
+        nprocs,gpus = workers_for(nprocs, gpus)
         launcher = Local(gpus=gpus or [], see=given['see'], timeout=given['timeout'])
-    with launcher as engine: yield engine, n, gpus
+    with launcher as engine: yield engine, *engine.place(nprocs, gpus)
 
 # %% ../../nbs/launch/56_placement.ipynb #2d652059
 @contextlib.contextmanager

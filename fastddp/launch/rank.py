@@ -6,7 +6,7 @@
 __all__ = ['Context', 'call', 'RankSpec', 'join_early', 'run_on_rank']
 
 # %% ../../nbs/launch/51_rank.ipynb #13824990
-import contextlib, gc, signal, sys, threading, time
+import contextlib, gc, os, signal, sys, threading, time
 from typing import NamedTuple
 
 import torch
@@ -65,11 +65,12 @@ class RankSpec(NamedTuple):
     gpu:int|None        # None: the CPU
     backend:str         # '': the job makes its own group, or none
     threads:int|None    # CPU threads
-    store:str           # File of the group's rendezvous
+    store:str           # File or address of the group's rendezvous
     display:DisplaySettings
     log:str             # File that gets what is written outside Python
     heartbeat:str       # File of its `Heartbeat`
     work:str            # `Job.work`
+    link_timeout:float|None=None    # Seconds without a sign of life that break a connection to another rank
 
 # %% ../../nbs/launch/51_rank.ipynb #911963a5
 def _now(o): return o() if callable(o) else o
@@ -79,6 +80,7 @@ class _WorkerContext(Context):
     def __init__(self, channel, spec, device):
         super().__init__(channel.rank, spec.world_size, device, self._emit, channel.put, channel.stop_requested)
         self._channel,self.where = channel,channel.where
+        self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
         self.beat,self.reserve = Heartbeat(spec.heartbeat).beat,channel.reserve
         channel.where,channel.items = lambda: _now(self.where),lambda: _now(self.items)
     def _emit(self, event): self._channel.emit(('event', event))
@@ -101,7 +103,7 @@ def _join_group(channel, spec, device):
     global _rendezvous
     if group.in_group() and _rendezvous == spec.store: return
     group.leave(broken=True)
-    group.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
+    group.join(spec.store, channel.rank, spec.world_size, spec.backend, device, link_timeout=spec.link_timeout)
     _rendezvous,channel.on_break = spec.store,lambda: group.leave(broken=True)
 
 # %% ../../nbs/launch/51_rank.ipynb #2991bb14

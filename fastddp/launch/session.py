@@ -225,7 +225,7 @@ class Session:
     def print_banner(self):
         "One line that says what runs; again only when it changes"
         if (sizes := self.global_batch()) is None: return
-        line = banner(self.n, self.gpus, *sizes)
+        line = banner(self.n, self.gpus, *sizes, where=self.launcher.where)
         note = bn_note(self.learn.model, self.n) if self.options['sync_bn'] and not self.gpus else None
         if line != self.last_banner: print(line, *([note] if note else []), sep='\n')
         self.last_banner = line
@@ -237,10 +237,10 @@ class Session:
         took,start = time.time()-began,result['begun']-began
         print(f"{n} epoch{'s' if n != 1 else ''} in {took:.1f} s (start {start:.1f} s), {rate:,.0f} items/s{each}")
 
-def banner(n, gpus, total, steps=None):
+def banner(n, gpus, total, steps=None, where=None):
     "What runs, as one line: `n` workers take `total` items per step"
     s = 's' if n > 1 else ''
-    where = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
+    if where is None: where = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
     each = total//n if total%n == 0 else f"{total/n:.1f}"
     per_epoch = '' if steps is None else f", {steps} steps per epoch"
     return f"{n} worker{s} ({where}) x batch {each} = {total} per step{per_epoch}"

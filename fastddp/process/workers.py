@@ -15,6 +15,7 @@ from multiprocess import connection, forkserver
 from ..payload.shared_memory import Block
 from ..base.scoped import environment
 from .channel import Pipe, Surroundings
+from .heartbeat import is_stopped
 from .worker import worker_main
 from ..payload.pickling import address
 
@@ -78,8 +79,9 @@ class Workers:
         method=None,                # 'forkserver' or 'spawn'; None: `start_method()`
         ranks=None,                 # Ranks that get a process, if not all: one of them may be the notebook itself
         mark=lambda phase: None,    # Called at the end of each phase of the start, 'helper' and 'fork'
+        first=0,                    # Rank whose `LOCAL_RANK` is 0: the first one on this machine
     ):
-        self.ranks = list(range(n) if ranks is None else ranks)
+        self.ranks,self.first = list(range(n) if ranks is None else ranks),first
         self.n = len(self.ranks)
         self.method,self._mark = method or start_method(),mark
         try: self._start()
@@ -148,7 +150,7 @@ def early(self:Workers, entry, configs, **env):
 def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
     entry = address(entry)
     for (r,pipe),config in zip(self.pipes.items(), configs):
-        surroundings = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r)))
+        surroundings = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first)))
         with contextlib.suppress(OSError): pipe.send(what, entry, surroundings, config, *packed, fd=fd)
 
 @patch
@@ -171,6 +173,11 @@ def ask_stacks(self:Workers, ranks):
     for r in ranks:
         with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
 
+@patch
+def is_stopped(self:Workers, r):
+    "Has somebody stopped the process of rank `r`?"
+    return is_stopped(self.procs[r].pid)
+
 # %% ../../nbs/process/45_workers.ipynb #0e851299
 @patch
 def poll(self:Workers,
@@ -185,6 +192,16 @@ def poll(self:Workers,
         news += self._read(r) + [(r, 'died', self._exitcode(r))]
         self._dead.add(r)
     return news
+
+@patch
+def waitables(self:Workers):
+    "What `poll` waits for, to wait for other things as well"
+    return [o for r,p in self.procs.items() if r not in self._dead for o in (self.pipes[r].conn, p.sentinel)]
+
+@patch
+def host(self:Workers, r):
+    "The machine that rank `r` runs on, if it is another one than the notebook's; here '' for all"
+    return ''
 
 @patch
 def _exitcode(self:Workers, r):
