@@ -132,6 +132,20 @@ def test_live_output(hosts, shared, capsys):
     assert 'epoch 0 of 0\nepoch 1 of 0' in said and 'of 3' not in said
 
 
+def test_modules_of_ones_own_go_along(hosts, tmp_path, monkeypatch):
+    "From a folder that the other machines don't have; they work in one of their own"
+    (tmp_path/'my_own_words.py').write_text('def double(x): return 2*x')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    from my_own_words import double
+    try: res = hosts.run(Job.of(call_it, double), 4).results
+    finally: del sys.modules['my_own_words']
+    assert [o[0] for o in res] == [42]*4 and str(tmp_path) not in {o[1] for o in res}
+
+
+def call_it(ctx, fn): return fn(21), os.getcwd()
+
+
 # What goes wrong
 
 def faulty(what, rank, folder, event='before_batch/train', epoch=1, batch=1):

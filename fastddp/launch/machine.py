@@ -7,10 +7,12 @@ __all__ = ['Machine', 'AllWorkers']
 
 # %% ../../nbs/launch/66_machine.ipynb #09c904a8
 import contextlib, os, shutil, signal, subprocess, tempfile, time
+from pathlib import Path
 
 from fastcore.basics import patch
 from multiprocess import connection
 
+from .agent import own_modules
 from ..payload.shared_memory import Block
 from ..process import workers
 from ..process.channel import Surroundings
@@ -29,7 +31,7 @@ class Machine:
     ):
         self.name,self.silence = name,silence
         self.ranks,self.dead,self.latest,self.trouble,self.closed = [],set(),{},'',False
-        self.stopped = set()
+        self.stopped,self.modules = set(),{}        # ranks; files that were sent -> `(path, time)`
         self.facts,self.skew,self._kept = {},0.,[]      # `skew`: seconds that our clock is ahead of theirs
         self.folder = tempfile.mkdtemp(prefix='fastddp-')
         self._errors = open(os.path.join(self.folder, 'stderr'), 'w+')      # read after the folder is gone
@@ -116,6 +118,14 @@ def forget(self:Machine):
         with contextlib.suppress(FileNotFoundError): os.unlink(self.beat_path(r))
 
 @patch
+def send_modules(self:Machine):
+    "Sends modules of the user's own that are new or have changed since the workers there were started"
+    files = {rel:(o, os.path.getmtime(o)) for rel,o in own_modules().items() if os.path.exists(o)}
+    new = {rel:Path(o[0]).read_bytes() for rel,o in files.items() if self.modules.get(rel) != o}
+    self.modules |= files
+    if new: self.frames.send_in_order('modules', new)
+
+@patch
 def end_workers(self:Machine, grace, until):
     "Waits until the ranks there have ended, and forgets what they said; False if nothing is heard of them"
     ended = self.answer('ended', until) is not None
@@ -176,7 +186,9 @@ class AllWorkers:
     def is_stopped(self, r): return r in self.of[r].stopped if r in self.of else self.home.is_stopped(r)
     def start(self, on_gpu):
         "Starts the workers of the other machines; nothing is waited for"
-        for m in self.machines: m.frames.send_in_order('start', m.ranks, on_gpu, workers._preload, _surroundings())
+        for m in self.machines:
+            m.modules = {}
+            m.frames.send_in_order('start', m.ranks, on_gpu, workers._preload, _surroundings())
 
 # %% ../../nbs/launch/66_machine.ipynb #0ca18062
 def _card_env(card, n):
@@ -190,6 +202,7 @@ def submit(self:AllWorkers, entry, packed, block, configs, **_):
     of_rank = dict(zip(self.ranks, configs))
     for m in self.machines:
         m.forget()
+        m.send_modules()
         env = _card_env(self.cards[m], len(m.ranks))
         m.frames.send_in_order('job', entry, [of_rank[r] for r in m.ranks], env, _surroundings(), packed,
                                data=(block, packed.end))
