@@ -18,7 +18,7 @@ from .local import start_workers, visible_cores
 from .route import Listener, interfaces, routes_to
 from ..payload.pickling import Payload
 from ..payload.shared_memory import Block, free_memory
-from ..process import workers
+from ..process import helper
 from ..process.frames import Frames
 from ..process.heartbeat import read_beat
 
@@ -139,7 +139,7 @@ def meet_at(self:Agent, address):
 def start(self:Agent, ranks, on_gpu, preload, surroundings):
     "Starts this machine's workers"
     self.enter(*surroundings)
-    workers.preload(*preload)
+    helper.preload(*preload)
     self.workers = start_workers(ranks, on_gpu, first=ranks[0])
 
 @patch

@@ -14,7 +14,7 @@ from multiprocess import connection
 
 from .agent import own_modules
 from ..payload.shared_memory import Block
-from ..process import workers
+from ..process import helper
 from ..process.channel import Surroundings
 from ..process.frames import Frames
 from ..process.heartbeat import Beat, write_beat
@@ -188,7 +188,7 @@ class AllWorkers:
         "Starts the workers of the other machines; nothing is waited for"
         for m in self.machines:
             m.modules = {}
-            m.frames.send_in_order('start', m.ranks, on_gpu, workers._preload, _surroundings())
+            m.frames.send_in_order('start', m.ranks, on_gpu, helper._preload, _surroundings())
 
 # %% ../../nbs/launch/66_machine.ipynb #0ca18062
 def _card_env(card, n):
