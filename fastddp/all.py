@@ -40,5 +40,5 @@ workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inli
                 'fastddp.output.capture:rehearse')
 if _interactive(): workers.warm()
 
-__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','Hosts','InProcess','Local','TorchDDPCtx',
-           'global_imports','import_star','in_torchddp','ranch','spawn']
+__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','Hosts','InProcess','Local',
+           'TorchDDPCtx','global_imports','import_star','in_torchddp','ranch','spawn']

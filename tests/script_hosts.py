@@ -1,4 +1,4 @@
-"A notebook's machine as one of two: `script_hosts.py COMMAND OTHER FOLDER`. Fits as one process does, then for very long"
+"The notebook's machine is one of two: `script_hosts.py COMMAND OTHER FOLDER` fits as one process does, then for long"
 import sys
 from faults import Slow
 from parity import assert_same, fit_both, learner

@@ -1,5 +1,6 @@
-"""Several machines: two hosts made of network namespaces, two ranks on each, and what holds on one machine holds there."""
-import os, shutil, signal, subprocess, sys, tempfile, time
+"""Several machines: two hosts made of network namespaces, two ranks on each. What holds on one machine holds there."""
+import os, shutil, subprocess, sys, tempfile, time
+from importlib.metadata import version
 from pathlib import Path
 import psutil, pytest, torch
 from conftest import nothing_left
@@ -11,6 +12,9 @@ from two_hosts import Hosts, two_hosts
 from fastddp.all import CantDistribute, RankDied, RankRaised
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
+
+pytestmark = pytest.mark.timeout(600)      # agents import torch and fastai twice each: long on a busy machine
+
 
 @pytest.fixture(scope='module', autouse=True)
 def leaves_nothing_at_last():
@@ -221,6 +225,32 @@ def test_a_machine_dies(hosts, net, shared):
 
 
 # What isn't there
+
+def test_files_that_a_machine_does_not_have(hosts, tmp_path, shared):
+    "The items of the loaders name them; each host has a /tmp of its own"
+    for folder in tmp_path, shared: (folder/'a.pt').touch()
+    learn = learner()
+    learn.dls.train.dataset = Named(learn.dls.train.dataset, shared/'a.pt')
+    learn.distrib_fit(1, nprocs=4, launcher=hosts)
+    learn.dls.train.dataset = Named(learn.dls.train.dataset, tmp_path/'a.pt')
+    with pytest.raises(CantDistribute, match=f"{tmp_path}/a.pt is missing on {hosts.hosts[0]}, {hosts.hosts[1]}"):
+        learn.distrib_fit(1, nprocs=4, launcher=hosts)
+
+
+class Named(list):
+    "A data set with `items`, as fastai's have"
+    def __init__(self, data, path):
+        super().__init__(data)
+        self.items = [(path, 'cat')]*len(data)
+
+
+def test_preflight(hosts):
+    "A table of the machines: what they have, and what a step costs between them"
+    lines = hosts.preflight(torch.nn.Linear(1000, 1000)).splitlines()
+    assert [o.split()[0] for o in lines] == ['machine', *hosts.hosts, 'An'] and 'eth0' in lines[2], lines
+    assert 'per step' in lines[3] and lines[1].split()[2] == version('torch')
+
+
 
 @pytest.mark.parametrize('command,says', [
     ('ip netns exec {host}-not-there {run}', "can't be reached"),

@@ -90,8 +90,9 @@ class RankDied(WorkerError):
     ):
         super().__init__(rank, exitcode, where, log, host)
         self.lost = exitcode if isinstance(exitcode, str) else ''
-        self.rank,self.exitcode,self.where,self.log = rank,None if self.lost else exitcode,where,log
-        self.host,self.remedy = host,remedy_for('lost' if self.lost else self.signal or 'exit')
+        self.rank,self.exitcode = rank,None if self.lost else exitcode
+        self.where,self.log,self.host = where,log,host
+        self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit')
     @property
     def signal(self):
         "The signal's name, or None when the process exited by itself"

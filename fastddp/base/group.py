@@ -163,7 +163,7 @@ def _store_at(url):
 
 def _notice_dead_links(seconds):
     "Connections to other ranks break when the other machine is silent for so long (see tcp(7))"
-    options = {'TCP_KEEPIDLE': seconds/2, 'TCP_KEEPINTVL': seconds/6, 'TCP_KEEPCNT': 3, 'TCP_USER_TIMEOUT': seconds*1000}
+    options = dict(TCP_KEEPIDLE=seconds/2, TCP_KEEPINTVL=seconds/6, TCP_KEEPCNT=3, TCP_USER_TIMEOUT=seconds*1000)
     for fd,_ in _own_sockets:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -42,6 +42,9 @@ class Launcher:
     ):
         "`(number of ranks, GPU of each or None)`; raises `CantDistribute`, with a remedy, for what can't be"
         return nprocs or 1, gpus
+    def check_items(self,
+        datasets, # Sequences of what their items are made from, paths perhaps
+    ): "Refuses, with a `CantDistribute`, data of which the ranks wouldn't have the files; here they have"
     def run(self,
         job, # A `Job`
         nprocs, # Ranks, 1 or more

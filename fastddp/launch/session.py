@@ -212,12 +212,16 @@ class Session:
     def check(self):
         "Refuses, before any process starts, what can't work"
         raise NotImplementedError
+    def datasets(self):
+        "What the items of its data sets are made from, as far as that is known: sequences, of paths perhaps"
+        return ()
     def global_batch(self):
         "`(items per step of all workers, steps per epoch or None)`; None: not known here"
         raise NotImplementedError
     # The life of a fit
     def train(self, call):
         "Runs the fit `call`, and says so"
+        self.launcher.check_items(self.datasets())
         self.print_banner()
         out = call.run_with_restarts(self.restarts)
         if out.interrupted or any(r['interrupted'] for r in out.results): raise KeyboardInterrupt
@@ -240,7 +244,8 @@ class Session:
 def banner(n, gpus, total, steps=None, where=None):
     "What runs, as one line: `n` workers take `total` items per step, or None: what a batch sampler gives"
     s = 's' if n > 1 else ''
-    if where is None: where = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
+    here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
+    where = where or here
     per_epoch = '' if steps is None else f", {steps} steps per epoch"
     if total is None: return f"{n} worker{s} ({where}), batches of the batch sampler{per_epoch}"
     each = total//n if total%n == 0 else f"{total/n:.1f}"
