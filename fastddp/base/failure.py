@@ -112,7 +112,8 @@ def failure_of(
 
 # %% ../../nbs/base/01_failure.ipynb #5ae93fa3
 _ECHOES = ('connection reset by peer','connection closed by peer','broken pipe','socket timeout','connection refused',
-           'nccl communicator was aborted','timed out waiting')
+           'nccl communicator was aborted','timed out waiting','connection timed out','no route to host',
+           'network is unreachable')
 
 def is_echo(f):
     "Is the `Failure` `f` the noise of another rank's failure rather than one of its own?"

@@ -109,6 +109,9 @@ class Session(_Session):
         if self.factories[1]: return
         batch = self.options['batch']
         for i,dl in enumerate(self.learn.dls.loaders): check_dl(dl, self.n, batch, _dl_name(i), train=i==0)
+    def datasets(self):
+        if self.factories[1]: return ()
+        return [o for dl in self.learn.dls.loaders if hasattr(o := getattr(dl.dataset, 'items', None), '__len__')]
     def global_batch(self):
         if self.factories[1]: return None
         dl,batch = self.learn.dls.loaders[0],self.options['batch']

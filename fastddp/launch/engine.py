@@ -35,6 +35,16 @@ class Outcome(NamedTuple):
 # %% ../../nbs/launch/50_engine.ipynb #6188ea01
 class Launcher:
     "Runs jobs on N ranks; engines are its subclasses"
+    where = None    # Where its ranks run, as the first line of a fit says it; None: as the GPUs say
+    def place(self,
+        nprocs, # Ranks, as the user gave it
+        gpus, # The same
+    ):
+        "`(number of ranks, GPU of each or None)`; raises `CantDistribute`, with a remedy, for what can't be"
+        return nprocs or 1, gpus
+    def check_items(self,
+        datasets, # Sequences of what their items are made from, paths perhaps
+    ): "Refuses, with a `CantDistribute`, data of which the ranks wouldn't have the files; here they have"
     def run(self,
         job, # A `Job`
         nprocs, # Ranks, 1 or more

@@ -135,12 +135,16 @@ class Session:
     def check(self):
         "Refuses, before any process starts, what can't work"
         raise NotImplementedError
+    def datasets(self):
+        "What the items of its data sets are made from, as far as that is known: sequences, of paths perhaps"
+        return ()
     def global_batch(self):
         "`(items per step of all workers, steps per epoch or None)`; None: not known here"
         raise NotImplementedError
     # The life of a fit
     def train(self, call):
         "Runs the fit `call`, and says so"
+        self.launcher.check_items(self.datasets())
         self.print_banner()
         out = call.run_with_restarts(self.restarts)
         if out.interrupted or any(r['interrupted'] for r in out.results): raise KeyboardInterrupt
@@ -148,7 +152,7 @@ class Session:
     def print_banner(self):
         "One line that says what runs; again only when it changes"
         if (sizes := self.global_batch()) is None: return
-        line = banner(self.n, self.gpus, *sizes)
+        line = banner(self.n, self.gpus, *sizes, where=self.launcher.where)
         note = bn_note(self.learn.model, self.n) if self.options['sync_bn'] and not self.gpus else None
         if line != self.last_banner: print(line, *([note] if note else []), sep='\n')
         self.last_banner = line
@@ -160,10 +164,11 @@ class Session:
         took,start = time.time()-began,result['begun']-began
         print(f"{n} epoch{'s' if n != 1 else ''} in {took:.1f} s (start {start:.1f} s), {rate:,.0f} items/s{each}")
 
-def banner(n, gpus, total, steps=None):
+def banner(n, gpus, total, steps=None, where=None):
     "What runs, as one line: `n` workers take `total` items per step, or None: what a batch sampler gives"
     s = 's' if n > 1 else ''
-    where = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
+    here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
+    where = where or here
     per_epoch = '' if steps is None else f", {steps} steps per epoch"
     if total is None: return f"{n} worker{s} ({where}), batches of the batch sampler{per_epoch}"
     each = total//n if total%n == 0 else f"{total/n:.1f}"
