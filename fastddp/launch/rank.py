@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..base import group
+from .settings import take_settings, warn_of_left
 from ..process.malloc import give_pages_back, keep_pages
 from ..process.channel import nothing
 from ..process.heartbeat import Heartbeat
@@ -27,7 +28,7 @@ class Context:
         world_size, # Ranks of this job
         device, # Where the job's tensors are loaded
         emit, # `emit(event)` sends a small picklable event to the notebook, in order
-        put, # `put(name, payload)` leaves a `Payload` there, as the newest of its name: 'state' or 'epoch'
+        put, # `put(name, payload)` leaves a `Payload` there, as the newest of its name: 'state', 'epoch', 'cut'
         stop_requested, # `stop_requested()`: does the notebook want the job to stop?
     ):
         self.rank,self.world_size,self.device,self.local_rank = rank,world_size,device,rank
@@ -71,6 +72,7 @@ class RankSpec(NamedTuple):
     log:str             # File that gets what is written outside Python
     heartbeat:str       # File of its `Heartbeat`
     work:str            # `Job.work`
+    settings:dict={}    # `notebook_settings`
     link_timeout:float|None=None    # Seconds without a sign of life that break a connection to another rank
 
 # %% ../../nbs/launch/51_rank.ipynb #911963a5
@@ -136,7 +138,9 @@ def run_on_rank(
     joined,began = _taken_join(),time.time()
     device = group.use_device(spec.gpu, spec.threads)
     if device.type == 'cpu': keep_pages()
+    left = take_settings(spec.settings)
     with fd_log(spec.log), capture_output(lambda e: channel.emit(('show', e)), spec.display):
+        if channel.rank == 0: warn_of_left(left)
         if spec.backend: _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
         ctx.marks += [('join', joined), ('ship', began)] if joined else [('ship', began), ('join', time.time())]
