@@ -11,6 +11,7 @@ import contextlib, os
 from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
+from .engine import Launcher
 from .local import Local
 
 # %% ../../nbs/launch/56_placement.ipynb #b6c84c1d
@@ -99,14 +100,16 @@ def engine_for(
         print(why)
         yield None
         return
-    if launcher is not None and not isinstance(launcher, Local): (n,gpus),asked = launcher.place(nprocs, gpus),{}
-    else:
-        launcher = Local() if launcher is None else launcher
-        n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
-        asked = dict(gpus=gpus or [], see=_option(launcher, 'see', given, defaults),
-                     timeout=_option(launcher, 'timeout', given, defaults))
-    _check_see(asked.get('see', given['see']), n)
-    with own_attrs(launcher, **asked), launcher as engine: yield engine, n, gpus
+    launcher = Local() if launcher is None else launcher
+    asked = {k:_option(launcher, k, given, defaults) for k in ('see','timeout')} if isinstance(launcher, Local) else {}
+    on_this_machine = asked and type(launcher).place is Launcher.place
+    if on_this_machine:
+        placed = workers_for(nprocs, _gpus_of(launcher, gpus))
+        asked['gpus'] = placed[1] or []
+    with own_attrs(launcher, **asked), launcher as engine:
+        n,gpus = placed if on_this_machine else engine.place(nprocs, gpus)
+        _check_see(asked.get('see', given['see']), n)
+        yield engine, n, gpus
 
 def _check_see(see, n):
     bad = [r for r in see if r != 0 and r >= n] if see != 'all' else []
