@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..base.group import under_launcher
 from .in_place import at_home, in_place, mend_barrier, train_in_place
 from .jobs import fit_job, infer_job
-from .session import Session
+from .session import Session, wants_no_lines
 from ..launch.session import RAISES, Options, block, check_method
 
 # %% ../../nbs/fastai1/96_learner.ipynb #9b31f49a
@@ -35,7 +35,7 @@ def distrib_ctx(self:Learner,
     given = OPTIONS.given(locals())
     options = dict(batch=batch, sync_bn=sync_bn)        # what the ranks are told
     def session(engine, n, gpus): return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job)
-    with block(self, given, OPTIONS.defaults, lambda: in_place(self, options, given), session): yield self
+    with block(self, given, OPTIONS.defaults, lambda: in_place(self, options, given), session, wants_no_lines): yield self
 
 OPTIONS = Options(Learner.distrib_ctx)
 

@@ -17,9 +17,11 @@ from ..base.errors import WorkerError
 from .ddp import check_ddp
 from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
 from .loaders import check_dl, global_bs, n_batches, set_dl_state
-from .rank0 import apply_settings, notebook_run
+from .rank0 import apply_settings, notebook_run, wants_no_lines
 from .resume import ResumePoint, UserCall, dropped_lists, resume_points, state_before, user_calls
 from .snapshot import all_cbs, apply, loader_refs, snapshot
+from ..launch.lines import what_ran
+from ..output.notice import hushed, print_line
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import offloaded
 from ..payload.state import own_copy
@@ -42,7 +44,12 @@ class FitCall(Call):
         now = f"holds the end of epoch {self.learn.epoch}." if self.kept else "is as it was before the fit."
         return now + (" learn.distrib_resume() goes on from there." if self.resume_point.first or self.kept else '')
     def goes_on(self): return f"Going on with epoch {self.resume_point.first or 0}"
-    def epochs(self, result): return self.n_epoch-(self.resume_point.first or 0)
+    def finds_lr(self): return any(isinstance(cb, LRFinder) for cb in self.cbs)
+    def ran(self, result): return what_ran(result, self.finds_lr())
+    def place(self, result): return f"iteration {result['steps']} of lr_find" if self.finds_lr() else result['where']
+    def holds_now(self):
+        if self.finds_lr(): return self.holds()
+        return "holds the last finished batch; learn.distrib_resume() goes on."
     def keep(self, e, last):
         super().keep(e, last)
         if self.kept: self.resume_point = self.resume_point._replace(first=self.learn.epoch+1)
@@ -50,7 +57,8 @@ class FitCall(Call):
 # %% ../../nbs/fastai2/84_session.ipynb #5bf99b6c
 @patch
 def take_in(self:FitCall, out):
-    "As `Call.take_in`; after an interrupt, with what is needed to go on"
+    "As `Call.take_in`; after an interrupt, with what is needed to go on. `lr_find` leaves nothing then"
+    if self.finds_lr() and (out.interrupted or out.results[0]['interrupted']): return
     if any(r['interrupted'] for r in out.results):
         state = own_copy(*out.epoch) if out.epoch else state_before(self.learn, self.cbs)
         self.resume_point = self.resume_point._replace(state=state, begun=out.epoch is not None)
@@ -95,6 +103,7 @@ class Session(_Session):
         super().__init__(*args, **kwargs)
         self.factories,self.asked_for = factories,asked_for
     def overrides(self): return dict(fit=self.fit, _do_epoch_validate=self.validate)
+    def quiet(self): return wants_no_lines(self.learn)
     def check(self):
         if not self.factories[0]: refuse_untrainable(self.learn.model)
         if self.factories[1]: return
@@ -147,7 +156,7 @@ def validate(self:Session, ds_idx=1, dl=None):
     learn = self.learn
     dl,gather = learn.dls[ds_idx] if dl is None else dl,gatherers(learn)
     why = stays_here(dl, learn.cbs, self.n)
-    if why: print(f"Not on the workers but in this process: {why}")
+    if why: _print_stays(learn, why)
     if why is not None: return type(learn)._do_epoch_validate(learn, dl=dl)
     with without_outside(learn): results = self._infer(dl)
     learn.dl = dl
@@ -156,13 +165,17 @@ def validate(self:Session, ds_idx=1, dl=None):
     set_dl_state(dl, states[0])
     give(gather, join_parts(parts, takes_whole(dl)))
 
+def _print_stays(learn, why):
+    with hushed(wants_no_lines(learn)): print_line(f"Not on the workers but in this process: {why}")
+
 @patch
 def _infer(self:Session, dl):
     "Each rank's result of `infer_job`; what rank 0's callbacks hold is in the notebook's by then"
     call = InferCall(self, dl)
-    out = call.run()
-    _reports[self.learn] = call.timings
-    if out.interrupted: raise KeyboardInterrupt
+    with self.telling(call):
+        out = call.run()
+        _reports[self.learn] = call.timings
+        if out.interrupted or any(left is KeyboardInterrupt for _,left,_ in out.results): raise KeyboardInterrupt
     return out.results
 
 # %% ../../nbs/fastai2/84_session.ipynb #44af6d36
