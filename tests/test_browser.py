@@ -11,9 +11,9 @@ PICTURES = root/'build'/'browser'
 webdriver = pytest.importorskip('selenium.webdriver', reason='selenium is not installed (pip install -e .[dev])')
 pytest.importorskip('jupyterlab', reason='jupyterlab is not installed (pip install -e .[dev])')
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
-pytestmark = [pytest.mark.timeout(500), pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=
               'no chromium or chromedriver (apt-get install chromium chromium-driver)')]
-CELL = 120   # seconds for a cell, on a busy machine
+CELL = 240   # seconds for a cell, on a busy machine
 
 
 def die_with_parent(): ctypes.CDLL(None).prctl(1, signal.SIGTERM)   # PR_SET_PDEATHSIG: a killed pytest leaves no server

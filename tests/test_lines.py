@@ -1,6 +1,7 @@
 """The library's own lines: they say what happened, once, and not at all where the learner wants none."""
-import re
+import re, warnings
 import pytest
+from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import *
 from fastai.callback.tracker import EarlyStoppingCallback
@@ -50,3 +51,30 @@ def test_batch_norm_is_explained_once(two, capsys, monkeypatch):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         learner(train=40, model=model).distrib_fit(1, nprocs=2, launcher=two)
     assert len(re.findall('Batch norm', capsys.readouterr().out)) == 1
+
+
+class Warns(Callback):
+    def before_fit(self):
+        import old_and_tired
+        old_and_tired.warn()
+
+
+def test_a_librarys_warning_comes_once(tmp_path, monkeypatch, capsys):
+    "Each call has fresh workers, in which every warning is the first; both ranks warn"
+    folder = tmp_path/'site-packages'
+    folder.mkdir()
+    (folder/'old_and_tired.py').write_text('import warnings\ndef warn(): warnings.warn("this library is old")\n')
+    monkeypatch.syspath_prepend(str(folder))
+    for _ in range(2): learner(cbs=Warns()).distrib_fit(1, nprocs=2)
+    assert capsys.readouterr().err.count('UserWarning: this library is old') == 1
+
+
+def test_a_check_shows_its_table_once(two, capsys):
+    "It is printed, and it is the result of its cell"
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        res = learner().distrib_check(nprocs=2, launcher=two)
+    res._ipython_display_()
+    assert capsys.readouterr().out == f'{res}\n'
+    res._ipython_display_()
+    assert capsys.readouterr().out == f'{res}\n'

@@ -35,7 +35,8 @@ def distrib_ctx(self:Learner,
     given = OPTIONS.given(locals())
     options = dict(batch=batch, sync_bn=sync_bn)        # what the ranks are told
     def session(engine, n, gpus): return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job)
-    with block(self, given, OPTIONS.defaults, lambda: in_place(self, options, given), session, wants_no_lines): yield self
+    def here(): return in_place(self, options, given)
+    with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
 
 OPTIONS = Options(Learner.distrib_ctx)
 

@@ -45,7 +45,8 @@ def distrib_ctx(self:Learner,
     def session(engine, n, gpus):
         return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job,
                        factories=(model_factory,dls_factory), asked_for=OPTIONS.asked_for(given))
-    with block(self, given, OPTIONS.defaults, lambda: in_place(self, options, given), session, wants_no_lines): yield self
+    def here(): return in_place(self, options, given)
+    with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
 
 OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_OPTIONS)
 
