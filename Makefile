@@ -5,6 +5,7 @@
 #   make test-oldest   the tests with fastai 2.7.19, in an environment of its own (.venv-oldest)
 #   make test-v1   the tests, notebooks and tutorials of fastai v1, in an environment of its own (.venv-v1)
 #   make bench     all benchmarks, and their tables in benchmarks/README.md and the README (an hour; leave the machine alone meanwhile)
+#   make picture   docs/lesson.png, the README's picture of the lesson (runs it first)
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
@@ -29,7 +30,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo gpu test test-v1 test-oldest test-full test-faults test-device test-kaggle readme troubles sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu test test-v1 test-oldest test-full test-faults test-device test-kaggle readme troubles sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -96,6 +97,9 @@ bench: venv
 
 troubles: venv
 	@$(PY) tools/troubles.py
+
+picture: demo browser
+	@$(PY) tools/picture.py
 
 readme: venv
 	@$(PY) tools/readme.py

@@ -30,7 +30,7 @@ class NoteProgress(Callback):
         ctx.where = lambda: self.at
     def on_batch_begin(self, epoch, num_batch, train, **kwargs):
         self.at = whereabouts(epoch, num_batch if train else None, train)
-        self.progress.at_batch(self.at)
+        self.progress.at_batch(self.at, train)
         if train and not self.training: self.progress.start()
         self.training = train
     def on_batch_end(self, train, **kwargs):

@@ -14,6 +14,7 @@ from fastai.optimizer import OptimWrapper
 from fastcore.basics import patch
 from torch import nn
 
+from ..output.notice import print_line
 from ..base import group
 from ..base.checks import flag, number
 from ..base.errors import CantDistribute
@@ -254,7 +255,7 @@ def _search_from_now(self:Reducer, names):
 
 def _print_unused(names):
     few = ', '.join(names[:5]) + (f' and {len(names)-5} more' if len(names)>5 else '')
-    print(f"No gradient for {few} in a step: handled, at the price of a search per step from now on.")
+    print_line(f"No gradient for {few} in a step: handled, at the price of a search per step from now on.")
 
 @patch
 def _complete(self:Reducer, loss):

@@ -11,9 +11,10 @@ from .callbacks import distributed
 from .events import OurCallback
 from .inference import leave_together, run_part
 from .loaders import batch_items, dl_state
-from .rank0 import as_one_process, open_run
+from .rank0 import as_one_process, open_run, wants_no_lines
 from .resume import ResumeFit
 from .snapshot import baseline, capture, loader_refs, persistent_refs, place_dl, state_size, unpack
+from ..output.notice import hushed
 from ..launch.training import Progress, until_interrupted, whereabouts
 
 # %% ../../nbs/fastai2/83_jobs.ipynb #630594d2
@@ -30,7 +31,7 @@ class NoteProgress(OurCallback):
     def before_train(self): self.progress.start()
     def before_batch(self):
         self.in_batch = True
-        self.progress.at_batch(_where(self.learn))
+        self.progress.at_batch(_where(self.learn), self.training)
     def after_batch(self):
         if not self.training: self.in_batch = False
         if not self.stepped: self._first_step()
@@ -69,7 +70,7 @@ def fit_job(ctx, obj):
     base,refs,noted = baseline(learn, cbs),persistent_refs(learn, cbs),NoteProgress(ctx)
     ctx.where = lambda: _where(learn)
     together = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
-    with open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus):
+    with hushed(wants_no_lines(learn)), open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus):
         def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, consensus.common.state(), refs))
         extra = [KeepState(keep, consensus)] if ctx.rank == 0 else []
         if call['first'] is not None: extra.append(ResumeFit(learn, base.others, call['first'], call['lists'], refs))

@@ -16,6 +16,7 @@ from .ddp import DDP_CHECKS
 from .in_place import at_home, in_place, train_in_place      # the app's two, for a standing cluster
 from .jobs import fit_job, infer_job
 from .resume import UserCall, calling
+from .rank0 import wants_no_lines
 from .session import Session
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block
@@ -46,7 +47,8 @@ def distrib_ctx(self:Learner,
     def session(engine, n, gpus):
         return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job,
                        factories=(model_factory,dls_factory), asked_for=OPTIONS.asked_for(given))
-    with block(self, given, OPTIONS.defaults, lambda: in_place(self, options, given), session): yield self
+    def here(): return in_place(self, options, given)
+    with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
 
 OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['sync_load', 'sync_opt', 'one_tmp_file', 'alone_on_rank0', 'notebook_run', 'open_run', 'apply_settings',
-           'as_one_process']
+           'as_one_process', 'wants_no_lines']
 
 # %% ../../nbs/fastai2/82_rank0.ipynb #9f0ccafd
 import contextlib, hashlib, sys
@@ -206,3 +206,9 @@ def as_one_process(learn,
         stack.enter_context(alone_on_rank0(learn, consensus))
         yield
         consensus.depart()
+
+# %% ../../nbs/fastai2/82_rank0.ipynb #402988a3
+def wants_no_lines(learn):
+    "Is `learn` inside of `no_bar()` and `no_logging()`?"
+    silent = getattr(learn.logger, '__name__', '') == 'noop'
+    return silent and not any(isinstance(cb, ProgressCallback) for cb in learn.cbs)
