@@ -118,5 +118,8 @@ def fork(
     except BaseException:
         start.give_up()
         raise
-    if start.error is not None: raise start.error
+    error,start.error = start.error,None
+    try:
+        if error is not None: raise error
+    finally: del error      # its traceback leads here, and to all callers: what they hold would stay until a collection
     _served.add(_pid())
