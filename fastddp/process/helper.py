@@ -75,7 +75,7 @@ def ensure_helper():
 
 def warm():
     "Starts the helper process in the background, if there is to be one; returns at once"
-    if start_method() != 'forkserver': return
+    if start_method() != 'forkserver' or multiprocess.parent_process(): return      # a worker needs none
     with starting(): ensure_helper()
 
 # %% ../../nbs/process/44_helper.ipynb #03622b5d
