@@ -11,8 +11,8 @@ WHAT is one of these, or `all`; a number alone means so many mixed fits.
 
 Prints open files, shared memory, threads, resident memory (MiB), children, zombies and folders every tenth of the way,
 and at the end the growth from the second line to the last. The first tenth warms up: the helper, imports, the
-allocator. With at least as many calls as above, the table is kept as results/<machine>/endurance*.json. Shared memory is
-everybody's: other programs on the machine show in that column.
+allocator. With at least as many calls as above, the table is kept as results/<machine>/endurance*.json. Shared memory
+is everybody's: other programs on the machine show in that column.
 """
 import contextlib, json, os, shutil, signal, sys, tempfile, threading, time
 from pathlib import Path

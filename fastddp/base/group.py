@@ -181,7 +181,7 @@ def join_launched(
 
 def _listener(addr, port):
     "A socket that listens at `addr` alone, where torch's would at every address; None if `addr` is none of this host's"
-    family,_,_,_,where = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0]
+    family,*_,where = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0]
     try: return socket.create_server(where[:2], family=family, backlog=128)
     except OSError as e:
         if e.errno != errno.EADDRNOTAVAIL: raise

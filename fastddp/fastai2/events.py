@@ -6,11 +6,12 @@
 __all__ = ['OurCallback', 'speaks', 'OwnEvents', 'own_events']
 
 # %% ../../nbs/fastai2/72_events.ipynb #04564b79
-import contextlib
+import contextlib, os
 
 from fastai.callback.core import Callback, _inner_loop, event
 from fastcore.basics import getcallable, noop
 
+from ..base.errors import end_fork
 from ..base.scoped import own_attrs
 
 # %% ../../nbs/fastai2/72_events.ipynb #6be54914
@@ -42,6 +43,7 @@ class OwnEvents:
     "Takes the place of `learn._call_one`"
     def __init__(self, learn, asked=noop):
         self.learn,self.asked = learn,asked
+        self.pid = os.getpid()
         self.cbs,self.speakers = [],{}      # the callbacks for which the list holds; event -> what is called
     def __call__(self, event_name):
         cbs = self.learn.cbs.items
@@ -50,6 +52,9 @@ class OwnEvents:
         try:
             for cb in self._find(event_name) if speakers is None else speakers: cb(event_name)
         except StopIteration as e: raise RuntimeError(_STOPPED.format(event_name)) from e
+        except BaseException as e:
+            if os.getpid() != self.pid: end_fork(e)     # before it ends the loader's processes, which its parent needs
+            raise
     def _find(self, event_name):
         if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
         found = [cb for cb in self.learn.cbs.sorted('order') if speaks(cb, event_name)]

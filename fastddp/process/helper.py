@@ -75,7 +75,7 @@ def ensure_helper():
 
 def warm():
     "Starts the helper process in the background, if there is to be one; returns at once"
-    if start_method() != 'forkserver': return
+    if start_method() != 'forkserver' or multiprocess.parent_process(): return      # a worker needs none
     with starting(): ensure_helper()
 
 # %% ../../nbs/process/44_helper.ipynb #03622b5d
@@ -118,5 +118,8 @@ def fork(
     except BaseException:
         start.give_up()
         raise
-    if start.error is not None: raise start.error
+    error,start.error = start.error,None
+    try:
+        if error is not None: raise error
+    finally: del error      # its traceback leads here, and to all callers: what they hold would stay until a collection
     _served.add(_pid())

@@ -35,8 +35,10 @@ def new_folder(
     _swept = True
     path = tempfile.mkdtemp(prefix=prefix, dir=where)
     if fcntl is None: return path
-    fd = os.open(os.path.join(path, f'.{_LOCK}'), os.O_RDWR|os.O_CREAT, 0o600)
-    _locks[path] = fd
+    try: fd = _locks[path] = os.open(os.path.join(path, f'.{_LOCK}'), os.O_RDWR|os.O_CREAT, 0o600)
+    except OSError:
+        os.rmdir(path)
+        raise
     with contextlib.suppress(OSError):      # a file system without locks: then nobody sweeps there
         fcntl.flock(fd, fcntl.LOCK_EX)
         os.rename(os.path.join(path, f'.{_LOCK}'), os.path.join(path, _LOCK))
@@ -50,8 +52,8 @@ def _remove_all():
 
 def remove_folder(path):
     "Removes a folder with all that is in it; harmless when repeated"
+    if (fd := _locks.pop(path, None)) is not None: os.close(fd)     # first: rmtree needs a descriptor, too
     shutil.rmtree(path, ignore_errors=True)
-    if (fd := _locks.pop(path, None)) is not None: os.close(fd)
 
 @contextlib.contextmanager
 def private_folder():

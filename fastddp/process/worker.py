@@ -6,11 +6,11 @@
 __all__ = ['worker_main']
 
 # %% ../../nbs/process/43_worker.ipynb #e3e3d9f3
-import faulthandler, gc, multiprocessing, os, pickle, signal, sys, traceback
+import faulthandler, gc, multiprocessing, os, pickle, signal, sys
 
 import cloudpickle, multiprocess
 
-from ..base.errors import failure_of
+from ..base.errors import end_fork, failure_of
 from ..payload.pickling import function_at
 from .channel import Channel, nothing
 from .owner import end_with_parent
@@ -62,18 +62,12 @@ def _run(channel, task):
     "Does a task; whatever is raised goes to the notebook"
     try: _do(channel, task)
     except BaseException as e:
-        if os.getpid() != channel.pid: _end_fork(e)
+        if os.getpid() != channel.pid: end_fork(e)
         _send_failure(channel, e)
         e.__traceback__ = None
         gc.collect()                # its frames hold what others may wait for: a process group
     finally:
         if task.block: task.block.close()
-
-def _end_fork(e):
-    "A process that user code forked here left its code by an exception; what comes now is the worker's affair"
-    code = e.code if isinstance(e, SystemExit) else 1
-    if not isinstance(e, SystemExit): os.write(2, ''.join(traceback.format_exception(e)).encode())
-    os._exit(code if isinstance(code, int) else int(code is not None))
 
 def _do(channel, task):
     "Calls the function; its result goes to the notebook, unless there was no payload"
