@@ -6,8 +6,6 @@
 __all__ = ['OPTIONS']
 
 # %% ../../nbs/fastai2/86_learner.ipynb #fa0e030a
-import contextlib
-
 import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Learner
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -18,11 +16,11 @@ from .jobs import fit_job, infer_job
 from .resume import UserCall, calling
 from .session import Session
 from ..launch.options import RAISES, Options, check_method, no_attribute
-from ..launch.session import block
+from ..launch.session import block, with_block
 
 # %% ../../nbs/fastai2/86_learner.ipynb #1d3f8f91
 @patch
-@contextlib.contextmanager
+@with_block
 def distrib_ctx(self:Learner,
     nprocs:int=None, # Workers: one per GPU; without GPUs, that many on the CPU. Default: all visible GPUs
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU

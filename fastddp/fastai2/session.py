@@ -39,8 +39,11 @@ class FitCall(Call):
     def offloaded(self): return offloaded(self.learn.model, self.learn.opt)
     def keeps_epoch(self, last): return True
     def holds(self):
-        now = f"holds the end of epoch {self.learn.epoch}." if self.kept else "is as it was before the fit."
-        return now + (" learn.distrib_resume() goes on from there." if self.resume_point.first or self.kept else '')
+        first = self.resume_point.first
+        if self.kept: now = f"holds the end of epoch {self.learn.epoch}."
+        elif first: now = f"still holds the end of epoch {first-1}, as before this call."
+        else: now = "is as it was before the fit."
+        return now + (" learn.distrib_resume() goes on from there." if first or self.kept else '')
     def goes_on(self): return f"Going on with epoch {self.resume_point.first or 0}"
     def epochs(self, result): return self.n_epoch-(self.resume_point.first or 0)
     def keep(self, e, last):
