@@ -10,10 +10,13 @@ EXAMPLES = {
     'out of memory on the GPU': ('OutOfMemoryError', 'CUDA out of memory. Tried to allocate 2.00 GiB'),
     'out of memory': ('RuntimeError', "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
     'shared memory is full': ('RuntimeError', 'DataLoader worker (pid 1) is killed by signal: Bus error'),
+    'disk is full': ('OSError', "[Errno 28] No space left on device: '/tmp/x'"),
     'module not found': ('ModuleNotFoundError', "No module named 'mine'"),
     'file not found': ('FileNotFoundError', "[Errno 2] No such file or directory: 'x'"),
     'not writable': ('OSError', "[Errno 30] Read-only file system: 'models'"),
-            'name not known': ('NameError', "name 'x' is not defined"), 'sys.exit': ('SystemExit', '3'),
+    'not permitted': ('PermissionError', "[Errno 13] Permission denied: '/data/x.png'"),
+    'no keyboard': ('EOFError', 'EOF when reading a line'),
+    'name not known': ('NameError', "name 'x' is not defined"), 'sys.exit': ('SystemExit', '3'),
     'killed by the system': ('SIGKILL', ''), 'compiled code crashed': ('SIGSEGV', ''), 'exited': ('exit', ''),
     'no step': ('GroupTimeout', '')}
 
@@ -28,3 +31,14 @@ def test_every_entry_has_an_example(): assert [t.name for t in TROUBLES] == list
 
 @pytest.mark.parametrize('name', EXAMPLES)
 def test_is_known_by(name): assert trouble_of(*EXAMPLES[name]).name == name
+
+
+@pytest.mark.parametrize('kind,message,name', [
+    ('KeyError', "'hashmap'", None), ('ValueError', 'the shmoo is wrong', None),
+    ('OSError', "[Errno 28] No space left on device: '/tmp/models/m.pth'", 'disk is full'),
+    ('RuntimeError', 'unable to write to file </torch_12_3>: No space left on device (28)', 'shared memory is full'),
+    ('OSError', "[Errno 28] No space left on device: '/dev/shm/x'", 'shared memory is full'),
+    ('PermissionError', "[Errno 13] Permission denied: 'models/m.pth'", 'not writable'),
+    ('PermissionError', "[Errno 13] Permission denied: '/data/cats/1.png'", 'not permitted'),
+    ('EOFError', 'Ran out of input', None)])
+def test_no_wrong_remedy(kind, message, name): assert getattr(trouble_of(kind, message), 'name', None) == name

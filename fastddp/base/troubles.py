@@ -6,6 +6,7 @@
 __all__ = ['TROUBLES', 'Trouble', 'trouble_of', 'remedy_for']
 
 # %% ../../nbs/base/00_troubles.ipynb #f62e5544
+import re
 from typing import NamedTuple
 
 # %% ../../nbs/base/00_troubles.ipynb #461bafd1
@@ -18,6 +19,9 @@ class Trouble(NamedTuple):
     test:object    # Is it this one? Called with the exception's type name and message, or with the signal's name and ''
 
 # %% ../../nbs/base/00_troubles.ipynb #1ee15a69
+# The folder, and torch's and Python's files there; not any word with these letters, such as 'hashmap'
+_SHM = re.compile(r'/dev/shm|shared memory|/torch_\d|/psm_|\bshm\b|shm_open|torch_shm')
+
 _MEMORY = [
     Trouble(
         'out of memory on the GPU', 'RankRaised: rank 1 raised OutOfMemoryError: CUDA out of memory ...',
@@ -37,7 +41,13 @@ _MEMORY = [
         "or one of them was killed.",
         "A DataLoader worker died or shared memory is full: try num_workers=0, or enlarge /dev/shm "
         "(docker: --shm-size=2g).",
-        lambda k,m: 'DataLoader worker (pid' in m or 'No space left on device' in m or 'shm' in m)]
+        lambda k,m: 'DataLoader worker (pid' in m or _SHM.search(m)),
+    Trouble(
+        'disk is full', "RankRaised: rank 0 raised OSError: [Errno 28] No space left on device: '/tmp/x'",
+        "A file grew until its disk was full: a checkpoint, or something temporary.",
+        "The disk of that file is full: free some of it, or write elsewhere (learn.model_dir for models, the variable "
+        "TMPDIR for temporary files).",
+        lambda k,m: 'No space left on device' in m)]
 
 # %% ../../nbs/base/00_troubles.ipynb #ff5ed2d5
 _SURROUNDINGS = [
@@ -57,7 +67,20 @@ _SURROUNDINGS = [
         "`lr_find`, `save` and SaveModelCallback write to `learn.path/learn.model_dir`, "
         "which lies in the working directory if you say nothing.",
         "The folder isn't writable: point learn.model_dir at one that is, e.g. learn.model_dir = Path('/tmp/models').",
-        lambda k,m: 'Read-only file system' in m or k == 'PermissionError'),
+        lambda k,m: 'Read-only file system' in m or k == 'PermissionError' and re.search(r'\bmodels\b', m)),
+    Trouble(
+        'not permitted', "RankRaised: rank 1 raised PermissionError: [Errno 13] Permission denied: '/data/x.png'",
+        "The file or folder belongs to somebody else, or its rights don't allow it.",
+        "The system refuses access to that path: look at its owner and rights (ls -l). Workers run as the user of the "
+        "notebook.",
+        lambda k,m: k == 'PermissionError'),
+    Trouble(
+        'no keyboard', 'RankRaised: rank 0 raised EOFError: EOF when reading a line',
+        "`input()`, `breakpoint()` or `pdb.set_trace()` in a worker, "
+        "a process of its own, without the notebook's keyboard.",
+        "Workers have no keyboard, so input() and pdb can't ask there. With launcher=InProcess() the fit runs in the "
+        "notebook's process, where they can.",
+        lambda k,m: k == 'EOFError' and 'reading a line' in m or k in ('BdbQuit','StdinNotImplementedError')),
     Trouble(
         'name not known', "RankRaised: rank 0 raised NameError: name 'helper' is not defined",
         "Functions of the notebook are sent with the globals that they use; "

@@ -26,8 +26,9 @@ class NoteProgress(Callback):
     _order = -2_000_000
     def __init__(self, ctx, learn):
         self.learn,self.progress = learn,Progress(ctx)
-        self.training,self.at = False,''
+        self.training,self.at = False,'before the first epoch'
         ctx.where = lambda: self.at
+    def on_epoch_begin(self, epoch, **kwargs): self.at = whereabouts(epoch)
     def on_batch_begin(self, epoch, num_batch, train, **kwargs):
         self.at = whereabouts(epoch, num_batch if train else None, train)
         self.progress.at_batch(self.at, train)

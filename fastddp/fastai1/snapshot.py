@@ -42,7 +42,8 @@ def _roots(learn, callbacks):
     res = {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data}
     res |= {'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
     for cb in callbacks: res |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
-    return res | {'learn': learn}
+    classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
+    return classes | res | {'learn': learn}
 
 # %% ../../nbs/fastai1/92_snapshot.ipynb #1b2414a0
 def snapshot(learn, callbacks, **call):

@@ -239,7 +239,7 @@ def batch_items(dl,  # A loader in the middle of an epoch
 ):
     "A tuple: dataset indices of this rank's items in a batch (borrowed ones if it has none), as far as they are known"
     s = getattr(dl, '_shard', None)
-    steps = getattr(s, 'steps', None)
+    steps = getattr(s, 'steps', None) or getattr(s, 'last', None)
     if not isinstance(steps, list) or s.source: return ()       # nobody can name the items of a stream
     i = s.epoch.done-in_batch if s.epoch else 0
     if not 0 <= i < len(steps): return ()

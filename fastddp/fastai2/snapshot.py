@@ -53,8 +53,10 @@ def roots(learn, cbs=()):
         name = f"learn.dls.{names[i]}" if i < 2 else f"learn.dls[{i}]"
         res |= {f"{name}.dataset": getattr(dl,'dataset',None), name: dl}
     res |= {'learn.model': learn.model, 'learn.loss_func': learn.loss_func, 'learn.opt': learn.opt}
-    for cb in all_cbs(learn, cbs): res |= {f"learn.{cb.name}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
-    return res | {'learn': learn}
+    cbs = all_cbs(learn, cbs)
+    for cb in cbs: res |= {f"learn.{cb.name}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
+    classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *cbs)}
+    return classes | res | {'learn': learn}
 
 OVERRIDES = 'fit','_do_epoch_validate','distrib_session'
 

@@ -217,7 +217,8 @@ def _raised(self:Monitor, failure):
     err = RankRaised(failure)
     err.log = self._log(err.rank, 1000)
     try: err.__cause__ = pickle.loads(failure.original) if failure.original else None
-    except Exception: pass      # its class may exist in the worker only; the text of the failure says it all
+    # Its class may exist in the worker only, and what is pickled may exit here; the text of the failure says it all
+    except BaseException: pass
     return err
 
 # %% ../../nbs/launch/52_monitor.ipynb #a87d2859

@@ -59,9 +59,10 @@ def sync_seed():
 
 # %% ../../nbs/launch/58_training.ipynb #df3529fd
 def whereabouts(epoch, batch=None, train=True):
-    "Where a rank is in its fit, for failure reports"
+    "Where a rank is in its fit, for failure reports; `epoch` None: in a validation outside of one"
+    at = [] if epoch is None else [f"epoch {epoch}"]
     phase = [] if train else ['validation']
-    return ', '.join([f"epoch {epoch}", *phase, *([] if batch is None else [f"batch {batch}"])])
+    return ', '.join([*at, *phase, *([] if batch is None else [f"batch {batch}"])])
 
 # %% ../../nbs/launch/58_training.ipynb #78217531
 class Progress:

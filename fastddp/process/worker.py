@@ -82,11 +82,20 @@ def _do(channel, task):
     channel.send('done')
 
 # %% ../../nbs/process/43_worker.ipynb #ccdcd785
-def _send_failure(channel, e):
-    try: original = cloudpickle.dumps(e)
-    except Exception: original = b''
-    channel.send('failed', failure_of(e, channel.rank, _asked(channel.where), original, _asked(channel.items)))
+_MOST_BYTES = 2**20     # of an exception; more of it than this is nothing to read
 
-def _asked(o):
+def _send_failure(channel, e):
+    original = _pickled(e)
+    where,items = _asked(channel.where, ''),_asked(channel.items, ())
+    channel.send('failed', failure_of(e, channel.rank, where, original, items))
+
+def _pickled(e):
+    "An exception as bytes, none where that can't be: its `__reduce__` may do anything, exit for one"
+    try: original = cloudpickle.dumps(e)
+    except BaseException: return b''
+    return original if len(original) <= _MOST_BYTES else b''
+
+def _asked(o, default):
     "A job may say where it is when it is asked, not at every step"
-    return o() if callable(o) else o
+    try: return o() if callable(o) else o
+    except Exception: return default

@@ -20,6 +20,7 @@ class Shard:
     "One rank's part in a loader: how it is divided, and where the current epoch stands"
     whole = False           # Does each rank take whole batches of the original's, instead of some items of each?
     steps = None            # The epoch's `Step`s of this rank (fastai's streams: what `get_idxs` gave); None before it
+    last = None             # fastai's: the `steps` of an epoch that is over, or was left
     epoch = None            # The `Epoch` that is read, or was read last
     seen = None             # The sharded loader's attributes when `track_changes` looked at them last
     source = None           # Streams: the `StreamSource` that this rank reads, None where there are indices
