@@ -20,6 +20,7 @@ _CODES = {bool:'b', int:'q', float:'d'}
 
 class Numbers:
     "Numbers of one kind over an array"
+    fixed = True
     def __init__(self,
         kind,   # `bool`, `int` or `float`; None: numpy's
         values, # A buffer; numpy's: an array
@@ -56,6 +57,7 @@ def _flattened(ts):
 
 class Tensors:
     "Tensors of one class and type, which lie in a few storages"
+    fixed = False
     def __init__(self,
         cls, dtype,
         sources,    # Where they lie: storages, or buffers
@@ -142,7 +144,7 @@ def _together(ts, at, begin, size, dtype):
 # %% ../../nbs/payload/11_columns.ipynb #696d0984
 class Tuples:
     "Tuples over a column for each of their places"
-    def __init__(self, columns): self._columns = columns
+    def __init__(self, columns): self._columns,self.fixed = columns,all(c.fixed for c in columns)
     def __len__(self): return len(self._columns[0])
     def one(self, i): return tuple([c.one(i) for c in self._columns])
     def run(self, ids): return zip(*[c.run(ids) for c in self._columns])
@@ -171,7 +173,8 @@ def _changeable(items):
         if np.ndarray in kinds and any(type(o) is np.ndarray and o.dtype.hasobject for o in some): return None
         res += map(id, some)
         if len(set(res)) < len(res): return None
-        items = [o for o in gc.get_referents(*[o for o in items if type(o) in _NESTED]) if type(o) not in ATOMS]
+        items = gc.get_referents(*[o for o in items if type(o) in _NESTED])
+        items = [] if set(map(type, items)) <= ATOMS else [o for o in items if type(o) not in ATOMS]
     return res
 
 class Pickled:
@@ -182,6 +185,7 @@ class Pickled:
         keep,   # Can they be changed?
     ):
         self._data,self._ends,self._keep = memoryview(data),memoryview(ends).cast('B').cast('q'),keep
+        self.fixed = not keep
         self._kept,self._most = {},256      # items that were handed out, and how many until they are looked through
     def __len__(self): return len(self._ends)
     def _bytes(self, i): return self._data[self._ends[i-1] if i else 0:self._ends[i]]

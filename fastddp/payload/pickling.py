@@ -51,19 +51,19 @@ _LOOKED_AT = {list, tuple, dict, set, bytearray}        # all else comes to `red
 
 class _Packer(_Pickler):
     "A `_Pickler` that has long sequences travel as columns"
-    def __init__(self, file, on_buffer, refs, plain):
+    def __init__(self, file, on_buffer, refs, plain, known):
         super().__init__(file, on_buffer, refs)
-        self._sequences = Sequences({*plain, *map(id, refs)})
+        self.sequences = Sequences({*plain, *map(id, refs)}, known)
     def persistent_id(self, o):
         kind = type(o)
         if kind not in _LOOKED_AT: return None
-        if kind is not tuple: self._sequences.met(id(o))
-        return self._sequences.stand_in(o) if kind in (list,tuple) else None
+        if kind is not tuple: self.sequences.met(id(o))
+        return self.sequences.stand_in(o) if kind in (list,tuple) else None
     def reducer_override(self, o):
-        self._sequences.met(id(o))
+        self.sequences.met(id(o))
         return super().reducer_override(o)
     def canonical(self, s):
-        self._sequences.met(s.data_ptr())
+        self.sequences.met(s.data_ptr())
         return super().canonical(s)
 
 # %% ../../nbs/payload/14_pickling.ipynb #2a8229b0
@@ -71,17 +71,26 @@ def dump(
     obj,              # What is sent
     refs=(),          # Objects that the process that loads has, too
     pack_lists=False, # Do long lists of things alike lie in buffers, too, to be loaded as `Rows`?
+    known=None,       # A dict that such dumps have in common: a list that can't have changed is not packed again
 ):
     "`obj` as a `Payload`: notebook definitions by value, large buffers aside, `refs` by number"
     plain = set()
-    while True:
-        raw,f = [],io.BytesIO()
-        on_buffer = lambda b: raw.append(_memory(b))
-        try: (_Packer(f, on_buffer, refs, plain) if pack_lists else _Pickler(f, on_buffer, refs)).dump(obj)
-        except Tied as e:
-            plain.add(e.args[0])
-            pack_lists = len(plain) < 4     # a list that is made anew each time would be found each time
-        else: return Payload(f.getvalue(), raw)
+    while pack_lists and len(plain) < 4:    # a list that is made anew each time would be tied each time
+        try: res,packer = _dumped(obj, lambda *to: _Packer(*to, refs, plain, known or {}))
+        except Tied as e: plain.add(e.args[0])
+        else:
+            if known is not None:
+                known.clear()
+                known.update(packer.sequences.used)
+            return res
+    return _dumped(obj, lambda *to: _Pickler(*to, refs))[0]
+
+def _dumped(obj, new):
+    "`obj` as a `Payload`, and the pickler that `new(file, on_buffer)` made for it"
+    raw,f = [],io.BytesIO()
+    pickler = new(f, lambda b: raw.append(_memory(b)))
+    pickler.dump(obj)
+    return Payload(f.getvalue(), raw), pickler
 
 def _memory(b):
     "The memory of a `PickleBuffer`; bytes that are made while they are written stay what they are"
@@ -185,10 +194,10 @@ def blame(
 def dump_or_blame(
     obj,              # What is sent
     roots,            # Path -> object: where to look for the culprit, most telling first
-    pack_lists=False, # As of `dump`
+    **kwargs,         # As of `dump`
 ):
-    "`dump(obj, pack_lists=pack_lists)`; raises `NotPicklable` with the culprit's path if that can't be"
-    try: return dump(obj, pack_lists=pack_lists)
+    "`dump(obj, **kwargs)`; raises `NotPicklable` with the culprit's path if that can't be"
+    try: return dump(obj, **kwargs)
     except Exception as e:
         for path,root in roots.items():
             if found := blame(root, path): raise NotPicklable(*found) from None
