@@ -41,6 +41,7 @@ class NoteProgress(OurCallback):
     def after_train(self):
         self.progress.lap(sum(total for _,total in getattr(self.dl, 'counts', ())))
         self.ctx.beat(_where(self.learn))
+    def after_epoch(self): self.progress.epochs += 1
 
 class EndOfBatch(OurCallback):
     "A training batch is over when every other callback has seen it"
@@ -78,13 +79,14 @@ def fit_job(ctx, obj):
         fit = lambda: _fit(ctx, learn, cbs, call['fit'], [*noting, *extra], noted)
         interrupted = until_interrupted(ctx, fit, lambda: consensus.leave('interrupt'))
     ctx.mark('train')
-    if ctx.rank == 0: keep('state')
+    if ctx.rank == 0: keep('cut' if interrupted else 'state')
     return noted.progress.result(interrupted, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):
     "fastai's own `fit`; `ctx` notes where it failed, as long as the learner is in the state that it failed in"
     try:
-        with learn.added_cbs(extra): type(learn).fit(learn, cbs=cbs_of_rank(cbs), **call)
+        own = dict(cbs=of_rank) if (of_rank := cbs_of_rank(cbs)) else {}     # a `fit` of the user's may take none
+        with learn.added_cbs(extra): type(learn).fit(learn, **own, **call)
     except KeyboardInterrupt: raise
     except BaseException:
         ctx.where,ctx.items = _where(learn),_items(learn, noted)

@@ -95,12 +95,18 @@ def _with_library_globals(reduced):
     code,_,*rest = args
     return _library_function, (make,more['__module__'],code,*rest), (attrs, more|dict(__globals__={})), *last
 
+def _module(pickler, m):
+    "A module of a class of its own, such as `torch.backends.cudnn`, goes by its name, as plain ones do"
+    own_class = type(m) is not types.ModuleType and sys.modules.get(m.__name__) is m
+    return (importlib.import_module, (m.__name__,)) if own_class else _by_cloudpickle(pickler, m)
+
 def _library_function(make, module, code, *args): return make(code, vars(importlib.import_module(module)), *args)
 
 # %% ../../nbs/payload/13_reducers.ipynb #25937c00
 _BY_TYPE = [(torch.storage.TypedStorage, _typed_storage), (torch.UntypedStorage, _untyped_storage),
             (_thread.LockType, _lock), (_thread.RLock, _rlock), (weakref.ref, _weak_ref), (io.IOBase, _file),
-            (RemovableHandle, _hook_handle), (type, _class), (types.FunctionType, _function)]
+            (RemovableHandle, _hook_handle), (type, _class), (types.FunctionType, _function),
+            (types.ModuleType, _module)]
 
 class Reducers(dict):
     """Type -> the function that takes its objects apart, called with the pickler and the object; None: as ever. Each

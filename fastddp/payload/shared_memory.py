@@ -153,6 +153,10 @@ class _Memory:
         if size < _LARGE or size <= len(self._mapped) or self._short_of(size): return
         with contextlib.suppress(OSError): self._grow(size)
         threading.Thread(target=self._mapped.populate_until, args=(size,), daemon=True, name='fastddp-reserve').start()
+    def make_room(self, size):
+        "Readies the block for `size` bytes that the caller will write to `fd`; a temporary file when memory is short"
+        if self._short_of(size): self._to_file("memory is short")
+        self.reserve(size)
     def close(self):
         "Gives the descriptor back; what was read stays readable"
         self._mapped.drop()
@@ -166,6 +170,10 @@ class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a block: `spans` are their `(offset, nbytes)`"
     meta:bytes
     spans:tuple
+    @property
+    def end(self):
+        "Bytes of the block that the buffers take"
+        return max((o+n for o,n in self.spans), default=0)
 
 def _layout(buffers):
     "`(spans, bytes of all)` for `buffers` side by side; first what is made now, so that it lies where it lay before"
