@@ -28,7 +28,7 @@ class Read:
 
 
 def learner(items, read=None, n_in=16):
-    sets = [Read(o, read) if read else o for o in (items, items[:256])]
+    sets = [Read(o, read) if read else o for o in (items[256:], items[:256])]
     dls = DataLoaders.from_dsets(*sets, bs=256, device='cpu', num_workers=0)
     return Learner(dls, nn.Linear(n_in, 2), loss_func=nn.CrossEntropyLoss(), opt_func=sgd, lr=.01, cbs=Clock())
 
@@ -114,7 +114,7 @@ def main():
     rows, times = [], {}
     for name in args.shapes.split(','):
         make, n, budget = SHAPES[name]
-        n = n//10 if args.small else n
+        n = max(n//10, 1200) if args.small else n
         learn = make(n)
         with learn.no_bar(), learn.no_logging(): times[name] = [turn(learn) for _ in range(args.repeats)]
         rows.append(row(name, n, budget, times[name]))

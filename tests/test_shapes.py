@@ -73,6 +73,17 @@ def test_a_list_is_a_list_over_a_column(shape):
     assert same(list(o), items[1:]+items[:1])
 
 
+def test_a_list_that_changed_goes_again():
+    known, items = {}, made('paths and labels')
+    def dumped():
+        p = dump(items, pack_lists=True, known=known)
+        return load(p.meta, [b.whole() if isinstance(b, Later) else bytearray(b) for b in p.buffers])
+    def put(): items[7] = Path('b'), '1'
+    for change in list, put, items.pop, lambda: items.extend(items[:9]):
+        change()
+        assert list(dumped()) == items and known
+
+
 def test_tuples_stay_tuples():
     items = tuple(made('dicts'))
     assert type(packed(items)) is tuple and packed(items) == items
@@ -80,6 +91,8 @@ def test_tuples_stay_tuples():
 
 def test_what_two_lists_have_in_common():
     rows = made('dicts')
+    a, b = packed([rows, list(rows)])
+    assert type(a) is type(b) is Rows and a is not b and a[5] is b[5]
     a, b = packed([rows, rows[:1100]])
     assert a[5] is b[5]
     ts = made('tensors of their own')

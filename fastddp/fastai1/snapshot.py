@@ -46,11 +46,12 @@ def _roots(learn, callbacks):
     return classes | res | {'learn': learn}
 
 # %% ../../nbs/fastai1/92_snapshot.ipynb #1b2414a0
-def snapshot(learn, callbacks, **call):
-    "The learner and the `call` to make as a `Payload`; `NotPicklable` names what can't travel"
+def snapshot(learn, callbacks, known=None, **call):
+    "Learner and `call` as a `Payload`; `NotPicklable` names what can't travel; `known` as of `dump`"
     bars = [without_attrs(cb, 'pbar') for cb in callbacks]
     without = [picklable_preloaders(), without_attrs(learn, *OVERRIDES), *bars]
-    return dump_snapshot(dict(learn=learn, callbacks=list(callbacks), **call), _roots(learn, callbacks), *without)
+    obj = dict(learn=learn, callbacks=list(callbacks), **call)
+    return dump_snapshot(obj, _roots(learn, callbacks), *without, known=known)
 
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"

@@ -65,6 +65,7 @@ def snapshot(
     call, # What the job is to do with it: a dict
     model_factory=None, dls_factory=None, # What they make in the workers doesn't travel
     training=True, # Is the optimizer's state needed?
+    known=None, # As of `dump`
 ):
     "A `Payload`; raises `NotPicklable`, which names what can't travel"
     away = (['model','opt'] if model_factory else []) + (['dls','dl'] if dls_factory else [])
@@ -74,7 +75,7 @@ def snapshot(
     without = [without_attrs(learn, *OVERRIDES, *away), *map(_without_iterator, loaders)]
     if not training: without.append(without_state(learn.opt))
     if dls_factory: without.insert(0, _without_dataset(learn, call))     # while the learner has its loaders
-    return dump_snapshot(obj, {} if away else roots(learn, cbs), *without)
+    return dump_snapshot(obj, {} if away else roots(learn, cbs), *without, known=known)
 
 def _without_iterator(dl): return without_attrs(dl, 'it') if isinstance(dl, DataLoader) else contextlib.nullcontext()
 

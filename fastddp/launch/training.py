@@ -22,13 +22,14 @@ def dump_snapshot(
     obj, # The learner, its callbacks, the call: a dict
     roots, # Path -> object, most telling first: where to look for what can't travel
     *without, # Context managers: inside, the learner is as it is to travel
+    known=None, # As of `dump`
 ):
     "`obj`, random streams and what cells patched, as a `Payload`; raises `NotPicklable`, which names what can't travel"
     patches = collect_patches()
     obj = dict(patches=patches, rng=CommonRNG.capture().state(), **obj)
     with contextlib.ExitStack() as stack:
         for o in without: stack.enter_context(o)
-        return dump_or_blame(obj, roots | patches.roots(), pack_lists=True)
+        return dump_or_blame(obj, roots | patches.roots(), pack_lists=True, known=known)
 
 # %% ../../nbs/launch/58_training.ipynb #97a7e208
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ _CODES = {bool:'b', int:'q', float:'d'}
 
 class Numbers:
     "Numbers of one kind over an array"
+    fixed = True
     def __init__(self,
         kind,   # `bool`, `int` or `float`; None: numpy's
         values, # A buffer; numpy's: an array
@@ -56,6 +57,7 @@ def _flattened(ts):
 
 class Tensors:
     "Tensors of one class and type, which lie in a few storages"
+    fixed = False
     def __init__(self,
         cls, dtype,
         sources,    # Where they lie: storages, or buffers
@@ -113,36 +115,36 @@ def _tensors(kind, ts):
     "`(column of the tensors, addresses of the storages that travel in another way)`; None if that can't be"
     with torch._C.DisableTorchFunctionSubclass():
         if not _is_plain(kind, ts) or (shapes := _shapes(ts)) is None: return None
-        dtype,begin = ts[0].dtype,np.array(list(map(torch.Tensor.storage_offset, ts)), np.int64)
+        width,begin = ts[0].element_size(),np.array(list(map(torch.Tensor.storage_offset, ts)), np.int64)
         size = np.full(len(ts), np.prod(shapes, dtype=np.int64)) if isinstance(shapes, tuple) else shapes.prod(1)
         at = np.array(list(map(torch.Tensor.data_ptr, ts)), np.int64)
-        found = _in_storages(ts, at-begin*dtype.itemsize, begin, size, dtype) or _together(ts, at, begin, size, dtype)
+        found = _in_storages(ts, at-begin*width, begin, size, width) or _together(ts, at, begin, size, width)
     if found is None: return None
     *where,addresses = found
-    return Tensors(kind, dtype, *where, shapes), addresses
+    return Tensors(kind, ts[0].dtype, *where, shapes), addresses
 
-def _in_storages(ts, bases, begin, size, dtype):
+def _in_storages(ts, bases, begin, size, width):
     "`(sources, which, offsets, no addresses)` of tensors many of which have a storage in common; else None"
     unique,first,which = np.unique(bases, return_index=True, return_inverse=True)
     if len(unique) > len(ts)//8: return None
     storages,ends = [ts[i].untyped_storage() for i in first],np.zeros(len(unique), np.int64)
-    np.maximum.at(ends, which, (begin+size)*dtype.itemsize)
+    np.maximum.at(ends, which, (begin+size)*width)
     if any(s.nbytes() < e for s,e in zip(storages, ends)): return None      # another storage over the same memory
     typed = [torch.storage.TypedStorage(wrap_storage=s, dtype=torch.uint8, _internal=True) for s in storages]
     return typed, which if len(unique) > 1 else None, begin, ()
 
-def _together(ts, at, begin, size, dtype):
+def _together(ts, at, begin, size, width):
     "The same for tensors that have a storage each, which are to be written one after the other"
     unique,first,which = np.unique(at, return_index=True, return_inverse=True)
-    if len(np.unique(at-begin*dtype.itemsize)) < len(unique) or (size[first][which] != size).any(): return None
+    if len(np.unique(at-begin*width)) < len(unique) or (size[first][which] != size).any(): return None
     offsets = np.concatenate([[0], np.cumsum(size[first])])
-    buf = Together([ts[i] for i in first], int(offsets[-1])*dtype.itemsize)
-    return [buf], None, offsets[which], (unique-begin[first]*dtype.itemsize).tolist()
+    buf = Together([ts[i] for i in first], int(offsets[-1])*width)
+    return [buf], None, offsets[which], (unique-begin[first]*width).tolist()
 
 # %% ../../nbs/payload/11_columns.ipynb #696d0984
 class Tuples:
     "Tuples over a column for each of their places"
-    def __init__(self, columns): self._columns = columns
+    def __init__(self, columns): self._columns,self.fixed = columns,all(c.fixed for c in columns)
     def __len__(self): return len(self._columns[0])
     def one(self, i): return tuple([c.one(i) for c in self._columns])
     def run(self, ids): return zip(*[c.run(ids) for c in self._columns])
@@ -171,7 +173,8 @@ def _changeable(items):
         if np.ndarray in kinds and any(type(o) is np.ndarray and o.dtype.hasobject for o in some): return None
         res += map(id, some)
         if len(set(res)) < len(res): return None
-        items = [o for o in gc.get_referents(*[o for o in items if type(o) in _NESTED]) if type(o) not in ATOMS]
+        items = gc.get_referents(*[o for o in items if type(o) in _NESTED])
+        items = [] if set(map(type, items)) <= ATOMS else [o for o in items if type(o) not in ATOMS]
     return res
 
 class Pickled:
@@ -182,6 +185,7 @@ class Pickled:
         keep,   # Can they be changed?
     ):
         self._data,self._ends,self._keep = memoryview(data),memoryview(ends).cast('B').cast('q'),keep
+        self.fixed = not keep
         self._kept,self._most = {},256      # items that were handed out, and how many until they are looked through
     def __len__(self): return len(self._ends)
     def _bytes(self, i): return self._data[self._ends[i-1] if i else 0:self._ends[i]]

@@ -6,7 +6,7 @@
 __all__ = ['Tied', 'Sequences', 'StandIn', 'reduce_array']
 
 # %% ../../nbs/payload/12_sequences.ipynb #6f1f0844
-import pickle
+import operator, pickle
 
 import numpy as np
 
@@ -23,9 +23,12 @@ class Sequences:
     "The long sequences of one dump"
     def __init__(self,
         plain=(), # Ids of sequences that stay as they are
+        known={}, # What `used` said after the last dump
     ):
-        self._plain = plain
+        self._plain,self._known = plain,known
+        self.used = {}          # id of a sequence that only new items change -> it, its items, what stands for it
         self._found = {}        # id of a sequence -> what stands for it, or None; and the sequence, which keeps its id
+        self._columns = {}      # number of items, ids of the first and the last one -> sequence, its column
         self._inside = {}       # id or address of what lies in a column -> id of its sequence
         self._outside = set()   # ids and addresses of what was met elsewhere
     def stand_in(self, o):
@@ -35,11 +38,23 @@ class Sequences:
         return self._found[id(o)][0]
     def _new(self, o):
         if len(o) < (many := _MANY.get(type(o[0]), 1000)): return None
+        if (last := self._known.get(id(o))) and _is_same(o, *last[:2]): return self._use(o, last)
         if many > 1000 and type(o[0]) is not str and set(map(type, o)) <= ATOMS: return StandIn(_loads, _at_once(o))
+        if (c := self._column(o)) is None: return None
+        new = StandIn(Rows, c) if _is_lazy(o, c) else StandIn(_made, c, type(o))
+        return self._use(o, (o, [*o], new)) if c.fixed else new
+    def _column(self, o):
+        "A column of the items of `o`, the same one for two sequences of the very same items; None if there is none"
+        like = len(o),id(o[0]),id(o[-1])
+        if (last := self._columns.get(like)) and all(map(operator.is_, o, last[0])): return last[1]
         found = column(o if type(o) is list else list(o))
         if found is None or self._met_any(found[1]): return None
         self._inside.update(dict.fromkeys(found[1], id(o)))
-        return StandIn(Rows, found[0]) if _is_lazy(o, found[0]) else StandIn(_made, found[0], type(o))
+        self._columns[like] = o,found[0]
+        return found[0]
+    def _use(self, o, entry):
+        self.used[id(o)] = entry
+        return entry[-1]
     def _met_any(self, inside): return not (self._outside.isdisjoint(inside) and self._inside.keys().isdisjoint(inside))
     def met(self,
         where, # The id of an object, or the address of a storage
@@ -53,6 +68,7 @@ class StandIn:
     def __init__(self, make, *args): self._reduced = make,args
     def __reduce__(self): return self._reduced
 
+def _is_same(o, last, items): return o is last and len(o) == len(items) and all(map(operator.is_, o, items))
 def _is_lazy(o, c): return type(o) is list and not isinstance(c, (Numbers,Tensors))
 def _made(c, kind): return kind(c.run(range(len(c))))
 def _at_once(o): return pickle.PickleBuffer(pickle.dumps(o, 5))

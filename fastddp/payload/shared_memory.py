@@ -128,6 +128,7 @@ class _Memory:
         self.fd = _memory_file() if fd is None else fd      # its only handle
         self.fresh = True               # does nobody else have this descriptor yet? Whoever sends it sets it to False
         self._mapped = _Mapping()       # this process's view of it, empty until much is written or reserved
+        self._later = {}                # offset -> the `Later` that was written there last
     def _short_of(self, end):
         "Would memory not suffice for `end` bytes in this block?"
         more = end-os.fstat(self.fd).st_blocks*512
@@ -137,7 +138,7 @@ class _Memory:
     def _to_file(self, why):
         "From now on a temporary file; warns"
         self.close()
-        self.fd,self.fresh = _temp_file(why),True
+        self.fd,self.fresh,self._later = _temp_file(why),True,{}
     def _grow(self, end):
         """Makes the block `end` bytes long. A mapping is a little longer: the next payload may be, too, and a new
         mapping would have to be given its pages again"""
@@ -175,12 +176,12 @@ class Packed(NamedTuple):
         return max((o+n for o,n in self.spans), default=0)
 
 def _layout(buffers):
-    "`(spans, bytes of all)` for `buffers` one after the other"
-    spans,end = [],0
-    for b in buffers:
-        spans.append((end, b.nbytes))
-        end += -(-b.nbytes//_ALIGN)*_ALIGN
-    return tuple(spans), end
+    "`(spans, bytes of all)` for `buffers` side by side; first what is made now, so that it lies where it lay before"
+    spans,end = {},0
+    for i in sorted(range(len(buffers)), key=lambda i: not isinstance(buffers[i], Later)):
+        spans[i] = end,buffers[i].nbytes
+        end += -(-buffers[i].nbytes//_ALIGN)*_ALIGN
+    return tuple(spans[i] for i in range(len(buffers))), end
 
 def _pieces(data, at):
     "`data`, which begins `at` some offset of a block, cut where chunks end"
@@ -219,15 +220,18 @@ class Block(_Memory):
     def _fill(self, buffers, spans, end):
         "Copies `buffers` to their `spans`: pieces of memory by several threads if it is much, then what is made now"
         self._grow(end)
-        pieces,later = [],[]
+        pieces,later,old = [],[],self._later
+        self._later = {}
         for b,(at,n) in zip(buffers, spans):
-            if isinstance(b, Later): later.append((b, at, at+n))
+            if isinstance(b, Later): later.append((b, at))
             else: pieces += _pieces(b, at)
         if end < _LARGE:
             for o in pieces: self._put(o)
         else:
             with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: list(pool.map(self._put, pieces))
-        for o in later: self._put_later(*o)
+        for b,at in later:
+            if old.get(at) is not b: self._put_later(b, at, at+b.nbytes)
+        self._later = {at:b for b,at in later}
     def _put_later(self, buffer, at, end):
         for part in buffer.chunks():
             if at+len(part) > end: break

@@ -60,6 +60,7 @@ def pack(items):
 # %% ../../nbs/payload/10_strings.ipynb #5a735c4a
 class Texts:
     "Strings or paths over the two buffers of `pack`"
+    fixed = True        # is it as it was as long as the items are the same objects?
     def __init__(self,
         kind,    # `str`, or the class of the paths
         letters, # A buffer
