@@ -12,6 +12,7 @@ from typing import NamedTuple
 import cloudpickle, numpy as np
 
 from ..base.errors import NotPicklable
+from ..base.words import cut
 from .reducers import Reducers, attr_of
 from .sequences import Sequences, Tied, reduce_array
 from .strings import Later
@@ -167,25 +168,45 @@ def _parts(o):
     if isinstance(o, functools.partial): return [('.func',o.func), ('.args',o.args), ('.keywords',o.keywords)]
     if isinstance(o, types.MethodType): return [('.__self__', o.__self__), ('.__func__', o.__func__)]
     if isinstance(o, types.FunctionType): return _function_parts(o)
+    if isinstance(o, (staticmethod,classmethod)): return [('', o.__func__)]
+    if isinstance(o, property): return [('', f) for f in (o.fget, o.fset, o.fdel) if f]
+    if isinstance(o, type): return _class_parts(o)
     attrs = getattr(o, '__dict__', None)
-    return [(f".{k}", v) for k,v in attrs.items()] if isinstance(attrs, dict) else []
+    attrs = [(f".{k}", v) for k,v in attrs.items()] if isinstance(attrs, dict) else []
+    return [*attrs, (f", its class {type(o).__qualname__}", type(o)), *_reduced_parts(o)]
+
+def _names(code):
+    "Names that `code` looks up, also in functions inside it"
+    inner = [n for o in code.co_consts if isinstance(o, types.CodeType) for n in _names(o)]
+    return dict.fromkeys([*code.co_names, *inner])
 
 def _function_parts(f):
-    "Variables of enclosing functions, and globals that aren't modules"
-    closed = [(f" (its variable {n})", c.cell_contents) for n,c in zip(f.__code__.co_freevars, f.__closure__ or ())]
-    glob = [(f" (its global {n})", f.__globals__[n]) for n in f.__code__.co_names if n in f.__globals__]
-    return closed + [o for o in glob if not isinstance(o[1], types.ModuleType)]
+    "Variables of enclosing functions, globals that aren't modules, and defaults"
+    filled = [(n,c) for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != types.CellType()]
+    closed = [(f" (its variable {n})", c.cell_contents) for n,c in filled]
+    glob = [(f" (its global {n})", f.__globals__[n]) for n in _names(f.__code__) if n in f.__globals__]
+    defaults = [(' (a default of its)', v) for v in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())]
+    return closed + [o for o in glob if not isinstance(o[1], types.ModuleType)] + defaults
+
+def _class_parts(cls):
+    own = [(f".{k}", v) for k,v in vars(cls).items() if k not in ('__dict__','__weakref__','__module__','__doc__')]
+    return own + [(f", its base {b.__qualname__}", b) for b in cls.__bases__]
+
+def _reduced_parts(o):
+    "What pickle makes of an object that keeps things elsewhere than in its `__dict__`"
+    try: _,args,*rest = o.__reduce_ex__(2)
+    except BaseException: return []
+    state,items,pairs = (*rest, None, None, None)[:3]
+    slots = state[1] if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict) else {}
+    found = [(f".{k}", v) for k,v in slots.items()] + [(f"[{i}]", v) for i,v in enumerate(items or ())]
+    return found + [(f"[{k!r}]", v) for k,v in pairs or ()] + [(' (what it is made of)', v) for v in args]
 
 # %% ../../nbs/payload/14_pickling.ipynb #45c3d778
 def _why_not(o):
     "The exception that dumping `o` raises, or None; whatever a `__reduce__` of the user's raises is the reason"
     try: dump(o)
-    except Exception as e: return e
-
-def _culprit(o, seen):
-    "`(path suffix, part, why)` of the first part of `o` that can't be dumped and isn't among the ids `seen`, or None"
-    for suffix,part in _parts(o):
-        if id(part) not in seen and (why := _why_not(part)) is not None: return suffix, part, why
+    except KeyboardInterrupt: raise
+    except BaseException as e: return e
 
 def blame(
     obj,      # What may hold the culprit
@@ -193,15 +214,27 @@ def blame(
     depth=12, # Steps down, at most
 ):
     "`(path, reason)` of the smallest part of `obj` that can't be dumped; None if all of it can"
-    why,seen = _why_not(obj),set()
+    why,dead_ends = _why_not(obj),[]
     if why is None: return None
-    for _ in range(depth):
-        seen.add(id(obj))
-        found = _culprit(obj, seen)
-        if found is None: break
-        suffix,obj,why = found
-        path += suffix
-    return path, str(why)
+    path,why = _culprit(obj, path, why, depth, set(), dead_ends) or max(dead_ends, key=lambda o: len(o[0]))
+    return path, _in_words(why)
+
+def _culprit(o, path, why, depth, seen, dead_ends):
+    "`(path, why)` of the smallest part of `o`, which can't be dumped; None if that leads to the ids `seen` only"
+    seen.add(id(o))
+    back = False
+    for suffix,part in _parts(o) if depth else ():
+        if id(part) in seen: back = True
+        elif (its := _why_not(part)) is not None:
+            if found := _culprit(part, path+suffix, its, depth-1, seen, dead_ends): return found
+            back = True
+    if not back: return path, why
+    dead_ends.append((path, why))       # a class and its methods, say, lead to each other
+
+def _in_words(e):
+    "An exception's text in one line, or the name of its type"
+    try: return cut(' '.join(str(e).split()), 300) or type(e).__name__
+    except BaseException: return type(e).__name__
 
 def dump_or_blame(
     obj,              # What is sent
@@ -210,7 +243,8 @@ def dump_or_blame(
 ):
     "`dump(obj, **kwargs)`; raises `NotPicklable` with the culprit's path if that can't be"
     try: return dump(obj, **kwargs)
-    except Exception as e:
-        for path,root in roots.items():
-            if found := blame(root, path): raise NotPicklable(*found) from None
-        raise NotPicklable(next(iter(roots), 'the object'), str(e)) from e
+    except KeyboardInterrupt: raise
+    except BaseException as e: why = e          # a `__reduce__` may exit
+    for path,root in roots.items():
+        if found := blame(root, path): raise NotPicklable(*found)
+    raise NotPicklable(*(blame(obj, 'the object') or (next(iter(roots), 'the object'), _in_words(why))))
