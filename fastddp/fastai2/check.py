@@ -23,7 +23,7 @@ from ..launch.rank0_only import is_rank0_only
 from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .learner import OPTIONS
-from ..launch.session import RAISES, comments_of, list_params
+from ..launch.options import RAISES, comments_of, list_params
 
 # %% ../../nbs/fastai2/87_check.ipynb #242e9b16
 class Witness(Callback):

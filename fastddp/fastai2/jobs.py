@@ -79,7 +79,7 @@ def fit_job(ctx, obj):
         fit = lambda: _fit(ctx, learn, cbs, call['fit'], [*noting, *extra], noted)
         interrupted = until_interrupted(ctx, fit, lambda: consensus.leave('interrupt'))
     ctx.mark('train')
-    if ctx.rank == 0: keep('state')
+    if ctx.rank == 0: keep('cut' if interrupted else 'state')
     return noted.progress.result(interrupted, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):

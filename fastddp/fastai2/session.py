@@ -40,38 +40,46 @@ class FitCall(Call):
     def offloaded(self): return offloaded(self.learn.model, self.learn.opt)
     def keeps_epoch(self, last): return True
     def holds(self):
+        if self.cut: return "holds what was trained until the interrupt. learn.distrib_resume() goes on from there."
         now = f"holds the end of epoch {self.learn.epoch}." if self.kept else "is as it was before the fit."
         return now + (" learn.distrib_resume() goes on from there." if self.resume_point.first or self.kept else '')
     def goes_on(self): return f"Going on with epoch {self.resume_point.first or 0}"
     def epochs(self, result):
         return result['epochs'] if self.n_epoch is None else self.n_epoch-(self.resume_point.first or 0)
     def keep(self, e, last):
+        self.cut = getattr(e, 'cut', False)
+        if self.cut: self.go_on_from(e.epoch)
         super().keep(e, last)
-        if self.kept: self.resume_point = self.resume_point._replace(first=self.learn.epoch+1)
+        if self.kept and not self.cut: self.resume_point = self.resume_point._replace(first=self.learn.epoch+1)
+    def go_on_from(self, epoch):
+        "This fit was cut off in an epoch: it goes on from the last complete one, or from where it began"
+        state = own_copy(*epoch) if epoch else state_before(self.learn, self.cbs)
+        self.resume_point = self.resume_point._replace(state=state, begun=epoch is not None)
 
 # %% ../../nbs/fastai2/84_session.ipynb #5bf99b6c
 @patch
 def take_in(self:FitCall, out):
     "As `Call.take_in`; after an interrupt, with what is needed to go on"
-    if any(r['interrupted'] for r in out.results):
-        state = own_copy(*out.epoch) if out.epoch else state_before(self.learn, self.cbs)
-        self.resume_point = self.resume_point._replace(state=state, begun=out.epoch is not None)
-    elif out.interrupted:
-        self.resume_point = self.resume_point._replace(done=self.resume_point.user_call.fits, first=None)
+    if any(r['interrupted'] for r in out.results): self.go_on_from(out.epoch)
+    else: self.resume_point = self.resume_point._replace(done=self.resume_point.user_call.fits, first=None)
     super(FitCall, self).take_in(out)
     apply_settings(out.results[0]['settings'])
 
 @patch
 @contextlib.contextmanager
 def resumable(self:FitCall):
-    "A fit that is cut off inside leaves a resume point, and the old optimizer if nothing of it is kept"
+    "A fit inside leaves a resume point, and when it is cut off the old optimizer if nothing of it is kept"
     learn,old = self.learn,self.learn.opt
     try: yield
     except BaseException as e:
         if not self.kept: learn.opt = old
-        if isinstance(e, (WorkerError,KeyboardInterrupt)): resume_points[learn] = self.resume_point.noted(learn)
+        if self.kept or isinstance(e, (WorkerError,KeyboardInterrupt)): self.leave_point()
         raise
-    resume_points.pop(learn, None)
+    self.leave_point()      # the call that it is a part of may be cut off behind it
+    if learn not in user_calls: resume_points.pop(learn, None)
+
+@patch
+def leave_point(self:FitCall): resume_points[self.learn] = self.resume_point.noted(self.learn)
 
 # %% ../../nbs/fastai2/84_session.ipynb #be233ae3
 class InferCall(Call):
@@ -106,6 +114,9 @@ class Session(_Session):
                           f"{self.n} workers hold {self.n} of the loader's, one below the other, so they break its "
                           "streams. batch='global' keeps them: each worker has its rows of each batch.")
         for i,dl in enumerate(self.learn.dls.loaders): check_dl(dl, self.n, batch, _dl_name(i), train=i==0)
+    def datasets(self):
+        if self.factories[1]: return ()
+        return [o for dl in self.learn.dls.loaders if hasattr(o := getattr(dl.dataset, 'items', None), '__len__')]
     def global_batch(self):
         if self.factories[1]: return None
         dl,batch = self.learn.dls.loaders[0],self.options['batch']

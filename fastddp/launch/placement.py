@@ -20,6 +20,7 @@ def workers_for(
 ):
     "`(number of workers, GPU of each or None for the CPU)`; raises `CantDistribute`, with a remedy, for what can't be"
     have = group.n_gpus()
+    if isinstance(gpus, str): gpus = _all_gpus(have)
     if gpus is not None: return _chosen(list(gpus), nprocs, have)
     if nprocs is None: return max(have, 1), list(range(have)) or None
     if nprocs < 1:
@@ -30,10 +31,15 @@ def workers_for(
                              f"Pass nprocs={have} or less, or gpus=[] for workers on the CPU.")
     return nprocs, list(range(nprocs)) if have else None
 
+def _all_gpus(have):
+    "What `gpus='all'` means"
+    if have: return range(have)
+    raise CantDistribute("gpus='all': no GPU is visible here. Leave gpus out; nprocs=2 starts two workers on the CPU.")
+
 def _chosen(gpus, nprocs, have):
     "The same for GPUs that the user chose"
     if not gpus: return workers_on_cpu(nprocs)
-    bad = [g for g in gpus if not isinstance(g,int) or not 0 <= g < have]
+    bad = [g for g in gpus if not 0 <= g < have]
     if bad and not have:
         raise CantDistribute(f"gpus={gpus}: no GPU is visible here. "
                              "Leave gpus out; nprocs=2 starts two workers on the CPU.")
@@ -93,13 +99,18 @@ def engine_for(
         print(why)
         yield None
         return
-    if launcher is not None and not isinstance(launcher, Local): n,asked = nprocs or 1,{}
+    if launcher is not None and not isinstance(launcher, Local): (n,gpus),asked = launcher.place(nprocs, gpus),{}
     else:
         launcher = Local() if launcher is None else launcher
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
         asked = dict(gpus=gpus or [], see=_option(launcher, 'see', given, defaults),
                      timeout=_option(launcher, 'timeout', given, defaults))
+    _check_see(asked.get('see', given['see']), n)
     with own_attrs(launcher, **asked), launcher as engine: yield engine, n, gpus
+
+def _check_see(see, n):
+    bad = [r for r in see if r != 0 and r >= n] if see != 'all' else []
+    if bad: raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")
 
 def _gpus_of(local, gpus):
     "What the block says, or else the engine; refuses two that differ"
