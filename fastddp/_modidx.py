@@ -1844,6 +1844,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.launch.options.Options.refuse_unknown': ( 'launch/options.html#options.refuse_unknown',
                                                                                            'fastddp/launch/options.py'),
                                         'fastddp.launch.options._factory': ('launch/options.html#_factory', 'fastddp/launch/options.py'),
+                                        'fastddp.launch.options._inherited': ( 'launch/options.html#_inherited',
+                                                                               'fastddp/launch/options.py'),
                                         'fastddp.launch.options._is_launcher': ( 'launch/options.html#_is_launcher',
                                                                                  'fastddp/launch/options.py'),
                                         'fastddp.launch.options._is_list': ('launch/options.html#_is_list', 'fastddp/launch/options.py'),

@@ -12,8 +12,8 @@ import copy, itertools, sys, weakref
 from fastai.data.load import DataLoader, SkipItemException, _loaders
 from fastai.torch_core import find_bs, to_device
 from fastcore.basics import patch
-from ..shard.sharded import (Shard, Sharded, account, clone_loader, draw_seed, no_batches, no_step_missing, reading,
-                                   sharded_clone, track_changes, write_back)
+from ..shard.sharded import (Shard, Sharded, account, clone_loader, draw_seed, no_batches, no_step_missing,
+                                   reading, sharded_clone, track_changes, write_back)
 from ..shard.split import (CantShard, chunk, global_batch_size, n_chunks, n_own_batches, pad_shard, sharded_steps,
                                  whole_steps, workers_per_rank)
 from ..shard.stream import StreamSource, why_not_stream
