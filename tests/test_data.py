@@ -318,12 +318,40 @@ def skipping(gone):
 
 
 @pytest.mark.parametrize('indexed', [True, False])
-def test_a_skipped_item_makes_its_batch_smaller(indexed):
+def test_a_skipped_item_is_refused_in_training(indexed):
     def make(): return DataLoader(range(12) if indexed else iter(range(12)), bs=2, n=12, after_item=skipping({3, 4, 6}))
-    dls = ranks(make, 2)
-    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 2], [5, 7], [8, 10]], [[1, 1], [5, 7], [9, 11]]]
-    assert [o.counts for o in dls] == [[(2, 4), (0, 4), (2, 4)], [(1, 4), (2, 4), (2, 4)]]
-    assert [o.idxs for o in dls] == [[0, 2, 8, 10], [1, 5, 7, 9, 11]]
+    for dl in ranks(make, 2):
+        with pytest.raises(CantShard, match='was skipped'): [*dl]
+
+
+def leave_out(b): return [o for o in b if o % 4]
+def double(b): return [o for i in b for o in (i, i+100)]
+
+
+def test_a_before_batch_that_leaves_items_out_is_refused_in_training():
+    dls = ranks(lambda: DataLoader(range(16), bs=4, before_batch=leave_out), 2)
+    with pytest.raises(CantShard, match='before_batch. made 2 items of 4'): [*dls[0]]
+    dls = ranks(lambda: DataLoader(range(7), bs=2, before_batch=double), 2)
+    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 100, 2, 102], [4, 104, 6, 106]],
+                                                   [[1, 101, 3, 103], [5, 105, 5, 105]]]
+    assert [o.counts for o in dls] == [[(2, 4), (2, 3)], [(2, 4), (1, 3)]]
+
+
+@pytest.mark.parametrize('batch,expect', [('per_worker', [2, 4, 8]), ('global', [2, 4, 8])])
+def test_a_batch_size_that_is_changed_between_epochs(batch, expect):
+    def make(): return DataLoader(range(19), bs=2, shuffle=True)
+    n, dls = (2 if batch == 'per_worker' else 1), ranks(make, 2, batch=batch)
+    seed(); one = make(); one.bs *= n
+    seed(1)
+    for bs in expect:
+        batches = [ids(o) for o in one]
+        assert {len(dl) for dl in dls} == {len(batches)}
+        assert [[ids(o) for o in dl] for dl in dls] == [[train_shard(b, r, 2)[0] for b in batches] for r in range(2)]
+        for dl in (one, *dls): dl.bs *= 2
+        assert {dl._shard.orig.bs for dl in dls} == {bs*2}
+    notebook = make()
+    set_dl_state(notebook, dl_state(dls[0]._shard.orig))
+    assert notebook.bs == 16
 
 
 def test_skipped_items_have_no_place_in_validation():
@@ -394,10 +422,11 @@ def test_worker_processes_build_what_the_rank_needs(kind, workers):
 
 
 def test_worker_processes_tell_what_was_skipped(workers):
-    dls = ranks(lambda: DataLoader(range(12), bs=2, after_item=skipping({3, 4, 6}), num_workers=2), 2)
-    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 2], [5, 7], [8, 10]], [[1, 1], [5, 7], [9, 11]]]
-    assert [o.counts for o in dls] == [[(2, 4), (0, 4), (2, 4)], [(1, 4), (2, 4), (2, 4)]]
+    dls = ranks(lambda: DataLoader(range(12), bs=2, after_item=skipping({3, 4, 6}), num_workers=2), 2, train=False)
+    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 2], [8, 10]], [[1], [5, 7], [9, 11]]]
     assert [o.idxs for o in dls] == [[0, 2, 8, 10], [1, 5, 7, 9, 11]]
+    with pytest.raises(CantShard, match='was skipped'):
+        [*ranks(lambda: DataLoader(range(12), bs=2, after_item=skipping({3}), num_workers=2), 2)[1]]
 
 
 # ---- nothing of the user's is lost

@@ -1,7 +1,8 @@
 "Whole fits with data and learners that lessons don't have: one process's answer, or an error that names the reason."
-import os, resource, signal
+import os, resource, signal, warnings
 import numpy as np, pandas as pd, pytest, torch
 from fastai.callback.core import Callback
+from fastai.callback.rnn import ModelResetter
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -14,7 +15,7 @@ from fastddp.launch.local import Local
 from fastddp.launch.placement import engine_for
 from fastddp.launch.settings import SETTINGS, notebook_settings, take_settings
 from fastddp.payload.pickling import dump
-from parity import Warm, assert_same, fit_both, items, learner, mlp, warm
+from parity import Warm, assert_same, fit_both, items, learner, mlp, seed, warm
 
 
 @pytest.fixture(scope='module')
@@ -84,6 +85,71 @@ def test_each_worker_takes_a_batch_of_a_batch_sampler(two):
     learn.dls = DataLoaders(TorchLoader(items(31), batch_sampler=Balanced(31)), learn.dls.valid)
     learn.distrib_fit(1, nprocs=2, launcher=two)
     assert len(learn.recorder.losses) == 3
+
+
+# ---- models that keep state from batch to batch
+
+class Keeps(nn.Module):
+    "Each row of a batch goes on where the same row of the last one ended"
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.h = nn.Linear(4, 3), nn.Linear(3, 3), 0
+    def reset(self): self.h = 0
+    def forward(self, x):
+        out = self.a(x)+self.b(self.h if torch.is_tensor(self.h) else out_of(x))
+        self.h = out.tanh().detach()
+        return out
+
+
+def out_of(x): return x.new_zeros(len(x), 3)
+
+
+def streams(batch, **kwargs):
+    "Rows laid out for batches of 4, one below the other"
+    learn = learner(train=48, valid=24, model=Keeps(), cbs=ModelResetter(), **kwargs)
+    learn.dls = DataLoaders(*(DataLoader(dl.dataset, bs=4, drop_last=True) for dl in learn.dls.loaders))
+    return learn
+
+
+@pytest.mark.parametrize('batch', ['per_worker', 'global'])
+def test_validation_keeps_the_rows_of_a_model_with_state(batch, two):
+    learn = streams(batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        if batch == 'global': assert_same(*fit_both(learn, 2, two, 2, batch=batch))
+        else: learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert learn.recorder.values[-1][1] == pytest.approx(learn.validate()[0], abs=1e-6)
+    assert [str(w.message) for w in caught if "batch='global'" in str(w.message)][1:] == []
+    assert any("batch='global'" in str(w.message) for w in caught) == (batch == 'per_worker')
+
+
+# ---- a callback changes the loader
+
+class Grows(Callback):
+    "Twice the batch in each epoch"
+    def after_epoch(self): self.dls.train.bs *= 2
+
+
+@pytest.mark.parametrize('batch', ['per_worker', 'global'])
+def test_a_callback_changes_the_batch_size(batch, two):
+    learn, one = fit_both(learner(cbs=Grows()), 2, two, 3, batch=batch)
+    assert_same(learn, one)
+    assert learn.dls.train.bs == 32 and one.dls.train.bs == (64 if batch == 'per_worker' else 32)
+
+
+def test_fastais_loaders_with_persistent_workers(two):
+    "They don't persist in fastai, where each epoch has new ones, and in one process the old ones may stay: see torch's"
+    def make(persistent):
+        learn = learner(train=17)
+        train = DataLoader(items(17), bs=4, shuffle=True, num_workers=2, persistent_workers=persistent)
+        learn.dls = DataLoaders(train, learn.dls.valid)
+        return learn
+    learn, one = make(True), make(False)
+    seed(1)
+    learn.distrib_fit(2, nprocs=2, launcher=two, batch='global')
+    seed(1)
+    one.fit(2)
+    assert_same(learn, one)
 
 
 # ---- learners of a class of their own

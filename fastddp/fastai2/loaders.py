@@ -14,7 +14,7 @@ from fastai.data.load import DataLoader
 from fastai.torch_core import find_bs
 from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchLoader
-from .fastai_loader import (fastai_len, n_items, set_text_order, shard_fastai, text_order,
+from .fastai_loader import (changed_bs, fastai_len, n_items, set_text_order, shard_fastai, text_order,
                                            why_not_fastai, with_bs)
 from ..base.rng import CommonRNG
 from ..shard.sharded import (Shard, Sharded, account, clone_loader, generator_states, original,
@@ -219,7 +219,8 @@ def dl_state(dl # An original loader (of a sharded one: `original(dl)`), or a wr
     "What the next epoch of `dl` depends on, for `set_dl_state`; can be pickled"
     holders = _holders(dl)
     return dict(gens=[*map(generator_states,holders)], counters=[*map(_counters,holders)],
-                inner=[*map(dl_state,_inner(dl))], texts=text_order(dl))
+                inner=[*map(dl_state,_inner(dl))], texts=text_order(dl),
+                bs=changed_bs.get(dl) if isinstance(dl, DataLoader) else None)
 
 def set_dl_state(dl,   # A loader like the one whose state it is
                  state # What `dl_state` gave
@@ -231,6 +232,7 @@ def set_dl_state(dl,   # A loader like the one whose state it is
         for k,st in gens.items(): set_generator(getattr(o,k), st)
         if counters: vars(o).update(counters)
     for o,st in zip(_inner(dl), state['inner']): set_dl_state(o, st)
+    if state['bs']: dl.bs = state['bs']
     set_text_order(dl, state['texts'])
 
 # %% ../../nbs/fastai2/71_loaders.ipynb #d0cc3295

@@ -94,6 +94,11 @@ RAISES = """Raises
     GroupTimeout: no rank took a step for `timeout` seconds; the error shows what each of them was doing
     KeyboardInterrupt: you interrupted; all ranks stopped after the same batch"""
 
+def _inherited(cls, name):
+    "Arguments of the method `name` in the bases of `cls`, to which its `**kwargs` mostly go"
+    found = [vars(c)[name] for c in cls.__mro__[1:] if callable(vars(c).get(name))]
+    return [k for f in found for k in inspect.signature(f).parameters if k != 'self']
+
 class Options:
     "What `distrib_ctx` takes, and what each `distrib_*` shows of it"
     def __init__(self,
@@ -132,6 +137,7 @@ class Options:
         try: params = inspect.signature(getattr(cls, name)).parameters.values()
         except (TypeError,ValueError): return
         own,doubt = [p.name for p in params if p.name != 'self'],any(p.kind == p.VAR_KEYWORD for p in params)
+        if doubt: own += _inherited(cls, name)
         for k in kwargs:
             if k in own or doubt and near(k, [*own, *self.names], _ALIASES) not in self.names: continue
             self.refuse_name(k, name, own)

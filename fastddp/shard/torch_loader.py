@@ -13,8 +13,8 @@ from multiprocessing.queues import Queue
 from fastcore.basics import patch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
-from .sharded import (Shard, Sharded, account, clone_loader, draw_seed, no_batches, no_step_missing, reading,
-                                   sharded_clone)
+from .sharded import (Shard, Sharded, account, clone_loader, draw_seed, no_batches, no_step_missing,
+                                   reading, sharded_clone)
 from .split import chunk, global_batch_size, n_steps, sharded_steps, whole_steps, workers_per_rank
 from .stream import StreamSource, why_not_stream
 
