@@ -12,6 +12,7 @@ import copy, itertools, sys, weakref
 from fastai.data.load import DataLoader, SkipItemException, _loaders
 from fastai.torch_core import find_bs, to_device
 from fastcore.basics import patch
+from ..base.failure import note_item
 from ..shard.sharded import (Shard, Sharded, account, clone_loader, draw_seed, no_batches, no_step_missing,
                                    reading, sharded_clone, track_changes, write_back)
 from ..shard.split import (CantShard, chunk, global_batch_size, n_chunks, n_own_batches, pad_shard, sharded_steps,
@@ -118,7 +119,7 @@ class ShardedDL(Sharded):
             self.after_iter()
         finally:
             vars(self).pop('it', None)
-            self._shard.steps = None
+            self._shard.last,self._shard.steps = self._shard.steps,None
             write_back(self)
 
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #e59e655a
@@ -156,7 +157,15 @@ def sample(self:ShardedDL):
 def create_batches(self:ShardedDL, steps):
     "`(batch, counts, positions)` for each of `steps`"
     if self.dataset is not None: self.it = iter(self.dataset)
-    for o in steps: yield from self._batch([self.do_item(i) for i in o.own], o, self.do_item)
+    for o in steps: yield from self._batch([self._item(i) for i in o.own], o, self._item)
+
+@patch
+def _item(self:ShardedDL, i):
+    "`do_item`; an exception of which says what item it was"
+    try: return self.do_item(i)
+    except Exception as e:
+        note_item(e, self.dataset, i)
+        raise
 
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #01311abd
 @patch
