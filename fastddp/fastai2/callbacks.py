@@ -118,8 +118,8 @@ def _added(learn, cbs):
 @contextlib.contextmanager
 def sharded_dls(learn, batch, common):
     "The learner's loaders, each giving this rank its shard"
-    old = list(learn.dls.loaders)
+    dls,old = learn.dls,list(learn.dls.loaders)      # a callback may exchange them
     shard = lambda i,dl: shard_dl(dl, group.rank(), group.world_size(), batch, train=i==0, common=common)
-    learn.dls.loaders = [shard(i,dl) for i,dl in enumerate(old)]
+    dls.loaders = [shard(i,dl) for i,dl in enumerate(old)]
     try: yield
-    finally: learn.dls.loaders = old
+    finally: dls.loaders = old

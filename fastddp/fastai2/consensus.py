@@ -67,7 +67,8 @@ class Consensus(OurCallback):
         self.joined = True      # are votes in the backward pass of that batch closed?
         self.step_due = False   # is there a sync point before its optimizer step, still to come?
         self.late = False       # does this fit have such sync points?
-        self.by_hand = False    # does somebody run backward passes of its own instead of fastai's?
+        self.by_hand = False    # are gradients averaged without DDP, in the sync point before the step?
+        self.always_by_hand = False     # in all epochs, because of the model?
         # What the ranks decided
         self.decided_together = False   # is the exception that is on its way everybody's?
         self.n_load = 0                 # how many ranks voted at the last sync point to load
@@ -126,7 +127,8 @@ def start_train(self:Consensus):
     learn = self.learn
     late = any(map(leaves_late, learn.cbs)) or steps_itself(learn)
     n_late,n_by_hand,decided = self._all_reduce(None, late, passes_itself(learn))
-    self.phase,self.late,self.by_hand = 'train',n_late+n_by_hand>0,n_by_hand>0
+    self.phase,self.late,self.by_hand = 'train',n_late+n_by_hand>0,n_by_hand>0 or self.always_by_hand
+    self.late = self.late or self.by_hand
     self.epochs_left -= 1
     self.raise_decision(decided)
     if self.by_hand: self.sync.begin_by_hand()

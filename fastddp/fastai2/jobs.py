@@ -65,11 +65,13 @@ class KeepState(OurCallback):
 def fit_job(ctx, obj):
     "Trains the learner of a snapshot on this rank, by fastai's own `fit`"
     learn,cbs,call = unpack(obj, ctx.device)
-    base,refs,noted = baseline(learn, cbs),persistent_refs(learn, cbs),NoteProgress(ctx)
+    refs,noted = persistent_refs(learn, cbs),NoteProgress(ctx)
+    base = baseline(learn, cbs, refs, made=any(obj['factories']))
     ctx.where = lambda: _where(learn)
     together = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     with open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus):
-        def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, consensus.common.state(), refs))
+        def keep(kind='epoch', grads=None):
+            ctx.put(kind, capture(learn, cbs, base, consensus.common.state(), refs, grads=grads))
         extra = [KeepState(keep, consensus)] if ctx.rank == 0 else []
         if call['first'] is not None: extra.append(ResumeFit(learn, base.others, call['first'], call['lists'], refs))
         consensus.ours = [*consensus.ours, *extra]
@@ -78,7 +80,7 @@ def fit_job(ctx, obj):
         fit = lambda: _fit(ctx, learn, cbs, call['fit'], [*noting, *extra], noted)
         interrupted = until_interrupted(ctx, fit, lambda: consensus.leave('interrupt'))
     ctx.mark('train')
-    if ctx.rank == 0: keep('state')
+    if ctx.rank == 0: keep('state', consensus.sync.grads_left)
     return noted.progress.result(interrupted, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):
@@ -97,7 +99,8 @@ def infer_job(ctx, obj):
     dl = learn.dls[call['dl']] if isinstance(call['dl'], int) else call['dl']
     if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
     place_dl(dl, ctx.device)
-    base,refs = baseline(learn, ()),loader_refs(learn, dl)
+    refs = loader_refs(learn, dl)
+    base = baseline(learn, (), refs)
     ctx.where = lambda: _where(learn)
     together = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)
     with together as consensus, learn.added_cbs([NoteProgress(ctx)]):

@@ -35,7 +35,7 @@ class FitCall(Call):
     def snapshot(self):
         call = dict(self.sent, first=self.resume_point.first, lists=dropped_lists(self.learn, self.cbs))
         return snapshot(self.learn, self.cbs, call, *self.session.factories)
-    def apply(self, meta, buffers): apply(self.learn, self.cbs, meta, buffers)
+    def apply(self, meta, buffers): apply(self.learn, self.cbs, meta, buffers, whole=False)
     def offloaded(self): return offloaded(self.learn.model, self.learn.opt)
     def keeps_epoch(self, last): return True
     def holds(self):
@@ -81,7 +81,8 @@ class InferCall(Call):
         own = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), None)
         call = dict(dl=self.dl if own is None else own)
         return snapshot(self.learn, (), call, *self.session.factories, training=False)
-    def apply(self, meta, buffers): apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl))
+    def apply(self, meta, buffers):
+        apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl), whole=False)
     def offloaded(self): return offloaded(self.learn.model, self.learn.opt)
 
 # %% ../../nbs/fastai2/84_session.ipynb #69634747

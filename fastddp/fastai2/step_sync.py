@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..base import group
 from ..base.errors import CantDistribute
 from .consensus import _FIRST, _LAST, ballot, leaves_late, strongest
-from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, raw_model, zero_loss
+from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, Reentrant, raw_model, zero_loss
 from .events import OurCallback
 from .own_step import OwnPasses, average_grads, grads_entry, steps_itself
 from ..shard.drift import all_alike, methods, names_in, suspect, sync_tensors
@@ -52,6 +52,7 @@ class StepSync(OurCallback):
         self.weighed = False            # is this batch's loss weighed?
         self.own,self.scale = OwnPasses(),1.    # what weighs passes that DDP doesn't reduce, and by how much
         self.said = False               # was the user told of gradients that were not alike?
+        self.grads_left = False         # at the end of the fit: has some rank gradients that no step took?
 
     def start(self, i # The batch
     ):
@@ -63,7 +64,7 @@ class StepSync(OurCallback):
         self.params = list(learn.model.parameters())
         self.bare = [p for p in self.params if p.grad is None]
         self.accumulating = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
-        self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None
+        self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None or self.reducer.rough
 
     def reduces(self):
         "Are gradients reduced in this batch? Not while they are only gathered"
@@ -95,8 +96,8 @@ def _weigh_loss(self:StepSync):
     # fastai's accumulation weights a batch by this rank's items, doubled and borrowed ones included
     if self.accumulating is not None: scale = scale*true_counts(self.learn)[1]/find_bs(self.learn.yb)
     if isinstance(scale, torch.Tensor) or scale*by != 1.: loss = loss*scale*by     # a product costs two passes
-    if self.stats is not None: loss = self._with_entry(loss, part)
-    self.learn.loss_grad = loss
+    try: self.learn.loss_grad = loss if self.stats is None else self._with_entry(loss, part)
+    except Reentrant: self.learn.loss_grad = self._without_ddp(loss)
     if self.consensus.late and steps_itself(self.learn):
         self.own.open(self.params, self.scale, on=False)
         self.own.after(loss)
@@ -115,6 +116,28 @@ def _with_entry(self:StepSync, loss, part):
     return loss
 
 @patch
+def _without_ddp(self:StepSync, loss):
+    "From this batch on without DDP; `loss` with its weight"
+    self.go_by_hand()
+    if self.ahead:      # summed up already
+        self.consensus.step_due = True
+        return loss
+    self.ahead = True
+    by = self._sum_up_ahead()
+    self.scale = self.scale*by
+    return loss*by
+
+@patch
+def go_by_hand(self:StepSync):
+    "DDP can't follow this model: on all ranks at the same moment"
+    c = self.consensus
+    if group.rank() == 0 and not c.always_by_hand: warnings.warn("fastddp: the model checkpoints activations with "
+        "use_reentrant=True, which DDP can't follow, so gradients are averaged after the backward pass instead of "
+        "during it. use_reentrant=False gives the same results, faster.")
+    c.by_hand = c.late = c.always_by_hand = True
+    self.stats = None
+
+@patch
 def _without_nan(self:StepSync, loss, divisor):
     "`loss`, or zero if none of this rank's items has a weight (the mean over them is not a number)"
     if isinstance(divisor, float) and divisor > 0: return loss
@@ -128,8 +151,12 @@ def vote(self:StepSync, kind # One of `VOTES`
 ):
     "This rank leaves the batch: a vote in it, or in the next where it is closed; returns what the ranks decided"
     self._begin_vote()
-    if not self.ahead: return self._close(self._shadow_step(kind))
-    if self.stats is None: self._shadow_forward()
+    try:
+        if not self.ahead: return self._close(self._shadow_step(kind))
+        if self.stats is None: self._shadow_forward()
+    except Reentrant:
+        self.go_by_hand()
+        self.ahead = True
     return self._sum_up(kind)[0]
 
 @patch
@@ -142,7 +169,11 @@ def vote_load(self:StepSync):
         # what that pass prepared must not come upon the next backward pass
         if self._shadow_forward(): self.reducer.close()
         return self._sum_up('load')[0]
-    sums = self._shadow_step('load')
+    try: sums = self._shadow_step('load')
+    except Reentrant:
+        self.go_by_hand()
+        self.ahead = True
+        return self._sum_up('load')[0]
     self.take_back(self.params)
     return self._close(sums)
 
@@ -282,6 +313,15 @@ def read(self:StepSync):
 def open_own(self:StepSync):
     "From now on, backward passes of this batch are somebody's own"
     if self.n > 1 and self.consensus.late: self.own.open(self.params, self.scale)
+
+@patch
+def after_fit(self:StepSync):
+    "What accumulation left in `p.grad` is one rank's: now it is that of all"
+    if self.consensus.depth: return
+    params = list(raw_model(self.learn.model).parameters())
+    left = any(p.grad is not None and bool(p.grad.any()) for p in params)
+    self.grads_left = bool(group.all_sum([left])[0])
+    if self.grads_left and self.n > 1: average_grads(params)
 
 @patch
 def begin_by_hand(self:StepSync):
