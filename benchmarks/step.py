@@ -7,9 +7,10 @@ with the communication inside it.
 
     python benchmarks/step.py [--cases convnet,mlp] [--machine NAME]
 """
-import cProfile, json, os, pstats, sys
+import cProfile, json, os, pstats, statistics, sys, time
 from fastai.callback.core import Callback
 from fastddp.all import *
+from fastddp.shard.drift import digest
 from cases import CASES
 from common import arguments, save, show
 from throughput import PLAIN, by_hand, one_epoch, run_self, torchrun
@@ -54,6 +55,18 @@ def ours(name):
     return learn.profiler.found
 
 
+def digest_row(name):
+    "Microseconds of the comparison of weights at the end of an epoch, spread over the epoch's steps"
+    learn = CASES[name].learner(2)
+    params, times = list(learn.model.parameters()), []
+    for _ in range(20):
+        at = time.perf_counter()
+        digest(params)
+        times.append(time.perf_counter()-at)
+    ours = round(statistics.median(times)*1e6/len(learn.dls.train))
+    return dict(where='digest of the weights, once an epoch', ours=ours, script=0)
+
+
 def raw(name):
     with by_hand(name) as (_, s, model, opt, rank):
         one_epoch(s, model, opt, 0)
@@ -71,6 +84,7 @@ def main():
         places = sorted({p for s in sides.values() for p in s}, key=lambda p: -sides['ours'].get(p, 0))
         rows = [dict(where=p, **{k: round(v.get(p, 0)) for k, v in sides.items()}) for p in places]
         rows.append(dict(where='together', **{k: round(sum(v.values())) for k, v in sides.items()}))
+        rows.append(digest_row(name))
         show(f'{name}: microseconds per step on rank 0, under the profiler', rows)
         results[name] = dict(rows=rows)
     save('step', args.machine, unit='microseconds per step, profiled', **results)

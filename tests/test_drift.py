@@ -2,10 +2,12 @@
 from functools import partial
 import pytest, torch
 from fastai.callback.core import Callback, CancelBackwardException
+from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, SGD, Optimizer, weight_decay
 from torch import nn
-from parity import Collect, assert_ranks_alike, assert_same, fit_both, learner, mlp, seed, warm
+from torch.utils.checkpoint import checkpoint
+from parity import Collect, assert_ranks_alike, assert_same, fit_both, largest, learner, mlp, seed, twin, warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -186,6 +188,55 @@ def test_another_backward_pass_is_that_of_one_process(case, opt_func, three, cap
     learn, one = fit_both(learn, 3, three, 2)
     assert_same(learn, one)
     assert 'drifted' not in capfd.readouterr().err
+
+
+class Checkpointed(nn.Module):
+    "Computes its middle again in the backward pass, twice with the same weights"
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
+    def forward(self, x):
+        h = self.a(x)
+        for _ in range(2): h = checkpoint(self.b, h, use_reentrant=True)
+        return self.c(h)
+
+
+@pytest.mark.parametrize('how', [{}, dict(find_unused_parameters=True), dict(cbs=GradientAccumulation(24))],
+                         ids=['plain', 'find_unused', 'accumulating'])
+def test_reentrant_checkpointing_is_that_of_one_process(how, three, capfd):
+    "Which DDP can't follow; also where a rank has nothing in the first step"
+    how = dict(how)
+    learn = learner(train=37, model=Checkpointed(), cbs=how.pop('cbs', None))
+    learn, one = fit_both(learn, 3, three, 2, ddp=how)
+    assert_same(learn, one)
+    assert capfd.readouterr().err.count('use_reentrant=False gives the same results') == 1
+
+
+class Compress(Callback):
+    "Gradients travel as bf16"
+    order = 3_000_000
+    def before_fit(self): self.known = None
+    def before_batch(self):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+        m = self.learn.model
+        if not isinstance(m, nn.parallel.DistributedDataParallel) or id(m) == self.known: return
+        self.known = id(m)
+        m.register_comm_hook(None, bf16_compress_hook)
+
+
+def test_gradients_in_bf16_leave_losses_exact(three):
+    learn, notes = learner(train=60, cbs=Compress()), Weights()
+    one = twin(learn, 3)
+    one.remove_cb(one.compress)
+    seed(1)
+    learn.distrib_fit(2, nprocs=3, launcher=three, cbs=notes)
+    seed(1)
+    one.fit(2)
+    assert_ranks_alike(notes.ranks)
+    assert largest([p.detach() for p in learn.model.parameters()], [p.detach() for p in one.model.parameters()]) < .01
+    # rounded in the first step only, which is where it is seen
+    assert largest(learn.recorder.losses, one.recorder.losses) < .01
+    assert abs(learn.recorder.values[0][1]-one.recorder.values[0][1]) < 1e-2
 
 
 class GradNoise(Callback):

@@ -51,7 +51,8 @@ def fit_job(ctx, obj):
     "Trains the learner of a snapshot on this rank, by fastai's own `fit`"
     unpack(obj, ctx.device)
     learn,callbacks,metrics = obj['learn'],obj['callbacks'],obj['metrics']
-    refs,base = persistent_refs(learn, callbacks, metrics),baseline(learn, callbacks, metrics)
+    refs = persistent_refs(learn, callbacks, metrics)
+    base = baseline(learn, callbacks, metrics, refs)
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
     def keep(kind='epoch'): ctx.put(kind, capture(learn, base, refs, common.state()))
     with distributed_v1(learn, common, stop_requested=ctx.stop_requested, **obj['options']) as (ranks,cbs):
@@ -68,7 +69,8 @@ def infer_job(ctx, obj):
     unpack(obj, ctx.device)
     learn,handler,call = obj['learn'],obj['handler'],obj['infer']
     state = learn,obj['callbacks'],handler.metrics
-    refs,base = persistent_refs(*state),baseline(*state)
+    refs = persistent_refs(*state)
+    base = baseline(*state, refs)
     common,ranks = CommonRNG.capture(),Ranks(learn.model, ctx.stop_requested)
     handler.callbacks = [*cbs_of_rank(handler.callbacks), NoteProgress(ctx, learn)]
     with environment('WORLD_SIZE'):

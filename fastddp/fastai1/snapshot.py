@@ -75,9 +75,9 @@ def torch_opt(learn):
 _LEARNERS = {'data','model','layer_groups','callbacks','callback_fns','metrics','load', *OVERRIDES}
 _STAY = {'pbar','_optimizer_step_pre_hooks','_optimizer_step_post_hooks'}
 
-def baseline(learn, callbacks=(), metrics=()):
+def baseline(learn, callbacks=(), metrics=(), refs=None):
     "The `Baseline` of the learner and all that changes with it"
-    return Baseline(learn, owners(learn, callbacks, metrics)[1:])
+    return Baseline(learn, owners(learn, callbacks, metrics)[1:], refs, {*_STAY, 'state','param_groups'})
 
 def _modules(learn):
     loss = learn.loss_func
@@ -100,7 +100,7 @@ def apply(learn, owners, refs, meta, buffers):
     state,load_rest = load_state(meta, buffers, refs)
     rest = load_rest()
     apply_model(learn.model, state)
-    for o,attrs in zip(owners, rest['changes']): update_attrs(o, attrs)
+    for o,attrs in zip(owners, rest['changes']): update_attrs(o, attrs, whole=False)
     for m,values in zip(_modules(learn), rest['modules']): vars(m).update(values)
     set_text_order(learn.data.train_dl, rest['order'])
     if rest['rng']: CommonRNG(rest['rng']).install()

@@ -15,13 +15,12 @@ from fastcore.basics import patch
 
 from ..base import group
 from ..base.errors import CantDistribute
-from .any_loss import AnyLoss
 from .consensus import _FIRST, _LAST, ballot, leaves_late, strongest
-from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, raw_model, zero_loss
+from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, Reentrant, raw_model, zero_loss
 from .events import OurCallback
 from .own_step import OwnPasses, average_grads, grads_entry, steps_itself
 from ..shard.drift import all_alike, methods, names_in, suspect, sync_tensors
-from ..shard.loss import weighting
+from ..shard.loss import sums_up, weighting
 from ..shard.loss_part import loss_part
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #986d5cae
@@ -37,8 +36,8 @@ class StepSync(OurCallback):
     "Weights this rank's loss, reads the global one, and carries the votes of a training step"
     order = _LAST       # in `before_backward` every other callback has had its say about `loss_grad`
     run_valid = False
-    def __init__(self, reducer, consensus, any_loss=None):
-        self.reducer,self.consensus,self.any_loss = reducer,consensus,any_loss or AnyLoss()
+    def __init__(self, reducer, consensus):
+        self.reducer,self.consensus = reducer,consensus
         self.n = group.world_size()
         consensus.sync = self
         # The current batch
@@ -53,6 +52,7 @@ class StepSync(OurCallback):
         self.weighed = False            # is this batch's loss weighed?
         self.own,self.scale = OwnPasses(),1.    # what weighs passes that DDP doesn't reduce, and by how much
         self.said = False               # was the user told of gradients that were not alike?
+        self.grads_left = False         # at the end of the fit: has some rank gradients that no step took?
 
     def start(self, i # The batch
     ):
@@ -61,14 +61,10 @@ class StepSync(OurCallback):
         self.i,self.prev = i,learn.loss
         self.stats,self.pending,self.loss_known,self.weighed = None,False,False,False
         self.own.close()
-        self.any_loss.start(learn)
         self.params = list(learn.model.parameters())
         self.bare = [p for p in self.params if p.grad is None]
         self.accumulating = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
-        self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None
-
-    def before_train(self): self.any_loss.start_epoch()
-    def after_pred(self): self.any_loss.before_loss(true_counts(self.learn))
+        self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None or self.reducer.rough
 
     def reduces(self):
         "Are gradients reduced in this batch? Not while they are only gathered"
@@ -79,7 +75,6 @@ class StepSync(OurCallback):
     def before_backward(self):
         if self.weighed: return     # a learner that steps by itself may have no such event, or come back to it
         self.weighed = True
-        self.leave_ddp()
         if self.n > 1: self._weigh_loss()
         elif (decided := self._sum_up()[0]): self.consensus.raise_decision(decided)
 
@@ -88,8 +83,7 @@ class StepSync(OurCallback):
 def _part(self:StepSync):
     "This batch's `LossPart`"
     yb = self.learn.yb
-    f = self.learn.loss_func
-    return loss_part(f, yb, true_counts(self.learn), find_bs(yb), self.n, self.any_loss.by(f))
+    return loss_part(self.learn.loss_func, yb, true_counts(self.learn), find_bs(yb), self.n)
 
 @patch
 def _weigh_loss(self:StepSync):
@@ -102,26 +96,11 @@ def _weigh_loss(self:StepSync):
     # fastai's accumulation weights a batch by this rank's items, doubled and borrowed ones included
     if self.accumulating is not None: scale = scale*true_counts(self.learn)[1]/find_bs(self.learn.yb)
     if isinstance(scale, torch.Tensor) or scale*by != 1.: loss = loss*scale*by     # a product costs two passes
-    if self.stats is None and self.reduces(): loss = self._past_ddp(loss)
-    if self.stats is not None: loss = self._with_entry(loss, part)
-    self.learn.loss_grad = loss
+    try: self.learn.loss_grad = loss if self.stats is None else self._with_entry(loss, part)
+    except Reentrant: self.learn.loss_grad = self._without_ddp(loss)
     if self.consensus.late and steps_itself(self.learn):
         self.own.open(self.params, self.scale, on=False)
         self.own.after(loss)
-
-@patch
-def leave_ddp(self:StepSync):
-    "Puts the raw model back, and keeps the statistics of its forward pass through DDP"
-    learn,raw = self.learn,raw_model(self.learn.model)
-    if raw is not learn.model: self.stats,learn.model = learn.model.take_stats(),raw
-
-@patch
-def _past_ddp(self:StepSync, loss):
-    "`loss` of a learner that called layers of its model rather than the model: DDP gets its forward pass now"
-    ddp = self.reducer.module(self.learn.model)
-    loss = loss+ddp(shadow=True)
-    self.stats = ddp.take_stats()
-    return loss
 
 @patch
 def _with_entry(self:StepSync, loss, part):
@@ -137,6 +116,28 @@ def _with_entry(self:StepSync, loss, part):
     return loss
 
 @patch
+def _without_ddp(self:StepSync, loss):
+    "From this batch on without DDP; `loss` with its weight"
+    self.go_by_hand()
+    if self.ahead:      # summed up already
+        self.consensus.step_due = True
+        return loss
+    self.ahead = True
+    by = self._sum_up_ahead()
+    self.scale = self.scale*by
+    return loss*by
+
+@patch
+def go_by_hand(self:StepSync):
+    "DDP can't follow this model: on all ranks at the same moment"
+    c = self.consensus
+    if group.rank() == 0 and not c.always_by_hand: warnings.warn("fastddp: the model checkpoints activations with "
+        "use_reentrant=True, which DDP can't follow, so gradients are averaged after the backward pass instead of "
+        "during it. use_reentrant=False gives the same results, faster.")
+    c.by_hand = c.late = c.always_by_hand = True
+    self.stats = None
+
+@patch
 def _without_nan(self:StepSync, loss, divisor):
     "`loss`, or zero if none of this rank's items has a weight (the mean over them is not a number)"
     if isinstance(divisor, float) and divisor > 0: return loss
@@ -150,9 +151,12 @@ def vote(self:StepSync, kind # One of `VOTES`
 ):
     "This rank leaves the batch: a vote in it, or in the next where it is closed; returns what the ranks decided"
     self._begin_vote()
-    self.any_loss.meet_with_nothing()
-    if not self.ahead: return self._close(self._shadow_step(kind))
-    if self.stats is None: self._shadow_forward()
+    try:
+        if not self.ahead: return self._close(self._shadow_step(kind))
+        if self.stats is None: self._shadow_forward()
+    except Reentrant:
+        self.go_by_hand()
+        self.ahead = True
     return self._sum_up(kind)[0]
 
 @patch
@@ -161,13 +165,15 @@ def vote_load(self:StepSync):
     if self.stats is not None or self.pending: raise CantDistribute("learn.load was called between a batch's forward "
         "and backward pass, which would no longer fit each other. Load before or after the batch.")
     self._begin_vote()
-    self.any_loss.meet_with_nothing()
-    self.any_loss.start(self.learn)     # this rank's batch is still to come
     if self.ahead:
         # what that pass prepared must not come upon the next backward pass
         if self._shadow_forward(): self.reducer.close()
         return self._sum_up('load')[0]
-    sums = self._shadow_step('load')
+    try: sums = self._shadow_step('load')
+    except Reentrant:
+        self.go_by_hand()
+        self.ahead = True
+        return self._sum_up('load')[0]
     self.take_back(self.params)
     return self._close(sums)
 
@@ -214,7 +220,7 @@ def _sum_up_ahead(self:StepSync):
 @patch
 def _factor(self:StepSync, sums):
     "What a loss has to be multiplied by that was weighted by a count before the sum of weights was known"
-    if not self.loss_known or not sums[DIVISOR] or self._part().by == 'sum': return 1.
+    if not self.loss_known or not sums[DIVISOR] or sums_up(self.learn.loss_func): return 1.
     by = true_counts(self.learn)[1]/sums[DIVISOR]
     return by if abs(by-1) > 1e-6 else 1.
 
@@ -277,15 +283,15 @@ class LeaveDDP(OurCallback):
     run_valid = False
     def __init__(self, sync): self.sync = sync
     def before_batch(self): self.sync.start(self.iter)
-    def after_pred(self): self.sync.leave_ddp()
-    def after_loss(self):
-        self.sync.leave_ddp()       # a learner's own loop may leave out `after_pred`
-        self.sync.any_loss.restore()
-        self.sync.loss_known = len(self.learn.yb) > 0
+    def after_pred(self):
+        learn,raw = self.learn,raw_model(self.learn.model)
+        if raw is learn.model: return
+        learn.pred,self.sync.stats = learn.pred
+        learn.model = raw
+    def after_loss(self): self.sync.loss_known = len(self.learn.yb) > 0
     def after_backward(self):
         self.sync.read()
         self.sync.open_own()
-    def after_batch(self): self.sync.read_late()
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #da0346de
 @patch
@@ -302,14 +308,20 @@ def read(self:StepSync):
     if decided == 'backward': return        # that pass is over, and its gradients are dropped
     self.consensus.raise_decision(decided)
 
-@patch
-def read_late(self:StepSync): "After the step there is nothing left to read, but on a device: see `fastai2.device_step`"
-
 # %% ../../nbs/fastai2/76_step_sync.ipynb #0948ea12
 @patch
 def open_own(self:StepSync):
     "From now on, backward passes of this batch are somebody's own"
     if self.n > 1 and self.consensus.late: self.own.open(self.params, self.scale)
+
+@patch
+def after_fit(self:StepSync):
+    "What accumulation left in `p.grad` is one rank's: now it is that of all"
+    if self.consensus.depth: return
+    params = list(raw_model(self.learn.model).parameters())
+    left = any(p.grad is not None and bool(p.grad.any()) for p in params)
+    self.grads_left = bool(group.all_sum([left])[0])
+    if self.grads_left and self.n > 1: average_grads(params)
 
 @patch
 def begin_by_hand(self:StepSync):

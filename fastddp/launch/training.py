@@ -14,6 +14,7 @@ import numpy as np, torch
 from ..base import group
 from ..base.rng import CommonRNG
 from ..payload.patches import collect_patches
+from ..payload.changes import fingerprint
 from ..payload.pickling import dump, dump_or_blame, load
 from ..payload.state import model_tensors, move_opt
 
@@ -111,18 +112,36 @@ _PLAIN = bool,int,float,str
 
 class Baseline:
     "How a learner, and the objects that train with it, were when the job began"
-    def __init__(self, learn, others):
-        self.learn,self.others = learn,[*others]
+    def __init__(self, learn, others,
+        refs=None, # What both sides have; without them nobody will ask what changed in what the others hold
+        stay=(), # Names of attributes about which nobody asks
+    ):
+        self.learn,self.others,self.refs = learn,[*others],refs
         self.then = [dict(vars(o)) for o in (learn, *self.others)]
+        self.prints = [{} if refs is None else self._fingerprints(o, stay) for o in self.others]
+    def _fingerprints(self, o, stay):
+        known = {*map(id, self.refs)}
+        held = {k:v for k,v in vars(o).items() if k not in stay and not isinstance(v, _PLAIN) and id(v) not in known}
+        return {k:fingerprint(v, self.refs) for k,v in held.items()}
     def changes(self,
         stays, # Called with name and value: does this attribute of the learner's stay in the worker?
         others_stay, # The names of such attributes in other objects
     ):
-        "`[{attribute: (value, is it the object that was sent?)}]` for the learner and each other object"
+        """`[{attribute: (value, is it the object that was sent?, is it as it was?)}]` for the learner and each other
+        object; without what is large and as it was"""
         old,*olds = self.then
         own = {k:v for k,v in vars(self.learn).items() if not stays(k, v) and _is_new(old, k, v)}
         theirs = [{k:v for k,v in vars(o).items() if k not in others_stay} for o in self.others]
-        return [{k:(v, k in o and o[k] is v) for k,v in new.items()} for new,o in zip([own, *theirs], [old, *olds])]
+        res = [{k:(v, k in o and o[k] is v) for k,v in new.items()} for new,o in zip([own, *theirs], [old, *olds])]
+        kept = [None, *(self._kept(prints, new) for prints,new in zip(self.prints, res[1:]))]
+        return [{k:(*o, bool(same and k in same)) for k,o in new.items() if not (same and same.get(k, 0) > _LARGE)}
+                for new,same in zip(res, kept)]
+    def _kept(self, prints, new):
+        "Attribute -> bytes, for those that hold what they held"
+        then = {k:prints[k] for k,(_,same) in new.items() if same and prints.get(k)}
+        return {k:mark[1] for k,mark in then.items() if fingerprint(new[k][0], self.refs) == mark}
+
+_LARGE = 2**16      # bytes
 
 def _is_new(old, k, v): return k not in old or old[k] is not v or isinstance(v, _PLAIN)
 

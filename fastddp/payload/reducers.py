@@ -39,10 +39,16 @@ def _load_weak(o): return (lambda: None) if o is None else weakref.ref(o)
 
 def _file(pickler, f):
     "cloudpickle would read an open file to its end and send a copy; a file that the fit needs must not change"
-    if f.closed: return type(None), ()
+    if f.closed: return _closed_file, (isinstance(f, io.TextIOBase),)
     if f in (sys.stdout, sys.stderr): return getattr, (sys, 'stdout' if f is sys.stdout else 'stderr')
     if isinstance(f, (io.StringIO, io.BytesIO)): return NotImplemented
     raise pickle.PicklingError(f"an open file: {getattr(f, 'name', f)!r}")
+
+def _closed_file(text):
+    f = io.BytesIO()
+    if text: f = io.TextIOWrapper(f)
+    f.close()
+    return f
 
 def _hook_handle(pickler, o):
     "torch dumps the handle of a hook whose module is gone, but can't load it"
