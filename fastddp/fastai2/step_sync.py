@@ -15,12 +15,13 @@ from fastcore.basics import patch
 
 from ..base import group
 from ..base.errors import CantDistribute
+from .any_loss import AnyLoss
 from .consensus import _FIRST, _LAST, ballot, leaves_late, strongest
 from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, Reentrant, raw_model, zero_loss
 from .events import OurCallback
 from .own_step import OwnPasses, average_grads, grads_entry, steps_itself
 from ..shard.drift import all_alike, methods, names_in, suspect, sync_tensors
-from ..shard.loss import sums_up, weighting
+from ..shard.loss import weighting
 from ..shard.loss_part import loss_part
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #986d5cae
@@ -36,8 +37,8 @@ class StepSync(OurCallback):
     "Weights this rank's loss, reads the global one, and carries the votes of a training step"
     order = _LAST       # in `before_backward` every other callback has had its say about `loss_grad`
     run_valid = False
-    def __init__(self, reducer, consensus):
-        self.reducer,self.consensus = reducer,consensus
+    def __init__(self, reducer, consensus, any_loss=None):
+        self.reducer,self.consensus,self.any_loss = reducer,consensus,any_loss or AnyLoss()
         self.n = group.world_size()
         consensus.sync = self
         # The current batch
@@ -61,10 +62,14 @@ class StepSync(OurCallback):
         self.i,self.prev = i,learn.loss
         self.stats,self.pending,self.loss_known,self.weighed = None,False,False,False
         self.own.close()
+        self.any_loss.start(learn)
         self.params = list(learn.model.parameters())
         self.bare = [p for p in self.params if p.grad is None]
         self.accumulating = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
         self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None or self.reducer.rough
+
+    def before_train(self): self.any_loss.start_epoch()
+    def after_pred(self): self.any_loss.before_loss(true_counts(self.learn))
 
     def reduces(self):
         "Are gradients reduced in this batch? Not while they are only gathered"
@@ -75,6 +80,7 @@ class StepSync(OurCallback):
     def before_backward(self):
         if self.weighed: return     # a learner that steps by itself may have no such event, or come back to it
         self.weighed = True
+        self.leave_ddp()
         if self.n > 1: self._weigh_loss()
         elif (decided := self._sum_up()[0]): self.consensus.raise_decision(decided)
 
@@ -83,7 +89,8 @@ class StepSync(OurCallback):
 def _part(self:StepSync):
     "This batch's `LossPart`"
     yb = self.learn.yb
-    return loss_part(self.learn.loss_func, yb, true_counts(self.learn), find_bs(yb), self.n)
+    f = self.learn.loss_func
+    return loss_part(f, yb, true_counts(self.learn), find_bs(yb), self.n, self.any_loss.by(f))
 
 @patch
 def _weigh_loss(self:StepSync):
@@ -96,11 +103,26 @@ def _weigh_loss(self:StepSync):
     # fastai's accumulation weights a batch by this rank's items, doubled and borrowed ones included
     if self.accumulating is not None: scale = scale*true_counts(self.learn)[1]/find_bs(self.learn.yb)
     if isinstance(scale, torch.Tensor) or scale*by != 1.: loss = loss*scale*by     # a product costs two passes
+    if self.stats is None and self.reduces(): loss = self._past_ddp(loss)
     try: self.learn.loss_grad = loss if self.stats is None else self._with_entry(loss, part)
     except Reentrant: self.learn.loss_grad = self._without_ddp(loss)
     if self.consensus.late and steps_itself(self.learn):
         self.own.open(self.params, self.scale, on=False)
         self.own.after(loss)
+
+@patch
+def leave_ddp(self:StepSync):
+    "Puts the raw model back, and keeps the statistics of its forward pass through DDP"
+    learn,raw = self.learn,raw_model(self.learn.model)
+    if raw is not learn.model: self.stats,learn.model = learn.model.take_stats(),raw
+
+@patch
+def _past_ddp(self:StepSync, loss):
+    "`loss` of a learner that called layers of its model rather than the model: DDP gets its forward pass now"
+    ddp = self.reducer.module(self.learn.model)
+    loss = loss+ddp(shadow=True)
+    self.stats = ddp.take_stats()
+    return loss
 
 @patch
 def _with_entry(self:StepSync, loss, part):
@@ -151,6 +173,7 @@ def vote(self:StepSync, kind # One of `VOTES`
 ):
     "This rank leaves the batch: a vote in it, or in the next where it is closed; returns what the ranks decided"
     self._begin_vote()
+    self.any_loss.meet_with_nothing()
     try:
         if not self.ahead: return self._close(self._shadow_step(kind))
         if self.stats is None: self._shadow_forward()
@@ -165,6 +188,8 @@ def vote_load(self:StepSync):
     if self.stats is not None or self.pending: raise CantDistribute("learn.load was called between a batch's forward "
         "and backward pass, which would no longer fit each other. Load before or after the batch.")
     self._begin_vote()
+    self.any_loss.meet_with_nothing()
+    self.any_loss.start(self.learn)     # this rank's batch is still to come
     if self.ahead:
         # what that pass prepared must not come upon the next backward pass
         if self._shadow_forward(): self.reducer.close()
@@ -220,7 +245,7 @@ def _sum_up_ahead(self:StepSync):
 @patch
 def _factor(self:StepSync, sums):
     "What a loss has to be multiplied by that was weighted by a count before the sum of weights was known"
-    if not self.loss_known or not sums[DIVISOR] or sums_up(self.learn.loss_func): return 1.
+    if not self.loss_known or not sums[DIVISOR] or self._part().by == 'sum': return 1.
     by = true_counts(self.learn)[1]/sums[DIVISOR]
     return by if abs(by-1) > 1e-6 else 1.
 
@@ -283,15 +308,15 @@ class LeaveDDP(OurCallback):
     run_valid = False
     def __init__(self, sync): self.sync = sync
     def before_batch(self): self.sync.start(self.iter)
-    def after_pred(self):
-        learn,raw = self.learn,raw_model(self.learn.model)
-        if raw is learn.model: return
-        learn.pred,self.sync.stats = learn.pred
-        learn.model = raw
-    def after_loss(self): self.sync.loss_known = len(self.learn.yb) > 0
+    def after_pred(self): self.sync.leave_ddp()
+    def after_loss(self):
+        self.sync.leave_ddp()       # a learner's own loop may leave out `after_pred`
+        self.sync.any_loss.restore()
+        self.sync.loss_known = len(self.learn.yb) > 0
     def after_backward(self):
         self.sync.read()
         self.sync.open_own()
+    def after_batch(self): self.sync.read_late()
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #da0346de
 @patch
@@ -307,6 +332,9 @@ def read(self:StepSync):
     decided = self._close(sums)
     if decided == 'backward': return        # that pass is over, and its gradients are dropped
     self.consensus.raise_decision(decided)
+
+@patch
+def read_late(self:StepSync): "After the step there is nothing left to read, but on a device: see `fastai2.device_step`"
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #0948ea12
 @patch
