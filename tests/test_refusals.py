@@ -54,6 +54,10 @@ def test_no_gpu_at_all():
 def test_an_unknown_way_to_batch(): refused(make_learner(), "'per_worker' or 'global'", nprocs=2, batch='all')
 
 
+def test_an_unknown_kind_of_loss():
+    assert "'gather' (computed over" in refused(make_learner(), "loss='max'", nprocs=2, loss='max')
+
+
 class Holder(Callback):
     "A callback that holds something"
     def __init__(self, thing): self.thing = thing
@@ -144,6 +148,8 @@ def test_one_worker_is_this_process(capsys):
 
 def test_an_option_that_nobody_has():
     learn = make_learner()
-    said = 'No option btach.*nprocs.*DistributedDataParallel: .*bucket_cap_mb'
-    with pytest.raises(CantDistribute, match=said), learn.distrib_ctx(btach='global'): pass
+    with pytest.raises(CantDistribute, match='No option btach. Did you mean batch='):
+        learn.distrib_fit(1, btach='global')
+    said = 'No option xyz. .*nprocs.*DistributedDataParallel: .*bucket_cap_mb'
+    with pytest.raises(CantDistribute, match=said), learn.distrib_ctx(xyz='global'): pass
     assert 'fit' not in vars(learn)

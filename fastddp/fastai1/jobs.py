@@ -59,7 +59,7 @@ def fit_job(ctx, obj):
             basic_train.fit(obj['epochs'], learn, callbacks=[*cbs_of_rank(callbacks), *extra], metrics=metrics)
             ranks.all_reduce()
         interrupted = until_interrupted(ctx, fit, ranks.leave)
-    if ctx.rank == 0: keep('state')
+    if ctx.rank == 0: keep('cut' if interrupted else 'state')
     return noted.progress.result(interrupted)
 
 def infer_job(ctx, obj):

@@ -23,7 +23,7 @@ from ..launch.rank0_only import is_rank0_only
 from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .learner import OPTIONS
-from ..launch.session import RAISES, comments_of, list_params
+from ..launch.options import RAISES, comments_of, list_params
 
 # %% ../../nbs/fastai2/87_check.ipynb #242e9b16
 class Witness(Callback):
@@ -43,7 +43,7 @@ class Witness(Callback):
                            for g in grads])
     def after_batch(self):
         if not self.training: return
-        self.losses.append(float(self.loss))
+        self.losses.append(float(self.loss.detach()))
         if self.iter+1 == self.steps: raise CancelTrainException()
     def after_train(self):
         own = torch.tensor(self.items, dtype=torch.float64)

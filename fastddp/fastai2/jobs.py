@@ -70,7 +70,8 @@ def fit_job(ctx, obj):
     base,refs,noted = baseline(learn, cbs),persistent_refs(learn, cbs),NoteProgress(ctx)
     ctx.where = lambda: _where(learn)
     together = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
-    with hushed(wants_no_lines(learn)), open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus):
+    hush = hushed(wants_no_lines(learn))
+    with hush, open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus):
         def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, consensus.common.state(), refs))
         extra = [KeepState(keep, consensus)] if ctx.rank == 0 else []
         if call['first'] is not None: extra.append(ResumeFit(learn, base.others, call['first'], call['lists'], refs))
@@ -80,13 +81,14 @@ def fit_job(ctx, obj):
         fit = lambda: _fit(ctx, learn, cbs, call['fit'], [*noting, *extra], noted)
         interrupted = until_interrupted(ctx, fit, lambda: consensus.leave('interrupt'))
     ctx.mark('train')
-    if ctx.rank == 0: keep('state')
+    if ctx.rank == 0: keep('cut' if interrupted else 'state')
     return noted.progress.result(interrupted, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):
     "fastai's own `fit`; `ctx` notes where it failed, as long as the learner is in the state that it failed in"
     try:
-        with learn.added_cbs(extra): type(learn).fit(learn, cbs=cbs_of_rank(cbs), **call)
+        own = dict(cbs=of_rank) if (of_rank := cbs_of_rank(cbs)) else {}     # a `fit` of the user's may take none
+        with learn.added_cbs(extra): type(learn).fit(learn, **own, **call)
     except KeyboardInterrupt: raise
     except BaseException:
         ctx.where,ctx.items = _where(learn),_items(learn, noted)

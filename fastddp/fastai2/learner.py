@@ -12,14 +12,15 @@ import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Lea
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from ..base.errors import CantDistribute
-from .ddp import DDP_OPTIONS
+from .ddp import DDP_CHECKS
 from .in_place import at_home, in_place, train_in_place      # the app's two, for a standing cluster
 from .jobs import fit_job, infer_job
 from .resume import UserCall, calling
 from .rank0 import wants_no_lines
 from .session import Session
-from ..launch.session import RAISES, Options, block, check_method
+from ..launch.options import RAISES, Options, check_method, no_attribute
+from ..launch.session import block
+from ..shard.loss_kind import check_loss
 
 # %% ../../nbs/fastai2/86_learner.ipynb #1d3f8f91
 @patch
@@ -29,6 +30,7 @@ def distrib_ctx(self:Learner,
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
+    loss:str='auto', # Workers' losses are one by 'mean' over items, 'sum', or 'gather' of all predictions; 'auto' finds out
     model_factory=None, # Called in every worker to make the model, when it can't or shouldn't be shipped
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine
@@ -39,24 +41,20 @@ def distrib_ctx(self:Learner,
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
     "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
-    given = OPTIONS.given(locals(), ddp_kwargs)
-    _refuse_unknown(ddp_kwargs)
-    options = dict(batch=batch, sync_bn=sync_bn, **ddp_kwargs)      # what the ranks are told
+    given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
+    check_loss(loss)
+    options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)      # what the ranks are told
     def session(engine, n, gpus):
         return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job,
                        factories=(model_factory,dls_factory), asked_for=OPTIONS.asked_for(given))
     def here(): return in_place(self, options, given)
     with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
 
-OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_OPTIONS)
-
-def _refuse_unknown(names):
-    unknown = [k for k in names if k not in DDP_OPTIONS and k != 'stop_requested']
-    if unknown: raise CantDistribute(f"No option {', '.join(unknown)}. distrib_ctx has {', '.join(OPTIONS.names)}, "
-                                     f"and passes on to DistributedDataParallel: {', '.join(DDP_OPTIONS)}.")
+OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/86_learner.ipynb #e5b082b1
-_getstate,_OVERRIDES = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches')
+_getstate,_OVERRIDES = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches','_do_grad_opt',
+                                         '_do_one_batch')
 
 def _is_ours(k, v):
     "Is `v` what overrides the learner's method `k`, or the block that it is in?"
@@ -67,6 +65,16 @@ def __getstate__(self:Learner):
     "As fastai's, without our overrides"
     return {k:v for k,v in _getstate(self).items() if not _is_ours(k, v)}
 
+# %% ../../nbs/fastai2/86_learner.ipynb #a15771f6
+_asks_model = Learner.__getattr__
+
+def _missing(self, k):
+    "As fastai's, which asks the model; for our own words with what was probably meant"
+    if k.startswith('distrib'): raise no_attribute(self, k)
+    return _asks_model(self, k)
+
+Learner.__getattr__ = _missing      # not by `@patch`, which would leave the name in this module: modules have one, too
+
 # %% ../../nbs/fastai2/86_learner.ipynb #5e217da1
 @patch
 def distrib(self:Learner,
@@ -75,7 +83,8 @@ def distrib(self:Learner,
 ):
     "`learn.name(*args, **kwargs)` on the workers."
     check_method(self, name)
-    options = OPTIONS.pop(kwargs)
+    options = OPTIONS.pop(kwargs, self, name)
+    OPTIONS.refuse_unknown(type(self), name, kwargs)
     user_call = UserCall(name, args, kwargs, options)
     with self.distrib_ctx(**options), calling(self, user_call): return getattr(self, name)(*args, **kwargs)
 
@@ -89,7 +98,7 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 
 for _name in _FITS: setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
 for _name in _INFERS:
-    _none = 'batch','sync_bn','restarts','ddp_kwargs'
+    _none = 'batch','sync_bn','loss','restarts','ddp_kwargs'
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)

@@ -13,8 +13,10 @@ import torch
 from fastcore.basics import patch
 
 from ..base import group
+from ..base.checks import check_all, near
 from ..base.errors import CantDistribute, RankDied, RankRaised, WorkerError
 from .local import Local
+from .options import CHECKS
 from .engine import Job
 from .cluster_jobs import cell_job, pull_job, push_job, run_job, start_job, stat_job, with_lists
 from ..payload.patches import collect_patches
@@ -28,7 +30,9 @@ APPS = {'none': ('',''),
 
 def _check_app(app):
     "Refuses an app that nobody knows, and that of a fastai that isn't there"
-    if app not in APPS: raise CantDistribute(f"app {app!r}: known are {', '.join(APPS)}.")
+    if app not in APPS:
+        hint = f" Did you mean {o}?" if (o := near(app, APPS, dict(v1='fastai_v1', v2='fastai_v2'))) else ''
+        raise CantDistribute(f"app {app!r}: known are {', '.join(APPS)}.{hint}")
     if app == 'none': return
     try: has = version('fastai')
     except PackageNotFoundError: has = ''
@@ -38,7 +42,8 @@ def _check_app(app):
 
 def _checked(gpus):
     "GPUs that can be had, `[]` for none of them"
-    have,gpus = group.n_gpus(),list(gpus or [])
+    have = group.n_gpus()
+    gpus = list(range(have)) if isinstance(gpus, str) else list(gpus or [])
     bad = [g for g in gpus if not 0 <= g < have]
     if bad and not have:
         raise CantDistribute("No GPU is visible here: ask for workers on the CPU (nprocs=, %makedip -n).")
@@ -58,6 +63,7 @@ class Cluster:
         timeout=None, # Seconds to wait until it stands; None: no limit
     ):
         _check_app(app)
+        if nprocs != 0: check_all(dict(gpus=gpus, nprocs=nprocs, timeout=timeout), CHECKS)
         self.gpus,self.app = _checked(gpus),app
         self.n = len(self.gpus) or nprocs
         if not self.n or self.n < 1: raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")

@@ -12,12 +12,20 @@ import torch
 from fastcore.basics import patch
 
 from ..base import group
+from ..base.checks import check_all, flag, whole
 from ..base.errors import CantDistribute
 from ..base.scoped import environment
-from .functions import ranch
+from .functions import CHECKS, ranch
 from .local import visible_cores
 
 # %% ../../nbs/launch/61_torchddp.ipynb #566aef3a
+_CHECKS = dict(
+    world_size=whole("the number of ranks on all hosts together; leave it out for those of this ranch", 1, none=True),
+    base_rank=whole("the rank of this host's first process, 0 or more", 0),
+    use_gpu=flag(),
+    port=whole("a port of rank 0's host, from 1 to 65535", 1, 65535, none=True),
+    num_threads=whole("the CPU threads of each process", 1, none=True))
+
 class TorchDDPCtx(contextlib.AbstractContextManager):
     """A process group, and a device of its own for each process of a `ranch`; afterwards each has its environment,
     device and threads again. Raises `CantDistribute` for ranks or GPUs that can't be, and outside of a `ranch`"""
@@ -28,10 +36,13 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         addr=None, # Host of rank 0, when several hosts take part
         port=None, # A port there; default: 29500
         num_threads=None, # CPU threads of each process; default: the cores divided by the processes
+        timeout=1800, # Seconds that a rank waits for others in one operation, as in torch; then it is an error
         **kwargs
     ):
+        given = dict(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu, port=port, num_threads=num_threads)
+        check_all(given, _CHECKS)
         self.world_size,self.base_rank,self.use_gpu = world_size,base_rank,use_gpu
-        self.addr,self.port,self.num_threads = addr,port,num_threads
+        self.addr,self.port,self.num_threads,self.timeout = addr,port,num_threads,timeout
     def __enter__(self):
         local,n = _local_rank()
         rank,world_size = local+self.base_rank,self.world_size or n
@@ -67,16 +78,17 @@ def _use_device(self:TorchDDPCtx, undo, local, n):
 
 @patch
 def _join(self:TorchDDPCtx, rank, world_size, device):
-    backend = group.backend_for(device)
-    if not (self.addr or self.port): return group.join(_next_store(), rank, world_size, backend, device)
-    group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend, device)
+    backend,(_,n) = group.backend_for(device),_local_rank()
+    if world_size == n or not (self.addr or self.port):
+        return group.join(_next_store(), rank, world_size, backend, device, self.timeout)
+    group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend, device, self.timeout)
 
 _n_joined = {}      # path -> groups that this process joined there
 
 def _next_store():
     "A fresh file for the rendezvous, the same one for the processes of a `ranch`"
-    if (path := os.environ.get('FASTDDP_STORE')) is None:
-        raise CantDistribute("TorchDDPCtx needs the processes of a ranch() to meet, or addr= and port= of rank 0.")
+    if not (path := os.environ.get('FASTDDP_STORE')):
+        raise CantDistribute("TorchDDPCtx needs the processes of a ranch() to meet.")
     _n_joined[path] = _n_joined.get(path, 0)+1
     return f'{path}-{_n_joined[path]}'
 
@@ -117,6 +129,7 @@ def in_torchddp(
     **kwargs # Keyword arguments of `fn`
 ):
     "Calls `fn` on all ranks of a process group and returns what it returned here; raises as `ranch` does"
+    check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _CHECKS)
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)
         _check_ranks(nprocs, world_size or nprocs, base_rank, ctx.addr)

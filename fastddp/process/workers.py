@@ -6,15 +6,20 @@
 __all__ = ['Workers']
 
 # %% ../../nbs/process/45_workers.ipynb #1e6a9899
-import contextlib, os, shutil, signal, sys, tempfile, time, warnings
+import contextlib, os, signal, sys, time, warnings
 
 import cloudpickle, multiprocess
 from fastcore.basics import patch
 from multiprocess import connection
 
 from ..payload.shared_memory import Block
+from ..base.errors import CantDistribute
+from . import server
 from .channel import Pipe, Surroundings
-from .helper import fork, preload, start_method, starting, warm, without_helper
+from .heartbeat import is_stopped
+from .helper import (ensure_helper, fork, is_new, lasts, preload, start_method, starting, warm,
+                                    without_helper)
+from .owner import new_folder, remove_folder
 from .worker import worker_main
 from ..payload.pickling import address
 
@@ -39,19 +44,28 @@ class Workers:
         method=None,                # 'forkserver' or 'spawn'; None: `start_method()`
         ranks=None,                 # Ranks that get a process, if not all: one of them may be the notebook itself
         mark=lambda phase: None,    # Called at the end of each phase of the start, 'helper' and 'fork'
+        first=0,                    # Rank whose `LOCAL_RANK` is 0: the first one on this machine
         waiting=lambda secs: None,  # Called while the helper isn't ready, see `fork`
     ):
-        self.ranks = list(range(n) if ranks is None else ranks)
+        self.ranks,self.first = list(range(n) if ranks is None else ranks),first
         self.n = len(self.ranks)
         self.method,self._mark,self._waiting = method or start_method(),mark,waiting
-        try: self._start()
+        try: self._start_somehow()
+        except OSError as e: raise CantDistribute(server.cant_start(e)) from e
+    def _start_somehow(self):
+        "With the helper, with a new one if it was there and is no more, or without"
+        try: return self._start()
         except (OSError, EOFError) as e:
-            if self.method == 'spawn': raise
-            without_helper(_HELPER_ENDED.format(type(e).__name__))
-            self.method = 'spawn'
-            self._start()
+            if self.method == 'spawn' or not server.has_failed(e): raise
+            why = type(e).__name__
+        if server.was_ended() or not is_new():
+            server.end_helper()
+            with contextlib.suppress(OSError, EOFError): return self._start()
+        without_helper(_HELPER_ENDED.format(why))
+        self.method = 'spawn'
+        self._start()
     def _start(self):
-        self.dir = tempfile.mkdtemp(prefix='fastddp-')  # for logs, and whatever belongs to these workers
+        self.dir = new_folder()         # for logs, and whatever belongs to these workers
         self.procs,self.pipes = {},{}   # rank -> process, and `Pipe` to it
         self.latest = {}                # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind
         self._blocks = {}               # (rank, pair, number) -> `Block`, see `BlockPair`
@@ -63,6 +77,9 @@ class Workers:
     def log_path(self, rank):
         "The file for what rank `rank` writes outside Python"
         return os.path.join(self.dir, f'rank{rank}.log')
+    def are(self, ranks):
+        "Are these the ranks, do all of them live, and is their folder there? People clean their temporary folders"
+        return self.ranks == ranks and len(self.alive()) == self.n and os.path.isdir(self.dir)
     def alive(self):
         "Ranks whose process runs"
         return [r for r,p in self.procs.items() if r not in self._dead and p.is_alive()]
@@ -73,8 +90,8 @@ _HELPER_ENDED = "the helper process ended when it was asked for a worker ({}; a 
 @patch
 def _start_all(self:Workers):
     ctx = multiprocess.get_context(self.method)
-    if self.method == 'forkserver': ctx.set_forkserver_preload(['fastddp.process.preload'])
-    with _hidden_main(), starting():
+    with starting(), _hidden_main():
+        if self.method == 'forkserver': ensure_helper()
         for r in self.ranks:
             self._start_one(ctx, r)
             self._mark('helper' if len(self.procs) == 1 else 'fork')
@@ -82,7 +99,7 @@ def _start_all(self:Workers):
 @patch
 def _start_one(self:Workers, ctx, r):
     ours,theirs = ctx.Pipe()
-    args = theirs, r, os.getpid(), self.log_path(r)
+    args = theirs, r, os.getpid(), self.log_path(r), lasts()
     p = ctx.Process(target=worker_main, args=args, daemon=True, name=f'fastddp-{r}')
     if self.method == 'forkserver': fork(p, self._waiting)
     else: p.start()
@@ -111,7 +128,7 @@ def early(self:Workers, entry, configs, **env):
 def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
     entry = address(entry)
     for (r,pipe),config in zip(self.pipes.items(), configs):
-        surroundings = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r)))
+        surroundings = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first)))
         with contextlib.suppress(OSError): pipe.send(what, entry, surroundings, config, *packed, fd=fd)
 
 @patch
@@ -134,6 +151,11 @@ def ask_stacks(self:Workers, ranks):
     for r in ranks:
         with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
 
+@patch
+def is_stopped(self:Workers, r):
+    "Has somebody stopped the process of rank `r`?"
+    return is_stopped(self.procs[r].pid)
+
 # %% ../../nbs/process/45_workers.ipynb #0e851299
 @patch
 def poll(self:Workers,
@@ -141,13 +163,23 @@ def poll(self:Workers,
 ):
     "Everything that is new, as a list of news"
     ends = {p.sentinel:r for r,p in self.procs.items() if r not in self._dead}
-    pipes = {self.pipes[r].conn:r for r in ends.values()}
+    pipes = {self.pipes[r]:r for r in ends.values() if not self.pipes[r].ended}
     ready = connection.wait([*pipes, *ends], timeout)
     news = [m for c in ready if c in pipes for m in self._read(pipes[c])]
     for r in (ends[s] for s in ready if s in ends):
-        news += self._read(r) + [(r, 'died', self._exitcode(r))]
+        news += self._read(r, 100_000) + [(r, 'died', self._exitcode(r))]
         self._dead.add(r)
     return news
+
+@patch
+def waitables(self:Workers):
+    "What `poll` waits for, to wait for other things as well"
+    return [o for r,p in self.procs.items() if r not in self._dead for o in (self.pipes[r].conn, p.sentinel)]
+
+@patch
+def host(self:Workers, r):
+    "The machine that rank `r` runs on, if it is another one than the notebook's; here '' for all"
+    return ''
 
 @patch
 def _exitcode(self:Workers, r):
@@ -155,13 +187,9 @@ def _exitcode(self:Workers, r):
     return self.procs[r].exitcode
 
 @patch
-def _read(self:Workers, r):
-    "All messages that lie in the pipe of rank `r`, as news"
-    res,pipe = [],self.pipes[r]
-    try:
-        while pipe.conn.poll(): res.append((r, *self._received(r, *pipe.recv())))
-    except (EOFError, OSError): pass    # the sentinel will tell
-    return res
+def _read(self:Workers, r, *most):
+    "The messages that lie in the pipe of rank `r`, as news; `most`: see `Pipe.receive`"
+    return [(r, *self._received(r, *msg)) for msg in self.pipes[r].receive(*most)]
 
 # %% ../../nbs/process/45_workers.ipynb #ffc2ff38
 @patch
@@ -176,9 +204,9 @@ def _keep_latest(self:Workers, r, kind, pair, number, packed):
     return kind
 
 @patch
-def _keep_block(self:Workers, r, pair, number, size):
+def _keep_block(self:Workers, r, pair, number, size, fd):
     if old := self._blocks.get((r,pair,number)): old.close()
-    block = self._blocks[r,pair,number] = Block(self.pipes[r].recv_fd())
+    block = self._blocks[r,pair,number] = Block(fd)
     block.reserve(size)
 
 # %% ../../nbs/process/45_workers.ipynb #095f55ef
@@ -204,11 +232,11 @@ def _join(self:Workers, seconds):
 @patch
 def _free(self:Workers):
     "Frees pipes, blocks and the folder; a process that lives even now can't be ended"
-    for p in self.pipes.values(): p.conn.close()
+    for p in self.pipes.values(): p.close()
     for b in self._blocks.values(): b.close()
     self._blocks.clear()
     self.latest.clear()
-    shutil.rmtree(self.dir, ignore_errors=True)
+    remove_folder(self.dir)
     survivors = [p.pid for p in self.procs.values() if p.is_alive()]
     self.procs,self.pipes = {},{}
     if survivors: warnings.warn(f"fastddp: processes {survivors} could not be ended; a GPU call may be stuck in them")

@@ -1,0 +1,22 @@
+"""The table of docs/mistakes.md for fastai v1: the same mistakes, the same sentences."""
+import re
+from pathlib import Path
+import pytest
+from fastddp.all import *
+from fastddp.launch import local as launch
+from learners_v1 import plain
+
+page = (Path(__file__).resolve().parents[2]/'docs'/'mistakes.md').read_text(encoding='utf-8')
+NOT_HERE = re.compile('fact|bucket_cap|find_unused|fine_?tune|max_lr|epochs=|nn.Linear|^ranch|^spawn|^in_torchddp|^Torch')
+ROWS = [o for o in re.findall(r'^\| `(.+?)` \| `(.+)` \|$', page, re.M) if not NOT_HERE.search(o[0])]
+
+
+@pytest.mark.parametrize('code,row', ROWS, ids=[o[0] for o in ROWS])
+def test_it_says_what_the_page_says(code, row, monkeypatch):
+    def start(*args, **kwargs): raise AssertionError('a process was started')
+    monkeypatch.setattr(launch, 'Workers', start)
+    learn = plain()
+    with pytest.raises((CantDistribute, AttributeError)) as e:
+        eval(code, dict(globals(), learn=learn, nan=float('nan')))
+    said = f'{type(e.value).__name__}: {e.value}'
+    assert re.fullmatch('.*'.join(map(re.escape, row.split(' ... '))), said, re.S), said
