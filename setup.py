@@ -23,7 +23,8 @@ urls = {'Source': home, 'Changelog': f'{home}/blob/main/CHANGELOG.md', 'Issues':
 
 setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], author=cfg['author'],
-    url=home or None, project_urls=urls if home else {}, license=cfg['license'], license_files=['LICENSE'], keywords=cfg['keywords'].split(),
+    url=home or None, project_urls=urls if home else {},
+    license=cfg['license'], license_files=['LICENSE'], keywords=cfg['keywords'].split(),
     long_description=for_elsewhere(readme.read_text(encoding='utf-8')) if readme.exists() else cfg['description'],
     long_description_content_type='text/markdown',
     packages=find_packages(include=[cfg['lib_path'], f"{cfg['lib_path']}.*"]), python_requires=f">={cfg['min_python']}",

@@ -190,7 +190,7 @@ def kernel():
 
 
 def run(client, code, timeout=120):
-    "`(text shown, error's name or None)` of a cell; of a KeyboardInterrupt the cell's own frame is shown, and none of ours"
+    "`(text shown, error's name or None)` of a cell; a KeyboardInterrupt shows the cell's own frame, none of ours"
     told = []
     def hook(msg): told.append(msg)
     reply = client.execute_interactive(code, timeout=timeout, output_hook=hook)

@@ -43,7 +43,7 @@ class Witness(Callback):
                            for g in grads])
     def after_batch(self):
         if not self.training: return
-        self.losses.append(float(self.loss))
+        self.losses.append(float(self.loss.detach()))
         if self.iter+1 == self.steps: raise CancelTrainException()
     def after_train(self):
         own = torch.tensor(self.items, dtype=torch.float64)
