@@ -6,8 +6,6 @@
 __all__ = ['OPTIONS']
 
 # %% ../../nbs/fastai1/96_learner.ipynb #d1856409
-import contextlib
-
 import fastai.train     # patches fit_one_cycle and lr_find onto Learner
 from fastai.basic_train import Learner
 from fastcore.basics import patch
@@ -17,11 +15,11 @@ from .in_place import at_home, in_place, mend_barrier, train_in_place
 from .jobs import fit_job, infer_job
 from .session import Session, wants_no_lines
 from ..launch.options import RAISES, Options, check_method, no_attribute
-from ..launch.session import block
+from ..launch.session import block, with_block
 
 # %% ../../nbs/fastai1/96_learner.ipynb #9b31f49a
 @patch
-@contextlib.contextmanager
+@with_block
 def distrib_ctx(self:Learner,
     nprocs:int=None, # Workers: one per GPU; without GPUs, that many on the CPU. Default: all visible GPUs
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU

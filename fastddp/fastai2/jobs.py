@@ -6,6 +6,7 @@
 __all__ = ['NoteProgress', 'EndOfBatch', 'KeepState', 'fit_job', 'infer_job']
 
 # %% ../../nbs/fastai2/83_jobs.ipynb #fed607bc
+from ..base.words import item_name
 from ..launch.rank0_only import cbs_of_rank
 from .callbacks import distributed
 from .events import OurCallback
@@ -18,20 +19,31 @@ from ..output.notice import hushed
 from ..launch.training import Progress, until_interrupted, whereabouts
 
 # %% ../../nbs/fastai2/83_jobs.ipynb #630594d2
-def _where(learn):
-    "What a rank is doing, for failure reports"
-    return whereabouts(learn.epoch, getattr(learn, 'iter', 0), learn.training) if hasattr(learn, 'epoch') else ''
-
 class NoteProgress(OurCallback):
     "Says before each batch that this rank is alive, and where; counts what goes through and how long it takes"
     order = -2_000_000
     def __init__(self, ctx):
         self.ctx,self.progress = ctx,Progress(ctx)
         self.in_batch = self.stepped = False
-    def before_train(self): self.progress.start()
+        self.phase,self.batches = None,0        # 'epoch', 'train' or 'validate'; batches of it that began
+    def where(self):
+        "What this rank is doing, for failure reports"
+        if self.phase is None: return 'before the first epoch'
+        at = None if self.phase == 'epoch' else self.batches-self.in_batch
+        return whereabouts(self.epoch, at, self.phase != 'validate')
+    def _enter(self, phase):
+        self.phase,self.batches,self.in_batch = phase,0,False
+        self.epoch = getattr(self.learn, 'epoch', None)     # who asks later may find no learner here
+    def before_epoch(self): self._enter('epoch')
+    def before_validate(self): self._enter('validate')
+    def after_validate(self): self._enter('epoch')
+    def before_train(self):
+        self._enter('train')
+        self.progress.start()
     def before_batch(self):
         self.in_batch = True
-        self.progress.at_batch(_where(self.learn), self.training)
+        self.batches += 1
+        self.progress.at_batch(self.where(), self.training)
     def after_batch(self):
         if not self.training: self.in_batch = False
         if not self.stepped: self._first_step()
@@ -41,7 +53,8 @@ class NoteProgress(OurCallback):
         if self.ctx.rank == 0: self.ctx.reserve(state_size(self.learn))     # by now the optimizer has its state
     def after_train(self):
         self.progress.lap(sum(total for _,total in getattr(self.dl, 'counts', ())))
-        self.ctx.beat(_where(self.learn))
+        self._enter('epoch')
+        self.ctx.beat(self.where())
     def after_epoch(self): self.progress.epochs += 1
 
 class EndOfBatch(OurCallback):
@@ -51,9 +64,10 @@ class EndOfBatch(OurCallback):
     def after_batch(self): self.noted.in_batch = False
 
 def _items(learn, noted):
-    "Dataset indices of the batch that is at work, or of the one that is being loaded"
+    "Dataset indices of the batch that is at work, or of the one that is being loaded, each with what it is made of"
     dl = getattr(learn, 'dl', None)
-    return () if dl is None else batch_items(dl, noted.in_batch)
+    if dl is None: return ()
+    return tuple((i, item_name(getattr(dl, 'dataset', None), i)) for i in batch_items(dl, noted.in_batch))
 
 # %% ../../nbs/fastai2/83_jobs.ipynb #9da3b0c7
 class KeepState(OurCallback):
@@ -67,12 +81,14 @@ class KeepState(OurCallback):
 def fit_job(ctx, obj):
     "Trains the learner of a snapshot on this rank, by fastai's own `fit`"
     learn,cbs,call = unpack(obj, ctx.device)
-    base,refs,noted = baseline(learn, cbs),persistent_refs(learn, cbs),NoteProgress(ctx)
-    ctx.where = lambda: _where(learn)
+    refs,noted = persistent_refs(learn, cbs),NoteProgress(ctx)
+    base = baseline(learn, cbs, refs, made=any(obj['factories']))
+    ctx.where = noted.where
     together = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     hush = hushed(wants_no_lines(learn))
     with hush, open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus):
-        def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, consensus.common.state(), refs))
+        def keep(kind='epoch', grads=None):
+            ctx.put(kind, capture(learn, cbs, base, consensus.common.state(), refs, grads=grads))
         extra = [KeepState(keep, consensus)] if ctx.rank == 0 else []
         if call['first'] is not None: extra.append(ResumeFit(learn, base.others, call['first'], call['lists'], refs))
         consensus.ours = [*consensus.ours, *extra]
@@ -81,7 +97,7 @@ def fit_job(ctx, obj):
         fit = lambda: _fit(ctx, learn, cbs, call['fit'], [*noting, *extra], noted)
         interrupted = until_interrupted(ctx, fit, lambda: consensus.leave('interrupt'))
     ctx.mark('train')
-    if ctx.rank == 0: keep('cut' if interrupted else 'state')
+    if ctx.rank == 0: keep('cut' if interrupted else 'state', consensus.sync.grads_left)
     return noted.progress.result(interrupted, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):
@@ -91,7 +107,7 @@ def _fit(ctx, learn, cbs, call, extra, noted):
         with learn.added_cbs(extra): type(learn).fit(learn, **own, **call)
     except KeyboardInterrupt: raise
     except BaseException:
-        ctx.where,ctx.items = _where(learn),_items(learn, noted)
+        ctx.where,ctx.items = noted.where(),_items(learn, noted)
         raise
 
 # %% ../../nbs/fastai2/83_jobs.ipynb #c3396ca5
@@ -101,10 +117,11 @@ def infer_job(ctx, obj):
     dl = learn.dls[call['dl']] if isinstance(call['dl'], int) else call['dl']
     if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
     place_dl(dl, ctx.device)
-    base,refs = baseline(learn, ()),loader_refs(learn, dl)
-    ctx.where = lambda: _where(learn)
+    refs = loader_refs(learn, dl)
+    base,noted = baseline(learn, (), refs),NoteProgress(ctx)
+    ctx.where,ctx.items = noted.where,lambda: _items(learn, noted)
     together = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)
-    with together as consensus, learn.added_cbs([NoteProgress(ctx)]):
+    with together as consensus, learn.added_cbs([noted]):
         part,left = leave_together(consensus, lambda: run_part(learn, dl, consensus.common))
     ctx.mark('validate')
     learn.dl = None
