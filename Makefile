@@ -9,6 +9,8 @@
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
 #   make test-faults  the whole table of failures (CI runs a spread of it)
+#   make gpu       what is promised about GPUs, checked on this machine's; also without network (GPU_ARGS=--dry: on the CPU)
+#   make test-kaggle  the tests under the limits of a notebook service: 64 MB of shared memory, 4 cores, 30 GB (root)
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
 # PYTHON=python3.12 chooses the interpreter for a new environment, VENV=some/folder where it lies.
 
@@ -26,7 +28,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo test test-v1 test-oldest test-full test-faults readme troubles sidebar venv check again clean distclean
+.PHONY: browser demo gpu test test-v1 test-oldest test-full test-faults test-kaggle readme troubles sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -67,6 +69,13 @@ $(OLDEST)/.installed: tests/oldest.txt
 
 test-faults: venv
 	@FASTDDP_FAULTS=all $(PY) -m pytest tests/test_faults.py
+
+# Chooses its interpreter itself, and installs nothing that is there.
+gpu:
+	@$(runner) tools/gpu.py $(GPU_ARGS)
+
+test-kaggle: venv
+	@$(PY) tools/like_kaggle.py $(PY) -m pytest tests -m 'not full' --ignore=tests/test_browser.py --ignore=tests/v1
 
 # For tests/test_browser.py, which is skipped without one: Debian's, where we may install it.
 browser:

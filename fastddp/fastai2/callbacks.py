@@ -12,14 +12,16 @@ from fastcore.basics import noop
 
 from ..base import group
 from ..base.rng import CommonRNG, seed_rank
-from ..base.scoped import environment
+from ..base.scoped import environment, own_attrs
 from .any_loss import AnyLoss
 from .collect import JoinCollected, NoteCollected
 from .consensus import _FIRST, Consensus, SyncLast
 from .ddp import Reducer, raw_model
+from .drift import SyncWeights
 from .events import OurCallback, own_events
 from .loaders import shard_dl
 from .metrics import ReduceMetrics, plain_metrics
+from .own_step import own_steps
 from .step_sync import CountAll, EnterDDP, LeaveDDP, StepSync
 from ..launch.rank0_only import is_rank0_only
 from ..shard.batchnorm import sync_buffers, synced_bn
@@ -90,6 +92,7 @@ def distributed(learn,
         stack.enter_context(quiet(learn))
         stack.enter_context(_added(learn, cbs))
         stack.enter_context(own_events(learn))
+        stack.enter_context(own_attrs(learn, **own_steps(learn, consensus.sync)))
         seed_rank(group.rank(), group.world_size(), common)
         consensus.common,consensus.ours = common,cbs
         try: yield consensus
@@ -106,7 +109,8 @@ def _our_cbs(reducer, consensus, common, batch, average_bn, any_loss):
     return [consensus, SyncLast(consensus),                                 # leaving together
             LeaveDDP(sync), EnterDDP(sync), sync, CountAll(sync),           # each step
             ShardData(common, batch), OwnStreams(common),                   # what a rank sees and draws
-            ReduceMetrics(any_loss), join, NoteCollected(join), SyncBuffers(average_bn)]    # what all saw
+            ReduceMetrics(any_loss), join, NoteCollected(join),                 # what all saw
+            SyncBuffers(average_bn), SyncWeights()]                             # what all have
 
 @contextlib.contextmanager
 def _added(learn, cbs):

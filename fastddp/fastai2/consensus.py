@@ -12,6 +12,7 @@ from fastcore.basics import patch
 
 from ..base import group
 from .events import OurCallback
+from .own_step import passes_itself, steps_itself
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #4d47e2d1
 _RAISES = dict(backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException,
@@ -66,6 +67,7 @@ class Consensus(OurCallback):
         self.joined = True      # are votes in the backward pass of that batch closed?
         self.step_due = False   # is there a sync point before its optimizer step, still to come?
         self.late = False       # does this fit have such sync points?
+        self.by_hand = False    # does somebody run backward passes of its own instead of fastai's?
         # What the ranks decided
         self.decided_together = False   # is the exception that is on its way everybody's?
         self.n_load = 0                 # how many ranks voted at the last sync point to load
@@ -115,50 +117,56 @@ class SyncLast(OurCallback):
     def before_validate(self): self.consensus.start_validate()
     def after_validate(self): self.consensus.end_validate()
     def before_step(self):
-        if self.consensus.step_due: self.consensus.sync_before_step()
+        # a learner that steps by itself may change gradients after this: it has a sync point of its own
+        if self.consensus.step_due and not steps_itself(self.learn): self.consensus.sync_before_step()
 
 @patch
 def start_train(self:Consensus):
     "The sync point before a training phase; the ranks also say who has callbacks that may leave late"
-    n_late,decided = self._all_reduce(number=any(map(leaves_late, self.learn.cbs)))
-    self.phase,self.late = 'train',n_late>0
+    learn = self.learn
+    late = any(map(leaves_late, learn.cbs)) or steps_itself(learn)
+    n_late,n_by_hand,decided = self._all_reduce(None, late, passes_itself(learn))
+    self.phase,self.late,self.by_hand = 'train',n_late+n_by_hand>0,n_by_hand>0
     self.epochs_left -= 1
     self.raise_decision(decided)
+    if self.by_hand: self.sync.begin_by_hand()
 
 @patch
 def start_validate(self:Consensus):
     "The sync point before validation"
     self.phase = 'validate'
-    self.raise_decision(self._all_reduce()[1])
+    self.raise_decision(self._all_reduce()[-1])
 
 @patch
 def end_validate(self:Consensus):
     "The sync point when all callbacks are done with a validation"
     self.phase = self.back_to.pop()
-    self.raise_decision(self._all_reduce()[1])
+    self.raise_decision(self._all_reduce()[-1])
 
 @patch
 def sync_before_step(self:Consensus, kind=None):
-    "The sync point between backward pass and step, with this rank's vote"
+    "The sync point between backward pass and step, with this rank's vote: there gradients become alike"
     self.step_due = False
-    self.raise_decision(self._all_reduce(kind)[1], kind)
+    *sums,decided = self._all_reduce(kind, *self.sync.grads_entry())
+    if decided is None: self.sync.settle(sums)
+    self.raise_decision(decided, kind)
 
 # %% ../../nbs/fastai2/74_consensus.ipynb #e6c34edb
 @patch
 def _all_reduce(self:Consensus,
                 kind=None,   # This rank's vote; None: 'interrupt' if it was asked to stop, else no vote
-                number=False # A number to sum
+                first=0., second=0. # Numbers to sum
 ):
-    "`(sum over ranks of number, what the ranks decided or None)`"
+    "`(sum over ranks of first, of second, what the ranks decided or None)`"
     vote = kind or ('interrupt' if self.stop_requested() else None)
-    number,*votes = group.all_sum([number, *ballot(vote)])
+    first,second,*votes = group.all_sum([first, second, *ballot(vote)])
     self.n_load = round(votes[0])
-    return number, strongest(votes)
+    return first, second, strongest(votes)
 
 @patch
 def _end_phase(self:Consensus, flag):
     "The sync point at the end of a phase; `flag` tells the Recorder that it was cancelled"
-    cancelled,decided = self._all_reduce(number=self.cancelled)
+    cancelled,_,decided = self._all_reduce(None, self.cancelled)
     if cancelled and hasattr(self.learn, 'recorder'): setattr(self.recorder, flag, True)
     self.raise_decision(decided)
 
@@ -182,13 +190,13 @@ def backward_agreed(self:Consensus, decided):
 _OUT = ('epoch','fit','interrupt')      # wishes that lead out of a phase and its epoch
 
 def _before_training(c, kind):
-    if c.epochs_left: c.raise_decision(c._all_reduce(kind)[1], kind)
+    if c.epochs_left: c.raise_decision(c._all_reduce(kind)[-1], kind)
     elif kind == 'interrupt': c._all_reduce()      # the others are on their way to `after_fit`
 
-def _before_validation(c, kind): c.raise_decision(c._all_reduce(kind)[1], kind)
+def _before_validation(c, kind): c.raise_decision(c._all_reduce(kind)[-1], kind)
 
 def _in_validation(c, kind):
-    if kind in _OUT: c.raise_decision(c._all_reduce(kind)[1], kind)
+    if kind in _OUT: c.raise_decision(c._all_reduce(kind)[-1], kind)
 
 def _after_validation(c, kind):
     if kind != 'epoch': _before_training(c, kind)     # this epoch is over anyway
@@ -198,7 +206,7 @@ def _in_training(c, kind):
     elif c.step_due: c.sync_before_step(kind)
     elif kind in ('backward','step','batch'): return      # the batch is over anyway
     elif c.step+1 < len(c.dl): c.raise_decision(c.sync.vote(kind), kind)
-    elif kind != 'train': c.raise_decision(c._all_reduce(kind, c.cancelled)[1], kind)
+    elif kind != 'train': c.raise_decision(c._all_reduce(kind, c.cancelled)[-1], kind)
     if kind in _OUT: c.phase = 'end'
 
 def _after_all(c, kind): "All ranks have the last sync point of the fit before them"

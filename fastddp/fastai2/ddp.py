@@ -11,7 +11,7 @@ import inspect
 
 import torch
 from fastai.optimizer import OptimWrapper
-from fastcore.basics import patch
+from fastcore.basics import noop, patch
 from torch import nn
 
 from ..base import group
@@ -20,17 +20,19 @@ from .consensus import VOTES, ballot
 
 # %% ../../nbs/fastai2/75_ddp.ipynb #c2895e41
 class _ModelWithStats(nn.Module):
-    "`model` with `n` statistics; returns what the model returns, and them"
-    def __init__(self, model, n):
+    "`model` with `n` statistics; returns what the model returns, and them. `more` parameters are trained beside it"
+    def __init__(self, model, n, more=()):
         super().__init__()
         dev = next((p.device for p in model.parameters()), torch.device('cpu'))
         self.model,self.stats = model,nn.Parameter(torch.zeros(n, device=dev))
+        self.more = nn.ParameterList(more)
         self.gathered = False       # do gradients of earlier micro-batches go into this reduction?
     def forward(self, *args, shadow=False, **kwargs):
         out = zero_loss(self.model.parameters()) if shadow else self.model(*args, **kwargs)
         # What earlier micro-batches gave a parameter is reduced now, also if this one doesn't use it: DDP must see it.
         kept = [p for p in self.model.parameters() if p.grad is not None] if self.gathered and not shadow else []
-        return out, self.stats*1 + zero_loss(kept)
+        # `more` are used after this pass: DDP must see them here, too
+        return out, self.stats*1 + zero_loss(kept) + zero_loss(self.more)
 
 def zero_loss(params):
     "A loss that gives each of `params` a gradient of zeros"
@@ -88,6 +90,7 @@ class Reducer:
         self.ddp = None         # the DDP module
         self.built_for = None   # what it was built for: see `module`
         self.synced = None      # the model whose weights rank 0 has given to all
+        self.more = []          # parameters that are trained beside the model's
         # Unused parameters
         self.find_unused = ddp_kwargs.get('find_unused_parameters', False)     # does DDP search for them?
         self.checked = False    # did the ranks compare them for this module?
@@ -101,13 +104,14 @@ class Reducer:
                params=None # Its parameters, for whoever has them at hand
     ):
         "The DDP module over `model`, up to date with what is trainable"
-        now = (id(model), [p.requires_grad for p in params or model.parameters()], self.find_unused)
+        params = params or [*model.parameters(), *self.more]
+        now = (id(model), [p.requires_grad for p in params], self.find_unused, [*map(id, self.more)])
         if self.built_for != now: self._build(model, now)
         return self.ddp
 
     def _build(self, model, now):
         self.close()
-        wrapped = _ModelWithStats(model, _N_STATS+len(VOTES))
+        wrapped = _ModelWithStats(model, _N_STATS+len(VOTES), self.more)
         # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would become a copy in each
         frozen = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
         if self.alike: wrapped._ddp_params_and_buffers_to_ignore = frozen
@@ -163,10 +167,12 @@ def read(self:Reducer, loss # The loss whose `backward` is over
 @patch
 def shadow_step(self:Reducer,
                 model, # The user's model
-                entry  # Arguments of `Reducer.entry`
+                entry, # Arguments of `Reducer.entry`
+                between=noop # Called between forward and backward pass, where the others have their loss
 ):
     "A step without a part in it: zero gradients and an entry; returns the sums over ranks, as `read`"
     nothing,stats = self.module(model)(shadow=True)
+    between()
     loss = nothing + (stats*self.entry(**entry)).sum()
     self.check(loss, took_part=False)
     loss.backward()

@@ -57,7 +57,8 @@ def _refuse_unknown(names):
                                      f"and passes on to DistributedDataParallel: {', '.join(DDP_OPTIONS)}.")
 
 # %% ../../nbs/fastai2/86_learner.ipynb #e5b082b1
-_getstate,_OVERRIDES = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches')
+_getstate,_OVERRIDES = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches','_do_grad_opt',
+                                         '_do_one_batch')
 
 def _is_ours(k, v):
     "Is `v` what overrides the learner's method `k`, or the block that it is in?"

@@ -15,6 +15,7 @@ from fastai.data.load import DataLoader
 
 from ..launch.rank0_only import RANK0_ONLY, is_kind
 from .loaders import dl_state, set_dl_state
+from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded
 from ..base.errors import CantDistribute
 from ..base.scoped import without_attrs
@@ -33,7 +34,9 @@ def _walk(learn, cbs=()):
     dls,model = learn.dls,learn.model
     loaders = list(dls.loaders)
     data = [dls, *loaders, *(getattr(o, 'dataset', None) for o in loaders)]
-    rest = [learn.loss_func, learn.opt, *all_cbs(learn, cbs), *learn.metrics]
+    loss = loss_module(learn.loss_func)
+    of_loss = [*loss.modules(), *loss.parameters()] if loss else []
+    rest = [learn.loss_func, *of_loss, learn.opt, *all_cbs(learn, cbs), *learn.metrics]
     return [learn, *data, *model.modules(), *model.parameters(), *rest]
 
 def persistent_refs(learn, cbs=()):
@@ -128,7 +131,13 @@ def capture(
     own,*of_cbs = base.changes(_stays(learn), STAY)
     dls = [dl_state(dl._shard.orig if is_sharded(dl) else dl) for dl in learn.dls.loaders]
     rest = dict(learn=own, cbs=of_cbs, rng=rng, dls=dls) | _exchanged(learn, refs)
-    return dump_state(learner_state(learn, weights=weights), rest, lambda: _picklable(rest, base.others, refs), refs)
+    state = learner_state(learn, weights=weights) | dict(loss=_loss_state(learn, refs) if weights else None)
+    return dump_state(state, rest, lambda: _picklable(rest, base.others, refs), refs)
+
+def _loss_state(learn, refs):
+    "What `apply_model` takes, of a loss function with parameters or buffers that the notebook has as well"
+    loss = loss_module(learn.loss_func)
+    return model_state(loss) if loss and any(o is loss for o in refs) and model_tensors(loss) else None
 
 def _exchanged(learn, refs):
     "Optimizer and model, where they are not those that the notebook has"
@@ -155,6 +164,7 @@ def apply(learn, cbs, meta, buffers, refs=None):
     for k in ('model','opt'):
         if k in rest: setattr(learn, k, rest[k])
     apply_model(learn.model, state)
+    if state['loss']: apply_model(loss_module(learn.loss_func), state['loss'])
     if state['opt'] and learn.opt: apply_opt(learn.opt, *state['opt'])
     update_attrs(learn, rest['learn'])
     for cb,attrs in zip(all_cbs(learn, cbs), rest['cbs']): update_attrs(cb, attrs)

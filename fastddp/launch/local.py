@@ -6,7 +6,7 @@
 __all__ = ['Local', 'visible_cores']
 
 # %% ../../nbs/launch/54_local.ipynb #c9644ce0
-import contextlib, os, threading, time
+import contextlib, os, sys, threading, time
 from glob import glob
 
 from fastcore.basics import patch
@@ -15,12 +15,14 @@ from ..base import group
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
 from .rank import RankSpec, join_early, run_on_rank
-from ..output.replay import display_settings
+from ..output.notice import Status
+from ..output.replay import display_settings, frontend
 from ..base.timing import Timings
 from ..payload.pickling import Payload
 from ..base.interrupts import Interrupts
 from .monitor import Monitor
 from .watcher import run_while_watching
+from ..process.helper import is_new
 from ..process.workers import Workers, without_helper
 
 # %% ../../nbs/launch/54_local.ipynb #ce508ea8
@@ -104,9 +106,26 @@ def _get_workers(self:Local, ranks, nprocs, interrupts, mark):
     if self.workers is None: self.workers = _start(ranks, bool(self._gpus(nprocs)), interrupts, mark)
 
 # %% ../../nbs/launch/54_local.ipynb #49cd4296
+def _new_workers(ranks, interrupts, mark):
+    "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
+    status,what = Status(),f"starting {len(ranks)} worker{'s' if len(ranks) != 1 else ''}{_first_time()} ..."
+    def waiting(secs):
+        if interrupts.n: raise KeyboardInterrupt
+        if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
+    try: return Workers(len(ranks), ranks=ranks, mark=mark, waiting=waiting)
+    finally: status.show('')
+
+def _first_time():
+    "Why the first start takes longer, in brackets"
+    if not is_new(): return ''
+    here,libraries = 'kernel' if frontend() == 'notebook' else 'process',[o for o in _SLOW if o in sys.modules]
+    return f" (first time in this {here}: importing {' and '.join(libraries)})"
+
+_SLOW = 'torch','fastai'
+
 def _start(ranks, on_gpu, interrupts, mark):
     "New `Workers`; if they need a GPU, ones that can use it"
-    workers = Workers(len(ranks), ranks=ranks, mark=mark)
+    workers = _new_workers(ranks, interrupts, mark)
     if not on_gpu or workers.method == 'spawn': return workers
     ready = {}
     while len(ready) < len(ranks) and not interrupts.n:

@@ -238,11 +238,12 @@ class Session:
         print(f"{n} epoch{'s' if n != 1 else ''} in {took:.1f} s (start {start:.1f} s), {rate:,.0f} items/s{each}")
 
 def banner(n, gpus, total, steps=None):
-    "What runs, as one line: `n` workers take `total` items per step"
+    "What runs, as one line: `n` workers take `total` items per step, or None: what a batch sampler gives"
     s = 's' if n > 1 else ''
     where = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
-    each = total//n if total%n == 0 else f"{total/n:.1f}"
     per_epoch = '' if steps is None else f", {steps} steps per epoch"
+    if total is None: return f"{n} worker{s} ({where}), batches of the batch sampler{per_epoch}"
+    each = total//n if total%n == 0 else f"{total/n:.1f}"
     return f"{n} worker{s} ({where}) x batch {each} = {total} per step{per_epoch}"
 
 def refuse_untrainable(model):

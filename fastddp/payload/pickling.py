@@ -73,9 +73,9 @@ class _Globals(dict):
 
 class _Unpickler(pickle.Unpickler):
     "The counterpart of `_Pickler`"
-    def __init__(self, file, buffers, refs, device, home):
+    def __init__(self, file, buffers, refs, device, home, settle):
         super().__init__(file, buffers=buffers)
-        self._refs,self._device,self._home = refs,device,home
+        self._refs,self._device,self._home,self._settles = refs,device,home,settle
         self._globals,self._strings = {},{}     # by the id of what they are made of, which is kept with them
     def persistent_load(self, i):
         if isinstance(i, int): return self._refs[i]
@@ -83,13 +83,24 @@ class _Unpickler(pickle.Unpickler):
         return self._strings[id(i)][0]
     def find_class(self, module, name):
         found = super().find_class(module, name)
-        if name == '_make_function' and self._home is not None: return functools.partial(self._at_home, found)
+        if self._home is not None and name == '_make_function': return functools.partial(self._at_home, found)
+        if self._settles and name in _SETSTATE: return functools.partial(self._settle, found)
         return functools.partial(found, to=self._device) if name == '_load_storage' else found
     def _at_home(self, make, code, ns, *args):
         "A function of the notebook; those of one pickle have their globals in common"
         if ns.get('__name__') != '__main__': return make(code, ns, *args)
         if id(ns) not in self._globals: self._globals[id(ns)] = _Globals(ns, self._home), ns
         return make(code, self._globals[id(ns)][0], *args)
+    def _settle(self, setstate, o, state):
+        "A class or function of the notebook is found where plain pickle looks for it: `__main__`'s, under its name"
+        res = setstate(o, state)
+        name = getattr(o, '__qualname__', '.')
+        if o.__module__ == '__main__' and name.isidentifier() and self._home.get(name, o) is _ours.get(name, o):
+            self._home[name] = _ours[name] = o
+        return res
+
+_SETSTATE = '_class_setstate','_function_setstate'
+_ours = {}      # what was put into a home
 
 # %% ../../nbs/payload/12_pickling.ipynb #3cb4f8ff
 def load(
@@ -98,9 +109,10 @@ def load(
     device=None, # Where tensors go that were on a GPU (None: the CPU)
     refs=(),     # What stands here for the `refs` of `dump`, in the same order
     home=None,   # A namespace in which functions of the notebook find what they didn't bring along
+    settle=False # Are the notebook's classes and functions put into it under their names, where it has no others?
 ):
     "The object of a `Payload`"
-    return _Unpickler(io.BytesIO(meta), buffers, refs, device, home).load()
+    return _Unpickler(io.BytesIO(meta), buffers, refs, device, home, settle).load()
 
 # %% ../../nbs/payload/12_pickling.ipynb #5016a1f4
 def address(fn):

@@ -22,9 +22,10 @@ def worker_main(
     log,            # File for its last words; its folder goes when the notebook dies
 ):
     "Runs in the new process: one task after the other, until the notebook wants it to exit; doesn't return"
-    os.setsid()
+    if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    last_words = open(log, 'a')
+    try: last_words = open(log, 'a')
+    except FileNotFoundError: os._exit(0)    # the notebook didn't wait
     faulthandler.enable(last_words)
     faulthandler.register(signal.SIGUSR1, last_words)
     channel = Channel(conn, rank, parent_pid, os.path.dirname(log))
