@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from fastai import basic_train, metrics as _metrics
 from fastai.callback import AverageMetric, Callback, CallbackHandler
-from fastai.core import listify
+from fastai.core import is_listy
 from fastai.torch_core import to_device
 
 from ..base import group
@@ -129,7 +129,9 @@ def _whole_losses(model, loss_func, kept, n_batch):
     device,res = next((p.device for p in model.parameters()), torch.device('cpu')),[]
     for no,parts in by_batch(kept).items():
         if n_batch and no >= n_batch: continue
-        def loss_of(out, target, _): return float(loss_func(to_device(out, device), *listify(to_device(target, device))))
+        def loss_of(out, target, _):
+            out,target = to_device((out,target), device)
+            return float(loss_func(out, *(target if is_listy(target) else [target])))
         with torch.no_grad(): losses = [loss_of(*tree) for tree in whole_batch(parts)]
         items = [len(pos) for pos,_ in parts]
         if len(losses) == 1: items = [sum(items)]
