@@ -54,3 +54,15 @@ def test_torch_loaders(two):
     learn.dls.loaders = [torch.utils.data.DataLoader(items(30), batch_size=6, shuffle=True),
                          torch.utils.data.DataLoader(items(9, s=1), batch_size=4)]
     assert learn.distrib_check(nprocs=2, launcher=two, show=False).same
+
+
+def squares(pred, y): return ((pred.sum(1)-y)**2).sum()/9
+def root(pred, y): return ((pred.sum(1)-y)**2).mean().sqrt()
+
+
+@pytest.mark.parametrize('loss_func,kind', [(nn.CrossEntropyLoss(), 'a mean over items'), (squares, 'a sum over items'),
+                                            (nn.CrossEntropyLoss(torch.ones(3)), 'a mean over its weights'),
+                                            (root, 'computed over the predictions and targets of all workers')])
+def test_the_kind_of_loss_is_named(two, loss_func, kind, capsys):
+    res = learner(loss_func=loss_func).distrib_check(nprocs=2, launcher=two)
+    assert res.same and res.loss.endswith(f': {kind}') and res.loss in capsys.readouterr().out

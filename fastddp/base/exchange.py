@@ -30,7 +30,8 @@ def _head(given):
 
 def _parsed(head):
     "None, or `(numbers, headers)`"
-    (there,n_numbers,n_tensors),rest = head[:3],head[3:]
+    there,n_numbers,n_tensors = head[:3]
+    rest = head[3:]
     if not there: return None
     return rest[:n_numbers], [rest[i:i+_HEADER] for i in range(MOST, MOST+n_tensors*_HEADER, _HEADER)]
 

@@ -14,9 +14,11 @@ from fastai.callback import Callback, CallbackHandler
 from ..base import group
 from ..base.rng import seed_rank
 from ..base.scoped import environment, own_attrs
-from .loaders import counts_now, global_batches, own_loader, shard
+from .loaders import counts_now, global_batches, own_loader, place_now, shard
 from .step_sync import GlobalLoss, Ranks
 from .validate import Validation
+from ..output.notice import print_line
+from ..shard.any_loss import AnyLoss
 from ..shard.batchnorm import sync_buffers, synced_bn
 from ..shard.drift import SameWeights, hooks_of, methods, suspect
 
@@ -34,10 +36,12 @@ class ShardTraining(Callback):
 class AverageGrads(Callback):
     "Averages gradients over ranks, and at the end of an epoch's training the buffers"
     _order = _FIRST     # before anybody clips, scales or looks at them
-    def __init__(self, learn, ranks, average_bn):
+    def __init__(self, learn, ranks, average_bn, any_loss=None):
         self.learn,self.ranks,self.average_bn = learn,ranks,average_bn
-        self.same,self.epoch = SameWeights(),0
-    def on_epoch_begin(self, epoch, **kwargs): self.epoch = epoch
+        self.same,self.epoch,self.any_loss = SameWeights(),0,any_loss or AnyLoss()
+    def on_epoch_begin(self, epoch, **kwargs):
+        self.epoch = epoch
+        self.any_loss.start_epoch()
     def on_backward_end(self, **kwargs): self.ranks.average_grads()
     def on_epoch_end(self, **kwargs): self.sync()
     def on_train_end(self, **kwargs): self.learn.data.train_dl = own_loader(self.learn.data.train_dl)
@@ -133,11 +137,14 @@ def _load_together(learn, ranks):
     return load
 
 # %% ../../nbs/fastai1/91_callbacks.ipynb #7173a3a6
-def _loss_batch(real, learn, ranks):
+def _loss_batch(real, learn, ranks, any_loss):
     "`basic_train.loss_batch`, whose training loss is that of the global batch"
     def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
         train = opt is not None and loss_func and model is learn.model
-        if train: loss_func = GlobalLoss(loss_func, ranks, counts_now(learn.data.train_dl))
+        if train:
+            any_loss.start()
+            dl = learn.data.train_dl
+            loss_func = GlobalLoss(loss_func, ranks, counts_now(dl), any_loss, place_now(dl)[1])
         elif cb_handler is not None and opt is not None: raise RuntimeError("fastddp: training without a loss function")
         return real(model, xb, yb, loss_func, opt, cb_handler)
     return loss_batch
@@ -149,13 +156,15 @@ def distributed_v1(learn,
                    common, # `CommonRNG` from which orders are drawn
                    batch='per_worker', # Is the loader's batch one worker's, or the `'global'` one?
                    sync_bn=True,       # One batch norm for all ranks?
-                   stop_requested=lambda: False # Was this rank asked to stop?
+                   stop_requested=lambda: False, # Was this rank asked to stop?
+                   loss='auto'         # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
 ): # Yields (`Ranks`, callbacks to add)
     "Inside, `basic_train.fit` of `learn` is one with the other ranks'; afterwards all is as it was"
     n,ranks,data = group.world_size(),Ranks(learn.model, stop_requested),learn.data
     on_gpu = next((p.device.type for p in learn.model.parameters()), 'cpu') == 'cuda'
-    average = AverageGrads(learn, ranks, sync_bn and not on_gpu)
-    validation = Validation(ranks, common)
+    any_loss = AnyLoss(loss, print_line)
+    average = AverageGrads(learn, ranks, sync_bn and not on_gpu, any_loss)
+    validation = Validation(ranks, common, any_loss=any_loss)
     def validate(*args, **kwargs):
         average.sync()
         return validation(*args, **kwargs)
@@ -165,7 +174,7 @@ def distributed_v1(learn,
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(own_attrs(learn, load=_load_together(learn, ranks)))
         stack.enter_context(own_attrs(basic_train, validate=validate, CallbackHandler=AgreeingHandler.of(ranks),
-                                      loss_batch=_loss_batch(basic_train.loss_batch, learn, ranks)))
+                                      loss_batch=_loss_batch(basic_train.loss_batch, learn, ranks, any_loss)))
         seed_rank(group.rank(), n, common)
         try: yield ranks, [ShardTraining(learn, common), average]
         finally:

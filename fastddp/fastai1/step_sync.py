@@ -10,6 +10,7 @@ import torch
 from fastcore.basics import patch
 
 from ..base import group
+from ..shard.any_loss import AnyLoss
 from ..shard.loss import loss_divisor, sums_up
 
 # %% ../../nbs/fastai1/89_step_sync.ipynb #decf934c
@@ -87,13 +88,25 @@ class GlobalLoss:
     def __init__(self,
                  loss_func, # The learner's
                  ranks,     # `Ranks`
-                 counts     # (items of this rank that count, items of the global batch)
+                 counts,    # (items of this rank that count, items of the global batch)
+                 any_loss=None, # `AnyLoss` of the fit
+                 positions=()   # Of the items that count, in the order of one process
     ):
         self.f,self.ranks,self.counts = loss_func,ranks,counts
+        self.any_loss,self.positions = any_loss or AnyLoss(),positions
+
+    def _whole(self, out, yb):
+        "As `AnyLoss.whole_loss`; before the ranks meet for that, whoever leaves can say so"
+        if not self.any_loss.due(self.f): return None
+        self.ranks.all_reduce()
+        return self.any_loss.whole_loss(self.f, out, yb, self.counts[0], self.positions)
 
     def __call__(self, out, *yb):
-        loss,count,by_sum = self.f(out, *yb),self.counts[0],sums_up(self.f)
-        own = float(count/max(len(yb[0]),1) if by_sum else loss_divisor(self.f, yb, count))
+        whole,count = self._whole(out, yb),self.counts[0]
+        loss,by = whole() if whole else self.f(out, *yb), self.any_loss.by(self.f)
+        by_sum = by == 'sum' or not by and sums_up(self.f)
+        if by_sum: own = float(count/max(len(yb[0]),1))
+        else: own = float(count if by else loss_divisor(self.f, yb, count))
         value = float(loss.detach().float().mean()) if own else 0.
         summed,divisor,*_ = self.ranks.all_reduce(value*own, own)
         self.ranks.grads_next = True

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from fastai import basic_train, metrics as _metrics
 from fastai.callback import AverageMetric, Callback, CallbackHandler
+from fastai.core import is_listy
+from fastai.torch_core import to_device
 
 from ..base import group
 from .loaders import place_now, shard
+from ..shard.any_loss import AnyLoss
 from ..shard.loss_part import batch_losses, loss_and_divisor
 from ..shard.rows import by_batch, whole_batch
 
@@ -59,11 +62,11 @@ class _Keep(Callback):
 
 class _NoteLoss:
     "A loss function that notes how each batch's loss weighs"
-    def __init__(self, f, dl): self.f,self.dl,self.rows = f,dl,[]
+    def __init__(self, f, dl, by): self.f,self.dl,self.by,self.rows = f,dl,by,[]
     def __call__(self, out, *yb):
         loss = self.f(out, *yb)
         no,pos = place_now(self.dl)
-        self.rows.append((no, *loss_and_divisor(self.f, loss, yb, len(pos)), len(pos)))
+        self.rows.append((no, *loss_and_divisor(self.f, loss, yb, len(pos), self.by), len(pos)))
         return loss
     def losses(self, n_batch=None):
         "`[(number, loss, items)]` of the (first `n_batch`) global batches, the same on every rank"
@@ -75,9 +78,10 @@ class Validation:
     def __init__(self,
                  ranks,      # `Ranks`
                  common,     # `CommonRNG` from which an order is drawn
-                 whole=False # Whole batches to each rank where that can be, as for predictions?
+                 whole=False, # Whole batches to each rank where that can be, as for predictions?
+                 any_loss=None # `AnyLoss` of the fit
     ):
-        self.real = basic_train.validate
+        self.real,self.any_loss = basic_train.validate,any_loss or AnyLoss()
         self.ranks,self.common,self.whole = ranks,common,whole
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
@@ -85,7 +89,10 @@ class Validation:
         handler = cb_handler or CallbackHandler()
         mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
         others = [m for m in handler.metrics if not is_item_mean(m)]
-        note,keep = _NoteLoss(loss_func, mine) if loss_func else None,_Keep(mine, bool(others))
+        note = _NoteLoss(loss_func, mine, self.any_loss.by(loss_func)) if loss_func else None
+        # a loss that needs all of a batch is computed anew at the end
+        parts = note and self.any_loss.is_whole(loss_func) and not getattr(mine.dl._shard, 'whole', False)
+        keep = _Keep(mine, bool(others) or bool(parts))
         with self._in_their_place(handler, keep), self._stopping(handler):
             outs = self.real(model, mine, note, handler, pbar, average=False, n_batch=self._own_n_batch(n_batch, mine))
         self.ranks.all_reduce()
@@ -93,7 +100,8 @@ class Validation:
             if is_item_mean(m): _sum_up(m)
         if others: _replay(handler, others, keep.kept)
         if not note: return _pairs(outs, keep.kept, n_batch)
-        return _average(note.losses(n_batch)) if average else [torch.tensor(loss) for _,loss,_ in note.losses(n_batch)]
+        losses = _whole_losses(model, loss_func, keep.kept, n_batch) if parts else note.losses(n_batch)
+        return _average(losses) if average else [torch.tensor(loss) for _,loss,_ in losses]
 
     def _own_n_batch(self, n_batch, mine):
         "How many of the first `n_batch` batches are this rank's"
@@ -115,6 +123,20 @@ class Validation:
         handler.on_batch_end = lambda loss: plain(loss) or self.ranks.stop_requested()
         try: yield
         finally: del handler.on_batch_end
+
+def _whole_losses(model, loss_func, kept, n_batch):
+    "As `_NoteLoss.losses`, from all ranks' outputs and targets"
+    device,res = next((p.device for p in model.parameters()), torch.device('cpu')),[]
+    for no,parts in by_batch(kept).items():
+        if n_batch and no >= n_batch: continue
+        def loss_of(out, target, _):
+            out,target = to_device((out,target), device)
+            return float(loss_func(out, *(target if is_listy(target) else [target])))
+        with torch.no_grad(): losses = [loss_of(*tree) for tree in whole_batch(parts)]
+        items = [len(pos) for pos,_ in parts]
+        if len(losses) == 1: items = [sum(items)]
+        res.append((no, sum(loss*m for loss,m in zip(losses, items))/sum(items), sum(items)))
+    return res
 
 def _average(losses): return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
 

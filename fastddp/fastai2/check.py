@@ -22,15 +22,16 @@ from ..base import group
 from ..launch.rank0_only import is_rank0_only
 from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
+from .step_sync import StepSync
 from .learner import OPTIONS
-from ..launch.options import RAISES, comments_of, list_params
+from ..launch.session import RAISES, comments_of, list_params
 
 # %% ../../nbs/fastai2/87_check.ipynb #242e9b16
 class Witness(Callback):
     "Notes batches, losses and gradients of the first `steps` training batches, from all ranks, and ends training there"
     order = 52      # after the Recorder
     def __init__(self, steps): self.steps = steps
-    def before_fit(self): self.items,self.losses,self.grads,self.batches = [],[],[],[]
+    def before_fit(self): self.items,self.losses,self.grads,self.batches,self.loss_kind = [],[],[],[],''
     def before_batch(self):
         if not self.training: return
         counts = getattr(self.learn.dl, 'counts', ())
@@ -43,9 +44,10 @@ class Witness(Callback):
                            for g in grads])
     def after_batch(self):
         if not self.training: return
-        self.losses.append(float(self.loss.detach()))
+        self.losses.append(float(self.loss))
         if self.iter+1 == self.steps: raise CancelTrainException()
     def after_train(self):
+        self.loss_kind = next((cb.any_loss.describe() for cb in self.learn.cbs if isinstance(cb, StepSync)), '')
         own = torch.tensor(self.items, dtype=torch.float64)
         self.batches = sorted(r for t in group.gather(own) for r in t.tolist())
 
@@ -113,18 +115,15 @@ class Row(NamedTuple):
     def same(self): return self.largest <= self.tolerance
 
 class Answer(list):
-    "The rows of a check; `same` if all of them are"
-    printed = False     # just now? Then the cell whose result it is doesn't show it again
+    "The rows of a check; `same` if all of them are; `loss` says how the workers' losses make that of the batch"
+    loss = ''
     @property
     def same(self): return all(r.same for r in self)
     def __str__(self):
         lines = [f"{r.what:12} {r.largest:9.2g}  {'same' if r.same else r.why or 'no known reason: please report it'}"
                  for r in self]
-        return '\n'.join([f"{'':12} {'apart by':>9}", *lines])
+        return '\n'.join([f"{'':12} {'apart by':>9}", *lines, *([f"loss: {self.loss}"] if self.loss else [])])
     __repr__ = __str__
-    def _ipython_display_(self):
-        if not self.printed: print(self)
-        self.printed = False
 
 # %% ../../nbs/fastai2/87_check.ipynb #522a828b
 def _compare(many, one, w_many, w_one, why, tol):
@@ -135,8 +134,10 @@ def _compare(many, one, w_many, w_one, why, tol):
              'gradients': (_apart(w_many.grads, w_one.grads), tol*10, why),
              'weights': (max(map(_apart, params(many), params(one)), default=0.), tol, why),
              'validation': (_apart(_values(many), _values(one)), tol*10, why)}
-    return Answer(Row(k, d, t, '; '.join(f"{o}: {why[o]}" for o in names if o in why))
-                  for k,(d,t,names) in diffs.items())
+    res = Answer(Row(k, d, t, '; '.join(f"{o}: {why[o]}" for o in names if o in why))
+                 for k,(d,t,names) in diffs.items())
+    res.loss = w_many.loss_kind
+    return res
 
 def _values(learn): return [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
 
@@ -163,9 +164,10 @@ def distrib_check(self:Learner,
         streams.install()
         one.fit(1, cbs=[w_one])
     finally: streams.install()
-    res = Answer(_compare(many, one, w_many, w_one, reasons_for(self, n, gpus or group.n_gpus(), steps), tol))
+    why = reasons_for(self, n, gpus or group.n_gpus(), steps)
+    if 'average of averages' in w_many.loss_kind: why['loss'] = "the model's own number, averaged over workers"
+    res = _compare(many, one, w_many, w_one, why, tol)
     if show: print(res)
-    res.printed = show
     return res
 
 _params = [p for k,p in inspect.signature(Learner.distrib_check).parameters.items() if k != 'self']

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REDUCERS', 'sum_state', 'BatchNote', 'gather_ordered', 'reducer_for', 'NoInput', 'KeptBatch', 'keep_batch',
-           'whole_batches', 'replay', 'trim', 'batch_number', 'ReduceMetrics', 'plain_metrics']
+           'whole_batches', 'replay', 'trim', 'batch_number', 'loss_buffers', 'ReduceMetrics', 'plain_metrics']
 
 # %% ../../nbs/fastai2/73_metrics.ipynb #bfc9974d
 from types import SimpleNamespace
@@ -14,12 +14,14 @@ import torch
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
 from fastai.metrics import AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric
 from fastai.torch_core import find_bs, to_device
+from fastcore.basics import noop
 
 from ..base import group
 from .any_loss import AnyLoss
 from .events import OurCallback
 from ..shard.items import Items, items_of, with_tensors
-from ..shard.loss import sums_up, weighting
+from ..shard.loss import loss_module, sums_up, weighting
+from ..shard.loss_kind import as_it_was, state_of
 from ..shard.loss_part import batch_losses, loss_and_divisor
 from ..shard.rows import join_tensors, mean_over_items, row_positions
 
@@ -220,7 +222,13 @@ class _WholeLoss:
         # the same for all batches
         self.shape = dict(tree=with_tensors(tree, iter(kinds)), layouts=items.layouts, device=device, kinds=kinds)
     def close(self, learn):
-        "Rank 0 computes, and all have what it comes to"
+        "Rank 0 computes, and all have what it comes to; what the loss keeps of that counts once"
+        if isinstance(self.m, AvgLoss):
+            self._replay(learn)
+            group.broadcast_(loss_buffers(learn))
+        else:
+            with as_it_was(learn.loss_func): self._replay(learn)
+    def _replay(self, learn):
         old = {k:getattr(learn,k) for k in ('yb','pred','loss')}
         self.m.reset()
         try:
@@ -272,12 +280,19 @@ class _Phase:
         else: type(self.m).accumulate(self.m, learn)
     def close(self, learn):
         "The end of the phase: brings all ranks' state together"
-        if self.reducer is None: replay(self.m, learn, self.kept, _loss_of(learn) if self.needs_all else None)
+        if self.reducer is None and self.needs_all:
+            with as_it_was(learn.loss_func): replay(self.m, learn, self.kept, _loss_of(learn))
+        elif self.reducer is None: replay(self.m, learn, self.kept)
         elif self.whole: self.whole.close(learn)
         elif self.by_batch: _sum_losses(self.m, self.losses)
         else: self.reducer(self.m, self.notes)
 
 # %% ../../nbs/fastai2/73_metrics.ipynb #0f444cf0
+def loss_buffers(learn):
+    "The buffers of the loss function"
+    module = loss_module(learn.loss_func)
+    return [*module.buffers()] if module else []
+
 def _loss_of(learn):
     "A function of predictions and targets on the CPU: their loss"
     device = next((p.device for p in learn.model.parameters()), torch.device('cpu'))
@@ -295,7 +310,7 @@ def _sum_losses(m, rows):
 class ReduceMetrics(OurCallback):
     "Brings the metrics of all ranks together at the end of each phase"
     order = -999_998    # after the votes, before all else: what leaves the loop in `after_train` leaves after this
-    def __init__(self, any_loss=None): self.any_loss = any_loss or AnyLoss()
+    def __init__(self, any_loss=None): self.any_loss,self.put_back = any_loss or AnyLoss(),noop
     def before_train(self):    self._open('_train_mets')
     def before_validate(self): self._open('_valid_mets')
     def after_train(self):     self._close('_train_mets')
@@ -303,13 +318,18 @@ class ReduceMetrics(OurCallback):
     def _open(self, which):
         plain_metrics(self.learn)
         if group.world_size() == 1 or not hasattr(self.learn,'recorder'): return
+        # parts of batches must leave nothing behind in a loss that is computed anew, over all of them
+        train = which == '_train_mets'
+        self.put_back = noop if train or not self.any_loss.is_whole(self.loss_func) else state_of(self.loss_func)
         for m in getattr(self.recorder, which):
             if type(m) is AvgSmoothLoss: continue
-            vars(m)['accumulate'] = _Phase(m, self.learn, which == '_train_mets', self.any_loss)
+            vars(m)['accumulate'] = _Phase(m, self.learn, train, self.any_loss)
     def _close(self, which):
         phases = plain_metrics(self.learn)
         if group.world_size() == 1 or not hasattr(self.learn,'recorder'): return
         live = {id(m) for m in getattr(self.recorder, which)}     # none if the phase was cancelled
+        self.put_back()
+        self.put_back = noop
         for p in phases:
             if id(p.m) in live: p.close(self.learn)
 

@@ -12,7 +12,7 @@ FITS, INFERS = ('fit', 'fit_one_cycle', 'lr_find'), ('validate', 'get_preds')
 def test_options_and_their_comments(name):
     word = getattr(Learner, f'distrib_{name}')
     own, base = inspect.signature(word).parameters, inspect.signature(getattr(Learner, name)).parameters
-    options = [k for k in OPTIONS.params if name in FITS or k not in ('batch', 'sync_bn', 'restarts')]
+    options = [k for k in OPTIONS.params if name in FITS or k not in ('batch', 'sync_bn', 'loss', 'restarts')]
     assert [*own] == [k for k, p in base.items() if p.kind != p.VAR_KEYWORD] + options
     doc = word.__doc__.split('\n')
     assert all(any(o.endswith(f': {OPTIONS.comments[k]}') for o in doc) == (k in own) for k in OPTIONS.params)
