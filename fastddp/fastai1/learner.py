@@ -6,8 +6,6 @@
 __all__ = ['OPTIONS']
 
 # %% ../../nbs/fastai1/96_learner.ipynb #d1856409
-import contextlib
-
 import fastai.train     # patches fit_one_cycle and lr_find onto Learner
 from fastai.basic_train import Learner
 from fastcore.basics import patch
@@ -15,13 +13,14 @@ from fastcore.basics import patch
 from ..base.group import under_launcher
 from .in_place import at_home, in_place, mend_barrier, train_in_place
 from .jobs import fit_job, infer_job
-from .session import Session
-from ..launch.session import RAISES, Options, block, check_method
+from .session import Session, wants_no_lines
+from ..launch.options import RAISES, Options, check_method, no_attribute
+from ..launch.session import block, with_block
 from ..shard.loss_kind import check_loss
 
 # %% ../../nbs/fastai1/96_learner.ipynb #9b31f49a
 @patch
-@contextlib.contextmanager
+@with_block
 def distrib_ctx(self:Learner,
     nprocs:int=None, # Workers: one per GPU; without GPUs, that many on the CPU. Default: all visible GPUs
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
@@ -32,15 +31,21 @@ def distrib_ctx(self:Learner,
     see=(0,), # Ranks whose output is shown, or 'all'
     restarts:int=0, # After a failure, begin the fit anew that many times, with fresh workers
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
+    **unknown # Refused, with what was probably meant
 ):
     "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
-    given = OPTIONS.given(locals())
+    given = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
     options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # what the ranks are told
     def session(engine, n, gpus): return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job)
-    with block(self, given, OPTIONS.defaults, lambda: in_place(self, options, given), session): yield self
+    def here(): return in_place(self, options, given)
+    with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
 
-OPTIONS = Options(Learner.distrib_ctx)
+OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'])
+
+def _missing(self, k): raise no_attribute(self, k)
+
+Learner.__getattr__ = _missing      # not by `@patch`, which would leave the name in this module: modules have one, too
 
 # %% ../../nbs/fastai1/96_learner.ipynb #8f5cd7a3
 if under_launcher(): mend_barrier()
@@ -53,7 +58,9 @@ def distrib(self:Learner,
 ):
     "`learn.name(*args, **kwargs)` on the workers."
     check_method(self, name)
-    with self.distrib_ctx(**OPTIONS.pop(kwargs)): return getattr(self, name)(*args, **kwargs)
+    options = OPTIONS.pop(kwargs, self, name)
+    OPTIONS.refuse_unknown(type(self), name, kwargs)
+    with self.distrib_ctx(**options): return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai1/96_learner.ipynb #b6cf4fa6
 _AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the call

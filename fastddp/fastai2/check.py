@@ -24,7 +24,7 @@ from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step_sync import StepSync
 from .learner import OPTIONS
-from ..launch.session import RAISES, comments_of, list_params
+from ..launch.options import RAISES, comments_of, list_params
 
 # %% ../../nbs/fastai2/87_check.ipynb #242e9b16
 class Witness(Callback):
@@ -44,7 +44,7 @@ class Witness(Callback):
                            for g in grads])
     def after_batch(self):
         if not self.training: return
-        self.losses.append(float(self.loss))
+        self.losses.append(float(self.loss.detach()))
         if self.iter+1 == self.steps: raise CancelTrainException()
     def after_train(self):
         self.loss_kind = next((cb.any_loss.describe() for cb in self.learn.cbs if isinstance(cb, StepSync)), '')
@@ -117,6 +117,7 @@ class Row(NamedTuple):
 class Answer(list):
     "The rows of a check; `same` if all of them are; `loss` says how the workers' losses make that of the batch"
     loss = ''
+    printed = False     # just now? Then the cell whose result it is doesn't show it again
     @property
     def same(self): return all(r.same for r in self)
     def __str__(self):
@@ -124,6 +125,9 @@ class Answer(list):
                  for r in self]
         return '\n'.join([f"{'':12} {'apart by':>9}", *lines, *([f"loss: {self.loss}"] if self.loss else [])])
     __repr__ = __str__
+    def _ipython_display_(self):
+        if not self.printed: print(self)
+        self.printed = False
 
 # %% ../../nbs/fastai2/87_check.ipynb #522a828b
 def _compare(many, one, w_many, w_one, why, tol):
@@ -168,6 +172,7 @@ def distrib_check(self:Learner,
     if 'average of averages' in w_many.loss_kind: why['loss'] = "the model's own number, averaged over workers"
     res = _compare(many, one, w_many, w_one, why, tol)
     if show: print(res)
+    res.printed = show
     return res
 
 _params = [p for k,p in inspect.signature(Learner.distrib_check).parameters.items() if k != 'self']

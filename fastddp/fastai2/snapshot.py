@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['OVERRIDES', 'STAY', 'all_cbs', 'persistent_refs', 'loader_refs', 'roots', 'snapshot', 'learner_state', 'state_size',
-           'baseline', 'capture', 'apply', 'unpack', 'place_dl', 'place']
+           'baseline', 'parts', 'capture', 'apply', 'unpack', 'place_dl', 'place']
 
 # %% ../../nbs/fastai2/79_snapshot.ipynb #d2613a07
 import contextlib, warnings
+from types import SimpleNamespace
 
 import torch
 from fastai.callback.core import Callback
@@ -21,7 +22,9 @@ from ..base.errors import CantDistribute
 from ..base.scoped import without_attrs
 from ..base.rng import CommonRNG
 from ..launch.training import Baseline, dump_snapshot, dump_state, load_state, model_state
-from ..payload.state import apply_model, apply_opt, model_tensors, move_opt, opt_state, opt_tensors
+from ..payload.changes import Changes, update_objects
+from ..payload.state import OPT_STAYS, apply_grads, apply_model, apply_opt, model_grads, opt_attrs, opt_owners
+from ..payload.state import model_tensors, move_opt, opt_state, opt_tensors
 from ..payload.state import picklable_attrs, update_attrs, without_state
 
 # %% ../../nbs/fastai2/79_snapshot.ipynb #66a8dfc4
@@ -56,8 +59,10 @@ def roots(learn, cbs=()):
         name = f"learn.dls.{names[i]}" if i < 2 else f"learn.dls[{i}]"
         res |= {f"{name}.dataset": getattr(dl,'dataset',None), name: dl}
     res |= {'learn.model': learn.model, 'learn.loss_func': learn.loss_func, 'learn.opt': learn.opt}
-    for cb in all_cbs(learn, cbs): res |= {f"learn.{cb.name}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
-    return res | {'learn': learn}
+    cbs = all_cbs(learn, cbs)
+    for cb in cbs: res |= {f"learn.{cb.name}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
+    classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *cbs)}
+    return classes | res | {'learn': learn}
 
 OVERRIDES = 'fit','_do_epoch_validate','distrib_session'
 
@@ -66,16 +71,19 @@ def snapshot(
     call, # What the job is to do with it: a dict
     model_factory=None, dls_factory=None, # What they make in the workers doesn't travel
     training=True, # Is the optimizer's state needed?
+    known=None, # As of `dump`
 ):
     "A `Payload`; raises `NotPicklable`, which names what can't travel"
     away = (['model','opt'] if model_factory else []) + (['dls','dl'] if dls_factory else [])
     obj = dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
+               grads=model_grads(learn.model) if training else {},
+               opt_attrs=opt_attrs(learn.opt) if training else [],
                state=learner_state(learn, opt=training) if model_factory else None)
     loaders = [*learn.dls.loaders, learn.__dict__.get('dl'), call.get('dl')]
     without = [without_attrs(learn, *OVERRIDES, *away), *map(_without_iterator, loaders)]
     if not training: without.append(without_state(learn.opt))
     if dls_factory: without.insert(0, _without_dataset(learn, call))     # while the learner has its loaders
-    return dump_snapshot(obj, {} if away else roots(learn, cbs), *without)
+    return dump_snapshot(obj, {} if away else roots(learn, cbs), *without, known=known)
 
 def _without_iterator(dl): return without_attrs(dl, 'it') if isinstance(dl, DataLoader) else contextlib.nullcontext()
 
@@ -108,11 +116,28 @@ def state_size(learn):
 
 # %% ../../nbs/fastai2/79_snapshot.ipynb #89ef966d
 STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','distrib_session',
-         'pbar','mbar','old_logger','scaler','autocast','_metrics','create_mbar'}
+         'pbar','mbar','_state','old_logger','scaler','autocast','_metrics','create_mbar'}
 
-def baseline(learn, cbs):
-    "The `Baseline` of the learner and its callbacks"
-    return Baseline(learn, all_cbs(learn, cbs))
+def baseline(learn, cbs,
+             refs=None,  # `persistent_refs`, for a job: what is as it was is told from what changed
+             made=False  # Was the model or were the loaders made in the worker, so that parts aren't the notebook's?
+):
+    "The `Baseline` of the learner and its callbacks, and of the optimizer, which may keep anything"
+    res = Baseline(learn, all_cbs(learn, cbs), refs, STAY)
+    res.opt,res.cbs = Baseline(SimpleNamespace(), opt_owners(learn.opt), refs, OPT_STAYS),list(learn.cbs)
+    res.parts = None if refs is None or made else Changes(parts(learn), _PARTS_STAY)
+    return res
+
+_PARTS_STAY = {'training','loaders','_device','device','_shard','it','rng','fake_l','_forward_hooks','_backward_hooks',
+               '_forward_pre_hooks','_backward_pre_hooks','_forward_hooks_with_kwargs','_forward_hooks_always_called',
+               '_forward_pre_hooks_with_kwargs','_is_full_backward_hook'}
+
+def parts(learn):
+    "The loaders, their transforms, and the modules: whose attributes a callback may set"
+    loaders = [dl._shard.orig if is_sharded(dl) else dl for dl in learn.dls.loaders]
+    pipes = [getattr(dl, k, None) for dl in loaders for k in ('after_item','before_batch','after_batch')]
+    tfms = {id(f):f for p in pipes for f in getattr(p, 'fs', ())}
+    return [o for o in (learn.dls, *loaders, *tfms.values(), *learn.model.modules()) if hasattr(o, '__dict__')]
 
 def _stays(learn):
     """Which attributes of the learner stay in the worker? Also what overrides a method, and callbacks, which come by
@@ -125,14 +150,27 @@ def capture(
     rng=None, # The state of the random streams that all ranks have in common
     refs=None, # Default: `persistent_refs`
     weights=True, # Did the job train?
+    grads=None, # Did accumulation leave gradients? None: in the midst of the fit
 ):
     "Everything that training changed, as a `Payload`: large state in place, the rest as a dump of its own"
     refs = refs or persistent_refs(learn, cbs)
     own,*of_cbs = base.changes(_stays(learn), STAY)
     dls = [dl_state(dl._shard.orig if is_sharded(dl) else dl) for dl in learn.dls.loaders]
     rest = dict(learn=own, cbs=of_cbs, rng=rng, dls=dls) | _exchanged(learn, refs)
-    state = learner_state(learn, weights=weights) | dict(loss=_loss_state(learn, refs) if weights else None)
+    if weights: rest |= _in_parts(learn, base, ended=grads is not None)
+    state = learner_state(learn, weights=weights) | dict(grads=model_grads(learn.model) if grads else {},
+                                                         loss=_loss_state(learn, refs) if weights else None)
     return dump_state(state, rest, lambda: _picklable(rest, base.others, refs), refs)
+
+def _in_parts(learn, base, ended):
+    "What changed in the optimizer and the parts, and which callbacks left or came"
+    now,then = {*map(id, learn.cbs)},{*map(id, base.others)}
+    come = [cb for cb in learn.cbs if id(cb) not in then] if ended else []     # before, fastai's `fit` adds some
+    return dict(opt_attrs=base.opt.changes(lambda k,v: True, OPT_STAYS)[1:],
+                parts=base.parts.now() if base.parts else [], come=[cb for cb in come if not _is_ours(cb)],
+                left=[i for i,cb in enumerate(base.cbs) if id(cb) not in now])
+
+def _is_ours(cb): return type(cb).__module__.startswith('fastddp.')
 
 def _loss_state(learn, refs):
     "What `apply_model` takes, of a loss function with parameters or buffers that the notebook has as well"
@@ -140,9 +178,9 @@ def _loss_state(learn, refs):
     return model_state(loss) if loss and any(o is loss for o in refs) and model_tensors(loss) else None
 
 def _exchanged(learn, refs):
-    "Optimizer and model, where they are not those that the notebook has"
+    "Optimizer, model and loaders, where they are not those that the notebook has"
     known = {id(o) for o in refs}
-    return {k:v for k in ('opt','model') if id(v := getattr(learn, k)) not in known}
+    return {f'new_{k}':v for k in ('opt','model','dls') if id(v := getattr(learn, k)) not in known}
 
 def _picklable(rest, cbs, refs):
     "What of `rest` can travel; under 'lost', why not of the other attributes"
@@ -150,26 +188,60 @@ def _picklable(rest, cbs, refs):
     own = picklable_attrs(rest['learn'], refs, 'learn', lost)
     def of(cb, attrs): return picklable_attrs(attrs, refs, f'learn.{cb.name}', None if _is_logger(cb) else lost)
     of_cbs = [of(cb, attrs) for cb,attrs in zip(cbs, rest['cbs'])]
-    return rest | dict(learn=own, cbs=of_cbs, lost=lost)
+    return rest | dict(learn=own, cbs=of_cbs, lost=lost) | _picklable_parts(rest, refs, lost)
+
+def _picklable_parts(rest, refs, lost):
+    "What of the optimizer, of parts and callbacks that came can travel"
+    res = {}
+    if 'parts' in rest:
+        res['opt_attrs'] = [picklable_attrs(o, refs, 'learn.opt', lost) for o in rest['opt_attrs']]
+        res['parts'] = [(i, picklable_attrs(new, refs, 'a part of the learner', lost), gone)
+                        for i,new,gone in rest['parts']]
+        res['come'] = [*picklable_attrs({cb.name:cb for cb in rest['come']}, refs, 'learn', lost).values()]
+    if 'new_dls' in rest and not picklable_attrs(dict(dls=rest['new_dls']), refs, 'learn', lost):
+        rest = {k:v for k,v in rest.items() if k != 'new_dls'}
+        res |= dict(new_dls=None, dls=[])
+    return res
 
 def _is_logger(cb): return is_kind(cb, RANK0_ONLY)     # their connections are expected to stay behind
 
 # %% ../../nbs/fastai2/79_snapshot.ipynb #553e04c8
-def apply(learn, cbs, meta, buffers, refs=None):
+def apply(learn, cbs, meta, buffers, refs=None,
+          whole=True # Also what callbacks hold that is as it was? Not right after the fit
+):
     "Puts a captured state into `learn` and its callbacks, in place"
-    refs = refs or persistent_refs(learn, cbs)
+    refs,callbacks = refs or persistent_refs(learn, cbs),all_cbs(learn, cbs)
     state,load_rest = load_state(meta, buffers, refs)
     rest = _load_rest(load_rest)
+    if not _apply_structure(learn, rest, state): return
     if state['epoch'] is not None: learn.epoch = state['epoch']
-    for k in ('model','opt'):
-        if k in rest: setattr(learn, k, rest[k])
     apply_model(learn.model, state)
+    if state['tensors']: apply_grads(learn.model, state['grads'])
     if state['loss']: apply_model(loss_module(learn.loss_func), state['loss'])
     if state['opt'] and learn.opt: apply_opt(learn.opt, *state['opt'])
+    for o,attrs in zip(opt_owners(learn.opt), rest.get('opt_attrs', ())): update_attrs(o, attrs, whole)
     update_attrs(learn, rest['learn'])
-    for cb,attrs in zip(all_cbs(learn, cbs), rest['cbs']): update_attrs(cb, attrs)
+    for cb,attrs in zip(callbacks, rest['cbs']): update_attrs(cb, attrs, whole)
     for dl,st in zip(learn.dls.loaders, rest['dls']): set_dl_state(dl, st)
+    _apply_cbs(learn, rest)
     if rest['rng']: CommonRNG(rest['rng']).install()
+
+def _apply_structure(learn, rest, state):
+    "Modules and parts first: whether the weights fit then. A learner that they don't fit stays as it is"
+    if rest.get('parts'): update_objects(parts(learn), rest['parts'])
+    for k in ('model','opt','dls'):
+        if rest.get(f'new_{k}') is not None: setattr(learn, k, rest[f'new_{k}'])
+    unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]
+    if unknown: warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be loaded "
+                              "here; the learner is as before the fit.")
+    return not unknown
+
+def _apply_cbs(learn, rest):
+    "Callbacks that left in the fit leave here, and those that came come"
+    before = list(learn.cbs)
+    for i in rest.get('left', ()):
+        if i < len(before): learn.remove_cb(before[i])
+    for cb in rest.get('come', ()): learn.add_cb(cb)
 
 def _load_rest(load_rest):
     "What came besides weights and optimizer; with a warning about what didn't"
@@ -194,6 +266,9 @@ def unpack(obj, device):
     if model_factory: _build_model(learn, model_factory, obj['state'])
     CommonRNG(obj['rng']).install()
     place(learn, device)
+    apply_grads(learn.model, obj['grads'])
+    for o,attrs in zip(opt_owners(learn.opt), obj['opt_attrs']): vars(o).update(attrs)
+    move_opt(learn.opt, device)
     return learn, obj['cbs'], obj['call']
 
 def _build_model(learn, factory, state):

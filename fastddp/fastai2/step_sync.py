@@ -17,7 +17,7 @@ from ..base import group
 from ..base.errors import CantDistribute
 from .any_loss import AnyLoss
 from .consensus import _FIRST, _LAST, ballot, leaves_late, strongest
-from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, raw_model, zero_loss
+from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, Reentrant, raw_model, zero_loss
 from .events import OurCallback
 from .own_step import OwnPasses, _overridden, average_grads, grads_entry, steps_itself
 from ..shard.drift import all_alike, methods, names_in, suspect, sync_tensors
@@ -61,6 +61,7 @@ class StepSync(OurCallback):
         self.weighed = False            # is this batch's loss weighed?
         self.own,self.scale = OwnPasses(),1.    # what weighs passes that DDP doesn't reduce, and by how much
         self.said = False               # was the user told of gradients that were not alike?
+        self.grads_left = False         # at the end of the fit: has some rank gradients that no step took?
 
     def start(self, i # The batch
     ):
@@ -73,7 +74,7 @@ class StepSync(OurCallback):
         self.params = [*learn.model.parameters(), *self.reducer.more]
         self.bare = [p for p in self.params if p.grad is None]
         self.accumulating = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
-        self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None
+        self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None or self.reducer.rough
 
     def before_train(self):
         self.any_loss.start_epoch(self.learn.cbs)
@@ -90,6 +91,7 @@ class StepSync(OurCallback):
     def before_backward(self):
         if self.weighed: return     # a learner that steps by itself may have no such event, or come back to it
         self.weighed = True
+        self.leave_ddp()
         if self.n > 1: self._weigh_loss()
         elif (decided := self._sum_up()[0]): self.consensus.raise_decision(decided)
 
@@ -112,11 +114,26 @@ def _weigh_loss(self:StepSync):
     # fastai's accumulation weights a batch by this rank's items, doubled and borrowed ones included
     if self.accumulating is not None: scale = scale*true_counts(self.learn)[1]/find_bs(self.learn.yb)
     if isinstance(scale, torch.Tensor) or scale*by != 1.: loss = loss*scale*by     # a product costs two passes
-    if self.stats is not None: loss = self._with_entry(loss, part)
-    self.learn.loss_grad = loss
+    if self.stats is None and self.reduces(): loss = self._past_ddp(loss)
+    try: self.learn.loss_grad = loss if self.stats is None else self._with_entry(loss, part)
+    except Reentrant: self.learn.loss_grad = self._without_ddp(loss)
     if self.consensus.late and steps_itself(self.learn):
         self.own.open(self.params, self.scale, on=False)
         self.own.after(loss)
+
+@patch
+def leave_ddp(self:StepSync):
+    "Puts the raw model back, and keeps the statistics of its forward pass through DDP"
+    learn,raw = self.learn,raw_model(self.learn.model)
+    if raw is not learn.model: self.stats,learn.model = learn.model.take_stats(),raw
+
+@patch
+def _past_ddp(self:StepSync, loss):
+    "`loss` of a learner that called layers of its model rather than the model: DDP gets its forward pass now"
+    ddp = self.reducer.module(self.learn.model)
+    loss = loss+ddp(shadow=True)
+    self.stats = ddp.take_stats()
+    return loss
 
 @patch
 def _with_entry(self:StepSync, loss, part):
@@ -132,6 +149,28 @@ def _with_entry(self:StepSync, loss, part):
     return loss
 
 @patch
+def _without_ddp(self:StepSync, loss):
+    "From this batch on without DDP; `loss` with its weight"
+    self.go_by_hand()
+    if self.ahead:      # summed up already
+        self.consensus.step_due = True
+        return loss
+    self.ahead = True
+    by = self._sum_up_ahead()
+    self.scale = self.scale*by
+    return loss*by
+
+@patch
+def go_by_hand(self:StepSync):
+    "DDP can't follow this model: on all ranks at the same moment"
+    c = self.consensus
+    if group.rank() == 0 and not c.always_by_hand: warnings.warn("fastddp: the model checkpoints activations with "
+        "use_reentrant=True, which DDP can't follow, so gradients are averaged after the backward pass instead of "
+        "during it. use_reentrant=False gives the same results, faster.")
+    c.by_hand = c.late = c.always_by_hand = True
+    self.stats = None
+
+@patch
 def _without_nan(self:StepSync, loss, divisor):
     "`loss`, or zero if none of this rank's items has a weight (the mean over them is not a number)"
     if isinstance(divisor, float) and divisor > 0: return loss
@@ -145,8 +184,12 @@ def vote(self:StepSync, kind # One of `VOTES`
 ):
     "This rank leaves the batch: a vote in it, or in the next where it is closed; returns what the ranks decided"
     self._begin_vote()
-    if not self.ahead: return self._close(self._shadow_step(kind))
-    if self.stats is None: self._shadow_forward()
+    try:
+        if not self.ahead: return self._close(self._shadow_step(kind))
+        if self.stats is None: self._shadow_forward()
+    except Reentrant:
+        self.go_by_hand()
+        self.ahead = True
     self.any_loss.meet_with_nothing()
     return self._sum_up(kind)[0]
 
@@ -162,7 +205,11 @@ def vote_load(self:StepSync):
         self.any_loss.meet_with_nothing()
         self.any_loss.start(self.learn, self.alone)     # this rank's batch is still to come
         return self._sum_up('load')[0]
-    sums = self._shadow_step('load')
+    try: sums = self._shadow_step('load')
+    except Reentrant:
+        self.go_by_hand()
+        self.ahead = True
+        return self._sum_up('load')[0]
     self.any_loss.start(self.learn, self.alone)
     self.take_back(self.params)
     return self._close(sums)
@@ -273,17 +320,15 @@ class LeaveDDP(OurCallback):
     run_valid = False
     def __init__(self, sync): self.sync = sync
     def before_batch(self): self.sync.start(self.iter)
-    def after_pred(self):
-        learn,raw = self.learn,raw_model(self.learn.model)
-        if raw is learn.model: return
-        learn.pred,self.sync.stats = learn.pred
-        learn.model = raw
+    def after_pred(self): self.sync.leave_ddp()
     def after_loss(self):
+        self.sync.leave_ddp()       # a learner's own loop may leave out `after_pred`
         self.sync.any_loss.restore()
         self.sync.loss_known = len(self.learn.yb) > 0
     def after_backward(self):
         self.sync.read()
         self.sync.open_own()
+    def after_batch(self): self.sync.read_late()
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #da0346de
 @patch
@@ -300,11 +345,23 @@ def read(self:StepSync):
     if decided == 'backward': return        # that pass is over, and its gradients are dropped
     self.consensus.raise_decision(decided)
 
+@patch
+def read_late(self:StepSync): "After the step there is nothing left to read, but on a device: see `fastai2.device_step`"
+
 # %% ../../nbs/fastai2/76_step_sync.ipynb #0948ea12
 @patch
 def open_own(self:StepSync):
     "From now on, backward passes of this batch are somebody's own"
     if self.n > 1 and self.consensus.late: self.own.open(self.params, self.scale)
+
+@patch
+def after_fit(self:StepSync):
+    "What accumulation left in `p.grad` is one rank's: now it is that of all"
+    if self.consensus.depth: return
+    params = list(raw_model(self.learn.model).parameters())
+    left = any(p.grad is not None and bool(p.grad.any()) for p in params)
+    self.grads_left = bool(group.all_sum([left])[0])
+    if self.grads_left and self.n > 1: average_grads(params)
 
 @patch
 def begin_by_hand(self:StepSync):
