@@ -43,8 +43,8 @@ class Machine:
     def said(self):
         "What came that was not the agent's: errors of the command, or of Python there"
         self._errors.seek(0)
-        text = self._errors.read()
-        return '\n'.join(filter(None, [self.trouble, bytes(self.frames.junk).decode(errors='replace'), text])).strip()
+        junk = bytes(self.frames.junk).decode(errors='replace')
+        return '\n'.join(filter(None, [self.trouble, junk, self._errors.read()])).strip()
     def lost(self):
         "Why nothing will come any more, or None"
         if self.closed: return f"the connection to {self.name} is closed"
@@ -114,8 +114,7 @@ def forget(self:Machine):
     "What the last job left"
     for block,_ in self.latest.values(): block.close()
     self.latest,self.stopped = {},set()
-    for r in self.ranks:
-        with contextlib.suppress(FileNotFoundError): os.unlink(self.beat_path(r))
+    for r in self.ranks: Path(self.beat_path(r)).unlink(missing_ok=True)
 
 @patch
 def send_modules(self:Machine):
@@ -181,8 +180,8 @@ class AllWorkers:
         return os.path.join(self.home.dir, f'heartbeat-{r}') if r not in self.of else self.of[r].beat_path(r)
     def alive(self):
         "Ranks that run, as far as one knows"
-        there = [r for r,m in self.of.items() if r not in m.dead and not m.lost()]
-        return sorted(there+(self.home.alive() if self.home else []))
+        home = self.home.alive() if self.home else []
+        return sorted([*home, *(r for r,m in self.of.items() if r not in m.dead and not m.lost())])
     def is_stopped(self, r): return r in self.of[r].stopped if r in self.of else self.home.is_stopped(r)
     def start(self, on_gpu):
         "Starts the workers of the other machines; nothing is waited for"
@@ -207,10 +206,9 @@ def submit(self:AllWorkers, entry, packed, block, configs, **_):
         m.frames.send_in_order('job', entry, [of_rank[r] for r in m.ranks], env, _surroundings(), packed,
                                data=(block, packed.end))
     if not self.home: return
-    env,specs = _card_env(self.cards[None], len(self.home.ranks)),[of_rank[r] for r in self.home.ranks]
-    for s in specs:
-        with contextlib.suppress(FileNotFoundError): os.unlink(s.heartbeat)
-    self.home.submit(entry, packed, block, specs, **env)
+    specs = [of_rank[r] for r in self.home.ranks]
+    for s in specs: Path(s.heartbeat).unlink(missing_ok=True)
+    self.home.submit(entry, packed, block, specs, **_card_env(self.cards[None], len(specs)))
 
 @patch
 def poll(self:AllWorkers, timeout=None):

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from .engine import Outcome
 from ..base.errors import GroupTimeout, RankDied, RankRaised, first_failure, is_echo, is_timeout
 from ..process.server import has_died
-from ..process.heartbeat import is_stopped, job_stack, odd_one, read_beat
+from ..process.heartbeat import job_stack, odd_one, read_beat
 from ..output.logs import tail
 from ..output.replay import Replay
 from ..payload.pickling import load
@@ -166,7 +166,7 @@ def _stacks(self:Monitor, ranks):
     def read(r): return job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
     self.workers.ask_stacks(ranks)
     end = time.monotonic()+5.
-    while time.monotonic() < end and not all(read(r) or is_stopped(self.workers.procs[r].pid) for r in ranks):
+    while time.monotonic() < end and not all(read(r) or self.workers.is_stopped(r) for r in ranks):
         self._turn(.1)
     return {r:read(r) for r in ranks}
 

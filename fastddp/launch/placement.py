@@ -99,14 +99,17 @@ def engine_for(
         print(why)
         yield None
         return
-    if launcher is not None and not isinstance(launcher, Local): (n,gpus),asked = launcher.place(nprocs, gpus),{}
-    else:
-        launcher = Local() if launcher is None else launcher
+    launcher,asked,places = Local() if launcher is None else launcher,{},True
+    if isinstance(launcher, Local):
+        asked = {k:_option(launcher, k, given, defaults) for k in ('see','timeout')}
+        places = launcher.places
+    if not places:
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
-        asked = dict(gpus=gpus or [], see=_option(launcher, 'see', given, defaults),
-                     timeout=_option(launcher, 'timeout', given, defaults))
-    _check_see(asked.get('see', given['see']), n)
-    with own_attrs(launcher, **asked), launcher as engine: yield engine, n, gpus
+        asked['gpus'] = gpus or []
+    with own_attrs(launcher, **asked), launcher as engine:
+        if places: n,gpus = engine.place(nprocs, gpus)
+        _check_see(asked.get('see', given['see']), n)
+        yield engine, n, gpus
 
 def _check_see(see, n):
     bad = [r for r in see if r != 0 and r >= n] if see != 'all' else []
