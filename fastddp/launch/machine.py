@@ -6,7 +6,7 @@
 __all__ = ['Machine', 'AllWorkers']
 
 # %% ../../nbs/launch/66_machine.ipynb #09c904a8
-import contextlib, os, shutil, signal, subprocess, tempfile, time
+import contextlib, os, signal, subprocess, time
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -18,6 +18,7 @@ from ..process import helper
 from ..process.channel import Surroundings
 from ..process.frames import Frames
 from ..process.heartbeat import Beat, write_beat
+from ..process.owner import new_folder, remove_folder
 
 # %% ../../nbs/launch/66_machine.ipynb #93e67d5b
 _SH = 'd=$1; shift; "$@"; e=$?; rm -rf "$d"; exit $e'
@@ -33,7 +34,7 @@ class Machine:
         self.ranks,self.dead,self.latest,self.trouble,self.closed = [],set(),{},'',False
         self.stopped,self.modules = set(),{}        # ranks; files that were sent -> `(path, time)`
         self.facts,self.skew,self._kept = {},0.,[]      # `skew`: seconds that our clock is ahead of theirs
-        self.folder = tempfile.mkdtemp(prefix='fastddp-')
+        self.folder = new_folder()
         self._errors = open(os.path.join(self.folder, 'stderr'), 'w+')      # read after the folder is gone
         self.proc = subprocess.Popen(['sh','-c',_SH,'sh',self.folder,*argv], stdin=subprocess.PIPE,
                                      stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True)
@@ -147,7 +148,7 @@ def close(self:Machine,
     self.proc.wait()
     self.forget()
     self._errors.close()
-    shutil.rmtree(self.folder, ignore_errors=True)
+    remove_folder(self.folder)
 
 # %% ../../nbs/launch/66_machine.ipynb #a5557b80
 def _surroundings():
