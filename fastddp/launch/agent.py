@@ -238,7 +238,6 @@ def main():
     os.dup2(null, 0)
     os.dup2(2, 1)
     Agent(read_fd, write_fd).run()
-    os._exit(0)
 
 if __name__ == '__main__' and globals().get('__spec__'):
     from fastddp.launch import agent     # what is pickled here belongs to the module, not to `__main__`

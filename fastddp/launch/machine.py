@@ -6,7 +6,7 @@
 __all__ = ['Machine', 'AllWorkers']
 
 # %% ../../nbs/launch/66_machine.ipynb #09c904a8
-import contextlib, os, shutil, signal, subprocess, tempfile, time
+import contextlib, os, signal, subprocess, time
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -18,6 +18,7 @@ from ..process import helper
 from ..process.channel import Surroundings
 from ..process.frames import Frames
 from ..process.heartbeat import Beat, write_beat
+from ..process.owner import new_folder, remove_folder
 
 # %% ../../nbs/launch/66_machine.ipynb #93e67d5b
 _SH = 'd=$1; shift; "$@"; e=$?; rm -rf "$d"; exit $e'
@@ -33,7 +34,7 @@ class Machine:
         self.ranks,self.dead,self.latest,self.trouble,self.closed = [],set(),{},'',False
         self.stopped,self.modules = set(),{}        # ranks; files that were sent -> `(path, time)`
         self.facts,self.skew,self._kept = {},0.,[]      # `skew`: seconds that our clock is ahead of theirs
-        self.folder = tempfile.mkdtemp(prefix='fastddp-')
+        self.folder = new_folder()
         self._errors = open(os.path.join(self.folder, 'stderr'), 'w+')      # read after the folder is gone
         self.proc = subprocess.Popen(['sh','-c',_SH,'sh',self.folder,*argv], stdin=subprocess.PIPE,
                                      stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True)
@@ -43,8 +44,8 @@ class Machine:
     def said(self):
         "What came that was not the agent's: errors of the command, or of Python there"
         self._errors.seek(0)
-        text = self._errors.read()
-        return '\n'.join(filter(None, [self.trouble, bytes(self.frames.junk).decode(errors='replace'), text])).strip()
+        junk = bytes(self.frames.junk).decode(errors='replace')
+        return '\n'.join(filter(None, [self.trouble, junk, self._errors.read()])).strip()
     def lost(self):
         "Why nothing will come any more, or None"
         if self.closed: return f"the connection to {self.name} is closed"
@@ -114,8 +115,7 @@ def forget(self:Machine):
     "What the last job left"
     for block,_ in self.latest.values(): block.close()
     self.latest,self.stopped = {},set()
-    for r in self.ranks:
-        with contextlib.suppress(FileNotFoundError): os.unlink(self.beat_path(r))
+    for r in self.ranks: Path(self.beat_path(r)).unlink(missing_ok=True)
 
 @patch
 def send_modules(self:Machine):
@@ -148,7 +148,7 @@ def close(self:Machine,
     self.proc.wait()
     self.forget()
     self._errors.close()
-    shutil.rmtree(self.folder, ignore_errors=True)
+    remove_folder(self.folder)
 
 # %% ../../nbs/launch/66_machine.ipynb #a5557b80
 def _surroundings():
@@ -181,8 +181,8 @@ class AllWorkers:
         return os.path.join(self.home.dir, f'heartbeat-{r}') if r not in self.of else self.of[r].beat_path(r)
     def alive(self):
         "Ranks that run, as far as one knows"
-        there = [r for r,m in self.of.items() if r not in m.dead and not m.lost()]
-        return sorted(there+(self.home.alive() if self.home else []))
+        home = self.home.alive() if self.home else []
+        return sorted([*home, *(r for r,m in self.of.items() if r not in m.dead and not m.lost())])
     def is_stopped(self, r): return r in self.of[r].stopped if r in self.of else self.home.is_stopped(r)
     def start(self, on_gpu):
         "Starts the workers of the other machines; nothing is waited for"
@@ -207,10 +207,9 @@ def submit(self:AllWorkers, entry, packed, block, configs, **_):
         m.frames.send_in_order('job', entry, [of_rank[r] for r in m.ranks], env, _surroundings(), packed,
                                data=(block, packed.end))
     if not self.home: return
-    env,specs = _card_env(self.cards[None], len(self.home.ranks)),[of_rank[r] for r in self.home.ranks]
-    for s in specs:
-        with contextlib.suppress(FileNotFoundError): os.unlink(s.heartbeat)
-    self.home.submit(entry, packed, block, specs, **env)
+    specs = [of_rank[r] for r in self.home.ranks]
+    for s in specs: Path(s.heartbeat).unlink(missing_ok=True)
+    self.home.submit(entry, packed, block, specs, **_card_env(self.cards[None], len(specs)))
 
 @patch
 def poll(self:AllWorkers, timeout=None):

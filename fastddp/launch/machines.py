@@ -15,14 +15,16 @@ from ..base.errors import CantDistribute
 from .agent import facts
 from .local import Local, start_workers, visible_cores
 from .machine import AllWorkers
-from .preflight import files_among, table
+from .preflight import files_among, table, wait_while_much_is_sent
 from .rank import RankSpec
+from .settings import notebook_settings
 from ..payload.shared_memory import Block
 from .route import Listener, Route, interfaces, meeting_point, routes_to
 
 # %% ../../nbs/launch/68_machines.ipynb #3386b9e9
 class Machines(Local):
     "Runs jobs on several machines; how an agent gets there is a subclass's: `_connect` sets `machines` and `has_home`"
+    places = True
     def __init__(self,
         per_node=None, # Ranks on each machine; None: its GPUs, or one where there are none
         interface=None, # Network card; None: that of the route between the machines
@@ -111,7 +113,9 @@ def submit(self:Machines, job, nprocs, here=None, interrupts=None, mark=lambda p
         if m.facts['free'] is not None and job.payload.nbytes > m.facts['free']:
             raise CantDistribute(f"{m.name} has {m.facts['free']/2**30:.1f} GB of memory left, and learner and data "
                                  f"take {job.payload.nbytes/2**30:.1f} GB there.")
-    return Local.submit(self, job, nprocs, here, interrupts, mark)
+    specs = Local.submit(self, job, nprocs, here, interrupts, mark)
+    wait_while_much_is_sent(self.machines, interrupts)
+    return specs
 
 @patch
 def preflight(self:Machines,
@@ -220,10 +224,11 @@ def _specs(self:Machines, nprocs, work):
     gpus,backend = self._gpus() or [None]*nprocs,('nccl' if self.on_gpu else 'gloo')
     backend = backend if self.backend is None else self.backend
     at_home = max(1, visible_cores()//self.counts[0])
+    settings = {} if self.keep_on_failure else notebook_settings()
     def spec(r):
         threads = self.threads or (None if self.workers.host(r) else at_home)
         return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous_url(), self._display_settings(r),
-                        self.workers.log_path(r), self.workers.beat_path(r), work, self.link_timeout)
+                        self.workers.log_path(r), self.workers.beat_path(r), work, settings, self.link_timeout)
     return [spec(r) for r in self.workers.ranks]
 
 @patch

@@ -11,9 +11,7 @@ import contextlib, os
 from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
-from .engine import Launcher
 from .local import Local
-from ..output.notice import print_line
 
 # %% ../../nbs/launch/56_placement.ipynb #b6c84c1d
 def workers_for(
@@ -98,17 +96,18 @@ def engine_for(
     "Yields `(launcher, number of workers, GPU of each)`, open; or prints why this process trains, and yields None"
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
     if why := local_reason(nprocs, gpus, launcher):
-        print_line(why)
+        print(why)
         yield None
         return
-    launcher = Local() if launcher is None else launcher
-    asked = {k:_option(launcher, k, given, defaults) for k in ('see','timeout')} if isinstance(launcher, Local) else {}
-    on_this_machine = asked and type(launcher).place is Launcher.place
-    if on_this_machine:
-        placed = workers_for(nprocs, _gpus_of(launcher, gpus))
-        asked['gpus'] = placed[1] or []
+    launcher,asked,places = Local() if launcher is None else launcher,{},True
+    if isinstance(launcher, Local):
+        asked = {k:_option(launcher, k, given, defaults) for k in ('see','timeout')}
+        places = launcher.places
+    if not places:
+        n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
+        asked['gpus'] = gpus or []
     with own_attrs(launcher, **asked), launcher as engine:
-        n,gpus = placed if on_this_machine else engine.place(nprocs, gpus)
+        if places: n,gpus = engine.place(nprocs, gpus)
         _check_see(asked.get('see', given['see']), n)
         yield engine, n, gpus
 

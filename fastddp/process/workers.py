@@ -174,7 +174,8 @@ def poll(self:Workers,
 @patch
 def waitables(self:Workers):
     "What `poll` waits for, to wait for other things as well"
-    return [o for r,p in self.procs.items() if r not in self._dead for o in (self.pipes[r].conn, p.sentinel)]
+    there = [r for r in self.procs if r not in self._dead]
+    return [*(self.procs[r].sentinel for r in there), *(self.pipes[r] for r in there if not self.pipes[r].ended)]
 
 @patch
 def host(self:Workers, r):
