@@ -12,6 +12,7 @@ from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
 from .local import Local
+from ..output.notice import print_line
 
 # %% ../../nbs/launch/56_placement.ipynb #b6c84c1d
 def workers_for(
@@ -96,7 +97,7 @@ def engine_for(
     "Yields `(launcher, number of workers, GPU of each)`, open; or prints why this process trains, and yields None"
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
     if why := local_reason(nprocs, gpus, launcher):
-        print(why)
+        print_line(why)
         yield None
         return
     launcher,asked,places = Local() if launcher is None else launcher,{},True
