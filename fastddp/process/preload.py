@@ -10,7 +10,9 @@ import atexit, gc, importlib, os, signal, sys, warnings
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 from .owner import end_with_parent
-if os.environ.pop('FASTDDP_PARENT', '') == str(os.getppid()): end_with_parent()
+if parent := os.environ.pop('FASTDDP_PARENT', ''):
+    end_with_parent()
+    if os.getppid() != int(parent): os._exit(0)         # it is gone already
 os.environ['CUDA_VISIBLE_DEVICES'] = ''             # torch: no device, without asking the driver
 os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'   # torch.cuda.is_available() then never calls the CUDA runtime
 warnings.simplefilter('ignore')     # whoever imports the same library in the notebook has seen them there
