@@ -5,10 +5,14 @@
 #   make test-oldest   the tests with fastai 2.7.19, in an environment of its own (.venv-oldest)
 #   make test-v1   the tests, notebooks and tutorials of fastai v1, in an environment of its own (.venv-v1)
 #   make bench     all benchmarks, and their tables in benchmarks/README.md and the README (an hour; leave the machine alone meanwhile)
+#   make picture   docs/lesson.png, the README's picture of the lesson (runs it first)
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
 #   make test-faults  the whole table of failures (CI runs a spread of it)
+#   make gpu       what is promised about GPUs, checked on this machine's; also without network (GPU_ARGS=--dry: on the CPU)
+#   make test-device  what is held to one process, on the way that a step takes on a GPU (here on the CPU)
+#   make test-kaggle  the tests under the limits of a notebook service: 64 MB of shared memory, 4 cores, 30 GB (root)
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
 # PYTHON=python3.12 chooses the interpreter for a new environment, VENV=some/folder where it lies.
 
@@ -26,7 +30,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo test test-v1 test-oldest test-full test-faults readme troubles sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu test test-v1 test-oldest test-full test-faults test-device test-kaggle readme troubles sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -68,13 +72,24 @@ $(OLDEST)/.installed: tests/oldest.txt
 test-faults: venv
 	@FASTDDP_FAULTS=all $(PY) -m pytest tests/test_faults.py
 
+# Chooses its interpreter itself, and installs nothing that is there.
+gpu:
+	@$(runner) tools/gpu.py $(GPU_ARGS)
+
+test-device: venv
+	@FASTDDP_STEP=device $(PY) -m pytest tests/test_parity.py tests/test_decisions.py tests/test_streams.py tests/test_back.py \
+		tests/test_random_configs.py tests/test_interrupt.py tests/test_resume.py tests/apps -m 'not full'
+
+test-kaggle: venv
+	@$(PY) tools/like_kaggle.py $(PY) -m pytest tests -m 'not full' --ignore=tests/test_browser.py --ignore=tests/v1
+
 # For tests/test_browser.py, which is skipped without one: Debian's, where we may install it.
 browser:
 	@command -v chromedriver >/dev/null || ! test "$$(id -u)" = 0 || ! command -v apt-get >/dev/null || { timeout 300 sh -c \
 		'apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver'; } >/dev/null 2>&1 || true
 
 # One after the other: they measure. Peers: pip install -e '.[bench]'
-BENCHES := launch memory sync throughput step ddp_options inference balance model
+BENCHES := launch shapes memory sync throughput step ddp_options inference balance model
 bench: venv
 	@for b in $(BENCHES); do echo "== $$b"; $(PY) -W ignore benchmarks/$$b.py || exit 1; done
 	@$(PY) benchmarks/render.py
@@ -82,6 +97,9 @@ bench: venv
 
 troubles: venv
 	@$(PY) tools/troubles.py
+
+picture: demo browser
+	@$(PY) tools/picture.py
 
 readme: venv
 	@$(PY) tools/readme.py

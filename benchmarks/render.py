@@ -34,6 +34,12 @@ SHORT = [   # what, where it lies, its unit, the budget, what it is held against
      "torch's spawn", rows('launch', 'torch spawn')),
     ('second fit in a block: all but training', rows('launch', 'second fit in a block'), 's', 'at most 0.05 s',
      '', None),
+    *((f'{of}: {what}', rows('shapes', case, column), 's', f'at most {most} s', 'an epoch in one process',
+       rows('shapes', case, 'local epoch'))
+      for of, case, first in (('12,396 zipped tensors', 'zip of tensors', .3),
+                              ('a table of 100,000 rows', 'table with strings', .3))
+      for what, column, most in (('first fit, all but training', 'first fit beyond training', first),
+                                 ('again in a block', 'again in a block, beyond training', .05))),
     ("memory of an array, 4 workers, beyond the notebook's", rows('memory', 'numpy array, 4 workers'), ' x its size',
      'at most 1.1', "torch's spawn, 2 processes", rows('memory', 'torch spawn: numpy array, 2 processes')),
     ('data to the workers, first fit', rows('sync', 'ship, first fit', 'ratio'), ' copies', 'at most 2',

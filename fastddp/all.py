@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 from .process import workers
 from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
+from .launch.hosts import Hosts
 from .launch.in_process import InProcess
 from .launch.local import Local
 from .launch.torchddp import TorchDDPCtx, in_torchddp
@@ -39,5 +40,5 @@ workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inli
                 'fastddp.output.capture:rehearse')
 if _interactive(): workers.warm()
 
-__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local','TorchDDPCtx',
-           'global_imports','import_star','in_torchddp','ranch','spawn']
+__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','Hosts','InProcess','Local',
+           'TorchDDPCtx','global_imports','import_star','in_torchddp','ranch','spawn']

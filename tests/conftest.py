@@ -1,5 +1,5 @@
 """Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
-import atexit, os, shutil, tempfile
+import atexit, contextlib, os, shutil, tempfile
 import pytest
 from traces import changed, children, environment, files, handlers, left_after, memfds, of_others, running
 
@@ -15,9 +15,9 @@ def own_temporary_folder():
 own_temporary_folder()
 
 
-@pytest.fixture(autouse=True)
-def leaves_nothing():
-    "Fail the test that leaves something behind"
+@contextlib.contextmanager
+def nothing_left():
+    "Fails if something is left behind that was not there before"
     was = [look() for look in (children, files, memfds)]
     env, sigs = environment(), handlers()
     yield
@@ -29,3 +29,9 @@ def leaves_nothing():
     for o in procs: o.kill()   # the next test is not to blame
     problems = {k: v for k, v in problems.items() if v}
     assert not problems, f'left behind: {problems}'
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing():
+    "Fail the test that leaves something behind"
+    with nothing_left(): yield

@@ -16,7 +16,7 @@ from fastddp.launch.local import Local
 class Warm(Local):
     "Its workers stay from fit to fit, whatever block a fit ran in, until `end`"
     def __exit__(self, *_): pass
-    def end(self): super().__exit__()
+    def end(self): self.leave()
     def pids(self): return [p.pid for p in self.workers.procs.values()] if self.workers else []
 
 
@@ -75,11 +75,11 @@ def loaders(train, valid, bs=4, drop_last=False, valid_bs=None):
 
 
 def learner(train=37, valid=21, bs=4, model=None, loss_func=None, opt_func=SGD, drop_last=False, data=items, lr=.05,
-            **kwargs):
+            kind=Learner, **kwargs):
     seed()
     dls = loaders(data(train), data(valid, s=1), bs, drop_last)
-    learn = Learner(dls, mlp() if model is None else model, loss_func=loss_func or nn.CrossEntropyLoss(),
-                    opt_func=opt_func, lr=lr, **kwargs)
+    learn = kind(dls, mlp() if model is None else model, loss_func=loss_func or nn.CrossEntropyLoss(),
+                 opt_func=opt_func, lr=lr, **kwargs)
     learn.remove_cb(ProgressCallback)
     learn.logger = lambda *_: None
     return learn

@@ -8,7 +8,7 @@ BENCHES = root/'benchmarks'
 
 def test_scripts_import():
     names = sorted(p.stem for p in BENCHES.glob('*.py'))
-    assert {'launch', 'memory', 'sync', 'inference', 'model', 'peers'} <= {*names}
+    assert {'launch', 'shapes', 'memory', 'sync', 'inference', 'model', 'peers'} <= {*names}
     r = subprocess.run([sys.executable, '-W', 'ignore', '-c', f'import {", ".join(names)}'], cwd=BENCHES,
                        capture_output=True, text=True, timeout=120)
     assert (r.returncode, r.stdout) == (0, ''), r.stderr

@@ -3,6 +3,7 @@ build/browser/."""
 import contextlib, ctypes, json, os, secrets, shutil, signal, socket, subprocess, sys, tempfile, time, urllib.request
 from pathlib import Path
 import nbformat, pytest
+from test_first_call import IMPORTS
 from traces import children, left_after
 
 root = Path(__file__).resolve().parent.parent
@@ -10,9 +11,9 @@ PICTURES = root/'build'/'browser'
 webdriver = pytest.importorskip('selenium.webdriver', reason='selenium is not installed (pip install -e .[dev])')
 pytest.importorskip('jupyterlab', reason='jupyterlab is not installed (pip install -e .[dev])')
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
-pytestmark = [pytest.mark.timeout(500), pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=
               'no chromium or chromedriver (apt-get install chromium chromium-driver)')]
-CELL = 120   # seconds for a cell, on a busy machine
+CELL = 240   # seconds for a cell, on a busy machine
 
 
 def die_with_parent(): ctypes.CDLL(None).prctl(1, signal.SIGTERM)   # PR_SET_PDEATHSIG: a killed pytest leaves no server
@@ -108,6 +109,11 @@ class Page:
         self.driver.get(f'{lab.url}/lab/tree/{name}?token={lab.token}&reset')
         self.until(READY, 240)
     def run_all(self): self.js("jupyterapp.commands.execute('notebook:run-all-cells') && 1")
+    def picture_of_cell(self, i, name):
+        "With the cell's last lines in sight, since these say what to do"
+        self.js(f"document.querySelectorAll('{PANEL} .jp-CodeCell')[{i}].scrollIntoView({{block: 'end'}}) || 1")
+        time.sleep(.3)      # drawn
+        self.picture(name)
     def click_interrupt(self):
         self.driver.find_element('css selector', f"{PANEL} jp-button[data-command='notebook:interrupt-kernel']").click()
 
@@ -149,6 +155,13 @@ def page(all_gone):
     os.environ.update(was)
 
 
+def write_cells(lab, name, cells, tags=()):
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in cells])
+    for c in nb.cells: c.metadata['tags'] = [*tags]
+    nb.metadata['kernelspec'] = dict(name='python3', display_name='Python 3', language='python')
+    nbformat.write(nb, lab.notebooks/name)
+
+
 def write(lab, name, epochs):
     cells = [f"""import sys; sys.path.insert(0, {str(root/'tests')!r})
 from fastai.vision.all import *
@@ -157,9 +170,7 @@ from faults import Slow
 from learners import make_learner
 learn = make_learner(cbs=[Slow(.1, {str(lab.notebooks)!r})])""", f'learn.distrib_fit({epochs}, nprocs=2)',
              "print('recorded', len(learn.recorder.lrs), 'epochs', len(learn.recorder.values))"]
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in cells])
-    nb.metadata['kernelspec'] = dict(name='python3', display_name='Python 3', language='python')
-    nbformat.write(nb, lab.notebooks/name)
+    write_cells(lab, name, cells)
 
 
 def test_bar_moves_and_table_grows(lab, page):
@@ -192,4 +203,63 @@ def test_interrupt_button(lab, page):
     page.click_interrupt()
     page.until(f"{TEXT}.includes('KeyboardInterrupt')", 20)     # of the 200 s that the fit would take
     page.until(IDLE)
-    page.picture('interrupted')
+    assert "learn holds the last finished batch; learn.distrib_resume() goes on." in page.js(TEXT)
+    page.picture('stop')
+
+
+FIRST = """import os, sys
+os.environ['PYTHONPATH'] = os.pathsep.join([{folder!r}, os.environ.get('PYTHONPATH', '')])
+sys.path.insert(0, {tests!r})
+from fastddp.process import workers
+workers.preload('imports_for_long')
+from fastai.vision.all import *
+from fastddp.all import *
+from learners import make_learner
+learn = make_learner()"""
+
+
+def test_first_call(lab, page):
+    "A line says what is waited for, and goes"
+    go = lab.notebooks/'go'
+    (lab.notebooks/'imports_for_long.py').write_text(IMPORTS.format(go=str(go)))
+    setup = FIRST.format(folder=str(lab.notebooks), tests=str(root/'tests'))
+    write_cells(lab, 'first.ipynb', [setup, 'learn.distrib_fit_one_cycle(2, nprocs=2)'])
+    page.open(lab, 'first.ipynb')
+    page.run_all()
+    page.until(f"{TEXT}.includes('first time in this kernel: importing torch and fastai')")
+    page.picture('first call')
+    go.touch()
+    page.until(f"{TEXT}.includes('2 epochs in')")
+    page.until(IDLE)
+    page.picture('first call, done')
+    assert 'starting' not in page.js(TEXT)
+
+
+MISTAKES = ["""import numpy as np
+from fastai.vision.all import *
+from fastddp.all import *
+folder = Path({folder!r})/'pictures'
+folder.mkdir()
+for i in range(40): PILImage.create(np.full((16, 16, 3), 6*i, dtype='uint8')).save(folder/f'{{i % 2}}_{{i}}.png')
+def label(name): return name[0]
+def learner(fnames):
+    dls = ImageDataLoaders.from_name_func(folder, fnames, label, valid_pct=.2, bs=4, num_workers=2)
+    return Learner(dls, nn.Sequential(Flatten(), nn.Linear(3*16*16, 2)), loss_func=CrossEntropyLossFlat())
+learn = learner(get_image_files(folder))""", """class Mine(Callback):
+    def after_pred(self): self.scale = self.factor*2
+learn.distrib_fit(1, nprocs=2, cbs=Mine())""", """(folder/'1_7.png').write_bytes(b'no picture')
+learn.distrib_fit(1, nprocs=2)""", "learn.distrib_fit(1, nprocs=0)"]
+SAYS = {'own error': 'factor', 'bad file': 'UnidentifiedImageError', 'refusal': 'at least one worker is needed'}
+
+
+def test_mistakes(lab, page):
+    "What one sees of an error in one's own callback, of a file that is no picture, of an option that can't be"
+    cells = [o.format(folder=str(lab.notebooks)) if 'folder!r' in o else o for o in MISTAKES]
+    write_cells(lab, 'mistakes.ipynb', cells, tags=['raises-exception'])
+    page.open(lab, 'mistakes.ipynb')
+    page.run_all()
+    page.until(f"{TEXT}.includes({SAYS['refusal']!r})", 3*CELL)
+    page.until(IDLE)
+    for i, (name, words) in enumerate(SAYS.items(), 1):
+        assert words in page.js(f"document.querySelectorAll('{PANEL} .jp-CodeCell')[{i}].textContent"), name
+        page.picture_of_cell(i, name)

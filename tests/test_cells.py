@@ -33,7 +33,13 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(8, 4), nn.Linear(4, 2)
     def forward(self, x): return self.b(scaled(self.a(x)))
-learn = Learner(loaders(), Net(), loss_func=make_loss(3.), metrics=[half, acc])
+def seed_everything(seed):
+    random.seed(seed)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = True
+class Seeds(Callback):
+    def before_fit(self): seed_everything(3)
+learn = Learner(loaders(), Net(), loss_func=make_loss(3.), metrics=[half, acc], cbs=Seeds())
 learn.distrib_fit(2, nprocs=2)
 last = learn.recorder.values[-1]
 assert abs(last[2]*2-last[3]) < 1e-6, last
@@ -139,6 +145,29 @@ except NotPicklable as e: assert 'the patch Learner.tell' in str(e) and 'handle'
 else: assert False
 del Learner.tell
 handle.close()
+""",
+'classes of a cell in batches that loader processes make, and in plain pickles of a callback': """
+import pickle
+class SiameseImage(fastuple): pass
+class Points(TensorBase): pass
+class Siamese(Transform):
+    def encodes(self, i): return SiameseImage(Points(items[i][0]), Points(items[-i][0]))
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.act = nn.Linear(8, 2), doubled
+    def forward(self, pair): return self.act(self.a(pair[0]-pair[1]))
+def doubled(x): return x*2
+class Pickles(Callback):
+    def after_epoch(self):
+        model = pickle.loads(pickle.dumps(self.model))
+        self.same = type(model) is type(self.model) and torch.equal(model.a.weight, self.model.a.weight)
+dsets = Datasets(list(range(90)), [[Siamese()], [lambda i: items[i][1]]], splits=[list(range(64)), list(range(64, 90))])
+dls = dsets.dataloaders(bs=8, num_workers=2, device='cpu')
+learn = Learner(dls, Both(), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, cbs=Pickles())
+learn.distrib_fit(1, nprocs=2)
+assert len(learn.recorder.losses) == 4 and learn.pickles.same
+assert isinstance(dls.one_batch()[0][0], Points)
 """,
 'a graph that grows': """
 learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss())

@@ -408,8 +408,9 @@ def test_a_torch_loader_keeps_what_the_user_gave_it(workers):
               prefetch_factor=5, worker_init_fn=seed, multiprocessing_context='fork')
     res = shard_dl(dl, 1, 2)
     assert isinstance(res, Mine) and res.flavour == 'mine' and type(res).__name__ == 'ShardedMine'
-    for o in 'dataset', 'collate_fn', 'timeout', 'prefetch_factor', 'worker_init_fn', 'multiprocessing_context':
+    for o in 'dataset', 'collate_fn', 'timeout', 'prefetch_factor', 'multiprocessing_context':
         assert getattr(res, o) == getattr(dl, o) == getattr(res._shard.inner, o)
+    assert res._shard.inner.worker_init_fn.args == (seed,)
     assert next(iter(res)) == [1, 3] and dl._iterator is None and not is_sharded(dl)
 
 

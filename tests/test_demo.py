@@ -1,10 +1,36 @@
 """The lesson runs in a real Jupyter kernel and `make demo` says what it measured."""
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
-import nbformat, pytest, torch
+import matplotlib.pyplot as plt, nbformat, numpy as np, pytest, torch
+from PIL import Image
 
 root = Path(__file__).resolve().parent.parent
 demo = runpy.run_path(str(root/'tools'/'demo.py'))
+
+
+def assert_plots_have_data(nb, losses):
+    "Each cell that draws has drawn something: an empty picture of that size has fewer colours, and fewer bytes"
+    drawn = {k: [o.data['image/png'] for c in nb.cells if k in c.source for o in c.get('outputs', [])
+                 if 'image/png' in o.get('data', {})] for k in ('show_batch', 'plot_loss', 'show_results')}
+    assert all(len(v) == 1 for v in drawn.values()), drawn.keys()
+    assert len(blue_columns(losses)) > 200, 'the curve of the training losses goes through the picture'
+
+
+def blue_columns(path):
+    "Columns of a picture in which matplotlib's first colour is"
+    pixels = np.asarray(Image.open(path).convert('RGB')).astype(int)
+    return np.flatnonzero((abs(pixels-[31, 119, 180]).sum(2) < 30).any(0))
+
+
+def test_an_empty_plot_is_noticed(tmp_path):
+    for n, values in enumerate(([], [3, 2, 1])):
+        fig, ax = plt.subplots()
+        ax.plot(values, label='train')
+        ax.legend()
+        fig.savefig(tmp_path/f'{n}.png')
+        plt.close(fig)
+    assert len(blue_columns(tmp_path/'0.png')) < 50 and len(blue_columns(tmp_path/'1.png')) > 200
 
 
 @pytest.mark.timeout(600)
@@ -18,6 +44,9 @@ def test_lesson(tmp_path, capsys):
     assert m['workers'] == max(torch.cuda.device_count(), 1) if torch.cuda.is_available() else m['workers'] == 2
     page = (tmp_path/'lesson.html').read_text(encoding='utf-8')
     assert page.count('<th>epoch</th>') >= 2 and page.count('data:image/png;base64') >= 3
+    if find_spec('ipywidgets'):      # tqdm asks for it
+        assert not [o.text for c in nb.cells for o in c.get('outputs', []) if o.get('name') == 'stderr']
+    assert_plots_have_data(nb, str(tmp_path/'losses.png') in said and (tmp_path/'losses.png'))
     if m['workers'] > 1:
         text = ''.join(o.get('text', '') for c in nb.cells for o in c.get('outputs', []))
         assert f"{m['workers']} workers" in text

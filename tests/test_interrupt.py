@@ -1,7 +1,7 @@
 """Ctrl-C: all ranks stop at the same batch, what they have comes back, nothing is left, and the next fit works.
 
 No clock is asked: what an interrupt cuts off would go on for long, or for ever, and says how far it came."""
-import os, signal, subprocess, sys, threading, time
+import os, re, signal, subprocess, sys, threading, time
 from pathlib import Path
 import pytest
 from jupyter_client.manager import KernelManager
@@ -50,12 +50,15 @@ def test_signal_waits_for_what_must_not_be_cut():
     assert reached == ['all of it']
 
 
-def test_in_training_keeps_the_last_batch(tmp_path):
+def test_in_training_keeps_the_last_batch(tmp_path, capsys):
     """Both ranks stop after the same batch, and the learner has exactly these batches: as in one process that stops
     there"""
     learn = make_learner(cbs=[Slow(.05, tmp_path)], metrics=[])
     AfterThat(tmp_path/'done0', 9)
     with pytest.raises(KeyboardInterrupt): learn.distrib_fit(50, nprocs=2, batch='global')
+    goes_on = 'learn holds the last finished batch; learn.distrib_resume() goes on.'
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(rf'Stopped in epoch \d+, (validation, )?batch \d+\. {re.escape(goes_on)}', said), said
     n0, n1 = steps(tmp_path)
     assert 9 <= n0 == n1 == len(learn.recorder.lrs) == learn.train_iter < 50*13
     alone = make_learner(cbs=[OneFault('interrupt', 'before_batch/train', 0, n0//13, n0%13,
@@ -123,17 +126,22 @@ def test_raised_in_a_callback(event, rank, tmp_path):
     if event != 'after_step' and (tmp_path/'done0').exists(): assert len(set(steps(tmp_path))) == 1
 
 
-def test_lr_find_and_get_preds(tmp_path):
+def test_lr_find_and_get_preds(tmp_path, capsys):
+    "Afterwards the learner is as it was before, and a line says so"
     learn = make_learner(n_valid=6400, cbs=[Slow(.05, tmp_path)])
     before = [p.tolist() for p in learn.model.parameters()]
     AfterThat(tmp_path/'done0', 3)
     with pytest.raises(KeyboardInterrupt): learn.distrib_lr_find(nprocs=2, show_plot=False, stop_div=False)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r'Stopped in iteration \d+ of lr_find\. learn is as it was before the fit\.', said), said
+    assert [p.tolist() for p in learn.model.parameters()] == before
     assert max(steps(tmp_path)) < 100 and 'fit' not in vars(learn)
     (tmp_path/'valid0').unlink(missing_ok=True)
     was = learn.slow.seen
     AfterThat(tmp_path/'valid0', was+2)
     with pytest.raises(KeyboardInterrupt): learn.distrib_get_preds(nprocs=2)
     assert number(tmp_path/'valid0') < was+200
+    assert capsys.readouterr().out.splitlines()[-1] == 'Stopped. learn is as it was before the call.'
 
 
 SCRIPT = '''
@@ -182,11 +190,15 @@ def kernel():
 
 
 def run(client, code, timeout=120):
-    "`(text shown, error's name or None)` of a cell"
+    "`(text shown, error's name or None)` of a cell; of a KeyboardInterrupt the cell's own frame is shown, and none of ours"
     told = []
     def hook(msg): told.append(msg)
     reply = client.execute_interactive(code, timeout=timeout, output_hook=hook)
     text = ''.join(m['content'].get('text', '') for m in told if m['msg_type'] == 'stream')
+    if reply['content'].get('ename') == 'KeyboardInterrupt':
+        shown = '\n'.join(reply['content']['traceback'])
+        assert 'In[' in re.sub(r'\x1b\[[\d;]*m', '', shown) and 'fastddp' not in shown and 'fastai' not in shown, shown
+        assert 'Stopped' in text.splitlines()[-1]
     return text, reply['content'].get('ename')
 
 

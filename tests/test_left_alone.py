@@ -31,7 +31,7 @@ def start(path, **kwargs):
                             stderr=subprocess.STDOUT, text=True, **kwargs)
 
 
-def wait_for(path, limit=120):
+def wait_for(path, limit=240):
     end = time.monotonic()+limit
     while not path.exists():
         assert time.monotonic() < end, path
@@ -62,6 +62,74 @@ def test_killed_notebook_leaves_no_process(tmp_path):
             o.wait()
         p.stdout.close()
     assert [*Path(os.environ['TMPDIR']).glob('fastddp-*')] == [], 'the last one removes their folder'
+
+
+SWEEP = 'from fastddp.process.owner import sweep; sweep()'
+
+
+@pytest.mark.parametrize('how', ['cold', 'workers stopped', 'all stopped', 'with a fork'])
+def test_killed_notebook_leaves_nothing_at_all(how, tmp_path):
+    """kill -9 while the helper imports; while workers, or the helper too, are stopped, and can't notice anything; while
+    a process that was forked from the notebook lives on. The next start removes the folders"""
+    temp = tmp_path/'temp'
+    temp.mkdir()
+    path = script(tmp_path)
+    if how == 'with a fork':
+        forks = FORK.format(folder=str(tmp_path))+'    learn ='
+        path.write_text(path.read_text().replace('    learn =', forks))
+    p = start(path, env={**os.environ, 'TMPDIR': str(temp)})
+    ours, fork = [], None
+    try:
+        me = psutil.Process(p.pid)
+        if how == 'cold': ours = until(lambda: helpers(me))
+        else:
+            wait_for(tmp_path/'done1')
+            ours = me.children(recursive=True)
+            assert len(ours) >= 3
+        if how == 'with a fork': fork = psutil.Process(int((tmp_path/'fork').read_text()))
+        if 'stopped' in how:
+            for o in ours:
+                if how == 'all stopped' or o not in helpers(me): os.kill(o.pid, signal.SIGSTOP)
+        os.kill(p.pid, signal.SIGKILL)
+        p.wait()
+        assert still_there([o for o in ours if o != fork and 'resource_tracker' not in ' '.join(cmdline(o))]) == []
+        if fork: assert fork.is_running()
+    finally:
+        for o in (p, *([fork] if fork else []), *ours):
+            if o is p or o.is_running(): o.kill()
+        p.wait()
+        p.stdout.close()
+    subprocess.run([sys.executable, '-c', SWEEP], env={**os.environ, 'TMPDIR': str(temp)}, check=True)
+    assert [*temp.iterdir()] == []
+
+
+# stays until the test ends it; what it has open is what it was born with
+FORK = '''    import os, time
+    from fastddp.process.workers import Workers
+    Workers(1).stop()
+    if not (pid := os.fork()):
+        for fd in (1, 2): os.close(fd)
+        time.sleep(600)
+    Path({folder!r}, 'fork').write_text(str(pid))
+'''
+
+
+def cmdline(proc):
+    try: return proc.cmdline()
+    except psutil.NoSuchProcess: return []
+
+
+def helpers(proc):
+    "The helper of a notebook, once it is there"
+    return [o for o in proc.children() if 'forkserver' in ' '.join(cmdline(o))]
+
+
+def until(found, limit=240):
+    end = time.monotonic()+limit
+    while not (res := found()):
+        assert time.monotonic() < end
+        time.sleep(.01)
+    return res
 
 
 def test_strange_environment(tmp_path):

@@ -1,6 +1,6 @@
 """Functions on many processes: as a script, in a kernel, from a thread; failures, interrupts, large results, nothing
 left."""
-import datetime, os, signal, subprocess, sys, textwrap, threading, time
+import datetime, os, signal, socket, subprocess, sys, textwrap, threading, time
 from pathlib import Path
 import psutil, pytest, torch
 from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp,
@@ -8,11 +8,13 @@ from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, glob
                          spawn)
 from fastddp.base import group
 from fastddp.base.errors import NotPicklable
+from fastddp.launch.cluster import Cluster
+from fastddp.process import workers
 
 root = Path(__file__).resolve().parent.parent
 
 
-def me(): return int(os.environ['LOCAL_RANK'])
+def me(*_): return int(os.environ['LOCAL_RANK'])
 
 
 def summed(x, use=1.):
@@ -160,6 +162,53 @@ def test_group_is_private_and_gone_afterwards(monkeypatch):
     assert os.environ['MASTER_PORT'] == 'nonsense' and 'RANK' not in os.environ
 
 
+def listeners():
+    "The addresses at which this process listens, once it is in a group"
+    return sorted({c.laddr.ip for c in psutil.Process().net_connections('inet') if c.status == psutil.CONN_LISTEN})
+
+
+LOOPBACK = {'127.0.0.1', '::1'}
+
+
+@pytest.mark.parametrize('how', ['nothing', 'addr', 'addr and port', 'in_torchddp', 'cluster'])
+def test_who_listens(how):
+    "On one host: gloo, on the loopback; whatever address was given, nothing else, and nobody else's port is needed"
+    taken = socket.create_server(('', 0))
+    port = taken.getsockname()[1]
+    given = {'addr': dict(addr='127.0.0.1'), 'addr and port': dict(addr='localhost', port=port)}.get(how, {})
+    try:
+        mine = listeners()
+        if how == 'cluster':
+            cluster = Cluster(nprocs=2)
+            try: found = cluster.run(listeners)
+            finally: cluster.shutdown()
+        elif how == 'in_torchddp': found = [in_torchddp(2, listeners, use_gpu=False)]
+        else: found = ranch(2, listeners, ctx=TorchDDPCtx(use_gpu=False, **given))
+    finally: taken.close()
+    assert {o for l in found for o in l} - set(mine) <= LOOPBACK and all(found)
+
+
+def test_rank_0_of_several_hosts_listens_at_its_address_only():
+    "The other host never comes"
+    port = free_port()
+    other = subprocess.Popen([sys.executable, '-c', MEET.format(port=port)], stdout=subprocess.PIPE, text=True)
+    try: assert other.stdout.readline().strip() == '127.0.0.1'
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+
+
+MEET = '''
+import psutil, threading, time
+from fastddp.base import group
+threading.Thread(target=group.join_at, args=('127.0.0.1', {port}, 0, 2), daemon=True).start()
+while not (l := [c.laddr.ip for c in psutil.Process().net_connections('inet') if c.laddr.port == {port}
+                 and c.status == psutil.CONN_LISTEN]): time.sleep(.02)
+print(*l, flush=True)
+'''
+
+
 def test_two_groups_one_after_the_other_in_one_ranch():
     def twice():
         res = []
@@ -170,7 +219,6 @@ def test_two_groups_one_after_the_other_in_one_ranch():
 
 
 def free_port():
-    import socket
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]
@@ -363,3 +411,47 @@ def test_spawn_to_join_later(tmp_path):
 def test_nothing_runs_afterwards():
     pids = ranch(3, os.getpid)
     assert [p for p in pids if psutil.pid_exists(p)] == [os.getpid()]
+
+
+# Processes of the function's own
+
+def forks(how):
+    "The exit code of a process that leaves this function as `how` says"
+    if not (pid := os.fork()):
+        if how == 'raises': raise ValueError('wrong on purpose')
+        if how == 'exits': sys.exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def pool():
+    import multiprocess
+    with multiprocess.Pool(2) as p: return p.map(abs, [-1, -2])
+
+
+def test_processes_that_a_function_starts():
+    "A fork that leaves the function ends, and is not another worker; a worker may have children"
+    assert ranch(2, forks, 'raises', caller_rank=None) == [1, 1]
+    assert ranch(2, forks, 'exits', caller_rank=None) == [3, 3]
+    assert ranch(2, pool, caller_rank=None) == [[1, 2]]*2
+
+
+def test_threads_that_start_workers_at_a_time():
+    "The environment, and what `__main__` says of itself, are as they were"
+    main = sys.modules['__main__']
+    was = dict(os.environ), getattr(main, '__file__', None), main.__spec__
+    threads = [threading.Thread(target=lambda: [spawn(me) for _ in range(3)]) for _ in range(3)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert (dict(os.environ), getattr(main, '__file__', None), main.__spec__) == was
+
+
+@pytest.mark.parametrize('caller', [0, None])
+def test_interrupt_while_workers_end(caller, monkeypatch):
+    "All of them end, and it is raised afterwards"
+    real, freed = workers.remove_folder, []
+    def remove(path):
+        signal.raise_signal(signal.SIGINT)
+        freed.append(real(path))
+    monkeypatch.setattr(workers, 'remove_folder', remove)
+    with pytest.raises(KeyboardInterrupt): ranch(2, me, caller_rank=caller)
+    assert freed

@@ -54,6 +54,10 @@ def test_no_gpu_at_all():
 def test_an_unknown_way_to_batch(): refused(make_learner(), "'per_worker' or 'global'", nprocs=2, batch='all')
 
 
+def test_an_unknown_kind_of_loss():
+    assert "'gather' (computed over" in refused(make_learner(), "loss='max'", nprocs=2, loss='max')
+
+
 class Holder(Callback):
     "A callback that holds something"
     def __init__(self, thing): self.thing = thing

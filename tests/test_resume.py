@@ -1,10 +1,11 @@
 """A fit that was cut goes on as if nothing had happened: same lists, same table, same weights."""
-import gc, os, re, weakref
+import contextlib, errno, gc, importlib, io, os, re, signal, weakref
 import pytest
 from fastai.callback.core import Callback
 from torch import nn
 from faults import OneFault
 from fastddp.all import CantDistribute, RankDied, RankRaised
+from fastddp.process.workers import Workers
 from learners import make_learner, mlp
 
 # all of a fit's state can travel: nothing of ours is in its way
@@ -132,3 +133,95 @@ def test_cut_learner_is_let_go(tmp_path):
     left = cut('interrupt', 'before_batch/train', 0, 1, 1)+cut('exception', 'before_batch/train', 0, 1, 1)
     gc.collect()
     assert not any(o() for o in left)
+
+
+# Interrupts at any moment of a call
+
+def interrupt_at(monkeypatch, kinds):
+    "Ctrl-C when rank 0's next payload of the first of `kinds` is here, and so on; what is left of `kinds`"
+    todo, real = list(kinds), Workers._keep_latest
+    def keep(self, r, kind, *args):
+        res = real(self, r, kind, *args)
+        if r == 0 and todo and kind == todo[0]:
+            todo.pop(0)
+            signal.raise_signal(signal.SIGINT)
+        return res
+    monkeypatch.setattr(Workers, '_keep_latest', keep)
+    return todo
+
+
+KINDS = [('epoch',), ('epoch', 'cut'), ('state',), ('epoch', 'epoch'), ('epoch', 'cut', 'epoch', 'cut')]
+
+
+@pytest.mark.parametrize('kinds', KINDS, ids=', '.join)
+def test_interrupts_at_any_time(kinds, tmp_path, undisturbed, monkeypatch):
+    """One, or two so close that the second one finds the state of a fit that was cut off, but no result; behind the
+    last batch; in the fit that goes on. However it was cut, it goes on as if nothing had happened"""
+    todo, learn = interrupt_at(monkeypatch, kinds), learner(tmp_path, 'nothing', 'before_fit', 9)
+    with pytest.raises(KeyboardInterrupt): train(learn)
+    for _ in kinds:
+        try: learn.distrib_resume()
+        except KeyboardInterrupt: continue
+        break
+    assert not todo and history(learn) == undisturbed
+
+
+ENDS = [('fastddp.fastai2.session', 'apply'), ('fastddp.process.workers', 'remove_folder')]
+
+
+@pytest.mark.parametrize('module,name', ENDS)
+def test_interrupt_while_the_call_ends(module, name, tmp_path, undisturbed, monkeypatch):
+    "What came back is put in its place, and all is ended, before KeyboardInterrupt is raised"
+    module = importlib.import_module(module)
+    real, calls = getattr(module, name), []
+    def interrupted(*args):
+        if not calls: signal.raise_signal(signal.SIGINT)
+        calls.append(args)
+        return real(*args)
+    monkeypatch.setattr(module, name, interrupted)
+    learn = learner(tmp_path, 'nothing', 'before_fit', 9)
+    with pytest.raises(KeyboardInterrupt): train(learn)
+    assert calls and history(learn) == undisturbed
+    if name == 'apply': learn.distrib_resume()      # the call may have had more to do
+    assert history(learn) == undisturbed
+
+
+def test_interrupt_between_the_fits_of_a_call(tmp_path, monkeypatch):
+    "What `fine_tune` does between its two fits isn't undone when it goes on"
+    def run(learn): learn.distrib('fine_tune', 1, 1e-2, nprocs=2)
+    whole = learner(tmp_path, 'nothing', 'before_fit', 9)
+    run(whole)
+    cut = learner(tmp_path, 'nothing', 'before_fit', 9)
+    real = type(cut).unfreeze
+    def unfreeze(self):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+    monkeypatch.setattr(type(cut), 'unfreeze', unfreeze)
+    with pytest.raises(KeyboardInterrupt): run(cut)
+    assert type(cut).unfreeze is real
+    cut.distrib_resume()
+    assert history(cut) == history(whole)
+
+
+class Full(io.StringIO):
+    "A file on a disk that is full as soon as `full` is set"
+    full = False
+    def write(self, s):
+        if self.full: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(s)
+
+
+def test_output_that_fails_costs_no_complete_epoch(tmp_path, undisturbed, monkeypatch):
+    "The notebook's stdout: a full disk, or a pipe that nobody reads any more"
+    out, real = Full(), Workers._keep_latest
+    def keep(self, r, kind, *args):
+        out.full = kind == 'epoch'
+        return real(self, r, kind, *args)
+    learn = learner(tmp_path, 'nothing', 'before_fit', 9)
+    with monkeypatch.context() as m, contextlib.redirect_stdout(out):
+        m.setattr(Workers, '_keep_latest', keep)
+        with pytest.raises(OSError, match='No space left'): train(learn)
+    n = len(learn.recorder.values)
+    assert n > 0
+    learn.distrib_resume()
+    assert history(learn) == undisturbed

@@ -1,5 +1,5 @@
 """The wheel has all modules, and works where nothing else of the tree is: imported and run from an empty folder."""
-import os, shutil, subprocess, sys, zipfile
+import os, re, shutil, subprocess, sys, zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 import pytest
@@ -27,15 +27,24 @@ def done(*cmd, cwd, **env):
 def pip(*args, cwd): return done('-m', 'pip', '--disable-pip-version-check', *args, cwd=cwd)
 
 
-@pytest.fixture(scope='module')
-def wheel(tmp_path_factory):
-    "Built from a copy of the tree, without a network: a build leaves things beside `setup.py`"
-    tree = tmp_path_factory.mktemp('tree')
+def copy_of_tree(tree):
+    tree.mkdir(exist_ok=True)
     for o in 'settings.ini', 'pyproject.toml', 'setup.py', 'README.md', 'LICENSE': shutil.copy(root/o, tree)
     shutil.copytree(root/'fastddp', tree/'fastddp', ignore=shutil.ignore_patterns('__pycache__'))
+    return tree
+
+
+def built(tree):
+    "The wheel of `tree`, built without a network"
     pip('wheel', '--no-deps', '--no-build-isolation', '--no-index', '--wheel-dir', tree/'dist', tree, cwd=tree)
     [path] = (tree/'dist').glob('*.whl')
     return path
+
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory):
+    "Built from a copy of the tree: a build leaves things beside `setup.py`"
+    return built(copy_of_tree(tmp_path_factory.mktemp('tree')))
 
 
 @pytest.fixture(scope='module')
@@ -44,6 +53,26 @@ def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp('installed')
     pip('install', '--no-deps', '--no-index', '--target', folder, wheel, cwd=folder)
     return folder
+
+
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as z: return z.read(next(o for o in z.namelist() if o.endswith('/METADATA'))).decode()
+
+
+def dead_ends(text): return [o for o in re.findall(r'\]\(([^)\s]+)\)', text) if not re.match(r'[a-z]+:|#', o)]
+
+
+def test_the_readme_has_no_links_into_nowhere(wheel):
+    assert dead_ends((root/'README.md').read_text(encoding='utf-8')) and dead_ends(metadata(wheel)) == []
+
+
+def test_an_address_gives_urls_and_links(tmp_path):
+    tree = copy_of_tree(tmp_path/'tree')
+    settings = (tree/'settings.ini').read_text(encoding='utf-8')
+    (tree/'settings.ini').write_text(re.sub('(?m)^git_url =.*$', 'git_url = https://example.org/a/b', settings))
+    said = metadata(built(tree))
+    assert 'Project-URL: Source, https://example.org/a/b' in said and 'https://example.org/a/b/blob/main/LICENSE' in said
+    assert 'https://example.org/a/b/raw/main/docs/lesson.png' in said and dead_ends(said) == []
 
 
 def test_all_modules_are_in_the_wheel(wheel):

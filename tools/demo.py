@@ -1,5 +1,5 @@
 """Run nbs/lesson.ipynb in a Jupyter kernel, keep it as build/demo/lesson.html, and say what it measured."""
-import ast, sys
+import ast, base64, os, sys
 from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
@@ -9,8 +9,13 @@ from nbconvert import HTMLExporter
 root = Path(__file__).resolve().parent.parent
 
 
+# fastai's own layers ask for it when they are imported, under torch 2.15: nothing that a reader could do about
+IGNORED = 'ignore:`torch.jit.script` is deprecated:FutureWarning'
+
+
 def execute(nb, folder, timeout=900):
     "Run all cells of `nb` with `folder` as their working directory"
+    os.environ['PYTHONWARNINGS'] = ','.join(filter(None, [os.environ.get('PYTHONWARNINGS'), IGNORED]))
     NotebookClient(nb, timeout=timeout, kernel_name='python3', extra_arguments=['--log-level=ERROR'],
                    resources={'metadata': {'path': str(folder)}}).execute()
 
@@ -21,6 +26,15 @@ def keep(nb, folder):
     html = folder/'lesson.html'
     html.write_text(HTMLExporter().from_notebook_node(nb)[0], encoding='utf-8')
     return html
+
+
+def picture(nb, folder):
+    "Write the picture of the losses, and return where it lies"
+    images = [o.data['image/png'] for c in nb.cells if 'plot_loss' in c.source for o in c.get('outputs', [])
+              if 'image/png' in o.get('data', {})]
+    path = folder/'losses.png'
+    path.write_bytes(base64.b64decode(images[0]))
+    return path
 
 
 def measured(nb):
@@ -41,7 +55,8 @@ def main(folder=root/'build'/'demo', source=root/'nbs'/'lesson.ipynb', least=0.9
         return 1
     html, m = keep(nb, folder), measured(nb)
     print(f"accuracy {m['accuracy']:.4f} on the validation set, {m['workers']} workers ({m['device']}), "
-          f"{m['seconds']} s with their start\nThe executed notebook, with its table and plots: {html}")
+          f"{m['seconds']} s with their start\nThe executed notebook, with its table and plots: {html}\n"
+          f"The picture of its losses: {picture(nb, folder)}")
     if m['accuracy'] >= least: return 0
     print(f'This is less than the {least} that the lesson promises.')
     return 1

@@ -8,7 +8,8 @@ __all__ = ['CantDistribute', 'NotPicklable', 'WorkerError', 'folded', 'RankRaise
 # %% ../../nbs/base/02_errors.ipynb #2db3fcc2
 import re, signal, traceback
 
-from .failure import Failure, failure_of, first_failure, from_loader, is_echo, is_own_line, own_lines
+from .failure import (Failure, failure_of, first_failure, from_loader, is_echo, is_own_line, is_timeout,
+                                  own_lines)
 from .troubles import TROUBLES, Trouble, remedy_for, trouble_of
 
 # %% ../../nbs/base/02_errors.ipynb #143f6943
@@ -133,13 +134,16 @@ class RankDied(WorkerError):
     "A rank's process ended without a word"
     def __init__(self,
         rank,     # Rank that died
-        exitcode, # As of `multiprocess`; negative: killed by that signal
+        exitcode, # As of `multiprocess`; negative: killed by that signal. Or a text: what is known of its end
         where='', # What it was doing
         log='',   # What compiled libraries and programs had written
+        host='',  # The machine that it ran on, if that is another one than the notebook's
     ):
-        super().__init__(rank, exitcode)
-        self.rank,self.exitcode,self.where,self.log = rank,exitcode,where,log
-        self.remedy = remedy_for(self.signal or 'exit')
+        super().__init__(rank, exitcode, where, log, host)
+        self.lost = exitcode if isinstance(exitcode, str) else ''
+        self.rank,self.exitcode = rank,None if self.lost else exitcode
+        self.where,self.log,self.host = where,log,host
+        self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit')
     @property
     def signal(self):
         "The signal's name, or None when the process exited by itself"
@@ -147,8 +151,9 @@ class RankDied(WorkerError):
         try: return signal.Signals(-self.exitcode).name
         except ValueError: return f"signal {-self.exitcode}"
     def _headline(self):
-        how = f"killed by {self.signal}" if self.signal else f"exited with code {self.exitcode}"
-        return f"rank {self.rank} died: {how}" + (f" ({self.where})" if self.where else '')
+        how = f"killed by {self.signal}" if self.signal else self.lost or f"exited with code {self.exitcode}"
+        on,where = f" on {self.host}" if self.host else '',f" ({self.where})" if self.where else ''
+        return f"rank {self.rank}{on} died: {how}{where}"
     def _details(self): return self._log_lines()
 
 # %% ../../nbs/base/02_errors.ipynb #d864a8f8

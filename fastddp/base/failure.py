@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_own_line', 'own_lines', 'locals_of', 'Failure', 'note_item', 'FromLoader', 'from_loader', 'failure_of', 'is_echo',
-           'first_failure']
+           'is_timeout', 'first_failure']
 
 # %% ../../nbs/base/01_failure.ipynb #fc43b5a6
 import linecache, os, re, sys, sysconfig, time, traceback
@@ -157,11 +157,16 @@ def failure_of(
 
 # %% ../../nbs/base/01_failure.ipynb #5ae93fa3
 _ECHOES = ('connection reset by peer','connection closed by peer','broken pipe','socket timeout','connection refused',
-           'nccl communicator was aborted','timed out waiting')
+           'nccl communicator was aborted','timed out waiting','connection timed out','no route to host',
+           'network is unreachable')
 
 def is_echo(f):
     "Is the `Failure` `f` the noise of another rank's failure rather than one of its own?"
     return any(o in f.message.lower() for o in _ECHOES)
+
+def is_timeout(message):
+    "Did torch wait for another rank for as long as it may?"
+    return 'timed out waiting' in message.lower()
 
 def first_failure(failures):
     "`failures`, a list of `Failure`, with the headline first: own failures before echoes, earlier before later"

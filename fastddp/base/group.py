@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'n_gpus', 'use_device',
-           'backend_for', 'own_device', 'wait_connected', 'join', 'join_launched', 'join_at', 'leave', 'all_sum',
-           'barrier', 'gather', 'gather_tree', 'broadcast_', 'average_']
+           'backend_for', 'own_device', 'wait_connected', 'join', 'host_store', 'join_launched', 'join_at', 'leave',
+           'all_gather', 'all_sum', 'barrier', 'gather', 'gather_tree', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/05_group.ipynb #19f5bca0
-import contextlib, datetime, functools, itertools, os, socket, stat, sys, threading, time
+import contextlib, datetime, errno, functools, itertools, os, secrets, socket, sys, threading, time
+from urllib.parse import urlsplit
 
 import torch
 
+from .sockets import between_ranks, ends_of, hang_up, sockets
 from .tensor_bytes import bytes_of, header_of, nbytes_of, tensor_of, tree_from_bytes, tree_to_bytes
 
 # %% ../../nbs/base/05_group.ipynb #2dd6459e
@@ -88,47 +90,41 @@ def _count_from_zero():
     world = getattr(torch.distributed.distributed_c10d, '_world', None)
     if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
 
-# %% ../../nbs/base/05_group.ipynb #18f2d2fc
-_own_sockets = set()       # `(descriptor, inode)` of the connections to the other ranks
-
-def _sockets():
-    "`(descriptor, inode)` of this process's open sockets, where the system lists them"
-    res = set()
-    for fd in os.listdir('/dev/fd') if os.path.isdir('/dev/fd') else ():
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK((st := os.fstat(int(fd))).st_mode): res.add((int(fd), st.st_ino))
-    return res
-
-def _hang_up():
-    "Ends the connections to other ranks, so that whoever waits for one, here or there, comes free with an error"
-    for fd,_ in _sockets() & _own_sockets:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
-            s.getpeername()         # not the one that listens: gloo would end the process
-            s.shutdown(socket.SHUT_RDWR)
-    _own_sockets.clear()
-
 # %% ../../nbs/base/05_group.ipynb #cd305c8a
+_own_sockets = set()       # `(descriptor, inode)` of the connections to the other ranks
 _LOOPBACK = 'lo0' if sys.platform == 'darwin' else 'lo'
 _NO_LIMIT = 10*365*24*3600.     # seconds
 
 def join(
-    store,          # Path of a fresh file on one host, or a torch `Store`
+    store,          # Path of a fresh file on one host, the address that `host_store` gave, or a torch `Store`
     rank,           # This process's number, from 0
     world_size,     # Number of processes
     backend='gloo', # 'gloo' or 'nccl'
     device=None,    # This rank's GPU, which nccl wants to know
     timeout=None,   # Seconds that torch waits in one operation (None: for ever; the notebook watches)
+    link_timeout=None, # Seconds without a sign of life after which a connection is broken (None: as the system has it)
 ):
     "Joins the group whose rendezvous is `store`; an error of torch's if a neighbour dies meanwhile"
-    if isinstance(store, (str, os.PathLike)):
+    if str(store).startswith('tcp://'): store = _store_at(store)
+    elif isinstance(store, (str, os.PathLike)):
         for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, _LOOPBACK)
         store = torch.distributed.FileStore(os.fspath(store), world_size)
     _wait_for_all(store, rank, world_size, 'here')
-    before = _sockets()
+    before = sockets()
     _connect(backend, store, rank, world_size, device, timeout)
-    _own_sockets.clear()
-    _own_sockets.update(_sockets()-before)
+    opened = sockets()-before
+    _note_sockets(ends_of(opened), store, rank, world_size)
+    if link_timeout: _notice_dead_links(opened, link_timeout)
+    global _joined
+    _joined = True
+
+def _note_sockets(ends, store, rank, world_size):
+    "Tells the others at which ports this one listens; what leads there is a connection between ranks"
+    store.set(f'fastddp/{rank}/ports', ','.join(str(own) for own,other in ends.values() if other is None))
     _wait_for_all(store, rank, world_size, 'in')
+    listening = [store.get(f'fastddp/{r}/ports').decode() for r in range(world_size)]
+    _own_sockets.clear()
+    _own_sockets.update(between_ranks(ends, [int(p) for o in listening for p in o.split(',') if p]))
 
 def _connect(backend, store, rank, world_size, device, timeout):
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
@@ -139,6 +135,32 @@ def _connect(backend, store, rank, world_size, device, timeout):
         torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size,
                                              timeout=limit, **on_gpu)
     finally: _connected.set()
+
+# %% ../../nbs/base/05_group.ipynb #cd4087d0
+def host_store(
+    addr, # An address of this machine, which the other ranks reach
+):
+    "`(address as `join` takes it, what listens there as long as somebody holds it)`"
+    listener = socket.create_server((addr, 0))
+    port = listener.getsockname()[1]
+    store = torch.distributed.TCPStore(addr, port, is_master=True, wait_for_workers=False,
+                                       master_listen_fd=listener.detach())
+    return f'tcp://{addr}:{port}/{secrets.token_hex(16)}', store
+
+def _store_at(url):
+    "The store that listens at `url`"
+    parts = urlsplit(url)
+    store = torch.distributed.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
+    return torch.distributed.PrefixStore(parts.path.strip('/'), store)
+
+def _notice_dead_links(opened, seconds):
+    "Connections to other ranks break when the other machine is silent for so long (see tcp(7))"
+    options = dict(TCP_KEEPIDLE=seconds/2, TCP_KEEPINTVL=seconds/6, TCP_KEEPCNT=3, TCP_USER_TIMEOUT=seconds*1000)
+    for fd,_ in opened:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for k,v in options.items():
+                if hasattr(socket, k): s.setsockopt(socket.IPPROTO_TCP, getattr(socket, k), max(1, round(v)))
 
 # %% ../../nbs/base/05_group.ipynb #fde173fe
 @functools.cache
@@ -157,10 +179,20 @@ def join_launched(
     _count_from_zero()
     torch.distributed.init_process_group(backend_for(device), store=store, rank=rank, world_size=world_size)
 
-def join_at(addr, port, rank, world_size, backend='gloo', device=None):
+def _listener(addr, port):
+    "A socket that listens at `addr` alone, where torch's would at every address; None if `addr` is none of this host's"
+    family,_,_,_,where = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0]
+    try: return socket.create_server(where[:2], family=family, backlog=128)
+    except OSError as e:
+        if e.errno != errno.EADDRNOTAVAIL: raise
+        return None
+
+def join_at(addr, port, rank, world_size, backend='gloo', device=None, timeout=None):
     "Joins the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; else as `join`"
-    store = torch.distributed.TCPStore(addr, int(port), world_size, is_master=rank == 0)
-    join(store, rank, world_size, backend, device)
+    own = _listener(addr, int(port)) if rank == 0 else None
+    listen = dict(master_listen_fd=own.detach()) if own else {}
+    store = torch.distributed.TCPStore(addr, int(port), world_size, is_master=rank == 0, **listen)
+    join(store, rank, world_size, backend, device, timeout)
 
 # %% ../../nbs/base/05_group.ipynb #b65acfdb
 def _ends_with_the_lock():
@@ -171,8 +203,10 @@ def leave(
     broken=False, # Neighbours may have failed, so nothing is waited for
 ):
     "Leaves the group, if there is one"
+    global _joined
+    _joined = False
     if not in_group(): return
-    if broken: _hang_up()
+    if broken: hang_up(_own_sockets)
     abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
     if broken and abort and _backend() == 'nccl': abort()
     else:
@@ -180,16 +214,38 @@ def leave(
         torch.distributed.destroy_process_group()
 
 # %% ../../nbs/base/05_group.ipynb #dff8d589
-def _all_gather(t):
-    "The `t` of every rank, of one shape and type, on the CPU"
+_joined = False         # did this process join a group here, and not leave it?
+_left_behind = False    # was it forked from one in a group, whose connections it has, but not its threads?
+
+def _note_fork():
+    global _left_behind
+    _left_behind = in_group()
+
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_note_fork)
+
+def _check_group():
+    "Refuses what would wait for ever: a group that user code has ended, a fork that leaves a callback by an exception"
+    if _left_behind: raise RuntimeError("This process was forked from a rank, and is in no group itself.")
+    if _joined and not in_group():
+        raise RuntimeError("The process group was destroyed while it was needed. Its end is fastddp's affair: leave "
+                           "out torch.distributed.destroy_process_group().")
+
+def all_gather(
+    t, # A tensor on `own_device()`
+):
+    "The `t` of every rank, of one shape and type, on that device"
+    _check_group()
     parts = [torch.empty_like(t) for _ in range(world_size())]
     torch.distributed.all_gather(parts, t)
-    return [p.cpu() for p in parts]
+    return parts
+
+def _all_gather(t): return [p.cpu() for p in all_gather(t)]
 
 def all_sum(
     values, # Numbers, as many on each rank
 ):
     "Element-wise sum over ranks as a list of floats, in float64, identical to the bit on every rank"
+    _check_group()
     if world_size() == 1: return [float(v) for v in values]
     t = torch.tensor([float(v) for v in values], dtype=torch.float64, device=own_device())
     return torch.stack(_all_gather(t)).sum(0).tolist()
@@ -228,6 +284,7 @@ def _flat_groups(tensors):
 
 def _change_as_one(tensors, change):
     "Applies `change` in place to all `tensors` of one kind as one flat tensor"
+    _check_group()
     for ts in _flat_groups(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in ts])
         sent = flat.to(own_device())

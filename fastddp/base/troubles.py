@@ -110,6 +110,12 @@ _PROCESSES = [
         "Something in the worker ended the process (os._exit, or another program).",
         lambda k,m: k == 'exit'),
     Trouble(
+        'machine or link lost', 'RankDied: rank 2 on gpu2 died: the connection ended',
+        "Another machine, its agent, or the network between the machines failed.",
+        "Look after that machine and the network (ssh to it; ip link). The call can be made again when it is back, "
+        "without the machine, or with restarts=.",
+        lambda k,m: k == 'lost'),
+    Trouble(
         'no step', 'GroupTimeout: no step for 1800 s; rank 1 is the odd one out (epoch 3, batch 17)',
         "One rank is stuck, and the others wait for it. The stacks below the message show where.",
         "Look at that rank's stack. If the step is slow rather than stuck, raise `timeout=` (seconds).",

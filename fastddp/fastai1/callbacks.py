@@ -18,6 +18,7 @@ from .loaders import counts_now, global_batches, own_loader, shard
 from .step_sync import GlobalLoss, Ranks
 from .validate import Validation
 from ..shard.batchnorm import sync_buffers, synced_bn
+from ..shard.drift import SameWeights, hooks_of, methods, suspect
 
 # %% ../../nbs/fastai1/91_callbacks.ipynb #81cf85d6
 _FIRST,_LAST = -1_000_000,1_000_000
@@ -33,11 +34,28 @@ class ShardTraining(Callback):
 class AverageGrads(Callback):
     "Averages gradients over ranks, and at the end of an epoch's training the buffers"
     _order = _FIRST     # before anybody clips, scales or looks at them
-    def __init__(self, learn, ranks, average_bn): self.learn,self.ranks,self.average_bn = learn,ranks,average_bn
+    def __init__(self, learn, ranks, average_bn):
+        self.learn,self.ranks,self.average_bn = learn,ranks,average_bn
+        self.same,self.epoch = SameWeights(),0
+    def on_epoch_begin(self, epoch, **kwargs): self.epoch = epoch
     def on_backward_end(self, **kwargs): self.ranks.average_grads()
-    def on_epoch_end(self, **kwargs): self.sync_buffers()
+    def on_epoch_end(self, **kwargs): self.sync()
     def on_train_end(self, **kwargs): self.learn.data.train_dl = own_loader(self.learn.data.train_dl)
-    def sync_buffers(self): sync_buffers(self.learn.model, self.average_bn)
+    def sync(self):
+        "One set of buffers, and one of weights, whoever changed them"
+        learn = self.learn
+        sync_buffers(learn.model, self.average_bn)
+        self.same(learn.model, self.epoch, lambda: _opt_from_rank0(learn.opt.opt), self._suspects)
+    def _suspects(self):
+        "Whose code may have made weights differ; None for what is fastai's or torch's"
+        opt,cbs = self.learn.opt.opt,self.ranks.handler.callbacks
+        return [*(suspect(f"callback {type(cb).__name__}", methods(cb).values()) for cb in cbs),
+                suspect(f"the optimizer ({type(opt).__name__})", methods(opt).values()),
+                suspect("a hook on the model", hooks_of(self.learn.model))]
+
+def _opt_from_rank0(opt):
+    state = group.gather_tree(opt.state_dict() if group.rank() == 0 else None)[0]
+    if group.rank(): opt.load_state_dict(state)
 
 class _CountAll(Callback):
     "Lets `AccumulateScheduler` count the global batch's items; it divides by what it counts, validation included"
@@ -139,7 +157,7 @@ def distributed_v1(learn,
     average = AverageGrads(learn, ranks, sync_bn and not on_gpu)
     validation = Validation(ranks, common)
     def validate(*args, **kwargs):
-        average.sync_buffers()
+        average.sync()
         return validation(*args, **kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))

@@ -31,7 +31,7 @@ class NoteProgress(Callback):
     def on_epoch_begin(self, epoch, **kwargs): self.at = whereabouts(epoch)
     def on_batch_begin(self, epoch, num_batch, train, **kwargs):
         self.at = whereabouts(epoch, num_batch if train else None, train)
-        self.progress.at_batch(self.at)
+        self.progress.at_batch(self.at, train)
         if train and not self.training: self.progress.start()
         self.training = train
     def on_batch_end(self, train, **kwargs):
@@ -60,7 +60,7 @@ def fit_job(ctx, obj):
             basic_train.fit(obj['epochs'], learn, callbacks=[*cbs_of_rank(callbacks), *extra], metrics=metrics)
             ranks.all_reduce()
         interrupted = until_interrupted(ctx, fit, ranks.leave)
-    if ctx.rank == 0: keep('state')
+    if ctx.rank == 0: keep('cut' if interrupted else 'state')
     return noted.progress.result(interrupted)
 
 def infer_job(ctx, obj):

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..base.group import under_launcher
 from .in_place import at_home, in_place, mend_barrier, train_in_place
 from .jobs import fit_job, infer_job
-from .session import Session
+from .session import Session, wants_no_lines
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
 
@@ -35,7 +35,8 @@ def distrib_ctx(self:Learner,
     given = OPTIONS.checked(locals(), unknown)
     options = dict(batch=batch, sync_bn=sync_bn)        # what the ranks are told
     def session(engine, n, gpus): return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job)
-    with block(self, given, OPTIONS.defaults, lambda: in_place(self, options, given), session): yield self
+    def here(): return in_place(self, options, given)
+    with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
 
 OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'])
 
@@ -54,7 +55,7 @@ def distrib(self:Learner,
 ):
     "`learn.name(*args, **kwargs)` on the workers."
     check_method(self, name)
-    options = OPTIONS.pop(kwargs)
+    options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.refuse_unknown(type(self), name, kwargs)
     with self.distrib_ctx(**options): return getattr(self, name)(*args, **kwargs)
 

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_streams', 'text_order', 'set_text_order',
-           'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1']
+           'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1',
+           'steps_per_epoch']
 
 # %% ../../nbs/fastai1/88_loaders.ipynb #f017126a
-import contextlib, sys
+import contextlib, math, sys
 
 import numpy as np
 from fastai import core
@@ -185,3 +186,13 @@ def _why_not(own, n, batch, train):
     if bs is None and batch == 'per_worker': return _OWN_BATCHES
     if train and not is_stream(own):
         return too_few(torch_size(own), bs, n, batching_of(own,n,batch).n_steps(0,n,True), batch)
+
+# %% ../../nbs/fastai1/88_loaders.ipynb #41ad1466
+def steps_per_epoch(dl, n, batch):
+    "Steps that `n` workers take in an epoch of the training loader `dl`; None for a stream of unknown length"
+    own = torch_dl(dl)
+    if streams_of(dl) is not None:
+        pre,bs = streams_of(dl),own.batch_size*(n if batch == 'per_worker' else 1)
+        len(pre)        # counts its tokens
+        return math.ceil(pre.totalToks/(pre.bptt*bs))
+    return None if is_stream(own) else batching_of(own, n, batch).n_steps(0, n, True)

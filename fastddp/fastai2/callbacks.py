@@ -12,14 +12,18 @@ from fastcore.basics import noop
 
 from ..base import group
 from ..base.rng import CommonRNG, seed_rank
-from ..base.scoped import environment
+from ..base.scoped import environment, own_attrs
+from .any_loss import AnyLoss
 from .collect import JoinCollected, NoteCollected
 from .consensus import _FIRST, Consensus, SyncLast
 from .ddp import Reducer, raw_model
+from .device_step import DeviceStepSync
+from .drift import SyncWeights
 from .events import OurCallback, own_events
 from .loaders import shard_dl
 from .metrics import ReduceMetrics, plain_metrics
-from .step_sync import CountAll, EnterDDP, LeaveDDP, StepSync
+from .own_step import own_steps
+from .step_sync import CountAll, EnterDDP, LeaveDDP
 from ..launch.rank0_only import is_rank0_only
 from ..shard.batchnorm import sync_buffers, synced_bn
 from ..shard.sharded import is_sharded
@@ -74,12 +78,14 @@ def distributed(learn,
                 stop_requested=lambda: False, # Was this rank asked to stop?
                 shard_dls=True,     # Shard the loaders of `learn.dls`?
                 alike=False,        # Did all ranks load the same weights?
+                loss='auto',        # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
                 **ddp_kwargs        # What the user asks DDP for: `DDP_OPTIONS`
 ): # Yields the `Consensus`
     "Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it is as it was"
     common,reducer,consensus = CommonRNG.capture(),Reducer(alike, **ddp_kwargs),Consensus(stop_requested)
     on_gpu = next((p.device.type for p in learn.model.parameters()), 'cpu') == 'cuda'
-    cbs = _our_cbs(reducer, consensus, common, batch, average_bn=sync_bn and not on_gpu)
+    any_loss = AnyLoss(loss)
+    cbs = _our_cbs(reducer, consensus, common, batch, average_bn=sync_bn and not on_gpu, any_loss=any_loss)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
         if shard_dls: stack.enter_context(sharded_dls(learn, batch, common))
@@ -87,22 +93,25 @@ def distributed(learn,
         stack.enter_context(quiet(learn))
         stack.enter_context(_added(learn, cbs))
         stack.enter_context(own_events(learn))
+        stack.enter_context(own_attrs(learn, **own_steps(learn, consensus.sync)))
         seed_rank(group.rank(), group.world_size(), common)
         consensus.common,consensus.ours = common,cbs
         try: yield consensus
         finally:
             learn.model = raw_model(learn.model)
+            any_loss.restore()
             reducer.close()
             plain_metrics(learn)
             common.install()
 
-def _our_cbs(reducer, consensus, common, batch, average_bn):
+def _our_cbs(reducer, consensus, common, batch, average_bn, any_loss):
     "The callbacks that make a fit a distributed one"
-    sync,join = StepSync(reducer, consensus),JoinCollected()
+    sync,join = DeviceStepSync(reducer, consensus, any_loss),JoinCollected()
     return [consensus, SyncLast(consensus),                                 # leaving together
             LeaveDDP(sync), EnterDDP(sync), sync, CountAll(sync),           # each step
             ShardData(common, batch), OwnStreams(common),                   # what a rank sees and draws
-            ReduceMetrics(), join, NoteCollected(join), SyncBuffers(average_bn)]    # what all saw
+            ReduceMetrics(any_loss), join, NoteCollected(join),             # what all saw
+            SyncBuffers(average_bn), SyncWeights()]                         # what all have
 
 @contextlib.contextmanager
 def _added(learn, cbs):

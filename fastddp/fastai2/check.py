@@ -114,6 +114,7 @@ class Row(NamedTuple):
 
 class Answer(list):
     "The rows of a check; `same` if all of them are"
+    printed = False     # just now? Then the cell whose result it is doesn't show it again
     @property
     def same(self): return all(r.same for r in self)
     def __str__(self):
@@ -121,6 +122,9 @@ class Answer(list):
                  for r in self]
         return '\n'.join([f"{'':12} {'apart by':>9}", *lines])
     __repr__ = __str__
+    def _ipython_display_(self):
+        if not self.printed: print(self)
+        self.printed = False
 
 # %% ../../nbs/fastai2/87_check.ipynb #522a828b
 def _compare(many, one, w_many, w_one, why, tol):
@@ -161,6 +165,7 @@ def distrib_check(self:Learner,
     finally: streams.install()
     res = Answer(_compare(many, one, w_many, w_one, reasons_for(self, n, gpus or group.n_gpus(), steps), tol))
     if show: print(res)
+    res.printed = show
     return res
 
 _params = [p for k,p in inspect.signature(Learner.distrib_check).parameters.items() if k != 'self']

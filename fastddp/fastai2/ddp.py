@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['DDP_OPTIONS', 'DDP_CHECKS', 'REDUCED', 'LOSS', 'DIVISOR', 'KNOWN', 'UNUSED', 'zero_loss', 'raw_model',
-           'unused_params', 'check_ddp', 'Reducer']
+           'unused_params', 'check_ddp', 'Reducer', 'stays_on_device']
 
 # %% ../../nbs/fastai2/75_ddp.ipynb #15464f51
-import inspect
+import inspect, os
 
 import torch
 from fastai.optimizer import OptimWrapper
 from fastcore.basics import patch
 from torch import nn
 
+from ..output.notice import print_line
 from ..base import group
 from ..base.checks import flag, number
 from ..base.errors import CantDistribute
@@ -32,6 +33,23 @@ class _ModelWithStats(nn.Module):
         # What earlier micro-batches gave a parameter is reduced now, also if this one doesn't use it: DDP must see it.
         kept = [p for p in self.model.parameters() if p.grad is not None] if self.gathered and not shadow else []
         return out, self.stats*1 + zero_loss(kept)
+
+class _DDP(nn.parallel.DistributedDataParallel):
+    "DDP over a `_ModelWithStats`; a learner's own code may call it, and take parts of it, as the model itself"
+    stats_now = None        # what the last forward pass returned
+    def forward(self, *args, **kwargs):
+        out,self.stats_now = super().forward(*args, **kwargs)
+        return out
+    def take_stats(self):
+        res,self.stats_now = self.stats_now,None
+        return res
+    def __getattr__(self, k):
+        try: return super().__getattr__(k)
+        except AttributeError:
+            if k == 'module': raise
+            return getattr(self.module.model, k)
+    def __getitem__(self, i): return self.module.model[i]
+    def __iter__(self): return iter(self.module.model)
 
 def zero_loss(params):
     "A loss that gives each of `params` a gradient of zeros"
@@ -98,6 +116,7 @@ class Reducer:
         self.named = False      # was the user told about them?
         self.missing = []       # names of those that got no gradient on this rank in the last step
         self.filled = []        # those that this rank filled with zeros in this step
+        self.entries = {}       # entries without a loss that lie on the device, by what they say
         self.idle = []          # those that no rank used in this step
 
     def module(self,
@@ -114,10 +133,11 @@ class Reducer:
         wrapped = _ModelWithStats(model, _N_STATS+len(VOTES))
         # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would become a copy in each
         frozen = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
-        if self.alike: wrapped._ddp_params_and_buffers_to_ignore = frozen
+        empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
+        wrapped._ddp_params_and_buffers_to_ignore = [*empty, *(frozen if self.alike else ())]
         kw = dict(self._ddp_options(model, wrapped.stats.device), **self.ddp_kwargs)
         kw['find_unused_parameters'] = self.find_unused
-        self.ddp = nn.parallel.DistributedDataParallel(wrapped, **kw)
+        self.ddp = _DDP(wrapped, **kw)
         self.synced,self.built_for = model,now
         self.checked = self.find_unused
 
@@ -144,13 +164,26 @@ def entry(self:Reducer,
           vote=None   # One of `VOTES`
 ):
     "What this rank gives to the statistics: a tensor"
-    dev,nums = self.stats.device,(loss,divisor)
-    if dev.type == 'cpu': nums = [float(o) for o in nums]       # nothing to wait for, and one tensor less to make
-    plain = [0. if isinstance(o, torch.Tensor) else o for o in nums]
-    t = torch.tensor([float(group.rank()==0), *plain, known, float(bool(self.missing)), *ballot(vote)], device=dev)
-    for i,o in enumerate(nums, LOSS):
-        if isinstance(o, torch.Tensor): t[i] = o
+    if stays_on_device(self.stats.device): return self._entry_there(loss, divisor, known, vote)
+    return self._plain_entry(known, vote, float(loss), float(divisor))
+
+@patch
+def _plain_entry(self:Reducer, known, vote, loss=0., divisor=0.):
+    nums = [float(group.rank()==0), loss, divisor, known, float(bool(self.missing)), *ballot(vote)]
+    return torch.tensor(nums, device=self.stats.device)
+
+@patch
+def _entry_there(self:Reducer, loss, divisor, known, vote):
+    "The entry is put together where the statistics lie: a tensor made from a list would wait for all that is queued"
+    says = self.stats.device,known,bool(self.missing),vote
+    if says not in self.entries: self.entries[says] = self._plain_entry(known, vote)
+    t = self.entries[says].clone()
+    for place,o in zip(t[LOSS:LOSS+2], (loss,divisor)): place.copy_(o) if isinstance(o, torch.Tensor) else place.fill_(o)
     return t
+
+def stays_on_device(device):
+    "Do a step's numbers stay on `device` until the step is over? `FASTDDP_STEP=device` or `host` says so for tests"
+    return os.environ.get('FASTDDP_STEP', 'host' if device.type == 'cpu' else 'device') == 'device'
 
 @patch
 def read(self:Reducer, loss # The loss whose `backward` is over
@@ -165,13 +198,28 @@ def read(self:Reducer, loss # The loss whose `backward` is over
     return [s*n for s in sums]
 
 @patch
+def finish(self:Reducer, loss # The loss whose `backward` is over
+):
+    "As `read`, but the sums stay on the device: the host's side of DDP knows whether the reduction is complete"
+    self.filled = []
+    if not self._is_complete(): self._complete(loss)
+    sums,self.stats.grad = self.stats.grad*group.world_size(),None
+    return sums
+
+@patch
+def _is_complete(self:Reducer):
+    try: self.ddp.reducer._check_reducer_finalized()
+    except RuntimeError: return False
+    return True
+
+@patch
 def shadow_step(self:Reducer,
                 model, # The user's model
                 entry  # Arguments of `Reducer.entry`
 ):
     "A step without a part in it: zero gradients and an entry; returns the sums over ranks, as `read`"
-    nothing,stats = self.module(model)(shadow=True)
-    loss = nothing + (stats*self.entry(**entry)).sum()
+    nothing = self.module(model)(shadow=True)
+    loss = nothing + (self.ddp.take_stats()*self.entry(**entry)).sum()
     self.check(loss, took_part=False)
     loss.backward()
     return self.read(loss)
@@ -179,8 +227,8 @@ def shadow_step(self:Reducer,
 # %% ../../nbs/fastai2/75_ddp.ipynb #6693d9cf
 @patch
 def _trainable(self:Reducer):
-    "`(name, parameter)` of what the model trains"
-    return [(k,p) for k,p in self.ddp.module.model.named_parameters() if p.requires_grad]
+    "`(name, parameter)` of what the model trains; without elements there is nothing to train"
+    return [(k,p) for k,p in self.ddp.module.model.named_parameters() if p.requires_grad and p.numel()]
 
 @patch
 def check(self:Reducer,
@@ -207,7 +255,7 @@ def _search_from_now(self:Reducer, names):
 
 def _print_unused(names):
     few = ', '.join(names[:5]) + (f' and {len(names)-5} more' if len(names)>5 else '')
-    print(f"No gradient for {few} in a step: handled, at the price of a search per step from now on.")
+    print_line(f"No gradient for {few} in a step: handled, at the price of a search per step from now on.")
 
 @patch
 def _complete(self:Reducer, loss):

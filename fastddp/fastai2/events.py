@@ -35,6 +35,9 @@ def speaks(cb,        # A callback
 _OFTEN = {'after_pred', 'after_loss',
           *(f'{when}_{what}' for what in ('batch','backward','step') for when in ('before','after','after_cancel'))}
 
+_STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls it, this would end the "
+            "event for the callbacks behind it without a word, and the ranks would go different ways.")
+
 class OwnEvents:
     "Takes the place of `learn._call_one`"
     def __init__(self, learn, asked=noop):
@@ -44,7 +47,9 @@ class OwnEvents:
         cbs = self.learn.cbs.items
         if event_name not in _OFTEN or self.cbs != cbs: self.cbs,self.speakers = [*cbs],{}
         speakers = self.speakers.get(event_name)
-        for cb in self._find(event_name) if speakers is None else speakers: cb(event_name)
+        try:
+            for cb in self._find(event_name) if speakers is None else speakers: cb(event_name)
+        except StopIteration as e: raise RuntimeError(_STOPPED.format(event_name)) from e
     def _find(self, event_name):
         if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
         found = [cb for cb in self.learn.cbs.sorted('order') if speaks(cb, event_name)]

@@ -13,11 +13,12 @@ from fastai.data.load import DataLoader, SkipItemException, _loaders
 from fastai.torch_core import to_device
 from fastcore.basics import patch
 from ..base.failure import note_item
-from ..shard.sharded import (Shard, Sharded, account, clone_loader, draw_seed, no_batches, reading, sharded_clone,
-                                   track_changes, write_back)
+from ..shard.sharded import (Shard, Sharded, account, clone_loader, draw_seed, no_batches, no_step_missing, reading,
+                                   sharded_clone, track_changes, write_back)
 from ..shard.split import (CantShard, chunk, global_batch_size, n_chunks, n_own_batches, pad_shard, sharded_steps,
                                  whole_steps, workers_per_rank)
 from ..shard.stream import StreamSource, why_not_stream
+from ..shard.torch_loader import reporting
 
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #3dd6833d
 def is_lm(dl):
@@ -114,10 +115,14 @@ def _plan(self:ShardedDL):
 @patch
 def _batches(self:ShardedDL, epoch):
     for b,counts,pos in _loaders[self.fake_l.num_workers==0](self.fake_l):
+        if not pos and not self._shard.train:
+            del epoch.counts[epoch.done]    # all of a batch was skipped
+            continue
         account(self, epoch, counts, pos)
         if self.pin_memory and type(b)==list: b = tuple(b)
         if self.device is not None: b = to_device(b, self.device)
         yield self.after_batch(b)
+    no_step_missing(epoch)
 
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #57224826
 _NOT_ITERATED = ("this loader's batches are taken past its `__iter__`, so its epoch has no order to shard. "
@@ -149,12 +154,12 @@ def _batch(self:ShardedDL, items, # This rank's items, None where one was skippe
            step, # Their `Step`
            build # Function that makes an item of one of the step's
 ):
-    "Yields `(batch, counts, positions)`, or nothing if in validation nothing is left"
+    "Yields `(batch, counts, positions)`; no batch if in validation nothing is left"
     s = self._shard
     pos = [p for p,o in zip(step.positions,items) if o is not None]
     items = feed = [o for o in items if o is not None]
     if s.train: feed,_ = pad_shard(items, () if items else _borrow(map(build,step.spare)), s.n)
-    if feed: yield self.do_batch(feed), (len(items),step.total), pos
+    yield self.do_batch(feed) if feed else None, (len(items),step.total), pos
 
 def _borrow(spare):
     res = list(itertools.islice((o for o in spare if o is not None), 2))
@@ -218,6 +223,7 @@ def _torch_side(dl, res, n):
     fl = copy.copy(dl.fake_l)
     fl.d,fl.default = res,res
     fl.dataset,fl.num_workers = fl,workers_per_rank(fl.num_workers,n)
+    fl.worker_init_fn = reporting(fl.worker_init_fn)
     return fl
 
 # %% ../../nbs/fastai2/70_fastai_loader.ipynb #5b0c7d16

@@ -11,7 +11,6 @@ import contextlib, functools, random
 import torch
 from fastai.learner import Learner
 from fastai.torch_core import default_device
-from fastcore.foundation import L
 
 from ..base import group
 from ..base.interrupts import voting
@@ -21,7 +20,7 @@ from .callbacks import distributed
 from .inference import infer_in_group
 from .loaders import n_batches
 from .rank0 import as_one_process, sync_opt
-from .session import enough_epochs
+from .session import enough_epochs, fit_args
 from .snapshot import place
 from ..launch.placement import launched_group
 from ..launch.training import sync_seed
@@ -33,15 +32,16 @@ def _sync_streams(learn):
     for i,dl in enumerate(learn.dls.loaders):
         if hasattr(dl, 'rng'): dl.rng = random.Random(seed+i)
 
-def _fit_in_place(learn, options, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0):
-    "`Learner.fit` by all ranks, each of which has called it"
+def _fit_in_place(learn, options, asked):
+    "`Learner.fit` by all ranks, each of which has called it; `asked`: see `fit_args`"
     _sync_streams(learn)
-    if not reset_opt: sync_opt(learn)
-    cbs = [cb() if isinstance(cb, type) else cb for cb in L(cbs)]
-    n_epoch = enough_epochs(n_epoch, cbs, lambda: n_batches(learn.dls.loaders[0], group.world_size(), options['batch']))
-    fit = dict(lr=lr, wd=wd, reset_opt=reset_opt, start_epoch=start_epoch)
+    if not asked.get('reset_opt'): sync_opt(learn)
+    cbs,n_epoch = asked.pop('cbs'),asked.get('n_epoch')
+    def steps(): return n_batches(learn.dls.loaders[0], group.world_size(), options['batch'])
+    if n_epoch is not None: asked['n_epoch'] = enough_epochs(n_epoch, cbs, steps)
     with distributed(learn, **options) as consensus, as_one_process(learn, cbs, consensus):
-        type(learn).fit(learn, n_epoch, cbs=cbs_of_rank(cbs), **fit)
+        own = dict(cbs=of_rank) if (of_rank := cbs_of_rank(cbs)) else {}
+        type(learn).fit(learn, **own, **asked)
     # What rank 0 loaded in the end (SaveModelCallback)
     group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
 
@@ -61,7 +61,7 @@ def in_place(
     "Inside, `learn` trains with the ranks of the group that its launcher made"
     with launched_group() as device:
         place(learn, device)
-        def fit(*args, **kwargs): return _fit_in_place(learn, options, *args, **kwargs)
+        def fit(*args, **kwargs): return _fit_in_place(learn, options, fit_args(learn, args, kwargs))
         def validate(ds_idx=1, dl=None): return _validate_in_place(learn, ds_idx, dl)
         with own_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given): yield
 

@@ -12,9 +12,10 @@ from .callbacks import distributed
 from .events import OurCallback
 from .inference import leave_together, run_part
 from .loaders import batch_items, dl_state
-from .rank0 import as_one_process, open_run
+from .rank0 import as_one_process, open_run, wants_no_lines
 from .resume import ResumeFit
 from .snapshot import baseline, capture, loader_refs, persistent_refs, place_dl, state_size, unpack
+from ..output.notice import hushed
 from ..launch.training import Progress, until_interrupted, whereabouts
 
 # %% ../../nbs/fastai2/83_jobs.ipynb #630594d2
@@ -42,7 +43,7 @@ class NoteProgress(OurCallback):
     def before_batch(self):
         self.in_batch = True
         self.batches += 1
-        self.progress.at_batch(self.where())
+        self.progress.at_batch(self.where(), self.training)
     def after_batch(self):
         if not self.training: self.in_batch = False
         if not self.stepped: self._first_step()
@@ -54,6 +55,7 @@ class NoteProgress(OurCallback):
         self.progress.lap(sum(total for _,total in getattr(self.dl, 'counts', ())))
         self._enter('epoch')
         self.ctx.beat(self.where())
+    def after_epoch(self): self.progress.epochs += 1
 
 class EndOfBatch(OurCallback):
     "A training batch is over when every other callback has seen it"
@@ -82,7 +84,7 @@ def fit_job(ctx, obj):
     base,refs,noted = baseline(learn, cbs),persistent_refs(learn, cbs),NoteProgress(ctx)
     ctx.where = noted.where
     together = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
-    with open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus):
+    with hushed(wants_no_lines(learn)), open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus):
         def keep(kind='epoch'): ctx.put(kind, capture(learn, cbs, base, consensus.common.state(), refs))
         extra = [KeepState(keep, consensus)] if ctx.rank == 0 else []
         if call['first'] is not None: extra.append(ResumeFit(learn, base.others, call['first'], call['lists'], refs))
@@ -92,13 +94,14 @@ def fit_job(ctx, obj):
         fit = lambda: _fit(ctx, learn, cbs, call['fit'], [*noting, *extra], noted)
         interrupted = until_interrupted(ctx, fit, lambda: consensus.leave('interrupt'))
     ctx.mark('train')
-    if ctx.rank == 0: keep('state')
+    if ctx.rank == 0: keep('cut' if interrupted else 'state')
     return noted.progress.result(interrupted, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):
     "fastai's own `fit`; `ctx` notes where it failed, as long as the learner is in the state that it failed in"
     try:
-        with learn.added_cbs(extra): type(learn).fit(learn, cbs=cbs_of_rank(cbs), **call)
+        own = dict(cbs=of_rank) if (of_rank := cbs_of_rank(cbs)) else {}     # a `fit` of the user's may take none
+        with learn.added_cbs(extra): type(learn).fit(learn, **own, **call)
     except KeyboardInterrupt: raise
     except BaseException:
         ctx.where,ctx.items = noted.where(),_items(learn, noted)

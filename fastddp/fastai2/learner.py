@@ -14,9 +14,11 @@ from .ddp import DDP_CHECKS
 from .in_place import at_home, in_place, train_in_place      # the app's two, for a standing cluster
 from .jobs import fit_job, infer_job
 from .resume import UserCall, calling
+from .rank0 import wants_no_lines
 from .session import Session
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
+from ..shard.loss_kind import check_loss
 
 # %% ../../nbs/fastai2/86_learner.ipynb #1d3f8f91
 @patch
@@ -26,6 +28,7 @@ def distrib_ctx(self:Learner,
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
+    loss:str='auto', # Workers' losses are one by 'mean' over items, 'sum', or 'gather' of all predictions; 'auto' finds out
     model_factory=None, # Called in every worker to make the model, when it can't or shouldn't be shipped
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine
@@ -37,16 +40,19 @@ def distrib_ctx(self:Learner,
 ):
     "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
     given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
-    options = dict(batch=batch, sync_bn=sync_bn, **ddp_kwargs)      # what the ranks are told
+    check_loss(loss)
+    options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)      # what the ranks are told
     def session(engine, n, gpus):
         return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job,
                        factories=(model_factory,dls_factory), asked_for=OPTIONS.asked_for(given))
-    with block(self, given, OPTIONS.defaults, lambda: in_place(self, options, given), session): yield self
+    def here(): return in_place(self, options, given)
+    with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
 
 OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/86_learner.ipynb #e5b082b1
-_getstate,_OVERRIDES = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches')
+_getstate,_OVERRIDES = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches','_do_grad_opt',
+                                         '_do_one_batch')
 
 def _is_ours(k, v):
     "Is `v` what overrides the learner's method `k`, or the block that it is in?"
@@ -75,7 +81,7 @@ def distrib(self:Learner,
 ):
     "`learn.name(*args, **kwargs)` on the workers."
     check_method(self, name)
-    options = OPTIONS.pop(kwargs)
+    options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.refuse_unknown(type(self), name, kwargs)
     user_call = UserCall(name, args, kwargs, options)
     with self.distrib_ctx(**options), calling(self, user_call): return getattr(self, name)(*args, **kwargs)
@@ -90,7 +96,7 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 
 for _name in _FITS: setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
 for _name in _INFERS:
-    _none = 'batch','sync_bn','restarts','ddp_kwargs'
+    _none = 'batch','sync_bn','loss','restarts','ddp_kwargs'
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)

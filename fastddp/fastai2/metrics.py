@@ -7,15 +7,18 @@ __all__ = ['REDUCERS', 'sum_state', 'BatchNote', 'gather_ordered', 'reducer_for'
            'whole_batches', 'replay', 'trim', 'batch_number', 'ReduceMetrics', 'plain_metrics']
 
 # %% ../../nbs/fastai2/73_metrics.ipynb #bfc9974d
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
 from fastai.metrics import AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric
-from fastai.torch_core import find_bs
+from fastai.torch_core import find_bs, to_device
 
 from ..base import group
+from .any_loss import AnyLoss
 from .events import OurCallback
+from ..shard.items import Items, items_of, with_tensors
 from ..shard.loss import sums_up, weighting
 from ..shard.loss_part import batch_losses, loss_and_divisor
 from ..shard.rows import join_tensors, mean_over_items, row_positions
@@ -176,7 +179,8 @@ def whole_batches(kept # This rank's `KeptBatch`es of a phase
 # %% ../../nbs/fastai2/73_metrics.ipynb #dd7d7c57
 def replay(m,     # A metric
            learn, # Whose `pred`, `yb` and `loss` it reads
-           kept   # This rank's `KeptBatch`es of `(pred, yb, loss)`
+           kept,  # This rank's `KeptBatch`es of `(pred, yb, loss)`
+           loss_of=None # Called with `(pred, yb)`: the loss, where that is no mean over ranks
 ):
     "Runs metric `m` over all ranks' batches as one process would have made them"
     old = {k:getattr(learn,k) for k in ('xb','yb','pred','loss')}
@@ -184,6 +188,7 @@ def replay(m,     # A metric
     try:
         for tree in whole_batches(kept):
             learn.pred,learn.yb,learn.loss = tree
+            if loss_of: learn.loss = loss_of(learn.pred, learn.yb)
             learn.xb = NoInput()
             type(m).accumulate(m, learn)
     finally: vars(learn).update(old)
@@ -203,16 +208,50 @@ def batch_number(learn, pos # Positions of this rank's items
     size = getattr(getattr(learn.dl,'_shard',None),'bs',None)
     return pos[0]//size if size else learn.iter
 
+class _WholeLoss:
+    "A phase's predictions and targets, kept for metric `m` of a loss that needs those of all ranks"
+    def __init__(self, m): self.m,self.kept,self.shape = m,[],None
+    def add(self, learn, note):
+        tree = (learn.pred, tuple(learn.yb))
+        items = items_of(tree, len(note.positions), note.positions)
+        self.kept.append(keep_batch(note, tuple(items.tensors)))
+        device = next((t.device for t in items.tensors), None)
+        kinds = [torch.empty(0).as_subclass(type(t)) for t in items.tensors]
+        # the same for all batches
+        self.shape = dict(tree=with_tensors(tree, iter(kinds)), layouts=items.layouts, device=device, kinds=kinds)
+    def close(self, learn):
+        "Rank 0 computes, and all have what it comes to"
+        old = {k:getattr(learn,k) for k in ('yb','pred','loss')}
+        self.m.reset()
+        try:
+            for tensors in whole_batches(self.kept):
+                if group.rank() == 0: self._accumulate(learn, tensors)
+        finally: vars(learn).update(old)
+        total,count = group.all_sum([float(self.m.total), self.m.count] if group.rank() == 0 else [0,0])
+        self.m.total,self.m.count = torch.tensor(total, dtype=torch.float64),int(count)
+    def _accumulate(self, learn, tensors):
+        o = SimpleNamespace(**self.shape)
+        tensors = [t.to(o.device).as_subclass(type(k)) for t,k in zip(tensors, o.kinds)]
+        learn.pred,learn.yb = with_tensors(o.tree, iter(Items([], o.layouts, tensors).given()))
+        with torch.no_grad(): learn.loss = learn.loss_func(learn.pred, *learn.yb)
+        type(self.m).accumulate(self.m, learn)
+
 class _Phase:
     "What is kept of metric `m` in a phase; takes the place of its `accumulate`"
-    def __init__(self, m, learn, training):
+    def __init__(self, m, learn, training, any_loss=None):
         self.m,self.reducer = m,reducer_for(m)
         self.notes = []     # `BatchNote` of each batch
         self.kept = []      # `KeptBatch` of each, for a replay
         self.losses = []    # for `batch_losses`
-        # in training `learn.loss` is the global one
-        odd_mean = weighting(learn.loss_func) is not None or sums_up(learn.loss_func)
-        self.by_batch = isinstance(m, AvgLoss) and self.reducer is _sum_avg and not training and odd_mean
+        any_loss,f = any_loss or AnyLoss(),learn.loss_func
+        self.by = any_loss.by(f)
+        # in training `learn.loss` is the global one, and so is that of a batch which one rank has alone
+        parts = not training and not getattr(getattr(learn.dl,'_shard',None), 'whole', False)
+        self.needs_all = parts and any_loss.is_whole(f)
+        of_loss = isinstance(m, (AvgLoss,LossMetric)) and self.reducer is _sum_avg
+        self.whole = _WholeLoss(m) if of_loss and self.needs_all else None
+        odd_mean = self.by == 'sum' or not self.by and (weighting(f) is not None or sums_up(f))
+        self.by_batch = isinstance(m, AvgLoss) and of_loss and not training and odd_mean
     def __call__(self, learn):
         bs = find_bs(learn.yb)
         n = learn.dl.counts[learn.iter][0] if learn.training else bs
@@ -226,17 +265,26 @@ class _Phase:
         finally: learn.pred,learn.yb = pred,yb
     def _accumulate(self, learn, note, n):
         if self.reducer is None: self.kept.append(keep_batch(note, (learn.pred,tuple(learn.yb),learn.loss)))
+        elif self.whole: self.whole.add(learn, note)
         elif self.by_batch:
-            weighted = loss_and_divisor(learn.loss_func, learn.loss, learn.yb, n)
+            weighted = loss_and_divisor(learn.loss_func, learn.loss, learn.yb, n, self.by)
             self.losses.append((note.number, *weighted, n))
         else: type(self.m).accumulate(self.m, learn)
     def close(self, learn):
         "The end of the phase: brings all ranks' state together"
-        if self.reducer is None: replay(self.m, learn, self.kept)
+        if self.reducer is None: replay(self.m, learn, self.kept, _loss_of(learn) if self.needs_all else None)
+        elif self.whole: self.whole.close(learn)
         elif self.by_batch: _sum_losses(self.m, self.losses)
         else: self.reducer(self.m, self.notes)
 
 # %% ../../nbs/fastai2/73_metrics.ipynb #0f444cf0
+def _loss_of(learn):
+    "A function of predictions and targets on the CPU: their loss"
+    device = next((p.device for p in learn.model.parameters()), torch.device('cpu'))
+    def loss_of(pred, yb):
+        with torch.no_grad(): return learn.loss_func(*to_device((pred,*yb), device))
+    return loss_of
+
 def _sum_losses(m, rows):
     "Total and count of an `AvgLoss` from what this rank noted for `batch_losses`"
     losses = batch_losses(rows)
@@ -247,6 +295,7 @@ def _sum_losses(m, rows):
 class ReduceMetrics(OurCallback):
     "Brings the metrics of all ranks together at the end of each phase"
     order = -999_998    # after the votes, before all else: what leaves the loop in `after_train` leaves after this
+    def __init__(self, any_loss=None): self.any_loss = any_loss or AnyLoss()
     def before_train(self):    self._open('_train_mets')
     def before_validate(self): self._open('_valid_mets')
     def after_train(self):     self._close('_train_mets')
@@ -255,7 +304,8 @@ class ReduceMetrics(OurCallback):
         plain_metrics(self.learn)
         if group.world_size() == 1 or not hasattr(self.learn,'recorder'): return
         for m in getattr(self.recorder, which):
-            if type(m) is not AvgSmoothLoss: vars(m)['accumulate'] = _Phase(m, self.learn, which == '_train_mets')
+            if type(m) is AvgSmoothLoss: continue
+            vars(m)['accumulate'] = _Phase(m, self.learn, which == '_train_mets', self.any_loss)
     def _close(self, which):
         phases = plain_metrics(self.learn)
         if group.world_size() == 1 or not hasattr(self.learn,'recorder'): return

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['sync_load', 'sync_opt', 'one_tmp_file', 'alone_on_rank0', 'notebook_run', 'open_run', 'apply_settings',
-           'as_one_process']
+           'as_one_process', 'wants_no_lines']
 
 # %% ../../nbs/fastai2/82_rank0.ipynb #9f0ccafd
 import contextlib, hashlib, sys
@@ -17,22 +17,15 @@ from fastcore.foundation import L
 from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
+from .drift import opt_from_rank0
 from .events import own_events
 from .inference import inner_inference
 from .loaders import dl_state, set_dl_state
 from ..launch.rank0_only import is_kind, is_rank0_only
 from ..payload.pickling import dump
-from ..payload.state import move_opt
 from ..shard.sharded import is_sharded, write_back
 
 # %% ../../nbs/fastai2/82_rank0.ipynb #393153ef
-def _opt_from_rank0(learn):
-    "The optimizer's state of rank 0, on every rank"
-    state = group.gather_tree(learn.opt.state_dict() if group.rank() == 0 else None)[0]
-    if group.rank():
-        learn.opt.load_state_dict(state)
-        move_opt(learn.opt)     # they were gathered on the CPU
-
 def _check_load(consensus):
     "Raises `CantDistribute` unless all ranks load"
     if consensus.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks "
@@ -50,7 +43,7 @@ def sync_load(learn,
         if consensus: _check_load(consensus)
         if group.rank() == 0: type(learn).load(learn, *args, **kwargs)
         group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
-        if learn.opt is not None: _opt_from_rank0(learn)
+        if learn.opt is not None: opt_from_rank0(learn)
         return learn
     with own_attrs(learn, load=load): yield
 
@@ -71,7 +64,7 @@ def sync_opt(learn):
         learn.opt = None       # the fit makes one
         return
     if not learn.opt: learn.create_opt()
-    _opt_from_rank0(learn)
+    opt_from_rank0(learn)
 
 # %% ../../nbs/fastai2/82_rank0.ipynb #a4992707
 @contextlib.contextmanager
@@ -213,3 +206,9 @@ def as_one_process(learn,
         stack.enter_context(alone_on_rank0(learn, consensus))
         yield
         consensus.depart()
+
+# %% ../../nbs/fastai2/82_rank0.ipynb #402988a3
+def wants_no_lines(learn):
+    "Is `learn` inside of `no_bar()` and `no_logging()`?"
+    silent = getattr(learn.logger, '__name__', '') == 'noop'
+    return silent and not any(isinstance(cb, ProgressCallback) for cb in learn.cbs)

@@ -65,7 +65,8 @@ class ResumePoint(NamedTuple):
     def noted(self, learn):
         "With the streams and loaders of now, when the fit is cut off"
         done = self.done or self.user_call.fits-1
-        return self._replace(done=done, rng=CommonRNG.capture().state(), dls=[dl_state(dl) for dl in learn.dls.loaders])
+        dls = [dl_state(dl) for dl in getattr(learn.dls, 'loaders', ())]
+        return self._replace(done=done, rng=CommonRNG.capture().state(), dls=dls)
 
 def parts_of(learn, cbs):
     "What must still be there when the fit goes on; the optimizer is made anew after a failure"
@@ -90,6 +91,8 @@ def calling(learn, user_call):
     user_calls[learn] = user_call
     try: yield
     finally: user_calls.pop(learn, None)
+    point = resume_points.get(learn)
+    if point and point.user_call is user_call: del resume_points[learn]     # it came to its end
 
 # %% ../../nbs/fastai2/80_resume.ipynb #dc55a690
 def state_before(learn, cbs):
@@ -113,7 +116,8 @@ def distrib_resume(self:Learner):
     first = _back_to(self, point)
     if not self.opt: self.create_opt()
     call = point.user_call
-    again = point._replace(first=first, state=state_before(self, point.cbs))
+    # What the call does before the fit that was cut off may change the learner; between two fits all is as it should be
+    again = point._replace(first=first, state=None if point.done == call.fits else state_before(self, point.cbs))
     user_call = UserCall(call.name, call.args, call.kwargs, call.options, again)
     with self.distrib_ctx(**call.options), calling(self, user_call):
         return getattr(self, call.name)(*call.args, **call.kwargs)

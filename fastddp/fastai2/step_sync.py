@@ -6,6 +6,8 @@
 __all__ = ['true_counts', 'StepSync', 'EnterDDP', 'LeaveDDP', 'CountAll']
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #6bf10b6b
+import warnings
+
 import torch
 from fastai.callback.training import GradientAccumulation
 from fastai.torch_core import find_bs
@@ -13,10 +15,13 @@ from fastcore.basics import patch
 
 from ..base import group
 from ..base.errors import CantDistribute
-from .consensus import _FIRST, _LAST, ballot, strongest
+from .any_loss import AnyLoss
+from .consensus import _FIRST, _LAST, ballot, leaves_late, strongest
 from .ddp import DIVISOR, KNOWN, LOSS, UNUSED, raw_model, zero_loss
 from .events import OurCallback
-from ..shard.loss import sums_up, weighting
+from .own_step import OwnPasses, average_grads, grads_entry, steps_itself
+from ..shard.drift import all_alike, methods, names_in, suspect, sync_tensors
+from ..shard.loss import weighting
 from ..shard.loss_part import loss_part
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #986d5cae
@@ -32,8 +37,8 @@ class StepSync(OurCallback):
     "Weights this rank's loss, reads the global one, and carries the votes of a training step"
     order = _LAST       # in `before_backward` every other callback has had its say about `loss_grad`
     run_valid = False
-    def __init__(self, reducer, consensus):
-        self.reducer,self.consensus = reducer,consensus
+    def __init__(self, reducer, consensus, any_loss=None):
+        self.reducer,self.consensus,self.any_loss = reducer,consensus,any_loss or AnyLoss()
         self.n = group.world_size()
         consensus.sync = self
         # The current batch
@@ -45,24 +50,36 @@ class StepSync(OurCallback):
         self.params,self.bare = [],[]   # the model's parameters, and those without a gradient before this batch
         self.accumulating = None        # the `GradientAccumulation`, if there is one
         self.ahead = True               # loss and votes ahead of the backward pass, or along with the gradients?
+        self.weighed = False            # is this batch's loss weighed?
+        self.own,self.scale = OwnPasses(),1.    # what weighs passes that DDP doesn't reduce, and by how much
+        self.said = False               # was the user told of gradients that were not alike?
 
     def start(self, i # The batch
     ):
         "A new batch"
         learn = self.learn
         self.i,self.prev = i,learn.loss
-        self.stats,self.pending,self.loss_known = None,False,False
+        self.stats,self.pending,self.loss_known,self.weighed = None,False,False,False
+        self.own.close()
+        self.any_loss.start(learn)
         self.params = list(learn.model.parameters())
         self.bare = [p for p in self.params if p.grad is None]
         self.accumulating = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
         self.ahead = self.n==1 or self.consensus.late or self.accumulating is not None
 
+    def before_train(self): self.any_loss.start_epoch()
+    def after_pred(self): self.any_loss.before_loss(true_counts(self.learn))
+
     def reduces(self):
         "Are gradients reduced in this batch? Not while they are only gathered"
         acc = self.accumulating
-        return self.n>1 and (acc is None or acc.count+true_counts(self.learn,self.i)[1] >= acc.n_acc)
+        if self.n == 1 or self.consensus.by_hand: return False
+        return acc is None or acc.count+true_counts(self.learn,self.i)[1] >= acc.n_acc
 
     def before_backward(self):
+        if self.weighed: return     # a learner that steps by itself may have no such event, or come back to it
+        self.weighed = True
+        self.leave_ddp()
         if self.n > 1: self._weigh_loss()
         elif (decided := self._sum_up()[0]): self.consensus.raise_decision(decided)
 
@@ -71,7 +88,8 @@ class StepSync(OurCallback):
 def _part(self:StepSync):
     "This batch's `LossPart`"
     yb = self.learn.yb
-    return loss_part(self.learn.loss_func, yb, true_counts(self.learn), find_bs(yb), self.n)
+    f = self.learn.loss_func
+    return loss_part(f, yb, true_counts(self.learn), find_bs(yb), self.n, self.any_loss.by(f))
 
 @patch
 def _weigh_loss(self:StepSync):
@@ -80,11 +98,30 @@ def _weigh_loss(self:StepSync):
     if part.by == 'weights': loss = self._without_nan(loss, part.divisor)
     if self.ahead: by = self._sum_up_ahead()
     scale = part.scale
+    self.scale,self.own.on = scale*by,False     # the pass of this loss needs no other weight
     # fastai's accumulation weights a batch by this rank's items, doubled and borrowed ones included
     if self.accumulating is not None: scale = scale*true_counts(self.learn)[1]/find_bs(self.learn.yb)
     if isinstance(scale, torch.Tensor) or scale*by != 1.: loss = loss*scale*by     # a product costs two passes
+    if self.stats is None and self.reduces(): loss = self._past_ddp(loss)
     if self.stats is not None: loss = self._with_entry(loss, part)
     self.learn.loss_grad = loss
+    if self.consensus.late and steps_itself(self.learn):
+        self.own.open(self.params, self.scale, on=False)
+        self.own.after(loss)
+
+@patch
+def leave_ddp(self:StepSync):
+    "Puts the raw model back, and keeps the statistics of its forward pass through DDP"
+    learn,raw = self.learn,raw_model(self.learn.model)
+    if raw is not learn.model: self.stats,learn.model = learn.model.take_stats(),raw
+
+@patch
+def _past_ddp(self:StepSync, loss):
+    "`loss` of a learner that called layers of its model rather than the model: DDP gets its forward pass now"
+    ddp = self.reducer.module(self.learn.model)
+    loss = loss+ddp(shadow=True)
+    self.stats = ddp.take_stats()
+    return loss
 
 @patch
 def _with_entry(self:StepSync, loss, part):
@@ -113,6 +150,7 @@ def vote(self:StepSync, kind # One of `VOTES`
 ):
     "This rank leaves the batch: a vote in it, or in the next where it is closed; returns what the ranks decided"
     self._begin_vote()
+    self.any_loss.meet_with_nothing()
     if not self.ahead: return self._close(self._shadow_step(kind))
     if self.stats is None: self._shadow_forward()
     return self._sum_up(kind)[0]
@@ -123,6 +161,8 @@ def vote_load(self:StepSync):
     if self.stats is not None or self.pending: raise CantDistribute("learn.load was called between a batch's forward "
         "and backward pass, which would no longer fit each other. Load before or after the batch.")
     self._begin_vote()
+    self.any_loss.meet_with_nothing()
+    self.any_loss.start(self.learn)     # this rank's batch is still to come
     if self.ahead:
         # what that pass prepared must not come upon the next backward pass
         if self._shadow_forward(): self.reducer.close()
@@ -174,7 +214,7 @@ def _sum_up_ahead(self:StepSync):
 @patch
 def _factor(self:StepSync, sums):
     "What a loss has to be multiplied by that was weighted by a count before the sum of weights was known"
-    if not self.loss_known or not sums[DIVISOR] or sums_up(self.learn.loss_func): return 1.
+    if not self.loss_known or not sums[DIVISOR] or self._part().by == 'sum': return 1.
     by = true_counts(self.learn)[1]/sums[DIVISOR]
     return by if abs(by-1) > 1e-6 else 1.
 
@@ -226,6 +266,7 @@ class EnterDDP(OurCallback):
     def __init__(self, sync): self.sync = sync
     def before_batch(self):
         sync = self.sync
+        if sync.consensus.by_hand and sync.n > 1: sync.own.open(sync.params, sync._part().scale)
         if not sync.reduces(): return
         ddp = self.learn.model = sync.reducer.module(self.learn.model, sync.params)
         ddp.module.gathered = sync.accumulating is not None
@@ -236,24 +277,82 @@ class LeaveDDP(OurCallback):
     run_valid = False
     def __init__(self, sync): self.sync = sync
     def before_batch(self): self.sync.start(self.iter)
-    def after_pred(self):
-        learn,raw = self.learn,raw_model(self.learn.model)
-        if raw is learn.model: return
-        learn.pred,self.sync.stats = learn.pred
-        learn.model = raw
-    def after_loss(self): self.sync.loss_known = len(self.learn.yb) > 0
+    def after_pred(self): self.sync.leave_ddp()
+    def after_loss(self):
+        self.sync.leave_ddp()       # a learner's own loop may leave out `after_pred`
+        self.sync.any_loss.restore()
+        self.sync.loss_known = len(self.learn.yb) > 0
     def after_backward(self):
-        sync = self.sync
-        if not sync.pending: return       # cancelled, or nothing was reduced
-        sync.pending = False
-        reducer = sync.reducer
-        sums = reducer.read(self.learn.loss_grad)
-        sync.take_back(reducer.idle + [p for p in reducer.filled if not p.grad.any()])
-        if sync.ahead: return reducer.on_unused(sums[UNUSED])
-        sync._rescale(sync._factor(sums))
-        decided = sync._close(sums)
-        if decided == 'backward': return        # that pass is over, and its gradients are dropped
-        sync.consensus.raise_decision(decided)
+        self.sync.read()
+        self.sync.open_own()
+    def after_batch(self): self.sync.read_late()
+
+# %% ../../nbs/fastai2/76_step_sync.ipynb #da0346de
+@patch
+def read(self:StepSync):
+    "Acts on what the backward pass of this batch has reduced"
+    if not self.pending: return       # cancelled, or nothing was reduced
+    self.pending = False
+    reducer = self.reducer
+    sums = reducer.read(self.learn.loss_grad)
+    self.take_back(reducer.idle + [p for p in reducer.filled if not p.grad.any()])
+    if self.ahead: return reducer.on_unused(sums[UNUSED])
+    self._rescale(self._factor(sums))
+    decided = self._close(sums)
+    if decided == 'backward': return        # that pass is over, and its gradients are dropped
+    self.consensus.raise_decision(decided)
+
+@patch
+def read_late(self:StepSync): "After the step there is nothing left to read, but on a device: see `fastai2.device_step`"
+
+# %% ../../nbs/fastai2/76_step_sync.ipynb #0948ea12
+@patch
+def open_own(self:StepSync):
+    "From now on, backward passes of this batch are somebody's own"
+    if self.n > 1 and self.consensus.late: self.own.open(self.params, self.scale)
+
+@patch
+def begin_by_hand(self:StepSync):
+    "DDP, which would do this, is left out: rank 0's weights for all"
+    if not self.reducer.alike: sync_tensors(self.learn.model.parameters())
+
+@patch
+def grads_entry(self:StepSync):
+    "This rank's, where DDP has reduced gradients"
+    return (0.,0.) if self.n == 1 or self.consensus.by_hand else grads_entry(self.params)
+
+@patch
+def settle(self:StepSync, sums # Of all ranks' `grads_entry`
+):
+    "Before the step: one set of gradients for all ranks"
+    self.own.close()
+    if self.n == 1 or all_alike(sums, self.n) and not self.consensus.by_hand: return
+    if not self.said and not self.consensus.by_hand: self._warn_of_noise()
+    average_grads(self.params)
+
+@patch
+def _warn_of_noise(self:StepSync):
+    "Says who may have changed gradients on each rank in its own way, if nobody runs a backward pass"
+    self.said,learn = True,self.learn
+    if group.rank() or steps_itself(learn): return
+    late = [cb for cb in learn.cbs if leaves_late(cb)]
+    if any('backward' in names_in(f) for cb in late for f in methods(cb).values()): return
+    who = '; '.join(str(suspect(f"callback {type(cb).__name__}", methods(cb).values())) for cb in late)
+    warnings.warn("fastddp: between backward pass and step each rank changed its gradients in its own way, so they "
+                  f"are averaged before each step; noise of {self.n} ranks partly averages out: {who}.")
+
+@patch
+def before_own_step(self:StepSync):
+    "The learner steps by itself, maybe without events: all that belongs before a step"
+    if not self.weighed: self.loss_known = isinstance(self.learn.loss, torch.Tensor)
+    self.before_backward()
+    self.read()
+    self.consensus.sync_before_step()
+
+@patch
+def after_own_step(self:StepSync):
+    "If it made no step after all: the others may have, and wait"
+    if self.consensus.step_due: self.consensus.sync_before_step()
 
 # %% ../../nbs/fastai2/76_step_sync.ipynb #ea328cfe
 class CountAll(OurCallback):

@@ -28,13 +28,23 @@ class Outcome(NamedTuple):
     "What a run gave"
     results:list            # What the job returned on each rank, in rank order
     interrupted:bool        # Did the user interrupt it? All ranks ended well all the same, as the job wished
-    state:tuple|None=None   # What rank 0 put last as 'state': `(meta, buffers)`; read-only, until the next run
+    state:tuple|None=None   # What rank 0 put last as 'state' or 'cut': `(meta, buffers)`; read-only, until the next run
     epoch:tuple|None=None   # The same for the name 'epoch': the state at the end of the last complete epoch
     marks:tuple=()          # `(phase, time of its end)` of the engine and of rank 0, as `Timings` takes them
 
 # %% ../../nbs/launch/50_engine.ipynb #6188ea01
 class Launcher:
     "Runs jobs on N ranks; engines are its subclasses"
+    where = None    # Where its ranks run, as the first line of a fit says it; None: as the GPUs say
+    def place(self,
+        nprocs, # Ranks, as the user gave it
+        gpus, # The same
+    ):
+        "`(number of ranks, GPU of each or None)`; raises `CantDistribute`, with a remedy, for what can't be"
+        return nprocs or 1, gpus
+    def check_items(self,
+        datasets, # Sequences of what their items are made from, paths perhaps
+    ): "Refuses, with a `CantDistribute`, data of which the ranks wouldn't have the files; here they have"
     def run(self,
         job, # A `Job`
         nprocs, # Ranks, 1 or more
@@ -45,7 +55,8 @@ class Launcher:
         """Runs `job` on all ranks, shows what they show, and waits for all of them.
         Raises `CantDistribute` for what this engine can't do; the first failure: `RankRaised`, `RankDied` or
         `GroupTimeout`; `KeyboardInterrupt` if a rank didn't stop when it was asked to. Their `state` is what rank 0
-        left last, as `Outcome.state`, or None. What `fn` of `here` raises is raised as it is"""
+        left last, as `Outcome.state`, or its `epoch`, or None; `cut`: was it put as 'cut'? What `fn` of `here` raises
+        is raised as it is"""
         raise NotImplementedError
     def close(self,
         grace=2., # Seconds that processes have to end by themselves

@@ -6,7 +6,7 @@
 __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spawned', 'spawn']
 
 # %% ../../nbs/launch/60_functions.ipynb #fbdaeafb
-import ast, contextlib, os, re, sys, tempfile, threading
+import ast, contextlib, os, re, sys, threading
 
 from ..base import group
 from ..base.checks import CONTEXT, Check, check_all, is_whole, whole
@@ -16,6 +16,7 @@ from ..base.scoped import environment
 from .engine import Job
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump_or_blame
+from ..process.owner import private_folder
 
 # %% ../../nbs/launch/60_functions.ipynb #65dcc633
 def global_imports(
@@ -117,7 +118,7 @@ def ranch(
     process failed, and what `fn` raises here as it is"""
     _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports)
     needed = _needed(need)
-    with tempfile.TemporaryDirectory(prefix='fastddp-') as d:
+    with private_folder() as d:
         store = os.path.join(d, 'rendezvous')
         call = lambda: _call_in_notebook(fn, args, kwargs, caller_rank, nprocs, ctx, imports, store)
         if caller_rank is not None and nprocs == 1: results = [call()]

@@ -6,29 +6,31 @@
 __all__ = ['InProcess']
 
 # %% ../../nbs/launch/55_in_process.ipynb #886d6c51
-import contextlib, os, tempfile
+import contextlib, os
 
 from ..base import group
 from ..base.errors import CantDistribute
+from ..base.interrupts import disturbed
 from ..base.scoped import environment
 from .engine import Launcher, Outcome
 from .rank import Context, call
 from ..payload.pickling import load
-from ..payload.strings import Letters
+from ..process.owner import private_folder
+from ..payload.strings import Later
 
 # %% ../../nbs/launch/55_in_process.ipynb #4fa0af63
 @contextlib.contextmanager
 def _group_of_one(device):
     "Inside, this process is rank 0 of 1"
     as_it_was = environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
-    with tempfile.TemporaryDirectory(prefix='fastddp-') as d, as_it_was:
+    with private_folder() as d, as_it_was:
         group.join(os.path.join(d, 'rendezvous'), 0, 1, group.backend_for(device), device)
         try: yield
         finally: group.leave()
 
 def _writable_copies(payload):
     "Private writable copies of a payload's buffers"
-    return [b.whole() if isinstance(b, Letters) else bytearray(b) for b in payload.buffers]
+    return [b.whole() if isinstance(b, Later) else bytearray(b) for b in payload.buffers]
 
 def _as_put(put, name):
     "`(meta, buffers)` of what the job put last under `name`, or None"
@@ -54,13 +56,15 @@ class InProcess(Launcher):
         if here is not None: return Outcome([here[1]()], False)
         device,put = self._use_device(),{}
         ctx = Context(0, 1, device, lambda e: on_event(0, e), put.__setitem__, lambda: False)
-        with _group_of_one(device):
+        with disturbed(), _group_of_one(device):
             try: res = call(job.work, ctx, job.payload.meta, _writable_copies(job.payload))
             except BaseException as e:
-                e.state = _as_put(put, 'state') or _as_put(put, 'epoch')
+                e.epoch = _as_put(put, 'epoch')
+                e.state = _as_put(put, 'state') or e.epoch
                 raise
         results = [load(res.meta, _writable_copies(res), refs=refs)]
-        return Outcome(results, False, _as_put(put, 'state'), _as_put(put, 'epoch'), (*ctx.marks,))
+        state = _as_put(put, 'state') or _as_put(put, 'cut')
+        return Outcome(results, False, state, _as_put(put, 'epoch'), (*ctx.marks,))
     def _use_device(self):
         first = 0 if group.n_gpus() else None
         return group.use_device(first if self.gpu is None else self.gpu)

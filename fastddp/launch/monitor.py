@@ -11,8 +11,9 @@ import os, pickle, time
 from fastcore.basics import patch
 
 from .engine import Outcome
-from ..base.errors import GroupTimeout, RankDied, RankRaised, first_failure, is_echo
-from ..process.heartbeat import is_stopped, job_stack, odd_one, read_beat
+from ..base.errors import GroupTimeout, RankDied, RankRaised, first_failure, is_echo, is_timeout
+from ..process.server import has_died
+from ..process.heartbeat import job_stack, odd_one, read_beat
 from ..output.logs import tail
 from ..output.replay import Replay
 from ..payload.pickling import load
@@ -35,7 +36,7 @@ class Ends:
         "Did any rank end otherwise than well?"
         return bool(self.failed or self.died)
     @property
-    def at_work(self): return self.ranks-self.done
+    def at_work(self): return self.ranks-self.done-{f.rank for f in self.failed}-set(self.died)
 
 # %% ../../nbs/launch/52_monitor.ipynb #5ce14c60
 class Monitor:
@@ -58,11 +59,16 @@ class Monitor:
     ):
         """Waits until all ranks are done and returns their `Outcome`; the first failure ends it for all and is raised
         (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the newest state as its `state`"""
-        try: self._until_over()
-        finally: self.replay.close()
-        results = results_here | {r:self._result(r, refs) for r in self.workers.ranks}
+        try:
+            try: self._until_over()
+            finally: self.replay.close()
+            results = results_here | {r:self._result(r, refs) for r in self.workers.ranks}
+        except BaseException as e:      # the notebook's own failures, too: nobody reads its output any more, say
+            self._with_state(e)
+            raise
+        state = self._newest('state') or self._newest('cut')
         in_order = [results[r] for r in sorted(results)]
-        return Outcome(in_order, bool(self.interrupts.n), self._newest('state'), self._newest('epoch'), (*self.marks,))
+        return Outcome(in_order, bool(self.interrupts.n), state, self._newest('epoch'), (*self.marks,))
     def _until_over(self):
         while not self._is_over():
             self._turn()
@@ -101,8 +107,9 @@ def _newest(self:Monitor, kind):
 
 @patch
 def _with_state(self:Monitor, err):
-    "Puts what rank 0 left last onto the exception, as `err.state`"
-    err.state = self._newest('state') or self._newest('epoch')
+    "Puts what rank 0 left last onto the exception, as `err.state`: of the whole job, of a cut one, or of an epoch"
+    err.epoch,whole,cut = self._newest('epoch'),self._newest('state'),self._newest('cut')
+    err.state,err.cut = whole or cut or err.epoch,bool(cut and not whole)
     return err
 
 @patch
@@ -139,13 +146,14 @@ def _check_for_hang(self:Monitor):
     beats = self._beats()
     if not beats: return
     silent_since = max(self.began, *(b.at for b in beats.values()))
-    if time.monotonic()-silent_since > self.local.timeout: raise self._hang(beats)
+    if time.monotonic()-silent_since > self.local.timeout: raise self.hang()
 
 @patch
-def _hang(self:Monitor, beats):
+def hang(self:Monitor):
     "The exception that says who keeps the others waiting"
+    beats = self._beats()
     stacks = self._stacks(beats)
-    stopped = [r for r in beats if is_stopped(self.workers.procs[r].pid)]
+    stopped = [r for r in beats if self.workers.is_stopped(r)]
     odd = odd_one(stacks, stopped)
     in_order = sorted(beats, key=lambda r: r != odd)
     lines = [_stack_of(r, beats[r], stacks[r], r in stopped) for r in in_order]
@@ -153,12 +161,14 @@ def _hang(self:Monitor, beats):
 
 @patch
 def _stacks(self:Monitor, ranks):
-    "rank -> the Python stack of its job, as text; '' for one that didn't write any within a second"
+    "rank -> the Python stack of its job, as text; '' for one that didn't write any within five seconds"
     starts = {r:self._log_size(r) for r in ranks}
+    def read(r): return job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
     self.workers.ask_stacks(ranks)
-    end = time.monotonic()+1.
-    while time.monotonic() < end: self._turn(.1)        # whoever still can writes at once
-    return {r:job_stack(tail(self.workers.log_path(r), 1_000_000, start)) for r,start in starts.items()}
+    end = time.monotonic()+5.
+    while time.monotonic() < end and not all(read(r) or self.workers.is_stopped(r) for r in ranks):
+        self._turn(.1)
+    return {r:read(r) for r in ranks}
 
 def _stack_of(rank, beat, stack, stopped):
     "What `GroupTimeout` says about a rank"
@@ -172,8 +182,9 @@ def _failure(self:Monitor):
     self._let_others_speak(.5)
     failed = first_failure([f for f in self.ends.failed if not self._is_answer(f)])
     if not (failed or self.ends.died): return self._with_state(KeyboardInterrupt())
+    if failed and is_timeout(failed[0].message) and self.ends.at_work: return self.hang()
     if self.ends.died and (not failed or is_echo(failed[0])): err,others = self._death(),failed
-    else: err,others = self._raised(failed[0]),failed[1:]
+    else: err,others = (self._cut_off if self._is_cut_off(failed[0]) else self._raised)(failed[0]),failed[1:]
     err.others = tuple(str(f) for f in others)
     return self._with_state(err)
 
@@ -186,7 +197,19 @@ def _let_others_speak(self:Monitor, secs):
 def _death(self:Monitor):
     r,code = next(iter(self.ends.died.items()))
     where = read_beat(self.specs[r].heartbeat).where or 'before its first step'
-    return RankDied(r, code, where, self._log(r))
+    if self.workers.method == 'forkserver' and has_died(): where += "; the helper process was killed, and it with it"
+    return RankDied(r, code, where, self._log(r), self.workers.host(r))
+
+@patch
+def _is_cut_off(self:Monitor, failure):
+    "Is it the echo of a failure that no rank had? Between machines there is a network"
+    return is_echo(failure) and len({self.workers.host(r) for r in self.workers.ranks}) > 1
+
+@patch
+def _cut_off(self:Monitor, f):
+    said = f.message.split('. ')[0].partition('] ')     # gloo's begins with a place in its own source
+    why = f"the network between the machines failed, as it seems: {said[2] or said[0]}"
+    return RankDied(f.rank, why, f.where, self._log(f.rank, 1000), self.workers.host(f.rank))
 
 @patch
 def _raised(self:Monitor, failure):

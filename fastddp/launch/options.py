@@ -138,8 +138,13 @@ class Options:
     def asked_for(self, given):
         "Those of `given` that are not as they are by default"
         return {k:v for k,v in given.items() if v != self.defaults.get(k)}
-    def pop(self, kwargs):
-        "Takes the options out of `kwargs`"
+    def pop(self, kwargs, learn, name):
+        "Takes the options out of `kwargs`; refuses one that the method `name` of `learn` has, too"
+        own = inspect.signature(getattr(type(learn), name)).parameters
+        for k in kwargs.keys() & self.accepted & own.keys(): raise CantDistribute(
+            f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with learn.distrib_ctx(...): "
+            f"learn.{name}({k}=...)` gives it to the method, `with learn.distrib_ctx({k}=...): learn.{name}(...)` to "
+            "the workers.")
         return {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
     def doc(self, text, intro, params, *more):
         "A docstring that lists `params`"

@@ -10,7 +10,10 @@ import contextlib, os
 
 from ..base import group
 from ..base.errors import CantDistribute
+from ..base.scoped import own_attrs
+from .engine import Launcher
 from .local import Local
+from ..output.notice import print_line
 
 # %% ../../nbs/launch/56_placement.ipynb #b6c84c1d
 def workers_for(
@@ -90,23 +93,41 @@ def launched_group():
 @contextlib.contextmanager
 def engine_for(
     given, # Options of the block: `nprocs`, `gpus`, `launcher`, `see` and `timeout`
+    defaults, # What they are if nobody says anything
 ):
     "Yields `(launcher, number of workers, GPU of each)`, open; or prints why this process trains, and yields None"
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
     if why := local_reason(nprocs, gpus, launcher):
-        print(why)
+        print_line(why)
         yield None
         return
-    if launcher is not None: n = nprocs or 1
-    else:
-        n,gpus = workers_for(nprocs, gpus)
-        launcher = Local(gpus=gpus or [], see=given['see'], timeout=given['timeout'])
-    _check_see(given['see'], n)
-    with launcher as engine: yield engine, n, gpus
+    launcher = Local() if launcher is None else launcher
+    asked = {k:_option(launcher, k, given, defaults) for k in ('see','timeout')} if isinstance(launcher, Local) else {}
+    on_this_machine = asked and type(launcher).place is Launcher.place
+    if on_this_machine:
+        placed = workers_for(nprocs, _gpus_of(launcher, gpus))
+        asked['gpus'] = placed[1] or []
+    with own_attrs(launcher, **asked), launcher as engine:
+        n,gpus = placed if on_this_machine else engine.place(nprocs, gpus)
+        _check_see(asked.get('see', given['see']), n)
+        yield engine, n, gpus
 
 def _check_see(see, n):
     bad = [r for r in see if r != 0 and r >= n] if see != 'all' else []
     if bad: raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")
+
+def _gpus_of(local, gpus):
+    "What the block says, or else the engine; refuses two that differ"
+    if None not in (gpus,local.gpus) and list(gpus) != list(local.gpus): raise CantDistribute(
+        f"gpus={list(gpus)} with launcher=Local(gpus={list(local.gpus)}): say it once.")
+    return local.gpus if gpus is None else gpus
+
+_plain = Local()
+
+def _option(local, k, given, defaults):
+    "What the block says; what it doesn't say, the engine of the user's may; else the block's default"
+    own = getattr(local, k)
+    return own if given[k] == defaults[k] and own != getattr(_plain, k) else given[k]
 
 # %% ../../nbs/launch/56_placement.ipynb #2d652059
 @contextlib.contextmanager

@@ -6,12 +6,13 @@
 __all__ = ['Context', 'call', 'RankSpec', 'join_early', 'run_on_rank']
 
 # %% ../../nbs/launch/51_rank.ipynb #13824990
-import contextlib, gc, signal, sys, threading, time
+import contextlib, gc, os, signal, sys, threading, time
 from typing import NamedTuple
 
 import torch
 
 from ..base import group
+from .settings import take_settings, warn_of_left
 from ..process.malloc import give_pages_back, keep_pages
 from ..process.channel import nothing
 from ..process.heartbeat import Heartbeat
@@ -27,7 +28,7 @@ class Context:
         world_size, # Ranks of this job
         device, # Where the job's tensors are loaded
         emit, # `emit(event)` sends a small picklable event to the notebook, in order
-        put, # `put(name, payload)` leaves a `Payload` there, as the newest of its name: 'state' or 'epoch'
+        put, # `put(name, payload)` leaves a `Payload` there, as the newest of its name: 'state', 'epoch', 'cut'
         stop_requested, # `stop_requested()`: does the notebook want the job to stop?
     ):
         self.rank,self.world_size,self.device,self.local_rank = rank,world_size,device,rank
@@ -51,9 +52,10 @@ def call(
     work, # The function's `address`
     ctx, # A `Context`
     meta, buffers, # Of the payload
+    settle=False, # Is this a process of its own, in whose `__main__` pickle finds the notebook's classes?
 ):
     "Loads the payload, calls the job and returns its result as a `Payload`"
-    obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']))
+    obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), settle=settle)
     ctx.mark('load')
     res = function_at(work)(ctx, obj)
     return res if isinstance(res, Payload) else dump(res)
@@ -65,11 +67,13 @@ class RankSpec(NamedTuple):
     gpu:int|None        # None: the CPU
     backend:str         # '': the job makes its own group, or none
     threads:int|None    # CPU threads
-    store:str           # File of the group's rendezvous
+    store:str           # File or address of the group's rendezvous
     display:DisplaySettings
     log:str             # File that gets what is written outside Python
     heartbeat:str       # File of its `Heartbeat`
     work:str            # `Job.work`
+    settings:dict={}    # `notebook_settings`
+    link_timeout:float|None=None    # Seconds without a sign of life that break a connection to another rank
 
 # %% ../../nbs/launch/51_rank.ipynb #911963a5
 def _now(o): return o() if callable(o) else o
@@ -79,6 +83,7 @@ class _WorkerContext(Context):
     def __init__(self, channel, spec, device):
         super().__init__(channel.rank, spec.world_size, device, self._emit, channel.put, channel.stop_requested)
         self._channel,self.where = channel,channel.where
+        self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
         self.beat,self.reserve = Heartbeat(spec.heartbeat).beat,channel.reserve
         channel.where,channel.items = lambda: _now(self.where),lambda: _now(self.items)
     def _emit(self, event): self._channel.emit(('event', event))
@@ -101,7 +106,7 @@ def _join_group(channel, spec, device):
     global _rendezvous
     if group.in_group() and _rendezvous == spec.store: return
     group.leave(broken=True)
-    group.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
+    group.join(spec.store, channel.rank, spec.world_size, spec.backend, device, link_timeout=spec.link_timeout)
     _rendezvous,channel.on_break = spec.store,lambda: group.leave(broken=True)
 
 # %% ../../nbs/launch/51_rank.ipynb #2991bb14
@@ -133,11 +138,13 @@ def run_on_rank(
     joined,began = _taken_join(),time.time()
     device = group.use_device(spec.gpu, spec.threads)
     if device.type == 'cpu': keep_pages()
+    left = take_settings(spec.settings)
     with fd_log(spec.log), capture_output(lambda e: channel.emit(('show', e)), spec.display):
+        if channel.rank == 0: warn_of_left(left)
         if spec.backend: _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
         ctx.marks += [('join', joined), ('ship', began)] if joined else [('ship', began), ('join', time.time())]
-        try: return call(spec.work, ctx, meta, buffers)
+        try: return call(spec.work, ctx, meta, buffers, settle=True)
         finally: _finish(channel, ctx)
 
 def _finish(channel, ctx):

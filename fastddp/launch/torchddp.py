@@ -36,12 +36,13 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         addr=None, # Host of rank 0, when several hosts take part
         port=None, # A port there; default: 29500
         num_threads=None, # CPU threads of each process; default: the cores divided by the processes
+        timeout=1800, # Seconds that a rank waits for others in one operation, as in torch; then it is an error
         **kwargs
     ):
         given = dict(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu, port=port, num_threads=num_threads)
         check_all(given, _CHECKS)
         self.world_size,self.base_rank,self.use_gpu = world_size,base_rank,use_gpu
-        self.addr,self.port,self.num_threads = addr,port,num_threads
+        self.addr,self.port,self.num_threads,self.timeout = addr,port,num_threads,timeout
     def __enter__(self):
         local,n = _local_rank()
         rank,world_size = local+self.base_rank,self.world_size or n
@@ -77,16 +78,17 @@ def _use_device(self:TorchDDPCtx, undo, local, n):
 
 @patch
 def _join(self:TorchDDPCtx, rank, world_size, device):
-    backend = group.backend_for(device)
-    if not (self.addr or self.port): return group.join(_next_store(), rank, world_size, backend, device)
-    group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend, device)
+    backend,(_,n) = group.backend_for(device),_local_rank()
+    if world_size == n or not (self.addr or self.port):
+        return group.join(_next_store(), rank, world_size, backend, device, self.timeout)
+    group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend, device, self.timeout)
 
 _n_joined = {}      # path -> groups that this process joined there
 
 def _next_store():
     "A fresh file for the rendezvous, the same one for the processes of a `ranch`"
-    if (path := os.environ.get('FASTDDP_STORE')) is None:
-        raise CantDistribute("TorchDDPCtx needs the processes of a ranch() to meet, or addr= and port= of rank 0.")
+    if not (path := os.environ.get('FASTDDP_STORE')):
+        raise CantDistribute("TorchDDPCtx needs the processes of a ranch() to meet.")
     _n_joined[path] = _n_joined.get(path, 0)+1
     return f'{path}-{_n_joined[path]}'
 

@@ -68,11 +68,14 @@ def whereabouts(epoch, batch=None, train=True):
 class Progress:
     "How far a rank has come in its fit"
     def __init__(self, ctx):
-        self.ctx,self.begun = ctx,None                  # when the first batch began
-        self.seconds,self.items,self.epochs = 0.,0,0    # of training, on all ranks
-    def at_batch(self, where):
+        self.ctx,self.begun,self.where = ctx,None,''    # when the first batch began, and where the last one
+        self.seconds,self.items = 0.,0                  # of training, on all ranks
+        self.steps,self.epochs = 0,0                    # batches of training that began, epochs that ended
+    def at_batch(self, where, train=True):
         "A batch is about to begin at `where`"
         if self.begun is None: self.begun = time.time()
+        self.where = where
+        self.steps += train
         self.ctx.beat(where)
     def start(self):
         "Training begins, or goes on"
@@ -85,8 +88,8 @@ class Progress:
         self.since = now
     def result(self, interrupted, **more):
         "What `fit_job` returns to the notebook"
-        done = dict(begun=self.begun, seconds=self.seconds, items=self.items, epochs=self.epochs)
-        return dict(interrupted=interrupted, **done, **more)
+        at = dict(begun=self.begun, where=self.where, steps=self.steps, epochs=self.epochs)
+        return dict(interrupted=interrupted, seconds=self.seconds, items=self.items, **at, **more)
 
 # %% ../../nbs/launch/58_training.ipynb #2529d32b
 def until_interrupted(

@@ -6,23 +6,57 @@
 __all__ = ['run_while_watching']
 
 # %% ../../nbs/launch/53_watcher.ipynb #eb71cfba
-import ctypes, signal, threading
+import contextlib, ctypes, os, signal, threading, time
 
 from ..base import group
-from ..base.errors import failure_of, is_echo
+from ..base.errors import failure_of, is_echo, is_timeout
 
 # %% ../../nbs/launch/53_watcher.ipynb #6ac3fa6e
+class _Signals:
+    "The signals that come to this process, for another thread than the one in which Python handles them"
+    def __enter__(self):
+        self.r,self.w = os.pipe()
+        for fd in (self.r, self.w): os.set_blocking(fd, False)
+        self.others = signal.set_wakeup_fd(self.w, warn_on_full_buffer=False)
+        return self
+    def new(self):
+        "Those that came since the last call, one byte each; whoever listened before hears them, too"
+        with contextlib.suppress(OSError):
+            res = os.read(self.r, 4096)
+            if self.others != -1: os.write(self.others, res)
+            return res
+        return b''
+    def __exit__(self, *_):
+        signal.set_wakeup_fd(self.others)
+        self.new()
+        for fd in (self.r, self.w): os.close(fd)
+
 class _Caller:
     "The calling thread, interruptible from another one as long as it is inside"
     def __enter__(self):
         self.thread,self.inside,self.old = threading.current_thread(),True,None
-        if self.thread is threading.main_thread(): self.old = signal.signal(signal.SIGINT, self._interrupted)
+        self.came,self.heard,self.since = 0,0,None      # Ctrl-C: here, in Python, and when one was first not heard
+        self.undo = contextlib.ExitStack()
+        if self.thread is threading.main_thread():
+            self.old = signal.signal(signal.SIGINT, self._interrupted)
+            self.undo.callback(signal.signal, signal.SIGINT, self.old)
+            self.signals = self.undo.enter_context(_Signals())
         return self
     def _interrupted(self, *_):
+        self.heard += 1
         if self.inside: raise KeyboardInterrupt
     def __exit__(self, *_):
         self.inside = False
-        if self.old is not None: signal.signal(signal.SIGINT, self.old)
+        self.undo.close()
+    def is_deaf(self,
+        seconds, # Time that Python has to act on Ctrl-C
+    ):
+        "Did Ctrl-C come, and this thread is in compiled code and doesn't hear it? For the watching thread"
+        if self.old is None: return False
+        self.came += self.signals.new().count(signal.SIGINT)
+        if self.came <= self.heard: self.since = None
+        elif self.since is None: self.since = time.monotonic()
+        return self.since is not None and time.monotonic()-self.since > seconds
     def interrupt(self):
         "Raises KeyboardInterrupt in that thread; in the main one even out of a system call"
         if not self.inside: return
@@ -37,16 +71,19 @@ class _Watcher(threading.Thread):
         super().__init__(daemon=True, name='fastddp-watch')
         self.monitor,self.caller,self.error,self.dismissed = monitor,caller,None,False
     def run(self):
-        ends = self.monitor.ends
-        while not (self.dismissed or ends.all or ends.bad): self.monitor._turn()
-        if ends.bad: self._end_it()
-    def _end_it(self):
-        self.error = self.monitor._failure()
+        ends,deaf = self.monitor.ends,False
+        while not (self.dismissed or ends.all or ends.bad or deaf):
+            self.monitor._turn()
+            deaf = self.caller.is_deaf(self.monitor.local.interrupt_grace)
+        if ends.bad: self._end_it(self.monitor._failure())
+        elif deaf: self._end_it(KeyboardInterrupt())
+    def _end_it(self, error):
+        self.error = error
         # The calling thread may be on its way into the group, where neither Ctrl-C nor a death is heard.
         group.wait_connected(10)
         self.monitor.workers.stop(0)        # whoever waits for them in a collective comes free
         self.monitor.replay.close()
-        self.caller.interrupt()
+        if not isinstance(error, KeyboardInterrupt): self.caller.interrupt()    # else it has one before it
     def dismiss(self):
         self.dismissed = True
         self.join()
@@ -65,6 +102,7 @@ def run_while_watching(
             caller.inside = False
             watcher.join(0 if isinstance(e, KeyboardInterrupt) else 1)  # an echo is heard before its cause
             watcher.dismiss()
+            if watcher.error is None and is_timeout(str(e)) and monitor.ends.at_work: raise monitor.hang() from e
             if _is_own_failure(e, watcher.error): raise
             raise watcher.error from watcher.error.__cause__
     watcher.dismiss()

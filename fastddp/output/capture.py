@@ -189,7 +189,7 @@ def capture_output(
         queue = EventQueue(send, settings.seen)
         undo.callback(queue.close)
         use_streams(undo, queue, settings.isatty and terminal)
-        if not queue.see: change(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
+        change(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
         if terminal: _use_size(undo, settings.width)
         if settings.shell: _enter_shell(undo, queue, settings, user_ns)
         use_bars(undo, settings.frontend)
@@ -206,10 +206,16 @@ def _use_size(undo, width):
     change(undo, os.environ, COLUMNS=str(width), LINES=os.environ.get('LINES', '24'))
 
 def _send_warning(queue, message, category, filename, lineno, file=None, line=None):
-    "`warnings.showwarning` of a rank that is not shown"
+    "`warnings.showwarning`: the notebook shows what a rank that isn't seen warns of, and a library's warnings once"
     text = warnings.formatwarning(message, category, filename, lineno, line)
-    if file is None: queue.put(('warning', text))
-    (file or sys.stderr).write(text)
+    if file is None and not queue.see: queue.put(('warning', text))
+    if file is None and queue.see and _is_of_library(category, filename): queue.once(text)
+    else: (file or sys.stderr).write(text)
+
+def _is_of_library(category, filename):
+    "Does the warning come from installed code, and does nobody want to see it always?"
+    always = any(f[0] == 'always' and issubclass(category, f[2]) for f in warnings.filters)
+    return not always and f"{os.sep}site-packages{os.sep}" in filename
 
 # %% ../../nbs/output/23_capture.ipynb #e4b0dde8
 def rehearse():

@@ -83,8 +83,16 @@ class Replay:
 @patch
 def _show(self:Replay, rank, kind, *args):
     if kind == 'stream': self._show_text(rank, *args)
+    elif kind == 'once': self._show_once(rank, *args)
     elif kind == 'display': self._show_display(rank, *args)
     elif kind == 'clear': self._clear(rank, *args)
+
+_told = set()       # what was shown as 'once' in this process: each call has fresh workers, which warn anew
+
+@patch
+def _show_once(self:Replay, rank, text):
+    if text not in _told: self._show_text(rank, 'stderr', text)
+    _told.add(text)
 
 @patch
 def _show_text(self:Replay, rank, name, text):
@@ -132,7 +140,7 @@ def _show_warnings(self:Replay, age):
     due = [o for o in self.warned if time.monotonic()-o[0] >= age]
     self.warned = self.warned[len(due):]
     for _,rank,text in due:
-        if text in self.known: continue
+        if text in self.known or text in _told: continue
         self._remember(text)
         for o in text.rstrip('\n').split('\n'): _write('stderr', f"{self.prefix.format(rank)}{o}\n")
 

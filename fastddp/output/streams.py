@@ -118,6 +118,12 @@ class EventQueue:
         if self.buffer.chars+len(s) > BACKLOG: self.dropped += len(s)
         else: self.put(('stream', name, s))
 
+    def once(self, s):
+        "Leaves a text for stderr that the notebook shows only if it hasn't before; from a forked process always"
+        if os.getpid() != self.pid: return self.pipe.write('stderr', s)
+        self.stderr = (self.stderr+s)[-LAST:]
+        self.put(('once', s))
+
 # %% ../../nbs/output/21_streams.ipynb #3e25526a
 @patch
 def flush(self:EventQueue, name):

@@ -6,16 +6,19 @@
 __all__ = ['Surroundings', 'Pipe', 'BlockPair', 'Task', 'nothing', 'Channel']
 
 # %% ../../nbs/process/42_channel.ipynb #07c13687
-import functools, os, pickle, queue, shutil, signal, socket, sys, threading, warnings
+import array, functools, os, pickle, queue, shutil, signal, socket, struct, sys, threading, traceback, warnings
 from typing import NamedTuple
 
 import cloudpickle, multiprocess
 from fastcore.basics import patch
 from multiprocess import connection
 
+from ..base.errors import CantDistribute
 from ..payload.shared_memory import _LARGE, Block, Packed, free_memory
 
 # %% ../../nbs/process/42_channel.ipynb #034832c9
+_NO_CWD = "The notebook's working directory is gone: os.chdir() to one that is there."
+
 class Surroundings(NamedTuple):
     "What a function sees of its process, apart from its arguments"
     env:dict        # Environment
@@ -27,7 +30,9 @@ class Surroundings(NamedTuple):
         **env, # Variables on top of the environment, or in place of those there
     ):
         "Those of this process"
-        return cls({**os.environ, **env}, os.getcwd(), list(sys.path), list(warnings.filters))
+        try: cwd = os.getcwd()
+        except OSError: raise CantDistribute(_NO_CWD)
+        return cls({**os.environ, **env}, cwd, list(sys.path), list(warnings.filters))
     def enter(self):
         "Makes them those of this process; raises an OSError where the folder is gone"
         os.environ.clear()
@@ -38,30 +43,59 @@ class Surroundings(NamedTuple):
         if hasattr(warnings, '_filters_mutated'): warnings._filters_mutated()   # a cache is valid no more
 
 # %% ../../nbs/process/42_channel.ipynb #d0392417
+_HEAD = struct.Struct('=Q?')    # bytes of the message, and whether a descriptor comes with it
+_CLOEXEC = getattr(socket, 'MSG_CMSG_CLOEXEC', 0)
+
 class Pipe:
     "One end of a worker's pipe; any thread may send, one receives"
-    def __init__(self, conn): self.conn,self._lock = conn,threading.Lock()
+    def __init__(self,
+        conn, # An end of a `multiprocess.Pipe()`, whose place this takes
+    ):
+        self.sock,self._lock = socket.socket(fileno=os.dup(conn.fileno())),threading.Lock()
+        conn.close()
+        self.sock.settimeout(None)      # `socket.setdefaulttimeout` is for the user's own
+        self.ended = False              # will nothing more come?
+        self._got,self._fds = bytearray(),[]    # what has come, and is no whole message yet
+    def fileno(self): return self.sock.fileno()
+    def close(self):
+        self.sock.close()
+        for fd in self._fds: os.close(fd)
+        self._fds.clear()
     def send(self,
         *msg,       # What it is, and its values; anything that cloudpickle takes
-        fd=None,    # A file descriptor that follows
+        fd=None,    # A file descriptor, which will be the last of the values
     ):
         "Sends a message; raises an OSError when nobody is at the other end"
         data = cloudpickle.dumps(msg, protocol=5)
+        head = _HEAD.pack(len(data), fd is not None)
         with self._lock:
-            self.conn.send_bytes(data)
-            if fd is not None: _send_fd(self.conn, fd)
-    def recv(self):
-        "The next message; raises EOFError when none will come"
-        return pickle.loads(self.conn.recv_bytes())
-    def recv_fd(self):
-        "The descriptor that follows the last message; it is the caller's to close"
-        return _recv_fd(self.conn)
-
-def _send_fd(conn, fd):
-    with socket.socket(fileno=os.dup(conn.fileno())) as s: socket.send_fds(s, [b'F'], [fd])
-
-def _recv_fd(conn):
-    with socket.socket(fileno=os.dup(conn.fileno())) as s: return socket.recv_fds(s, 1, 1)[1][0]
+            if fd is None: sent = self.sock.sendmsg([head, data])
+            else: sent = socket.send_fds(self.sock, [head, data], [fd])
+            if sent < len(head)+len(data): self.sock.sendall((head+data)[sent:])    # a signal came
+    def receive(self,
+        most=64, # Reads, of a quarter of a megabyte at most: others may have something to say, too
+    ):
+        "All messages that are complete by now, without waiting; their descriptors are the caller's to close"
+        try:
+            for _ in range(most): self._read()
+        except BlockingIOError: pass    # nothing more just now
+        except OSError: self.ended = True
+        return [*iter(self._next, None)]
+    def _read(self):
+        # socket.recv_fds takes flags, too, but forgets them
+        data,with_it,*_ = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), socket.MSG_DONTWAIT|_CLOEXEC)
+        if not data: raise ConnectionResetError
+        self._got += data
+        for *_,fds in with_it: self._fds += array.array('i', fds)
+    def _next(self):
+        "The next message, or None while a part of it is missing"
+        if len(self._got) < _HEAD.size: return None
+        n,with_fd = _HEAD.unpack_from(self._got)
+        end = _HEAD.size+n
+        if len(self._got) < end: return None
+        data = bytes(memoryview(self._got)[_HEAD.size:end])
+        del self._got[:end]
+        return *pickle.loads(data), *([self._fds.pop(0)] if with_fd else [])
 
 # %% ../../nbs/process/42_channel.ipynb #8bcd9ec2
 class BlockPair:
@@ -113,7 +147,7 @@ class Channel:
         parent_pid,     # The notebook's process: when it ends, this one does
         folder=None,    # Removed then, for the notebook had no time for it
     ):
-        self.rank,self.folder = rank,folder
+        self.rank,self.folder,self.pid = rank,folder,os.getpid()
         self.where = 'starting'     # where the job is, for a failure report; or a function that says it
         self.items = ()             # dataset indices of its batch, in the same way
         self.on_stop = nothing      # called in the inbox thread when the notebook wants the job to stop
@@ -145,12 +179,16 @@ class Channel:
 @patch
 def _inbox(self:Channel, parent_pid):
     "Receives messages while the notebook lives; then ends this process and all of its group"
+    gone = None
     try:
         gone = _death_watch(parent_pid)     # fails when the notebook is gone already
-        while gone not in connection.wait([self._pipe.conn, gone]): self._receive(*self._pipe.recv())
-    except (EOFError, OSError): pass
-    if self.folder: shutil.rmtree(self.folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+        while not self._pipe.ended and gone not in connection.wait([self._pipe, gone]):
+            for msg in self._pipe.receive(): self._receive(*msg)
+    except BaseException: os.write(2, traceback.format_exc().encode())     # who hears nothing is of no use: it ends
+    finally:
+        # A process that dies closes its files a little before it is gone
+        if self.folder and (gone is None or connection.wait([gone], 1)): shutil.rmtree(self.folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
 
 def _death_watch(pid):
     "Something that becomes readable when process `pid` ends (pidfd_open(2), where Python and the system have it)"
@@ -167,4 +205,5 @@ def _receive(self:Channel, what, *values):
     elif what == 'early': self.tasks.put(Task(*values))
     elif what == 'job':
         self._stop.clear()      # the wish was for the job before
-        self.tasks.put(Task(*values, Block(self._pipe.recv_fd())))
+        *values,fd = values
+        self.tasks.put(Task(*values, Block(fd)))

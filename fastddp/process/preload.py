@@ -8,8 +8,9 @@ __all__ = ['prepare']
 # %% ../../nbs/process/44_preload.ipynb #b7c9e160
 import atexit, gc, importlib, os, signal, sys, warnings
 
-os.setsid()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+from .owner import end_with_parent
+if os.environ.pop('FASTDDP_PARENT', '') == str(os.getppid()): end_with_parent()
 os.environ['CUDA_VISIBLE_DEVICES'] = ''             # torch: no device, without asking the driver
 os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'   # torch.cuda.is_available() then never calls the CUDA runtime
 warnings.simplefilter('ignore')     # whoever imports the same library in the notebook has seen them there

@@ -6,13 +6,15 @@
 __all__ = ['worker_main']
 
 # %% ../../nbs/process/43_worker.ipynb #e3e3d9f3
-import faulthandler, gc, os, pickle, signal, sys
+import faulthandler, gc, multiprocessing, os, pickle, signal, sys, traceback
 
-import cloudpickle
+import cloudpickle, multiprocess
 
 from ..base.errors import failure_of
 from ..payload.pickling import function_at
 from .channel import Channel, nothing
+from .owner import end_with_parent
+from .server import let_go
 
 # %% ../../nbs/process/43_worker.ipynb #e4575692
 def worker_main(
@@ -20,19 +22,28 @@ def worker_main(
     rank,           # Its rank
     parent_pid,     # The notebook's process
     log,            # File for its last words; its folder goes when the notebook dies
+    lasts=False,    # Does the thread that started it live as long as the notebook?
 ):
     "Runs in the new process: one task after the other, until the notebook wants it to exit; doesn't return"
-    os.setsid()
+    if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    last_words = open(log, 'a')
+    if lasts or os.getppid() != parent_pid: end_with_parent()       # the helper has one thread, for all its life
+    let_go()
+    try: last_words = open(log, 'a')
+    except FileNotFoundError: os._exit(0)    # the notebook didn't wait
     faulthandler.enable(last_words)
     faulthandler.register(signal.SIGUSR1, last_words)
+    for o in (multiprocess, multiprocessing): o.process.current_process()._config |= _own_config(log)
     channel = Channel(conn, rank, parent_pid, os.path.dirname(log))
     channel.send('ready', _cuda_forked())
     while (task := channel.tasks.get()) is not None:
         _run(channel, task)
         _idle(channel)
     os._exit(0)     # no exit hooks: they belong to the helper this process was forked from
+
+def _own_config(log):
+    "Processes may be started here: they go with this one's session. Their sockets lie in a folder that is removed"
+    return dict(daemon=False, tempdir=os.path.dirname(log))
 
 def _idle(channel):
     "What the job left to be done after the notebook has its result"
@@ -51,11 +62,18 @@ def _run(channel, task):
     "Does a task; whatever is raised goes to the notebook"
     try: _do(channel, task)
     except BaseException as e:
+        if os.getpid() != channel.pid: _end_fork(e)
         _send_failure(channel, e)
         e.__traceback__ = None
         gc.collect()                # its frames hold what others may wait for: a process group
     finally:
         if task.block: task.block.close()
+
+def _end_fork(e):
+    "A process that user code forked here left its code by an exception; what comes now is the worker's affair"
+    code = e.code if isinstance(e, SystemExit) else 1
+    if not isinstance(e, SystemExit): os.write(2, ''.join(traceback.format_exception(e)).encode())
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 def _do(channel, task):
     "Calls the function; its result goes to the notebook, unless there was no payload"

@@ -38,11 +38,13 @@ def loss_part(loss_func, # The learner's
               yb,        # Tuple of this rank's targets
               counts,    # (items of this rank that count, items of the global batch)
               bs,        # Items of this rank, with those that don't count
-              n          # Number of ranks
+              n,         # Number of ranks
+              by=None    # 'mean' over items, or 'sum', whatever `loss_func` is; None: as it says itself
 ): # `LossPart`
     "This rank's part in the loss of a global batch"
     count,total = counts
-    if sums_up(loss_func): return LossPart('sum', count/bs, n*(count/bs))
+    if by == 'sum' or not by and sums_up(loss_func): return LossPart('sum', count/bs, n*(count/bs))
+    if by: return LossPart('count', count, loss_weight(count, total, n))
     divisor = loss_divisor(loss_func, yb, count)
     if not isinstance(divisor, torch.Tensor): return LossPart('count', divisor, loss_weight(divisor, total, n))
     if divisor.device.type == 'cpu': divisor = divisor.item()     # nothing to wait for, and numbers are quicker
@@ -52,12 +54,13 @@ def loss_part(loss_func, # The learner's
 def loss_and_divisor(loss_func, # The learner's
                      loss, # What it made of this rank's items
                      yb,   # Tuple of their targets
-                     count # How many they are
+                     count, # How many they are
+                     by=None # As in `loss_part`
 ): # `(loss times divisor, divisor)`; the divisor is 0. for a loss that sums up
     "What this rank adds to a batch's loss in validation"
     loss = loss.detach().mean().double()
-    if sums_up(loss_func): return loss, 0.
-    divisor = loss_divisor(loss_func, yb, count)
+    if by == 'sum' or not by and sums_up(loss_func): return loss, 0.
+    divisor = count if by else loss_divisor(loss_func, yb, count)
     if isinstance(divisor, torch.Tensor): return torch.where(divisor>0, loss*divisor, 0.), divisor
     return (loss*divisor if divisor else 0.), divisor
 

@@ -122,3 +122,23 @@ def test_half_precision_travels():
     assert str(local.value).split('\n')[0] in str(ours.value)
     learn.to_fp32()
     learn.distrib_fit(1, nprocs=2)
+
+
+class Noise(Callback):
+    "Each rank changes its weights in its own way"
+    def __init__(self, learn): self.learn, self.seen = learn, []
+    def on_step_end(self, **kwargs):
+        for p in self.learn.model.parameters(): p.data.add_(torch.randn_like(p)*.01)
+    def on_train_end(self, **kwargs):
+        from fastddp.base import group
+        own = sum(p.detach().double().pow(2).sum() for p in self.learn.model.parameters())
+        self.seen = [float(o) for o in group.gather(own)]
+
+
+def test_weights_that_drift_become_rank_0s_with_one_warning(tmp_path, capfd):
+    learn = plain(4, path=tmp_path)
+    noise = Noise(learn)
+    learn.distrib_fit(2, 1e-2, callbacks=[noise], nprocs=2)
+    said = ' '.join(capfd.readouterr().err.split())
+    assert len({*noise.seen}) == 1 and said.count('drifted apart') == 1, said
+    assert 'the end of epoch 0.' in said and 'callback Noise draws random numbers (randn_like)' in said

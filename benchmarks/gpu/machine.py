@@ -1,0 +1,55 @@
+"""The machine at hand: its GPUs, or, in a dry run, the CPU in their place, so that every line runs without one.
+
+Whatever differs between the two stands here. A dry run proves that the checks work, and nothing about GPUs.
+"""
+import os, statistics, time
+import torch
+from fastddp.all import Local
+
+DRY = os.environ.get('FASTDDP_GPU_CHECK') == 'dry'      # set by `gpu_check.py --dry`, so that workers know it, too
+
+
+def n_gpus(): return 1 if DRY else torch.accelerator.device_count()
+def device(i=0): return torch.device('cpu') if DRY else torch.device(torch.accelerator.current_accelerator().type, i)
+def name(): return 'dry run on the CPU' if DRY else torch.get_device_module().get_device_name(0)
+def backend(): return 'gloo' if DRY else 'nccl'
+def size(real, dry): return dry if DRY else real
+
+
+def ranks(n, shared=False, **options):
+    "Options of a distributed word: `n` ranks on a GPU each, or by gloo on the first, where `shared`"
+    gpus = [] if DRY else [0]*n if shared else list(range(n))
+    return dict(nprocs=n, launcher=Local(gpus=gpus, backend='gloo' if shared or DRY else None, **options))
+
+
+def synchronize():
+    if not DRY: torch.accelerator.synchronize()
+
+
+def empty_cache():
+    if not DRY: torch.get_device_module().empty_cache()
+
+
+def used():
+    "Bytes in use on each GPU, by everyone"
+    if DRY: return [0]
+    free = [torch.get_device_module().mem_get_info(i) for i in range(n_gpus())]
+    return [total-left for left, total in free]
+
+
+def settled():
+    "Bytes in use on each GPU once they stop becoming less: a process that ends gives its memory back a little later"
+    empty_cache()
+    before, now = None, used()
+    while before is None or now < before:
+        time.sleep(.5)
+        before, now = now, used()
+    return now
+
+
+def allocated(): return 0 if DRY else torch.get_device_module().memory_allocated()
+
+
+def median_ratio(a, b):
+    "Median of `a` over that of `b`, each without its first, which warms up"
+    return statistics.median(a[1:])/statistics.median(b[1:])

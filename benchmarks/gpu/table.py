@@ -1,0 +1,54 @@
+"""What was checked, as rows; as JSON for programs and a page for people"""
+import contextlib, json, platform, time, traceback
+import torch
+from . import machine
+
+
+class Table:
+    "Rows `(section, what, ok, detail)`: `ok` is None for a figure that promises nothing"
+    def __init__(self): self.rows, self.section = [], ''
+    def add(self, what, ok, detail=''):
+        "Adds a row and prints it"
+        ok = None if ok is None else bool(ok)
+        self.rows.append(dict(section=self.section, what=what, ok=ok, detail=detail))
+        print(f"{ {True: 'PASS', False: 'FAIL', None: '    '}[ok]}  {what}  {detail}", flush=True)
+    def about(self, what, value): self.add(what, None, value)
+
+    @contextlib.contextmanager
+    def of(self, section):
+        "The rows added inside belong to `section`; what is raised there is a row, and the other sections go on"
+        self.section = section
+        print(f'== {section}', flush=True)
+        start = time.perf_counter()
+        try: yield self
+        except Exception as e:
+            self.add(f'{section} ran to its end', False, f'{type(e).__name__}: {str(e)[:2000]}')
+            traceback.print_exc()
+        self.about('seconds for this section', round(time.perf_counter()-start, 1))
+    @property
+    def broken(self): return [o for o in self.rows if o['ok'] is False]
+
+    def save(self, path):
+        "Writes `path`.json and `path`.md"
+        about = dict(machine=machine.name(), gpus=machine.n_gpus(), dry=machine.DRY, torch=torch.__version__,
+                     python=platform.python_version(), date=time.strftime('%Y-%m-%d'))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix('.json').write_text(json.dumps(dict(**about, rows=self.rows), indent=1)+'\n')
+        path.with_suffix('.md').write_text(self.page(about))
+
+    def page(self, about):
+        "A page of tables, one for each section"
+        lines = [f"# {about['gpus']} x {about['machine']}", '',
+                 f"torch {about['torch']}, Python {about['python']}, {about['date']}."]
+        if about['dry']:
+            lines += ['', '**A dry run without a GPU: it proves that these checks run, and nothing else.**']
+        last = None
+        for o in self.rows:
+            if o['section'] != last: lines += ['', f"## {o['section']}", '', '| what | | detail |', '|---|---|---|']
+            last = o['section']
+            lines.append(f"| {o['what']} | { {True: 'holds', False: '**broken**', None: ''}[o['ok']]} | "
+                         f"{_cell(o['detail'])} |")
+        return '\n'.join(lines)+'\n'
+
+
+def _cell(detail): return str(detail).replace('|', '\\|').replace('\n', '<br>')

@@ -1,0 +1,200 @@
+"""Any loss of predictions and targets is that of one process: weights, losses, validation, on 2 to 4 workers."""
+import pytest, torch
+from fastai.callback.core import Callback
+from fastai.callback.training import GradientAccumulation
+from fastai.optimizer import Adam
+from torch import nn
+import torch.nn.functional as F
+from losses import EXACT, numbers, pearson
+from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed, twin
+from parity import warm
+from test_decisions import EVENTS, AtEnd, Leave
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope='module', params=[2, 3, 4])
+def ranks(request):
+    with warm(request.param) as launcher: yield request.param, launcher
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
+
+
+def make(name, **kwargs):
+    loss, kw, _ = EXACT[name]
+    kw = dict(kw, **kwargs)
+    model = kw.pop('model', mlp)()
+    return learner(loss_func=loss(), model=model, **kw)
+
+
+@pytest.mark.parametrize('name', EXACT)
+def test_any_loss_is_that_of_one_process(ranks, name, capfd):
+    n, launcher = ranks
+    steps = Steps()
+    learn, one = fit_both(make(name, train=29, bs=12, valid=17), n, launcher, 2, batch='global', cbs=[steps])
+    assert_same(learn, one)
+    assert_ranks_alike(steps.ranks)
+    said = capfd.readouterr().out.count('predictions of all workers')
+    assert said == (EXACT[name][2] == 'gather')
+
+
+@pytest.mark.parametrize('name', ['weighted', 'pearson', 'squares', 'supcon'])
+def test_unequal_parts_and_ranks_without_items(ranks, name):
+    n, launcher = ranks
+    learn, one = fit_both(make(name, train=2*4*n+1, bs=4, valid=5), n, launcher, 2)
+    assert_same(learn, one)
+
+
+@pytest.mark.parametrize('n_acc', [8, 30])
+@pytest.mark.parametrize('name', ['rmse', 'squares'])
+def test_gradients_that_accumulate(ranks, name, n_acc):
+    n, launcher = ranks
+    assert_same(*fit_both(make(name, train=53, bs=2, cbs=GradientAccumulation(n_acc), opt_func=Adam), n, launcher, 2))
+
+
+LEAVES = [o for o in EVENTS if not o[4] and o[0] in ('before_batch', 'after_pred', 'after_loss', 'after_batch')]
+
+
+@pytest.mark.parametrize('event,kind,at,epoch,valid', LEAVES)
+def test_one_rank_leaves_while_others_wait_for_its_predictions(two, event, kind, at, epoch, valid):
+    learn, end = make('rmse', train=33, valid=21, bs=3), AtEnd()
+    one = twin(learn, 2)
+    seed(1)
+    learn.distrib_fit(2, nprocs=2, launcher=two, cbs=[end, Leave(event, kind, 1, at, epoch, valid)])
+    assert_ranks_alike(end.ranks)
+    single = AtEnd()
+    seed(1)
+    one.fit(2, cbs=[single, Leave(event, kind, 0, at, epoch, valid)])
+    assert end.ranks[0][0][0] == single.rows[0][0]
+    assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
+
+
+class Draws(nn.Module):
+    "Draws, and keeps a buffer, an attribute and a list; a mean over items in all else"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('center', torch.zeros(1))
+        self.calls, self.seen = 0, []
+    def forward(self, pred, y):
+        self.calls += self.training
+        if self.training: self.center.lerp_(y.mean(), .1)
+        self.seen.append(len(y))
+        return F.mse_loss(pred, y) + (pred-self.center).abs().mean()
+
+
+class Kept(Collect):
+    "What the loss function holds at the end of training, on each rank"
+    def before_fit(self): self.rows = []
+    def after_train(self): self.note(self.learn.loss_func.calls, self.learn.loss_func.center, torch.rand(()))
+
+
+def test_what_a_loss_keeps_is_as_in_one_process(ranks):
+    n, launcher = ranks
+    kept, single = Kept(), Kept()
+    learn = learner(loss_func=Draws(), data=numbers, model=mlp(n_out=1))
+    one = twin(learn, n)
+    seed(1)
+    learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[kept])
+    seed(1)
+    one.fit(2, cbs=[single])
+    assert_same(learn, one)
+    for rank in kept.ranks: assert largest([r[:2] for r in rank], [r[:2] for r in single.rows]) < 1e-6
+    assert len({r[-1][2] for r in kept.ranks}) == n     # a probe leaves each rank its own random stream
+    assert largest([learn.loss_func.center], [one.loss_func.center]) < 1e-6
+
+
+def test_the_option_overrules(two, capfd):
+    learn, one = fit_both(make('rmse', train=16, valid=8), 2, two, 1, ddp=dict(loss='gather'))
+    assert_same(learn, one)
+    capfd.readouterr()
+    learn = make('rmse')
+    one = twin(learn, 2)
+    learn.distrib_fit(1, nprocs=2, launcher=two, loss='mean')
+    assert 'of all workers' not in capfd.readouterr().out
+    seed(1)
+    assert_same(*fit_both(learner(), 2, two, 1, ddp=dict(loss='mean')))
+    assert_same(*fit_both(make('squares'), 2, two, 1, ddp=dict(loss='sum')))
+    assert_same(*fit_both(learner(), 2, two, 1, ddp=dict(loss='gather')))
+
+
+class Swaps(Callback):
+    "Another loss in the second epoch"
+    def before_epoch(self):
+        if self.epoch == 1: self.learn.loss_func = pearson
+
+
+def test_a_loss_that_changes_during_the_fit(two):
+    learn, one = fit_both(make('mean'), 2, two, 2, cbs=[Swaps()])
+    assert_same(learn, one)
+    assert learn.loss_func is pearson
+
+
+def rarely(pred, y): return F.cross_entropy(pred, y, ignore_index=-100)
+
+
+def one_missing(n, s=0): return [(x, torch.tensor(-100) if i == n-1 else y) for i, (x, y) in enumerate(items(n, s=s))]
+
+
+def test_one_ignored_target_is_found(two):
+    "It is the only one of its batch; batches before it are means"
+    learn, one = fit_both(learner(loss_func=rarely, data=one_missing, train=16, valid=8, bs=8), 2, two, 1)
+    assert_same(learn, one)
+
+
+class Views(Callback):
+    "Two views of each item, all first ones first"
+    order = 60
+    def before_batch(self): self.learn.xb = (torch.cat([self.x, self.x*.5+.1]),)
+
+
+def contrast(pred, y, t=.5):
+    a, b = F.normalize(pred, dim=1).chunk(2)
+    return F.cross_entropy(a@b.T/t, torch.arange(len(a)))
+
+
+def test_several_views_of_each_item(two):
+    assert_same(*fit_both(learner(loss_func=contrast, bs=8, train=32, valid=16), 2, two, 2, cbs=[Views()]))
+
+
+class ReturnsLoss(nn.Module):
+    "A model that computes its loss, as Hugging Face's do"
+    def __init__(self): super().__init__(); self.m = mlp()
+    def forward(self, x, y=None):
+        out = self.m(x)
+        return dict(loss=None if y is None else F.cross_entropy(out, y), logits=out)
+
+
+class GivesTargets(Callback):
+    def before_batch(self): self.learn.xb = (*self.xb, *self.yb)
+
+
+def own_loss(out, y): return out['loss']
+def its_number(out, y): return out
+
+
+class Number(nn.Module):
+    def __init__(self): super().__init__(); self.m = mlp()
+    def forward(self, x): return self.m(x).pow(2).mean()
+
+
+@pytest.mark.parametrize('model,loss,cbs', [(ReturnsLoss, own_loss, [GivesTargets()]), (Number, its_number, [])])
+def test_what_the_model_averaged_is_weighted_by_items_and_named(ranks, model, loss, cbs, capfd):
+    n, launcher = ranks
+    learn, one = fit_both(learner(model=model(), loss_func=loss, cbs=cbs), n, launcher, 2)
+    assert_same(learn, one)         # these are means over items
+    assert capfd.readouterr().out.count('an average of averages') == 1
+
+
+class Penalty(Callback):
+    def after_loss(self): self.learn.loss_grad = self.loss_grad + .1*self.pred.pow(2).mean()
+
+
+@pytest.mark.parametrize('name', ['mean', 'rmse'])
+def test_a_penalty_of_a_callback_is_weighted_by_items_and_named(ranks, name, capfd):
+    n, launcher = ranks
+    learn, one = fit_both(make(name), n, launcher, 2, cbs=[Penalty()])
+    assert_same(learn, one)
+    assert capfd.readouterr().out.count('Penalty changes the loss') == 1

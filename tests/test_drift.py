@@ -1,0 +1,201 @@
+"""Ranks can't go apart: changed gradients are averaged before the step, and weights are compared after each epoch."""
+from functools import partial
+import pytest, torch
+from fastai.callback.core import Callback, CancelBackwardException
+from fastai.learner import Learner
+from fastai.optimizer import OptimWrapper, SGD, Optimizer, weight_decay
+from torch import nn
+from parity import Collect, assert_ranks_alike, assert_same, fit_both, learner, mlp, seed, warm
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
+
+
+@pytest.fixture(scope='module')
+def three():
+    with warm(3) as launcher: yield launcher
+
+
+# Weights that went apart
+
+class Weights(Collect):
+    "Notes the weights of each rank at the beginning of each validation"
+    def before_fit(self): self.rows = []
+    def before_validate(self): self.note(*(p.detach().double().pow(2).sum() for p in self.learn.model.parameters()))
+
+
+class Reset(Callback):
+    "A new last layer in each epoch"
+    def before_epoch(self): self.model[2].reset_parameters()
+
+
+class Noise(Callback):
+    def after_step(self):
+        for p in self.model.parameters(): p.data.add_(torch.randn_like(p)*.01)
+
+
+class RateOfBatch(Callback):
+    "A learning rate that is set from what this rank sees"
+    def after_loss(self):
+        if self.training: self.opt.set_hyper('lr', float(self.xb[0].abs().mean())/10)
+
+
+def langevin(p, lr, **kwargs): p.data.add_(torch.randn_like(p), alpha=lr*.1)
+
+
+def sgld(params, **kwargs): return Optimizer(params, [weight_decay, langevin], lr=.05)
+
+
+class Noisy(nn.Sequential):
+    "Its hook makes its own weights differ"
+    def __init__(self):
+        super().__init__(*mlp())
+        self.register_forward_pre_hook(jitter)
+
+
+def jitter(module, _):
+    if module.training: module[0].bias.data.uniform_(-.1, .1)
+
+
+# name -> (what the learner is made with, who is named, what is said of it)
+DRIFTS = {'reset': (dict(cbs=Reset), 'callback Reset draws random numbers (reset_parameters)'),
+          'noise': (dict(cbs=Noise), 'callback Noise draws random numbers (randn_like)'),
+          'rate': (dict(cbs=RateOfBatch), 'callback RateOfBatch looks at its own part of the batch (xb)'),
+          'sgld': (dict(opt_func=sgld), 'the optimizer (Optimizer) draws random numbers (randn_like)'),
+          'hook': (dict(model=Noisy), 'a hook on the model draws random numbers (uniform_)')}
+
+
+def made(model=None, cbs=None, **kwargs):
+    return learner(model=model and model(), cbs=cbs and cbs(), **kwargs)
+
+
+@pytest.mark.parametrize('case', DRIFTS)
+def test_weights_that_drift_become_rank_0s_with_one_warning(case, two, capfd):
+    kwargs, who = DRIFTS[case]
+    learn, notes = made(**kwargs), Weights()
+    learn.distrib_fit(2, nprocs=2, launcher=two, cbs=notes)
+    assert_ranks_alike(notes.ranks)
+    said = ' '.join(capfd.readouterr().err.split())
+    epoch = 1 if case == 'reset' else 0       # DDP gives rank 0's weights to all when it is built
+    assert said.count('drifted apart') == 1 and f'the end of epoch {epoch}.' in said and who in said, said
+
+
+def test_ranks_that_stay_together_are_not_warned_of(two, capfd):
+    learn, notes = learner(cbs=Weights()), None
+    learn.distrib_fit(2, nprocs=2, launcher=two)
+    assert_ranks_alike(learn.weights.ranks)
+    assert 'drifted' not in capfd.readouterr().err
+
+
+# Gradients that changed after they were reduced
+
+class Sam(Callback):
+    "Sharpness-aware minimization: the gradient of weights that were moved uphill; `event` says when"
+    rho = .05
+    def __init__(self, event): setattr(self, event, self.twice)
+    def _uphill(self):
+        "Moves the weights, and returns by how much"
+        ps = [p for p in self.model.parameters() if p.grad is not None]
+        by = self.rho/(torch.stack([p.grad.norm() for p in ps]).norm()+1e-12)
+        moved = [(p, p.grad*by) for p in ps]
+        with torch.no_grad():
+            for p, e in moved: p.add_(e)
+        return moved
+    def twice(self):
+        moved = self._uphill()
+        self.model.zero_grad()
+        self.loss_func(self.model(*self.xb), *self.yb).backward()
+        with torch.no_grad():
+            for p, e in moved: p.sub_(e)
+
+
+class Awp(Sam):
+    "Adversarial weight perturbation: the gradient there is added"
+    def twice(self):
+        moved = self._uphill()
+        self.learn.loss_func(self.learn.model(*self.xb), *self.yb).backward()
+        with torch.no_grad():
+            for p, e in moved: p.sub_(e)
+
+
+class SamLearner(Learner):
+    "SAM without any of fastai's events"
+    def _do_grad_opt(self):
+        self.loss_grad.backward()
+        Sam.twice(self)
+        self.opt.step()
+        self.opt.zero_grad()
+    rho, _uphill = Sam.rho, Sam._uphill
+
+
+class SamBackward(Learner):
+    def _backward(self):
+        super()._backward()
+        Sam.twice(self)
+    rho, _uphill = Sam.rho, Sam._uphill
+
+
+class SamStep(Learner):
+    def _step(self):
+        Sam.twice(self)
+        super()._step()
+    rho, _uphill = Sam.rho, Sam._uphill
+
+
+class OwnPass(Callback):
+    "A backward pass of its own in place of fastai's"
+    def before_backward(self):
+        (self.learn.loss_grad*1.).backward()
+        raise CancelBackwardException()
+
+
+class OwnBatch(Learner):
+    "Does everything by itself"
+    def _do_one_batch(self):
+        self.pred = self.model(*self.xb)
+        self.loss_grad = self.loss_func(self.pred, *self.yb)
+        self.loss = self.loss_grad.clone()
+        if not self.training: return
+        self.loss_grad.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+class Clip(Callback):
+    "Alike on all ranks"
+    def before_step(self): nn.utils.clip_grad_norm_(self.model.parameters(), .1)
+
+
+STEPS = {'sam': dict(cbs=lambda: Sam('before_step')), 'sam after_backward': dict(cbs=lambda: Sam('after_backward')),
+         'awp': dict(cbs=lambda: Awp('before_step')), 'clip': dict(cbs=Clip), '_do_grad_opt': dict(kind=SamLearner),
+         '_backward': dict(kind=SamBackward), '_step': dict(kind=SamStep), 'own pass': dict(cbs=OwnPass),
+         '_do_one_batch': dict(kind=OwnBatch)}
+
+
+@pytest.mark.parametrize('opt_func', [partial(SGD, mom=.9), partial(OptimWrapper, opt=torch.optim.Adam)],
+                         ids=['sgd', 'adam'])
+@pytest.mark.parametrize('case', STEPS)
+def test_another_backward_pass_is_that_of_one_process(case, opt_func, three, capfd):
+    "Also with parts of unequal size, and a rank without items in the last batch"
+    kind, cbs = STEPS[case].get('kind', Learner), STEPS[case].get('cbs')
+    learn = learner(train=37, bs=4, opt_func=opt_func, cbs=cbs and cbs(), kind=kind)
+    learn, one = fit_both(learn, 3, three, 2)
+    assert_same(learn, one)
+    assert 'drifted' not in capfd.readouterr().err
+
+
+class GradNoise(Callback):
+    def before_step(self):
+        for p in self.model.parameters(): p.grad.data.add_(torch.randn_like(p)*.01)
+
+
+def test_noise_on_gradients_is_averaged_and_named(two, capfd):
+    learn = learner(cbs=[GradNoise(), Weights()])
+    learn.distrib_fit(2, nprocs=2, launcher=two)
+    assert_ranks_alike(learn.weights.ranks)
+    said = ' '.join(capfd.readouterr().err.split())
+    assert 'drifted' not in said and said.count('callback GradNoise draws random numbers (randn_like)') == 1, said

@@ -1,0 +1,73 @@
+"""`make gpu` can't run without a GPU, but its checks can: a dry run on the CPU, and what they are made of."""
+import json, os, subprocess, sys
+from pathlib import Path
+import pytest, torch
+
+root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root/'benchmarks'))
+from gpu import machine
+from gpu.table import Table
+from gpu.waits import HostReads
+
+sys.path.remove(str(root/'benchmarks'))
+
+
+def dry(tmp_path, *args):
+    "What a dry run wrote, as `(exit status, JSON, page)`"
+    out = tmp_path/'found'
+    done = subprocess.run([sys.executable, 'tools/gpu.py', '--dry', '--out', str(out), *args], cwd=root,
+                          capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=str(root)))
+    assert out.with_suffix('.json').exists(), done.stderr[-3000:]
+    found = json.loads(out.with_suffix('.json').read_text())
+    return done.returncode, found, out.with_suffix('.md').read_text()
+
+
+def test_a_section_in_a_dry_run(tmp_path):
+    status, found, page = dry(tmp_path, '--only', 'parity')
+    assert status == 0 and [o['ok'] for o in found['rows'] if 'float32' in o['what']] == [True], found
+    assert found['dry'] and 'A dry run without a GPU' in page and '| holds |' in page
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_a_dry_run_from_beginning_to_end(tmp_path):
+    status, found, _ = dry(tmp_path)
+    sections = {o['section'] for o in found['rows']}
+    assert sections == {'promises', 'parity', 'precision', 'waits', 'speed', 'memory', 'stop'}
+    assert status == 0 and not [o for o in found['rows'] if o['ok'] is False]
+
+
+def test_without_a_gpu_it_says_so():
+    done = subprocess.run([sys.executable, 'benchmarks/gpu_check.py'], cwd=root, capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=str(root), CUDA_VISIBLE_DEVICES=''))
+    assert done.returncode == 1 and 'no GPU is visible here; `--dry` runs' in done.stderr
+
+
+def test_a_broken_section_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, 'DRY', True)
+    table = Table()
+    with table.of('first'): 1/0
+    with table.of('second'): table.add('a | b', True, 3)
+    assert [o['what'] for o in table.broken] == ['first ran to its end'] and len(table.rows) == 4
+    table.save(tmp_path/'x')
+    page = (tmp_path/'x.md').read_text()
+    assert '**broken**' in page and 'ZeroDivisionError' in page and page.count('## ') == 2
+
+
+def test_reads_to_the_host_are_noticed():
+    with HostReads('cpu') as reads:
+        x = torch.ones(3)
+        (x*2).sum()
+        assert reads.found == []
+        x.sum().item()
+        torch.equal(x, x)
+        bool(x[0] > 0)
+    assert reads.found == ['aten._local_scalar_dense', 'aten.equal', 'aten._local_scalar_dense']
+
+
+def test_copies_from_a_device_are_noticed():
+    with HostReads('meta') as reads:
+        x = torch.ones(3, device='meta')
+        x.copy_(torch.empty(3))
+        x.copy_(torch.empty(3), non_blocking=True)
+    assert reads.found == ['aten.copy_']

@@ -1,0 +1,138 @@
+"""What used to keep the notebook waiting for ever: each ends with an error that says what it was, or simply works.
+
+Limits are bounds of tests that wait for events: nothing here asks how long something takes."""
+import os, signal, socket, sys, threading, time
+import pytest
+from fastai.callback.core import Callback
+from fastddp.all import Local, RankDied, RankRaised, TorchDDPCtx, ranch
+from fastddp.base import group
+from fastddp.base.errors import GroupTimeout
+from fastddp.launch.engine import Job
+from fastddp.process import channel
+from fastddp.process.heartbeat import is_stopped
+from learners import make_learner
+
+
+def half_a_message(ctx, what):
+    "Rank 1 is stopped, or killed, in the middle of a message; a child of its keeps the pipe open"
+    ctx.beat('step 1')
+    if ctx.rank == 1:
+        ctx._channel._pipe.sock.sendall(channel._HEAD.pack(400_000_000, False)+b'the beginning')
+        if what == 'killed' and not os.fork(): time.sleep(60)       # in the worker's group: it ends with it
+        os.kill(os.getpid(), signal.SIGKILL if what == 'killed' else signal.SIGSTOP)
+    group.barrier()
+
+
+@pytest.mark.parametrize('what,error', [('killed', RankDied), ('stopped', GroupTimeout)])
+def test_in_the_middle_of_a_message(what, error):
+    with pytest.raises(error) as caught: Local(gpus=[], timeout=3).run(Job.of(half_a_message, what), 2)
+    assert caught.value.rank == 1
+
+
+def test_interrupt_in_the_middle_of_a_message():
+    local = Local(gpus=[])
+    def when_stopped():
+        while not (local.workers and 1 in local.workers.procs and is_stopped(local.workers.procs[1].pid)):
+            time.sleep(.02)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=when_stopped, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt): local.run(Job.of(half_a_message, 'stopped'), 2)
+
+
+class SetsTimeout(Callback):
+    "As user code does that opens connections"
+    def before_fit(self): socket.setdefaulttimeout(10)
+
+
+@pytest.mark.parametrize('where', ['notebook', 'worker'])
+def test_a_default_timeout_of_sockets_is_not_ours(where):
+    learn = make_learner(cbs=[SetsTimeout()] if where == 'worker' else [])
+    if where == 'notebook': socket.setdefaulttimeout(10)
+    try:
+        with learn.distrib_ctx(nprocs=2, timeout=60):
+            for _ in range(2): learn.fit(2)
+    finally: socket.setdefaulttimeout(None)
+    assert len(learn.recorder.values) == 2
+
+
+def deaf(ctx, _):
+    "The inbox thread of rank 1 meets an exception"
+    def fails(): raise ValueError('wrong on purpose')
+    if ctx.rank == 1: ctx._channel.on_break = fails
+    ctx.beat('step 1')
+    ctx.emit('ready')
+    while True: time.sleep(.02)
+
+
+def test_a_worker_that_hears_nothing_ends():
+    local = Local(gpus=[])
+    ready = set()
+    def heard(rank, e):
+        ready.add(rank)
+        if len(ready) == 2: local.workers.break_up()
+    with pytest.raises(RankDied) as caught: local.run(Job.of(deaf, None), 2, on_event=heard)
+    assert caught.value.rank == 1 and 'wrong on purpose' in str(caught.value)
+
+
+class Exhausted(Callback):
+    "Its iterator ends, on some ranks"
+    def __init__(self, ranks): self.ranks = ranks
+    def before_batch(self):
+        if self.training and self.iter == 3 and group.rank() in self.ranks: raise StopIteration('wrong on purpose')
+
+
+@pytest.mark.parametrize('ranks', [(1,), (0, 1)])
+def test_stop_iteration_in_a_callback(ranks):
+    "fastai's own `L.map` takes it for the end of the callbacks"
+    with pytest.raises(RankRaised, match='StopIteration in before_batch') as caught:
+        make_learner(cbs=[Exhausted(ranks)]).distrib_fit(1, nprocs=2, timeout=60)
+    assert caught.value.rank in ranks
+
+
+# The notebook as a rank
+
+def stopped_neighbour(folder):
+    "Rank 1 is stopped, and all others wait for it in a collective"
+    import torch.distributed as dist
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (folder/'pid').write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def in_a_collective(ident):
+    "Is that thread in torch's own code for it?"
+    frame = sys._current_frames().get(ident)
+    return frame is not None and frame.f_code.co_name == 'barrier'
+
+
+def interrupt_in_a_collective(folder):
+    def go():
+        main = threading.main_thread().ident
+        while not ((folder/'pid').exists() and is_stopped(int((folder/'pid').read_text())) and in_a_collective(main)):
+            time.sleep(.05)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=go, daemon=True).start()
+
+
+@pytest.mark.parametrize('listens', [False, True])
+def test_interrupt_while_the_notebook_waits_for_a_rank(listens, tmp_path):
+    "Python doesn't run there; whoever listened to signals before still hears them"
+    interrupt_in_a_collective(tmp_path)
+    theirs, ours = socket.socketpair()
+    for o in (theirs, ours): o.setblocking(False)
+    was = signal.set_wakeup_fd(ours.fileno()) if listens else None
+    try:
+        with pytest.raises(KeyboardInterrupt): ranch(2, stopped_neighbour, tmp_path, ctx=TorchDDPCtx(use_gpu=False))
+        if listens: assert signal.SIGINT in theirs.recv(100) and signal.set_wakeup_fd(was) == ours.fileno()
+    finally:
+        for o in (theirs, ours): o.close()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize('n', [2, 3])
+def test_the_notebook_does_not_wait_for_ever(n, tmp_path):
+    with pytest.raises(GroupTimeout) as caught:
+        ranch(n, stopped_neighbour, tmp_path, ctx=TorchDDPCtx(use_gpu=False, timeout=2))
+    assert caught.value.rank == 1 and 'stopped by a signal' in str(caught.value)

@@ -1,0 +1,281 @@
+"""Several machines: two hosts made of network namespaces, two ranks on each. What holds on one machine holds there."""
+import os, shutil, subprocess, sys, tempfile, time
+from importlib.metadata import version
+from pathlib import Path
+import psutil, pytest, torch
+from conftest import nothing_left
+from faults import OneFault, Slow
+from parity import assert_same, fit_both, learner, seed, twin
+from test_interrupt import AfterThat, number, wait_for
+from traces import running
+from two_hosts import Hosts, two_hosts
+from fastddp.all import CantDistribute, RankDied, RankRaised
+from fastddp.base.errors import GroupTimeout
+from fastddp.launch.engine import Job
+
+pytestmark = pytest.mark.timeout(600)      # agents import torch and fastai twice each: long on a busy machine
+
+
+@pytest.fixture(scope='module', autouse=True)
+def leaves_nothing_at_last():
+    "Agents stay from test to test, and have new workers after a failure: what is left is looked at in the end"
+    with nothing_left(): yield
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(): "Of one test: see `leaves_nothing_at_last`"
+
+
+net = pytest.fixture(scope='module')(two_hosts)
+
+
+class WarmHosts(Hosts):
+    "Agents and workers stay from test to test, until `end`"
+    def __exit__(self, *_): pass
+    def end(self): super().__exit__()
+
+
+@pytest.fixture(scope='module')
+def hosts(net):
+    launcher = net.hosts(cls=WarmHosts, link_timeout=6.)
+    try:
+        # agents, workers and memory for results are there by then
+        for _ in range(2): learner(train=8, valid=1).distrib_fit(1, nprocs=4, launcher=launcher)
+        yield launcher
+    finally: launcher.end()
+
+
+@pytest.fixture
+def shared():
+    "A folder that both hosts see, which have a /tmp of their own"
+    path = Path(tempfile.mkdtemp(dir='/var/tmp'))
+    yield path
+    shutil.rmtree(path)
+
+
+def agent_of(launcher, i): return psutil.Process(launcher.machines[i].proc.pid).children()[0]
+
+
+def gone(procs, seconds):
+    "Waits until the processes have ended; those that didn't"
+    end = time.monotonic()+seconds
+    while (left := [o for o in procs if running(o)]) and time.monotonic() < end: time.sleep(.05)
+    return left
+
+
+# What holds on one machine
+
+def test_a_fit_equals_one_process(hosts, capsys):
+    learn, one = fit_both(learner(), 4, hosts, 2)
+    assert_same(learn, one)
+    said = capsys.readouterr().out
+    assert said.startswith('4 workers (2 machines x 2 on the CPU, gloo over eth0) x batch 4 = 16 per step, 3 steps per '
+                           'epoch'), said
+
+
+def where(ctx, obj):
+    return {o: os.environ.get(o) for o in ('RANK','LOCAL_RANK','LOCAL_WORLD_SIZE','MINE','TMPDIR')} | dict(
+        local=ctx.local_rank, cwd=os.getcwd(), net=os.readlink('/proc/self/ns/net'), shm=os.listdir('/dev/shm'),
+        total=float(obj.sum()))
+
+
+def test_ranks_know_where_they_are(hosts, monkeypatch):
+    "Two ranks on each host, whose network and shared memory are its own; folder and variables are the notebook's"
+    monkeypatch.setenv('MINE', 'yes')
+    res = hosts.run(Job.of(where, torch.ones(100_000)), 4).results
+    assert [o['RANK'] for o in res] == list('0123') and [o['LOCAL_RANK'] for o in res] == list('0101')
+    assert [o['local'] for o in res] == [0, 1, 0, 1]
+    assert {(o['LOCAL_WORLD_SIZE'], o['MINE'], o['cwd'], o['total']) for o in res} == {('2', 'yes', os.getcwd(), 1e5)}
+    nets = [o['net'] for o in res]
+    assert nets[0] == nets[1] != nets[2] == nets[3] and os.readlink('/proc/self/ns/net') not in nets
+
+
+def test_a_block(hosts):
+    "Two fits, a validation and predictions, and the finder, on the same workers"
+    learn = learner()
+    one = twin(learn, 4)
+    for o, ctx in (learn, learn.distrib_ctx(nprocs=4, launcher=hosts)), (one, one.no_bar()):
+        seed(1)
+        with ctx:
+            o.fit(1)
+            o.fit_one_cycle(1, .1)
+            o.found = o.validate(), o.get_preds()[0]
+    assert_same(learn, one)
+    assert list(learn.found[0]) == pytest.approx(list(one.found[0]), abs=1e-5)
+    assert torch.allclose(learn.found[1], one.found[1], atol=1e-5)
+
+
+@pytest.mark.full
+def test_lr_find(hosts, tmp_path):
+    learn = learner(train=200)
+    one = twin(learn, 4)
+    for o in learn, one: o.path, o.found = tmp_path, []
+    seed(1)
+    a = learn.distrib_lr_find(num_it=20, show_plot=False, nprocs=4, launcher=hosts)
+    seed(1)
+    assert a.valley == pytest.approx(one.lr_find(num_it=20, show_plot=False).valley)
+
+
+def test_stop_and_resume(hosts, shared):
+    "Ctrl-C stops all four ranks after the same batch, and the fit goes on"
+    learn = learner(train=160, cbs=[Slow(.02, shared)])
+    AfterThat(shared/'done3', 12)
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(30, nprocs=4, launcher=hosts)
+    assert len({number(shared/f'done{r}') for r in range(4)}) == 1
+    assert 12 <= len(learn.recorder.lrs) < 300
+
+
+class Says(Slow):
+    "A callback that prints while it trains"
+    def before_epoch(self): print(f'epoch {self.epoch} of {os.environ["RANK"]}')
+
+
+def test_live_output(hosts, shared, capsys):
+    learner(cbs=[Says(0, shared)]).distrib_fit(2, nprocs=4, launcher=hosts)
+    said = capsys.readouterr().out
+    assert 'epoch 0 of 0\nepoch 1 of 0' in said and 'of 3' not in said
+
+
+def test_modules_of_ones_own_go_along(hosts, tmp_path, monkeypatch):
+    "From a folder that the other machines don't have; they work in one of their own"
+    (tmp_path/'my_own_words.py').write_text('def double(x): return 2*x')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    from my_own_words import double
+    try: res = hosts.run(Job.of(call_it, double), 4).results
+    finally: del sys.modules['my_own_words']
+    assert [o[0] for o in res] == [42]*4 and str(tmp_path) not in {o[1] for o in res}
+
+
+def call_it(ctx, fn): return fn(21), os.getcwd()
+
+
+# What goes wrong
+
+def faulty(what, rank, folder, event='before_batch/train', epoch=1, batch=1):
+    return learner(cbs=[OneFault(what, event, rank, epoch, batch, marker=str(folder/'fired'))])
+
+
+def test_a_rank_raises(hosts, shared):
+    learn = faulty('library', 3, shared)
+    with pytest.raises(RankRaised) as caught: learn.distrib_fit(3, nprocs=4, launcher=hosts)
+    assert caught.value.rank == 3 and 'wrong on purpose' in str(caught.value) and 'faults.py' in str(caught.value)
+    assert 'a library complains' in str(caught.value) and len(learn.recorder.values) == 1
+
+
+def test_a_rank_dies(hosts, net, shared):
+    "The error names the machine, the last complete epoch is kept, the next fit works with the same agents"
+    learn, agents = faulty('SIGKILL', 2, shared), [agent_of(hosts, i).pid for i in range(2)]
+    with pytest.raises(RankDied) as caught: learn.distrib_fit(3, nprocs=4, launcher=hosts)
+    assert f'rank 2 on {net.b} died: killed by SIGKILL (epoch 1, batch 1)' in str(caught.value)
+    assert len(learn.recorder.values) == 1 and 'the end of epoch 0' in str(caught.value)
+    assert_same(*fit_both(learner(), 4, hosts, 1))
+    assert [agent_of(hosts, i).pid for i in range(2)] == agents
+
+
+def test_a_restart_goes_on(hosts, shared, capsys):
+    learn = faulty('SIGKILL', 1, shared)
+    learn.distrib_fit(3, nprocs=4, launcher=hosts, restarts=1)
+    assert 'Going on with epoch 1' in capsys.readouterr().out and len(learn.recorder.values) == 3
+
+
+@pytest.mark.full
+def test_a_rank_hangs(hosts, shared):
+    "Heartbeats and stacks come by message"
+    learn, hosts.timeout = faulty('SIGSTOP', 3, shared), 20.
+    try:
+        with pytest.raises(GroupTimeout) as caught: learn.distrib_fit(3, nprocs=4, launcher=hosts)
+    finally: hosts.timeout = None
+    assert caught.value.rank == 3 and 'stopped by a signal' in str(caught.value)
+    assert 'Rank 0, epoch 1, batch 1:\nThread' in str(caught.value)
+
+
+class CutsTheLink(OneFault):
+    "Says when it is time to cut the link, and goes on"
+    def _go(self): Path(self.marker).touch()
+
+
+def test_the_link_goes_down(hosts, net, shared):
+    "In mid-step: the ranks wait for each other in vain, and no process ends by itself"
+    learn = learner(train=4000, cbs=[CutsTheLink('', 'before_batch/train', 0, 0, 3, marker=str(shared/'cut'))])
+    cut = subprocess.Popen(['sh', '-c', f'until [ -e {shared}/cut ]; do sleep .01; done; '
+                                        f'ip -n {net.a} link set eth0 down'])
+    try:
+        with pytest.raises(RankDied, match='the network between the machines failed') as caught:
+            learn.distrib_fit(50, nprocs=4, launcher=hosts)
+    finally:
+        cut.kill()
+        cut.wait()
+        net.link('up')
+    assert caught.value.remedy and caught.value.host in (net.a, net.b)
+    assert_same(*fit_both(learner(), 4, hosts, 1))
+
+
+def test_a_machine_dies(hosts, net, shared):
+    "Its agent is killed: all of its workers end, and the next fit starts a new one"
+    learn, agent = learner(train=4000, cbs=[Slow(.01, shared)]), agent_of(hosts, 1)
+    there = [agent, *agent.children(recursive=True)]
+    killer = subprocess.Popen(['sh', '-c', f'until [ -e {shared}/done3 ]; do sleep .01; done; kill -9 {agent.pid}'])
+    try:
+        with pytest.raises(RankDied, match=f'on {net.b} died: the connection to {net.b} ended'):
+            learn.distrib_fit(50, nprocs=4, launcher=hosts)
+    finally: killer.wait()
+    assert gone(there, 10) == []
+    assert_same(*fit_both(learner(), 4, hosts, 1))
+
+
+# What isn't there
+
+def test_files_that_a_machine_does_not_have(hosts, tmp_path, shared):
+    "The items of the loaders name them; each host has a /tmp of its own"
+    for folder in tmp_path, shared: (folder/'a.pt').touch()
+    learn = learner()
+    learn.dls.train.dataset = Named(learn.dls.train.dataset, shared/'a.pt')
+    learn.distrib_fit(1, nprocs=4, launcher=hosts)
+    learn.dls.train.dataset = Named(learn.dls.train.dataset, tmp_path/'a.pt')
+    with pytest.raises(CantDistribute, match=f"{tmp_path}/a.pt is missing on {hosts.hosts[0]}, {hosts.hosts[1]}"):
+        learn.distrib_fit(1, nprocs=4, launcher=hosts)
+
+
+class Named(list):
+    "A data set with `items`, as fastai's have"
+    def __init__(self, data, path):
+        super().__init__(data)
+        self.items = [(path, 'cat')]*len(data)
+
+
+def test_preflight(hosts):
+    "A table of the machines: what they have, and what a step costs between them"
+    lines = hosts.preflight(torch.nn.Linear(1000, 1000)).splitlines()
+    assert [o.split()[0] for o in lines] == ['machine', *hosts.hosts, 'An'] and 'eth0' in lines[2], lines
+    assert 'per step' in lines[3] and lines[1].split()[2] == version('torch')
+
+
+
+@pytest.mark.parametrize('command,says', [
+    ('ip netns exec {host}-not-there {run}', "can't be reached"),
+    ('env -C / -u PYTHONPATH PYTHONNOUSERSITE=1 /usr/bin/env python3 -I -S -m fastddp.launch.agent', 'has no fastddp'),
+    ('env no-such-program {run}', 'has no such program'),
+    ('sh -c "echo Permission denied \\(publickey,password\\). >&2; exit 255"', 'wants a password')])
+def test_a_host_that_has_no_agent(command, says):
+    "One line for each, and nothing is started"
+    learn = learner()
+    with pytest.raises(CantDistribute) as caught:
+        learn.distrib_fit(1, launcher=Hosts(['one', 'two'], per_node=1, command=command))
+    lines = str(caught.value).splitlines()
+    assert [o.split(':')[0] for o in lines] == ['one', 'two'] and all(says in o for o in lines), lines
+
+
+def test_the_notebook_takes_part_and_dies(net, shared):
+    "Two ranks at home and two on the other machine; when the notebook is killed, nothing is left anywhere"
+    script = Path(__file__).with_name('script_hosts.py')
+    with subprocess.Popen([sys.executable, script, net.command, net.b, shared], stdout=subprocess.PIPE, text=True) as p:
+        try:
+            said = [p.stdout.readline() for _ in range(3)]
+            assert said[0].startswith(f'4 workers (2 machines x 2 on the CPU, gloo over {net.here})'), said
+            assert said[2] == 'same as in one process\n'
+            wait_for(shared/'done3')
+            procs = psutil.Process(p.pid).children(recursive=True)
+            assert len([o for o in procs if 'fastddp.launch.agent' in ' '.join(o.cmdline())]) >= 1
+        finally: p.kill()
+    assert gone(procs, 30) == []

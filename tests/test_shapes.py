@@ -1,0 +1,160 @@
+"""Data of many small pieces travels as columns: it arrives as it was, trains as in one process, and never stale."""
+import copy, pickle
+from pathlib import Path
+import numpy as np, pandas as pd, pytest, torch
+from fastai.callback.core import Callback
+from fastai.tabular.all import CategoryBlock, Categorify, Normalize, TabularDataLoaders, tabular_learner
+from fastai.torch_core import TensorCategory, TensorImage
+from fastcore.foundation import L
+from fastcore.test import equals
+from PIL import Image
+from fastddp.payload.pickling import dump, load
+from fastddp.payload.strings import Later, Rows
+from parity import assert_same, fit_both, learner, seed, warm
+
+N = 1200
+
+
+def xs(): return torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
+def ys(): return torch.randint(3, (N,), generator=torch.Generator().manual_seed(1))
+def image(x, y): return Image.fromarray(np.array([[*x.mul(20).add(128).clamp(0, 255), y]], np.uint8))
+
+
+# what the items are -> (the item of a row and its label, four numbers and a class from an item)
+SHAPES = {
+    'tensors of their own': (lambda x, y: (x.clone(), y.clone()), lambda o: o),
+    'tensors of a class': (lambda x, y: (TensorImage(x.clone()), TensorCategory(y.clone())), lambda o: o),
+    'arrays and numbers': (lambda x, y: (x.numpy().copy(), int(y)), lambda o: (torch.tensor(o[0]), torch.tensor(o[1]))),
+    'lists': (lambda x, y: [*x.tolist(), int(y)], lambda o: (torch.tensor(o[:4]), torch.tensor(o[4]))),
+    'dicts': (lambda x, y: dict(x=x.tolist(), y=np.int64(y)), lambda o: (torch.tensor(o['x']), torch.tensor(o['y']))),
+    'paths and labels': (lambda x, y: (Path(f'{x[0]:.3f}')/'a.jpg', str(int(y))),
+                         lambda o: (torch.full((4,), float(o[0].parent.name)), torch.tensor(int(o[1])))),
+    'images': (image, lambda o: ((t := torch.tensor(np.array(o)[0].astype('f4')))[:4]/20-6, t[4].long())),
+    'numbers': (lambda x, y: np.float32(x[0]), lambda o: (torch.full((4,), float(o)), torch.tensor(int(o > 0)))),
+    'tensors': (lambda x, y: x.clone(), lambda o: (o, (o.sum() > 0).long()))}
+
+
+def made(shape): return [SHAPES[shape][0](x, y) for x, y in zip(xs(), ys())]
+
+
+class Items:
+    "A data set over a list of items"
+    def __init__(self, items, shape): self.items, self.shape = items, shape
+    def __len__(self): return 200
+    def __getitem__(self, i): return SHAPES[self.shape][1](self.items[i])
+
+
+def packed(o):
+    "`o` as a worker has it"
+    p = dump(o, pack_lists=True)
+    return load(p.meta, [b.whole() if isinstance(b, Later) else bytearray(b) for b in p.buffers])
+
+
+def same(a, b):
+    if isinstance(a, (list, tuple)) and len(a) != len(b): return False
+    if isinstance(a, (list, tuple)): return all(map(same, a, b))
+    return type(a) is type(b) and equals(a, b)
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_a_list_is_a_list_over_a_column(shape):
+    items = made(shape)
+    p = packed(dict(items=items, again=[items], many=L(items, use_list=None)))
+    o = p['items']
+    assert p['again'][0] is o and p['many'].items is o
+    assert isinstance(o, list) and (type(o) is Rows) == (shape not in ('numbers', 'tensors'))
+    assert same(list(o), items) and same(list(o), items) and same(o[3], items[3]) and same(o[-1], items[-1])
+    assert same(o[5:9], items[5:9]) and same(o[9:2:-3], items[9:2:-3])
+    assert same(list(p['many'][[4, 2]]), [items[4], items[2]])
+    with pytest.raises(IndexError): o[N]
+    for other in pickle.loads(pickle.dumps(o)), copy.deepcopy(o): assert type(other) is list and same(other, items)
+    del o[0]
+    o.append(items[0])
+    assert same(list(o), items[1:]+items[:1])
+
+
+def test_tuples_stay_tuples():
+    items = tuple(made('dicts'))
+    assert type(packed(items)) is tuple and packed(items) == items
+
+
+def test_what_two_lists_have_in_common():
+    rows = made('dicts')
+    a, b = packed([rows, rows[:1100]])
+    assert a[5] is b[5]
+    ts = made('tensors of their own')
+    a, b = packed([ts, ts[:1100]])
+    a[5][0].zero_()
+    assert not b[5][0].any()
+
+
+@pytest.mark.parametrize('odd', [object(), None, torch.ones(3, requires_grad=True), torch.ones(3).to_sparse(), print])
+def test_mixed_lists_go_the_plain_way(odd):
+    items = [*made('tensors'), odd]
+    o = packed(items)
+    assert type(o) is list and type(o[-1]) is type(odd) and same(o[:-1], items[:-1])
+
+
+@pytest.mark.parametrize('values', [['a', 'bb'], ['a', None, float('nan')], [1, 'x', 2.5]])
+def test_columns_of_frames(values):
+    df = pd.DataFrame(dict(a=values*600, n=range(600*len(values)), b=(values*600)[::-1]))
+    for o in df, df.astype(object), df.T: pd.testing.assert_frame_equal(packed(o), o)
+
+
+class Has(Callback):
+    "Notes what the ranks have for the items, and whether the first one's memory is that of the notebook's block"
+    def before_fit(self):
+        items = self.dls.train_ds.items
+        self.kind, first = type(items).__name__, items[0][0] if isinstance(items[0], tuple) else items[0]
+        lines = Path('/proc/self/maps').read_text().splitlines()
+        self.shared = isinstance(first, torch.Tensor) and any(_holds(o, first.data_ptr()) for o in lines)
+
+
+def _holds(line, at):
+    begin, end = (int(o, 16) for o in line.split()[0].split('-'))
+    return 'memfd:fastddp' in line and begin <= at < end
+
+
+@pytest.fixture(scope='module')
+def launcher():
+    with warm(2) as res: yield res
+
+
+# how items are changed in place
+CHANGES = {
+    'tensors of their own': lambda items: [o[0].mul_(-3) for o in items],
+    'tensors of a class': lambda items: [o[0].data.add_(5) for o in items],
+    'arrays and numbers': lambda items: [o[0].__imul__(-2) for o in items],
+    'lists': lambda items: [o.__setitem__(1, 7.) for o in items],
+    'dicts': lambda items: [o['x'].__setitem__(0, 7.) for o in items],
+    'paths and labels': lambda items: items.__setitem__(slice(0, 50), items[100:150]),
+    'images': lambda items: [o.putpixel((0, 0), 255) for o in items],
+    'numbers': lambda items: items.sort(),
+    'tensors': lambda items: [o.numpy().__imul__(-2) for o in items]}
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_it_trains_as_in_one_process_also_what_was_changed_in_place(shape, launcher):
+    learn = learner(data=lambda n, s=0: Items(made(shape), shape), bs=25)
+    before = [p.clone() for p in learn.model.parameters()]
+    cb = Has()
+    assert_same(*fit_both(learn, 2, launcher, 1, cbs=[cb]))
+    assert cb.kind == ('list' if shape in ('numbers', 'tensors') else 'Rows')
+    assert cb.shared == shape.startswith('tensors')
+    CHANGES[shape](learn.dls.train_ds.items)
+    for p, old in zip(learn.model.parameters(), before): p.data.copy_(old)
+    assert_same(*fit_both(learn, 2, launcher, 1))
+
+
+def test_a_table_with_strings(launcher):
+    rng = np.random.default_rng(0)
+    df = pd.DataFrame(dict(kind=rng.choice(['a', 'b', 'c'], N), x=rng.random(N), y=rng.choice(['yes', 'no'], N)))
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names='kind', cont_names='x', y_names='y',
+                                     bs=100, y_block=CategoryBlock(), seed=0, device='cpu')
+    seed()
+    learn = tabular_learner(dls, layers=[8], config=dict(use_bn=False, bn_cont=False, bn_final=False))
+    learn.remove_cb(learn.progress)
+    learn.logger = lambda *_: None
+    assert_same(*fit_both(learn, 2, launcher, 1))
+    learn.dls.train_ds.items.iloc[:100, learn.dls.train_ds.items.columns.get_loc('x')] = 9.
+    assert_same(*fit_both(learn, 2, launcher, 1))

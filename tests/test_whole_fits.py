@@ -1,0 +1,243 @@
+"Whole fits with data and learners that lessons don't have: one process's answer, or an error that names the reason."
+import os, resource, signal
+import numpy as np, pandas as pd, pytest, torch
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from torch import nn
+from torch.utils.data import DataLoader as TorchLoader, get_worker_info
+from fastddp.all import CantDistribute, RankRaised
+from fastddp.base import group
+from fastddp.launch.engine import Job
+from fastddp.launch.local import Local
+from fastddp.launch.placement import engine_for
+from fastddp.launch.settings import SETTINGS, notebook_settings, take_settings
+from fastddp.payload.pickling import dump
+from parity import Warm, assert_same, fit_both, items, learner, mlp, warm
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
+
+
+@pytest.fixture
+def brittle():
+    "A launcher for fits that fail"
+    launcher = Warm()
+    yield launcher
+    launcher.end()
+
+
+# ---- what ends a rank's loader early
+
+class Killed:
+    "Items of which one kills the loader's process that makes it"
+    def __init__(self, data, bad): self.data, self.bad = data, bad
+    def __len__(self): return len(self.data)
+    def __getitem__(self, i):
+        if i == self.bad and get_worker_info(): os.kill(os.getpid(), signal.SIGKILL)
+        return self.data[i]
+
+
+def no_pickle(b): return torch.stack([x for x, _ in b]), torch.stack([y for _, y in b]), lambda: 'no pickle'
+def fastai_dl(ds, **kw): return DataLoader(ds, bs=4, num_workers=2, **kw)
+def fastai_lambdas(ds): return fastai_dl(ds, create_batch=no_pickle)
+def torch_dl(ds, **kw): return TorchLoader(ds, batch_size=4, num_workers=2, **kw)
+def torch_lambdas(ds): return torch_dl(ds, collate_fn=no_pickle)
+
+
+@pytest.mark.parametrize('make,bad,why', [
+    (fastai_dl, 9, 'DataLoader worker'), (torch_dl, 9, 'DataLoader worker'),
+    (fastai_lambdas, None, "Can't pickle"), (torch_lambdas, None, "Can't pickle")])
+def test_what_ends_a_loader_is_its_ranks_error(make, bad, why, brittle):
+    learn = learner(train=24, valid=8)
+    learn.dls = DataLoaders(make(Killed(items(24), bad)), learn.dls.valid)
+    with pytest.raises(RankRaised, match=why) as caught: learn.distrib_fit(1, nprocs=2, launcher=brittle, timeout=100)
+    if bad is not None: assert caught.value.rank == bad % 2
+
+
+# ---- batches of a batch sampler
+
+class Balanced:
+    "Batches of different sizes, in an order of its own"
+    def __init__(self, n): self.n, self.epoch = n, 0
+    def __len__(self): return len(range(0, self.n, 7))
+    def __iter__(self):
+        self.epoch += 1
+        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        yield from (order[i:i+(7 if i % 2 else 5)] for i in range(0, self.n, 7))
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_a_batch_sampler_of_ones_own(num_workers, two):
+    data = items(31)
+    learn = learner(valid=9)
+    train = TorchLoader(data, batch_sampler=Balanced(31), num_workers=num_workers)
+    learn.dls = DataLoaders(train, TorchLoader(items(9), batch_sampler=[[0, 1, 2], [3, 4, 5, 6], [7, 8]]))
+    assert_same(*fit_both(learn, 2, two, 2, batch='global'))
+
+
+def test_each_worker_takes_a_batch_of_a_batch_sampler(two):
+    learn = learner(valid=9)
+    learn.dls = DataLoaders(TorchLoader(items(31), batch_sampler=Balanced(31)), learn.dls.valid)
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert len(learn.recorder.losses) == 3
+
+
+# ---- learners of a class of their own
+
+def of_class(cls, **kwargs):
+    learn = learner(**kwargs)
+    learn.__class__ = cls
+    return learn
+
+
+class Scaled(Learner):
+    "Its `fit` has arguments of its own, before and behind fastai's"
+    def fit(self, scale, n_epoch=2, lr=None, wd=None, cbs=None, *, shift=0.):
+        self.asked, plain = (scale, shift), self.loss_func
+        self.loss_func = lambda out, y: plain(out*scale+shift, y)
+        super().fit(n_epoch, lr, wd, cbs)
+        self.loss_func = plain
+
+
+class PassesOn(Learner):
+    "Its `fit` takes anything"
+    def fit(self, *args, extra=None, **kwargs):
+        self.extra = extra
+        super().fit(*args, **kwargs)
+
+
+@pytest.mark.parametrize('cls,args,kwargs,left', [
+    (Scaled, (.5,), dict(shift=.1), dict(asked=(.5, .1))), (Scaled, (.5, 1, .02), {}, dict(asked=(.5, 0.))),
+    (PassesOn, (1, .02), dict(extra='here'), dict(extra='here')), (PassesOn, (), dict(n_epoch=1), dict(extra=None))])
+def test_a_fit_with_arguments_of_its_own(cls, args, kwargs, left, two):
+    learn, one = fit_both(of_class(cls), 2, two, *args, batch='global', **kwargs)
+    assert_same(learn, one)
+    assert {k: getattr(learn, k) for k in left} == left == {k: getattr(one, k) for k in left}
+
+
+def loop(predict, tell=True):
+    "A learner's class that makes its predictions itself"
+    class Own(Learner):
+        def _do_one_batch(self):
+            self.pred = predict(self, *self.xb)
+            if tell: self('after_pred')
+            self.loss_grad = self.loss_func(self.pred, *self.yb)
+            self.loss = self.loss_grad.clone()
+            self('after_loss')
+            if self.training: self._do_grad_opt()
+    return Own
+
+
+PREDICT = {'once': lambda self, x: self.model(x)*2, 'twice': lambda self, x: self.model(x)+self.model(-x),
+           'layer by layer': lambda self, x: self.model[2](self.model[1](self.model[0](x))),
+           'part of it': lambda self, x: self.model(x)+self.model[2](self.model[0](x))}
+
+
+@pytest.mark.parametrize('how', PREDICT)
+@pytest.mark.parametrize('tell', [True, False])
+def test_a_learner_that_calls_its_model_itself(how, tell, two):
+    assert_same(*fit_both(of_class(loop(PREDICT[how], tell)), 2, two, 2))
+
+
+class Named(Learner):
+    def fit_mine(self, n, timeout=3): self.fit(n+timeout)
+
+
+def test_a_name_that_a_method_and_the_block_have_is_refused():
+    learn = of_class(Named)
+    with pytest.raises(CantDistribute, match=r'timeout.*with learn.distrib_ctx\(') as e:
+        learn.distrib('fit_mine', 1, timeout=7, nprocs=2)
+    assert 'fit_mine' in str(e.value)
+
+
+class Empty(nn.Module):
+    "A batch norm without elements, as a tabular model without continuous variables has it"
+    def __init__(self):
+        super().__init__()
+        self.bn, self.layers, self.nothing = nn.BatchNorm1d(0), mlp(), nn.Parameter(torch.zeros(0, 3))
+    def forward(self, x): return self.layers(x)
+
+
+def test_parameters_without_elements_are_not_without_gradient(two, capfd):
+    assert_same(*fit_both(learner(model=Empty()), 2, two, 1))
+    assert 'No gradient' not in capfd.readouterr().out
+
+
+# ---- an engine of the user's own
+
+def test_an_engine_of_ones_own_runs_with_the_blocks_options():
+    defaults = dict(nprocs=None, gpus=None, launcher=None, see=(0,), timeout=1800)
+    def found(local, **given):
+        with engine_for(defaults | dict(launcher=local) | given, defaults) as (engine, n, gpus):
+            return engine is local, n, gpus, engine.see, engine.timeout
+    assert found(Local(idle=600), nprocs=2, gpus=[], see='all', timeout=7) == (True, 2, [], 'all', 7)
+    assert found(Local(idle=600, see='all', timeout=9, gpus=[]), nprocs=2) == (True, 2, [], 'all', 9)
+    assert found(Local(timeout=9, gpus=[]), nprocs=3, timeout=8)[1:] == (3, [], (0,), 8)
+    local = Local(timeout=9)
+    found(local, nprocs=2, gpus=[], see='all', timeout=5)
+    assert (local.gpus, local.see, local.timeout) == (None, (0,), 9)
+    with pytest.raises(CantDistribute, match='gpus'): found(Local(gpus=[]), gpus=[1])
+
+
+def test_an_open_engine_keeps_its_workers_from_fit_to_fit():
+    pids = []
+    with Local(idle=600) as local:
+        for _ in range(2):
+            learner(train=8).distrib_fit(1, nprocs=2, launcher=local)
+            pids.append([p.pid for p in local.workers.procs.values()] if local.workers else [])
+        assert len(pids[0]) == 2 and pids[0] == pids[1]
+    assert local.workers is None
+
+
+# ---- what the notebook set for its process
+
+class Notes(Callback):
+    "What each rank's process has set, and rank 0's numbers"
+    def before_fit(self): self.numbers = str(np.full(1, 1/3)), str(pd.Series([1/3]).iloc[:1].to_list())
+    def after_fit(self):
+        own = [torch.get_float32_matmul_precision() == 'high', torch.are_deterministic_algorithms_enabled(),
+               torch.backends.cudnn.benchmark, torch.get_default_dtype() == torch.float64, SETTINGS['umask'].read(),
+               len(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+               pd.get_option('display.precision')]
+        self.ranks = [t.tolist() for t in group.gather(torch.tensor([own], dtype=torch.float64))]
+
+
+def test_what_the_notebook_set(two):
+    before, mask, cores = notebook_settings(), SETTINGS['umask'].read(), os.sched_getaffinity(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    def fit():
+        learn = learner(train=8, cbs=Notes())
+        learn.distrib_fit(1, nprocs=2, launcher=two)
+        return learn
+    try:
+        os.umask(0o27)
+        os.sched_setaffinity(0, {min(cores)})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft-1, hard))
+        np.set_printoptions(precision=2)
+        pd.set_option('display.precision', 2)
+        torch.set_float32_matmul_precision('high')
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = True
+        learn = fit()
+        assert learn.notes.ranks == [[[1, 1, 1, 0, 0o27, 1, soft-1, 2]]]*2
+        assert learn.notes.numbers[0] == '[0.33]'
+    finally:
+        take_settings(before)
+        pd.reset_option('display.precision')
+    assert fit().notes.ranks == [[[0, 0, 0, 0, mask, len(cores), soft, 6]]]*2
+
+
+def dtype_there(ctx, _): return str(torch.get_default_dtype())
+
+
+def test_the_default_dtype_of_the_notebook(two):
+    "fastai's recorder doesn't train with it, but functions on the workers do"
+    def run(): return two.run(Job('test_whole_fits:dtype_there', dump(None)), 2).results
+    torch.set_default_dtype(torch.float64)
+    try: assert run() == ['torch.float64']*2
+    finally: torch.set_default_dtype(torch.float32)
+    assert run() == ['torch.float32']*2
