@@ -213,6 +213,7 @@ def test_another_learners_fit_in_a_block_says_where_it_trains(launcher):
             other.fit_one_cycle(1)
         mine.fit(1)
         with other.distrib_ctx(launcher=InProcess()): other.fit(1)
+    launcher.end()      # failures end the workers of the other tests
     assert Learner.fit is plain and len(other.recorder.values) == 1
 
 

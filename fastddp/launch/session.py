@@ -41,7 +41,7 @@ def _on_workers(learn, given, defaults, new_session, quiet):
     with ending_undisturbed() as ending:
         with hushed(quiet(learn)): found = ending.enter_context(engine_for(given, defaults))
         overrides = new_session(*found).overrides() if found else {}
-        ending.enter_context(_others_noticed(type(learn)) if found else contextlib.nullcontext())
+        if found: ending.enter_context(_others_noticed(type(learn)))
         ending.enter_context(own_attrs(learn, distrib_session=given, **overrides))
         yield
 
@@ -184,7 +184,7 @@ class Session:
         self.learn,self.launcher,self.n,self.gpus = learn,launcher,n,gpus
         self.options,self.restarts = options,restarts
         self.fit_job,self.infer_job = fit_job,infer_job
-        self.last_banner,self.known = None,{}       # `known`: what the last snapshot packed, as of `dump`
+        self.last_banner = None
     # What each fastai fills in
     def overrides(self):
         "Name -> what takes the place of the learner's method for the time of the block"
@@ -216,7 +216,6 @@ class Session:
         "Runs the fit `call`, and says so"
         self.launcher.check_items(self.datasets())
         with self.telling(call):
-            self.launcher.check_items(self.datasets())
             self.print_banner()
             out = call.run_with_restarts(self.restarts)
             call.check_stop(out)
