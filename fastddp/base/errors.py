@@ -8,8 +8,8 @@ __all__ = ['CantDistribute', 'NotPicklable', 'WorkerError', 'folded', 'RankRaise
 # %% ../../nbs/base/02_errors.ipynb #2db3fcc2
 import re, signal, traceback
 
-from .failure import (Failure, failure_of, first_failure, from_loader, is_echo, is_own_line, is_timeout,
-                                  own_lines)
+from .failure import (Failure, end_fork, failure_of, first_failure, from_loader, is_echo, is_own_line,
+                                  is_timeout, own_lines)
 from .troubles import TROUBLES, Trouble, remedy_for, trouble_of
 
 # %% ../../nbs/base/02_errors.ipynb #143f6943

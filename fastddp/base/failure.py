@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_own_line', 'own_lines', 'locals_of', 'Failure', 'note_item', 'FromLoader', 'from_loader', 'failure_of', 'is_echo',
-           'is_timeout', 'first_failure']
+           'end_fork', 'is_timeout', 'first_failure']
 
 # %% ../../nbs/base/01_failure.ipynb #fc43b5a6
 import linecache, os, re, sys, sysconfig, time, traceback
@@ -163,6 +163,14 @@ _ECHOES = ('connection reset by peer','connection closed by peer','broken pipe',
 def is_echo(f):
     "Is the `Failure` `f` the noise of another rank's failure rather than one of its own?"
     return any(o in f.message.lower() for o in _ECHOES)
+
+def end_fork(
+    e, # What it raised
+):
+    "Ends this process, which user code forked and left by an exception: what comes now is its parent's affair"
+    code = e.code if isinstance(e, SystemExit) else 1
+    if not isinstance(e, SystemExit): os.write(2, ''.join(traceback.format_exception(e)).encode())
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 def is_timeout(message):
     "Did torch wait for another rank for as long as it may?"

@@ -16,6 +16,7 @@ from .jobs import fit_job, infer_job
 from .session import Session, wants_no_lines
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
+from ..shard.loss_kind import check_loss
 
 # %% ../../nbs/fastai1/96_learner.ipynb #9b31f49a
 @patch
@@ -25,6 +26,7 @@ def distrib_ctx(self:Learner,
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
+    loss:str='auto', # Workers' losses are one by 'mean' over items, 'sum', or 'gather' of all predictions; 'auto' finds out
     launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine
     see=(0,), # Ranks whose output is shown, or 'all'
     restarts:int=0, # After a failure, begin the fit anew that many times, with fresh workers
@@ -33,7 +35,8 @@ def distrib_ctx(self:Learner,
 ):
     "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
     given = OPTIONS.checked(locals(), unknown)
-    options = dict(batch=batch, sync_bn=sync_bn)        # what the ranks are told
+    check_loss(loss)
+    options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # what the ranks are told
     def session(engine, n, gpus): return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job)
     def here(): return in_place(self, options, given)
     with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
@@ -67,7 +70,7 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 for _name in ('fit','fit_one_cycle','lr_find'):
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
 for _name in ('validate','get_preds'):
-    _none = 'batch','sync_bn','restarts'
+    _none = 'batch','sync_bn','loss','restarts'
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)

@@ -6,7 +6,7 @@
 __all__ = ['FitCall', 'InferCall', 'Session', 'fit_args', 'enough_epochs']
 
 # %% ../../nbs/fastai2/84_session.ipynb #85e92040
-import contextlib, inspect, weakref
+import contextlib, inspect, warnings, weakref
 
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
@@ -15,6 +15,7 @@ from fastcore.foundation import L
 
 from ..base.errors import WorkerError
 from .ddp import check_ddp
+from .fastai_loader import rows_are_streams
 from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
 from .loaders import check_dl, global_bs, n_batches, set_dl_state
 from .rank0 import apply_settings, notebook_run, wants_no_lines
@@ -36,8 +37,8 @@ class FitCall(Call):
         self.sent = {}      # what the ranks get besides the learner
     def snapshot(self):
         call = dict(self.sent, first=self.resume_point.first, lists=dropped_lists(self.learn, self.cbs))
-        return snapshot(self.learn, self.cbs, call, *self.session.factories)
-    def apply(self, meta, buffers): apply(self.learn, self.cbs, meta, buffers)
+        return snapshot(self.learn, self.cbs, call, *self.session.factories, known=self.session.known)
+    def apply(self, meta, buffers): apply(self.learn, self.cbs, meta, buffers, whole=False)
     def offloaded(self): return offloaded(self.learn.model, self.learn.opt)
     def keeps_epoch(self, last): return True
     def holds(self):
@@ -100,8 +101,9 @@ class InferCall(Call):
     def snapshot(self):
         own = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), None)
         call = dict(dl=self.dl if own is None else own)
-        return snapshot(self.learn, (), call, *self.session.factories, training=False)
-    def apply(self, meta, buffers): apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl))
+        return snapshot(self.learn, (), call, *self.session.factories, training=False, known=self.session.known)
+    def apply(self, meta, buffers):
+        apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl), whole=False)
     def offloaded(self): return offloaded(self.learn.model, self.learn.opt)
 
 # %% ../../nbs/fastai2/84_session.ipynb #69634747
@@ -120,6 +122,10 @@ class Session(_Session):
         if not self.factories[0]: refuse_untrainable(self.learn.model)
         if self.factories[1]: return
         batch = self.options['batch']
+        if batch == 'per_worker' and self.n > 1 and rows_are_streams(self.learn.dls.train, self.learn.model):
+            warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), and batches of "
+                          f"{self.n} workers hold {self.n} of the loader's, one below the other, so they break its "
+                          "streams. batch='global' keeps them: each worker has its rows of each batch.")
         for i,dl in enumerate(self.learn.dls.loaders): check_dl(dl, self.n, batch, _dl_name(i), train=i==0)
     def datasets(self):
         if self.factories[1]: return ()
@@ -133,7 +139,7 @@ def _dl_name(i): return f"learn.dls.{('train','valid')[i]}" if i < 2 else f"lear
 
 # %% ../../nbs/fastai2/84_session.ipynb #e6336b08
 def fit_args(learn, args, kwargs):
-    "By name what `learn.fit(*args, **kwargs)` gives to its class's `fit`, which may be the user's own; objects in `cbs`"
+    "What `learn.fit(*args, **kwargs)` gives by name to its class's `fit`, maybe the user's own; objects in `cbs`"
     own,res = inspect.signature(type(learn).fit),{}
     plain = [k for k in inspect.signature(Learner.fit).parameters if k not in own.parameters]
     for k,v in own.bind(learn, *args, **kwargs).arguments.items():

@@ -17,11 +17,11 @@ def banner(n, gpus, total, steps=None, where=None):
     "What runs, as one line: `n` workers take `total` items per step, or None: what a batch sampler gives"
     s = 's' if n > 1 else ''
     here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
-    where = where or here
+    who = f"{several(n, 'worker')} ({where or here})"
     per_epoch = '' if steps is None else f", {several(steps, 'step')} per epoch"
-    if total is None: return f"{several(n, 'worker')} ({where}), batches of the batch sampler{per_epoch}"
+    if total is None: return f"{who}, batches of the batch sampler{per_epoch}"
     each = total//n if total%n == 0 else f"{total/n:.1f}"
-    return f"{several(n, 'worker')} ({where}) x batch {each} = {total} per step{per_epoch}"
+    return f"{who} x batch {each} = {total} per step{per_epoch}"
 
 # %% ../../nbs/launch/56_lines.ipynb #abebebd1
 _START = dict(failed='runs that failed', snapshot='snapshot', helper='helper process', fork='other workers',

@@ -184,7 +184,7 @@ class Session:
         self.learn,self.launcher,self.n,self.gpus = learn,launcher,n,gpus
         self.options,self.restarts = options,restarts
         self.fit_job,self.infer_job = fit_job,infer_job
-        self.last_banner = None
+        self.last_banner,self.known = None,{}       # `known`: what the last snapshot packed, as of `dump`
     # What each fastai fills in
     def overrides(self):
         "Name -> what takes the place of the learner's method for the time of the block"
@@ -216,6 +216,7 @@ class Session:
         "Runs the fit `call`, and says so"
         self.launcher.check_items(self.datasets())
         with self.telling(call):
+            self.launcher.check_items(self.datasets())
             self.print_banner()
             out = call.run_with_restarts(self.restarts)
             call.check_stop(out)
