@@ -28,7 +28,7 @@ def distrib_ctx(self:Learner,
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
-    loss:str='auto', # Workers' losses are one by 'mean' over items, 'sum', or 'gather' of all predictions; 'auto' finds out
+    loss:str='auto', # Workers' losses as one: 'mean' over items, 'sum', 'gather' all predictions; 'auto' finds out
     model_factory=None, # Called in every worker to make the model, when it can't or shouldn't be shipped
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine

@@ -15,8 +15,8 @@ class Ignores(nn.Module):
     def forward(self, out, y): return F.cross_entropy(out, y, ignore_index=1)
 
 
-LOSSES = dict(summed=partial(F.cross_entropy, reduction='sum'), squares=squares, root=root, weighted=weighted, mean=mean,
-              ignores=Ignores())
+LOSSES = dict(summed=partial(F.cross_entropy, reduction='sum'), squares=squares, root=root, weighted=weighted,
+              mean=mean, ignores=Ignores())
 
 
 @pytest.mark.parametrize('name', LOSSES)
