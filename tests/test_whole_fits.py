@@ -2,10 +2,15 @@
 import os, resource, signal, warnings
 import numpy as np, pandas as pd, pytest, torch
 from fastai.callback.core import Callback
+from fastai.callback.progress import ProgressCallback
 from fastai.callback.rnn import ModelResetter
+from fastai.data.block import CategoryBlock
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
+from fastai.metrics import accuracy
+from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, tabular_config, tabular_learner
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader, get_worker_info
 from fastddp.all import CantDistribute, RankRaised
@@ -15,7 +20,7 @@ from fastddp.launch.local import Local
 from fastddp.launch.placement import engine_for
 from fastddp.launch.settings import SETTINGS, notebook_settings, take_settings
 from fastddp.payload.pickling import dump
-from parity import Warm, assert_same, fit_both, items, learner, mlp, seed, warm
+from parity import Warm, assert_same, fit_both, items, learner, mlp, seed, values, warm
 
 
 @pytest.fixture(scope='module')
@@ -85,6 +90,30 @@ def test_each_worker_takes_a_batch_of_a_batch_sampler(two):
     learn.dls = DataLoaders(TorchLoader(items(31), batch_sampler=Balanced(31)), learn.dls.valid)
     learn.distrib_fit(1, nprocs=2, launcher=two)
     assert len(learn.recorder.losses) == 3
+
+
+# ---- tables
+
+def table(bs, bn):
+    "A tabular learner over 41 rows of two numbers and a category"
+    seed()
+    x = np.random.randn(41, 2).astype('float32')
+    df = pd.DataFrame(dict(a=x[:, 0], b=x[:, 1], c=np.arange(41) % 3, y=x.sum(1) > 0))
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['c'], cont_names=['a', 'b'],
+                                     y_names='y', y_block=CategoryBlock(), valid_idx=list(range(30, 41)), bs=bs)
+    learn = tabular_learner(dls, layers=[5], n_out=2, loss_func=CrossEntropyLossFlat(),
+                            config=tabular_config(use_bn=bn, bn_cont=bn), metrics=accuracy)
+    learn.remove_cb(ProgressCallback)
+    learn.logger = lambda *_: None
+    return learn
+
+
+@pytest.mark.parametrize('bn', [False, True])
+def test_tables_of_any_batch_size(bn, two):
+    for bs in (1, 2, 3, 7, 14, 15) if not bn else (1, 3, 15):
+        learn, one = fit_both(table(bs, bn), 2, two, 1, .01)
+        if not bn: assert_same(learn, one)
+        else: assert len(learn.recorder.losses) == len(one.recorder.losses) and np.isfinite(values(learn)[-1][0])
 
 
 # ---- models that keep state from batch to batch

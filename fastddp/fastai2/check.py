@@ -80,6 +80,9 @@ def reasons_for(learn, n, gpus, steps):
         res['mixup'] = "each worker mixes the items of its own part"
     if learn.dls.train.__class__.__name__ == 'SortedDL':
         res['padding'] = "each worker pads its part to the longest item there"
+    if any(b.is_floating_point() for m in ms if not isinstance(m, nn.modules.batchnorm._NormBase)
+           for b in m.buffers(recurse=False)):
+        res['buffers'] = "those that a forward pass changes are rank 0's, which saw its own part"
     return res
 
 # %% ../../nbs/fastai2/87_check.ipynb #f3ec69c6
