@@ -137,7 +137,8 @@ def start_train(self:Consensus):
     learn = self.learn
     late = any(map(leaves_late, learn.cbs)) or steps_itself(learn)
     within = late or any(map(leaves_within, learn.cbs))
-    n_late,n_by_hand,n_within,decided = self._all_reduce(None, late, passes_itself(learn), within)
+    *counts,decided = self._all_reduce(None, late, passes_itself(learn), within)
+    n_late,n_by_hand,n_within = counts
     self.phase,self.late,self.by_hand = 'train',n_late+n_by_hand>0,n_by_hand>0 or self.always_by_hand
     self.late = self.late or self.by_hand
     self.acts_within = self.late or n_within > 0
@@ -174,9 +175,9 @@ def _all_reduce(self:Consensus,
 ):
     "`(sum over ranks of first, of second, of third, what the ranks decided or None)`"
     vote = kind or ('interrupt' if self.stop_requested() else None)
-    first,second,third,*votes = group.all_sum([first, second, third, *ballot(vote)])
-    self.n_load = round(votes[0])
-    return first, second, third, strongest(votes)
+    sums = group.all_sum([first, second, third, *ballot(vote)])
+    self.n_load = round(sums[3])
+    return *sums[:3], strongest(sums[3:])
 
 @patch
 def _end_phase(self:Consensus, flag):
