@@ -152,7 +152,8 @@ def move_opt(
             st.update({k:v.to(device or p.device) for k,v in like_p.items()})
     for o in opt_owners(opt) if opt else ():
         own = {k:v for k,v in vars(o).items() if k not in OPT_STAYS}
-        shapes = {p.shape:p.device for own in _states(opt) for p in own}
+        # fastai's has a key that is no parameter where a model has an RNN
+        shapes = {p.shape:p.device for st in _states(opt) for p in st if isinstance(p, torch.Tensor)}
         vars(o).update({k:_moved(v, shapes, device) for k,v in own.items() if isinstance(v, (torch.Tensor,*_LISTS))})
 
 OPT_STAYS = {'state','hypers','param_lists','param_groups','defaults','opt','cbs','step','frozen_idx'}
