@@ -28,7 +28,7 @@ CONTRIBUTING = (root/'CONTRIBUTING.md').read_text(encoding='utf-8')
 
 def table_of_folders():
     "Folder -> the modules that CONTRIBUTING's table names, in its order; '' for the front doors"
-    rows = re.findall(r'^\| (`\w+`|front doors) \| \d\d- \| (.*?) \| [^|]* \|$', CONTRIBUTING, re.M)
+    rows = re.findall(r'^\| (`\w+`|front doors) \| \d{3}- \| (.*?) \| [^|]* \|$', CONTRIBUTING, re.M)
     return {'' if o == 'front doors' else o.strip('`'): re.findall(r'`(\w+)`', text) for o, text in rows}
 
 
