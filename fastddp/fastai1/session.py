@@ -9,7 +9,6 @@ __all__ = ['wants_no_lines', 'InferCall', 'FitCall', 'Session']
 from fastai import basic_train
 from fastai.callbacks import LRFinder
 from fastcore.basics import patch
-from fastprogress import fastprogress
 
 from ..base.scoped import own_attrs
 from .loaders import check_v1, steps_per_epoch
@@ -21,7 +20,9 @@ from ..launch.training import offloaded
 # %% ../../nbs/fastai1/806_session.ipynb #4cc8dfbf
 def wants_no_lines(learn):
     "Is `learn` silent, or in v1's `progress_disabled_ctx`?"
-    return getattr(learn, 'silent', False) or fastprogress.NO_BAR
+    # fastai's context manager leaves `NO_BAR` set
+    recorders = [f.keywords for f in learn.callback_fns if getattr(f, 'func', None) is Recorder]
+    return getattr(learn, 'silent', False) or any(o.get('silent') for o in recorders)
 
 class InferCall(Call):
     "A validation on the workers"
