@@ -7,6 +7,7 @@ __all__ = ['wants_no_lines', 'InferCall', 'FitCall', 'Session']
 
 # %% ../../nbs/fastai1/806_session.ipynb #8d1f7e09
 from fastai import basic_train
+from fastai.basic_train import Recorder
 from fastai.callbacks import LRFinder
 from fastcore.basics import patch
 
