@@ -1,7 +1,7 @@
 """Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
-import atexit, contextlib, os, shutil, tempfile
+import atexit, os, shutil, tempfile
 import pytest
-from traces import changed, children, environment, files, handlers, left_after, memfds, of_others, running
+from traces import nothing_left
 
 
 def own_temporary_folder():
@@ -13,22 +13,6 @@ def own_temporary_folder():
 
 
 own_temporary_folder()
-
-
-@contextlib.contextmanager
-def nothing_left():
-    "Fails if something is left behind that was not there before"
-    was = [look() for look in (children, files, memfds)]
-    env, sigs = environment(), handlers()
-    yield
-    new_files = lambda: {o for o in files()-was[1] if not of_others(o)}
-    procs, paths, fds = (left_after(*o) for o in zip((children, new_files, memfds), was))
-    problems = {'processes': [f'{o.pid}: {" ".join(o.cmdline()[:6])}' for o in procs if running(o)],
-                'files': sorted(paths), 'memory': sorted(fds),
-                'environment': changed(env, environment()), 'signal handlers': changed(sigs, handlers())}
-    for o in procs: o.kill()   # the next test is not to blame
-    problems = {k: v for k, v in problems.items() if v}
-    assert not problems, f'left behind: {problems}'
 
 
 @pytest.fixture(autouse=True)

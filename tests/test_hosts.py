@@ -3,11 +3,10 @@ import os, shutil, subprocess, sys, tempfile, time
 from importlib.metadata import version
 from pathlib import Path
 import psutil, pytest, torch
-from conftest import nothing_left
 from faults import OneFault, Slow
 from parity import assert_same, fit_both, learner, seed, twin
 from test_interrupt import AfterThat, number, wait_for
-from traces import running
+from traces import nothing_left, running
 from two_hosts import Hosts, two_hosts
 from fastddp.all import CantDistribute, RankDied, RankRaised
 from fastddp.base.errors import GroupTimeout

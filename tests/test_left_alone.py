@@ -1,5 +1,5 @@
 """Whoever is killed leaves nothing; a strange environment does no harm; nobody else is let in."""
-import os, shutil, signal, socket, stat, subprocess, sys, textwrap, time
+import os, shutil, signal, socket, stat, subprocess, sys, tempfile, textwrap, time
 from pathlib import Path
 import psutil, pytest, torch
 from faults import Slow
@@ -31,9 +31,11 @@ def start(path, **kwargs):
                             stderr=subprocess.STDOUT, text=True, **kwargs)
 
 
-def wait_for(path, limit=240):
+def wait_for(path, script, limit=240):
+    "Until `script`, a process, has written `path`"
     end = time.monotonic()+limit
     while not path.exists():
+        assert script.poll() is None, script.stdout.read()
         assert time.monotonic() < end, path
         time.sleep(.02)
 
@@ -52,7 +54,7 @@ def test_killed_notebook_leaves_no_process(tmp_path):
     decoy = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', 'fastddp-0'])
     p = start(script(tmp_path))
     try:
-        wait_for(tmp_path/'done1')
+        wait_for(tmp_path/'done1', p)
         ours = psutil.Process(p.pid).children(recursive=True)
         assert len(ours) >= 3
         os.kill(p.pid, signal.SIGKILL)
@@ -72,8 +74,7 @@ def test_killed_notebook_leaves_no_process(tmp_path):
 def test_killed_notebook_leaves_nothing_at_all(how, tmp_path):
     """kill -9 while the helper imports; while workers, or the helper too, are stopped, and can't notice anything; while
     a process that was forked from the notebook lives on. The next start removes the folders"""
-    temp = tmp_path/'temp'
-    temp.mkdir()
+    temp = Path(tempfile.mkdtemp(prefix='t'))      # DataLoader's sockets lie in there, and such a path must be short
     path = script(tmp_path)
     if how == 'with a fork':
         forks = FORK.format(folder=str(tmp_path))+'    learn ='
@@ -84,7 +85,7 @@ def test_killed_notebook_leaves_nothing_at_all(how, tmp_path):
         me = psutil.Process(p.pid)
         if how == 'cold': ours = until(lambda: helpers(me))
         else:
-            wait_for(tmp_path/'done1')
+            wait_for(tmp_path/'done1', p)
             ours = me.children(recursive=True)
             assert len(ours) >= 3
         if how == 'with a fork': fork = psutil.Process(int((tmp_path/'fork').read_text()))
@@ -102,6 +103,7 @@ def test_killed_notebook_leaves_nothing_at_all(how, tmp_path):
         p.stdout.close()
     subprocess.run([sys.executable, '-c', SWEEP], env={**os.environ, 'TMPDIR': str(temp)}, check=True)
     assert [*temp.iterdir()] == []
+    temp.rmdir()
 
 
 # stays until the test ends it; what it has open is what it was born with
@@ -180,7 +182,7 @@ def test_nobody_is_let_in(tmp_path):
     "During a fit: loopback only, a 0700 directory, and nothing of it for another user; afterwards nothing"
     p = start(script(tmp_path))
     try:
-        wait_for(tmp_path/'done1')
+        wait_for(tmp_path/'done1', p)
         ours = [p.pid, *(o.pid for o in psutil.Process(p.pid).children(recursive=True))]
         assert set() < listening(ours) <= {'127.0.0.1', '::1'}
         folders = [Path(o) for o in Path(os.environ['TMPDIR']).glob('fastddp-*')]

@@ -174,10 +174,10 @@ def test_interrupt_while_the_call_ends(module, name, tmp_path, undisturbed, monk
     "What came back is put in its place, and all is ended, before KeyboardInterrupt is raised"
     module = importlib.import_module(module)
     real, calls = getattr(module, name), []
-    def interrupted(*args):
+    def interrupted(*args, **kwargs):
         if not calls: signal.raise_signal(signal.SIGINT)
         calls.append(args)
-        return real(*args)
+        return real(*args, **kwargs)
     monkeypatch.setattr(module, name, interrupted)
     learn = learner(tmp_path, 'nothing', 'before_fit', 9)
     with pytest.raises(KeyboardInterrupt): train(learn)

@@ -13,11 +13,13 @@ EXAMPLES = {
     'disk is full': ('OSError', "[Errno 28] No space left on device: '/tmp/x'"),
     'module not found': ('ModuleNotFoundError', "No module named 'mine'"),
     'file not found': ('FileNotFoundError', "[Errno 2] No such file or directory: 'x'"),
+    'path too long': ('OSError', 'AF_UNIX path too long'),
     'not writable': ('OSError', "[Errno 30] Read-only file system: 'models'"),
     'not permitted': ('PermissionError', "[Errno 13] Permission denied: '/data/x.png'"),
     'no keyboard': ('EOFError', 'EOF when reading a line'),
     'name not known': ('NameError', "name 'x' is not defined"), 'sys.exit': ('SystemExit', '3'),
     'killed by the system': ('SIGKILL', ''), 'compiled code crashed': ('SIGSEGV', ''), 'exited': ('exit', ''),
+    'machine or link lost': ('lost', ''),
     'no step': ('GroupTimeout', '')}
 
 

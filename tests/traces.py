@@ -1,6 +1,6 @@
 """What a test, or anything else, may leave behind: processes, files, shared memory, environment, signal handlers.
 `conftest.py` looks after every test."""
-import os, signal, sys, tempfile, time
+import contextlib, os, signal, sys, tempfile, time
 from pathlib import Path
 import psutil
 
@@ -98,3 +98,19 @@ def left_after(look, before):
 
 
 def changed(before, now): return {k: (before.get(k), now.get(k)) for k in before | now if before.get(k) != now.get(k)}
+
+
+@contextlib.contextmanager
+def nothing_left():
+    "Fails if something is left behind that was not there before"
+    was = [look() for look in (children, files, memfds)]
+    env, sigs = environment(), handlers()
+    yield
+    new_files = lambda: {o for o in files()-was[1] if not of_others(o)}
+    procs, paths, fds = (left_after(*o) for o in zip((children, new_files, memfds), was))
+    problems = {'processes': [f'{o.pid}: {" ".join(o.cmdline()[:6])}' for o in procs if running(o)],
+                'files': sorted(paths), 'memory': sorted(fds),
+                'environment': changed(env, environment()), 'signal handlers': changed(sigs, handlers())}
+    for o in procs: o.kill()   # the next test is not to blame
+    problems = {k: v for k, v in problems.items() if v}
+    assert not problems, f'left behind: {problems}'

@@ -15,9 +15,10 @@ IGNORED = 'ignore:`torch.jit.script` is deprecated:FutureWarning'
 
 def execute(nb, folder, timeout=900):
     "Run all cells of `nb` with `folder` as their working directory"
-    os.environ['PYTHONWARNINGS'] = ','.join(filter(None, [os.environ.get('PYTHONWARNINGS'), IGNORED]))
+    warnings = ','.join(filter(None, [os.environ.get('PYTHONWARNINGS'), IGNORED]))
     NotebookClient(nb, timeout=timeout, kernel_name='python3', extra_arguments=['--log-level=ERROR'],
-                   resources={'metadata': {'path': str(folder)}}).execute()
+                   resources={'metadata': {'path': str(folder)}}).execute(
+                       env={**os.environ, 'PYTHONWARNINGS': warnings})
 
 
 def keep(nb, folder):

@@ -63,6 +63,11 @@ _SURROUNDINGS = [
         "Workers run in the notebook's folder; a relative path must be valid from there.",
         lambda k,m: k in ('FileNotFoundError','NotADirectoryError')),
     Trouble(
+        'path too long', 'RankRaised: rank 0 raised OSError: AF_UNIX path too long',
+        "Processes meet at a socket in the temporary folder, and its path has 107 letters at most.",
+        "The temporary folder's path is too long: restart with the variable TMPDIR set to a shorter one, e.g. /tmp.",
+        lambda k,m: 'AF_UNIX path too long' in m),
+    Trouble(
         'not writable', "RankRaised: rank 0 raised OSError: [Errno 30] Read-only file system: 'models'",
         "`lr_find`, `save` and SaveModelCallback write to `learn.path/learn.model_dir`, "
         "which lies in the working directory if you say nothing.",

@@ -269,8 +269,9 @@ def after_fit(self:Consensus):
 
 @patch
 def depart(self:Consensus):
-    "The last sync point of a fit"
-    if group.world_size() > 1: self._all_reduce()
+    "The last sync point of a fit, also for a rank that an interrupt took out of the callbacks' `after_fit`"
+    left = self.sync.has_grads()
+    self.sync.join_grads(self._all_reduce(None, left)[0] if group.world_size() > 1 else left)
 
 # %% ../../nbs/fastai2/706_consensus.ipynb #h4load02
 @patch

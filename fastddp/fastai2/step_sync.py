@@ -355,13 +355,16 @@ def open_own(self:StepSync):
     if self.n > 1 and self.consensus.late: self.own.open(self.params, self.scale)
 
 @patch
-def after_fit(self:StepSync):
-    "What accumulation left in `p.grad` is one rank's: now it is that of all"
-    if self.consensus.depth: return
-    params = list(raw_model(self.learn.model).parameters())
-    left = any(p.grad is not None and bool(p.grad.any()) for p in params)
-    self.grads_left = bool(group.all_sum([left])[0])
-    if self.grads_left and self.n > 1: average_grads(params)
+def has_grads(self:StepSync):
+    "Has this rank gradients that no step took? What accumulation left in `p.grad` is one rank's"
+    return any(p.grad is not None and bool(p.grad.any()) for p in self.model.parameters())
+
+@patch
+def join_grads(self:StepSync, n_left # How many ranks have such
+):
+    "At the end of a fit: gradients that are left become those of all"
+    self.grads_left = n_left > 0
+    if self.grads_left and self.n > 1: average_grads(list(self.model.parameters()))
 
 @patch
 def begin_by_hand(self:StepSync):

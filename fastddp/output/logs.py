@@ -6,7 +6,7 @@
 __all__ = ['fd_log', 'tail']
 
 # %% ../../nbs/output/205_logs.ipynb #c6fd2069
-import contextlib, ctypes, os, sys
+import contextlib, ctypes, os, re, sys
 
 # %% ../../nbs/output/205_logs.ipynb #1a32e7a7
 @contextlib.contextmanager
@@ -36,9 +36,12 @@ def tail(
     n=4096,     # Bytes at most
     start=0,    # Nothing before this position
 ):
-    "The last `n` bytes of a file as text; empty when there is none"
+    "The last `n` bytes of a file as text, without lists of loaded modules; empty when there is none"
     try:
         with open(path, 'rb') as f:
-            f.seek(max(start, os.path.getsize(path)-n))
-            return f.read().decode(errors='replace')
+            f.seek(max(start, os.path.getsize(path)-n-_LONGEST))
+            return _MODULES.sub(b'', f.read())[-n:].decode(errors='replace')
     except OSError: return ''
+
+# `faulthandler` ends a crash's stack with the names of all compiled modules: several thousand letters that help nobody
+_MODULES,_LONGEST = re.compile(br'^Extension modules: .*\n?', re.M),50_000
