@@ -14,6 +14,7 @@
 #   make test-device  what is held to one process, on the way that a step takes on a GPU (here on the CPU)
 #   make test-kaggle  the tests under the limits of a notebook service: 64 MB of shared memory, 4 cores, 30 GB (root)
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
+# JOBS=1 runs one file of tests at a time.
 # PYTHON=python3.12 chooses the interpreter for a new environment, VENV=some/folder where it lies.
 
 PYTHON ?= python3
@@ -36,12 +37,16 @@ moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 demo: venv
 	@$(PY) tools/demo.py
 
+# Three files of tests at a time: most of the time a test waits for processes to start.
+JOBS ?= 3
+side_by_side := -n $(JOBS) --dist loadfile
+
 test: venv browser
-	@$(PY) -m pytest tests -m 'not full'
+	@$(PY) -m pytest tests -m 'not full' $(side_by_side)
 
 # The long versions, too
 test-full: venv browser
-	@$(PY) -m pytest tests
+	@$(PY) -m pytest tests $(side_by_side)
 
 # fastai 1.0.61 asks for libraries that no longer exist, so it goes in without its requirements.
 V1 ?= .venv-v1

@@ -3023,6 +3023,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.process.malloc.keep_pages': ( 'process/malloc.html#keep_pages',
                                                                                'fastddp/process/malloc.py')},
             'fastddp.process.owner': { 'fastddp.process.owner._remove_all': ('process/owner.html#_remove_all', 'fastddp/process/owner.py'),
+                                       'fastddp.process.owner.end_forks_with_us': ( 'process/owner.html#end_forks_with_us',
+                                                                                    'fastddp/process/owner.py'),
                                        'fastddp.process.owner.end_with_parent': ( 'process/owner.html#end_with_parent',
                                                                                   'fastddp/process/owner.py'),
                                        'fastddp.process.owner.new_folder': ('process/owner.html#new_folder', 'fastddp/process/owner.py'),

@@ -30,9 +30,10 @@ def keep(nb, folder):
 
 
 def picture(nb, folder):
-    "Write the picture of the losses, and return where it lies"
+    "Write the picture of the losses, and return where it lies; None if there is none"
     images = [o.data['image/png'] for c in nb.cells if 'plot_loss' in c.source for o in c.get('outputs', [])
               if 'image/png' in o.get('data', {})]
+    if not images: return None
     path = folder/'losses.png'
     path.write_bytes(base64.b64decode(images[0]))
     return path
@@ -56,8 +57,8 @@ def main(folder=root/'build'/'demo', source=root/'nbs'/'lesson.ipynb', least=0.9
         return 1
     html, m = keep(nb, folder), measured(nb)
     print(f"accuracy {m['accuracy']:.4f} on the validation set, {m['workers']} workers ({m['device']}), "
-          f"{m['seconds']} s with their start\nThe executed notebook, with its table and plots: {html}\n"
-          f"The picture of its losses: {picture(nb, folder)}")
+          f"{m['seconds']} s with their start\nThe executed notebook, with its table and plots: {html}")
+    if path := picture(nb, folder): print(f'The picture of its losses: {path}')
     if m['accuracy'] >= least: return 0
     print(f'This is less than the {least} that the lesson promises.')
     return 1

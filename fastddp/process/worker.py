@@ -13,7 +13,7 @@ import cloudpickle, multiprocess
 from ..base.errors import end_fork, failure_of
 from ..payload.pickling import function_at
 from .channel import Channel, nothing
-from .owner import end_with_parent
+from .owner import end_forks_with_us, end_with_parent
 from .server import let_go
 
 # %% ../../nbs/process/405_worker.ipynb #e4575692
@@ -28,6 +28,7 @@ def worker_main(
     if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if lasts or os.getppid() != parent_pid: end_with_parent()       # the helper has one thread, for all its life
+    end_forks_with_us()
     let_go()
     try: last_words = open(log, 'a')
     except FileNotFoundError: os._exit(0)    # the notebook didn't wait
