@@ -61,6 +61,13 @@ def _remove_all():
     if os.getpid() == _mine:
         for path in list(_locks): remove_folder(path)
 
+def _not_ours():
+    "A forked child owns nothing: with a lock that it holds, too, the folder would stay as long as the child lives"
+    for fd in _locks.values(): os.close(fd)
+    _locks.clear()
+
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_not_ours)
+
 def remove_folder(path):
     "Removes a folder with all that is in it; harmless when repeated"
     if (fd := _locks.pop(path, None)) is not None: os.close(fd)     # first: rmtree needs a descriptor, too
