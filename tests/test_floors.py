@@ -163,7 +163,7 @@ def test_package_itself_imports_nothing_of_ours():
 def fresh(code, *blocked):
     "Run `code` in a new interpreter in which importing `blocked` fails, and return what it prints"
     block = f'import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n'
-    r = subprocess.run([sys.executable, '-c', block + code], cwd=root, capture_output=True, text=True, timeout=120)
+    r = subprocess.run([sys.executable, '-c', block + code], cwd=root, capture_output=True, text=True, timeout=280)
     assert r.returncode == 0, r.stderr
     return r.stdout.strip()
 
