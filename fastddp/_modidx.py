@@ -109,6 +109,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastddp.base.group._note_sockets': ('base/group.html#_note_sockets', 'fastddp/base/group.py'),
                                     'fastddp.base.group._notice_dead_links': ( 'base/group.html#_notice_dead_links',
                                                                                'fastddp/base/group.py'),
+                                    'fastddp.base.group._stay_on_host': ('base/group.html#_stay_on_host', 'fastddp/base/group.py'),
                                     'fastddp.base.group._store_at': ('base/group.html#_store_at', 'fastddp/base/group.py'),
                                     'fastddp.base.group._wait_for_all': ('base/group.html#_wait_for_all', 'fastddp/base/group.py'),
                                     'fastddp.base.group.all_gather': ('base/group.html#all_gather', 'fastddp/base/group.py'),
