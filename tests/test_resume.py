@@ -166,12 +166,13 @@ def test_interrupts_at_any_time(kinds, tmp_path, undisturbed, monkeypatch):
     assert not todo and history(learn) == undisturbed
 
 
-ENDS = [('fastddp.fastai2.session', 'apply'), ('fastddp.process.workers', 'remove_folder')]
+ENDS = [('fastddp.fastai2.session', 'apply', False), ('fastddp.process.workers', 'remove_folder', False),
+        ('fastddp.process.workers', 'remove_folder', True)]
 
 
-@pytest.mark.parametrize('module,name', ENDS)
-def test_interrupt_while_the_call_ends(module, name, tmp_path, undisturbed, monkeypatch):
-    "What came back is put in its place, and all is ended, before KeyboardInterrupt is raised"
+@pytest.mark.parametrize('module,name,block', ENDS)
+def test_interrupt_while_the_call_ends(module, name, block, tmp_path, undisturbed, monkeypatch):
+    "Or a block. What came back is put in its place, and all is ended, before KeyboardInterrupt is raised"
     module = importlib.import_module(module)
     real, calls = getattr(module, name), []
     def interrupted(*args, **kwargs):
@@ -180,7 +181,8 @@ def test_interrupt_while_the_call_ends(module, name, tmp_path, undisturbed, monk
         return real(*args, **kwargs)
     monkeypatch.setattr(module, name, interrupted)
     learn = learner(tmp_path, 'nothing', 'before_fit', 9)
-    with pytest.raises(KeyboardInterrupt): train(learn)
+    with pytest.raises(KeyboardInterrupt), learn.distrib_ctx(nprocs=2) if block else contextlib.nullcontext():
+        learn.fit_one_cycle(3, 0.05) if block else train(learn)
     assert calls and history(learn) == undisturbed
     if name == 'apply': learn.distrib_resume()      # the call may have had more to do
     assert history(learn) == undisturbed
