@@ -8,7 +8,7 @@ __all__ = ['workers_for', 'workers_on_cpu', 'local_reason', 'in_launched_group',
 # %% ../../nbs/launch/509_placement.ipynb #a6fb0564
 import contextlib, os
 
-from ..base import group
+from ..base import group, rendezvous
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
 from .local import Local
@@ -84,9 +84,9 @@ def launched_group():
         yield group.own_device()
         return
     device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None)
-    group.join_launched(device)
+    rendezvous.join_launched(device)
     try: yield device
-    finally: group.leave()
+    finally: rendezvous.leave()
 
 # %% ../../nbs/launch/509_placement.ipynb #f5f1bd50
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import contextlib, gc, os
 import torch
 from fastcore.basics import patch
 
-from ..base import group
+from ..base import group, rendezvous
 from ..base.checks import check_all, flag, whole
 from ..base.errors import CantDistribute
 from ..base.scoped import environment
@@ -54,7 +54,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
             self._undo = undo.pop_all()
         return self
     def __exit__(self, kind, *_):
-        group.leave(broken=kind is not None)
+        rendezvous.leave(broken=kind is not None)
         gc.collect()
         if torch.cuda.is_initialized(): torch.cuda.empty_cache()
         self._undo.close()
@@ -80,8 +80,8 @@ def _use_device(self:TorchDDPCtx, undo, local, n):
 def _join(self:TorchDDPCtx, rank, world_size, device):
     backend,(_,n) = group.backend_for(device),_local_rank()
     if world_size == n or not (self.addr or self.port):
-        return group.join(_next_store(), rank, world_size, backend, device, self.timeout)
-    group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend, device, self.timeout)
+        return rendezvous.join(_next_store(), rank, world_size, backend, device, self.timeout)
+    rendezvous.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend, device, self.timeout)
 
 _n_joined = {}      # path -> groups that this process joined there
 
