@@ -227,3 +227,21 @@ def test_output_that_fails_costs_no_complete_epoch(tmp_path, undisturbed, monkey
     assert n > 0
     learn.distrib_resume()
     assert history(learn) == undisturbed
+
+
+@pytest.mark.parametrize('n', [0, 1])
+def test_interrupt_as_soon_as_it_is_heard_again(n, tmp_path, undisturbed, monkeypatch):
+    "At the moment at which the handler is set back, for the first and the second time in a call"
+    real, left = signal.signal, [n]
+    def set_back(signum, handler):
+        old = real(signum, handler)
+        if (signum, handler) == (signal.SIGINT, signal.default_int_handler):
+            left[0] -= 1
+            if left[0] == -1: signal.raise_signal(signal.SIGINT)
+        return old
+    learn = learner(tmp_path, 'nothing', 'before_fit', 9)
+    with monkeypatch.context() as m:
+        m.setattr(signal, 'signal', set_back)
+        with pytest.raises(KeyboardInterrupt): train(learn)
+    with contextlib.suppress(CantDistribute): learn.distrib_resume()     # nothing, if all had come back
+    assert left[0] < 0 and history(learn) == undisturbed
