@@ -9,6 +9,7 @@ __all__ = ['in_place', 'train_in_place', 'at_home']
 import contextlib, functools, random
 
 import torch
+from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
 from fastai.torch_core import default_device
 
@@ -18,11 +19,12 @@ from ..base.scoped import own_attrs
 from ..launch.rank0_only import cbs_of_rank
 from .callbacks import distributed
 from .inference import infer_in_group
-from .loaders import n_batches
-from .rank0 import as_one_process, sync_opt
+from .loaders import global_bs, n_batches
+from .jobs import EndOfBatch, NoteProgress
+from .rank0 import as_one_process, sync_opt, wants_no_lines
 from .session import enough_epochs, fit_args
 from .snapshot import place
-from ..launch.placement import launched_group
+from ..launch.script import NoNotebook, launched_group, script_lines
 from ..launch.training import sync_seed
 
 # %% ../../nbs/fastai2/725_in_place.ipynb #b3f9f825
@@ -37,11 +39,15 @@ def _fit_in_place(learn, options, asked):
     _sync_streams(learn)
     if not asked.get('reset_opt'): sync_opt(learn)
     cbs,n_epoch = asked.pop('cbs'),asked.get('n_epoch')
-    def steps(): return n_batches(learn.dls.loaders[0], group.world_size(), options['batch'])
+    dl = learn.dls.loaders[0]
+    def steps(): return n_batches(dl, group.world_size(), options['batch'])
     if n_epoch is not None: asked['n_epoch'] = enough_epochs(n_epoch, cbs, steps)
-    with distributed(learn, **options) as consensus, as_one_process(learn, cbs, consensus):
+    noted,sizes = NoteProgress(NoNotebook()),(global_bs(dl, group.world_size(), options['batch']), steps())
+    finds = any(isinstance(cb, LRFinder) for cb in cbs)
+    lines = script_lines(noted.progress, sizes, wants_no_lines(learn), iterations=finds)
+    with lines, distributed(learn, **options) as consensus, as_one_process(learn, cbs, consensus):
         own = dict(cbs=of_rank) if (of_rank := cbs_of_rank(cbs)) else {}
-        type(learn).fit(learn, **own, **asked)
+        with learn.added_cbs([noted, EndOfBatch(noted)]): type(learn).fit(learn, **own, **asked)
     # What rank 0 loaded in the end (SaveModelCallback)
     group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
 
