@@ -1,6 +1,6 @@
 """Many calls in one process, with interrupts and failures mixed in: does anything grow?
 
-    python benchmarks/endurance.py [WHAT] [N]
+    python benchmarks/endurance.py [WHAT] [N] [keep]
 
 WHAT is one of these, or `all`; a number alone means so many mixed fits.
 
@@ -10,9 +10,10 @@ WHAT is one of these, or `all`; a number alone means so many mixed fits.
     kernels   two Jupyter kernels at a time, 20 blocks in each
 
 Prints open files, shared memory, threads, resident memory (MiB), children, zombies and folders every tenth of the way,
-and at the end the growth from the second line to the last. The first tenth warms up: the helper, imports, the
-allocator. With at least as many calls as above, the table is kept as results/<machine>/endurance*.json. Shared memory
-is everybody's: other programs on the machine show in that column.
+and at the end the growth: the least of the second half less the least of the first one, without its first line, when
+the helper starts and the allocator warms up. (A figure may go up and down: a kernel's own sockets do.) With at least as
+many calls as above, or with `keep`, the table is kept as results/<machine>/endurance*.json. Shared memory is
+everybody's: other programs on the machine show in that column.
 """
 import contextlib, json, os, shutil, signal, sys, tempfile, threading, time
 from pathlib import Path
@@ -138,22 +139,28 @@ WHAT = dict(mixed=(mixed, 200, 'endurance'), block=(block, 300, 'endurance_block
             ranch=(calls, 1000, 'endurance_ranch'), kernels=(kernels, 20, 'endurance_kernels'))
 
 
-def run(what, n=None):
+def growth(rows):
+    half = max(1, len(rows)//2)
+    def least(rows, k): return min(o[k] for o in rows)
+    return {k: least(rows[half:] or rows, k)-least(rows[1:half] or rows[:1], k) for k in rows[0] if k != 'calls'}
+
+
+def run(what, n=None, keep=False):
     f, usual, name = WHAT[what]
     n = n or usual
     print(f'{what}: {n}')
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = os.environ['TMPDIR'] = folder     # only what is ours is counted
         rows = f(n, folder)
-    grown = {k: rows[-1][k]-rows[min(1, len(rows)-1)][k] for k in rows[-1] if k != 'calls'}
+    grown = growth(rows)
     print('growth   ', *(f'{k} {v:+5}' for k, v in grown.items()))
-    if n >= usual: save(name, f'cpu-{os.cpu_count()}core', rows=rows, growth=grown)
-    return grown
+    if n >= usual or keep:
+        save(name, f'cpu-{os.cpu_count()}core', unit='rss in MiB, shm in bytes', rows=rows, growth=grown)
 
 
-def main(what='mixed', n=None):
+def main(what='mixed', n=None, keep=''):
     if what.isdigit(): what, n = 'mixed', what
-    for o in WHAT if what == 'all' else [what]: run(o, n and int(n))
+    for o in WHAT if what == 'all' else [what]: run(o, n and int(n), keep == 'keep')
 
 
 if __name__ == '__main__': main(*sys.argv[1:])

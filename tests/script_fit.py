@@ -1,17 +1,29 @@
 "A training script, for torchrun and for plain python: the same code as in a notebook."
 import json, os, sys
+import psutil
+from fastai.callback.core import Callback
 from learners import make_learner, seed_all
 from fastddp.all import *
 
+listening = set()
+
+
+class Listens(Callback):
+    "The addresses at which this rank listens in a fit"
+    def after_epoch(self):
+        here = psutil.Process().net_connections('inet')
+        listening.update(o.laddr.ip for o in here if o.status == psutil.CONN_LISTEN)
+
+
 options = dict(in_notebook=False, sync_bn=False)     # as written for `fastai.distributed`
-learn = make_learner(bs=16)
+learn = make_learner(bs=16, cbs=[Listens()])
 seed_all(int(os.environ.get('RANK', 0)))    # ranks start with different random numbers
 with learn.distrib_ctx(**options): learn.fit(2, 0.01)
 rank = os.environ.get('RANK', '0')
 res = dict(weights=[p.flatten().tolist() for p in learn.model.parameters()],
            values=[list(v) for v in learn.recorder.values],
            losses=[float(o) for o in learn.recorder.losses], fit='fit' in vars(learn),
-           world=os.environ.get('WORLD_SIZE'))
+           world=os.environ.get('WORLD_SIZE'), listening=[*listening])
 learn.distrib_fit(1, 0.01)      # the group was left, and is joined once more
 res['again'] = [float(o) for o in learn.recorder.losses]
 json.dump(res, open(f'{sys.argv[1]}/rank{rank}.json', 'w'))

@@ -8,7 +8,7 @@ from fastddp.all import Local, RankDied, RankRaised, TorchDDPCtx, ranch
 from fastddp.base import group
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
-from fastddp.process import channel
+from fastddp.process import channel, server
 from fastddp.process.heartbeat import is_stopped
 from learners import make_learner
 
@@ -72,6 +72,16 @@ def test_a_worker_that_hears_nothing_ends():
         if len(ready) == 2: local.workers.break_up()
     with pytest.raises(RankDied) as caught: local.run(Job.of(deaf, None), 2, on_event=heard)
     assert caught.value.rank == 1 and 'wrong on purpose' in str(caught.value)
+
+
+def me(ctx, _): return ctx.rank
+
+
+def test_a_stopped_helper_is_replaced():
+    def ranks(): return Local(gpus=[]).run(Job.of(me, None), 2).results
+    assert ranks() == [0, 1]
+    os.kill(pid := server.helper_pid(), signal.SIGSTOP)
+    assert ranks() == [0, 1] and server.helper_pid() != pid
 
 
 class Exhausted(Callback):

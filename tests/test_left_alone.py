@@ -70,15 +70,17 @@ def test_killed_notebook_leaves_no_process(tmp_path):
     assert [*Path(os.environ['TMPDIR']).glob('fastddp-*')] == [], 'the next start removes their folder'
 
 
-@pytest.mark.parametrize('how', ['cold', 'workers stopped', 'all stopped', 'with a fork'])
+@pytest.mark.parametrize('how', ['cold', 'workers stopped', 'all stopped', 'with a fork', 'in ranch'])
 def test_killed_notebook_leaves_nothing_at_all(how, tmp_path):
     """kill -9 while the helper imports; while workers, or the helper too, are stopped, and can't notice anything; while
-    a process that was forked from the notebook lives on. The next start removes the folders"""
+    a process that was forked from the notebook lives on; in a function's processes, while compiled code
+    in one holds Python's lock. The next start removes the folders"""
     temp = Path(tempfile.mkdtemp(prefix='t'))      # DataLoader's sockets lie in there, and such a path must be short
     path = script(tmp_path)
     if how == 'with a fork':
         forks = FORK.format(folder=str(tmp_path))+'    learn ='
         path.write_text(path.read_text().replace('    learn =', forks))
+    if how == 'in ranch': path.write_text(LOCKED.format(folder=str(tmp_path)))
     p = start(path, env={**os.environ, 'TMPDIR': str(temp)})
     ours, fork = [], None
     try:
@@ -114,6 +116,18 @@ FORK = '''    import os, time
         for fd in (1, 2): os.close(fd)
         time.sleep(600)
     Path({folder!r}, 'fork').write_text(str(pid))
+'''
+
+
+LOCKED = '''
+import ctypes, time
+from pathlib import Path
+from fastddp.ranch import *
+def hold(rank):
+    Path({folder!r}, f'done{{rank}}').write_text('1')
+    if rank == 1: ctypes.PyDLL(None).sleep(600)
+    time.sleep(600)
+if __name__ == '__main__': spawn(hold, nprocs=2)
 '''
 
 

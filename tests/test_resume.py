@@ -166,12 +166,13 @@ def test_interrupts_at_any_time(kinds, tmp_path, undisturbed, monkeypatch):
     assert not todo and history(learn) == undisturbed
 
 
-ENDS = [('fastddp.fastai2.session', 'apply'), ('fastddp.process.workers', 'remove_folder')]
+ENDS = [('fastddp.fastai2.session', 'apply', False), ('fastddp.process.workers', 'remove_folder', False),
+        ('fastddp.process.workers', 'remove_folder', True)]
 
 
-@pytest.mark.parametrize('module,name', ENDS)
-def test_interrupt_while_the_call_ends(module, name, tmp_path, undisturbed, monkeypatch):
-    "What came back is put in its place, and all is ended, before KeyboardInterrupt is raised"
+@pytest.mark.parametrize('module,name,block', ENDS)
+def test_interrupt_while_the_call_ends(module, name, block, tmp_path, undisturbed, monkeypatch):
+    "Or a block. What came back is put in its place, and all is ended, before KeyboardInterrupt is raised"
     module = importlib.import_module(module)
     real, calls = getattr(module, name), []
     def interrupted(*args, **kwargs):
@@ -180,7 +181,8 @@ def test_interrupt_while_the_call_ends(module, name, tmp_path, undisturbed, monk
         return real(*args, **kwargs)
     monkeypatch.setattr(module, name, interrupted)
     learn = learner(tmp_path, 'nothing', 'before_fit', 9)
-    with pytest.raises(KeyboardInterrupt): train(learn)
+    with pytest.raises(KeyboardInterrupt), learn.distrib_ctx(nprocs=2) if block else contextlib.nullcontext():
+        learn.fit_one_cycle(3, 0.05) if block else train(learn)
     assert calls and history(learn) == undisturbed
     if name == 'apply': learn.distrib_resume()      # the call may have had more to do
     assert history(learn) == undisturbed
@@ -225,3 +227,21 @@ def test_output_that_fails_costs_no_complete_epoch(tmp_path, undisturbed, monkey
     assert n > 0
     learn.distrib_resume()
     assert history(learn) == undisturbed
+
+
+@pytest.mark.parametrize('n', [0, 1])
+def test_interrupt_as_soon_as_it_is_heard_again(n, tmp_path, undisturbed, monkeypatch):
+    "At the moment at which the handler is set back, for the first and the second time in a call"
+    real, left = signal.signal, [n]
+    def set_back(signum, handler):
+        old = real(signum, handler)
+        if (signum, handler) == (signal.SIGINT, signal.default_int_handler):
+            left[0] -= 1
+            if left[0] == -1: signal.raise_signal(signal.SIGINT)
+        return old
+    learn = learner(tmp_path, 'nothing', 'before_fit', 9)
+    with monkeypatch.context() as m:
+        m.setattr(signal, 'signal', set_back)
+        with pytest.raises(KeyboardInterrupt): train(learn)
+    with contextlib.suppress(CantDistribute): learn.distrib_resume()     # nothing, if all had come back
+    assert left[0] < 0 and history(learn) == undisturbed

@@ -121,23 +121,26 @@ def test_a_process_group_that_user_code_destroys():
 
 
 class Forks(Callback):
-    "A process that leaves the callback, not by an exit of its own"
+    "A process that leaves the callback, not by an exit of its own; or processes that work for it"
     codes = ()
     def __init__(self, how): self.how = how
     def before_batch(self):
         if not self.training or self.iter != 1: return
+        if self.how == 'pool':
+            with multiprocess.Pool(2) as p: self.codes = p.map(abs, [-1])
+            return
         if not (pid := os.fork()):
             if self.how == 'raises': raise ValueError('wrong on purpose')
             raise SystemExit(3)
         self.codes = [*self.codes, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]
 
 
-@pytest.mark.parametrize('how,code', [('raises', 1), ('exits', 3)])
-def test_a_fork_that_leaves_a_callback(how, code):
-    "It goes neither the way of a rank's failure, nor to the sync points of the others"
+@pytest.mark.parametrize('how,code', [('raises', 1), ('exits', 3), ('pool', 1)])
+def test_processes_of_a_callback(how, code):
+    "One that leaves it goes neither the way of a rank's failure, nor to the sync points of the others"
     learn = make_learner(cbs=[Forks(how)])
     learn.distrib_fit(1, nprocs=2, timeout=60)
-    assert len(learn.recorder.values) == 1 and learn.forks.codes[0] != 0
+    assert len(learn.recorder.values) == 1 and learn.forks.codes == [code]
 
 
 def other_connections(ctx, _):

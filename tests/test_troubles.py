@@ -18,7 +18,8 @@ EXAMPLES = {
     'not permitted': ('PermissionError', "[Errno 13] Permission denied: '/data/x.png'"),
     'no keyboard': ('EOFError', 'EOF when reading a line'),
     'name not known': ('NameError', "name 'x' is not defined"), 'sys.exit': ('SystemExit', '3'),
-    'killed by the system': ('SIGKILL', ''), 'compiled code crashed': ('SIGSEGV', ''), 'exited': ('exit', ''),
+    'killed by the system': ('SIGKILL', ''), 'no room for a file in memory': ('SIGBUS', ''),
+    'compiled code crashed': ('SIGSEGV', ''), 'exited': ('exit', ''),
     'machine or link lost': ('lost', ''),
     'no step': ('GroupTimeout', '')}
 

@@ -46,8 +46,15 @@ def memfds():
 def files():
     "What lies in shared memory, and what of ours in the temporary folder"
     shm = Path('/dev/shm')
-    ours = Path(tempfile.gettempdir()).glob('fastddp*')
-    return {str(o) for o in [*(shm.iterdir() if shm.exists() else ()), *ours]}
+    temp = Path(tempfile.gettempdir())
+    ours = [*temp.glob('fastddp*'), *temp.glob('pymp-*')]
+    return {str(o) for o in [*(shm.iterdir() if shm.exists() else ()), *ours]} - own_folders()
+
+
+def own_folders():
+    "Of this process and its helper, as long as they live: multiprocess's for sockets"
+    libs = [sys.modules.get(f'{lib}.process') for lib in ('multiprocess', 'multiprocessing')]
+    return {lib.current_process()._config.get('tempdir') for lib in libs if lib}
 
 
 def is_ours(pid):

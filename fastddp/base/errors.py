@@ -143,7 +143,7 @@ class RankDied(WorkerError):
         self.lost = exitcode if isinstance(exitcode, str) else ''
         self.rank,self.exitcode = rank,None if self.lost else exitcode
         self.where,self.log,self.host = where,log,host
-        self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit')
+        self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit', here=not host)
     @property
     def signal(self):
         "The signal's name, or None when the process exited by itself"

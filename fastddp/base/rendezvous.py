@@ -43,6 +43,10 @@ _own_sockets = set()       # `(descriptor, inode)` of the connections to the oth
 _LOOPBACK = 'lo0' if sys.platform == 'darwin' else 'lo'
 _NO_LIMIT = 10*365*24*3600.     # seconds
 
+def _stay_on_host():
+    "Ranks find each other on this host alone, unless the user chose the interface"
+    for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, _LOOPBACK)
+
 def join(
     store,          # Path of a fresh file on one host, the address that `host_store` gave, or a torch `Store`
     rank,           # This process's number, from 0
@@ -55,7 +59,7 @@ def join(
     "Joins the group whose rendezvous is `store`; an error of torch's if a neighbour dies meanwhile"
     if str(store).startswith('tcp://'): store = _store_at(store)
     elif isinstance(store, (str, os.PathLike)):
-        for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, _LOOPBACK)
+        _stay_on_host()
         store = torch.distributed.FileStore(os.fspath(store), world_size)
     _wait_for_all(store, rank, world_size, 'here')
     before = sockets()
@@ -123,6 +127,7 @@ def join_launched(
     "Joins the group that a launcher (torchrun) described in the environment"
     store,rank,world_size = _launcher_store()
     global _joined_last
+    if os.environ.get('LOCAL_WORLD_SIZE') == str(world_size): _stay_on_host()
     _joined_last = next(_n_joined)
     store = torch.distributed.PrefixStore(f'fastddp/{_joined_last}', store)
     _count_from_zero()

@@ -6,7 +6,7 @@
 __all__ = ['TROUBLES', 'Trouble', 'trouble_of', 'remedy_for']
 
 # %% ../../nbs/base/000_troubles.ipynb #f62e5544
-import re
+import contextlib, re, shutil, tempfile
 from typing import NamedTuple
 
 # %% ../../nbs/base/000_troubles.ipynb #461bafd1
@@ -106,10 +106,16 @@ _PROCESSES = [
         "or fewer DataLoader workers.",
         lambda k,m: k == 'SIGKILL'),
     Trouble(
+        'no room for a file in memory', 'RankDied: rank 0 died: killed by SIGBUS',
+        "A file that is mapped into memory got no room when it was written to (`np.memmap`, shared memory), because "
+        "its folder's disk is full; or it was cut short meanwhile.",
+        "A file that is mapped into memory has no room: free some, enlarge /dev/shm (docker: --shm-size=2g), or "
+        "restart with the variable TMPDIR set to a folder with more.",
+        lambda k,m: k == 'SIGBUS'),
+    Trouble(
         'compiled code crashed', 'RankDied: rank 0 died: killed by SIGSEGV', "A library's compiled code crashed.",
-        "Compiled code crashed; its last output is above. SIGBUS often means that /dev/shm is full "
-        "(docker: --shm-size=2g).",
-        lambda k,m: k in ('SIGSEGV','SIGBUS','SIGABRT','SIGILL','SIGFPE')),
+        "Compiled code crashed; its last output is above.",
+        lambda k,m: k in ('SIGSEGV','SIGABRT','SIGILL','SIGFPE')),
     Trouble(
         'exited', 'RankDied: rank 0 died: exited with code 1', "Something ended the process without an exception.",
         "Something in the worker ended the process (os._exit, or another program).",
@@ -139,11 +145,12 @@ def trouble_of(
 def remedy_for(
     kind,       # Name of the exception's type, or of the signal, or 'exit'
     message='', # The exception's text
+    here=True,  # Was it on this machine?
 ):
-    "What to do about an error, a sentence or two or the empty string; with the host's memory where that is the matter"
+    "What to do about an error, a sentence or two or the empty string; with this machine's figures where they matter"
     found = trouble_of(kind, message)
     if not found: return ''
-    return found.remedy + (_memory_figures() if found.name in ('out of memory','killed by the system') else '')
+    return found.remedy + (_FIGURES[found.name]() if here and found.name in _FIGURES else '')
 
 def _memory_figures():
     "The host's memory as one sentence, empty where there is no `/proc/meminfo` (Linux has it, proc(5))"
@@ -151,3 +158,20 @@ def _memory_figures():
         with open('/proc/meminfo') as f: kb = {o.split(':')[0]:int(o.split()[1]) for o in f}
     except OSError: return ''
     return f" Host memory: {kb['MemAvailable']/2**20:.1f} GiB available of {kb['MemTotal']/2**20:.1f} GiB."
+
+def _folder_figures():
+    "What room there is for temporary files and shared memory, as one sentence"
+    res = []
+    for o in dict.fromkeys((_temp_folder(), '/dev/shm')):
+        with contextlib.suppress(OSError):
+            used = shutil.disk_usage(o)
+            full = ' (full)' if used.free < min(2**20, used.total/100) else ''
+            res.append(f"{o} {used.free/2**20:,.1f} of {used.total/2**20:,.1f} MiB{full}")
+    return f" Free: {', '.join(res)}." if res else ''
+
+def _temp_folder():
+    try: return tempfile.gettempdir()
+    except OSError: return '/tmp'       # it can be written to no more
+
+_FIGURES = {'out of memory':_memory_figures, 'killed by the system':_memory_figures, 'disk is full':_folder_figures,
+            'no room for a file in memory':_folder_figures}

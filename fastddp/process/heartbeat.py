@@ -21,6 +21,12 @@ class Beat(NamedTuple):
 _HEAD = struct.Struct('=dd?H')  # `at`, `longest`, `leaving`, bytes of the text
 _PAGE = 512                     # bytes of head and text
 
+def _take_page(fd, path):
+    "Zeros rather than a hole: a disk that is full refuses them with an error, a hole kills whoever writes into it"
+    if os.fstat(fd).st_size >= _PAGE: return
+    try: os.pwrite(fd, bytes(_PAGE), 0)
+    except OSError as e: raise OSError(e.errno, e.strerror, path) from None
+
 class Heartbeat:
     "What this rank notes, in a file that the notebook reads"
     def __init__(self,
@@ -29,7 +35,7 @@ class Heartbeat:
         self.last,self.longest = 0.,0.      # time of the last beat, seconds between two at most
         fd = os.open(path, os.O_RDWR|os.O_CREAT, 0o600)
         try:
-            os.ftruncate(fd, _PAGE)
+            _take_page(fd, path)
             self.page = mmap.mmap(fd, _PAGE)
         finally: os.close(fd)
     def beat(self,
