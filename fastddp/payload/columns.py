@@ -107,7 +107,8 @@ def _is_plain(kind, ts):
     if any(type(o) is not dict or o for o in held): return False        # attributes, hooks
     if not dtype.is_floating_point and dtype not in _INTS: return False
     if set(map(attrgetter('dtype'), ts)) != {dtype} or any(map(attrgetter('requires_grad'), ts)): return False
-    if set(map(attrgetter('layout'), ts)) != {torch.strided} or not all(map(torch.Tensor.is_contiguous, ts)): return False
+    if set(map(attrgetter('layout'), ts)) != {torch.strided}: return False
+    if not all(map(torch.Tensor.is_contiguous, ts)): return False
     return not (dtype.is_floating_point and any(map(torch.Tensor.is_neg, ts)))      # as an imaginary part may be
 
 def _shapes(ts):

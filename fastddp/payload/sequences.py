@@ -70,7 +70,7 @@ class StandIn:
     def __reduce__(self): return self._reduced
 
 def _is_same(o, last, items): return o is last and len(o) == len(items) and all(map(operator.is_, o, items))
-def _has_tensor(o): return isinstance(o, torch.Tensor) or type(o) is tuple and o != () and isinstance(o[0], torch.Tensor)
+def _has_tensor(o): return isinstance(o[0] if type(o) is tuple and len(o) else o, torch.Tensor)
 def _is_lazy(o, c): return type(o) is list and not isinstance(c, (Numbers,Tensors)) and len(o) >= 1000
 def _made(c, kind): return kind(c.run(range(len(c))))
 def _at_once(o): return pickle.PickleBuffer(pickle.dumps(o, 5))
