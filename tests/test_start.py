@@ -56,7 +56,8 @@ print(sorted(notes.seen.items()), helper() is not None)
 @pytest.mark.parametrize('cell,interactive,seen,there', [
     ('import fastddp', True, {}, True), ('import fastddp', False, {}, False),
     ('import fastddp.process.helper', True, {}, False),
-    ('%load_ext fastddp', True, dict(torch=False), True), ('from fastddp.ranch import *', True, dict(torch=False), False),
+    ('%load_ext fastddp', True, dict(torch=False), True),
+    ('from fastddp.ranch import *', True, dict(torch=False), False),
     ('from fastddp.all import *', True, dict(fastai=True, torch=True), True),
     ('from fastddp.all import *', False, dict(fastai=False, torch=False), False)])
 def test_the_helper_is_asked_for_before_fastai_is_imported(cell, interactive, seen, there):
