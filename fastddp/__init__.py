@@ -9,3 +9,12 @@ def unload_ipython_extension(shell):
     "`%unload_ext fastddp`: takes them out again, and ends the group"
     from .magics import unload
     unload(shell)
+
+def _ask_early():
+    "`import fastddp` in a cell: the helper process begins to import torch and fastai, while the next cells do"
+    import sys
+    if 'IPython' not in sys.modules: return
+    from . import early
+    if early.imported_by_cell(sys._getframe(1), __name__): early.ask_for_helper()
+
+_ask_early()

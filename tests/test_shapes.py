@@ -5,12 +5,13 @@ import numpy as np, pandas as pd, pytest, torch
 from fastai.callback.core import Callback
 from fastai.tabular.all import CategoryBlock, Categorify, Normalize, TabularDataLoaders, tabular_learner
 from fastai.torch_core import TensorCategory, TensorImage
+from fastai.data.core import Pipeline, Transform
 from fastcore.foundation import L
 from fastcore.test import equals
 from PIL import Image
 from fastddp.payload.pickling import dump, load
 from fastddp.payload.strings import Later, Rows
-from parity import assert_same, fit_both, learner, seed, warm
+from parity import assert_same, fit_both, learner, seed, twin, warm
 
 N = 1200
 
@@ -157,6 +158,62 @@ def test_it_trains_as_in_one_process_also_what_was_changed_in_place(shape, launc
     CHANGES[shape](learn.dls.train_ds.items)
     for p, old in zip(learn.model.parameters(), before): p.data.copy_(old)
     assert_same(*fit_both(learn, 2, launcher, 1))
+
+
+class Held:
+    "A data set over one object, which `read(object, i)` makes an item's four numbers from"
+    def __init__(self, kind): self.data, self.read = HELD[kind][0](xs()[:40]), HELD[kind][1]
+    def __len__(self): return 40
+    def __getitem__(self, i): return (x := self.read(self.data, i)), (x.sum() > 0).long()
+
+
+class Scale(Transform):
+    def __init__(self): self.by = 1.
+    def encodes(self, o: torch.Tensor): return o*self.by if o.is_floating_point() else o
+
+
+def frame(x): return pd.DataFrame(x.numpy().copy(), columns=[*'abcd'])
+def texts(x): return frame(x).astype(str)
+def of_texts(d, i): return torch.tensor([float(o) for o in d.iloc[i]])
+def images_of(x): return [image(o, 0) for o in x]
+
+
+# what a data set holds -> (how it is made, how an item is read from it, how it is changed in place between two fits)
+HELD = {
+    'tensor': (torch.clone, lambda d, i: d[i], lambda d: d.mul_(-3)),
+    'row, past the counter of versions': (torch.clone, lambda d, i: d[i], lambda d: d.data[3].fill_(9)),
+    'element, through numpy': (torch.clone, lambda d, i: d[i], lambda d: d.numpy().__setitem__((3, 0), 9.)),
+    'memory': (torch.clone, lambda d, i: d[i], lambda d: d.set_(d.flip(0))),
+    'shape': (torch.clone, lambda d, i: d[i].view(4), lambda d: d.resize_(40, 2, 2).mul_(2)),
+    'array': (lambda x: x.numpy().copy(), lambda d, i: torch.tensor(d[i]), lambda d: d.__setitem__((3, 0), 9.)),
+    'array of objects': (lambda x: x.numpy().astype(object), lambda d, i: torch.tensor(d[i].astype('f4')),
+                         lambda d: d.__setitem__((3, 0), 9.)),
+    'cell': (frame, lambda d, i: torch.tensor(d.iloc[i].to_numpy()), lambda d: d.iloc.__setitem__((3, 0), 9.)),
+    'column': (frame, lambda d, i: torch.tensor(d.iloc[i].to_numpy()), lambda d: d.__setitem__('b', d.a*2)),
+    'text': (texts, of_texts, lambda d: d.iloc.__setitem__((3, 0), '9')),
+    'item': (list, lambda d, i: d[i], lambda d: d.__setitem__(3, torch.full((4,), 9.))),
+    'tensor of a list': (list, lambda d, i: d[i], lambda d: d[3].fill_(9)),
+    'image': (images_of, lambda d, i: torch.tensor(np.array(d[i])[0, :4]/20-6).float(),
+              lambda d: d[3].putpixel((0, 0), 255)),
+    'transform': (torch.clone, lambda d, i: d[i], None)}
+
+
+@pytest.mark.parametrize('kind', HELD)
+def test_what_changed_between_two_fits_of_a_block_is_trained_on(kind, launcher):
+    learn, change = learner(data=lambda n, s=0: Held(kind)), HELD[kind][2]
+    for dl in learn.dls.loaders: dl.after_item = Pipeline([Scale()])
+    one, still = twin(learn, 2), twin(learn, 2)
+    def fits(o, changed=True):
+        for i in range(2):
+            seed(1)
+            o.fit(1)
+            if changed and i == 0 and change: change(o.dls.train_ds.data)
+            if changed and i == 0 and not change: o.dls.train.after_item.fs[0].by = -2.
+    fits(one)
+    with learn.distrib_ctx(nprocs=2, launcher=launcher): fits(learn)
+    assert_same(learn, one)
+    fits(still, changed=False)
+    assert not torch.equal(still.model[0].weight, one.model[0].weight), 'the change makes no difference'
 
 
 def test_a_table_with_strings(launcher):

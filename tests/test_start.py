@@ -1,5 +1,6 @@
 """Workers start where the helper process can't, and data is shared where memory files can't be made."""
 import errno, os, subprocess, sys, textwrap, warnings
+import pytest
 from fastddp.all import *
 from learners import make_learner
 
@@ -28,6 +29,42 @@ def test_helper_that_crashes(tmp_path):
     assert r.returncode == 0, r.stderr
     assert r.stdout.split('\n') == ['sums [0.0, 3.0]']*2 + ['spawn', '']
     assert r.stderr.count('UserWarning') == 1 and 'workers start by spawn' in r.stderr, r.stderr
+
+
+NOTED = """
+import sys, warnings
+warnings.simplefilter('ignore')
+from IPython.core.interactiveshell import InteractiveShell
+def run(cell): exec(cell, globals())
+typed = InteractiveShell.instance().run_cell if {interactive} else run
+
+def helper(): return getattr(sys.modules.get('fastddp.process.server'), 'helper_pid', lambda: None)()
+
+class Notes:
+    "Whether there is a helper when a library is imported"
+    def __init__(self): self.seen = {{}}
+    def find_spec(self, name, *args):
+        if name in ('torch', 'fastai'): self.seen.setdefault(name, helper() is not None)
+
+notes = Notes()
+sys.meta_path.insert(0, notes)
+typed({cell!r})
+print(sorted(notes.seen.items()), helper() is not None)
+"""
+
+
+@pytest.mark.parametrize('cell,interactive,seen,there', [
+    ('import fastddp', True, {}, True), ('import fastddp', False, {}, False),
+    ('import fastddp.process.helper', True, {}, False),
+    ('%load_ext fastddp', True, dict(torch=False), True),
+    ('from fastddp.ranch import *', True, dict(torch=False), False),
+    ('from fastddp.all import *', True, dict(fastai=True, torch=True), True),
+    ('from fastddp.all import *', False, dict(fastai=False, torch=False), False)])
+def test_the_helper_is_asked_for_before_fastai_is_imported(cell, interactive, seen, there):
+    "and `import fastddp` imports neither torch nor fastai"
+    r = subprocess.run([sys.executable, '-c', NOTED.format(cell=cell, interactive=interactive)], capture_output=True,
+                       text=True, timeout=120)
+    assert r.stdout.splitlines()[-1:] == [f'{sorted(seen.items())} {there}'], (r.stdout, r.stderr)
 
 
 def test_data_through_a_temporary_file(monkeypatch):

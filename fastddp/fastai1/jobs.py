@@ -52,7 +52,7 @@ def fit_job(ctx, obj):
     unpack(obj, ctx.device)
     learn,callbacks,metrics = obj['learn'],obj['callbacks'],obj['metrics']
     refs = persistent_refs(learn, callbacks, metrics)
-    base = baseline(learn, callbacks, metrics, refs)
+    base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None)     # it captures what comes back
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
     def keep(kind='epoch'): ctx.put(kind, capture(learn, base, refs, common.state()))
     with distributed_v1(learn, common, stop_requested=ctx.stop_requested, **obj['options']) as (ranks,cbs):
@@ -70,7 +70,7 @@ def infer_job(ctx, obj):
     learn,handler,call = obj['learn'],obj['handler'],obj['infer']
     state = learn,obj['callbacks'],handler.metrics
     refs = persistent_refs(*state)
-    base = baseline(*state, refs)
+    base = baseline(*state, refs if ctx.rank == 0 else None)
     common,ranks = CommonRNG.capture(),Ranks(learn.model, ctx.stop_requested)
     handler.callbacks = [*cbs_of_rank(handler.callbacks), NoteProgress(ctx, learn)]
     with environment('WORLD_SIZE'):

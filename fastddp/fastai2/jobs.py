@@ -82,7 +82,8 @@ def fit_job(ctx, obj):
     "Trains the learner of a snapshot on this rank, by fastai's own `fit`"
     learn,cbs,call = unpack(obj, ctx.device)
     refs,noted = persistent_refs(learn, cbs),NoteProgress(ctx)
-    base = baseline(learn, cbs, refs, made=any(obj['factories']))
+    # Rank 0 alone captures what comes back, so it alone looks into all that the callbacks hold
+    base = baseline(learn, cbs, refs if ctx.rank == 0 else None, made=any(obj['factories']))
     ctx.where = noted.where
     together = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     hush = hushed(wants_no_lines(learn))
@@ -118,7 +119,7 @@ def infer_job(ctx, obj):
     if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
     place_dl(dl, ctx.device)
     refs = loader_refs(learn, dl)
-    base,noted = baseline(learn, (), refs),NoteProgress(ctx)
+    base,noted = baseline(learn, (), refs if ctx.rank == 0 else None),NoteProgress(ctx)
     ctx.where,ctx.items = noted.where,lambda: _items(learn, noted)
     together = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)
     with together as consensus, learn.added_cbs([noted]):

@@ -8,7 +8,7 @@ __all__ = ['ATOMS', 'Numbers', 'Together', 'Tensors', 'Tuples', 'Pickled', 'colu
 # %% ../../nbs/payload/101_columns.ipynb #08d79de5
 import gc, io, operator, pickle, sys
 from array import array
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import attrgetter
 
 import numpy as np, torch
@@ -77,7 +77,11 @@ class Tensors:
         if shape is None: stride = _strides(shape := self._shapes[i].tolist())
         t = self._flats[0 if self._which is None else self._which[i]].as_strided(shape, stride, self._begin[i])
         return t if self._cls is torch.Tensor else t.as_subclass(self._cls)
-    def run(self, ids): return map(self.one, ids)
+    def run(self, ids):
+        if not ids or self._which is not None or self._cls is not torch.Tensor: return map(self.one, ids)
+        shapes,strides,part = repeat(self._shape),repeat(self._stride),slice(ids.start, ids.stop)
+        if self._shape is None: strides = map(_strides, shapes := self._shapes[part].tolist())
+        return map(self.one(ids.start).as_strided, shapes, strides, self._offsets[part].tolist())
     def __reduce__(self):
         sources = [pickle.PickleBuffer(o) if isinstance(o, Later) else o for o in self._sources]
         return Tensors, (self._cls, self._dtype, sources, self._which, self._offsets, self._shapes)
@@ -89,27 +93,32 @@ def _flat(source, dtype):
     if isinstance(source, Later): source = source.whole()
     return torch.frombuffer(source, dtype=dtype) if len(source) else empty
 
-def _strides(shape): return tuple(accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else ()
+def _strides(shape):
+    if len(shape) < 2: return (1,)*len(shape)
+    return tuple(accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
 
 # %% ../../nbs/payload/101_columns.ipynb #cfdce8c7
 _INTS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
 
 def _is_plain(kind, ts):
-    "Are `ts`, all of class `kind`, of one type, in one piece each, on the CPU, and nothing but their numbers?"
+    "Are `ts`, all of class `kind`, of one type, in one piece each, and nothing but their numbers?"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind is torch.nn.Parameter: return False
-    values = lambda name: set(map(attrgetter(name), ts))
-    if len(dtypes := values('dtype')) > 1 or not all(o.is_floating_point or o in _INTS for o in dtypes): return False
-    if (values('layout'),values('is_cpu'),values('requires_grad')) != ({torch.strided},{True},{False}): return False
-    if any(map(torch.Tensor.is_neg, ts)): return False
-    held = [o for o in gc.get_referents(*ts) if type(o) is not type(kind)]
+    dtype,held = ts[0].dtype,[o for o in gc.get_referents(*ts) if type(o) is not type(kind)]
     if any(type(o) is not dict or o for o in held): return False        # attributes, hooks
-    return all(map(torch.Tensor.is_contiguous, ts))
+    if not dtype.is_floating_point and dtype not in _INTS: return False
+    if set(map(attrgetter('dtype'), ts)) != {dtype} or any(map(attrgetter('requires_grad'), ts)): return False
+    if set(map(attrgetter('layout'), ts)) != {torch.strided}: return False
+    if not all(map(torch.Tensor.is_contiguous, ts)): return False
+    return not (dtype.is_floating_point and any(map(torch.Tensor.is_neg, ts)))      # as an imaginary part may be
 
 def _shapes(ts):
     "The shape that all have; else an array, or None where they have different numbers of dimensions"
-    sizes = list(map(torch.Tensor.size, ts))
-    if len(set(sizes)) == 1: return tuple(sizes[0])
-    return np.array(sizes, np.int64) if len(set(map(len, sizes))) == 1 else None
+    dims = set(map(torch.Tensor.dim, ts))
+    if len(dims) > 1: return None
+    if dims == {0}: return ()
+    sizes = np.array(list(map(torch.Tensor.numel if dims == {1} else torch.Tensor.size, ts)), np.int64)
+    sizes = sizes.reshape(len(ts), -1)
+    return tuple(sizes[0].tolist()) if (sizes == sizes[0]).all() else sizes
 
 def _tensors(kind, ts):
     "`(column of the tensors, addresses of the storages that travel in another way)`; None if that can't be"
@@ -130,16 +139,17 @@ def _in_storages(ts, bases, begin, size, width):
     storages,ends = [ts[i].untyped_storage() for i in first],np.zeros(len(unique), np.int64)
     np.maximum.at(ends, which, (begin+size)*width)
     if any(s.nbytes() < e for s,e in zip(storages, ends)): return None      # another storage over the same memory
+    if any(s.device.type != 'cpu' for s in storages): return None
     typed = [torch.storage.TypedStorage(wrap_storage=s, dtype=torch.uint8, _internal=True) for s in storages]
     return typed, which if len(unique) > 1 else None, begin, ()
 
 def _together(ts, at, begin, size, width):
     "The same for tensors that have a storage each, which are to be written one after the other"
     unique,first,which = np.unique(at, return_index=True, return_inverse=True)
-    if len(np.unique(at-begin*width)) < len(unique) or (size[first][which] != size).any(): return None
-    offsets = np.concatenate([[0], np.cumsum(size[first])])
-    buf = Together([ts[i] for i in first], int(offsets[-1])*width)
-    return [buf], None, offsets[which], (unique-begin[first]*width).tolist()
+    if len(set((at-begin*width).tolist())) < len(unique) or (size[first][which] != size).any(): return None
+    offsets,own = np.concatenate([[0], np.cumsum(size[first])]),[ts[i] for i in first]
+    if not all(map(attrgetter('is_cpu'), own)): return None
+    return [Together(own, int(offsets[-1])*width)], None, offsets[which], (unique-begin[first]*width).tolist()
 
 # %% ../../nbs/payload/101_columns.ipynb #696d0984
 class Tuples:

@@ -6,7 +6,7 @@
 __all__ = ['Payload', 'dump', 'load', 'address', 'function_at', 'blame', 'dump_or_blame']
 
 # %% ../../nbs/payload/104_pickling.ipynb #081cf3a9
-import functools, io, pickle, sys, types
+import contextlib, functools, gc, io, pickle, sys, types
 from typing import NamedTuple
 
 import cloudpickle, numpy as np
@@ -90,8 +90,17 @@ def _dumped(obj, new):
     "`obj` as a `Payload`, and the pickler that `new(file, on_buffer)` made for it"
     raw,f = [],io.BytesIO()
     pickler = new(f, lambda b: raw.append(_memory(b)))
-    pickler.dump(obj)
+    with _no_collection(): pickler.dump(obj)
     return Payload(f.getvalue(), raw), pickler
+
+@contextlib.contextmanager
+def _no_collection():
+    "Inside, many small objects are made without having the garbage collector look through all that there is"
+    was_on = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if was_on: gc.enable()
 
 def _memory(b):
     "The memory of a `PickleBuffer`; bytes that are made while they are written stay what they are"

@@ -66,16 +66,16 @@ def attr_of(module, name):
     "What has `name` in `module`, which is imported if need be"
     return getattr(importlib.import_module(module), name)
 
-_homes = weakref.WeakKeyDictionary()    # class -> what `_search_home` found
+_homes = weakref.WeakKeyDictionary()    # class -> what `_search_home` found, and in how many modules it looked
 
 def _home(cls):
     "`(module, name)` where a class is found that isn't where its `__module__` says; None for all others"
     name,claimed = cls.__name__,sys.modules.get(cls.__module__)
     if cls.__module__ == '__main__' or claimed is None or '.' in cls.__qualname__: return None
     if getattr(claimed, name, None) is cls: return None
-    home = _homes.get(cls)
-    if home is None or getattr(sys.modules.get(home[0]), name, None) is not cls:
-        home = _homes[cls] = _search_home(cls, name)
+    home,n = _homes.get(cls, (None,0))
+    if n != len(sys.modules) if home is None else getattr(sys.modules.get(home[0]), name, None) is not cls:
+        home,_ = _homes[cls] = _search_home(cls, name),len(sys.modules)
     return home
 
 def _search_home(cls, name):

@@ -16,7 +16,9 @@ _CHUNK = 10_000     # so many are encoded at a time: together they would take as
 
 def _text(path):
     "What `str(path)` says, made of the parts that a path is pickled as: asked itself, a path keeps its text for good"
-    return getattr(path, '_str', None) or os.path.join('', *path.__reduce__()[1])
+    root,*rest = path.__reduce__()[1] or ('',)
+    if os.sep == '\\' or (below := '/'.join(rest))[:1] == '/' or '//' in below: return os.path.join(root, *rest)
+    return f'{root}/{below}' if below and root[-1:] not in ('','/') else root+below     # far quicker than `join`
 
 def _encoded(items):
     "`(letters, length of each)` of the texts of `items`, a chunk at a time"
