@@ -50,8 +50,9 @@ def check(table):
     fit_and_look(table, f'1 {machine.backend()} rank', [-1] if cpu else [0], **one)
     fit_and_look(table, '2 gloo ranks on one GPU', [-1, -1] if cpu else [0, 0], **machine.ranks(2, shared=True))
     if n > 1:
-        fit_and_look(table, f'{n} ranks', list(range(n)))
-        fit_and_look(table, 'the last two GPUs in reverse', [n-1, n-2], gpus=[n-1, n-2])
+        fit_and_look(table, f'{n} ranks', [-1]*n if cpu else list(range(n)), **machine.chosen(n))
+        fit_and_look(table, 'the last two GPUs in reverse', [-1, -1] if cpu else [n-1, n-2],
+                     **machine.chosen(2, [n-1, n-2]))
     offloaded(table)
 
 

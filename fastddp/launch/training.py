@@ -12,6 +12,7 @@ import contextlib, pickle, random, time
 import numpy as np, torch
 
 from ..base import group
+from ..base.device import device_module, is_accelerator
 from ..base.rng import CommonRNG
 from ..payload.patches import collect_patches
 from ..payload.changes import fingerprint
@@ -40,12 +41,12 @@ def offloaded(
 ):
     "What lies on a GPU is on the CPU inside, and back on its device afterwards"
     ts = [*model_tensors(model).values(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    moved = [(t, t.device) for t in ts if t.is_cuda]
+    moved = [(t, t.device) for t in ts if is_accelerator(t.device)]
     def move(to):
         for t,dev in moved: t.data = t.data.to(to or dev)
         if moved:
             move_opt(opt)
-            torch.cuda.empty_cache()
+            device_module().empty_cache()
     move('cpu')
     try: yield
     finally: move(None)
