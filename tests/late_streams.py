@@ -1,4 +1,5 @@
-"Streams that are as late as can be, in place of a GPU's: what is copied on a side stream is copied when that is waited for"
+"""Streams that are as late as can be, in place of a GPU's: what is copied on a side stream is copied when somebody
+waits for that"""
 import contextlib
 from types import SimpleNamespace
 import torch

@@ -55,6 +55,8 @@ CLAIMS = [
           ('out of memory on one rank: RankRaised says so', 'out of memory on one rank: the next fit works')),
     Claim('the stop button works within a step, and leaves no memory behind',
           ('interrupt within a step: KeyboardInterrupt', 'interrupt within a step: no memory left')),
+    Claim('a fit that fails leaves the last complete epoch, which is copied from the GPU while the next one runs',
+          ('a fit that fails leaves the last complete epoch',)),
     Claim('`in_torchddp` gives each process its GPU', (), ('one GPU each',)),
     Claim('GPUs of several machines', ()),
     Claim("AMD's GPUs (`cuda` to torch) and Intel's (`xpu`, over `xccl`)", ()),

@@ -65,7 +65,7 @@ def texts(n, words=2000): return torch.randint(0, words, (n, 72)), torch.randint
 
 CASES = {
     'resnet50, 224, bf16': Case(resnet50, lambda: pictures(machine.size(1536, 4), machine.size(224, 32)),
-                                machine.size(64, 2), 2, bf16=True),
+                                machine.size(64, 2), 2, bf16=not machine.DRY),
     'convnet': Case(convnet, lambda: pictures(machine.size(16384, 32)), machine.size(256, 8)),
     'AWD-LSTM': Case(LanguageModel, lambda: texts(machine.size(2048, 16)), machine.size(64, 4)),
     'tabular': Case(tabular, lambda: rows(machine.size(65536, 64)), machine.size(512, 16)),

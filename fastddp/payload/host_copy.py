@@ -49,7 +49,7 @@ class HostCopies:
         self.held.append((there, here))
         return here
     def with_own(self, payload):
-        "`payload` with copies of those buffers that this didn't bring: they are as they are now, whenever they are read"
+        "`payload` with copies of those buffers that this didn't bring, so that they stay as they are now"
         ours = {here.data_ptr() for _,here in self.held}
         def own(b): return b if not len(b) or _address(b) in ours else memoryview(bytearray(b))
         return payload._replace(buffers=[own(b) for b in payload.buffers])
