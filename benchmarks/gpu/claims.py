@@ -59,7 +59,8 @@ CLAIMS = [
           ('a fit that fails leaves the last complete epoch',)),
     Claim('`in_torchddp` gives each process its GPU', (), ('one GPU each',)),
     Claim('GPUs of several machines', ()),
-    Claim("AMD's GPUs (`cuda` to torch) and Intel's (`xpu`, over `xccl`)", ()),
+    Claim("AMD's GPUs (`cuda` to torch) and Intel's (`xpu`, over `xccl`)", (),
+          ("AMD's GPUs are `cuda` to torch",)),
 ]
 
 # Words about GPUs that promise nothing that could fail on one
