@@ -7,7 +7,7 @@ import pytest
 root = Path(__file__).resolve().parent.parent
 
 # Folders from the ground up, and what of ours each may import. Within a folder a notebook's number decides.
-FLOORS = {
+BELOW = {
     'base': (),
     'payload': ('base',),
     'output': ('base',),
@@ -21,6 +21,7 @@ FLOORS = {
     '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1')}
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
 KEEPS_OUT = {'base': ('fastai', 'multiprocess', 'torch.distributed'), 'base.group': ('fastai', 'multiprocess'),
+             'base.rendezvous': ('fastai', 'multiprocess'),
              **dict.fromkeys(('base.troubles', 'base.failure', 'base.errors'),
                              ('fastai', 'torch', 'multiprocess', 'subprocess')),
              'payload': ('fastai', 'multiprocess', 'torch.distributed'),
@@ -42,8 +43,8 @@ def folder(module): return module.rpartition('.')[0]
 
 
 # module, e.g. 'base.group' -> its notebook's number
-ROOMS = {exp: p.name.split('_')[0] for p in sorted((root/'nbs').glob('**/[0-9]*.ipynb')) if (exp := default_exp(p))}
-NO_FASTAI = [o for o in ROOMS if 'fastai' in KEEPS_OUT[folder(o)] and folder(o)]
+NUMBERS = {exp: p.name.split('_')[0] for p in sorted((root/'nbs').glob('**/[0-9]*.ipynb')) if (exp := default_exp(p))}
+NO_FASTAI = [o for o in NUMBERS if 'fastai' in KEEPS_OUT[folder(o)] and folder(o)]
 
 
 def imports(tree, module):
@@ -76,24 +77,25 @@ def dotted(node):
 def within(name, *packages): return any(name == o or name.startswith(o + '.') for o in packages)
 
 
-def of_ours(name, rooms):
+def of_ours(name, modules):
     "The module of ours that `name` is, or is in; None for anybody else's"
-    return next((o for o in sorted(rooms, key=len, reverse=True) if within(name, f'fastddp.{o}')), None)
+    return next((o for o in sorted(modules, key=len, reverse=True) if within(name, f'fastddp.{o}')), None)
 
 
-def may_import(module, other, rooms):
-    if folder(module) == folder(other): return rooms[other] < rooms[module]
-    return folder(other) in FLOORS[folder(module)]
+def may_import(module, other, modules):
+    if folder(module) == folder(other): return modules[other] < modules[module]
+    return folder(other) in BELOW[folder(module)]
 
 
-def violations(module, source, rooms=ROOMS):
+def violations(module, source, modules=NUMBERS):
     "What the `source` of `module` does that its folder forbids"
     tree, found = ast.parse(source), set()
     top, out = at_top(tree), KEEPS_OUT.get(module, KEEPS_OUT[folder(module)])
     names = [*imports(tree, module), *((dotted(o), o) for o in ast.walk(tree) if isinstance(o, ast.Attribute))]
     for name, node in names:
-        other = of_ours(name, rooms)
-        if other not in (None, module) and not may_import(module, other, rooms): found.add(f'{module} imports {other}')
+        other = of_ours(name, modules)
+        allowed = other in (None, module) or may_import(module, other, modules)
+        if not allowed: found.add(f'{module} imports {other}')
         if bad := next((o for o in out if within(name, o)), None): found.add(f'{module} imports {bad}')
         imported = isinstance(node, (ast.Import, ast.ImportFrom))
         if module == 'shard.split' and imported and not within(name, 'fastddp', *sys.stdlib_module_names):
@@ -114,7 +116,7 @@ def kinds_named(module, source):
     return sorted((found | words)-OF_CUDA.get(module, set()))
 
 
-@pytest.mark.parametrize('module', [o for o in ROOMS if o != 'base.device'])
+@pytest.mark.parametrize('module', [o for o in NUMBERS if o != 'base.device'])
 def test_no_other_module_names_a_kind_of_accelerator(module):
     source = (root/'fastddp'/f"{module.replace('.', '/')}.py").read_text(encoding='utf-8')
     found = kinds_named(module, source)
@@ -126,7 +128,7 @@ def test_a_kind_that_is_named_is_found():
     assert kinds_named('launch.local', source) == ['cuda', 't.is_cuda', 'torch.cuda']
 
 
-@pytest.mark.parametrize('module', ROOMS)
+@pytest.mark.parametrize('module', NUMBERS)
 def test_a_module_keeps_the_rules_of_its_folder(module):
     source = (root/'fastddp'/f"{module.replace('.', '/')}.py").read_text(encoding='utf-8')
     assert violations(module, source) == []
@@ -136,7 +138,7 @@ def test_notebooks_mirror_the_folders():
     found = {exp: p.parent.relative_to(root/'nbs') for p in sorted((root/'nbs').glob('**/[0-9]*.ipynb'))
              if (exp := default_exp(p))}
     assert {exp: str(p) for exp, p in found.items()} == {exp: folder(exp) or '.' for exp in found}
-    numbers = [(n, list(FLOORS).index(folder(exp))) for exp, n in ROOMS.items()]
+    numbers = [(n, list(BELOW).index(folder(exp))) for exp, n in NUMBERS.items()]
     assert sorted(numbers) == sorted(numbers, key=lambda o: (o[1], o[0])), 'notebooks are numbered from the ground up'
     assert len({n for n, _ in numbers}) == len(numbers)
 
@@ -220,6 +222,6 @@ def test_what_knows_no_fastai_does_without_it():
 
 def test_what_knows_fastai_does_without_accelerate_jupyter_and_ray():
     # those import where fastai v1 is installed: tests/v1
-    rest = [o for o in ROOMS if o not in NO_FASTAI and folder(o) != 'fastai1']
+    rest = [o for o in NUMBERS if o not in NO_FASTAI and folder(o) != 'fastai1']
     assert import_each(rest, 'fastai.basics', 'accelerate', 'ray', 'ipykernel',
                        'jupyter_client') == [f'{o} ok' for o in rest]

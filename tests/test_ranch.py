@@ -6,7 +6,7 @@ import psutil, pytest, torch
 from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp,
                          ranch,
                          spawn)
-from fastddp.base import group
+from fastddp.base import rendezvous
 from fastddp.base.errors import NotPicklable
 from fastddp.launch.cluster import Cluster
 from fastddp.process import workers
@@ -201,8 +201,8 @@ def test_rank_0_of_several_hosts_listens_at_its_address_only():
 
 MEET = '''
 import psutil, threading, time
-from fastddp.base import group
-threading.Thread(target=group.join_at, args=('127.0.0.1', {port}, 0, 2), daemon=True).start()
+from fastddp.base import rendezvous
+threading.Thread(target=rendezvous.join_at, args=('127.0.0.1', {port}, 0, 2), daemon=True).start()
 while not (l := [c.laddr.ip for c in psutil.Process().net_connections('inet') if c.laddr.port == {port}
                  and c.status == psutil.CONN_LISTEN]): time.sleep(.02)
 print(*l, flush=True)
@@ -301,9 +301,9 @@ def test_who_connects_is_waited_for(monkeypatch, tmp_path):
     seen = []
     for o in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'): monkeypatch.setenv(o, 'lo')
     monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *args,
-                        **kwargs: seen.append(group.wait_connected(0)))
-    group.join(str(tmp_path/'meet'), 0, 1)
-    assert seen == [False] and group.wait_connected(0)
+                        **kwargs: seen.append(rendezvous.wait_connected(0)))
+    rendezvous.join(str(tmp_path/'meet'), 0, 1)
+    assert seen == [False] and rendezvous.wait_connected(0)
 
 
 def test_the_callers_own_error_is_raised_as_it_is():

@@ -1,5 +1,5 @@
 "The same code as a script: under the real torchrun, and under plain python."
-import contextlib, json, os, random, subprocess, sys
+import contextlib, json, os, random, re, subprocess, sys
 from pathlib import Path
 import pytest
 from learners import make_learner, seed_all
@@ -31,6 +31,38 @@ def test_all_ranks_train_alike(launched):
 def test_only_rank_0_prints(launched):
     done, _ = launched
     assert done.stdout.count('train_loss') == 2      # one table for each fit
+
+
+def test_first_and_last_line(launched):
+    "Of each fit, once, from rank 0"
+    lines = launched[0].stdout.splitlines()
+    said = [o.split('\r')[-1] for o in lines if 'workers (' in o or 'items/s' in o]
+    first, last = r'2 workers \(torchrun, gloo\) x batch 16 = 32 per step, 7 steps per epoch', r'{} in .*items/s \(2 x .*'
+    wanted = [first, last.format('2 epochs'), first, last.format('1 epoch')]
+    assert len(said) == 4 and all(re.search(w, o) for w, o in zip(wanted, said)), said
+
+
+def test_an_error_is_shown_once(tmp_path):
+    "By the rank that has it; the other one, whose connection breaks, ends with a line"
+    path = tmp_path/'script.py'
+    path.write_text(FAILS, encoding='utf-8')
+    done = run('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', path)
+    assert done.returncode and done.stderr.count('ValueError: ') == 1 and done.stderr.count('Traceback') <= 2
+    assert "rank 0 ended with rank 1, whose error is the one to look at" in done.stderr or 'SIGTERM' in done.stderr
+
+
+FAILS = '''
+from fastai.callback.core import Callback
+from learners import make_learner
+from fastddp.all import *
+
+class Fails(Callback):
+    def before_batch(self):
+        if rank_distrib(): raise ValueError('mine')
+
+from fastai.torch_core import rank_distrib
+make_learner().distrib_fit(1, cbs=[Fails()])
+'''
 
 
 def test_torchrun_trains_what_one_process_trains(launched):
@@ -111,7 +143,7 @@ def test_fastai_distributed_imported_before(tmp_path):
 
 
 @pytest.mark.parametrize('module', ['fastddp', 'fastddp.process.workers', 'fastddp.launch.local'])
-def test_low_rooms_import_no_fastai(module):
+def test_low_floors_import_no_fastai(module):
     done = run('-c', f"import sys, {module}; assert not [m for m in sys.modules if m.split('.')[0] in ('fastai', "
                      f"'accelerate')]")
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,7 @@ from pathlib import Path
 import multiprocess, pytest, torch
 from fastai.callback.core import Callback
 from fastddp.all import CantDistribute, Local, RankDied, RankRaised
-from fastddp.base import group
+from fastddp.base import group, rendezvous
 from fastddp.launch.engine import Job
 from fastddp.process import server
 from learners import make_learner
@@ -142,15 +142,15 @@ def test_a_fork_that_leaves_a_callback(how, code):
 
 def other_connections(ctx, _):
     "Connections of another thread's, made while the group is joined, are not the group's"
-    server, made, real = socket.create_server(('127.0.0.1', 0)), [], group._connect
+    server, made, real = socket.create_server(('127.0.0.1', 0)), [], rendezvous._connect
     def connect(*args):
         made.append(socket.create_connection(server.getsockname()))
         return real(*args)
-    group.leave()
-    group._connect = connect
-    try: group.join(os.path.join(os.path.dirname(ctx._channel.folder+'/'), 'again'), ctx.rank, ctx.world_size)
-    finally: group._connect = real
-    theirs, own = {o.fileno() for o in made}, {fd for fd, _ in group._own_sockets}
+    rendezvous.leave()
+    rendezvous._connect = connect
+    try: rendezvous.join(os.path.join(os.path.dirname(ctx._channel.folder+'/'), 'again'), ctx.rank, ctx.world_size)
+    finally: rendezvous._connect = real
+    theirs, own = {o.fileno() for o in made}, {fd for fd, _ in rendezvous._own_sockets}
     res = bool(theirs & own), len(own) > 1
     for o in (server, *made): o.close()
     return res

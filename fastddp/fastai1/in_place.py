@@ -11,18 +11,21 @@ import contextlib, sys
 import torch
 from fastai import basic_train, torch_core
 from fastai.callback import AverageMetric, CallbackHandler
+from fastai.callbacks import LRFinder
 from fastai.torch_core import defaults
 
 from ..base.scoped import environment, own_attrs
 from ..base import group
 from ..output.bars import quiet_bars
 from ..base.interrupts import voting
-from ..launch.placement import launched_group
+from ..launch.script import NoNotebook, launched_group, script_lines
 from ..launch.training import sync_seed
 from ..base.rng import CommonRNG, seed_rank
 from .callbacks import counting, distributed_v1
 from ..launch.rank0_only import cbs_of_rank
-from .loaders import check_v1, mend_streams, old_numpy
+from .loaders import check_v1, mend_streams, old_numpy, step_sizes
+from .jobs import NoteProgress
+from .session import wants_no_lines
 from .step_sync import Ranks
 from .snapshot import loaders, place
 from .validate import Validation
@@ -35,10 +38,12 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     sync_seed()
     common,state = CommonRNG.capture(),[*learn.model.parameters(), *learn.model.buffers()]
     group.broadcast_(state)
-    callbacks = callbacks or []
-    with distributed_v1(learn, common, **options) as (ranks,cbs):
+    callbacks,noted = callbacks or [],NoteProgress(NoNotebook(), learn)
+    lines = script_lines(noted.progress, step_sizes(learn.data.train_dl, group.world_size(), options['batch']),
+                         wants_no_lines(learn), any(isinstance(cb, LRFinder) for cb in callbacks))
+    with lines, distributed_v1(learn, common, **options) as (ranks,cbs):
         try:
-            extra = [*counting(learn, ranks, callbacks), *cbs]
+            extra = [*counting(learn, ranks, callbacks), *cbs, noted]
             real(epochs, learn, callbacks=[*cbs_of_rank(callbacks), *extra], metrics=metrics)
             ranks.all_reduce()
         except KeyboardInterrupt:

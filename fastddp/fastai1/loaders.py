@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_streams', 'text_order', 'set_text_order',
            'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1',
-           'steps_per_epoch']
+           'steps_per_epoch', 'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
 import contextlib, math, sys
@@ -196,3 +196,7 @@ def steps_per_epoch(dl, n, batch):
         len(pre)        # counts its tokens
         return math.ceil(pre.totalToks/(pre.bptt*bs))
     return None if is_stream(own) else batching_of(own, n, batch).n_steps(0, n, True)
+
+def step_sizes(dl, n, batch):
+    "`(items per step of n workers, steps_per_epoch)`"
+    return dl.batch_size*(n if batch == 'per_worker' else 1), steps_per_epoch(dl, n, batch)

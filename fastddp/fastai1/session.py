@@ -12,7 +12,7 @@ from fastai.callbacks import LRFinder
 from fastcore.basics import patch
 
 from ..base.scoped import own_attrs
-from .loaders import check_v1, steps_per_epoch
+from .loaders import check_v1, step_sizes
 from .snapshot import apply, owners, persistent_refs, snapshot, torch_opt
 from ..launch.lines import what_ran
 from ..launch.session import Call, Session as _Session, refuse_untrainable
@@ -50,8 +50,7 @@ class Session(_Session):
         refuse_untrainable(self.learn.model)
         check_v1(self.learn.data, self.n, self.options['batch'])
     def global_batch(self):
-        dl,batch = self.learn.data.train_dl,self.options['batch']
-        return dl.batch_size*(self.n if batch == 'per_worker' else 1), steps_per_epoch(dl, self.n, batch)
+        return step_sizes(self.learn.data.train_dl, self.n, self.options['batch'])
     def quiet(self): return wants_no_lines(self.learn)
     def fit(self, epochs, learn, callbacks=None, metrics=None):
         "`basic_train.fit` on the workers; afterwards the learner is as after a local fit"

@@ -8,7 +8,7 @@ __all__ = ['InProcess']
 # %% ../../nbs/launch/506_in_process.ipynb #886d6c51
 import contextlib, os
 
-from ..base import group
+from ..base import group, rendezvous
 from ..base.errors import CantDistribute
 from ..base.interrupts import disturbed
 from ..base.scoped import environment
@@ -24,9 +24,9 @@ def _group_of_one(device):
     "Inside, this process is rank 0 of 1"
     as_it_was = environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
     with private_folder() as d, as_it_was:
-        group.join(os.path.join(d, 'rendezvous'), 0, 1, group.backend_for(device), device)
+        rendezvous.join(os.path.join(d, 'rendezvous'), 0, 1, group.backend_for(device), device)
         try: yield
-        finally: group.leave()
+        finally: rendezvous.leave()
 
 def _writable_copies(payload):
     "Private writable copies of a payload's buffers"

@@ -9,7 +9,7 @@ __all__ = ['Context', 'call', 'RankSpec', 'join_early', 'run_on_rank']
 import contextlib, gc, os, signal, sys, threading, time
 from typing import NamedTuple
 
-from ..base import group
+from ..base import group, rendezvous
 from ..base.device import device_module, is_accelerator
 from .settings import take_settings, warn_of_left
 from ..process.malloc import give_pages_back, keep_pages
@@ -104,9 +104,9 @@ def _join_group(channel, spec, device):
     "Joins the group of `spec`, unless this process is in it already"
     global _rendezvous
     if group.in_group() and _rendezvous == spec.store: return
-    group.leave(broken=True)
-    group.join(spec.store, channel.rank, spec.world_size, spec.backend, device, link_timeout=spec.link_timeout)
-    _rendezvous,channel.on_break = spec.store,lambda: group.leave(broken=True)
+    rendezvous.leave(broken=True)
+    rendezvous.join(spec.store, channel.rank, spec.world_size, spec.backend, device, link_timeout=spec.link_timeout)
+    _rendezvous,channel.on_break = spec.store,lambda: rendezvous.leave(broken=True)
 
 # %% ../../nbs/launch/502_rank.ipynb #2991bb14
 _joined_early = None      # Time at which `join_early` was through; the job that follows takes it

@@ -8,7 +8,7 @@ __all__ = ['run_while_watching']
 # %% ../../nbs/launch/504_watcher.ipynb #eb71cfba
 import contextlib, ctypes, os, signal, threading, time
 
-from ..base import group
+from ..base import rendezvous
 from ..base.errors import failure_of, is_echo, is_timeout
 
 # %% ../../nbs/launch/504_watcher.ipynb #6ac3fa6e
@@ -80,7 +80,7 @@ class _Watcher(threading.Thread):
     def _end_it(self, error):
         self.error = error
         # The calling thread may be on its way into the group, where neither Ctrl-C nor a death is heard.
-        group.wait_connected(10)
+        rendezvous.wait_connected(10)
         self.monitor.workers.stop(0)        # whoever waits for them in a collective comes free
         self.monitor.replay.close()
         if not isinstance(error, KeyboardInterrupt): self.caller.interrupt()    # else it has one before it
