@@ -2698,6 +2698,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling._in_words': ( 'payload/pickling.html#_in_words',
                                                                                   'fastddp/payload/pickling.py'),
+                                          'fastddp.payload.pickling._is_flat_view': ( 'payload/pickling.html#_is_flat_view',
+                                                                                      'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling._memory': ( 'payload/pickling.html#_memory',
                                                                                 'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling._names': ( 'payload/pickling.html#_names',

@@ -96,7 +96,11 @@ def _dumped(obj, new):
 def _memory(b):
     "The memory of a `PickleBuffer`; bytes that are made while they are written stay what they are"
     raw = b.raw()
-    return raw.obj if isinstance(raw.obj, Later) else raw.cast('B')
+    if isinstance(raw.obj, Later): return raw.obj
+    # Python 3.11 crashes when it collects a cycle with a view of a view in it
+    return (raw.obj if _is_flat_view(raw.obj) else raw).cast('B')
+
+def _is_flat_view(o): return isinstance(o, memoryview) and o.c_contiguous
 
 # %% ../../nbs/payload/104_pickling.ipynb #877f7c32
 class _Globals(dict):
