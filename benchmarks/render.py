@@ -101,15 +101,16 @@ def full(results, machine):
     return '\n\n'.join(parts)
 
 
-def between(text, new):
+def between(text, new, marks=(BEGIN, END)):
     "`text` with `new` between the two comments"
-    head, _, rest = text.partition(BEGIN)
-    return f'{head}{BEGIN}\n\n{new}\n\n{END}{rest.partition(END)[2]}' if rest else text
+    begin, end = marks
+    head, _, rest = text.partition(begin)
+    return f'{head}{begin}\n\n{new}\n\n{end}{rest.partition(end)[2]}' if rest else text
 
 
-def into_notebook(path, new):
+def into_notebook(path, new, marks=(BEGIN, END)):
     nb = json.loads(path.read_text(encoding='utf-8'))
-    for cell in nb['cells']: cell['source'] = between(''.join(cell['source']), new).splitlines(keepends=True)
+    for cell in nb['cells']: cell['source'] = between(''.join(cell['source']), new, marks).splitlines(keepends=True)
     path.write_text(json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True)+'\n', encoding='utf-8')
 
 

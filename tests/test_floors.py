@@ -104,6 +104,30 @@ def violations(module, source, modules=NUMBERS):
     return sorted(found)
 
 
+# What these say of CUDA is about CUDA: its settings, and variables that it reads
+OF_CUDA = {'launch.settings': {'torch.backends.cuda'}}
+
+
+def kinds_named(module, source):
+    "Where `source` names a kind of accelerator: `base.device` knows which one is there"
+    nodes = list(ast.walk(ast.parse(source)))
+    found = {dotted(o) for o in nodes if isinstance(o, ast.Attribute) and o.attr in ('cuda', 'xpu', 'is_cuda')}
+    words = {o.value for o in nodes if isinstance(o, ast.Constant) and o.value in ('cuda', 'xpu', 'nccl', 'xccl')}
+    return sorted((found | words)-OF_CUDA.get(module, set()))
+
+
+@pytest.mark.parametrize('module', [o for o in NUMBERS if o != 'base.device'])
+def test_no_other_module_names_a_kind_of_accelerator(module):
+    source = (root/'fastddp'/f"{module.replace('.', '/')}.py").read_text(encoding='utf-8')
+    found = kinds_named(module, source)
+    assert found == (['nccl'] if module == 'base.group' else []), found     # where torch has no table of backends
+
+
+def test_a_kind_that_is_named_is_found():
+    source = "t.is_cuda and torch.cuda.x() or t.device.type == 'cuda'"
+    assert kinds_named('launch.local', source) == ['cuda', 't.is_cuda', 'torch.cuda']
+
+
 @pytest.mark.parametrize('module', NUMBERS)
 def test_a_module_keeps_the_rules_of_its_folder(module):
     source = (root/'fastddp'/f"{module.replace('.', '/')}.py").read_text(encoding='utf-8')

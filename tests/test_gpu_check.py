@@ -1,11 +1,11 @@
 """`make gpu` can't run without a GPU, but its checks can: a dry run on the CPU, and what they are made of."""
-import json, os, subprocess, sys
+import json, os, re, subprocess, sys
 from pathlib import Path
 import pytest, torch
 
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'benchmarks'))
-from gpu import machine
+from gpu import claims, machine
 from gpu.table import Table
 from gpu.waits import HostReads
 
@@ -35,6 +35,39 @@ def test_a_dry_run_from_beginning_to_end(tmp_path):
     sections = {o['section'] for o in found['rows']}
     assert sections == {'promises', 'parity', 'precision', 'waits', 'speed', 'memory', 'stop'}
     assert status == 0 and not [o for o in found['rows'] if o['ok'] is False]
+    assert [o for o in claims.CLAIMS if claims.missing(o, found['rows'], dry=True)] == []
+
+
+def test_what_the_readme_says_of_gpus_is_a_row_or_unproven():
+    "Whoever writes a word about GPUs there gives it a claim in benchmarks/gpu/claims.py, or names it among NO_CLAIMS"
+    text = (root/'README.md').read_text(encoding='utf-8')
+    head, _, rest = text.partition('## On GPUs')
+    section, _, tail = rest.partition('## How fast')
+    said, text = [*(o for c in claims.CLAIMS for o in c.said), *claims.NO_CLAIMS], head+tail
+    assert [o for o in said if o not in text] == []
+    for o in said: text = text.replace(o, '')
+    assert [line for line in text.split('\n') if re.search('GPU|CUDA|[Nn]ccl|NCCL', line)] == []
+    table = claims.table(claims.results()).replace('](../', '](')
+    assert table in section, 'python benchmarks/gpu/claims.py, then make readme'
+    assert ('Nothing has been run on a GPU yet' in head) == (not claims.results())
+
+
+def row(what, ok): return dict(section='', what=what, ok=ok, detail='')
+
+
+def test_a_claim_holds_by_its_rows_only():
+    claim, page = claims.Claim('x', (r'\d+ ranks: a', 'b')), Path('1-y.md')
+    def state(*rows): return claims.state(claim, {page: rows} if rows else {})
+    assert state() == state(row('b', True)) == state(row('b', True), row('2 ranks: a', None)) == 'unproven'
+    assert state(row('b', True), row('2 ranks: a', True)) == 'holds on [1-y](../benchmarks/results/gpu/1-y.md)'
+    assert state(row('b', False)).startswith('**broken**')
+    assert claims.state(claims.Claim('x', ()), {page: [row('b', True)]}) == 'unproven'
+
+
+def test_a_dry_run_proves_no_claim(tmp_path):
+    for name, dry in {'a': True, 'b': False}.items():
+        (tmp_path/f'{name}.json').write_text(json.dumps(dict(dry=dry, rows=[row('b', True)])))
+    assert [p.name for p in claims.results(tmp_path)] == ['b.md']
 
 
 def test_without_a_gpu_it_says_so():

@@ -1,4 +1,5 @@
 """Learners that are checked, all over generated data"""
+import contextlib
 import torch
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
@@ -22,13 +23,21 @@ def pictures(n, side=32, seed=0):
     return x+(y/10)[:, None, None, None], y
 
 
+class Items:
+    "What is validated; `tta` wants to have the training set's transforms applied, of which there are none"
+    def __init__(self, items): self.items = items
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return self.items[i]
+    def set_split_idx(self, i): return contextlib.nullcontext()
+
+
 def learner(model=convnet, n=None, bs=None, side=32, metrics=accuracy, device=None, **kwargs):
     "A learner of pictures on the first GPU"
     torch.manual_seed(0)
     n, bs = n or machine.size(8192, 64), bs or machine.size(256, 16)
     x, y = pictures(n+n//8+1, side)
     items = list(zip(x, y))
-    dls = DataLoaders.from_dsets(items[:n], items[n:], bs=bs, device=device or machine.device())
+    dls = DataLoaders.from_dsets(items[:n], Items(items[n:]), bs=bs, device=device or machine.device())
     model = model().to(machine.device())
     return Learner(dls, model, loss_func=nn.CrossEntropyLoss(), metrics=metrics, **kwargs)
 

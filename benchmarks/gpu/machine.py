@@ -9,7 +9,7 @@ from fastddp.all import Local
 DRY = os.environ.get('FASTDDP_GPU_CHECK') == 'dry'      # set by `gpu_check.py --dry`, so that workers know it, too
 
 
-def n_gpus(): return 1 if DRY else torch.accelerator.device_count()
+def n_gpus(): return 2 if DRY else torch.accelerator.device_count()
 def device(i=0): return torch.device('cpu') if DRY else torch.device(torch.accelerator.current_accelerator().type, i)
 def name(): return 'dry run on the CPU' if DRY else torch.get_device_module().get_device_name(0)
 def backend(): return 'gloo' if DRY else 'nccl'
@@ -22,6 +22,15 @@ def ranks(n, shared=False, **options):
     return dict(nprocs=n, launcher=Local(gpus=gpus, backend='gloo' if shared or DRY else None, **options))
 
 
+def use_first():
+    if not DRY: torch.get_device_module().set_device(0)
+
+
+def chosen(n, gpus=None):
+    "The same as a user gives them: all GPUs, or `gpus`"
+    return dict(nprocs=n, gpus=[]) if DRY else {} if gpus is None else dict(gpus=gpus)
+
+
 def synchronize():
     if not DRY: torch.accelerator.synchronize()
 
@@ -32,7 +41,7 @@ def empty_cache():
 
 def used():
     "Bytes in use on each GPU, by everyone"
-    if DRY: return [0]
+    if DRY: return [0]*n_gpus()
     free = [torch.get_device_module().mem_get_info(i) for i in range(n_gpus())]
     return [total-left for left, total in free]
 
@@ -51,5 +60,5 @@ def allocated(): return 0 if DRY else torch.get_device_module().memory_allocated
 
 
 def median_ratio(a, b):
-    "Median of `a` over that of `b`, each without its first, which warms up"
-    return statistics.median(a[1:])/statistics.median(b[1:])
+    "Median of `a` over that of `b`, each without its first, which warms up, where there are more"
+    return statistics.median(a[1:] or a)/statistics.median(b[1:] or b)

@@ -8,7 +8,8 @@ from .learners import learner
 
 
 def compiled(learn):
-    learn.model = torch.compile(learn.model)
+    # what inductor makes for a CPU takes minutes, and isn't what runs on a GPU
+    learn.model = torch.compile(learn.model, backend='eager' if machine.DRY else 'inductor')
     return learn
 
 

@@ -21,7 +21,7 @@ class Witness(Callback):
         self.ranks = [r.tolist() for r in group.gather(torch.tensor([-1. if own is None else own, *contexts()]))]
 
 
-def fit_and_look(table, name, gpus, **options):
+def fit_and_look(table, name, expected, **options):
     "Two distributed fits of one learner, and whether each promise held"
     learn = learner(cbs=Witness())
     with learn.no_bar(): learn.fit(1, 1e-3)                 # this process has used the GPU: no restart is needed
@@ -30,9 +30,9 @@ def fit_and_look(table, name, gpus, **options):
     for again in range(2):
         with learn.no_bar(): learn.distrib_fit(1, 1e-3, **options)
         seen = learn.witness.ranks
-        table.add(f'{name}, fit {again+1}: device of each rank', [r[0] for r in seen] == gpus, [r[0] for r in seen])
+        table.add(f'{name}, fit {again+1}: device of each rank', [r[0] for r in seen] == expected, [r[0] for r in seen])
         table.add(f'{name}, fit {again+1}: one context per worker, on its own GPU',
-                  all(r[1:] == [float(i == gpu) for i in range(len(r)-1)] for r, gpu in zip(seen, gpus)))
+                  all(r[1:] == [float(i == gpu) for i in range(len(r)-1)] for r, gpu in zip(seen, expected)))
     table.add(f'{name}: the same parameters, back on {home}',
               all(p is q and p.device == home for p, q in zip(params, learn.model.parameters())))
     table.add(f'{name}: the same types of modules (no SyncBatchNorm left)',
@@ -50,8 +50,9 @@ def check(table):
     fit_and_look(table, f'1 {machine.backend()} rank', [-1] if cpu else [0], **one)
     fit_and_look(table, '2 gloo ranks on one GPU', [-1, -1] if cpu else [0, 0], **machine.ranks(2, shared=True))
     if n > 1:
-        fit_and_look(table, f'{n} ranks', list(range(n)))
-        fit_and_look(table, 'the last two GPUs in reverse', [n-1, n-2], gpus=[n-1, n-2])
+        fit_and_look(table, f'{n} ranks', [-1]*n if cpu else list(range(n)), **machine.chosen(n))
+        fit_and_look(table, 'the last two GPUs in reverse', [-1, -1] if cpu else [n-1, n-2],
+                     **machine.chosen(2, [n-1, n-2]))
     offloaded(table)
 
 

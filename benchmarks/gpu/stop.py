@@ -1,4 +1,4 @@
-"""Stopping in the middle of a step"""
+"""Stopping in the middle of a step, and failing there"""
 import os, signal, threading
 from fastai.callback.core import Callback
 from fastddp.all import *
@@ -15,7 +15,31 @@ class Stopper(Callback):
         if self.iter == 1 and self.epoch == 1 and os.environ.get('RANK') == '0': os.kill(self.notebook, signal.SIGINT)
 
 
+class Fails(Callback):
+    "In the third batch of the second epoch"
+    run_valid = False
+    def before_batch(self):
+        if (self.epoch, self.iter) == (1, 2): raise RuntimeError('on purpose')
+
+
+def trained(epochs, cbs=()):
+    learn = learner(cbs=cbs)
+    learn.dls.train.rng.seed(1)
+    with learn.no_bar(), learn.no_logging():
+        try: learn.distrib_fit(epochs, 1e-3, **machine.ranks(1))
+        except RankRaised: pass
+    return learn.model
+
+
+def complete(table):
+    "An epoch's state is copied while the next one runs, and still is that of the end of its epoch"
+    expected, found = trained(1).state_dict(), trained(3, Fails()).state_dict()
+    apart = max((found[k].float()-v.float()).abs().max().item() for k, v in expected.items())
+    table.add('a fit that fails leaves the last complete epoch', apart < 1e-4, f'{apart:.1e} apart')
+
+
 def check(table):
+    complete(table)
     if threading.current_thread() is not threading.main_thread(): raise RuntimeError('signals need the main thread')
     learn, before = learner(cbs=Stopper()), machine.settled()
     stopped = False

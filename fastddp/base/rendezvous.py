@@ -51,8 +51,8 @@ def join(
     store,          # Path of a fresh file on one host, the address that `host_store` gave, or a torch `Store`
     rank,           # This process's number, from 0
     world_size,     # Number of processes
-    backend='gloo', # 'gloo' or 'nccl'
-    device=None,    # This rank's GPU, which nccl wants to know
+    backend='gloo', # 'gloo', or that of the accelerators
+    device=None,    # This rank's GPU, which their backend wants to know
     timeout=None,   # Seconds that torch waits in one operation (None: for ever; the notebook watches)
     link_timeout=None, # Seconds without a sign of life after which a connection is broken (None: as the system has it)
 ):
@@ -79,7 +79,7 @@ def _note_sockets(ends, store, rank, world_size):
 
 def _connect(backend, store, rank, world_size, device, timeout):
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
-    on_gpu = dict(device_id=device) if backend == 'nccl' else {}
+    on_gpu = dict(device_id=device) if backend == group.native_backend() else {}
     _count_from_zero()
     _connected.clear()
     try:
@@ -167,7 +167,7 @@ def leave(
     if not group.in_group(): return
     if broken: hang_up(_own_sockets)
     abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
-    if broken and abort and group.backend() == 'nccl': abort()
+    if broken and abort and group.backend() == group.native_backend(): abort()
     else:
         if _ends_with_the_lock(): time.sleep(.02)
         torch.distributed.destroy_process_group()

@@ -10,6 +10,8 @@ import hashlib, random
 
 import numpy as np, torch
 
+from .device import accelerator, device_module, is_started, n_gpus
+
 # %% ../../nbs/base/011_rng.ipynb #d2c47148
 def _get_streams():
     "The states of the global streams that orders are drawn from"
@@ -20,7 +22,7 @@ def _set_streams(s):
     random.setstate(s['python'])
     np.random.set_state(s['numpy'])
     torch.set_rng_state(s['torch'])
-    if 'cuda' in s and torch.cuda.is_available(): torch.cuda.set_rng_state(s['cuda'])
+    if (kind := accelerator()) in s and n_gpus(): device_module().set_rng_state(s[kind])
 
 # %% ../../nbs/base/011_rng.ipynb #fb1c521a
 class CommonRNG:
@@ -33,8 +35,8 @@ class CommonRNG:
     @classmethod
     def capture(cls):
         "A `CommonRNG` that goes on from this process's global streams as they are now"
-        cuda = dict(cuda=torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else {}
-        return cls(_get_streams() | cuda)
+        on_gpu = {accelerator(): device_module().get_rng_state()} if is_started() else {}
+        return cls(_get_streams() | on_gpu)
     @property
     def _installed(self): return self.alone or self._depth > 0
     def state(self):

@@ -12,6 +12,7 @@ from fastai import basic_train
 from fastai.callback import Callback, CallbackHandler
 
 from ..base import group
+from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, own_attrs
 from .loaders import counts_now, global_batches, own_loader, place_now, shard
@@ -161,7 +162,7 @@ def distributed_v1(learn,
 ): # Yields (`Ranks`, callbacks to add)
     "Inside, `basic_train.fit` of `learn` is one with the other ranks'; afterwards all is as it was"
     n,ranks,data = group.world_size(),Ranks(learn.model, stop_requested),learn.data
-    on_gpu = next((p.device.type for p in learn.model.parameters()), 'cpu') == 'cuda'
+    on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
     any_loss = AnyLoss(loss, print_line)
     average = AverageGrads(learn, ranks, sync_bn and not on_gpu, any_loss)
     validation = Validation(ranks, common, any_loss=any_loss)

@@ -18,7 +18,7 @@ from .loaders import counts_now
 from .snapshot import baseline, capture, persistent_refs, unpack
 from .step_sync import Ranks
 from .validate import Validation
-from ..launch.training import Progress, until_interrupted, whereabouts
+from ..launch.training import EpochStates, Progress, until_interrupted, whereabouts
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #417b9bec
 class NoteProgress(Callback):
@@ -54,14 +54,15 @@ def fit_job(ctx, obj):
     refs = persistent_refs(learn, callbacks, metrics)
     base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None)     # it captures what comes back
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
-    def keep(kind='epoch'): ctx.put(kind, capture(learn, base, refs, common.state()))
-    with distributed_v1(learn, common, stop_requested=ctx.stop_requested, **obj['options']) as (ranks,cbs):
-        extra = [*counting(learn, ranks, callbacks), *cbs, noted, *([KeepState(keep)] if ctx.rank == 0 else [])]
+    def state(around=None): return capture(learn, base, refs, common.state(), around)
+    together = distributed_v1(learn, common, stop_requested=ctx.stop_requested, **obj['options'])
+    with together as (ranks,cbs), EpochStates(ctx, state) as epochs:
+        extra = [*counting(learn, ranks, callbacks), *cbs, noted, *([KeepState(epochs.put)] if ctx.rank == 0 else [])]
         def fit():
             basic_train.fit(obj['epochs'], learn, callbacks=[*cbs_of_rank(callbacks), *extra], metrics=metrics)
             ranks.all_reduce()
         interrupted = until_interrupted(ctx, fit, ranks.leave)
-    if ctx.rank == 0: keep('cut' if interrupted else 'state')
+    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state())
     return noted.progress.result(interrupted)
 
 def infer_job(ctx, obj):

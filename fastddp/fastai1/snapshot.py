@@ -87,13 +87,13 @@ def _plain(m):
     "The plain values in a module: a GAN's tell whose turn it is"
     return {k:v for k,v in vars(m).items() if isinstance(v, (bool,int,float,str)) and k != 'training'}
 
-def capture(learn, base, refs, rng=None):
+def capture(learn, base, refs, rng=None, around=None):
     "Everything that training changed, as a `Payload`: weights to be copied in place, the rest as a dump of its own"
     changes = base.changes(lambda k,v: k in _STAY|_LEARNERS, _STAY)
     modules = [*map(_plain, _modules(learn))]
     rest = dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl), modules=modules)
     def picklable(): return dict(rest, changes=[picklable_attrs(o, refs) for o in changes])
-    return dump_state(model_state(learn.model), rest, picklable, refs)
+    return dump_state(model_state(learn.model), rest, picklable, refs, around)
 
 def apply(learn, owners, refs, meta, buffers):
     "Puts a captured state into the notebook's objects"

@@ -11,6 +11,7 @@ import contextlib
 from fastcore.basics import noop
 
 from ..base import group
+from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, own_attrs
 from .any_loss import AnyLoss
@@ -92,7 +93,7 @@ def distributed(learn,
 ): # Yields the `Consensus`
     "Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it is as it was"
     common,reducer,consensus = CommonRNG.capture(),Reducer(alike, **ddp_kwargs),Consensus(stop_requested)
-    on_gpu = next((p.device.type for p in learn.model.parameters()), 'cpu') == 'cuda'
+    on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
     any_loss = AnyLoss(loss)
     cbs = _our_cbs(reducer, consensus, common, batch, average_bn=sync_bn and not on_gpu, any_loss=any_loss)
     with contextlib.ExitStack() as stack:

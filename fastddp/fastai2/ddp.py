@@ -17,6 +17,7 @@ from torch import nn
 from ..output.notice import print_line
 from ..base import group
 from ..base.checks import flag, number
+from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
 from .consensus import VOTES, ballot
 from .ddp_model import Reentrant, _DDP, _ModelWithStats, is_reentrant, unused_params, zero_loss
@@ -95,7 +96,7 @@ class Reducer:
 
     def _ddp_options(self, model, dev):
         "Where DDP works, and what it must leave alone"
-        res = {_NO_BUFFERS:False, 'device_ids':[dev.index] if dev.type == 'cuda' else None}
+        res = {_NO_BUFFERS:False, 'device_ids':[dev.index] if is_accelerator(dev) else None}
         if self.synced is model and 'init_sync' in _PARAMS: res['init_sync'] = False
         return res
 

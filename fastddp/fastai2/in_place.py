@@ -14,6 +14,7 @@ from fastai.learner import Learner
 from fastai.torch_core import default_device
 
 from ..base import group
+from ..base.device import is_accelerator
 from ..base.interrupts import voting
 from ..base.scoped import own_attrs
 from ..launch.rank0_only import cbs_of_rank
@@ -77,7 +78,7 @@ def train_in_place(ctx):
     if hasattr(Learner.fit, '__wrapped__'): return
     for name in ('fit','_do_epoch_validate'):
         setattr(Learner, name, _with_all_ranks(getattr(Learner, name), ctx.stop_requested))
-    default_device(ctx.device.type == 'cuda')
+    default_device(is_accelerator(ctx.device))
 
 def _with_all_ranks(plain, stop_requested):
     "Learner's method `plain`, which runs in a block of its own"

@@ -16,7 +16,7 @@ from .rank0 import as_one_process, open_run, wants_no_lines
 from .resume import ResumeFit
 from .snapshot import baseline, capture, loader_refs, persistent_refs, place_dl, state_size, unpack
 from ..output.notice import hushed
-from ..launch.training import Progress, until_interrupted, whereabouts
+from ..launch.training import EpochStates, Progress, until_interrupted, whereabouts
 
 # %% ../../nbs/fastai2/723_jobs.ipynb #630594d2
 class NoteProgress(OurCallback):
@@ -87,10 +87,10 @@ def fit_job(ctx, obj):
     ctx.where = noted.where
     together = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     hush = hushed(wants_no_lines(learn))
-    with hush, open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus):
-        def keep(kind='epoch', grads=None):
-            ctx.put(kind, capture(learn, cbs, base, consensus.common.state(), refs, grads=grads))
-        extra = [KeepState(keep, consensus)] if ctx.rank == 0 else []
+    def state(**kwargs): return capture(learn, cbs, base, consensus.common.state(), refs, **kwargs)
+    epochs = EpochStates(ctx, lambda around: state(around=around))
+    with hush, open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus), epochs:
+        extra = [KeepState(epochs.put, consensus)] if ctx.rank == 0 else []
         if call['first'] is not None: extra.append(ResumeFit(learn, base.others, call['first'], call['lists'], refs))
         consensus.ours = [*consensus.ours, *extra]
         # Not among `ours`, which are taken off while rank 0 predicts alone: a report is wanted then, too
@@ -98,7 +98,7 @@ def fit_job(ctx, obj):
         fit = lambda: _fit(ctx, learn, cbs, call['fit'], [*noting, *extra], noted)
         interrupted = until_interrupted(ctx, fit, lambda: consensus.leave('interrupt'))
     ctx.mark('train')
-    if ctx.rank == 0: keep('cut' if interrupted else 'state', consensus.sync.grads_left)
+    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(grads=consensus.sync.grads_left))
     return noted.progress.result(interrupted, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):

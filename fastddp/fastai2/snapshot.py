@@ -151,6 +151,7 @@ def capture(
     refs=None, # Default: `persistent_refs`
     weights=True, # Did the job train?
     grads=None, # Did accumulation leave gradients? None: in the midst of the fit
+    around=None, # As of `dump_state`
 ):
     "Everything that training changed, as a `Payload`: large state in place, the rest as a dump of its own"
     refs = refs or persistent_refs(learn, cbs)
@@ -160,7 +161,7 @@ def capture(
     if weights: rest |= _in_parts(learn, base, ended=grads is not None)
     state = learner_state(learn, weights=weights) | dict(grads=model_grads(learn.model) if grads else {},
                                                          loss=_loss_state(learn, refs) if weights else None)
-    return dump_state(state, rest, lambda: _picklable(rest, base.others, refs), refs)
+    return dump_state(state, rest, lambda: _picklable(rest, base.others, refs), refs, around)
 
 def _in_parts(learn, base, ended):
     "What changed in the optimizer and the parts, and which callbacks left or came"

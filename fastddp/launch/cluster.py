@@ -9,11 +9,11 @@ __all__ = ['APPS', 'Cluster']
 import atexit, os, threading
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
 from fastcore.basics import patch
 
 from ..base import group
 from ..base.checks import check_all, near
+from ..base.device import current_device
 from ..base.errors import CantDistribute, RankDied, RankRaised, WorkerError
 from .local import Local
 from .options import CHECKS
@@ -95,7 +95,7 @@ class Cluster:
         self.local = None
     def __repr__(self):
         if not self.alive: return f"A group of {self.n} that ended"
-        where = f"GPU {', '.join(map(str,self.gpus))} (nccl)" if self.gpus else 'CPU (gloo)'
+        where = f"GPU {', '.join(map(str,self.gpus))} ({group.native_backend()})" if self.gpus else 'CPU (gloo)'
         return f"{self.n} rank{'s' if self.n > 1 else ''} on {where}, app {self.app}"
 
 # %% ../../nbs/launch/518_cluster.ipynb #374ab568
@@ -203,7 +203,7 @@ def pull(self:Cluster,
     rank, = self.ranks(rank)
     results = self._job(pull_job, dict(names=names, rank=rank), f"sending {', '.join(names)}")
     meta,buffers = results[rank]
-    device = torch.device('cuda', torch.cuda.current_device()) if group.n_gpus() else None
+    device = current_device() if group.n_gpus() else None
     objs = load(meta, [memoryview(b).cast('B') for b in buffers], device=device, home=home)
     at_home = APPS[self.app][1]
     return {k:function_at(at_home)(v, device) if at_home else v for k,v in objs.items()}

@@ -8,9 +8,9 @@ __all__ = ['as_left', 'start_job', 'cell_job', 'with_lists', 'push_job', 'pull_j
 # %% ../../nbs/launch/516_cluster_jobs.ipynb #5277d2ef
 import contextlib, os, pickle, sys, types
 
-import torch
 from fastcore.basics import Stateful
 
+from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, is_own_line
 from ..payload.pickling import dump, dump_or_blame, function_at
 from ..process.channel import Surroundings
@@ -109,4 +109,4 @@ def run_job(ctx, obj):
 
 def stat_job(ctx, obj):
     "Bytes allocated on the GPU, None on the CPU"
-    return torch.cuda.memory_allocated(ctx.device) if ctx.device.type == 'cuda' else None
+    return device_module().memory_allocated(ctx.device) if is_accelerator(ctx.device) else None

@@ -32,9 +32,10 @@ def _writable_copies(payload):
     "Private writable copies of a payload's buffers"
     return [b.whole() if isinstance(b, Later) else bytearray(b) for b in payload.buffers]
 
-def _as_put(put, name):
-    "`(meta, buffers)` of what the job put last under `name`, or None"
-    return (put[name].meta, _writable_copies(put[name])) if name in put else None
+def _keep_in(kept):
+    "A `Context.put`: what is put is copied at once, since the job goes on to change it"
+    def put(name, payload): kept[name] = payload.meta, _writable_copies(payload)
+    return put
 
 # %% ../../nbs/launch/506_in_process.ipynb #d6b9d3d3
 class InProcess(Launcher):
@@ -55,16 +56,16 @@ class InProcess(Launcher):
             raise CantDistribute(f"InProcess runs one rank, not {nprocs}: pass nprocs=1 or leave the launcher out.")
         if here is not None: return Outcome([here[1]()], False)
         device,put = self._use_device(),{}
-        ctx = Context(0, 1, device, lambda e: on_event(0, e), put.__setitem__, lambda: False)
+        ctx = Context(0, 1, device, lambda e: on_event(0, e), _keep_in(put), lambda: False)
         with disturbed(), _group_of_one(device):
             try: res = call(job.work, ctx, job.payload.meta, _writable_copies(job.payload))
             except BaseException as e:
-                e.epoch = _as_put(put, 'epoch')
-                e.state = _as_put(put, 'state') or e.epoch
+                e.epoch = put.get('epoch')
+                e.state = put.get('state') or e.epoch
                 raise
         results = [load(res.meta, _writable_copies(res), refs=refs)]
-        state = _as_put(put, 'state') or _as_put(put, 'cut')
-        return Outcome(results, False, state, _as_put(put, 'epoch'), (*ctx.marks,))
+        state = put.get('state') or put.get('cut')
+        return Outcome(results, False, state, put.get('epoch'), (*ctx.marks,))
     def _use_device(self):
         first = 0 if group.n_gpus() else None
         return group.use_device(first if self.gpu is None else self.gpu)

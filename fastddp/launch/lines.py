@@ -9,6 +9,7 @@ __all__ = ['several', 'banner', 'start_of', 'rate', 'summary', 'what_ran', 'stop
 import time
 
 from ..base import group
+from ..base.device import accelerator
 
 # %% ../../nbs/launch/507_lines.ipynb #36ad81ef
 def several(n, what): return f"{n:,} {what}{'s' if n != 1 else ''}"
@@ -16,7 +17,7 @@ def several(n, what): return f"{n:,} {what}{'s' if n != 1 else ''}"
 def banner(n, gpus, total, steps=None, where=None):
     "What runs, as one line: `n` workers take `total` items per step, or None: what a batch sampler gives"
     s = 's' if n > 1 else ''
-    here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for('cuda')}" if gpus else 'cpu, gloo'
+    here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for(accelerator())}" if gpus else 'cpu, gloo'
     who = f"{several(n, 'worker')} ({where or here})"
     per_epoch = '' if steps is None else f", {several(steps, 'step')} per epoch"
     if total is None: return f"{who}, batches of the batch sampler{per_epoch}"

@@ -18,6 +18,7 @@ from .settings import notebook_settings
 from .rank import RankSpec, join_early, run_on_rank
 from ..output.notice import Status
 from ..output.replay import display_settings, frontend
+from ..base.device import accelerator
 from ..base.timing import Timings
 from ..payload.pickling import Payload
 from ..base.interrupts import Interrupts, undisturbed
@@ -32,7 +33,7 @@ class Local(Launcher):
     places = False      # Does it say itself where ranks run? Otherwise `launch.placement` does
     def __init__(self,
         gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, or the CPU without any
-        backend=None, # 'nccl', 'gloo', '' for no group; None: what fits the device
+        backend=None, # 'gloo', that of the GPUs ('nccl'), '' for no group; None: what fits the device
         threads=None, # CPU threads per rank; None: the cores divided by the ranks
         see=(0,), # Ranks whose output is shown, or 'all'
         interrupt_grace=2., # Seconds that ranks have to answer an interrupt, beyond the longest step so far
@@ -214,7 +215,7 @@ def _gpus(self:Local, nprocs):
 def _specs(self:Local, nprocs, work):
     "The `RankSpec` of each rank that has a worker"
     gpus = self._gpus(nprocs) or [None]*nprocs
-    backend = group.backend_for('cpu' if gpus[0] is None else 'cuda') if self.backend is None else self.backend
+    backend = group.backend_for('cpu' if gpus[0] is None else accelerator()) if self.backend is None else self.backend
     threads,store = self.threads or max(1, visible_cores()//nprocs),self._rendezvous_file()
     heartbeat = os.path.join(self.workers.dir, f'heartbeat-{time.monotonic_ns()}-')
     settings = {} if self.keep_on_failure else notebook_settings()      # cells that run there set their own

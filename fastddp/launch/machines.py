@@ -159,7 +159,7 @@ def _settle(self:Machines, first, found, offers):
     self.routes = {m: next(o for o in routes if o.address == self.address) for m,routes in found.items()}
     own = _answer_or_here(first, self.address)
     self.cards = {m: o.card for m,o in self.routes.items()} | {first: own}
-    backend = 'nccl' if self.on_gpu else 'gloo'
+    backend = group.native_backend() if self.on_gpu else 'gloo'
     each = f"{self.counts[0]} " if len(set(self.counts)) == 1 else '+'.join(map(str, self.counts))+' '
     kind = ('GPU' if self.counts[0] == 1 else 'GPUs') if self.on_gpu else 'on the CPU'
     s = 's' if len(self.counts) != 1 else ''
@@ -221,7 +221,7 @@ def _after_failure(self:Machines, job, monitor):
 @patch
 def _specs(self:Machines, nprocs, work):
     "The `RankSpec` of each rank"
-    gpus,backend = self._gpus() or [None]*nprocs,('nccl' if self.on_gpu else 'gloo')
+    gpus,backend = self._gpus() or [None]*nprocs,(group.native_backend() if self.on_gpu else 'gloo')
     backend = backend if self.backend is None else self.backend
     at_home = max(1, visible_cores()//self.counts[0])
     settings = {} if self.keep_on_failure else notebook_settings()

@@ -9,9 +9,8 @@ __all__ = ['Context', 'call', 'RankSpec', 'join_early', 'run_on_rank']
 import contextlib, gc, os, signal, sys, threading, time
 from typing import NamedTuple
 
-import torch
-
 from ..base import group, rendezvous
+from ..base.device import device_module, is_accelerator
 from .settings import take_settings, warn_of_left
 from ..process.malloc import give_pages_back, keep_pages
 from ..process.channel import nothing
@@ -150,11 +149,11 @@ def run_on_rank(
 def _finish(channel, ctx):
     "Reports where the time went; on a GPU memory is freed at once, since the notebook's model may go back to it"
     if ctx.rank == 0: channel.emit(('marks', ctx.marks))
-    if ctx.device.type == 'cuda': _free_memory(ctx.device)
+    if is_accelerator(ctx.device): _free_memory(ctx.device)
     else: channel.on_idle = lambda: _free_memory(ctx.device)
 
 def _free_memory(device):
     "An idle worker holds no model, no free pages and no GPU cache"
     gc.collect()
     if device.type == 'cpu': give_pages_back()
-    if device.type == 'cuda': torch.cuda.empty_cache()
+    if is_accelerator(device): device_module().empty_cache()

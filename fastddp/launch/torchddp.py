@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from ..base import group, rendezvous
 from ..base.checks import check_all, flag, whole
+from ..base.device import device_module, is_started
 from ..base.errors import CantDistribute
 from ..base.scoped import environment
 from .functions import CHECKS, ranch
@@ -56,7 +57,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
     def __exit__(self, kind, *_):
         rendezvous.leave(broken=kind is not None)
         gc.collect()
-        if torch.cuda.is_initialized(): torch.cuda.empty_cache()
+        if is_started(): device_module().empty_cache()
         self._undo.close()
 
 # %% ../../nbs/launch/515_torchddp.ipynb #569bdb33
@@ -71,7 +72,7 @@ def _environment(self:TorchDDPCtx, rank, world_size):
 def _use_device(self:TorchDDPCtx, undo, local, n):
     "This process's device; afterwards that of the notebook is the current one again"
     undo.callback(torch.set_num_threads, torch.get_num_threads())
-    if torch.cuda.is_initialized(): undo.callback(torch.cuda.set_device, torch.cuda.current_device())
+    if is_started(): undo.callback(device_module().set_device, device_module().current_device())
     gpu = local if self.use_gpu and group.n_gpus() else None
     if gpu is not None: _check_gpus(n)
     return group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))

@@ -4,17 +4,20 @@
 
 # %% auto #0
 __all__ = ['dump_snapshot', 'offloaded', 'sync_seed', 'whereabouts', 'Progress', 'until_interrupted', 'Baseline', 'model_state',
-           'dump_state', 'load_state']
+           'dump_state', 'load_state', 'EpochStates']
 
 # %% ../../nbs/launch/511_training.ipynb #1bc44fc1
 import contextlib, pickle, random, time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np, torch
 
 from ..base import group
+from ..base.device import device_module, is_accelerator
 from ..base.rng import CommonRNG
 from ..payload.patches import collect_patches
 from ..payload.changes import fingerprint
+from ..payload.host_copy import HostCopies
 from ..payload.pickling import dump, dump_or_blame, load
 from ..payload.state import model_tensors, move_opt
 
@@ -40,12 +43,12 @@ def offloaded(
 ):
     "What lies on a GPU is on the CPU inside, and back on its device afterwards"
     ts = [*model_tensors(model).values(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    moved = [(t, t.device) for t in ts if t.is_cuda]
+    moved = [(t, t.device) for t in ts if is_accelerator(t.device)]
     def move(to):
         for t,dev in moved: t.data = t.data.to(to or dev)
         if moved:
             move_opt(opt)
-            torch.cuda.empty_cache()
+            device_module().empty_cache()
     move('cpu')
     try: yield
     finally: move(None)
@@ -158,14 +161,46 @@ def dump_state(
     rest, # Everything else
     picklable, # Called if `rest` can't be dumped: what of it can
     refs, # What both sides have; see `persistent_refs`
+    around=None, # A context manager: `state` is dumped inside
 ):
     "Both as one `Payload`"
     try: small = dump(rest, refs)
     except Exception: small = dump(picklable(), refs)
-    return dump((state, small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), refs)
+    with around or contextlib.nullcontext():
+        return dump((state, small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), refs)
 
 def load_state(meta, buffers, refs):
     "`(state, function that loads the rest)`"
     state,small,small_buffers = load(meta, buffers, refs=refs)
     # In memory of its own: the block may be written again
     return state, lambda: load(small, [bytearray(b) for b in small_buffers], refs=refs)
+
+# %% ../../nbs/launch/511_training.ipynb #3608ea3a
+class EpochStates:
+    "`put()` leaves rank 0's state with the notebook as that of an epoch; after the block the notebook has it"
+    def __init__(self, ctx, # The rank's `Context`
+                 capture,   # `capture(around)`: the `Payload` of `dump_state`
+                 copies=HostCopies):
+        self.ctx,self.capture,self.copies = ctx,capture,copies
+        self.thread,self.sent = ThreadPoolExecutor(1, 'fastddp-state'),None
+    def put(self):
+        "The state of now; on a GPU the caller may go on and change it at once"
+        self.finish()
+        if not self.on_gpu(): return self.ctx.put('epoch', self.capture(None))
+        copies = self.copies()
+        self.start(copies, copies.with_own(self.capture(copies)))
+    def on_gpu(self): return is_accelerator(self.ctx.device)
+    def start(self, copies, payload): self.sent = self.thread.submit(self._send, copies, payload)
+    def _send(self, copies, payload):
+        copies.wait()
+        self.ctx.put('epoch', payload)
+    def finish(self):
+        "Waits until what was put is sent; raises what went wrong there"
+        sent,self.sent = self.sent,None
+        if sent: sent.result()
+    def __enter__(self): return self
+    def __exit__(self, _, failed, tb):
+        try: self.finish()
+        except Exception:
+            if failed is None: raise        # else a broken GPU, say, broke the fit as well, and that is what is told
+        finally: self.thread.shutdown()

@@ -11,6 +11,7 @@ import hashlib
 import torch
 from torch import nn
 
+from ..base.device import is_accelerator
 from .pickling import dump
 
 # %% ../../nbs/payload/105_changes.ipynb #1c8fec9d
@@ -71,7 +72,7 @@ class Changes:
         if not _alike(members, _members(k, v)): return True
         return members is None and not _alike(old, v)
 
-def _travels(v): return isinstance(v, torch.Tensor) and v.is_leaf and not v.is_cuda
+def _travels(v): return isinstance(v, torch.Tensor) and v.is_leaf and not is_accelerator(v.device)
 
 def update_objects(objs, changes):
     "Puts what `Changes.now` found in objects like `objs` into these"

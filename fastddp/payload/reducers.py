@@ -11,6 +11,8 @@ import _thread, collections, importlib, io, pickle, sys, threading, types, weakr
 import cloudpickle, torch
 from torch.utils.hooks import RemovableHandle
 
+from .host_copy import host_bytes
+
 # %% ../../nbs/payload/103_reducers.ipynb #bba5f7ea
 _by_cloudpickle = cloudpickle.Pickler.reducer_override
 
@@ -20,9 +22,7 @@ def _untyped_storage(pickler, o): return _load_storage, (_raw(o), o.device.type)
 
 def _raw(s):
     "The bytes of storage `s` as a buffer; from a GPU through one copy on the host"
-    if not s.nbytes(): return b''
-    on_host = s if s.device.type == 'cpu' else s.cpu()
-    return pickle.PickleBuffer(torch.tensor([], dtype=torch.uint8).set_(on_host).numpy())
+    return pickle.PickleBuffer(host_bytes(s).numpy()) if s.nbytes() else b''
 
 def _load_typed(storage, dtype): return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 

@@ -36,7 +36,7 @@ def worker_main(
     faulthandler.register(signal.SIGUSR1, last_words)
     for o in (multiprocess, multiprocessing): o.process.current_process()._config |= _own_config(log)
     channel = Channel(conn, rank, parent_pid, os.path.dirname(log))
-    channel.send('ready', _cuda_forked())
+    channel.send('ready', _gpu_touched())
     while (task := channel.tasks.get()) is not None:
         _run(channel, task)
         _idle(channel)
@@ -51,12 +51,11 @@ def _idle(channel):
     on_idle,channel.on_idle = channel.on_idle,nothing
     on_idle()
 
-def _cuda_forked():
-    "Did the helper touch CUDA, so that this process can't?"
-    cuda = getattr(sys.modules.get('torch'), 'cuda', None)
-    if cuda is None: return False
-    cuda._cached_device_count = None       # the helper counted none
-    return cuda._is_in_bad_fork()
+def _gpu_touched():
+    "Did the helper touch a GPU, so that this process can't?"
+    if 'torch' not in sys.modules: return False
+    from fastddp.base.device import used_before_fork
+    return used_before_fork()
 
 # %% ../../nbs/process/405_worker.ipynb #d9bded48
 def _run(channel, task):

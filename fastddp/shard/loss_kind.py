@@ -13,6 +13,7 @@ from types import MethodType
 import numpy as np, torch
 from torch import nn
 
+from ..base.device import rng_as_before
 from ..base.errors import CantDistribute
 from .items import Items
 from .loss import has_two_divisors, is_known, unwrapped
@@ -81,7 +82,7 @@ def as_it_was(loss_func, device=torch.device('cpu')):
     "Inside it may be called; afterwards it and all random streams are as before. Yields a list of what changed"
     put_back,changed = state_of(loss_func),[]
     py,npy = random.getstate(),np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == 'cuda' else []), torch.no_grad():
+    with rng_as_before(device), torch.no_grad():
         try: yield changed
         finally:
             if put_back(): changed.append(True)

@@ -5,6 +5,7 @@ import numpy as np, pandas as pd, pytest, torch
 from learners_v1 import *
 from fastai.callbacks import CSVLogger
 from fastddp.all import InProcess, RankDied, RankRaised
+from late_streams import LateStates
 
 
 class At(LearnerCallback):
@@ -31,6 +32,27 @@ def test_failures_keep_the_last_epoch_and_the_next_fit_works():
             assert len(learn.recorder.val_losses) == 1 and not torch.equal(before, learn.model[0].weight)
         learn.fit(1, 1e-2)
     assert len(learn.recorder.val_losses) == 1
+
+
+class Fails(LearnerCallback):
+    "In the second epoch"
+    def on_batch_end(self, epoch, train, **kwargs):
+        if train and epoch == 1: 1/0
+
+
+@pytest.mark.parametrize('free', [None, 10**9, 10])
+def test_the_last_complete_epoch_is_not_what_the_next_one_makes_of_it(free, monkeypatch):
+    "`free`: bytes on a GPU of which streams that are late stand for here; None: on the CPU"
+    if free is not None:
+        monkeypatch.setattr('fastddp.fastai1.jobs.EpochStates', LateStates)
+        monkeypatch.setattr(LateStates, 'free', free)
+    expected, learn = plain(4), plain(4)
+    for o, epochs in (expected, 1), (learn, 3):
+        seed(5)
+        cbs = [Fails(o)] if epochs > 1 else []
+        try: o.distrib_fit(epochs, 1e-2, callbacks=cbs, launcher=InProcess())
+        except ZeroDivisionError: assert cbs
+    for a, b in zip(expected.model.parameters(), learn.model.parameters()): assert torch.equal(a, b)
 
 
 class Dies(LearnerCallback):

@@ -1,0 +1,106 @@
+"""What the README says about GPUs, and the rows of gpu_check.py's page by which each claim stands or falls.
+
+    python benchmarks/gpu/claims.py
+
+writes the table of them into nbs/index.ipynb: where a claim held, by the pages in benchmarks/results/gpu, or
+that it is unproven. `make readme` carries it into README.md.
+"""
+import json, re, sys
+from pathlib import Path
+from typing import NamedTuple
+
+RESULTS = Path(__file__).resolve().parent.parent/'results'/'gpu'
+BEGIN, END = '<!-- gpus: rendered by benchmarks/gpu/claims.py -->', '<!-- end of gpus -->'
+
+
+class Claim(NamedTuple):
+    what: str           # As the table says it
+    rows: tuple         # Expressions, each for a row at least; none: nothing checks it
+    said: tuple = ()    # Elsewhere in the README, in these words
+
+
+ALL = r'\d+ ranks'
+CLAIMS = [
+    Claim('`learn.distrib_fit_one_cycle(5)` trains on all visible GPUs, one process for each',
+          (f'{ALL}, fit 1: device of each rank', f'{ALL}, fit 1: one context per worker, on its own GPU'),
+          ('on all your GPUs', 'and more than one GPU. This', 'one process for each GPU', 'all visible GPUs;',
+           '`learn.distrib_fit_one_cycle` on all GPUs')),
+    Claim('`gpus=[3, 1]`: exactly these, in this order', ('the last two GPUs in reverse, fit 1: device of each rank',),
+          ('exactly these two GPUs', '`gpus=None`', 'exactly these GPUs, in this order')),
+    Claim('the notebook may have used its GPU before', (r'1 \w+ rank, fit 1: device of each rank',),
+          ('when you have used the GPU already', 'That your notebook has used the GPU does not matter',
+           'has never touched CUDA')),
+    Claim('the same parameters come back, on their GPU, and train on there',
+          (r'1 \w+ rank: the same parameters, back on .*', r'1 \w+ rank: trains on in this process',
+           f'{ALL}: the same parameters, back on .*')),
+    Claim('the workers leave nothing on a GPU', (r'1 \w+ rank: GPU memory afterwards as before',
+                                               f'{ALL}: GPU memory afterwards as before')),
+    Claim("while workers train, the notebook's copy of the model is on the CPU",
+          ("the notebook's copy lies on the CPU while workers train",)),
+    Claim('N GPUs with batch b are one with batch N·b, in float32 and in bf16',
+          (f'{ALL}, float32 without TF32: .*', f'{ALL}, bf16: .*'), ('the same answer on N GPUs',)),
+    Claim('one batch norm for all GPUs', (f'{ALL}, batch norm synchronised: .*',)),
+    Claim('`to_fp16`, `to_bf16`, gradient clipping, channels last and `torch.compile` go along',
+          tuple(f'{o}, two ranks: trains' for o in ('to_fp16', 'to_bf16', 'to_fp16 with gradient clipping',
+                                                    'channels last', 'torch.compile'))),
+    Claim('`get_preds`, `validate`, `tta` and `lr_find`',
+          ('get_preds: those of this process, in order', 'validate: that of this process', 'tta: .*', 'lr_find: .*')),
+    Claim('a step waits for the GPU no more often than fastai does', ('1 rank: waits per step',
+                                                                   f'{ALL}: waits per step')),
+    Claim("one rank makes 0.99 of plain fastai's steps per second, and 0.97 of a hand-written script's",
+          ('.*: steps per second over those of plain learn.fit',
+           '.*: steps per second over those of a DDP script')),
+    Claim('50 fits and a failure leave GPU memory flat', (r'\d+ fits and a failure: GPU memory flat to 1 MiB',)),
+    Claim('out of memory on one rank is an error that says so, and the next fit works',
+          ('out of memory on one rank: RankRaised says so', 'out of memory on one rank: the next fit works')),
+    Claim('the stop button works within a step, and leaves no memory behind',
+          ('interrupt within a step: KeyboardInterrupt', 'interrupt within a step: no memory left')),
+    Claim('a fit that fails leaves the last complete epoch, which is copied from the GPU while the next one runs',
+          ('a fit that fails leaves the last complete epoch',)),
+    Claim('`in_torchddp` gives each process its GPU', (), ('one GPU each',)),
+    Claim('GPUs of several machines', ()),
+    Claim("AMD's GPUs (`cuda` to torch) and Intel's (`xpu`, over `xccl`)", (),
+          ("AMD's GPUs are `cuda` to torch",)),
+]
+
+# Words about GPUs that promise nothing that could fail on one
+NO_CLAIMS = ('Nothing has been run on a GPU yet', 'with or without a GPU', 'most of it CUDA libraries',
+             'with one GPU or none, the fit runs in the notebook', 'more workers than GPUs',
+             'None of it was measured on a GPU')
+
+
+def results(folder=RESULTS):
+    "`{path of the page: rows}` of the runs on GPUs"
+    found = {p: json.loads(p.read_text(encoding='utf-8')) for p in sorted(folder.glob('*.json'))}
+    return {p.with_suffix('.md'): o['rows'] for p, o in found.items() if not o['dry']}
+
+
+def missing(claim, rows, dry=False):
+    "Those of the claim's expressions for which `rows` has none that promises; in a dry run, none at all"
+    promised = [o['what'] for o in rows if dry or o['ok'] is not None]
+    return [o for o in claim.rows if not any(re.fullmatch(o, what) for what in promised)]
+
+
+def state(claim, found):
+    "`unproven`, or where it held or broke, as Markdown"
+    if not claim.rows: return 'unproven'
+    said = []
+    for page, rows in found.items():
+        own = [o for o in rows if any(re.fullmatch(e, o['what']) for e in claim.rows)]
+        link = f'[{page.stem}](../benchmarks/results/gpu/{page.name})'
+        if any(o['ok'] is False for o in own): said.append(f'**broken** on {link}')
+        elif not missing(claim, rows): said.append(f'holds on {link}')
+    return ', '.join(said) or 'unproven'
+
+
+def table(found):
+    return '\n'.join(['| | on a GPU |', '|---|---|', *(f'| {o.what} | {state(o, found)} |' for o in CLAIMS)])
+
+
+def main():
+    sys.path.insert(0, str(RESULTS.parent.parent))
+    from render import into_notebook
+    into_notebook(RESULTS.parent.parent.parent/'nbs'/'index.ipynb', table(results()), (BEGIN, END))
+
+
+if __name__ == '__main__': main()
