@@ -44,7 +44,8 @@ def tell_once(
     others = sys.excepthook
     def hook(kind, value, traceback):
         if value is not e: return others(kind, value, traceback)
-        print(f"rank {rank} ended with rank {first}, whose error is the one to look at ({kind.__name__})", file=sys.stderr)
+        line = f"rank {rank} ended with rank {first}, whose error is the one to look at ({kind.__name__})"
+        print(line, file=sys.stderr)
     sys.excepthook = hook
 
 @contextlib.contextmanager
