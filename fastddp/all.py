@@ -13,6 +13,7 @@ from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, Wor
 from .launch.hosts import Hosts
 from .launch.in_process import InProcess
 from .launch.local import Local
+from .launch.ray import Ray
 from .launch.torchddp import TorchDDPCtx, in_torchddp
 from .launch.functions import global_imports, import_star, ranch, spawn
 
@@ -40,5 +41,5 @@ workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inli
                 'fastddp.output.capture:rehearse')
 if _interactive(): workers.warm()
 
-__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','Hosts','InProcess','Local',
+__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','Hosts','InProcess','Local','Ray',
            'TorchDDPCtx','global_imports','import_star','in_torchddp','ranch','spawn']
