@@ -10,7 +10,10 @@ from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
 from fastddp.launch.engine import Job
 
 pytestmark = pytest.mark.timeout(600)
-needs_ray = pytest.mark.skipif(not importlib.util.find_spec('ray'), reason='Ray is not installed')
+_skip = pytest.mark.skipif(not importlib.util.find_spec('ray'), reason='Ray is not installed')
+
+
+def needs_ray(test): return pytest.mark.ray(_skip(test))
 
 
 # Without a cluster

@@ -31,12 +31,12 @@ def _own_handler():
     finally:
         os.environ.pop('PYTHONBREAKPOINT', None)
         if debugger is not None: os.environ['PYTHONBREAKPOINT'] = debugger
-        with contextlib.suppress(ValueError, TypeError): signal.signal(signal.SIGTERM, own)   # not in this thread
+        with contextlib.suppress(ValueError,TypeError): signal.signal(signal.SIGTERM, own)     # in another thread
 
 def _refuse_client(address):
     if str(address or '').startswith('ray://'):
-        raise CantDistribute(f"{address}: a Ray client has no part in the cluster. Run the notebook on a machine of it, "
-                             "and say Ray().")
+        raise CantDistribute(f"{address}: a Ray client has no part in the cluster. Run the notebook on a machine of "
+                             "it, and say Ray().")
 
 def connect(
     address, # As the user gave it
@@ -105,7 +105,8 @@ class Ray(Machines):
     ):
         _refuse_client(address)
         super().__init__(per_node=per_node, **kwargs)
-        self.cluster,self.nodes,self.each,self.wait = address,nodes,dict(gpus=gpus, cpus=cpus, resources=resources),wait
+        self.cluster,self.nodes,self.wait = address,nodes,wait
+        self.each = dict(gpus=gpus, cpus=cpus, resources=resources)
         self.runtime_env,self._group,self._ours,self._holder = runtime_env,None,False,None
         self.on_gpu = False
     def _connect(self):
@@ -133,8 +134,8 @@ class Ray(Machines):
         while not self._group.wait(1):
             if time.monotonic() < until: continue
             free = ray.available_resources()
-            raise CantDistribute(f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} each, and others "
-                                 f"use them: free are {_words({k:free.get(k, 0) for k in bundles[0]})}. "
+            raise CantDistribute(f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} each, and "
+                                 f"others use them: free are {_words({k:free.get(k, 0) for k in bundles[0]})}. "
                                  f"{_there(found)} wait= says for how many seconds to wait.")
     def _actor(self, i, bundle):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

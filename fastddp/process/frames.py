@@ -40,7 +40,7 @@ class Frames:
     "One end of a connection: `send` messages and data, take what was `received`"
     def __init__(self,
         read_fd, # Descriptor to read from, ours from now on
-        out, # Descriptor to write to, ours from now on; or what has `write(frame)`, which may raise an OSError, and `close()`
+        out, # Descriptor to write to, ours from now on; or what has `write`, which may raise an OSError, and `close`
         new_block=Block, # Called for the `Block` that arriving data is written to
         on_end=lambda: None, # Called in the reading thread when the other side is gone
     ):
@@ -61,7 +61,7 @@ class Frames:
         "Sends a small message, which may pass data and what waits behind it"
         self._put(self._small, _frame(b'M', cloudpickle.dumps(msg, protocol=5)))
     def send_in_order(self, *msg,
-        data=None, # `(Block, bytes)`: its content goes along, the block arrives as the last value; or like `BlockFrames`
+        data=None, # `(Block, bytes)`, or as `BlockFrames`: goes along, and arrives as a block, the last value
         instead=None, # A name: it takes the place of what has the same name and isn't on its way yet
     ):
         "Sends a message behind those that were sent in order before"
