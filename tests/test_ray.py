@@ -8,6 +8,7 @@ from traces import nothing_left, running
 from two_hosts import ENTER, two_hosts
 from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
 from fastddp.launch.engine import Job
+from fastddp.launch.ray import as_it_was
 
 pytestmark = pytest.mark.timeout(600)
 _skip = pytest.mark.skipif(not importlib.util.find_spec('ray'), reason='Ray is not installed')
@@ -101,15 +102,15 @@ class Cluster:
 
 @pytest.fixture(scope='module')
 def cluster(net):
-    import ray
     cluster = Cluster(net)
     try:
         cluster.start()
-        ray.init(cluster.address, _node_ip_address=cluster.head, log_to_driver=False, configure_logging=False)
+        with as_it_was():
+            import ray
+            ray.init(cluster.address, _node_ip_address=cluster.head, log_to_driver=False, configure_logging=False)
         yield cluster
-    finally:
         ray.shutdown()
-        cluster.stop()
+    finally: cluster.stop()
 
 
 class WarmRay(Ray):
