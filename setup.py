@@ -29,7 +29,7 @@ setup(
     long_description_content_type='text/markdown',
     packages=find_packages(include=[cfg['lib_path'], f"{cfg['lib_path']}.*"]), python_requires=f">={cfg['min_python']}",
     install_requires=cfg['requirements'].split(),
-    extras_require={o: cfg[f'{o}_requirements'].split() for o in ('dev', 'bench')},
+    extras_require={o: cfg[f'{o}_requirements'].split() for o in ('dev', 'bench', 'ray')},
     entry_points={'nbdev': [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"]},
     classifiers=[f"Development Status :: {statuses[int(cfg['status']) - 1]}",
                  'Framework :: Jupyter', 'Intended Audience :: Developers',

@@ -53,7 +53,7 @@ def shared():
     shutil.rmtree(path)
 
 
-def agent_of(launcher, i): return psutil.Process(launcher.machines[i].proc.pid).children()[0]
+def agent_of(launcher, i): return psutil.Process(launcher.machines[i].way.proc.pid).children()[0]
 
 
 def gone(procs, seconds):

@@ -6,7 +6,7 @@
 __all__ = ['Machine', 'AllWorkers']
 
 # %% ../../nbs/launch/521_machine.ipynb #09c904a8
-import contextlib, os, signal, subprocess, time
+import os, time
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -21,13 +21,11 @@ from ..process.heartbeat import Beat, write_beat
 from ..process.owner import new_folder, remove_folder
 
 # %% ../../nbs/launch/521_machine.ipynb #93e67d5b
-_SH = 'd=$1; shift; "$@"; e=$?; rm -rf "$d"; exit $e'
-
 class Machine:
     "Another machine: the agent there, and what it says; `start` asks nothing, `answer` waits"
     def __init__(self,
         name, # As the user calls it
-        argv, # Command that runs an agent there on its standard input and output
+        way, # Called with a private folder, which it may use: starts an agent, and is the way to it, as `Command`
         silence=30., # Seconds without a word after which it is lost
     ):
         self.name,self.silence = name,silence
@@ -35,17 +33,12 @@ class Machine:
         self.stopped,self.modules = set(),{}        # ranks; files that were sent -> `(path, time)`
         self.facts,self.skew,self._kept = {},0.,[]      # `skew`: seconds that our clock is ahead of theirs
         self.folder = new_folder()
-        self._errors = open(os.path.join(self.folder, 'stderr'), 'w+')      # read after the folder is gone
-        self.proc = subprocess.Popen(['sh','-c',_SH,'sh',self.folder,*argv], stdin=subprocess.PIPE,
-                                     stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True)
-        self.frames = Frames(os.dup(self.proc.stdout.fileno()), os.dup(self.proc.stdin.fileno()))
-        self.proc.stdin.close()
-        self.proc.stdout.close()
+        self.way = way(self.folder)
+        self.frames = Frames(self.way.read_fd, self.way.out)
     def said(self):
         "What came that was not the agent's: errors of the command, or of Python there"
-        self._errors.seek(0)
         junk = bytes(self.frames.junk).decode(errors='replace')
-        return '\n'.join(filter(None, [self.trouble, junk, self._errors.read()])).strip()
+        return '\n'.join(filter(None, [self.trouble, junk, self.way.said()])).strip()
     def lost(self):
         "Why nothing will come any more, or None"
         if self.closed: return f"the connection to {self.name} is closed"
@@ -137,17 +130,14 @@ def end_workers(self:Machine, grace, until):
 def close(self:Machine,
     grace=2., # Seconds for the agent to end by itself
 ):
-    "Ends the command, and with it the agent; frees everything; harmless when repeated"
+    "Ends the agent; frees everything; harmless when repeated"
     if self.closed: return
     heard = not self.lost()
     self.frames.send('end', grace)
     self.frames.close()
-    with contextlib.suppress(subprocess.TimeoutExpired): self.proc.wait(grace+2 if heard else 0)
     self.closed = True
-    with contextlib.suppress(ProcessLookupError): os.killpg(self.proc.pid, signal.SIGKILL)
-    self.proc.wait()
+    self.way.close(grace+2 if heard else 0)
     self.forget()
-    self._errors.close()
     remove_folder(self.folder)
 
 # %% ../../nbs/launch/521_machine.ipynb #a5557b80
@@ -162,8 +152,9 @@ class AllWorkers:
         machines, # `Machine`s with their `ranks`
         home=None, # `Workers` of the notebook's own machine, if it takes part
         cards={}, # Machine, or None for the notebook's -> its network card
+        shared=lambda block,size,n: (block, size), # What `Frames` takes as data, for a block that goes to `n` machines
     ):
-        self.machines,self.home,self.cards = machines,home,cards
+        self.machines,self.home,self.cards,self.shared = machines,home,cards,shared
         self.of = {r:m for m in machines for r in m.ranks}
         self.ranks = sorted([*self.of, *(home.ranks if home else ())])
         self.n = len(self.ranks)
@@ -199,13 +190,12 @@ def _card_env(card, n):
 @patch
 def submit(self:AllWorkers, entry, packed, block, configs, **_):
     "As `Workers.submit`; the payload goes to each machine once"
-    of_rank = dict(zip(self.ranks, configs))
+    of_rank,data = dict(zip(self.ranks, configs)),self.shared(block, packed.end, len(self.machines))
     for m in self.machines:
         m.forget()
         m.send_modules()
         env = _card_env(self.cards[m], len(m.ranks))
-        m.frames.send_in_order('job', entry, [of_rank[r] for r in m.ranks], env, _surroundings(), packed,
-                               data=(block, packed.end))
+        m.frames.send_in_order('job', entry, [of_rank[r] for r in m.ranks], env, _surroundings(), packed, data=data)
     if not self.home: return
     specs = [of_rank[r] for r in self.home.ranks]
     for s in specs: Path(s.heartbeat).unlink(missing_ok=True)

@@ -44,6 +44,9 @@ class Machines(Local):
         super().close(grace)
         machines,self.machines = self.machines,[]
         for m in machines: m.close(grace)
+    def shared(self, block, size, n):
+        "What `Frames` takes as data, for a block that goes to `n` machines"
+        return block, size
     def place(self, nprocs=None, gpus=None):
         "As `Launcher.place`: starts the agents, if they don't run, and asks them"
         if gpus: raise CantDistribute("gpus= chooses those of one machine; per_node= says how many of each take part.")
@@ -193,7 +196,7 @@ def _get_workers(self:Machines, ranks, nprocs, interrupts, mark):
         if m: m.ranks = list(range(first, first+n))
         first += n
     home = start_workers(list(range(self.counts[0])), self.on_gpu, interrupts, mark) if self.has_home else None
-    self.workers = AllWorkers(self.machines, home, self.cards)
+    self.workers = AllWorkers(self.machines, home, self.cards, self.shared)
     self.workers.start(self.on_gpu)
 
 @patch
