@@ -90,6 +90,14 @@ def test_tuples_stay_tuples():
     assert type(packed(items)) is tuple and packed(items) == items
 
 
+@pytest.mark.parametrize('shape', ['tensors of their own', 'tensors of a class', 'tensors'])
+def test_short_lists_of_tensors_are_plain_lists_made_of_one_buffer_each(shape):
+    items = made(shape)[:200]
+    assert len(dump(items, pack_lists=True).buffers) < 10
+    o = packed(dict(a=items, again=items))
+    assert type(o['a']) is list and o['a'] is o['again'] and same(o['a'], items)
+
+
 def test_what_two_lists_have_in_common():
     rows = made('dicts')
     a, b = packed([rows, list(rows)])

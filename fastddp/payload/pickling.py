@@ -95,7 +95,7 @@ def _dumped(obj, new):
 
 @contextlib.contextmanager
 def _no_collection():
-    "Inside, many small objects are made without having the garbage collector look through all that there is"
+    "Inside, the garbage collector doesn't look through all of a notebook each time that some thousand objects are made"
     was_on = gc.isenabled()
     gc.disable()
     try: yield
