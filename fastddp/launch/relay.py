@@ -18,7 +18,9 @@ def relay_class():
     "The actor's class, for `ray.remote`"
     class Relay:
         "Has an agent; `read` and `write` may go on at the same time"
-        def __init__(self): self.proc,self.turn,self.early,self.errors = None,0,{},tempfile.TemporaryFile()
+        def __init__(self):
+            self.proc,self.errors = None,tempfile.TemporaryFile()
+            self.turn,self.early = 0,{}
         def gpus(self):
             "The GPUs that Ray gave to it"
             import ray
