@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OVERRIDES', 'STAY', 'all_cbs', 'persistent_refs', 'loader_refs', 'roots', 'snapshot', 'learner_state', 'state_size',
-           'baseline', 'parts', 'capture', 'apply', 'unpack', 'place_dl', 'place']
+           'baseline', 'parts', 'capture', 'unpack', 'place_dl', 'place']
 
 # %% ../../nbs/fastai2/719_snapshot.ipynb #d2613a07
-import contextlib, warnings
+import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -15,17 +15,16 @@ from fastai.callback.core import Callback
 from fastai.data.load import DataLoader
 
 from ..launch.rank0_only import RANK0_ONLY, is_kind
-from .loaders import dl_state, set_dl_state
+from .loaders import dl_state
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded
 from ..base.errors import CantDistribute
 from ..base.scoped import without_attrs
 from ..base.rng import CommonRNG
-from ..launch.training import Baseline, dump_snapshot, dump_state, load_state, model_state
-from ..payload.changes import Changes, update_objects
-from ..payload.state import OPT_STAYS, apply_grads, apply_model, apply_opt, model_grads, opt_attrs, opt_owners
-from ..payload.state import model_tensors, move_opt, opt_state, opt_tensors
-from ..payload.state import picklable_attrs, update_attrs, without_state
+from ..launch.training import Baseline, dump_snapshot, dump_state, model_state
+from ..payload.changes import Changes
+from ..payload.state import (OPT_STAYS, apply_grads, apply_model, apply_opt, model_grads, model_tensors, move_opt,
+                                   opt_attrs, opt_owners, opt_state, opt_tensors, picklable_attrs, without_state)
 
 # %% ../../nbs/fastai2/719_snapshot.ipynb #66a8dfc4
 def all_cbs(learn, cbs=()):
@@ -205,59 +204,6 @@ def _picklable_parts(rest, refs, lost):
     return res
 
 def _is_logger(cb): return is_kind(cb, RANK0_ONLY)     # their connections are expected to stay behind
-
-# %% ../../nbs/fastai2/719_snapshot.ipynb #553e04c8
-def apply(learn, cbs, meta, buffers, refs=None,
-          whole=True # Also what callbacks hold that is as it was? Not right after the fit
-):
-    "Puts a captured state into `learn` and its callbacks, in place"
-    refs,callbacks = refs or persistent_refs(learn, cbs),all_cbs(learn, cbs)
-    state,load_rest = load_state(meta, buffers, refs)
-    rest = _load_rest(load_rest)
-    if not _apply_structure(learn, rest, state): return
-    if state['epoch'] is not None: learn.epoch = state['epoch']
-    apply_model(learn.model, state)
-    if state['tensors']: apply_grads(learn.model, state['grads'])
-    if state['loss']: apply_model(loss_module(learn.loss_func), state['loss'])
-    if state['opt'] and learn.opt: apply_opt(learn.opt, *state['opt'])
-    for o,attrs in zip(opt_owners(learn.opt), rest.get('opt_attrs', ())): update_attrs(o, attrs, whole)
-    update_attrs(learn, rest['learn'])
-    for cb,attrs in zip(callbacks, rest['cbs']): update_attrs(cb, attrs, whole)
-    for dl,st in zip(learn.dls.loaders, rest['dls']): set_dl_state(dl, st)
-    _apply_cbs(learn, rest)
-    if rest['rng']: CommonRNG(rest['rng']).install()
-
-def _apply_structure(learn, rest, state):
-    "Modules and parts first: whether the weights fit then. A learner that they don't fit stays as it is"
-    if rest.get('parts'): update_objects(parts(learn), rest['parts'])
-    for k in ('model','opt','dls'):
-        if rest.get(f'new_{k}') is not None: setattr(learn, k, rest[f'new_{k}'])
-    unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]
-    if unknown: warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be loaded "
-                              "here; the learner is as before the fit.")
-    return not unknown
-
-def _apply_cbs(learn, rest):
-    "Callbacks that left in the fit leave here, and those that came come"
-    before = list(learn.cbs)
-    for i in rest.get('left', ()):
-        if i < len(before): learn.remove_cb(before[i])
-    for cb in rest.get('come', ()): learn.add_cb(cb)
-
-def _load_rest(load_rest):
-    "What came besides weights and optimizer; with a warning about what didn't"
-    try: rest = load_rest()
-    except Exception as e:
-        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are as before it, "
-                      f"since something that a callback holds can't be loaded here ({type(e).__name__}: {e}).")
-        return dict(learn={}, cbs=[], rng=None, dls=[])
-    if rest.get('lost'): _warn_of_lost([' '.join(o.split()) for o in rest['lost']])
-    return rest
-
-def _warn_of_lost(lost):
-    verb = 'is' if len(lost) == 1 else 'are'
-    warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and {verb} in the notebook "
-                  "as before the fit. Everything else of the fit is there.")
 
 # %% ../../nbs/fastai2/719_snapshot.ipynb #044bffa2
 def unpack(obj, device):

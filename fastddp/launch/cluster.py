@@ -20,7 +20,8 @@ from .options import CHECKS
 from .engine import Job
 from .cluster_jobs import cell_job, pull_job, push_job, run_job, start_job, stat_job, with_lists
 from ..payload.patches import collect_patches
-from ..payload.pickling import dump_or_blame, function_at, load
+from ..payload.blame import dump_or_blame
+from ..payload.pickling import function_at, load
 
 # %% ../../nbs/launch/518_cluster.ipynb #7389b2c1
 _V1,_V2 = 'fastddp.fastai1.learner','fastddp.fastai2.learner'

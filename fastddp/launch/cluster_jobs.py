@@ -12,7 +12,8 @@ from fastcore.basics import Stateful
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, is_own_line
-from ..payload.pickling import dump, dump_or_blame, function_at
+from ..payload.blame import dump_or_blame
+from ..payload.pickling import dump, function_at
 from ..process.channel import Surroundings
 
 # %% ../../nbs/launch/516_cluster_jobs.ipynb #59208a82

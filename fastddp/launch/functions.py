@@ -15,7 +15,7 @@ from .local import Local
 from ..base.scoped import environment
 from .engine import Job
 from ..payload.patches import collect_patches
-from ..payload.pickling import dump_or_blame
+from ..payload.blame import dump_or_blame
 from ..process.owner import private_folder
 
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633

@@ -18,7 +18,8 @@ from ..base.rng import CommonRNG
 from ..payload.patches import collect_patches
 from ..payload.changes import fingerprint
 from ..payload.host_copy import HostCopies
-from ..payload.pickling import dump, dump_or_blame, load
+from ..payload.blame import dump_or_blame
+from ..payload.pickling import dump, load
 from ..payload.state import model_tensors, move_opt
 
 # %% ../../nbs/launch/511_training.ipynb #4c8e082c
