@@ -17,7 +17,7 @@ from ..base import group
 from .consensus import _FIRST, _LAST, leaves_late
 from .ddp import UNUSED
 from .events import OurCallback
-from .own_step import average_grads, steps_itself
+from .own_step import average_grads, grads_entry, steps_itself
 from ..shard.drift import all_alike, methods, names_in, suspect, sync_tensors
 from .step_sync import true_counts
 from .step_votes import StepSync
