@@ -12,6 +12,7 @@
 #   make test-faults  the whole table of failures (CI runs a spread of it)
 #   make gpu       what is promised about GPUs, checked on this machine's; also without network (GPU_ARGS=--dry: on the CPU)
 #   make test-device  what is held to one process, on the way that a step takes on a GPU (here on the CPU)
+#   make test-ray  the tests on a Ray cluster of two hosts made of network namespaces (root); brings Ray
 #   make test-kaggle  the tests under the limits of a notebook service: 64 MB of shared memory, 4 cores, 30 GB (root)
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
 # JOBS=1 runs one file of tests at a time.
@@ -31,7 +32,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo picture gpu test test-v1 test-oldest test-full test-faults test-device test-kaggle readme troubles sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu test test-v1 test-oldest test-full test-faults test-device test-ray test-kaggle readme troubles sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -84,6 +85,10 @@ gpu:
 test-device: venv
 	@FASTDDP_STEP=device $(PY) -m pytest tests/test_parity.py tests/test_decisions.py tests/test_streams.py tests/test_back.py \
 		tests/test_random_configs.py tests/test_interrupt.py tests/test_resume.py tests/apps -m 'not full'
+
+test-ray: venv
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[ray]'
+	@$(PY) -m pytest tests/test_ray.py
 
 test-kaggle: venv
 	@$(PY) tools/like_kaggle.py $(PY) -m pytest tests -m 'not full' --ignore=tests/test_browser.py --ignore=tests/v1

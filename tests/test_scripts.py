@@ -1,5 +1,5 @@
 "The same code as a script: under the real torchrun, and under plain python."
-import contextlib, json, os, random, re, shutil, socket, subprocess, sys
+import contextlib, json, os, random, re, shutil, socket, subprocess, sys, tempfile
 from pathlib import Path
 import pytest
 from learners import make_learner, seed_all
@@ -60,7 +60,9 @@ def test_an_error_is_shown_once(tmp_path):
     "By the rank that has it; the other one, whose connection breaks, ends with a line"
     path = tmp_path/'script.py'
     path.write_text(FAILS, encoding='utf-8')
-    done = run('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', path)
+    temp = tempfile.mkdtemp(prefix='t')     # torchrun may end the other rank by SIGTERM, which leaves a folder
+    try: done = run('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', path, TMPDIR=temp)
+    finally: shutil.rmtree(temp)
     assert done.returncode and done.stderr.count('ValueError: ') == 1 and done.stderr.count('Traceback') <= 2
     assert "rank 0 ended with rank 1, whose error is the one to look at" in done.stderr or 'SIGTERM' in done.stderr
 
