@@ -1,5 +1,5 @@
 """A full temporary folder: what fails because of it names it, whether the system refuses a write or kills a process."""
-import os, shutil, subprocess, sys
+import os, shutil, subprocess, sys, tempfile
 from pathlib import Path
 import pytest
 
@@ -56,11 +56,11 @@ if __name__ == '__main__':
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which('unshare'), reason='needs root and unshare, to mount')
 def test_the_folder_is_named(tmp_path):
     "And when there is room again all goes on"
-    folder, script = tmp_path/'small', tmp_path/'full.py'
-    folder.mkdir()
+    folder, script = Path(tempfile.mkdtemp(prefix='t')), tmp_path/'full.py'     # a short path, for sockets
     script.write_text(FULL.format(here=str(HERE)), encoding='utf-8')
     argv = ['unshare', '-m', 'sh', '-c', MOUNT, 'sh', str(folder), sys.executable, '-W', 'ignore', str(script)]
     r = subprocess.run(argv, timeout=200, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    folder.rmdir()
     if r.returncode == 77: pytest.skip('mounting is not allowed here')
     said = {k: v for k, _, v in (o.partition(': ') for o in r.stdout.splitlines())}
     assert 'killed by SIGBUS' in said['killed'], r.stdout
