@@ -9,7 +9,6 @@ __all__ = []
 from .early import ask_for_helper, fastai_generation
 ask_for_helper()    # first of all: it imports what this process imports next, and both do it side by side
 
-from .process import workers
 from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
 from .launch.hosts import Hosts
 from .launch.in_process import InProcess

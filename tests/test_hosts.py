@@ -6,27 +6,14 @@ import psutil, pytest, torch
 from faults import OneFault, Slow
 from parity import assert_same, fit_both, learner, seed, twin
 from test_interrupt import AfterThat, number, wait_for
-from traces import nothing_left, running
-from two_hosts import Hosts, two_hosts
+from traces import running
+from two_hosts import Hosts, leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, RankDied, RankRaised
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
 from fastddp.process.owner import sweep
 
 pytestmark = pytest.mark.timeout(600)      # agents import torch and fastai twice each: long on a busy machine
-
-
-@pytest.fixture(scope='module', autouse=True)
-def leaves_nothing_at_last():
-    "Agents stay from test to test, and have new workers after a failure: what is left is looked at in the end"
-    with nothing_left(): yield
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(): "Of one test: see `leaves_nothing_at_last`"
-
-
-net = pytest.fixture(scope='module')(two_hosts)
 
 
 class WarmHosts(Hosts):

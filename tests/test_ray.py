@@ -4,8 +4,8 @@ from pathlib import Path
 import psutil, pytest, torch
 from faults import OneFault, Slow
 from parity import assert_same, fit_both, learner, seed, twin
-from traces import nothing_left, running
-from two_hosts import ENTER, two_hosts
+from traces import running
+from two_hosts import ENTER, leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
 from fastddp.launch.engine import Job
 from fastddp.launch.ray import as_it_was
@@ -43,19 +43,6 @@ def test_fastddp_does_not_import_ray():
 
 
 # With one
-
-@pytest.fixture(scope='module', autouse=True)
-def leaves_nothing_at_last():
-    "Agents stay from test to test: what is left is looked at in the end"
-    with nothing_left(): yield
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(): "Of one test: see `leaves_nothing_at_last`"
-
-
-net = pytest.fixture(scope='module')(two_hosts)
-
 
 def start_node(command, script, *args, tries=3):
     "A node's process, once it is ready: a raylet gives up on a busy machine"

@@ -4,6 +4,7 @@ import os, shutil, subprocess
 from pathlib import Path
 import pytest
 from fastddp.launch.hosts import Hosts
+from traces import nothing_left
 
 ENTER = Path(__file__).with_name('enter_host.sh')
 
@@ -38,7 +39,8 @@ class TwoHosts:
         return cls(names, per_node=per_node, command=self.command, **{'start_timeout': 240., **kwargs})
 
 
-def two_hosts():
+@pytest.fixture(scope='module')
+def net():
     "Yields `TwoHosts`; skips where they can't be made"
     if not shutil.which('ip') or os.geteuid() != 0: pytest.skip('network namespaces need root and the program ip')
     hosts = TwoHosts()
@@ -48,3 +50,15 @@ def two_hosts():
         pytest.skip(f'no network namespaces here: {e.stderr.strip()}')
     try: yield hosts
     finally: hosts.remove()
+
+
+# For a whole file of tests that have agents: its module imports all three
+
+@pytest.fixture(scope='module', autouse=True)
+def leaves_nothing_at_last():
+    "Agents stay from test to test, and have new workers after a failure: what is left is looked at in the end"
+    with nothing_left(): yield
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(): "Of one test: see `leaves_nothing_at_last`"
