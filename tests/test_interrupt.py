@@ -74,7 +74,8 @@ def test_in_validation(tmp_path):
     learn = make_learner(n=64, n_valid=6400, cbs=[Slow(.02, tmp_path)])
     AfterThat(tmp_path/'valid0')
     with pytest.raises(KeyboardInterrupt): learn.distrib_fit(5, nprocs=2)
-    assert all(number(tmp_path/f'valid{r}') < 2+200 for r in range(2))      # of the first validation
+    begun = [number(p) for r in range(2) if (p := tmp_path/f'valid{r}').exists()]    # rank 1 may not have begun
+    assert begun and max(begun) < 2+200     # of the first validation
     assert steps(tmp_path) == [2, 2] and len(learn.recorder.lrs) == 2 and learn.recorder.values == []
 
 

@@ -60,9 +60,10 @@ class ShardData(OurCallback):
 class OwnStreams(OurCallback):
     "Seeds this rank's random streams for each epoch"
     order = _FIRST      # before any other callback can draw
-    def __init__(self, common): self.common = common
+    def __init__(self, common, consensus): self.common,self.consensus = common,consensus
     def before_epoch(self):
-        if group.world_size() > 1: seed_rank(group.rank(), group.world_size(), self.common, self.epoch)
+        n = group.world_size()
+        if n > 1 and self.consensus.depth == 1: seed_rank(group.rank(), n, self.common, self.epoch)
 
 # %% ../../nbs/fastai2/718_callbacks.ipynb #fb2a09c6
 @contextlib.contextmanager
@@ -119,7 +120,7 @@ def _our_cbs(reducer, consensus, common, batch, average_bn, any_loss):
     sync,join = DeviceStepSync(reducer, consensus, any_loss),JoinCollected()
     return [consensus, SyncLast(consensus),                                 # leaving together
             LeaveDDP(sync), EnterDDP(sync), sync, CountAll(sync),           # each step
-            ShardData(common, batch), OwnStreams(common),                   # what a rank sees and draws
+            ShardData(common, batch), OwnStreams(common, consensus),        # what a rank sees and draws
             ReduceMetrics(any_loss), join, NoteCollected(join),             # what all saw
             SyncBuffers(average_bn), SyncWeights()]                         # what all have
 

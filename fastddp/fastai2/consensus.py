@@ -6,6 +6,8 @@
 __all__ = ['VOTES', 'ballot', 'strongest', 'leaves_late', 'leaves_within', 'Consensus', 'SyncLast']
 
 # %% ../../nbs/fastai2/708_consensus.ipynb #0a9d6682
+import contextlib
+
 from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException,
                                   CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import patch
@@ -110,14 +112,21 @@ def after_train(self:Consensus):
 
 @patch
 def before_validate(self:Consensus):
-    # where a callback validates, it goes on afterwards where it was
-    self.back_to.append('end' if self.phase in ('train','middle') else self.phase)
+    self.back_to.append('end' if self.phase == 'middle' else self.phase)
     self.phase,self.cancelled = 'middle',False
 
 @patch
 def after_validate(self:Consensus):
     self.phase = 'closing'
     self._end_phase('cancel_valid')
+
+@patch
+@contextlib.contextmanager
+def aside(self:Consensus):
+    "Inside, a callback validates by itself; afterwards this rank is where it was"
+    before = self.phase,self.cancelled
+    try: yield
+    finally: self.phase,self.cancelled = before
 
 # %% ../../nbs/fastai2/708_consensus.ipynb #1a7e0d05
 class SyncLast(OurCallback):

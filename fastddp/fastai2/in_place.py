@@ -19,7 +19,7 @@ from ..base.interrupts import voting
 from ..base.scoped import own_attrs
 from ..launch.rank0_only import cbs_of_rank
 from .callbacks import distributed
-from .inference import infer_in_group
+from .inference import infer_in_group, preds_in_one_order
 from .loaders import global_bs, n_batches
 from .jobs import EndOfBatch, NoteProgress
 from .rank0 import as_one_process, sync_opt, wants_no_lines
@@ -70,13 +70,14 @@ def in_place(
         place(learn, device)
         def fit(*args, **kwargs): return _fit_in_place(learn, options, fit_args(learn, args, kwargs))
         def validate(ds_idx=1, dl=None): return _validate_in_place(learn, ds_idx, dl)
-        with own_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given): yield
+        ours = own_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given)
+        with ours, preds_in_one_order(learn): yield
 
 # %% ../../nbs/fastai2/726_in_place.ipynb #433bf11a
 def train_in_place(ctx):
     "From now on every learner of this process trains and validates as one with the ranks of its group"
     if hasattr(Learner.fit, '__wrapped__'): return
-    for name in ('fit','_do_epoch_validate'):
+    for name in ('fit','_do_epoch_validate','get_preds'):
         setattr(Learner, name, _with_all_ranks(getattr(Learner, name), ctx.stop_requested))
     default_device(is_accelerator(ctx.device))
 

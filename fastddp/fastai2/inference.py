@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEAVES', 'takes_whole', 'shard_batches', 'gatherers', 'stays_here', 'Part', 'run_part', 'join_parts', 'give',
-           'infer_in_group', 'inner_inference', 'without_outside', 'leave_together']
+           'preds_in_one_order', 'infer_in_group', 'inner_inference', 'without_outside', 'leave_together']
 
 # %% ../../nbs/fastai2/722_inference.ipynb #29306989
 import contextlib
@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from ..base import group
 from ..base.scoped import own_attrs
-from .loaders import OneRank, shard_dl, why_not
+from .loaders import OneRank, dl_state, set_dl_state, shard_dl, why_not
 from .loader_kinds import is_lm
 from ..launch.rank0_only import is_kind, is_rank0_only
-from ..shard.sharded import is_sharded
+from ..shard.sharded import is_sharded, original
 from ..shard.split import restore_order
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
@@ -129,20 +129,56 @@ def give(gather, # The gatherers of the learner that asked
         cb.__dict__.update(own)
         cb.after_validate()
 
+# %% ../../nbs/fastai2/722_inference.ipynb #4c0d3a11
+def _order_from_rank0(dl):
+    "The order of rank 0's loader, for that of each rank"
+    if group.world_size() == 1 or not isinstance(dl, (DataLoader,TorchLoader)): return
+    state = group.gather_tree(dl_state(dl) if group.rank() == 0 else None)[0]
+    if group.rank(): set_dl_state(dl, state)
+
+# %% ../../nbs/fastai2/722_inference.ipynb #4c0d3a13
+@contextlib.contextmanager
+def _drawn_alike(dl, common):
+    "Inside, clones of the fastai loader `dl`, and theirs, draw from `common`"
+    if not isinstance(dl, DataLoader):
+        yield
+        return
+    def new_of(o):
+        def new(*args, **kwargs):
+            with common: res = type(o).new(o, *args, **kwargs)
+            res.new = new_of(res)
+            return res
+        return new
+    with own_attrs(dl, new=new_of(dl)): yield
+
+def preds_in_one_order(learn,
+                       common=contextlib.nullcontext(), # `CommonRNG` of a fit
+                       alone=lambda: False # Does rank 0 act for itself just now?
+):
+    "Inside, `learn.get_preds`, called by all ranks, predicts items in one order, and draws from `common`"
+    def get_preds(ds_idx=1, dl=None, *args, **kwargs):
+        def plain(): return type(learn).get_preds(learn, ds_idx, dl, *args, **kwargs)
+        if alone(): return plain()
+        asked = learn.dls[ds_idx] if dl is None else dl
+        if not is_sharded(asked): _order_from_rank0(asked)
+        with _drawn_alike(asked, common): return plain()
+    return own_attrs(learn, get_preds=get_preds)
+
 # %% ../../nbs/fastai2/722_inference.ipynb #706f746a
 def infer_in_group(learn, # The same on all ranks
                    dl,    # The whole loader
                    common=None # `CommonRNG` from which an order is drawn
 ):
     "Validation over `dl` by all ranks; each ends with what one process would have"
-    if is_sharded(dl): dl = dl._shard.orig
-    n = group.world_size()
+    given,dl,n = dl,original(dl),group.world_size()
     if n == 1 or stays_here(dl, learn.cbs, n) is not None: return type(learn)._do_epoch_validate(learn, dl=OneRank(dl))
+    _order_from_rank0(dl)
     gather = gatherers(learn)
     parts = [Part(*p) for p in group.gather_tree(run_part(learn, dl, common))]
+    if is_sharded(given) and isinstance(dl, DataLoader): set_dl_state(given, dl_state(dl))   # its order has gone on
     give(gather, join_parts(parts, takes_whole(dl)))
 
-def _whole(dl): return OneRank(dl._shard.orig if is_sharded(dl) else dl)
+def _whole(dl): return OneRank(original(dl))
 
 @contextlib.contextmanager
 def inner_inference(learn, consensus):
@@ -152,8 +188,9 @@ def inner_inference(learn, consensus):
         if fits_own and not consensus.alone: return type(learn)._do_epoch_validate(learn)
         if dl is None: dl = learn.dls[ds_idx]
         if consensus.alone: return type(learn)._do_epoch_validate(learn, dl=_whole(dl))
-        infer_in_group(learn, dl, consensus.common)
-    with own_attrs(learn, _do_epoch_validate=validate): yield
+        with consensus.aside(): infer_in_group(learn, dl, consensus.common)
+    predicting = preds_in_one_order(learn, consensus.common, lambda: consensus.alone)
+    with own_attrs(learn, _do_epoch_validate=validate), predicting: yield
 
 # %% ../../nbs/fastai2/722_inference.ipynb #fd29f319
 @contextlib.contextmanager

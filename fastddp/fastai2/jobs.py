@@ -25,6 +25,7 @@ class NoteProgress(OurCallback):
     def __init__(self, ctx):
         self.ctx,self.progress = ctx,Progress(ctx)
         self.in_batch = self.stepped = False
+        self.depth = 0                          # of fits; to fastai, a callback's `learn.validate` is one
         self.phase,self.batches = None,0        # 'epoch', 'train' or 'validate'; batches of it that began
     def where(self):
         "What this rank is doing, for failure reports"
@@ -55,7 +56,9 @@ class NoteProgress(OurCallback):
         self.progress.lap(sum(total for _,total in getattr(self.dl, 'counts', ())))
         self._enter('epoch')
         self.ctx.beat(self.where())
-    def after_epoch(self): self.progress.epochs += 1
+    def before_fit(self): self.depth += 1
+    def after_fit(self): self.depth -= 1
+    def after_epoch(self): self.progress.epochs += self.depth == 1      # a callback's `learn.validate` has one, too
 
 class EndOfBatch(OurCallback):
     "A training batch is over when every other callback has seen it"

@@ -51,8 +51,8 @@ def distrib_ctx(self:Learner,
 OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/727_learner.ipynb #e5b082b1
-_getstate,_OVERRIDES = Learner.__getstate__,('fit','_do_epoch_validate','_call_one','all_batches','_do_grad_opt',
-                                         '_do_one_batch')
+_getstate = Learner.__getstate__
+_OVERRIDES = 'fit','get_preds','_do_epoch_validate','_call_one','all_batches','_do_grad_opt','_do_one_batch'
 
 def _is_ours(k, v):
     "Is `v` what overrides the learner's method `k`, or the block that it is in?"
