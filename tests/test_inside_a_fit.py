@@ -1,4 +1,4 @@
-"""A callback that validates or predicts in the middle of a fit: its numbers, and all that follows, are one process's."""
+"""A callback that validates or predicts in the middle of a fit: its numbers, and what follows, are one process's."""
 import random
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback, CancelFitException

@@ -1,8 +1,9 @@
 """docs/mistakes.md: what is typed by mistake, and the sentence that answers it. Nothing is started, and the learner
 stays as it was."""
-import math, re
+import functools, math, re
 from pathlib import Path
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 from fastddp.all import *
 from fastddp.base import group
@@ -16,9 +17,21 @@ ROWS = re.findall(r'^\| `(.+?)` \| `(.+)` \|$', page, re.M)
 def f(*args): return args
 
 
+@functools.cache
+def shell():
+    res = InteractiveShell.instance()
+    res.run_line_magic('load_ext', 'fastddp')
+    return res
+
+
+def magic(code):
+    name, _, line = code.lstrip('%').partition(' ')
+    return shell().run_cell_magic(name, line, '1') if code.startswith('%%') else shell().run_line_magic(name, line)
+
+
 def answer(code, **names):
     "What is raised by `code`, as the cell shows it"
-    try: eval(code, dict(globals(), nan=float('nan'), **names))
+    try: magic(code) if code.startswith('%') else eval(code, dict(globals(), nan=float('nan'), **names))
     except Exception as e: return f'{type(e).__name__}: {e}'
 
 
