@@ -1,0 +1,55 @@
+"""`%debug` after, and `pdb.set_trace()` under, `launcher=InProcess()`, in a real kernel that is asked at its keyboard."""
+import os, re
+import pytest
+from jupyter_client.manager import KernelManager
+
+SETUP = '''
+import torch
+from fastai.vision.all import *
+from fastddp.all import *
+x = torch.randn(16, 3)
+dls = DataLoaders(*(DataLoader(list(zip(x, x.sum(1, keepdim=True))), bs=4, num_workers=0) for _ in range(2)))
+class Fails(Callback):
+    def before_batch(self):
+        answer = 6*7
+        if self.iter == 2 and self.training: {line}
+learn = Learner(dls, nn.Linear(3, 1), loss_func=nn.MSELoss(), cbs=Fails())
+'''
+
+
+@pytest.fixture
+def client():
+    km = KernelManager(kernel_name='python3')
+    km.start_kernel(env=dict(os.environ))
+    kc = km.client()
+    kc.start_channels()
+    kc.wait_for_ready(timeout=120)
+    yield kc
+    kc.stop_channels()
+    km.shutdown_kernel(now=True)
+
+
+def typed(kc, code, answers=(), seconds=120):
+    "What a cell shows, prompts and errors included, where someone types one answer after the other"
+    said, answers = [], iter(answers)
+    def hook(msg):
+        c = msg['content']
+        said.append(c.get('text') or '\n'.join(c.get('traceback', ())))
+    def stdin(msg):
+        said.append(msg['content']['prompt'])
+        kc.input(next(answers))
+    kc.execute_interactive(code, allow_stdin=True, output_hook=hook, stdin_hook=stdin, timeout=seconds)
+    return re.sub('\x1b\\[[0-9;]*m', '', ''.join(said))
+
+
+def test_debug_stands_in_the_users_frame(client):
+    assert 'Error' not in typed(client, SETUP.format(line='raise ValueError("here")'))
+    assert 'ValueError: ' in typed(client, 'learn.distrib_fit(1, launcher=InProcess())')
+    said = typed(client, '%debug', ['p answer + 1', 'q'])
+    assert 'ipdb> ' in said and 'raise ValueError("here")' in said and '43' in said, said
+
+
+def test_pdb_asks_in_the_notebook(client):
+    assert 'Error' not in typed(client, SETUP.format(line='__import__("pdb").set_trace()'))
+    said = typed(client, 'learn.distrib_fit(1, launcher=InProcess())', ['p answer + 1', 'c'])
+    assert '43' in said and '1 epoch in ' in said, said
