@@ -1,5 +1,5 @@
 """Several machines: two hosts made of network namespaces, two ranks on each. What holds on one machine holds there."""
-import os, shutil, subprocess, sys, tempfile, time
+import os, re, shutil, subprocess, sys, tempfile, time
 from importlib.metadata import version
 from pathlib import Path
 import psutil, pytest, torch
@@ -174,7 +174,7 @@ def test_a_rank_hangs(hosts, shared):
         with pytest.raises(GroupTimeout) as caught: learn.distrib_fit(3, nprocs=4, launcher=hosts)
     finally: hosts.timeout = None
     assert caught.value.rank == 3 and 'stopped by a signal' in str(caught.value)
-    assert 'Rank 0, epoch 1, batch 1:\nThread' in str(caught.value)
+    assert re.search('Rank 0, epoch 1, batch 1:\n(Current t|T)hread', str(caught.value))
 
 
 class CutsTheLink(OneFault):
@@ -209,6 +209,22 @@ def test_a_machine_dies(hosts, net, shared):
     finally: killer.wait()
     assert gone(there, 10) == []
     assert_same(*fit_both(learner(), 4, hosts, 1))
+
+
+def test_a_restart_goes_on_with_the_machines_that_are_there(hosts, net, shared, capsys):
+    "The agent of one dies: the other goes on from the last complete epoch, with as many ranks as it had"
+    learn, agent = learner(train=400, cbs=[Slow(.01, shared)]), agent_of(hosts, 1)
+    killer = subprocess.Popen(['sh', '-c', f'until grep -qx 60 {shared}/done3; do sleep .01; done; kill -9 {agent.pid}'])
+    try: learn.distrib_fit(4, nprocs=4, launcher=hosts, restarts=1)
+    finally: killer.wait()
+    said = capsys.readouterr().out
+    assert re.search(rf'on {net.b} died: .*Going on with epoch [12] on fresh workers \(0 restarts left\)', said), said
+    assert '2 workers (1 machine x 2 on the CPU, gloo over lo) x batch 4 = 8 per step, 50 steps per epoch' in said
+    assert len(learn.recorder.values) == 4
+    before = len(learn.recorder.losses)-(4-int(re.search(r'epoch ([12]) on fresh', said)[1]))*50
+    assert before == int(re.search(r'epoch ([12]) on fresh', said)[1])*25
+    hosts.end()
+    assert_same(*fit_both(learner(), 4, hosts, 1))      # both are asked again
 
 
 # What isn't there

@@ -42,6 +42,12 @@ class Launcher:
     ):
         "`(number of ranks, GPU of each or None)`; raises `CantDistribute`, with a remedy, for what can't be"
         return nprocs or 1, gpus
+    def again(self,
+        nprocs, # Ranks of the job that failed
+        gpus, # GPU of each, or None
+    ):
+        "As `place`, for a try after a failure: what was lost has no part in it"
+        return nprocs, gpus
     def check_items(self,
         datasets, # Sequences of what their items are made from, paths perhaps
     ): "Refuses, with a `CantDistribute`, data of which the ranks wouldn't have the files; here they have"

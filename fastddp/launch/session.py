@@ -140,6 +140,7 @@ class Call:
             try: return self.run(last=False)
             except WorkerError as e:
                 if self.cut: raise      # the user wants no more of it
+                self.session.place_again(e)
                 self.print_restart(e, left)
         return self.run()
     def keep(self, e, last):
@@ -167,6 +168,7 @@ class Call:
         "One line about a failure that isn't the end"
         headline,s = ' '.join(e._headline().split()),'s' if left != 1 else ''
         print_line(f"{type(e).__name__}: {headline}. {self.goes_on()} on fresh workers ({left} restart{s} left).")
+        self.session.print_banner()
 
 # %% ../../nbs/launch/510_session.ipynb #c2a85593
 class Session:
@@ -212,9 +214,17 @@ class Session:
                 print_line(stopped(getattr(e, 'where', ''), getattr(e, 'kept', None) or call.holds()))
                 shorten(e)
                 raise
+    def place_again(self, e):
+        "After the failure `e`: fewer workers if a machine is lost; raises `e` where the rest can't go on"
+        before = self.n
+        try:
+            self.n,self.gpus = self.launcher.again(self.n, self.gpus)
+            if self.n != before: self.check()
+        except CantDistribute as why:
+            print_line(f"No restart: {why}")
+            raise e from None
     def train(self, call):
         "Runs the fit `call`, and says so"
-        self.launcher.check_items(self.datasets())
         with self.telling(call):
             self.launcher.check_items(self.datasets())
             self.print_banner()
