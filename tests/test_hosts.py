@@ -3,6 +3,9 @@ import os, re, shutil, subprocess, sys, tempfile, time
 from importlib.metadata import version
 from pathlib import Path
 import psutil, pytest, torch
+from fastai.callback.progress import CSVLogger
+from fastai.callback.tracker import SaveModelCallback
+from fastai.metrics import accuracy
 from faults import OneFault, Slow
 from parity import assert_same, fit_both, learner, seed, twin
 from test_interrupt import AfterThat, number, wait_for
@@ -123,6 +126,19 @@ def test_live_output(hosts, shared, capsys):
     assert 'epoch 0 of 0\nepoch 1 of 0' in said and 'of 3' not in said
 
 
+def test_files_of_a_fit_come_home(hosts, tmp_path):
+    "The hosts have a /tmp of their own; rank 0 is on one of them"
+    learn = learner(path=tmp_path, model_dir='best', metrics=[accuracy])
+    learn.logger = print
+    (tmp_path/'mine.csv').write_text('as before')
+    learn.distrib_fit(2, nprocs=4, launcher=hosts, cbs=[SaveModelCallback(every_epoch=True), CSVLogger()])
+    assert sorted(o.name for o in (tmp_path/'best').iterdir()) == ['model_0.pth', 'model_1.pth']
+    assert len((tmp_path/'history.csv').read_text().splitlines()) == 3
+    assert (tmp_path/'mine.csv').read_text() == 'as before'
+    weights = [p.tolist() for p in learn.model.parameters()]
+    assert [p.tolist() for p in learn.load('model_1').model.parameters()] == weights
+
+
 def test_modules_of_ones_own_go_along(hosts, tmp_path, monkeypatch):
     "From a folder that the other machines don't have; they work in one of their own"
     (tmp_path/'my_own_words.py').write_text('def double(x): return 2*x')
@@ -214,7 +230,8 @@ def test_a_machine_dies(hosts, net, shared):
 def test_a_restart_goes_on_with_the_machines_that_are_there(hosts, net, shared, capsys):
     "The agent of one dies: the other goes on from the last complete epoch, with as many ranks as it had"
     learn, agent = learner(train=400, cbs=[Slow(.01, shared)]), agent_of(hosts, 1)
-    killer = subprocess.Popen(['sh', '-c', f'until grep -qx 60 {shared}/done3; do sleep .01; done; kill -9 {agent.pid}'])
+    wait = f'until grep -qx 60 {shared}/done3; do sleep .01; done'
+    killer = subprocess.Popen(['sh', '-c', f'{wait}; kill -9 {agent.pid}'])
     try: learn.distrib_fit(4, nprocs=4, launcher=hosts, restarts=1)
     finally: killer.wait()
     said = capsys.readouterr().out

@@ -1,5 +1,5 @@
 """Ray's machines: a head on this one and a node in a network namespace, two ranks on each."""
-import re, builtins, importlib.util, os, shutil, socket, subprocess, sys, tempfile, time
+import builtins, importlib.util, os, re, shutil, socket, subprocess, sys, tempfile, time
 from pathlib import Path
 import psutil, pytest, torch
 from faults import OneFault, Slow
@@ -206,14 +206,15 @@ def test_all_is_given_back(machines, cluster, shared):
 @needs_ray
 def test_a_machine_dies(cluster, shared, capsys):
     "The error names it, and a restart goes on from the last complete epoch with the machine that is there"
-    learn = learner(train=400, cbs=[Slow(.01, shared)])
+    learn = learner(train=400, cbs=[Slow(.02, shared)])
     raylet = next(o for o in psutil.Process(cluster.nodes[1].pid).children() if 'raylet/raylet' in o.cmdline()[0])
-    killer = subprocess.Popen(['sh', '-c', f'until grep -qx 60 {shared}/done3; do sleep .01; done; kill -9 {raylet.pid}'])
+    wait = f'until grep -qx 60 {shared}/done3; do sleep .01; done'
+    killer = subprocess.Popen(['sh', '-c', f'{wait}; kill -9 {raylet.pid}'])
     launcher = Ray(per_node=2, link_timeout=10., start_timeout=240.)
-    try: learn.distrib_fit(4, launcher=launcher, restarts=1)
+    try: learn.distrib_fit(30, launcher=launcher, restarts=1)       # Ray notices a dead node after seconds
     finally:
         killer.kill()
         killer.wait()
     said = capsys.readouterr().out
-    assert re.search(rf'on {cluster.other} died: .*Going on with epoch [12] on fresh workers', said), said
-    assert '2 workers (1 machine x 2 on the CPU' in said and len(learn.recorder.values) == 4, said
+    assert re.search(rf'on {cluster.other} died: .*Going on with epoch [1-9]\d* on fresh workers', said), said
+    assert '2 workers (1 machine x 2 on the CPU' in said and len(learn.recorder.values) == 30, said

@@ -18,7 +18,7 @@ from .loaders import counts_now
 from .snapshot import baseline, capture, persistent_refs, unpack
 from .step_sync import Ranks
 from .validate import Validation
-from ..launch.training import EpochStates, Progress, until_interrupted, whereabouts
+from ..launch.training import EpochStates, Progress, make_folder, until_interrupted, whereabouts
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #417b9bec
 class NoteProgress(Callback):
@@ -51,6 +51,7 @@ def fit_job(ctx, obj):
     "Trains the learner of a snapshot on this rank, by fastai's own `fit`"
     unpack(obj, ctx.device)
     learn,callbacks,metrics = obj['learn'],obj['callbacks'],obj['metrics']
+    make_folder(ctx, learn.path)
     refs = persistent_refs(learn, callbacks, metrics)
     base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None)     # it captures what comes back
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
@@ -63,7 +64,7 @@ def fit_job(ctx, obj):
             ranks.all_reduce()
         interrupted = until_interrupted(ctx, fit, ranks.leave)
     if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state())
-    return noted.progress.result(interrupted)
+    return noted.progress.result(interrupted, learn.path)
 
 def infer_job(ctx, obj):
     "Validates this rank's part of a loader with the learner of a snapshot"

@@ -16,7 +16,7 @@ from .loaders import check_v1, step_sizes
 from .snapshot import apply, owners, persistent_refs, snapshot, torch_opt
 from ..launch.lines import what_ran
 from ..launch.session import Call, Session as _Session, refuse_untrainable
-from ..launch.training import offloaded
+from ..launch.training import offloaded, write_files
 
 # %% ../../nbs/fastai1/806_session.ipynb #4cc8dfbf
 def wants_no_lines(learn):
@@ -41,6 +41,9 @@ class FitCall(InferCall):
     def ran(self, result): return what_ran(result, iterations=any(isinstance(cb, LRFinder) for cb in self.callbacks))
     def keeps_epoch(self, last): return last
     def holds(self): return "holds the end of its last complete epoch." if self.kept else super().holds()
+    def take_in(self, out):
+        super().take_in(out)
+        write_files(self.learn.path, out.results[0]['files'])
 
 # %% ../../nbs/fastai1/806_session.ipynb #5da3809b
 class Session(_Session):

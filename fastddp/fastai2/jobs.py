@@ -16,7 +16,7 @@ from .rank0 import as_one_process, open_run, wants_no_lines
 from .resume import ResumeFit
 from .snapshot import baseline, capture, loader_refs, persistent_refs, place_dl, state_size, unpack
 from ..output.notice import hushed
-from ..launch.training import EpochStates, Progress, until_interrupted, whereabouts
+from ..launch.training import EpochStates, Progress, make_folder, until_interrupted, whereabouts
 
 # %% ../../nbs/fastai2/724_jobs.ipynb #630594d2
 class NoteProgress(OurCallback):
@@ -88,6 +88,7 @@ def fit_job(ctx, obj):
     # Rank 0 alone captures what comes back, so it alone looks into all that the callbacks hold
     base = baseline(learn, cbs, refs if ctx.rank == 0 else None, made=any(obj['factories']))
     ctx.where = noted.where
+    make_folder(ctx, learn.path)
     together = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     hush = hushed(wants_no_lines(learn))
     def state(**kwargs): return capture(learn, cbs, base, consensus.common.state(), refs, **kwargs)
@@ -102,7 +103,7 @@ def fit_job(ctx, obj):
         interrupted = until_interrupted(ctx, fit, lambda: consensus.leave('interrupt'))
     ctx.mark('train')
     if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(grads=consensus.sync.grads_left))
-    return noted.progress.result(interrupted, settings=settings())
+    return noted.progress.result(interrupted, learn.path, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):
     "fastai's own `fit`; `ctx` notes where it failed, as long as the learner is in the state that it failed in"

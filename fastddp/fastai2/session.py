@@ -25,7 +25,7 @@ from .snapshot import all_cbs, loader_refs, snapshot
 from ..launch.lines import what_ran
 from ..output.notice import hushed, print_line
 from ..launch.session import Call, Session as _Session, refuse_untrainable
-from ..launch.training import offloaded
+from ..launch.training import offloaded, write_files
 from ..payload.state import own_copy
 from ..report.cost import Report
 
@@ -76,6 +76,7 @@ def take_in(self:FitCall, out):
     else: self.resume_point = self.resume_point._replace(done=self.resume_point.user_call.fits, first=None)
     super(FitCall, self).take_in(out)
     apply_settings(out.results[0]['settings'])
+    write_files(self.learn.path, out.results[0]['files'])
 
 @patch
 @contextlib.contextmanager

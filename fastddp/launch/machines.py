@@ -208,7 +208,8 @@ def _specs(self:Machines, nprocs, work):
     def spec(r):
         threads = self.threads or (None if self.workers.host(r) else at_home)
         return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous_url(), self._display_settings(r),
-                        self.workers.log_path(r), self.workers.beat_path(r), work, settings, self.link_timeout)
+                        self.workers.log_path(r), self.workers.beat_path(r), work, settings, self.link_timeout,
+                        not self.has_home)
     return [spec(r) for r in self.workers.ranks]
 
 @patch

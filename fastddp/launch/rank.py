@@ -35,6 +35,7 @@ class Context:
         self.where = ''     # What the job is doing, e.g. `epoch 2, batch 17`, or a function that says it
         self.items = ()     # Dataset indices of the batch at hand, or a function that says them
         self.marks = []     # `(phase, time of its end)`
+        self.away = False   # Is rank 0 on another machine than the notebook?
     def mark(self, phase):
         "A phase of the job ends now"
         self.marks.append((phase, time.time()))
@@ -73,6 +74,7 @@ class RankSpec(NamedTuple):
     work:str            # `Job.work`
     settings:dict={}    # `notebook_settings`
     link_timeout:float|None=None    # Seconds without a sign of life that break a connection to another rank
+    away:bool=False     # Is rank 0 on another machine than the notebook?
 
 # %% ../../nbs/launch/502_rank.ipynb #911963a5
 def _now(o): return o() if callable(o) else o
@@ -81,7 +83,7 @@ class _WorkerContext(Context):
     "A context over a worker's `Channel`; where the job is goes into failure reports"
     def __init__(self, channel, spec, device):
         super().__init__(channel.rank, spec.world_size, device, self._emit, channel.put, channel.stop_requested)
-        self._channel,self.where = channel,channel.where
+        self._channel,self.where,self.away = channel,channel.where,spec.away
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
         self.beat,self.reserve = Heartbeat(spec.heartbeat).beat,channel.reserve
         channel.where,channel.items = lambda: _now(self.where),lambda: _now(self.items)
