@@ -1,4 +1,4 @@
-"""`%debug` after, and `pdb.set_trace()` under, `launcher=InProcess()`, in a real kernel that is asked at its keyboard."""
+"""`%debug` after `launcher=InProcess()`, and `pdb.set_trace()` under it, in a real kernel asked at its keyboard."""
 import os, re
 import pytest
 from jupyter_client.manager import KernelManager
