@@ -1,4 +1,4 @@
-"""What the tests of `N workers are one process` share: small learners, their twins in one process, comparisons."""
+"""What the tests of `N workers are one process` share: small learners, the same in one process, comparisons."""
 import contextlib, copy, random
 import numpy as np, torch
 from fastai.callback.core import Callback
@@ -85,7 +85,7 @@ def learner(train=37, valid=21, bs=4, model=None, loss_func=None, opt_func=SGD, 
     return learn
 
 
-def twin(learn, n, batch='per_worker'):
+def alone_like(learn, n, batch='per_worker'):
     "The same learner with the global batch size, for a fit in one process"
     res = copy.deepcopy(learn)
     if batch == 'per_worker':
@@ -95,7 +95,7 @@ def twin(learn, n, batch='per_worker'):
 
 def fit_both(learn, n, launcher, *args, batch='per_worker', how='fit', cbs=(), ddp={}, **kwargs):
     "`(on workers, in one process)` from the same state and seeds; `ddp`: options of DDP's own"
-    one, cbs_one = twin(learn, n, batch), copy.deepcopy(list(cbs))
+    one, cbs_one = alone_like(learn, n, batch), copy.deepcopy(list(cbs))
     seed(1)
     learn.distrib(how, *args, nprocs=n, launcher=launcher, batch=batch, cbs=list(cbs), **ddp, **kwargs)
     seed(1)

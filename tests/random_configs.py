@@ -15,7 +15,7 @@ from fastai.optimizer import SGD, Adam, OptimWrapper, RMSProp
 from torch import nn
 from fastddp.base import group
 from fastddp.launch.local import Local
-from parity import Collect, items, learner, mlp, seed, twin, values, largest
+from parity import Collect, items, learner, mlp, seed, alone_like, values, largest
 
 KINDS = (CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException)
 
@@ -85,7 +85,7 @@ def build(c):
 def try_one(c, launcher):
     "Fits on workers and in one process; raises if they are apart"
     learn, ends = build(c), Ends()
-    one = twin(learn, c['n'], c['batch'])
+    one = alone_like(learn, c['n'], c['batch'])
     own = [Quits(*c['quits'])] if c['quits'] else []
     seed(1)
     learn.distrib_fit(c['epochs'], nprocs=c['n'], launcher=launcher, batch=c['batch'], cbs=[ends, *own])

@@ -12,7 +12,7 @@ from fastai.optimizer import SGD, Adam
 from torch import nn
 from fastddp.launch.local import Local
 from losses import pearson, supcon
-from parity import assert_same, learner, seed, twin
+from parity import assert_same, learner, seed, alone_like
 
 # of one item: a vector, no reduction
 TERMS = dict(ce=lambda p, y: F.cross_entropy(p, y, reduction='none'), top=lambda p, y: p.relu().amax(1),
@@ -58,7 +58,7 @@ def try_one(c, launcher):
     cbs = [GradientClip(.5)]*c['clip']
     learn = learner(train=c['train'], valid=c['valid'], bs=c['bs'], loss_func=Drawn(c['terms'], c['nested']), cbs=cbs,
                     opt_func=functools.partial(Adam, eps=1e-3) if c['adam'] else SGD, lr=.01, metrics=accuracy)
-    one = twin(learn, c['n'], c['batch'])
+    one = alone_like(learn, c['n'], c['batch'])
     more = [GradientAccumulation(2*c['bs']*c['n'])] if c['acc'] and all(b != 'root' for *_, b in c['terms']) else []
     seed(1)
     learn.distrib_fit(2, nprocs=c['n'], launcher=launcher, batch=c['batch'], cbs=more)

@@ -6,7 +6,8 @@ from fastai.optimizer import Adam
 from torch import nn
 import torch.nn.functional as F
 from losses import EXACT, numbers, pearson
-from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed, twin
+from parity import (Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
+                    alone_like)
 from parity import warm
 from test_decisions import EVENTS, AtEnd, Leave
 
@@ -61,7 +62,7 @@ LEAVES = [o for o in EVENTS if not o[4] and o[0] in ('before_batch', 'after_pred
 @pytest.mark.parametrize('event,kind,at,epoch,valid', LEAVES)
 def test_one_rank_leaves_while_others_wait_for_its_predictions(two, event, kind, at, epoch, valid):
     learn, end = make('rmse', train=33, valid=21, bs=3), AtEnd()
-    one = twin(learn, 2)
+    one = alone_like(learn, 2)
     seed(1)
     learn.distrib_fit(2, nprocs=2, launcher=two, cbs=[end, Leave(event, kind, 1, at, epoch, valid)])
     assert_ranks_alike(end.ranks)
@@ -95,7 +96,7 @@ def test_what_a_loss_keeps_is_as_in_one_process(ranks):
     n, launcher = ranks
     kept, single = Kept(), Kept()
     learn = learner(loss_func=Draws(), data=numbers, model=mlp(n_out=1))
-    one = twin(learn, n)
+    one = alone_like(learn, n)
     seed(1)
     learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[kept])
     seed(1)
@@ -112,7 +113,7 @@ def test_the_option_overrules(two, capfd):
     assert_same(learn, one)
     capfd.readouterr()
     learn = make('rmse')
-    one = twin(learn, 2)
+    one = alone_like(learn, 2)
     learn.distrib_fit(1, nprocs=2, launcher=two, loss='mean')
     assert 'of all workers' not in capfd.readouterr().out
     seed(1)
@@ -231,7 +232,7 @@ def test_a_loss_with_parameters(ranks, loss, late):
     learn = learner(loss_func=loss_func, opt_func=Adam, train=29, bs=12,
                     cbs=GradientAccumulation(24) if late and loss is ArcFace else None,
                     splitter=lambda m: [list(m.parameters()), list(loss_func.parameters())])
-    one = twin(learn, n, 'global')
+    one = alone_like(learn, n, 'global')
     one.splitter = lambda m: [list(m.parameters()), list(one.loss_func.parameters())]
     for o in (learn, one): o.create_opt()
     seed(1)

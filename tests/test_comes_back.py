@@ -7,7 +7,7 @@ from fastcore.basics import noop
 from fastai.data.all import Pipeline, Transform
 from fastai.optimizer import Lookahead, OptimWrapper, SGD
 from torch import nn
-from parity import assert_same, items, largest, learner, loaders, seed, twin, warm
+from parity import assert_same, items, largest, learner, loaders, seed, alone_like, warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,7 +38,7 @@ def lookahead(*args, **kwargs): return Lookahead(SGD(*args, **kwargs), k=4)
 def test_an_optimizers_own_attributes_go_on(opt_func, two):
     "Two fits of an epoch are one process's two"
     learn = learner(opt_func=opt_func)
-    one = twin(learn, 2)
+    one = alone_like(learn, 2)
     seed(1)
     with learn.distrib_ctx(nprocs=2, launcher=two):
         learn.fit(1)
@@ -58,7 +58,7 @@ def grads(learn): return [torch.zeros_like(p) if p.grad is None else p.grad for 
 def test_gradients_that_accumulation_left_travel_both_ways(two):
     "37 items, 16 of which make a step: 5 are left, and go into the next fit's first step"
     learn = learner(cbs=GradientAccumulation(16))
-    one = twin(learn, 2)
+    one = alone_like(learn, 2)
     seed(1)
     with learn.distrib_ctx(nprocs=2, launcher=two):
         learn.fit(1)

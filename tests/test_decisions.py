@@ -10,7 +10,7 @@ from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam
 from torch import nn
 from fastddp.base import group
-from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, seed, twin
+from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, seed, alone_like
 from parity import values, warm
 
 pytestmark = pytest.mark.timeout(120)
@@ -86,7 +86,7 @@ def data(): return learner(train=33, valid=21, bs=3, metrics=accuracy, wd=.1, op
 def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
     n, launcher = ranks
     learn, end = data(), AtEnd()
-    one = twin(learn, n)
+    one = alone_like(learn, n)
     seed(1)
     learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[end, Leave(event, kind, n-1, at, epoch, valid)])
     assert_ranks_alike(end.ranks)
@@ -107,7 +107,7 @@ def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
 def test_one_rank_wants_to_leave_while_gradients_accumulate(ranks, event, kind, at):
     n, launcher = ranks
     learn, end = learner(train=41, bs=2, cbs=GradientAccumulation(n*5)), AtEnd()
-    one = twin(learn, n)
+    one = alone_like(learn, n)
     seed(1)
     learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[end, Leave(event, kind, n-1, at)])
     assert_ranks_alike(end.ranks)

@@ -7,7 +7,7 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, SGD, Optimizer, weight_decay
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from parity import Collect, assert_ranks_alike, assert_same, fit_both, largest, learner, mlp, seed, twin, warm
+from parity import Collect, assert_ranks_alike, assert_same, fit_both, largest, learner, mlp, seed, alone_like, warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -226,7 +226,7 @@ class Compress(Callback):
 
 def test_gradients_in_bf16_leave_losses_exact(three):
     learn, notes = learner(train=60, cbs=Compress()), Weights()
-    one = twin(learn, 3)
+    one = alone_like(learn, 3)
     one.remove_cb(one.compress)
     seed(1)
     learn.distrib_fit(2, nprocs=3, launcher=three, cbs=notes)

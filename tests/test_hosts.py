@@ -7,7 +7,7 @@ from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import SaveModelCallback
 from fastai.metrics import accuracy
 from faults import OneFault, Slow
-from parity import assert_same, fit_both, learner, seed, twin
+from parity import assert_same, fit_both, learner, seed, alone_like
 from test_interrupt import AfterThat, number, wait_for
 from traces import running
 from two_hosts import Hosts, leaves_nothing, leaves_nothing_at_last, net
@@ -83,7 +83,7 @@ def test_ranks_know_where_they_are(hosts, monkeypatch):
 def test_a_block(hosts):
     "Two fits, a validation and predictions, and the finder, on the same workers"
     learn = learner()
-    one = twin(learn, 4)
+    one = alone_like(learn, 4)
     for o, ctx in (learn, learn.distrib_ctx(nprocs=4, launcher=hosts)), (one, one.no_bar()):
         seed(1)
         with ctx:
@@ -98,7 +98,7 @@ def test_a_block(hosts):
 @pytest.mark.full
 def test_lr_find(hosts, tmp_path):
     learn = learner(train=200)
-    one = twin(learn, 4)
+    one = alone_like(learn, 4)
     for o in learn, one: o.path, o.found = tmp_path, []
     seed(1)
     a = learn.distrib_lr_find(num_it=20, show_plot=False, nprocs=4, launcher=hosts)

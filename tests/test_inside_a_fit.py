@@ -3,7 +3,7 @@ import random
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback, CancelFitException
 from fastcore.basics import noop
-from parity import assert_same, largest, learner, seed, twin, warm
+from parity import assert_same, largest, learner, seed, alone_like, warm
 from fastddp.base import group
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,7 +28,7 @@ class Asks(Callback):
 def asked_in_both(at, ask, launcher, batch, log=noop):
     "`(learner, its callback)` on workers and in one process, each with the streams as the fit left them"
     learn = learner()
-    one, res = twin(learn, 2, batch), []
+    one, res = alone_like(learn, 2, batch), []
     for o, how in ((learn, lambda *a, **kw: learn.distrib('fit', *a, nprocs=2, launcher=launcher, batch=batch, **kw)),
                    (one, one.fit)):
         cb = Asks(at, ask)
@@ -87,7 +87,7 @@ class AsksMidway(Callback):
 @pytest.mark.parametrize('batch', ['global', 'per_worker'])
 def test_one_rank_leaves_after_predictions_in_the_middle_of_training(batch, two):
     learn = learner()
-    one = twin(learn, 2, batch)
+    one = alone_like(learn, 2, batch)
     seed(1)
     learn.distrib('fit', 2, nprocs=2, launcher=two, batch=batch, cbs=[AsksMidway()], timeout=20)
     seed(1)

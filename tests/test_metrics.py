@@ -13,7 +13,7 @@ from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Sc
 from torch import nn
 from fastddp.base import group
 from fastddp.launch.local import Local
-from parity import Collect, assert_ranks_alike, fit_both, items, learner, mlp, seed, twin, values, warm
+from parity import Collect, assert_ranks_alike, fit_both, items, learner, mlp, seed, alone_like, values, warm
 
 
 @pytest.fixture(scope='module', params=[2, 3, 4])
@@ -178,7 +178,7 @@ def test_another_loader_within_a_callback(ranks, how):
     learn = learner(metrics=[accuracy, Perplexity(), Spread()])
     learn, one = fit_both(learn, n, launcher, 1,
                           cbs=[other := Other(learn.dls.train.new(dataset=items(9, s=4), shuffle=False, bs=3), how)])
-    plain = twin(learner(metrics=[accuracy, Perplexity(), Spread()]), n)
+    plain = alone_like(learner(metrics=[accuracy, Perplexity(), Spread()]), n)
     plain.model.load_state_dict(one.model.state_dict())
     res = plain.validate(dl=plain.dls.train.new(dataset=items(9, s=4), shuffle=False, bs=3))
     close([other.ranks[0][0][-3:]], [list(res)[-3:]], 1e-5)
@@ -213,7 +213,7 @@ def test_losses_are_those_of_the_global_batches(ranks):
         def before_fit(self): self.rows = []
         def after_batch(self):
             if self.training: self.rows.append([float(self.learn.loss), float(self.learn.smooth_loss)])
-    single, p = twin(learner(train=25, bs=2), n), Plain()
+    single, p = alone_like(learner(train=25, bs=2), n), Plain()
     seed(1)
     single.fit(2, cbs=p)
     close(noted.ranks[0], p.rows)

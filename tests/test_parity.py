@@ -13,7 +13,8 @@ from fastddp.base import group
 from fastddp.base.errors import CantDistribute
 from fastddp.launch.in_process import InProcess
 from fastddp.output import notice
-from parity import (Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed, twin,
+from parity import (Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
+                    alone_like,
                     values, warm)
 
 
@@ -54,7 +55,7 @@ def test_global_batches_are_those_of_one_process(ranks, batch, drop_last):
     own = batches([row for rank in seen.ranks for row in rank if row])
     single = Seen()
     seed(1)
-    again = twin(learner(train=53, drop_last=drop_last, bs=4 if batch == 'per_worker' else 8), n, batch)
+    again = alone_like(learner(train=53, drop_last=drop_last, bs=4 if batch == 'per_worker' else 8), n, batch)
     again.fit(3, cbs=single)
     want = batches(single.rows)
     assert own == want
@@ -163,7 +164,7 @@ def test_groups_frozen_and_with_their_own_rates(ranks, opt_func):
 @pytest.mark.parametrize('how,args', [('fit_one_cycle', (2, .05)), ('fine_tune', (1, .05)), ('fit_flat_cos', (2, .05))])
 def test_schedules(two, how, args):
     learn = learner(opt_func=Adam, splitter=layers)
-    one = twin(learn, 2)
+    one = alone_like(learn, 2)
     seed(1)
     learn.distrib(how, *args, nprocs=2, launcher=two)
     seed(1)
@@ -283,7 +284,7 @@ def test_accumulation_counts_all_items_and_reduces_once_per_step(ranks, n_acc, l
     steps, reductions = Steps(), Reductions()
     learn = learner(train=53, bs=2, loss_func=loss_func(), cbs=GradientAccumulation(n_acc), opt_func=Adam,
                     metrics=accuracy)
-    one = twin(learn, n)
+    one = alone_like(learn, n)
     seed(1)
     learn.distrib_fit(3, nprocs=n, launcher=launcher, cbs=[steps, reductions])
     single = Steps()

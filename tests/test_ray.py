@@ -3,7 +3,7 @@ import builtins, importlib.util, os, re, shutil, socket, subprocess, sys, tempfi
 from pathlib import Path
 import psutil, pytest, torch
 from faults import OneFault, Slow
-from parity import assert_same, fit_both, learner, seed, twin
+from parity import assert_same, fit_both, learner, seed, alone_like
 from traces import running
 from two_hosts import ENTER, leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
@@ -126,7 +126,7 @@ def test_a_fit_equals_one_process(machines, cluster, capsys):
 def test_a_block(machines):
     "A fit, a validation and predictions on the same workers"
     learn = learner()
-    one = twin(learn, 4)
+    one = alone_like(learn, 4)
     for o, ctx in (learn, learn.distrib_ctx(nprocs=4, launcher=machines)), (one, one.no_bar()):
         seed(1)
         with ctx:

@@ -11,7 +11,7 @@ from fastcore.test import equals
 from PIL import Image
 from fastddp.payload.pickling import dump, load
 from fastddp.payload.strings import Later, Rows
-from parity import assert_same, fit_both, learner, seed, twin, warm
+from parity import assert_same, fit_both, learner, seed, alone_like, warm
 
 N = 1200
 
@@ -210,7 +210,7 @@ HELD = {
 def test_what_changed_between_two_fits_of_a_block_is_trained_on(kind, launcher):
     learn, change = learner(data=lambda n, s=0: Held(kind)), HELD[kind][2]
     for dl in learn.dls.loaders: dl.after_item = Pipeline([Scale()])
-    one, still = twin(learn, 2), twin(learn, 2)
+    one, still = alone_like(learn, 2), alone_like(learn, 2)
     def fits(o, changed=True):
         for i in range(2):
             seed(1)
