@@ -1,8 +1,9 @@
 """Several machines: two hosts made of network namespaces, two ranks on each. What holds on one machine holds there."""
-import os, re, shutil, subprocess, sys, tempfile, time
+import json, os, re, shutil, subprocess, sys, tempfile, threading, time
 from importlib.metadata import version
 from pathlib import Path
 import psutil, pytest, torch
+from fastai.callback.core import Callback
 from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import SaveModelCallback
 from fastai.metrics import accuracy
@@ -227,6 +228,37 @@ def test_a_machine_dies(hosts, net, shared):
     assert_same(*fit_both(learner(), 4, hosts, 1))
 
 
+class Ballast(Callback):
+    "Takes long to send"
+    def __init__(self): self.much = torch.zeros(100_000_000)
+
+
+def kill_when_it_grows(agent, by):
+    start = agent.memory_info().rss
+    while agent.memory_info().rss < start+by: time.sleep(.002)
+    agent.kill()
+
+
+def test_a_machine_dies_while_data_is_sent(hosts, net):
+    agent = agent_of(hosts, 1)
+    killer = threading.Thread(target=kill_when_it_grows, args=(agent, 5e7))
+    killer.start()
+    with pytest.raises(RankDied, match=f'on {net.b} died: the connection to {net.b} ended'):
+        learner(cbs=[Ballast()]).distrib_fit(1, nprocs=4, launcher=hosts)
+    killer.join()
+    assert_same(*fit_both(learner(), 4, hosts, 1))
+
+
+def test_a_machine_is_slow(hosts, shared):
+    "Its agent stands still for a while, shorter than `link_timeout`: nothing is lost"
+    learn, agent = learner(train=400, cbs=[Slow(.01, shared)]), agent_of(hosts, 1)
+    wait = f'until [ -e {shared}/done3 ]; do sleep .01; done'
+    stops = subprocess.Popen(['sh', '-c', f'{wait}; kill -STOP {agent.pid}; sleep 3; kill -CONT {agent.pid}'])
+    try: learn.distrib_fit(2, nprocs=4, launcher=hosts)
+    finally: assert stops.wait() == 0
+    assert len(learn.recorder.values) == 2 and len(learn.recorder.losses) == 50
+
+
 def test_a_restart_goes_on_with_the_machines_that_are_there(hosts, net, shared, capsys):
     "The agent of one dies: the other goes on from the last complete epoch, with as many ranks as it had"
     learn, agent = learner(train=400, cbs=[Slow(.01, shared)]), agent_of(hosts, 1)
@@ -300,3 +332,20 @@ def test_the_notebook_takes_part_and_dies(net, shared):
         finally: p.kill()
     assert gone(procs, 30) == []
     sweep()     # a worker that the system ends with its helper leaves a folder, which goes with the next start
+
+
+def test_the_same_code_under_torchrun_on_two_hosts(net, shared):
+    here = Path(__file__).parent
+    paths = f'{here}{os.pathsep}{here.parent}'
+    env = os.environ | dict(PYTHONPATH=paths, OMP_NUM_THREADS='1', GLOO_SOCKET_IFNAME='eth0')
+    def launch(i, host):
+        argv = [o for w in net.command.split() for o in ([w.replace('{host}', host)] if w != '{run}' else
+                [sys.executable, '-m', 'torch.distributed.run', '--nnodes', '2', '--nproc-per-node', '2', '--node-rank',
+                 str(i), '--master-addr', f'{net.net}.1', '--master-port', '29511', here/'script_fit.py', shared])]
+        return subprocess.Popen([*map(str, argv)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    nodes = [launch(i, host) for i, host in enumerate((net.a, net.b))]
+    said = [o.communicate(timeout=240) for o in nodes]
+    assert [o.returncode for o in nodes] == [0, 0], said[0][1][-2000:]+said[1][1][-2000:]
+    ranks = [json.loads((shared/f'rank{r}.json').read_text()) for r in range(4)]
+    assert all(o['world'] == '4' and o['weights'] == ranks[0]['weights'] for o in ranks)
+    assert '4 workers (torchrun, gloo) x batch 16 = 64 per step' in said[0][0] and 'workers (' not in said[1][0]
