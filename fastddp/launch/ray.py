@@ -109,24 +109,24 @@ class Ray(Machines):
         self.cluster,self.nodes,self.wait = address,nodes,wait
         self.each = dict(gpus=gpus, cpus=cpus, resources=resources)
         self.runtime_env,self._group,self._ours,self._holder = runtime_env,None,False,None
-        self._ids,self._gone = {},set()     # node ids: by machine; of those that were lost
+        self._ids = {}      # of each machine's node, by its name
         self.on_gpu = False
     def _connect(self):
         "Reserves resources, and starts an agent on each of the other machines"
         self._ours = connect(self.cluster)
         import ray
         home = ray.get_runtime_context().get_node_id()
-        self._gone |= {self._ids[o] for o in self.left_out if o in self._ids}
-        alive = [o for o in ray.nodes() if o['Alive'] and o['NodeID'] not in self._gone]
+        gone = {self._ids[o] for o in self.left_out}
+        alive = [o for o in ray.nodes() if o['Alive'] and o['NodeID'] not in gone]
         nodes = sorted(alive, key=lambda o: o['NodeID'] != home)
         found = [(o['NodeManagerAddress'], o['Resources']) for o in nodes]
-        n = min(self.nodes, len(nodes)) if self.nodes and self._gone else self.nodes
+        n = min(self.nodes, len(nodes)) if self.nodes and gone else self.nodes
         bundles = bundles_for(found, n, self.per_node, **self.each)
         self._reserve(bundles, found)
         placed = ray.util.placement_group_table(self._group)['bundles_to_node_id']
         self.has_home = home in placed.values()
         names = _names_of(nodes)
-        self._ids = {name: o for o,name in names.items()}
+        self._ids |= {name: o for o,name in names.items()}
         others = sorted((names[o],i) for i,o in placed.items() if o != home)
         self._actors = {name:self._actor(i, bundles[i]) for name,i in others}
         self.machines = [Machine(name, partial(_way, o), self.link_timeout) for name,o in self._actors.items()]
