@@ -38,9 +38,9 @@ moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 demo: venv
 	@$(PY) tools/demo.py
 
-# Four files of tests at a time, in their order, in which long ones are spread: mostly, a test waits for processes to start.
-JOBS ?= 4
-side_by_side := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Three files of tests at a time: most of the time a test waits for processes to start.
+JOBS ?= 3
+side_by_side := -n $(JOBS) --dist loadfile
 
 test: venv browser
 	@$(PY) -m pytest tests -m 'not full' $(side_by_side)
