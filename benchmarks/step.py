@@ -10,6 +10,7 @@ with the communication inside it.
 import cProfile, json, os, pstats, statistics, sys, time
 from fastai.callback.core import Callback
 from fastddp.all import *
+from fastddp.shard.any_loss import AnyLoss
 from fastddp.shard.drift import digest
 from cases import CASES
 from common import arguments, save, show
@@ -67,6 +68,30 @@ def digest_row(name):
     return dict(where='digest of the weights, once an epoch', ours=ours, script=0)
 
 
+class ProbeClock(Callback):
+    "Notes how long this rank takes to try a loss that is not known, the exchange of items included"
+    def before_fit(self):
+        self.seconds, self.steps, self.real = [], len(self.dls.train), AnyLoss._probe
+        def probe(*args):
+            at = time.perf_counter()
+            try: return self.real(*args)
+            finally: self.seconds.append(time.perf_counter()-at)
+        AnyLoss._probe = probe
+    def after_fit(self): AnyLoss._probe = self.__dict__.pop('real')
+
+
+def probe_row(name, epochs=5):
+    "Microseconds of trying an unknown loss on the first batches of each epoch, spread over the epoch's steps"
+    learn = CASES[name].learner(2).add_cb(ProbeClock())
+    known = learn.loss_func
+    learn.loss_func = lambda pred, y: known(pred, y)
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(epochs, nprocs=2, launcher=Local(gpus=[], threads=1))
+    took = learn.probe_clock
+    tries = len(took.seconds)/epochs
+    return dict(where=f'trying an unknown loss, {tries:g} batches an epoch',
+                ours=round(statistics.median(took.seconds)*tries*1e6/took.steps), script=0)
+
+
 def raw(name):
     with by_hand(name) as (_, s, model, opt, rank):
         one_epoch(s, model, opt, 0)
@@ -84,7 +109,7 @@ def main():
         places = sorted({p for s in sides.values() for p in s}, key=lambda p: -sides['ours'].get(p, 0))
         rows = [dict(where=p, **{k: round(v.get(p, 0)) for k, v in sides.items()}) for p in places]
         rows.append(dict(where='together', **{k: round(sum(v.values())) for k, v in sides.items()}))
-        rows.append(digest_row(name))
+        rows += [digest_row(name), probe_row(name)]
         show(f'{name}: microseconds per step on rank 0, under the profiler', rows)
         results[name] = dict(rows=rows)
     save('step', args.machine, unit='microseconds per step, profiled', **results)

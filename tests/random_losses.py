@@ -44,10 +44,11 @@ def draw(rng):
     n = rng.choice([2, 2, 3, 4])
     batch = rng.choice(['per_worker', 'global'])
     bs = rng.choice([2, 3, 5])*(n if batch == 'global' else 1)
+    size = bs*(1 if batch == 'global' else n)
     def term():
         if rng.random() < .25: return rng.choice([.5, 1.]), rng.choice(sorted(WHOLE)), None
         return rng.choice([.3, 1.]), rng.choice(sorted(TERMS)), rng.choice(sorted(REDUCE))
-    return dict(n=n, batch=batch, bs=bs, train=rng.randint(bs*n+1, 60+bs), valid=rng.choice([1, 5, 21]),
+    return dict(n=n, batch=batch, bs=bs, train=rng.randint(size+1, 60+size), valid=rng.choice([1, 5, 21]),
                 terms=[term() for _ in range(rng.choice([1, 1, 2, 3]))], nested=rng.random() < .3,
                 adam=rng.random() < .5, clip=rng.random() < .2, acc=rng.random() < .15)
 

@@ -19,7 +19,7 @@ from ..base import group
 from ..output.bars import quiet_bars
 from ..base.interrupts import voting
 from ..launch.script import NoNotebook, launched_group, script_lines
-from ..launch.training import sync_seed
+from ..launch.training import sync_streams
 from ..base.rng import CommonRNG, seed_rank
 from .callbacks import counting, distributed_v1
 from ..launch.rank0_only import cbs_of_rank
@@ -35,7 +35,7 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     "`basic_train.fit` by all ranks, each of which has called it"
     for dl in loaders(learn.data): mend_streams(dl)
     check_v1(learn.data, group.world_size(), options['batch'])
-    sync_seed()
+    sync_streams()
     common,state = CommonRNG.capture(),[*learn.model.parameters(), *learn.model.buffers()]
     group.broadcast_(state)
     callbacks,noted = callbacks or [],NoteProgress(NoNotebook(), learn)
@@ -53,7 +53,7 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
 
 def _validate(stop_requested, model, dl, loss_func=None, cb_handler=None, **kwargs):
     "`basic_train.validate` by all ranks"
-    sync_seed()
+    sync_streams()
     common,handler = CommonRNG.capture(),cb_handler or CallbackHandler()
     mend_streams(dl)
     for m in handler.metrics:

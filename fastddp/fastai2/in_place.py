@@ -6,7 +6,7 @@
 __all__ = ['in_place', 'train_in_place', 'at_home']
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #e1ca219b
-import contextlib, functools, random
+import contextlib, functools
 
 import torch
 from fastai.callback.schedule import LRFinder
@@ -19,21 +19,20 @@ from ..base.interrupts import voting
 from ..base.scoped import own_attrs
 from ..launch.rank0_only import cbs_of_rank
 from .callbacks import distributed
-from .inference import infer_in_group, preds_in_one_order
+from .inference import infer_in_group, order_from_rank0, preds_in_one_order
 from .loaders import global_bs, n_batches
 from .jobs import EndOfBatch, NoteProgress
 from .rank0 import as_one_process, sync_opt, wants_no_lines
 from .session import enough_epochs, fit_args
 from .unpack import place
 from ..launch.script import NoNotebook, launched_group, script_lines
-from ..launch.training import sync_seed
+from ..launch.training import sync_streams
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #b3f9f825
 def _sync_streams(learn):
-    "The same random streams on all ranks, also in the loaders of `learn`"
-    seed = sync_seed()
-    for i,dl in enumerate(learn.dls.loaders):
-        if hasattr(dl, 'rng'): dl.rng = random.Random(seed+i)
+    "Rank 0's random streams on all ranks, also those in the loaders of `learn`"
+    sync_streams()
+    for dl in learn.dls.loaders: order_from_rank0(dl)
 
 def _fit_in_place(learn, options, asked):
     "`Learner.fit` by all ranks, each of which has called it; `asked`: see `fit_args`"

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LEAVES', 'takes_whole', 'shard_batches', 'gatherers', 'stays_here', 'Part', 'run_part', 'join_parts', 'give',
-           'preds_in_one_order', 'infer_in_group', 'inner_inference', 'without_outside', 'leave_together']
+           'order_from_rank0', 'preds_in_one_order', 'infer_in_group', 'inner_inference', 'without_outside',
+           'leave_together']
 
 # %% ../../nbs/fastai2/724_inference.ipynb #29306989
 import contextlib
@@ -130,7 +131,7 @@ def give(gather, # The gatherers of the learner that asked
         cb.after_validate()
 
 # %% ../../nbs/fastai2/724_inference.ipynb #4c0d3a11
-def _order_from_rank0(dl):
+def order_from_rank0(dl):
     "The order of rank 0's loader, for that of each rank"
     if group.world_size() == 1 or not isinstance(dl, (DataLoader,TorchLoader)): return
     state = group.gather_tree(dl_state(dl) if group.rank() == 0 else None)[0]
@@ -160,7 +161,7 @@ def preds_in_one_order(learn,
         def plain(): return type(learn).get_preds(learn, ds_idx, dl, *args, **kwargs)
         if alone(): return plain()
         asked = learn.dls[ds_idx] if dl is None else dl
-        if not is_sharded(asked): _order_from_rank0(asked)
+        if not is_sharded(asked): order_from_rank0(asked)
         with _drawn_alike(asked, common): return plain()
     return own_attrs(learn, get_preds=get_preds)
 
@@ -175,7 +176,7 @@ def infer_in_group(learn, # The same on all ranks
         type(learn)._do_epoch_validate(learn, dl=OneRank(dl, common))
         if is_sharded(given): follow_original(given)
         return
-    _order_from_rank0(dl)
+    order_from_rank0(dl)
     gather = gatherers(learn)
     parts = [Part(*p) for p in group.gather_tree(run_part(learn, dl, common))]
     if is_sharded(given): follow_original(given)

@@ -19,35 +19,28 @@ def numbers(o):
 def weights(learn): return numbers(list(learn.model.state_dict().values()))
 
 
-def words(bs, path, drawn):
-    """What fits, validation, predictions and `lr_find` give; `drawn()` comes before each, which begins with random
-    numbers that rank 0 draws"""
+def words(bs, path):
+    "What fits, validation, predictions and `lr_find` give"
     res, learn = {}, plain(bs, path=path, callback_fns=partial(SaveModelCallback, monitor='accuracy'))
     seed(int(os.environ.get('RANK', 0)))
-    drawn()
     learn.distrib_fit_one_cycle(2, 1e-2)
     learn.save('stage-1')
-    drawn()
     learn.distrib_fit(1, 1e-3)
     res['fit'] = weights(learn)
     res['losses'], res['metrics'] = numbers(learn.recorder.losses), numbers(learn.recorder.metrics)
     learn.load('stage-1')       # between two fits, when no group stands
     learn.callback_fns = learn.callback_fns[:1]
     with learn.distrib_ctx():
-        drawn()
         res['validate'] = numbers(learn.validate())
-        drawn()
         res['preds'] = numbers(learn.get_preds(with_loss=True))
     learn.distrib_lr_find(num_it=12)
     res['loaded'] = weights(learn)
     seed()
     learn = language_model_learner(lm_data(path, bs), AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0.,
                                    path=path, alpha=0., beta=0.)
-    drawn()
     learn.distrib_fit(1, 1e-2)
     res['text'] = weights(learn)
     learn.data = lm_data(path, 4)       # validation alone keeps the batch
-    drawn()
     res['text validated'] = numbers(learn.distrib_validate())
     learn.save_encoder('encoder')
     learn.load_encoder('encoder')
@@ -56,5 +49,5 @@ def words(bs, path, drawn):
 
 if __name__ == '__main__':
     out = Path(sys.argv[1])
-    res = words(4, out/'of ranks', lambda: None)
+    res = words(4, out/'of ranks')
     (out/f"words{os.environ['RANK']}.json").write_text(json.dumps(res | dict(stands=fastddp.base.group.in_group())))

@@ -1,14 +1,10 @@
 """Scripts of fastai v1 under the real torchrun."""
-import json, os, random, subprocess, sys
+import json, os, subprocess, sys
 from pathlib import Path
 import pytest
-from learners_v1 import seed
 from script_v1 import words
 
 here = Path(__file__).parent
-
-
-def drawn(): seed(random.getrandbits(31))
 
 
 def flat(o): return [v for part in o for v in flat(part)] if isinstance(o, list) else [o]
@@ -27,7 +23,7 @@ def test_every_word_in_place(tmp_path):
     assert a == b and not a['stands']
     # of rank 0 only: two fits, the search, the language model
     assert done.stdout.count('train_loss') == 4, done.stdout
-    one = words(8, tmp_path/'of one', drawn)
+    one = words(8, tmp_path/'of one')
     assert a['files'] == one['files'] == ['bestmodel.pth', 'encoder.pth', 'stage-1.pth', 'tmp.pth']
     for k in ('fit', 'losses', 'metrics', 'validate', 'preds', 'loaded', 'text', 'text validated'):
         assert flat(a[k]) == pytest.approx(flat(one[k]), abs=1e-5), k
