@@ -12,8 +12,9 @@ ranks say to each other (weights at the start, gradients), whatever S is: the MB
 `steps`: seconds per training step against a hand-written DDP script under `torchrun --nnodes 2` on the same hosts
 (cases, clock and script: throughput.py), one thread per rank. Goal: 0.97 of the script's steps per second. "Kept" is
 the script with its memory kept from step to step, as our workers keep theirs. In `mlp` fastai's own Python per step
-dominates. Both hosts share the cores of this machine: with two of them one rank on each host is the fair case, and
-with `--per_node 2` four ranks wait for two cores.
+dominates; as many ranks without another host say whether the hosts have a part in it. Both hosts share the cores of
+this machine: with two of them one rank on each host is the fair case, and with `--per_node 2` four ranks wait for two
+cores.
 
 `links`: all-reduces over gloo between one rank on each host, on the virtual link as it is and held to 10 and 1 Gbit/s
 (by `tc`, where the system has it), and the latency and bandwidth of model.py's formula fitted to them.
@@ -141,11 +142,12 @@ def script(net, name, per_node, env={}):
 def steps(net, hosts, name, per_node, turns):
     times = take_turns({'script': lambda: script(net, name, per_node),
                         'ours': lambda: throughput.ours(name, 2*per_node, hosts),
+                        'ours, no other host': lambda: throughput.ours(name, 2*per_node),
                         'script kept': lambda: script(net, name, per_node, throughput.KEPT)}, turns)
     rows = summary(times, 'script', 1e3)
     show(f'{name}: ms per step, 2 hosts x {per_node} ranks, 1 thread each', rows)
     med = {k: statistics.median(v) for k, v in times.items()}
-    ratios = {f'steps per second over {k}': round(med[k]/med['ours'], 3) for k in ('script', 'script kept')}
+    ratios = {f'steps per second over {k}': round(m/med['ours'], 3) for k, m in med.items() if k != 'ours'}
     print(ratios)
     return dict(rows=rows, ratios=ratios, times=times)
 
