@@ -1,7 +1,8 @@
 """What a fit costs, as a formula with parameters fitted from this machine's runs, and what it predicts for others.
 
     fit(N) = start + ship + epochs x (steps x step(N) + keep) + back
-    step(N) = compute + (1 - overlap) x communicate(N, gradients)
+    step(N) = compute + communicate(N, gradients) - hidden
+    hidden = overlap x communicate(N, gradients), but at most the time of the backward pass, 2/3 of compute
     communicate(N, bytes) = 2 (N-1) x latency + 2 (N-1)/N x bytes / bandwidth                     (a ring all-reduce)
 
 start, ship, keep and back come from launch.json and sync.json of this machine, latency and bandwidth from
@@ -23,20 +24,24 @@ NVLINK = dict(latency=10e-6, bandwidth=150e9)      # of one all-reduce within a 
 NETWORK = dict(latency=30e-6, bandwidth=12e9)      # between hosts, per GPU: 100 Gbit/s each
 
 
-def all_reduces(sizes):
-    "On each rank: median seconds of an all-reduce, by number of floats"
+def timed(sizes):
+    "On each rank of a group: median seconds of an all-reduce, by number of floats"
     import statistics, time, torch, torch.distributed as dist
-    from fastddp.ranch import TorchDDPCtx
-    with TorchDDPCtx(use_gpu=False, num_threads=1):
-        res = {}
-        for n in sizes:
-            t, secs = torch.ones(n), []
-            for _ in range(30):
-                at = time.perf_counter()
-                dist.all_reduce(t)
-                secs.append(time.perf_counter()-at)
-            res[n] = statistics.median(secs[5:])
+    res = {}
+    for n in sizes:
+        t, secs = torch.ones(n), []
+        for _ in range(30):
+            at = time.perf_counter()
+            dist.all_reduce(t)
+            secs.append(time.perf_counter()-at)
+        res[n] = statistics.median(secs[5:])
     return res
+
+
+def all_reduces(sizes):
+    "The same in a `ranch`"
+    from fastddp.ranch import TorchDDPCtx
+    with TorchDDPCtx(use_gpu=False, num_threads=1): return timed(sizes)
 
 
 def fitted(secs, n=2):
@@ -50,9 +55,9 @@ def fitted(secs, n=2):
 def communicate(n, nbytes, latency, bandwidth): return 2*(n-1)*latency + 2*(n-1)/n*nbytes/bandwidth
 
 
-def over_hosts(hosts, per_host, nbytes):
-    "All-reduce inside each host, then of each GPU's part between hosts"
-    return communicate(per_host, nbytes, **NVLINK) + communicate(hosts, nbytes/per_host, **NETWORK)
+def over_hosts(hosts, per_host, nbytes, network=NETWORK, nvlink=NVLINK):
+    "All-reduce inside each host, then of each GPU's part between hosts; `network` is what one GPU has of it"
+    return communicate(per_host, nbytes, **nvlink) + communicate(hosts, nbytes/per_host, **network)
 
 
 def rows_of(name, machine):
@@ -71,7 +76,7 @@ def around(machine):
 
 def predict(name, n, comm, fixed, epochs=10):
     c = CASE
-    step = c['compute'] + (1-c['overlap'])*comm
+    step = c['compute'] + comm - min(c['overlap']*comm, 2/3*c['compute'])
     steps = c['items']/c['batch']/n
     total = fixed['start'] + fixed['ship']*c['data'] + epochs*steps*step + fixed['back']*c['gradients']
     alone = epochs*c['items']/c['batch']*c['compute']
@@ -79,13 +84,17 @@ def predict(name, n, comm, fixed, epochs=10):
                 speed_up=round(alone/total, 1), of_ideal=round(alone/total/n, 3))
 
 
+def shown(secs, link):
+    "Rows of `timed` beside what the formula makes of them"
+    return [dict(bytes=4*n, measured_ms=round(s*1e3, 3), model_ms=round(communicate(2, 4*n, **link)*1e3, 3))
+            for n, s in secs.items()]
+
+
 def main():
     args = arguments(__doc__)
     secs = ranch(2, all_reduces, SIZES[:3] if args.small else SIZES, caller_rank=None)[0]
     here, fixed = fitted(secs), around(args.machine)
-    show('All-reduce over gloo, 2 ranks',
-         [dict(bytes=4*n, measured_ms=round(s*1e3, 3), model_ms=round(communicate(2, 4*n, **here)*1e3, 3))
-          for n, s in secs.items()])
+    show('All-reduce over gloo, 2 ranks', shown(secs, here))
     rows = [predict('this machine, gloo', 2, communicate(2, CASE['gradients'], **here), fixed),
             predict('8 GPUs of one host (assumed NVLink)', 8, communicate(8, CASE['gradients'], **NVLINK), fixed),
             predict('64 GPUs of 8 hosts (assumed network)', 64, over_hosts(8, 8, CASE['gradients']), fixed)]

@@ -54,7 +54,14 @@ SHORT = [   # what, where it lies, its unit, the budget, what it is held against
     ('speed-up of training, 2 ranks, convnet', ('throughput', 'convnet', 'ratios', 'speed_up'), '',
      "the script's or more", 'the script', ('throughput', 'convnet', 'ratios', 'speed_up_of_script')),
     ('speed-up of `get_preds`, 2 ranks', ('inference', 'ratios', 'speed-up of get_preds'), '', 'at least 1.8',
-     '', None)]
+     '', None),
+    ('two hosts on one machine: call to first training step, in a block',
+     ('machines', 'call', 'rows', 'two hosts', 'median'), 's', 'at most 0.5 s', 'the same without other hosts',
+     ('machines', 'call', 'rows', 'this machine', 'median')),
+    ('two hosts: data over the link to each', ('machines', 'bytes', 'ratios', 'most, per machine'), ' x its size',
+     'at most 1.05', '', None),
+    ("two hosts: steps per second over a DDP script's, convnet",
+     ('machines', 'steps', 'convnet', 'ratios', 'steps per second over script'), '', 'at least 0.97', '', None)]
 
 
 def said(results, path, unit):

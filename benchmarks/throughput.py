@@ -35,13 +35,14 @@ class StepClock(Callback):
     def after_fit(self): self.seconds = self.total/max(self.steps, 1)
 
 
-def ours(name, nprocs):
-    "By fastddp on `nprocs` workers; with 1 a plain fastai fit in a process of its own: what a user has without us"
+def ours(name, nprocs, launcher=None):
+    """By fastddp on `nprocs` workers, of this machine unless a `launcher` has others; with 1 a plain fastai fit in a
+    process of its own: what a user has without us"""
     if nprocs == 1: return run_self([sys.executable, __file__, '--one', name], PLAIN)[name]
     case = CASES[name]
     learn = case.learner(nprocs).add_cb(StepClock())
     with learn.no_bar(), learn.no_logging():
-        learn.distrib_fit(case.epochs, nprocs=nprocs, launcher=Local(gpus=[], threads=1))
+        learn.distrib_fit(case.epochs, nprocs=nprocs, launcher=launcher or Local(gpus=[], threads=1))
     return learn.step_clock.seconds
 
 
@@ -64,8 +65,13 @@ def torchrun(nprocs):
 def run_self(cmd, env):
     "What this script says when it is called so"
     r = subprocess.run(cmd, env=env, capture_output=True, text=True)
-    if r.returncode: raise RuntimeError(f'{cmd} ended with {r.returncode}\n{r.stderr[-3000:]}')
-    return json.loads(r.stdout.split('SECONDS')[1])
+    return said(cmd, r.returncode, r.stdout, r.stderr)
+
+
+def said(cmd, status, out, errors):
+    "What a script measured, as it printed it; a RuntimeError with its errors if it failed"
+    if status: raise RuntimeError(f'{cmd} ended with {status}\n{errors[-3000:]}')
+    return json.loads(out.split('SECONDS')[1])
 
 
 @contextlib.contextmanager

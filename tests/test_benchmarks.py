@@ -1,6 +1,8 @@
 """The benchmarks can be imported, and the tables on the pages are those of the results."""
-import runpy, shutil, subprocess, sys
+import re, runpy, shutil, subprocess, sys
 from pathlib import Path
+import pytest
+from two_hosts import net
 
 root = Path(__file__).resolve().parent.parent
 BENCHES = root/'benchmarks'
@@ -8,10 +10,20 @@ BENCHES = root/'benchmarks'
 
 def test_scripts_import():
     names = sorted(p.stem for p in BENCHES.glob('*.py'))
-    assert {'launch', 'shapes', 'memory', 'sync', 'inference', 'model', 'peers'} <= {*names}
+    assert {'launch', 'shapes', 'memory', 'sync', 'inference', 'machines', 'model', 'peers'} <= {*names}
     r = subprocess.run([sys.executable, '-W', 'ignore', '-c', f'import {", ".join(names)}'], cwd=BENCHES,
                        capture_output=True, text=True, timeout=120)
     assert (r.returncode, r.stdout) == (0, ''), r.stderr
+
+
+@pytest.mark.full
+def test_two_hosts(net):
+    "All parts of `machines.py` with little data, which each machine gets once, whatever runs there"
+    r = subprocess.run([sys.executable, BENCHES/'machines.py', '--small'], capture_output=True, text=True, timeout=280)
+    assert r.returncode == 0, r.stderr[-3000:]
+    sent = re.search(r'8 MB, first fit +(\S+) +(\S+)', r.stdout)
+    assert all(1 < float(o) < 1.05 for o in sent.groups()), r.stdout
+    for o in 'two hosts', 'script', 'as it is', '64 machines, 400 Gbit/s', 'Assumed': assert o in r.stdout
 
 
 def pages(folder): return [(folder/o).read_text(encoding='utf-8') for o in ('benchmarks/README.md', 'nbs/index.ipynb')]

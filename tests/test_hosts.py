@@ -336,16 +336,9 @@ def test_the_notebook_takes_part_and_dies(net, shared):
 
 def test_the_same_code_under_torchrun_on_two_hosts(net, shared):
     here = Path(__file__).parent
-    paths = f'{here}{os.pathsep}{here.parent}'
-    env = os.environ | dict(PYTHONPATH=paths, OMP_NUM_THREADS='1', GLOO_SOCKET_IFNAME='eth0')
-    def launch(i, host):
-        argv = [o for w in net.command.split() for o in ([w.replace('{host}', host)] if w != '{run}' else
-                [sys.executable, '-m', 'torch.distributed.run', '--nnodes', '2', '--nproc-per-node', '2', '--node-rank',
-                 str(i), '--master-addr', f'{net.net}.1', '--master-port', '29511', here/'script_fit.py', shared])]
-        return subprocess.Popen([*map(str, argv)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    nodes = [launch(i, host) for i, host in enumerate((net.a, net.b))]
-    said = [o.communicate(timeout=240) for o in nodes]
-    assert [o.returncode for o in nodes] == [0, 0], said[0][1][-2000:]+said[1][1][-2000:]
+    env = dict(PYTHONPATH=f'{here}{os.pathsep}{here.parent}')
+    said = net.torchrun(here/'script_fit.py', shared, env=env)
+    assert [o[2] for o in said] == [0, 0], said[0][1][-2000:]+said[1][1][-2000:]
     ranks = [json.loads((shared/f'rank{r}.json').read_text()) for r in range(4)]
     assert all(o['world'] == '4' and o['weights'] == ranks[0]['weights'] for o in ranks)
     assert '4 workers (torchrun, gloo) x batch 16 = 64 per step' in said[0][0] and 'workers (' not in said[1][0]

@@ -6,7 +6,7 @@
 __all__ = ['facts', 'merged_env', 'merged_path', 'own_modules', 'keep_missing', 'Agent', 'main']
 
 # %% ../../nbs/launch/520_agent.ipynb #eea25040
-import os, re, signal, socket, sys, threading, time, traceback
+import functools, os, re, signal, socket, sys, threading, time, traceback
 from importlib.metadata import PackageNotFoundError, version
 
 from fastcore.basics import patch
@@ -53,13 +53,15 @@ def merged_path(theirs, own):
     return there+[o for o in own if o not in there]
 
 # %% ../../nbs/launch/520_agent.ipynb #0490b0f1
+_is_own = functools.cache(is_own_line)      # following a file's links takes longer than the rest of a job's start
+
 def own_modules():
     "File below an import path -> its path here, for the modules that were imported from files of the user's own"
     res = {}
     for name,m in list(sys.modules.items()):
         file,rel = getattr(m, '__file__', None) or '',name.replace('.', '/')
         rel += '/__init__.py' if hasattr(m, '__path__') else '.py'
-        if is_own_line(file) and os.path.basename(file) == os.path.basename(rel): res[rel] = file
+        if _is_own(file) and os.path.basename(file) == os.path.basename(rel): res[rel] = file
     return res
 
 def keep_missing(

@@ -12,6 +12,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from multiprocess import connection
 
+from .agent import own_modules
 from ..process import helper
 from ..process.channel import Surroundings
 
@@ -65,10 +66,11 @@ def _card_env(card, n):
 @patch
 def submit(self:AllWorkers, entry, packed, block, configs, **_):
     "As `Workers.submit`; the payload goes to each machine once"
-    of_rank,data = dict(zip(self.ranks, configs)),self.shared(block, packed.end, len(self.machines))
+    of_rank,own = dict(zip(self.ranks, configs)),own_modules()
+    data = self.shared(block, packed.end, len(self.machines))
     for m in self.machines:
         m.forget()
-        m.send_modules()
+        m.send_modules(own)
         env = _card_env(self.cards[m], len(m.ranks))
         m.frames.send_in_order('job', entry, [of_rank[r] for r in m.ranks], env, _surroundings(), packed, data=data)
     if not self.home: return

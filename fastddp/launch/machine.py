@@ -12,7 +12,6 @@ from pathlib import Path
 from fastcore.basics import patch
 from multiprocess import connection
 
-from .agent import own_modules
 from ..payload.shared_memory import Block
 from ..process.frames import Frames
 from ..process.heartbeat import Beat, write_beat
@@ -109,9 +108,11 @@ def forget(self:Machine):
     for r in self.ranks: Path(self.beat_path(r)).unlink(missing_ok=True)
 
 @patch
-def send_modules(self:Machine):
+def send_modules(self:Machine,
+    own, # As `own_modules`
+):
     "Sends modules of the user's own that are new or have changed since the workers there were started"
-    files = {rel:(o, os.path.getmtime(o)) for rel,o in own_modules().items() if os.path.exists(o)}
+    files = {rel:(o, os.path.getmtime(o)) for rel,o in own.items() if os.path.exists(o)}
     new = {rel:Path(o[0]).read_bytes() for rel,o in files.items() if self.modules.get(rel) != o}
     self.modules |= files
     if new: self.frames.send_in_order('modules', new)
