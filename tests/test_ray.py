@@ -214,7 +214,7 @@ def test_the_notebook_connects_by_itself_and_dies(cluster, shared):
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
         try:
             said = [p.stdout.readline() for _ in range(4)]
-            assert said[0].startswith('4 workers (2 machines x 2 on the CPU, gloo over '), said+[p.stdout.readline()]
+            assert said[0].startswith('2 workers (1 machine x 2 on the CPU, gloo over '), said+[p.stdout.readline()]
             assert said[2] == 'as before\n' and said[3].startswith('4 workers (2 machines x 2 on the CPU, '), said
             wait_for(shared/'done3')
             at_home, there = psutil.Process(p.pid).children(recursive=True), ours(cluster.nodes[1])

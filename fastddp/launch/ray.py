@@ -127,9 +127,8 @@ class Ray(Machines):
         self.cluster,self.nodes,self.wait = address,nodes,wait
         self.each = dict(gpus=gpus, cpus=cpus, resources=resources)
         self.runtime_env,self._group,self._ours,self._holder = runtime_env,None,False,None
-        self._ids = {}      # of each machine's node, by its name
+        self.on_gpu,self._ids = False,{}    # of each machine's node, by its name
         self._asked,self._own = {},[]       # GPUs: how many Ray gave on each machine, by its name; which ones at home
-        self.on_gpu = False
     def place(self, nprocs=None, gpus=None):
         "As `Machines.place`; with `gpus=[]` Ray isn't asked for GPUs"
         each = self.each | (dict(gpus=0) if gpus == [] else {})
@@ -153,7 +152,7 @@ class Ray(Machines):
     def _start(self, at):
         "Starts the agents; `at` has the number of each machine's bundle, and the bundle, by the machine's name"
         self.has_home = 'localhost' in at
-        self._actors = {name:self._actor(*at[name]) for name in sorted(at) if name != 'localhost'}
+        self._actors = {name:self._actor(*at[name], self.runtime_env) for name in sorted(at) if name != 'localhost'}
         self.machines = [Machine(name, partial(_way, o), self.link_timeout) for name,o in self._actors.items()]
         self._asked = {name: math.ceil(bundle.get('GPU', 0)) for name,(_,bundle) in at.items()}
         if self._asked.get('localhost'): self._holder = self._actor(*at['localhost'])
@@ -174,13 +173,12 @@ class Ray(Machines):
                     raise CantDistribute(f"{why} {_there(found)} wait= says for how many seconds to wait.")
                 if self.wait: status.show(f"{why} Waiting for them")
         finally: status.show('')
-    def _actor(self, i, bundle):
+    def _actor(self, i, bundle, runtime_env=None):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
         own = {k:v for k,v in bundle.items() if k not in ('GPU','CPU') and not k.startswith('node:')}
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i)
-        more = dict(runtime_env=self.runtime_env) if self.runtime_env else {}
         try: return new_relay(num_cpus=bundle.get('CPU', 0), num_gpus=bundle.get('GPU', 0), resources=own,
-                              scheduling_strategy=where, **more)
+                              scheduling_strategy=where, runtime_env=runtime_env)
         except (TypeError,ValueError) as e:
             raise CantDistribute(f"runtime_env= is not one for Ray's actors: {_sentence(e)}") from None
     def shared(self, block, size, n):
@@ -226,7 +224,9 @@ def gpus_at_home(
 def _gpus_at_home(self:Ray):
     if not self._holder: return []
     import ray
-    return gpus_at_home(ray.get(self._holder.gpus.remote()), os.environ.get('CUDA_VISIBLE_DEVICES'))
+    try: given = ray.get(self._holder.gpus.remote(), timeout=self.start_timeout)
+    except ray.exceptions.RayError as e: raise CantDistribute(f"localhost: {_sentence(e)}") from None
+    return gpus_at_home(given, os.environ.get('CUDA_VISIBLE_DEVICES'))
 
 @patch
 def _facts(self:Ray):
