@@ -1,6 +1,6 @@
 """Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
 import atexit, os, shutil, tempfile
-import pytest
+import pytest, torch
 from traces import nothing_left
 
 
@@ -13,6 +13,8 @@ def own_temporary_folder():
 
 
 own_temporary_folder()
+# Files of tests that run side by side share the cores: with more threads than cores each waits for all the others.
+if 'PYTEST_XDIST_WORKER' in os.environ: torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

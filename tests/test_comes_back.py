@@ -95,6 +95,33 @@ def test_a_model_that_grows(two):
     learn.fit(1)
 
 
+class Holds(nn.Module):
+    "A layer that can't travel"
+    def __init__(self):
+        super().__init__()
+        self.layer, self.file = nn.Linear(3, 3), open('/dev/null')
+    def forward(self, x): return self.layer(x)
+
+
+class GrowsBadly(Callback):
+    def before_fit(self):
+        self.model[0].told = 'something'
+        self.model.append(Holds())
+        self.learn.create_opt()
+
+
+def test_a_model_that_grows_by_what_cannot_travel_leaves_the_learner_as_it_was(two):
+    learn = learner()
+    learn.fit(1)
+    before, model, opt = [p.clone() for p in learn.model.parameters()], learn.model, learn.opt
+    with pytest.warns(UserWarning, match='the model got 3.layer.weight, 3.layer.bias in the fit, which can.t be loaded '
+                                         'here; the learner is as before the fit'):
+        learn.distrib_fit(2, nprocs=2, launcher=two, cbs=GrowsBadly())
+    assert (learn.model, learn.opt, len(model)) == (model, opt, 3) and not hasattr(model[0], 'told')
+    for a, b in zip(before, model.parameters(), strict=True): assert torch.equal(a, b)
+    learn.fit(1)
+
+
 class Leaves(Callback):
     "Sets attributes everywhere, and goes"
     def before_fit(self):

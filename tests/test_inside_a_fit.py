@@ -1,8 +1,11 @@
 """A callback that validates or predicts in the middle of a fit: its numbers, and what follows, are one process's."""
-import random
+import copy, random
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback, CancelFitException
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
 from fastcore.basics import noop
+from torch.utils.data import DataLoader as TorchLoader
 from parity import assert_same, largest, learner, seed, alone_like, warm
 from fastddp.base import group
 
@@ -25,6 +28,10 @@ class Asks(Callback):
         return super().__call__(event)
 
 
+def drop_times(learn):
+    learn.recorder.values = [[v for v in row if not isinstance(v, str)] for row in learn.recorder.values]
+
+
 def asked_in_both(at, ask, launcher, batch, log=noop):
     "`(learner, its callback)` on workers and in one process, each with the streams as the fit left them"
     learn = learner()
@@ -36,7 +43,7 @@ def asked_in_both(at, ask, launcher, batch, log=noop):
         seed(1)
         how(2, cbs=[cb])
         drawn = random.random(), np.random.rand(), float(torch.rand(1)), o.dls.train.rng.random()
-        o.recorder.values = [[v for v in row if not isinstance(v, str)] for row in o.recorder.values]   # no times
+        drop_times(o)
         res.append((o, cb.got, drawn))
     return res
 
@@ -56,6 +63,20 @@ def test_values_weights_and_random_streams(ask, at, batch, two):
     assert drawn == drawn_one
     assert len(got) == len(expected) == 2
     for a, b in zip(got, expected): assert largest(a, b) < 1e-4
+
+
+@pytest.mark.parametrize('ask', ['validate', 'valid'])
+def test_a_validation_of_one_batch_draws_as_in_one_process(ask, two):
+    "Every rank goes over all of it"
+    learn, cb = learner(valid=3), Asks('after_train', {**ASKS, **LOOPS}[ask])
+    one, cb_one = alone_like(learn, 2), copy.deepcopy(cb)
+    seed(1)
+    learn.distrib('fit', 2, nprocs=2, launcher=two, cbs=[cb])
+    drawn = random.random(), float(torch.rand(1))
+    seed(1)
+    one.fit(2, cbs=[cb_one])
+    assert drawn == (random.random(), float(torch.rand(1)))
+    assert len(cb.got) == 2 and all(largest(a, b) < 1e-5 for a, b in zip(cb.got, cb_one.got, strict=True))
 
 
 OWN = dict(get_preds=lambda learn: learn.get_preds(dl=learn.dls.train.new(shuffle=True), inner=True)[1].sort()[:1],
@@ -115,3 +136,113 @@ def test_the_last_line_counts_the_fits_own_epochs(two, capsys):
     learn = learner()
     learn.distrib('fit', 2, nprocs=2, launcher=two, cbs=[Asks('after_epoch', ASKS['validate'])])
     assert '2 epochs in ' in capsys.readouterr().out
+
+
+# A callback's own loop over one of the learner's loaders
+
+def targets(batches): return [torch.cat([y for _, y in batches])]
+
+
+LOOPS = dict(valid=lambda learn: targets(learn.dls.valid), train=lambda learn: targets(learn.dls.train),
+             one_batch=lambda learn: learn.dls.one_batch(), valid_one=lambda learn: learn.dls.valid.one_batch(),
+             first_only=lambda learn: next(iter(learn.dls.train)))
+
+
+@pytest.mark.parametrize('at', ['before_fit', 'before_train', 'after_train', 'after_epoch'])
+@pytest.mark.parametrize('ask', [*LOOPS])
+def test_a_callbacks_own_loop_sees_the_whole(ask, at, two):
+    (learn, got, drawn), (one, expected, drawn_one) = asked_in_both(at, LOOPS[ask], two, 'global')
+    assert_same(learn, one)
+    assert drawn == drawn_one
+    assert got and len(got) == len(expected)
+    for a, b in zip(got, expected): assert largest(a, b) == 0
+
+
+@pytest.mark.parametrize('ask', ['valid', 'train'])
+def test_the_whole_comes_in_batches_of_the_loaders_own_size(ask, two):
+    (learn, got, drawn), (one, expected, drawn_one) = asked_in_both('after_train', LOOPS[ask], two, 'per_worker')
+    assert_same(learn, one)
+    assert drawn == drawn_one
+    for a, b in zip(got, expected): assert largest(a, b) == 0
+    (_, got, _), _ = asked_in_both('after_train', lambda learn: [len(y) for _, y in learn.dls.valid], two, 'per_worker')
+    assert got == [[4]*5+[1]]*2
+
+
+def torch_loaders(learn):
+    train, valid = (TorchLoader(dl.dataset, batch_size=4, shuffle=not i) for i, dl in enumerate(learn.dls.loaders))
+    learn.dls = DataLoaders(train, valid)
+    return learn
+
+
+def with_processes(learn):
+    learn.dls = DataLoaders(*(DataLoader(dl.dataset, bs=4, num_workers=1, shuffle=not i)
+                              for i, dl in enumerate(learn.dls.loaders)))
+    return learn
+
+
+@pytest.mark.parametrize('change', [torch_loaders, with_processes])
+@pytest.mark.parametrize('ask', ['valid', 'train', 'first_only'])
+def test_other_loaders_are_seen_whole(ask, change, two):
+    learn, cb = change(learner()), Asks('after_train', LOOPS[ask])
+    one, cb_one = copy.deepcopy(learn), copy.deepcopy(cb)
+    seed(1)
+    learn.distrib('fit', 2, nprocs=2, launcher=two, batch='global', cbs=[cb])
+    seed(1)
+    one.fit(2, cbs=[cb_one])
+    assert_same(learn, one)
+    for a, b in zip(cb.got, cb_one.got, strict=True): assert largest(a, b) == 0
+
+
+class LooksInBatches(Callback):
+    "Takes a batch of the training loader in each batch of one phase"
+    def __init__(self, training): self.in_training, self.seen = training, 0
+    def after_batch(self):
+        if self.training != self.in_training: return
+        self.learn.dls.one_batch()
+        self.seen += 1
+
+
+def test_a_loop_in_each_training_batch(two):
+    learn = learner()
+    one = alone_like(learn, 2, 'global')
+    for o, how in (learn, lambda *a, **kw: learn.distrib('fit', *a, nprocs=2, launcher=two, batch='global', **kw)), (
+            one, one.fit):
+        seed(1)
+        how(2, cbs=[LooksInBatches(True)])
+    assert_same(learn, one)
+
+
+class LooksOnRank0(LooksInBatches): rank0_only = True
+
+
+@pytest.mark.parametrize('cb', [LooksInBatches(False), LooksOnRank0(True), LooksOnRank0(False)])
+def test_a_loop_that_not_all_ranks_make_leaves_the_order_alone(cb, two):
+    "One rank has a validation batch more than the other: were the streams drawn from, the ranks' orders would differ"
+    learn = learner(valid=17)
+    one = alone_like(learn, 2)
+    seed(1)
+    learn.distrib('fit', 3, nprocs=2, launcher=two, cbs=[cb])
+    seed(1)
+    one.fit(3)
+    assert cb.seen and torch.equal(torch.tensor(learn.recorder.lrs), torch.tensor(one.recorder.lrs))
+    assert_same(learn, one)
+
+
+class Grows(Asks):
+    "Doubles the batch for the second epoch, and asks after each"
+    def before_epoch(self):
+        if self.epoch == 1 and not self.asking: self.learn.dls.train.bs *= 2
+
+
+@pytest.mark.parametrize('batch', ['global', 'per_worker'])
+@pytest.mark.parametrize('ask', [LOOPS['train'], ASKS['validate_train']])
+def test_a_changed_batch_size_holds_after_a_look_at_the_whole(ask, batch, two):
+    learn = learner()
+    one = alone_like(learn, 2, batch)
+    for o, how in (learn, lambda *a, **kw: learn.distrib('fit', *a, nprocs=2, launcher=two, batch=batch, **kw)), (
+            one, one.fit):
+        seed(1)
+        how(3, cbs=[Grows('after_epoch', ask)])
+        drop_times(o)
+    assert len(learn.recorder.losses) == len(one.recorder.losses)
+    assert_same(learn, one)

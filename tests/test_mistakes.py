@@ -1,6 +1,6 @@
 """docs/mistakes.md: what is typed by mistake, and the sentence that answers it. Nothing is started, and the learner
 stays as it was."""
-import functools, math, re
+import math, re
 from pathlib import Path
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -17,16 +17,18 @@ ROWS = re.findall(r'^\| `(.+?)` \| `(.+)` \|$', page, re.M)
 def f(*args): return args
 
 
-@functools.cache
+@pytest.fixture(scope='module')
 def shell():
     res = InteractiveShell.instance()
     res.run_line_magic('load_ext', 'fastddp')
-    return res
+    yield res
+    InteractiveShell.clear_instance()      # or other tests of this process would be in a notebook
 
 
 def magic(code):
     name, _, line = code.lstrip('%').partition(' ')
-    return shell().run_cell_magic(name, line, '1') if code.startswith('%%') else shell().run_line_magic(name, line)
+    shell = InteractiveShell.instance()
+    return shell.run_cell_magic(name, line, '1') if code.startswith('%%') else shell.run_line_magic(name, line)
 
 
 def answer(code, **names):
@@ -51,7 +53,7 @@ def test_the_table_is_as_long_as_promised():
 
 
 @pytest.mark.parametrize('code,row', ROWS, ids=[o[0] for o in ROWS])
-def test_it_says_what_the_page_says(code, row):
+def test_it_says_what_the_page_says(code, row, shell):
     learn = make_learner()
     before = dict(vars(learn))
     said = answer(code, learn=learn)

@@ -76,11 +76,19 @@ class Balanced:
         yield from (order[i:i+(7 if i % 2 else 5)] for i in range(0, self.n, 7))
 
 
+class AtOnce(Balanced):
+    "Draws when it is begun, and from the global stream: torch begins it before it draws the seed of its processes"
+    def __iter__(self):
+        order = torch.randperm(self.n).tolist()
+        return iter([order[i:i+7] for i in range(0, self.n, 7)])
+
+
+@pytest.mark.parametrize('sampler', [Balanced, AtOnce])
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_a_batch_sampler_of_ones_own(num_workers, two):
+def test_a_batch_sampler_of_ones_own(num_workers, sampler, two):
     data = items(31)
     learn = learner(valid=9)
-    train = TorchLoader(data, batch_sampler=Balanced(31), num_workers=num_workers)
+    train = TorchLoader(data, batch_sampler=sampler(31), num_workers=num_workers)
     learn.dls = DataLoaders(train, TorchLoader(items(9), batch_sampler=[[0, 1, 2], [3, 4, 5, 6], [7, 8]]))
     assert_same(*fit_both(learn, 2, two, 2, batch='global'))
 

@@ -35,12 +35,14 @@ class ShardedDL(Sharded):
         s.orig.bs = changed_bs[s.orig] = max(1, v*s.orig.bs//s.bs)      # a callback's goes into the user's loader, too
         s.bs = v
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
+    def one_batch(self):
+        with self._shard.orig.fake_l.no_multiproc(): return super().one_batch()     # it may be of the original's
     def __len__(self):
         s = self._shard
         if s.whole: return len(s.orig)      # what a progress bar counts to
         steps = super().__len__()
         return steps if s.train else own_steps(self, type(s.orig), steps, s.bs, s.rank, s.n)
-    def __iter__(self):
+    def _iter_shard(self):
         with self._shard.common:
             self.randomize()
             self.before_iter()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['loaders_in', 'ShardedWrapper', 'OneRank', 'why_not', 'global_bs', 'shard_dl', 'n_batches', 'check_dl', 'dl_state',
-           'set_dl_state', 'batch_items']
+           'set_dl_state', 'follow_original', 'batch_items']
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #4c11c085
 import numbers, random
@@ -18,7 +18,7 @@ from .fastai_loader import changed_bs, shard_fastai, why_not_fastai
 from .loader_kinds import fastai_len, n_items, set_text_order, text_order, with_bs
 from ..base.rng import CommonRNG
 from ..shard.sharded import (Shard, Sharded, account, clone_loader, generator_states, original,
-                                   reading, set_generator, sharded_clone, track_changes, write_back)
+                                   outside_loop, reading, set_generator, sharded_clone, track_changes, write_back)
 from ..shard.split import CantShard, global_batch_size, refuse_loader, too_few
 from ..shard.torch_loader import (batching_of, is_stream, samplers_of, shard_torch, torch_bs, torch_size,
                                         why_not_torch)
@@ -61,11 +61,11 @@ def _check_together(i, epochs, before):
 
 class ShardedWrapper(Sharded):
     "Mixed in before the class of an object that iterates over loaders in its attributes"
-    def __iter__(self):
+    def _iter_shard(self):
         loaders = self._shard.loaders
         before = [o._shard.epoch for o in loaders]
         with reading(self, []) as epoch:
-            for i,b in enumerate(super().__iter__()):
+            for i,b in enumerate(super(Sharded, self).__iter__()):     # the user's
                 inner = [o._shard.epoch for o in loaders]
                 _check_together(i, inner, before)
                 counts,start = inner[0].counts[i],len(epoch.idxs)
@@ -89,7 +89,10 @@ def _shard_wrapper(dl, rank, n, batch, train, common):
 # %% ../../nbs/fastai2/702_loaders.ipynb #c638a766
 class OneRank(Sharded):
     "Any loader with `counts` and `idxs`; in all else the loader itself"
-    def __init__(self, dl): self.__dict__['_shard'] = Shard(dl, 0, 1, None, True, None)
+    def __init__(self, dl,
+                 common=None # `CommonRNG` to draw from: every rank goes over all of it
+    ):
+        self.__dict__['_shard'] = Shard(dl, 0, 1, None, True, common)
     def __reduce__(self): return OneRank, (self._shard.orig,)
     def __getattr__(self, k):
         if k.startswith('__') or k=='_shard': raise AttributeError(k)
@@ -98,9 +101,9 @@ class OneRank(Sharded):
         if k in ('counts','idxs'): self.__dict__[k] = v
         else: setattr(self._shard.orig, k, v)
     def __len__(self): return len(self._shard.orig)
-    def __iter__(self):
+    def _iter_shard(self):
         with reading(self, []) as epoch:
-            for b in self._shard.orig:
+            for b in outside_loop(self, common) if (common := self._shard.common) else self._shard.orig:
                 m,start = _size(b),len(epoch.idxs)
                 account(self, epoch, (m,m), range(start,start+m))
                 yield b
@@ -234,6 +237,14 @@ def set_dl_state(dl,   # A loader like the one whose state it is
     for o,st in zip(_inner(dl), state['inner']): set_dl_state(o, st)
     if state['bs']: dl.bs = state['bs']
     set_text_order(dl, state['texts'])
+
+def follow_original(dl # A sharded loader
+):
+    "Its next epoch is the one that its original would have by now, after somebody else went over that"
+    if isinstance(dl, DataLoader):
+        set_dl_state(dl, dl_state(original(dl)) | dict(bs=None))    # its own is that of the global batches
+        track_changes(dl)
+    for o in _inner(dl): follow_original(o)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #d0cc3295
 def batch_items(dl,  # A loader in the middle of an epoch

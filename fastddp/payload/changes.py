@@ -75,12 +75,22 @@ class Changes:
 def _travels(v): return isinstance(v, torch.Tensor) and v.is_leaf and not is_accelerator(v.device)
 
 def update_objects(objs, changes):
-    "Puts what `Changes.now` found in objects like `objs` into these"
+    "Puts what `Changes.now` found in objects like `objs` into these; returns a function that puts back what was there"
+    old = []
     for i,new,gone in changes:
         d = vars(objs[i])
+        old.append((d, dict(d), {k:dict(d[k]) for k in new if isinstance(d.get(k), dict)}))
         for k,v in new.items():
             if isinstance(d.get(k), dict) and isinstance(v, dict):
                 d[k].clear()
                 d[k].update(v)
             else: d[k] = v
         for k in gone: d.pop(k, None)
+    def undo():
+        for d,attrs,dicts in old:
+            d.clear()
+            d.update(attrs)
+            for k,v in dicts.items():
+                d[k].clear()
+                d[k].update(v)
+    return undo

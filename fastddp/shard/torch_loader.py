@@ -27,19 +27,23 @@ class CutBatches:
     ):
         self.items,self.bs,self.drop_last = items,bs,drop_last
     def n_steps(self, rank, n, train): return n_steps(len(self.items), self.bs, rank, n, train, self.drop_last)
-    def steps(self, rank, n): return sharded_steps(chunk([*self.items], self.bs, self.drop_last), rank, n)
+    def begin(self): "Torch's own sampler is begun with the first batch"
+    def steps(self, rank, n, begun=None): return sharded_steps(chunk([*self.items], self.bs, self.drop_last), rank, n)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #5beb1d6e
 class OwnBatches:
     "Each batch of the user's batch sampler is a global batch"
     def __init__(self, batches): self.batches = batches
     def n_steps(self, rank, n, train): return len(self.batches)
-    def steps(self, rank, n): return sharded_steps([[*b] for b in self.batches], rank, n)
+    def begin(self):
+        "An iterator: torch begins the user's sampler, which may draw then, before it draws its processes' seed"
+        return iter(self.batches)
+    def steps(self, rank, n, begun=None): return sharded_steps([[*b] for b in begun or self.begin()], rank, n)
 
 class WholeBatches(OwnBatches):
     "`n` consecutive batches are a global batch: one for each rank"
     def n_steps(self, rank, n, train): return n_steps(len(self.batches), n, rank, n, train)
-    def steps(self, rank, n): return whole_steps([[*b] for b in self.batches], rank, n)
+    def steps(self, rank, n, begun=None): return whole_steps([[*b] for b in begun or self.begin()], rank, n)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #99492afb
 def is_stream(dl):
@@ -83,13 +87,16 @@ def reporting(init):
 # %% ../../nbs/shard/303_torch_loader.ipynb #6499a74a
 class ShardedTorch(Sharded):
     "Mixed in before the class of a torch `DataLoader`"
-    def __iter__(self):
+    def _iter_shard(self):
         s = self._shard
         with s.common:
-            if s.inner._iterator is None: draw_seed(self.generator)   # workers that persist keep their seeds
+            begun = s.batching.begin()
+            if s.inner._iterator is None:       # workers that persist keep their seeds
+                draw_seed(self.generator)
+                if self.num_workers: begun = s.batching.begin()     # torch does so again when its processes are there
             # torch's workers are given indices at once; without them the sampler waits for the first batch
-            steps = self._plan() if self.num_workers else None
-        return self._batches(steps)
+            steps = self._plan(begun) if self.num_workers else None
+        return self._batches(steps, begun)
 
     def __len__(self):
         s = self._shard
@@ -101,19 +108,19 @@ class ShardedTorch(Sharded):
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #50896afc
 @patch
-def _plan(self:ShardedTorch):
+def _plan(self:ShardedTorch, begun):
     "Draw a new epoch: this rank's steps, as far as they are known"
     s = self._shard
     if s.source: return []      # a stream's are added as they are read
-    steps = s.wanted(s.batching.steps(s.rank, s.n))
+    steps = s.wanted(s.batching.steps(s.rank, s.n, begun))
     s.sampler.now = [s.feed(o) for o in steps]
     return [o._replace(spare=()) if o.own else o for o in steps]    # other ranks' indices are not kept
 
 @patch
-def _batches(self:ShardedTorch, steps):
+def _batches(self:ShardedTorch, steps, begun):
     s = self._shard
     if steps is None:
-        with s.common: steps = self._plan()
+        with s.common: steps = self._plan(begun)
     s.steps = steps
     with reading(self, [o.counts for o in steps]) as epoch:
         for i,b in enumerate(DataLoader.__iter__(s.inner)):

@@ -49,6 +49,30 @@ def test_one_rank_without_a_number_stops_all(tmp_path):
     assert not np.isfinite(float(two.recorder.losses[-1]))
 
 
+class Looks(LearnerCallback):
+    "Goes over the loaders by itself, and takes a batch"
+    def __init__(self, learn):
+        super().__init__(learn)
+        self.seen = []
+    def _look(self):
+        data = self.learn.data
+        self.seen += [torch.cat([y.cpu() for _, y in dl]).tolist() for dl in (data.train_dl, data.valid_dl)]
+        self.seen.append(data.one_batch()[1].tolist())
+    def on_epoch_begin(self, **kwargs): self._look()
+    def on_batch_begin(self, num_batch, train, **kwargs):
+        if train and num_batch == 1: self._look()
+
+
+def test_a_callbacks_own_loop_sees_the_whole():
+    "Also in the middle of the fit's loop, which goes on with its part"
+    two, one = plain(4), plain(8)
+    cbs = Looks(two), Looks(one)
+    seed(5); two.distrib_fit(2, 1e-2, callbacks=[cbs[0]], nprocs=2)
+    seed(5); one.fit(2, 1e-2, callbacks=[cbs[1]])
+    assert len(cbs[0].seen) == 12 and cbs[0].seen == cbs[1].seen
+    same_weights(two, one)
+
+
 def test_a_users_callback(tmp_path):
     "On the learner, with its state, its loss that of all; stopped by one rank, all stop at the same batch"
     two, one = plain(4), plain(8)
