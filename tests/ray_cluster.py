@@ -26,14 +26,20 @@ def start_node(command, args, env, tries=3):
 
 
 def end_node(p):
+    "Ends a node and all of its processes: those it has now, and those it starts meanwhile, which are in its session"
     procs = psutil.Process(p.pid).children(recursive=True)
     p.stdin.close()
     try: p.wait(10)
     except subprocess.TimeoutExpired: p.kill()
-    for o in procs:
-        if running(o): o.kill()
     p.wait()
+    for o in {*procs, *(o for o in psutil.process_iter() if _session(o) == p.pid)}:
+        if running(o): o.kill()
     p.stdout.close()
+
+
+def _session(proc):
+    try: return os.getsid(proc.pid)
+    except ProcessLookupError: return None
 
 
 def _port():
