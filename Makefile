@@ -88,7 +88,7 @@ test-device: venv
 
 test-ray: venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[ray]'
-	@$(PY) -m pytest tests/test_ray.py
+	@$(PY) -m pytest tests/test_ray.py tests/test_ray_nodes.py
 
 test-kaggle: venv
 	@$(PY) tools/like_kaggle.py $(PY) -m pytest tests -m 'not full' --ignore=tests/test_browser.py --ignore=tests/v1

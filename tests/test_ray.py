@@ -1,25 +1,25 @@
 """Ray's machines: a head on this one and a node in a network namespace, two ranks on each."""
-import builtins, importlib.util, os, re, shutil, socket, subprocess, sys, tempfile, time
+import builtins, os, re, shutil, signal, subprocess, sys, tempfile, threading, time
 from pathlib import Path
 import psutil, pytest, torch
 from faults import OneFault, Slow
 from parity import assert_same, fit_both, learner, seed, alone_like
-from traces import running
-from two_hosts import ENTER, leaves_nothing, leaves_nothing_at_last, net
+from ray_cluster import (Cluster, WarmRay, connected, groups, needs_ray, skip_without_ray, wait_until,
+                         wait_until_free)
+from test_hosts import gone
+from test_interrupt import wait_for
+from two_hosts import leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
+from fastddp.launch import ray as launch_ray
 from fastddp.launch.engine import Job
-from fastddp.launch.ray import as_it_was
+from fastddp.process.owner import sweep
 
 pytestmark = pytest.mark.timeout(600)
-_skip = pytest.mark.skipif(not importlib.util.find_spec('ray'), reason='Ray is not installed')
-
-
-def needs_ray(test): return pytest.mark.ray(_skip(test))
 
 
 # Without a cluster
 
-@pytest.mark.parametrize('environ', [{}, pytest.param(dict(RAY_ADDRESS='ray://head:10001'), marks=_skip)])
+@pytest.mark.parametrize('environ', [{}, pytest.param(dict(RAY_ADDRESS='ray://head:10001'), marks=skip_without_ray)])
 def test_a_client_is_refused(environ, monkeypatch):
     for k, v in environ.items(): monkeypatch.setenv(k, v)
     with pytest.raises(CantDistribute, match='ray://head:10001: a Ray client has no part in the cluster') as caught:
@@ -37,6 +37,16 @@ def test_ray_is_not_there(monkeypatch):
     with pytest.raises(CantDistribute, match=r"^Ray\(\) needs Ray: pip install 'fastddp\[ray\]'.$"): Ray().place()
 
 
+@skip_without_ray
+@pytest.mark.parametrize('address', ['nobody-listens:1', 'no address'])
+def test_no_cluster(address):
+    "One line, and nothing of Ray's stays"
+    import ray
+    with pytest.raises(CantDistribute, match='^Ray has no cluster to connect to: .*names one.$') as caught:
+        learner().distrib_fit(1, launcher=Ray(address))
+    assert '\n' not in str(caught.value) and not ray.is_initialized()
+
+
 def test_fastddp_does_not_import_ray():
     code = "import sys, fastddp.all; fastddp.all.Ray; assert not [o for o in sys.modules if o.split('.')[0] == 'ray']"
     subprocess.run([sys.executable, '-c', code], check=True, timeout=200)
@@ -44,66 +54,13 @@ def test_fastddp_does_not_import_ray():
 
 # With one
 
-def start_node(command, script, *args, tries=3):
-    "A node's process, once it is ready: a raylet gives up on a busy machine"
-    env = os.environ | dict(RAY_USAGE_STATS_ENABLED='0', RAY_health_check_period_ms='1000')
-    for last in reversed(range(tries)):
-        p = subprocess.Popen([*command, sys.executable, script, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                             text=True, env=env, start_new_session=True)
-        if p.stdout.readline() == 'ready\n': return p
-        end_node(p)
-    raise AssertionError('no node of Ray came up')
-
-
-def end_node(p):
-    procs = psutil.Process(p.pid).children(recursive=True)
-    p.stdin.close()
-    try: p.wait(10)
-    except subprocess.TimeoutExpired: p.kill()
-    for o in procs:
-        if running(o): o.kill()
-    p.wait()
-    p.stdout.close()
-
-
-def _port():
-    "A port that nobody has now"
-    with socket.create_server(("", 0)) as s: return s.getsockname()[1]
-
-
-class Cluster:
-    "A head on this machine and a node in another namespace"
-    def __init__(self, net):
-        self.net, self.head, self.other = net, f'{net.net}.129', f'{net.net}.130'
-        self.port, self.folder, self.nodes = _port(), tempfile.mkdtemp(prefix='fr', dir='/tmp'), []
-        self.address = f'{self.head}:{self.port}'
-    def start(self):
-        script = Path(__file__).with_name('ray_node.py')
-        inside = ['ip', 'netns', 'exec', self.net.b, 'unshare', '-m', 'sh', ENTER]
-        for command, own in ([], self.head), (inside, self.other):
-            self.nodes.append(start_node(command, script, own, self.head, str(self.port), '2', self.folder))
-    def stop(self):
-        for o in reversed(self.nodes): end_node(o)
-        shutil.rmtree(self.folder)
-
-
 @pytest.fixture(scope='module')
 def cluster(net):
     cluster = Cluster(net)
     try:
         cluster.start()
-        with as_it_was():
-            import ray
-            ray.init(cluster.address, _node_ip_address=cluster.head, log_to_driver=False, configure_logging=False)
-        yield cluster
-        ray.shutdown()
+        with connected(cluster): yield cluster
     finally: cluster.stop()
-
-
-class WarmRay(Ray):
-    "Agents and workers stay from test to test, until `end`"
-    def __exit__(self, *_): pass
-    def end(self): self.leave()
 
 
 @pytest.fixture(scope='module')
@@ -171,19 +128,6 @@ def test_a_rank_raises(machines, shared):
     assert len(learn.recorder.values) == 1
 
 
-def free(n):
-    "Waits until Ray has so many cores again"
-    import ray
-    wait_until(lambda: ray.available_resources().get('CPU') == n)
-
-
-def wait_until(true, seconds=60):
-    end = time.monotonic()+seconds
-    while not true():
-        assert time.monotonic() < end, 'waited in vain'
-        time.sleep(.05)
-
-
 @needs_ray
 def test_what_others_use(machines):
     "The cluster is all ours: another one is told what is free, and more than there is can't be"
@@ -198,9 +142,88 @@ def test_what_others_use(machines):
 def test_all_is_given_back(machines, cluster, shared):
     "After a block, and after a call that fails"
     machines.end()
-    free(4)
+    wait_until_free(CPU=4)
     with pytest.raises(RankRaised): faulty('library', 3, shared).distrib_fit(3, launcher=Ray(per_node=2))
-    free(4)
+    wait_until_free(CPU=4)
+
+
+@pytest.fixture
+def others(cluster, monkeypatch):
+    "Somebody else has all cores; Ray has a second to say that there is room"
+    import ray
+    monkeypatch.setattr(launch_ray, '_SOON', 1.)
+    wait_until_free(CPU=4)
+    group = ray.util.placement_group([{'CPU': 2}]*2, 'STRICT_SPREAD')
+    assert group.wait(60)
+    yield group
+    ray.util.remove_placement_group(group)
+    wait_until_free(CPU=4)
+
+
+def when_it_waits(do):
+    "Calls `do` when a call has waited for longer than one that doesn't want to wait would"
+    def run():
+        wait_until(lambda: groups('PENDING'))
+        time.sleep(4)
+        do()
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@needs_ray
+def test_waits_for_what_others_use(others, monkeypatch):
+    "A line says so meanwhile"
+    import ray
+    said = []
+    monkeypatch.setattr(launch_ray.Status, 'show', lambda self, text: said.append(text))
+    with pytest.raises(CantDistribute, match='others use them: free are 0 CPUs.* wait= says for how many seconds'):
+        Ray(per_node=2).place()
+    wait_until(lambda: not groups('PENDING'))
+    thread = when_it_waits(lambda: ray.util.remove_placement_group(others))
+    learn = learner(train=16, valid=4)
+    learn.distrib_fit(1, launcher=Ray(per_node=2, wait=120, start_timeout=240.))
+    thread.join()
+    assert len(learn.recorder.values) == 1 and said[-1] == ''
+    assert 'asked for 2 machines with 2 CPUs each, and others use them: free are 0 CPUs. Waiting' in said[1]
+
+
+@needs_ray
+def test_an_interrupt_while_it_waits(others):
+    "What is asked for isn't asked for any more"
+    thread = when_it_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt): learner().distrib_fit(1, launcher=Ray(per_node=2, wait=120))
+    thread.join()
+    wait_until(lambda: not groups('PENDING'))
+    assert len(groups('CREATED')) == 1
+
+
+def ours(node):
+    "The agent of ours that a node of the cluster has, and its workers"
+    there = psutil.Process(node.pid).children(recursive=True)
+    agents = [o for o in there if 'fastddp.launch.agent' in ' '.join(o.cmdline())]
+    return [p for o in agents for p in (o, *o.children(recursive=True))]
+
+
+@needs_ray
+def test_the_notebook_connects_by_itself_and_dies(cluster, shared):
+    """`Ray(address)` connects, and disconnects at the end of the call; so does Ray() with RAY_ADDRESS. Nothing of Ray's
+    appears in the notebook. When it is killed, nothing is left anywhere, and the cluster has its resources again"""
+    wait_until_free(CPU=4)
+    argv = [sys.executable, '-Wignore', Path(__file__).with_name('script_ray.py'), cluster.address, shared]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
+        try:
+            said = [p.stdout.readline() for _ in range(4)]
+            assert said[0].startswith('2 workers (1 machine x 2 on the CPU, gloo over '), said+[p.stdout.readline()]
+            assert said[2] == 'as before\n' and said[3].startswith('4 workers (2 machines x 2 on the CPU, '), said
+            wait_for(shared/'done3')
+            at_home, there = psutil.Process(p.pid).children(recursive=True), ours(cluster.nodes[1])
+            assert len(at_home) >= 2 and len(there) >= 3
+        finally: p.kill()
+        assert gone([*at_home, *there], 30) == []
+        assert p.stdout.read() == ''
+    wait_until_free(CPU=4)
+    sweep()     # a worker that the system ends with its helper leaves a folder, which goes with the next start
 
 
 @needs_ray

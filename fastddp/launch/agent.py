@@ -42,10 +42,11 @@ _OF_THE_MACHINE = re.compile('(PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|TMPDIR|PWD|
 def merged_env(
     theirs, # The notebook's environment
     own, # This machine's
+    names=(), # Others of this machine's that it keeps
 ):
     "What workers here have"
-    kept = {k:v for k,v in own.items() if _OF_THE_MACHINE.match(k)}
-    return {k:v for k,v in theirs.items() if not _OF_THE_MACHINE.match(k)} | kept
+    stays = lambda k: k in names or _OF_THE_MACHINE.match(k)
+    return {k:v for k,v in theirs.items() if not stays(k)} | {k:v for k,v in own.items() if stays(k)}
 
 def merged_path(theirs, own):
     "The notebook's import path as far as it is there, and what else this machine has"
@@ -84,9 +85,10 @@ class Agent:
     "Has the workers of one machine; `run` until the notebook is gone, or ends it"
     def __init__(self,
         read_fd, write_fd, # Of the stream
+        names=(), # Of environment variables that workers here have from this machine, and not from the notebook
     ):
         self.block,self.workers,self.over = Block(),None,False
-        self.listener,self.store = None,None
+        self.listener,self.store,self.names = None,None,names
         self.env,self.path,self.folder = dict(os.environ),list(sys.path),os.getcwd()
         self.seen,self.beats = {},{}        # rank -> bytes of its log, and its beat, that the notebook has
         self.frames = Frames(read_fd, write_fd, lambda: self.block, _end_soon)
@@ -167,7 +169,7 @@ def end_workers(self:Agent, grace):
 def enter(self:Agent, env, cwd, path, filters):
     "Takes the notebook's surroundings, as far as they can be here"
     os.environ.clear()
-    os.environ.update(merged_env(env, self.env))
+    os.environ.update(merged_env(env, self.env, self.names))
     os.chdir(cwd if os.path.isdir(cwd) else self.folder)
     sys.path[:] = merged_path(path, self.path)
 
@@ -234,12 +236,12 @@ def _report_files(self:Agent, r):
 
 # %% ../../nbs/launch/520_agent.ipynb #ad261c1c
 def main():
-    "Runs an agent on standard input and output"
+    "Runs an agent on standard input and output: `python -m fastddp.launch.agent [name of a variable of its own]...`"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     read_fd,write_fd,null = os.dup(0),os.dup(1),os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    Agent(read_fd, write_fd).run()
+    Agent(read_fd, write_fd, sys.argv[1:]).run()
 
 if __name__ == '__main__' and globals().get('__spec__'):
     from fastddp.launch import agent     # what is pickled here belongs to the module, not to `__main__`

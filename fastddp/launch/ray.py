@@ -6,16 +6,18 @@
 __all__ = ['as_it_was', 'connect', 'bundles_for', 'Ray', 'gpus_at_home']
 
 # %% ../../nbs/launch/528_ray.ipynb #1e01fc1e
-import contextlib, os, signal, time
+import contextlib, math, os, signal, socket, time
 from functools import partial
 
 from fastcore.basics import patch
 
 from ..base.errors import CantDistribute
+from ..base.scoped import own_attrs
 from .machine import Machine
 from .machines import Machines
 from .preflight import wait_for_agents
 from .relay import StoredFrames, Way, new_relay
+from ..output.notice import Status
 
 # %% ../../nbs/launch/528_ray.ipynb #b6915dcd
 def _import_ray():
@@ -47,13 +49,28 @@ def connect(
     if ray.is_initialized():
         _refuse_client('ray://' if ray.util.client.ray.is_connected() else '')
         return False
-    _refuse_client(address or os.environ.get('RAY_ADDRESS'))
+    address = address or os.environ.get('RAY_ADDRESS') or 'auto'
+    _refuse_client(address)
     try:
-        with as_it_was(): ray.init(address or 'auto', log_to_driver=False, configure_logging=False)
-    except ConnectionError as e:
-        raise CantDistribute(f"There is no Ray cluster to connect to: {str(e).splitlines()[0]} `ray start --head` on "
-                             "this machine begins one; Ray(address='host:port') names one.") from None
+        if address not in ('auto','local'): _try_to_reach(address)
+        with as_it_was(): ray.init(address, log_to_driver=False, configure_logging=False)
+    except BaseException as e:
+        ray.shutdown()
+        if not isinstance(e, (OSError,RuntimeError,ValueError)): raise
+        raise CantDistribute(f"Ray has no cluster to connect to: {_sentence(e)} `ray start --head` on this machine "
+                             "begins one; Ray(address='host:port') names one.") from None
     return True
+
+def _try_to_reach(address):
+    "Raises an OSError or ValueError if there is nobody: Ray itself would try for many minutes"
+    host,_,port = address.rpartition(':')
+    if not (host and port.isdigit()): raise ValueError(f"{address!r} is not 'host:port'")
+    try: socket.create_connection((host.strip('[]'), int(port)), 10).close()
+    except OSError as e: raise OSError(f"nobody answers at {address} ({e})") from None
+
+def _sentence(e):
+    "What an exception says, as a sentence in one line"
+    return f"{' '.join(str(e).split()).rstrip('.:') or type(e).__name__}."
 
 # %% ../../nbs/launch/528_ray.ipynb #976aba9e
 def bundles_for(
@@ -73,8 +90,9 @@ def bundles_for(
     fits = lambda has: all(has.get(k, 0) >= v for k,v in bundle(has).items()) and (gpus == 0 or has.get('GPU'))
     able = [(address,bundle(has)) for address,has in found if fits(has)]
     if len(able) < (nodes or 1):
-        raise CantDistribute(f"{len(able)} machines of the cluster have {_words(bundle(found[0][1]))}, and Ray was "
-                             f"asked for {nodes or 'at least 1'}. {_there(found)}")
+        most = max((bundle(has) for _,has in found), key=lambda b: b.get('GPU', 0))
+        raise CantDistribute(f"{len(able)} machines of the cluster have {_words(most)}, and Ray was asked for "
+                             f"{nodes or 'at least 1'}. {_there(found)}")
     named = [(address,b | {f'node:{address}': .001}) for address,b in able]
     if nodes is None: return [b for _,b in named]
     home = [b for address,b in named if address == found[0][0]]
@@ -100,7 +118,7 @@ class Ray(Machines):
         gpus=None, # GPUs to ask for on each; None: one for each rank if the cluster has any; 0: the CPU
         cpus=None, # Cores to ask for on each; None: one for each rank
         resources=None, # Other resources of Ray's that each has to have: name -> how much
-        runtime_env=None, # As for Ray's actors; it is for the other machines
+        runtime_env=None, # As for Ray's actors; it is for the other machines, and its variables win over the notebook's
         wait=0., # Seconds to wait for resources that others have at the moment
         **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`, `see`, `timeout`
     ):
@@ -109,8 +127,12 @@ class Ray(Machines):
         self.cluster,self.nodes,self.wait = address,nodes,wait
         self.each = dict(gpus=gpus, cpus=cpus, resources=resources)
         self.runtime_env,self._group,self._ours,self._holder = runtime_env,None,False,None
-        self._ids = {}      # of each machine's node, by its name
-        self.on_gpu = False
+        self.on_gpu,self._ids = False,{}    # of each machine's node, by its name
+        self._asked,self._own = {},[]       # GPUs: how many Ray gave on each machine, by its name; which ones at home
+    def place(self, nprocs=None, gpus=None):
+        "As `Machines.place`; with `gpus=[]` Ray isn't asked for GPUs"
+        each = self.each | (dict(gpus=0) if gpus == [] else {})
+        with own_attrs(self, each=each): return super().place(nprocs, gpus)
     def _connect(self):
         "Reserves resources, and starts an agent on each of the other machines"
         self._ours = connect(self.cluster)
@@ -119,37 +141,46 @@ class Ray(Machines):
         gone = {self._ids[o] for o in self.left_out}
         alive = [o for o in ray.nodes() if o['Alive'] and o['NodeID'] not in gone]
         nodes = sorted(alive, key=lambda o: o['NodeID'] != home)
+        names = _names_of(nodes) | {home: 'localhost'}
+        self._ids |= {name: o for o,name in names.items()}
         found = [(o['NodeManagerAddress'], o['Resources']) for o in nodes]
-        n = min(self.nodes, len(nodes)) if self.nodes and gone else self.nodes
-        bundles = bundles_for(found, n, self.per_node, **self.each)
+        bundles = bundles_for(found, min(self.nodes, len(nodes)) if gone and self.nodes else self.nodes,
+                              self.per_node, **self.each)
         self._reserve(bundles, found)
         placed = ray.util.placement_group_table(self._group)['bundles_to_node_id']
-        self.has_home = home in placed.values()
-        names = _names_of(nodes)
-        self._ids |= {name: o for o,name in names.items()}
-        others = sorted((names[o],i) for i,o in placed.items() if o != home)
-        self._actors = {name:self._actor(i, bundles[i]) for name,i in others}
+        self._start({names[o]: (i,bundles[i]) for i,o in placed.items()})
+    def _start(self, at):
+        "Starts the agents; `at` has the number of each machine's bundle, and the bundle, by the machine's name"
+        self.has_home = 'localhost' in at
+        self._actors = {name:self._actor(*at[name], self.runtime_env) for name in sorted(at) if name != 'localhost'}
         self.machines = [Machine(name, partial(_way, o), self.link_timeout) for name,o in self._actors.items()]
-        at_home = next((i for i,o in placed.items() if o == home), None)
-        if at_home is not None and bundles[at_home].get('GPU'): self._holder = self._actor(at_home, bundles[at_home])
+        self._asked = {name: math.ceil(bundle.get('GPU', 0)) for name,(_,bundle) in at.items()}
+        if self._asked.get('localhost'): self._holder = self._actor(*at['localhost'])
         wait_for_agents(self.machines, self.start_timeout, lambda said: _why_not(said, self.start_timeout))
+        self._own = self._gpus_at_home()
+        self._check_gpus()
     def _reserve(self, bundles, found):
         import ray
         strategy = 'STRICT_SPREAD' if len(bundles) > 1 else 'PACK'
-        self._group,until = ray.util.placement_group(bundles, strategy),time.monotonic()+max(self.wait, _SOON)
-        while not self._group.wait(1):
-            if time.monotonic() < until: continue
-            free = ray.available_resources()
-            raise CantDistribute(f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} each, and "
-                                 f"others use them: free are {_words({k:free.get(k, 0) for k in bundles[0]})}. "
-                                 f"{_there(found)} wait= says for how many seconds to wait.")
-    def _actor(self, i, bundle):
+        self._group = ray.util.placement_group(bundles, strategy)
+        until,status = time.monotonic()+max(self.wait, _SOON),Status()
+        try:
+            while not self._group.wait(1):
+                free = ray.available_resources()
+                why = (f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} each, and others use "
+                       f"them: free are {_words({k:free.get(k, 0) for k in bundles[0]})}.")
+                if time.monotonic() >= until:
+                    raise CantDistribute(f"{why} {_there(found)} wait= says for how many seconds to wait.")
+                if self.wait: status.show(f"{why} Waiting for them")
+        finally: status.show('')
+    def _actor(self, i, bundle, runtime_env=None):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
         own = {k:v for k,v in bundle.items() if k not in ('GPU','CPU') and not k.startswith('node:')}
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i)
-        more = dict(runtime_env=self.runtime_env) if self.runtime_env else {}
-        return new_relay(num_cpus=bundle.get('CPU', 0), num_gpus=bundle.get('GPU', 0), resources=own,
-                         scheduling_strategy=where, **more)
+        try: return new_relay(num_cpus=bundle.get('CPU', 0), num_gpus=bundle.get('GPU', 0), resources=own,
+                              scheduling_strategy=where, runtime_env=runtime_env)
+        except (TypeError,ValueError) as e:
+            raise CantDistribute(f"runtime_env= is not one for Ray's actors: {_sentence(e)}") from None
     def shared(self, block, size, n):
         "As `Machines.shared`: in Ray's object store"
         return StoredFrames(block, size, n) if size and n else (block, size)
@@ -176,6 +207,7 @@ def _names_of(nodes):
 def _why_not(said, timeout):
     "One line for a machine that has no agent"
     last = said.strip().splitlines()[-1].strip() if said.strip() else f"no answer within {timeout:g} s"
+    if 'runtime environment' in said: return f"Ray couldn't make its runtime_env= there ({last})"
     if "No module named 'fastddp" not in said and 'No module named fastddp' not in said: return last
     return f"has no fastddp for this Python: install it there, or name it in runtime_env= ({last})"
 
@@ -189,9 +221,28 @@ def gpus_at_home(
     return [seen.index(o) if seen else int(o) for o in given if not seen or o in seen]
 
 @patch
+def _gpus_at_home(self:Ray):
+    if not self._holder: return []
+    import ray
+    try: given = ray.get(self._holder.gpus.remote(), timeout=self.start_timeout)
+    except ray.exceptions.RayError as e: raise CantDistribute(f"localhost: {_sentence(e)}") from None
+    return gpus_at_home(given, os.environ.get('CUDA_VISIBLE_DEVICES'))
+
+@patch
+def _facts(self:Ray):
+    "As `Machines._facts`, with the GPUs that Ray gave"
+    most = self._asked | dict(localhost=len(self._own))
+    return {name: o | dict(gpus=min(o['gpus'], most[name])) for name,o in Machines._facts(self).items()}
+
+@patch
+def _check_gpus(self:Ray):
+    "Raises a `CantDistribute` with a line for each machine that has none of the GPUs that Ray gave there"
+    bad = [name for name,o in self._facts().items() if self._asked[name] and not o['gpus']]
+    if not bad: return
+    lines = [f"{name}: Ray gave {_words(dict(GPU=self._asked[name]))}, and torch there finds none" for name in bad]
+    raise CantDistribute('\n'.join([*lines, "Is it a torch for GPUs, and may it see them? Ray(gpus=0) takes the CPU."]))
+
+@patch
 def _gpus(self:Ray, nprocs=None):
     res = Machines._gpus(self)
-    if res is None or self._holder is None: return res
-    import ray
-    own = gpus_at_home(ray.get(self._holder.gpus.remote()), os.environ.get('CUDA_VISIBLE_DEVICES'))
-    return [*own[:self.counts[0]], *res[self.counts[0]:]]
+    return [*self._own[:self.counts[0]], *res[self.counts[0]:]] if res and self.has_home else res
