@@ -70,10 +70,9 @@ class Machines(Local):
     def again(self, nprocs, gpus):
         "As `Launcher.again`: machines that were lost are left out, the others have as many ranks as before"
         if not self.lost: return nprocs, gpus
-        on_gpu = self.on_gpu
         self.left_out |= self.lost
         self.close(0)
-        return self.place(gpus=None if on_gpu else [])
+        return self.place(gpus=self._gpus_as_before())
 
 # %% ../../nbs/launch/525_machines.ipynb #d106f4a5
 @patch
@@ -88,6 +87,11 @@ def _meet(self:Machines):
     kind = ('GPU' if self.counts[0] == 1 else 'GPUs') if self.on_gpu else 'on the CPU'
     s = 's' if len(self.counts) != 1 else ''
     self.where = f"{len(self.counts)} machine{s} x {each}{kind}, {backend} over {found.own}"
+
+@patch
+def _gpus_as_before(self:Machines):
+    "What `place` was given for the last job, as far as it says GPUs or not"
+    return [] if self.counts and not self.on_gpu else None
 
 @patch
 def _names(self:Machines): return [*(['localhost'] if self.has_home else []), *(m.name for m in self.machines)]
@@ -165,7 +169,7 @@ def _get_workers(self:Machines, ranks, nprocs, interrupts, mark):
     if self.workers and len(self.workers.alive()) == nprocs == len(self.workers.ranks): return
     if self.workers: self._end_workers()
     self._block = self._block or Block()
-    self.place(nprocs)
+    self.place(nprocs, self._gpus_as_before())
     first = 0
     for m,n in zip([*([None] if self.has_home else []), *self.machines], self.counts):
         if m: m.ranks = list(range(first, first+n))
