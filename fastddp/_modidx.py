@@ -1231,6 +1231,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.batch_number': ( 'fastai2/metrics.html#batch_number',
                                                                                    'fastddp/fastai2/metrics.py'),
+                                         'fastddp.fastai2.metrics.each_has_all': ( 'fastai2/metrics.html#each_has_all',
+                                                                                   'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.loss_buffers': ( 'fastai2/metrics.html#loss_buffers',
                                                                                    'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.plain_metrics': ( 'fastai2/metrics.html#plain_metrics',

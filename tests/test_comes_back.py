@@ -72,6 +72,30 @@ def test_gradients_that_accumulation_left_travel_both_ways(two):
     assert largest(grads(learn), grads(one)) < 1e-6
 
 
+class FreezesLate(Callback):
+    "Trains all in the first epoch, then only the last layer"
+    def before_epoch(self): self.learn.unfreeze() if self.epoch == 0 else self.learn.freeze()
+
+
+def two_groups(model): return [[*model[0].parameters()], [*model[2].parameters()]]
+
+
+def test_what_was_trained_and_is_frozen_decays_as_in_fastai(two):
+    "Its gradient is zero, not None: within a fit, from one fit to the next, and in the notebook"
+    learn = learner(splitter=two_groups, wd=.1)
+    one = alone_like(learn, 2, 'global')
+    def on_workers(*args, **kwargs): learn.distrib_fit(*args, nprocs=2, launcher=two, batch='global', **kwargs)
+    for o, fit in (learn, on_workers), (one, one.fit):
+        seed(1)
+        fit(2, cbs=FreezesLate())
+        for _ in range(2): fit(1)
+    assert_same(learn, one)
+    for o in learn, one:
+        seed(2)
+        o.fit(1)
+    assert_same(learn, one)
+
+
 class Grows(Callback):
     "A buffer, a layer with its optimizer, an attribute"
     def before_fit(self):

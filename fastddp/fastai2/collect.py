@@ -15,7 +15,7 @@ from fastcore.foundation import L
 from ..base import group
 from .events import OurCallback
 from .metric_state import BatchNote, keep_batch, whole_batches
-from .metrics import ReduceMetrics, batch_number, trim
+from .metrics import ReduceMetrics, each_has_all, batch_number, trim
 
 # %% ../../nbs/fastai2/719_collect.ipynb #449ffabd
 def _pooled(parts):
@@ -61,7 +61,8 @@ class JoinCollected(OurCallback):
     def after_train(self):     self._close()
     def after_validate(self):  self._close()
     def _open(self):
-        found = [(cb,name) for cb in self.learn.cbs if (name := _collected(cb))] if group.world_size() > 1 else []
+        cbs = [] if each_has_all(self.dl) else self.learn.cbs
+        found = [(cb,name) for cb in cbs if (name := _collected(cb))]
         self.phases.append(_OpenPhase([_Collector(cb, name, len(getattr(cb,name,())), []) for cb,name in found]))
     def note(self):
         "After each batch, once everybody has collected: which rows it was"

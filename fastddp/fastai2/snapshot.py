@@ -155,7 +155,7 @@ def capture(
     dls = [dl_state(original(dl)) for dl in learn.dls.loaders]
     rest = dict(learn=own, cbs=of_cbs, rng=rng, dls=dls) | _exchanged(learn, refs)
     if weights: rest |= _in_parts(learn, base, ended=grads is not None)
-    state = learner_state(learn, weights=weights) | dict(grads=model_grads(learn.model) if grads else {},
+    state = learner_state(learn, weights=weights) | dict(grads={} if grads is None else model_grads(learn.model, grads),
                                                          loss=_loss_state(learn, refs) if weights else None)
     return dump_state(state, rest, lambda: _picklable(rest, base.others, refs), refs, around)
 

@@ -56,15 +56,19 @@ def model_tensors(model):
     "Name -> parameter or buffer"
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-def model_grads(model):
-    "Name -> gradient, where accumulation left one that isn't zero"
-    return {k:p.grad for k,p in model.named_parameters() if p.grad is not None and p.grad.any()}
+def model_grads(model,
+    left=True # May accumulation have left gradients?
+):
+    """Name -> gradient that accumulation left; None for the zeros of a frozen parameter that was trained before, which
+    fastai's optimizers go on decaying"""
+    ps = {k:p for k,p in model.named_parameters() if p.grad is not None and (left or not p.requires_grad)}
+    return {k: p.grad if p.grad.any() else None for k,p in ps.items() if not p.requires_grad or p.grad.any()}
 
 def apply_grads(model,
     grads # As of `model_grads`; the others have none
 ):
     for k,p in model.named_parameters():
-        if k in grads: p.grad = grads[k].clone().to(p.device)
+        if k in grads: p.grad = torch.zeros_like(p) if grads[k] is None else grads[k].clone().to(p.device)
         elif p.grad is not None: p.grad = None
 
 @torch.no_grad()
