@@ -3508,6 +3508,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.shard.sharded.Epoch.__init__': ( 'shard/sharded.html#epoch.__init__',
                                                                                  'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Shard': ('shard/sharded.html#shard', 'fastddp/shard/sharded.py'),
+                                       'fastddp.shard.sharded.Shard.__getstate__': ( 'shard/sharded.html#shard.__getstate__',
+                                                                                     'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Shard.__init__': ( 'shard/sharded.html#shard.__init__',
                                                                                  'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Shard.feed': ('shard/sharded.html#shard.feed', 'fastddp/shard/sharded.py'),

@@ -40,6 +40,8 @@ class Shard:
     ):
         self.orig,self.rank,self.n = orig,rank,n
         self.bs,self.train,self.common = bs,train,common
+    def __getstate__(self):
+        return {k:v for k,v in vars(self).items() if k != 'outside'}    # no business of a loader's process
 
 # %% ../../nbs/shard/301_sharded.ipynb #1ce1ca55
 @patch
