@@ -3,7 +3,7 @@ import contextlib, importlib.util, json, os, shutil, socket, subprocess, sys, te
 from pathlib import Path
 import psutil, pytest
 from traces import running
-from two_hosts import ENTER, ip
+from namespaces import ENTER, ip
 from fastddp.launch.ray import Ray, as_it_was
 
 skip_without_ray = pytest.mark.skipif(not importlib.util.find_spec('ray'), reason='Ray is not installed')
