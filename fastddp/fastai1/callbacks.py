@@ -16,12 +16,12 @@ from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, own_attrs
 from .loaders import counts_now, global_batches, own_loader, place_now, shard, torch_dl
-from .step_sync import GlobalLoss, Ranks
+from .step_sync import GlobalLoss, Ranks, other_params
 from .validate import Validation
 from ..output.notice import print_line
 from ..shard.any_loss import AnyLoss
 from ..shard.batchnorm import sync_buffers, synced_bn
-from ..shard.drift import SameWeights, hooks_of, methods, suspect
+from ..shard.drift import OwnPasses, SameWeights, hooks_of, methods, suspect
 from ..shard.sharded import outside_loop
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #81cf85d6
@@ -56,14 +56,16 @@ class AverageGrads(Callback):
     def on_epoch_begin(self, epoch, **kwargs):
         self.epoch = epoch
         self.any_loss.start_epoch()
-    def on_backward_end(self, **kwargs): self.ranks.average_grads()
+    def on_backward_end(self, **kwargs):
+        self.ranks.average_grads()
+        self.ranks.handler.open_own()
     def on_epoch_end(self, **kwargs): self.sync()
     def on_train_end(self, **kwargs): _own_loaders(self.learn.data)
     def sync(self):
         "One set of buffers, and one of weights, whoever changed them"
         learn = self.learn
         sync_buffers(learn.model, self.average_bn)
-        self.same(learn.model, self.epoch, lambda: _opt_from_rank0(learn.opt.opt), self._suspects)
+        self.same(self.ranks, self.epoch, lambda: _opt_from_rank0(learn.opt.opt), self._suspects)
     def _suspects(self):
         "Whose code may have made weights differ; None for what is fastai's or torch's"
         opt,cbs = self.learn.opt.opt,self.ranks.handler.callbacks
@@ -101,6 +103,7 @@ class AgreeingHandler(CallbackHandler):
     "A `CallbackHandler` that stops something only if all ranks do"
     ranks = None        # the `Ranks` of the fit: see `of`
     asks = frozenset()  # events in which callbacks may return something else on each rank
+    own = None          # `OwnPasses`: backward passes of callbacks
 
     @classmethod
     def of(cls, ranks # `Ranks`
@@ -132,7 +135,18 @@ class AgreeingHandler(CallbackHandler):
         self.ranks.grads_next = True
         return loss,skip
 
-    def on_backward_end(self): return self._agreed('on_backward_end', super().on_backward_end())
+    def open_own(self):
+        "From now on backward passes of this batch are a callback's own"
+        if 'on_backward_end' in self.asks and group.world_size() > 1:
+            self.own = self.own or OwnPasses()
+            self.own.open(self.ranks.parameters(), self.ranks.scale)
+
+    def on_backward_end(self):
+        try: skip = super().on_backward_end()
+        finally:
+            if self.own: self.own.close()
+        return self.ranks.settle_grads(skip) if 'on_backward_end' in self.asks else skip
+
     def on_step_end(self): return self._agreed('on_step_end', super().on_step_end())
     def on_batch_end(self, loss): return self._agreed('on_batch_end', super().on_batch_end(loss))
 
@@ -179,6 +193,7 @@ def distributed_v1(learn,
 ): # Yields (`Ranks`, callbacks to add)
     "Inside, `basic_train.fit` of `learn` is one with the other ranks'; afterwards all is as it was"
     n,ranks,data = group.world_size(),Ranks(learn.model, stop_requested),learn.data
+    ranks.more = lambda: other_params(learn)
     on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
     any_loss = AnyLoss(loss, print_line)
     average = AverageGrads(learn, ranks, sync_bn and not on_gpu, any_loss)

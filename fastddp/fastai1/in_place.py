@@ -26,7 +26,7 @@ from ..launch.rank0_only import cbs_of_rank
 from .loaders import check_v1, mend_streams, old_numpy, step_sizes
 from .jobs import NoteProgress
 from .session import wants_no_lines
-from .step_sync import Ranks
+from .step_sync import Ranks, other_params
 from .snapshot import loaders, place
 from .validate import Validation
 
@@ -36,8 +36,9 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     for dl in loaders(learn.data): mend_streams(dl)
     check_v1(learn.data, group.world_size(), options['batch'])
     sync_streams()
-    common,state = CommonRNG.capture(),[*learn.model.parameters(), *learn.model.buffers()]
-    group.broadcast_(state)
+    common = CommonRNG.capture()
+    def from_rank0(): group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *other_params(learn)])
+    from_rank0()
     callbacks,noted = callbacks or [],NoteProgress(NoNotebook(), learn)
     lines = script_lines(noted.progress, step_sizes(learn.data.train_dl, group.world_size(), options['batch']),
                          wants_no_lines(learn), any(isinstance(cb, LRFinder) for cb in callbacks))
@@ -49,7 +50,7 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
         except KeyboardInterrupt:
             ranks.leave()
             raise
-    group.broadcast_(state)     # what rank 0 loaded in the end
+    from_rank0()        # what it loaded in the end
 
 def _validate(stop_requested, model, dl, loss_func=None, cb_handler=None, **kwargs):
     "`basic_train.validate` by all ranks"

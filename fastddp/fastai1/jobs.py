@@ -55,7 +55,7 @@ def fit_job(ctx, obj):
     refs = persistent_refs(learn, callbacks, metrics)
     base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None)     # it captures what comes back
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
-    def state(around=None): return capture(learn, base, refs, common.state(), around)
+    def state(around=None, left=True): return capture(learn, base, refs, common.state(), around, left)
     together = distributed_v1(learn, common, stop_requested=ctx.stop_requested, **obj['options'])
     with together as (ranks,cbs), EpochStates(ctx, state) as epochs:
         extra = [*counting(learn, ranks, callbacks), *cbs, noted, *([KeepState(epochs.put)] if ctx.rank == 0 else [])]
@@ -63,7 +63,7 @@ def fit_job(ctx, obj):
             basic_train.fit(obj['epochs'], learn, callbacks=[*cbs_of_rank(callbacks), *extra], metrics=metrics)
             ranks.all_reduce()
         interrupted = until_interrupted(ctx, fit, ranks.leave)
-    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state())
+    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(left=not interrupted))
     return noted.progress.result(interrupted, learn.path)
 
 def infer_job(ctx, obj):

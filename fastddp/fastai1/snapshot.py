@@ -7,14 +7,18 @@ __all__ = ['OVERRIDES', 'loaders', 'owners', 'persistent_refs', 'snapshot', 'unp
            'apply']
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #16560dd6
-import torch
+import warnings
+
 from fastai.callback import Callback
 
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl
 from ..launch.training import Baseline, dump_snapshot, dump_state, load_state, model_state
-from ..payload.state import apply_model, move_opt, picklable_attrs, update_attrs
+from ..payload.changes import Changes, update_objects
+from ..payload.state import (apply_grads, apply_model, model_grads, model_tensors, move_opt, opt_attrs,
+                                   opt_owners, picklable_attrs, update_attrs)
+from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #0c2fb97f
 OVERRIDES = 'fit','validate','get_preds','distrib_session'
@@ -34,8 +38,11 @@ def persistent_refs(learn, callbacks=(), metrics=()):
     dls = loaders(learn.data)
     inner = [o for dl in dls for o in (dl, torch_dl(dl), torch_dl(dl).dataset)]
     data = [learn.data, learn.data.train_ds, learn.data.valid_ds, *inner]
-    model = [learn.model, *learn.model.modules(), *learn.model.parameters(), *learn.layer_groups, learn.loss_func]
-    return [*owners(learn, callbacks, metrics), *data, *model, *learn.callbacks, *learn.metrics, *learn.callback_fns]
+    loss = loss_module(learn.loss_func)
+    of_loss = [*loss.modules(), *loss.parameters()] if loss else []
+    model = [learn.model, *learn.model.modules(), *learn.model.parameters(), *learn.layer_groups]
+    return [*owners(learn, callbacks, metrics), *data, *model, learn.loss_func, *of_loss, *learn.callbacks,
+            *learn.metrics, *learn.callback_fns]
 
 def _roots(learn, callbacks):
     "Path -> object, most telling first: where to look for what can't travel"
@@ -50,14 +57,18 @@ def snapshot(learn, callbacks, known=None, **call):
     "Learner and `call` as a `Payload`; `NotPicklable` names what can't travel; `known` as of `dump`"
     bars = [without_attrs(cb, 'pbar') for cb in callbacks]
     without = [picklable_preloaders(), without_attrs(learn, *OVERRIDES), *bars]
-    obj = dict(learn=learn, callbacks=list(callbacks), **call)
+    obj = dict(learn=learn, callbacks=list(callbacks), opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
+               grads=model_grads(learn.model), **call)
     return dump_snapshot(obj, _roots(learn, callbacks), *without, known=known)
 
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"
     old_numpy()
     CommonRNG(obj['rng']).install()
-    place(obj['learn'], device)
+    learn = obj['learn']
+    for o,attrs in zip(opt_owners(getattr(learn, 'opt', None)), obj['opt_attrs']): vars(o).update(attrs)
+    place(learn, device)
+    apply_grads(learn.model, obj['grads'])
 
 def place(learn, device):
     "Model, loaders and optimizer state on `device`"
@@ -75,32 +86,52 @@ def torch_opt(learn):
 _LEARNERS = {'data','model','layer_groups','callbacks','callback_fns','metrics','load', *OVERRIDES}
 _STAY = {'pbar','_optimizer_step_pre_hooks','_optimizer_step_post_hooks'}
 
-def baseline(learn, callbacks=(), metrics=(), refs=None):
-    "The `Baseline` of the learner and all that changes with it"
-    return Baseline(learn, owners(learn, callbacks, metrics)[1:], refs, {*_STAY, 'state','param_groups'})
+_MODULES_STAY = {'training','_forward_hooks','_backward_hooks','_forward_pre_hooks','_backward_pre_hooks',
+                 '_forward_hooks_with_kwargs','_forward_hooks_always_called','_forward_pre_hooks_with_kwargs',
+                 '_is_full_backward_hook'}
 
 def _modules(learn):
-    loss = learn.loss_func
-    return [*learn.model.modules(), *(loss.modules() if isinstance(loss, torch.nn.Module) else ())]
+    loss = loss_module(learn.loss_func)
+    return [*learn.model.modules(), *(loss.modules() if loss else ())]
 
-def _plain(m):
-    "The plain values in a module: a GAN's tell whose turn it is"
-    return {k:v for k,v in vars(m).items() if isinstance(v, (bool,int,float,str)) and k != 'training'}
+def baseline(learn, callbacks=(), metrics=(), refs=None):
+    "The `Baseline` of the learner and all that changes with it"
+    res = Baseline(learn, owners(learn, callbacks, metrics)[1:], refs, {*_STAY, 'state','param_groups'})
+    res.modules,res.loss = Changes(_modules(learn), _MODULES_STAY),loss_module(learn.loss_func)
+    return res
 
-def capture(learn, base, refs, rng=None, around=None):
+def capture(learn, base, refs, rng=None, around=None,
+            left=True # May gradients have been left for the next step? Not where an interrupt cut a step
+):
     "Everything that training changed, as a `Payload`: weights to be copied in place, the rest as a dump of its own"
-    changes = base.changes(lambda k,v: k in _STAY|_LEARNERS, _STAY)
-    modules = [*map(_plain, _modules(learn))]
+    changes,modules = base.changes(lambda k,v: k in _STAY|_LEARNERS, _STAY),base.modules.now()
     rest = dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl), modules=modules)
-    def picklable(): return dict(rest, changes=[picklable_attrs(o, refs) for o in changes])
-    return dump_state(model_state(learn.model), rest, picklable, refs, around)
+    def picklable():
+        parts = [(i, picklable_attrs(new, refs), gone) for i,new,gone in modules]
+        return dict(rest, changes=[picklable_attrs(o, refs) for o in changes], modules=parts)
+    state = model_state(learn.model) | dict(grads=model_grads(learn.model) if left else {},
+                                            loss=model_state(base.loss) if base.loss else None)
+    return dump_state(state, rest, picklable, refs, around)
 
 def apply(learn, owners, refs, meta, buffers):
     "Puts a captured state into the notebook's objects"
     state,load_rest = load_state(meta, buffers, refs)
-    rest = load_rest()
+    rest,loss = load_rest(),loss_module(learn.loss_func)
+    if not _grow(learn, loss, rest['modules'], state): return
     apply_model(learn.model, state)
+    apply_grads(learn.model, state['grads'])
+    if loss and state['loss']: apply_model(loss, state['loss'])
     for o,attrs in zip(owners, rest['changes']): update_attrs(o, attrs, whole=False)
-    for m,values in zip(_modules(learn), rest['modules']): vars(m).update(values)
     set_text_order(learn.data.train_dl, rest['order'])
     if rest['rng']: CommonRNG(rest['rng']).install()
+
+def _grow(learn, loss, changes, state):
+    "What changed in modules; do the weights fit then? A learner that they don't fit is left as it was, with a warning"
+    undo = update_objects(_modules(learn), changes)
+    unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]
+    if loss and state['loss']: unknown += [k for k in state['loss']['tensors'] if k not in model_tensors(loss)]
+    if not unknown: return True
+    undo()
+    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be loaded here; "
+                  "the learner is as before the fit.")
+    return False

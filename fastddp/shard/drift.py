@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OWN', 'digest', 'entry', 'all_alike', 'sync_tensors', 'of_the_user', 'names_in', 'methods', 'Suspect', 'suspect',
-           'hooks_of', 'drift_warning', 'SameWeights']
+           'hooks_of', 'drift_warning', 'SameWeights', 'OwnPasses']
 
 # %% ../../nbs/shard/311_drift.ipynb #374ae4f2
 import hashlib, re, types, warnings
@@ -148,3 +148,30 @@ class SameWeights:
         if text is not None:
             self.said = True
             warnings.warn(text)
+
+# %% ../../nbs/shard/311_drift.ipynb #28e1a8a2
+class OwnPasses:
+    "Weighs the gradients of backward passes that DDP doesn't reduce"
+    def __init__(self): self.handles,self.on = [],False
+    def open(self,
+        params,
+        scale,  # Factor, a number or a tensor on a GPU
+        on=True # From now on, or once the pass that `after` is told of is over?
+    ):
+        self.close()
+        self.on = on
+        if not isinstance(scale, torch.Tensor) and abs(scale-1) < 1e-6: return
+        def weigh(g):
+            if not self.on: return g
+            return g*scale if isinstance(scale, torch.Tensor) or scale else torch.zeros_like(g)
+        self.handles = [p.register_hook(weigh) for p in params if p.requires_grad]
+    def after(self, loss):
+        "`on` once the backward pass of `loss` is over"
+        if not self.handles: return
+        def begun(_):
+            self.on = False
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(self, 'on', True))
+        loss.register_hook(begun)
+    def close(self):
+        for h in self.handles: h.remove()
+        self.handles,self.on = [],False

@@ -1,0 +1,136 @@
+"""After fits of fastai v1 on workers the notebook has what local fits would have left: optimizer, model, loss."""
+import pytest, torch
+from learners_v1 import *
+
+
+class Counting(torch.optim.SGD):
+    "Lookahead: a count and slow weights in attributes of its own"
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.count, self.slow = 0, None
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.count += 1
+        ps = [p for g in self.param_groups for p in g['params']]
+        if self.slow is None: self.slow = [p.detach().clone() for p in ps]
+        if self.count % 4: return
+        for s, p in zip(self.slow, ps):
+            s.add_((p-s)*.5)
+            p.copy_(s)
+
+
+def twice(learn):
+    for _ in range(2): learn.fit(1, 1e-2)
+
+
+def test_an_optimizers_own_attributes_go_on():
+    two, one = pair(plain, twice, opt_func=partial(Counting, momentum=.9))
+    same_weights(two, one)
+    a, b = two.opt.opt, one.opt.opt
+    assert a.count == b.count > 4
+    for s, t in zip(a.slow, b.slow, strict=True): torch.testing.assert_close(s, t, rtol=1e-5, atol=1e-5)
+
+
+class Grows(LearnerCallback):
+    "A buffer, and a layer that the optimizer trains"
+    def on_train_begin(self, **kwargs):
+        model = self.learn.model
+        if hasattr(model, 'ema'): return
+        model.register_buffer('ema', torch.zeros(1))
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            model.add_module('3', nn.Linear(2, 2))
+        self.learn.opt.opt.param_groups[-2]['params'].extend(model[3].parameters())
+    def on_epoch_end(self, **kwargs):
+        self.learn.model.ema += 1
+        self.learn.model[0].epochs = kwargs['epoch']+1
+
+
+def test_a_model_that_grows():
+    before = {}
+    def run(learn):
+        before[id(learn)] = learn.model, learn.model[0].weight
+        learn.fit(2, 1e-2)
+        learn.fit(1, 1e-2)
+    two, one = pair(plain, run, callback_fns=[Grows])
+    same_weights(two, one)
+    assert two.model is before[id(two)][0] and two.model[0].weight is before[id(two)][1]
+    assert (len(two.model), two.model[0].epochs, two.model.ema.item()) == (4, one.model[0].epochs, 3)
+    inside = {id(p) for g in two.opt.opt.param_groups for p in g['params']}
+    assert {*map(id, two.model.parameters())} == inside
+    for o in two, one: o.fit(1, 1e-2)      # and goes on in the notebook
+
+
+class Gathers(LearnerCallback):
+    "Steps after each fourth batch, and leaves the gradients of what comes after that to the next fit"
+    _order = -5
+    def __init__(self, learn):
+        super().__init__(learn)
+        self.n = 0
+    def on_backward_end(self, **kwargs):
+        self.n += 1
+        if self.n % 4: return dict(skip_step=True, skip_zero=True)
+
+
+def test_gradients_that_accumulation_left_travel_both_ways():
+    "6 batches, of which the last two make no step; they go into the next fit's first"
+    left = {}
+    def run(learn):
+        gathers = Gathers(learn)
+        learn.fit(1, 1e-2, callbacks=[gathers])
+        left[id(learn)] = [p.grad.clone() for p in learn.model.parameters()]
+        learn.fit(1, 1e-2, callbacks=[gathers])
+    two, one = pair(plain, run)
+    same_weights(two, one)
+    for a, b in zip(left[id(two)], left[id(one)], strict=True): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert left[id(two)][0].any()
+
+
+class SAM(LearnerCallback):
+    "A second backward pass, at weights that the first one's gradient moved"
+    def on_batch_begin(self, last_input, last_target, train, **kwargs):
+        if train: self.batch = last_input, last_target
+    def on_backward_end(self, **kwargs):
+        ps, (x, y) = list(self.learn.model.parameters()), self.batch
+        moves = [p.grad*.05 for p in ps]
+        for p, d in zip(ps, moves): p.data.add_(d)
+        for p in ps: p.grad = None
+        self.learn.loss_func(self.learn.model(x), y).backward()
+        for p, d in zip(ps, moves): p.data.sub_(d)
+
+
+def whole(bs, **kwargs):
+    "A learner whose last batch is a smaller one"
+    learn = plain(bs, **kwargs)
+    learn.data.train_dl = learn.data.train_dl.new(drop_last=False)
+    return learn
+
+
+@pytest.mark.parametrize('n', [50, 53])       # 53: the ranks' parts of the last batch are of different sizes
+def test_a_second_backward_pass(n):
+    same_weights(*pair(whole, lambda l: l.fit(2, 1e-2), callback_fns=[SAM], n=n))
+
+
+class Uncertain(nn.Module):
+    "A loss with a weight of its own, which an optimizer trains along with the model"
+    def __init__(self):
+        super().__init__()
+        self.s = nn.Parameter(torch.zeros(()))
+    def forward(self, out, y): return F.cross_entropy(out, y)*torch.exp(-self.s) + self.s
+
+
+class TrainsLoss(LearnerCallback):
+    def on_train_begin(self, **kwargs):
+        group, s = self.learn.opt.opt.param_groups[-1], self.learn.loss_func.s
+        if all(s is not p for p in group['params']): group['params'].append(s)
+
+
+def test_parameters_of_a_loss_are_trained_alike_and_come_back():
+    def run(learn):
+        learn.loss_func = Uncertain()
+        twice(learn)
+    two, one = pair(plain, run, callback_fns=[TrainsLoss])
+    same_weights(two, one)
+    assert abs(one.loss_func.s.item()) > 1e-3
+    torch.testing.assert_close(two.loss_func.s, one.loss_func.s, rtol=1e-5, atol=1e-5)
