@@ -124,9 +124,11 @@ def baseline(learn, cbs,
     res.parts = None if refs is None or made else Changes(parts(learn), _PARTS_STAY)
     return res
 
-_PARTS_STAY = {'training','loaders','_device','device','_shard','it','rng','fake_l','_forward_hooks','_backward_hooks',
-               '_forward_pre_hooks','_backward_pre_hooks','_forward_hooks_with_kwargs','_forward_hooks_always_called',
-               '_forward_pre_hooks_with_kwargs','_is_full_backward_hook'}
+# fastai's loaders draw `_DataLoader__idxs`, the order of an epoch, anew in each
+_PARTS_STAY = {'training','loaders','_device','device','_shard','it','rng','fake_l','_DataLoader__idxs',
+               '_forward_hooks','_backward_hooks','_forward_pre_hooks','_backward_pre_hooks',
+               '_forward_hooks_with_kwargs','_forward_hooks_always_called','_forward_pre_hooks_with_kwargs',
+               '_is_full_backward_hook'}
 
 def parts(learn):
     "The loaders, their transforms, and the modules: whose attributes a callback may set"

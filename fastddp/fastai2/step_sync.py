@@ -56,7 +56,7 @@ class StepSync(OurCallback):
         self.params,self.bare = [],[]   # the model's parameters, and those without a gradient before this batch
         self.accumulating = None        # the `GradientAccumulation`, if there is one
         self.ahead = True               # loss and votes ahead of the backward pass, or along with the gradients?
-        self.weighed = False            # is this batch's loss weighed?
+        self.weighed,self.part = False,None     # is this batch's loss weighed, and by which part in the whole?
         self.own,self.scale = OwnPasses(),1.    # what weighs passes that DDP doesn't reduce, and by how much
         self.said = False               # was the user told of gradients that were not alike?
         self.grads_left = False         # at the end of the fit: has some rank gradients that no step took?
@@ -67,6 +67,7 @@ class StepSync(OurCallback):
         learn = self.learn
         self.i,self.prev = i,learn.loss
         self.stats,self.pending,self.loss_known,self.weighed = None,False,False,False
+        self.part = None
         self.own.close()
         self.any_loss.start(learn, alone=self.alone)
         self.params = [*learn.model.parameters(), *self.reducer.more]
@@ -96,7 +97,8 @@ class StepSync(OurCallback):
 # %% ../../nbs/fastai2/714_step_sync.ipynb #773dbf6b
 @patch
 def _part(self:StepSync):
-    "This batch's `LossPart`"
+    "This batch's `LossPart`; once the loss is weighed, that by which it was"
+    if self.part is not None: return self.part
     yb = self.learn.yb
     f = self.learn.loss_func
     return loss_part(f, yb, true_counts(self.learn), find_bs(yb), self.n, self.any_loss.by(f))
@@ -104,7 +106,8 @@ def _part(self:StepSync):
 @patch
 def _weigh_loss(self:StepSync):
     "Before the backward pass: `learn.loss_grad` is what the mean over ranks of its gradients wants"
-    part,loss,by = self._part(),self.learn.loss_grad,1.
+    part = self.part = self._part()
+    loss,by = self.learn.loss_grad,1.
     if part.by == 'weights': loss = self._without_nan(loss, part.divisor)
     if self.ahead: by = self._sum_up_ahead()
     scale = part.scale

@@ -6,7 +6,7 @@
 __all__ = ['fingerprint', 'Changes', 'update_objects']
 
 # %% ../../nbs/payload/108_changes.ipynb #5b36ba87
-import hashlib
+import hashlib, operator
 
 import torch
 from torch import nn
@@ -38,14 +38,19 @@ def _members(k, v):
 
 def _alike(a, b):
     if isinstance(a, _PLAIN) or isinstance(b, _PLAIN): return type(a) is type(b) and (a == b or a != a)
-    if isinstance(a, (list,tuple)) and type(a) is type(b): return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, (list,tuple)) and type(a) is type(b):      # the quick way first: lists of items may be long
+        return len(a) == len(b) and (all(map(operator.is_, a, b)) or all(map(_alike, a, b)))
     if isinstance(a, dict) and type(a) is type(b): return a == b        # of `_TENSORS`
     # for the time of a fit on GPUs it has the other's place
     return a is b or isinstance(b, nn.SyncBatchNorm) and isinstance(a, nn.modules.batchnorm._BatchNorm)
 
+_HOLDERS = dict,list,tuple,set
+
 def _has_tensor(v, depth=3):
     if isinstance(v, torch.Tensor): return True
-    vs = v.values() if isinstance(v, dict) else v if isinstance(v, (list,tuple,set)) else ()
+    vs = v.values() if isinstance(v, dict) else v if isinstance(v, _HOLDERS) else ()
+    # of a long list's items, their kinds say it first
+    if not any(issubclass(t, (torch.Tensor,*_HOLDERS)) for t in {*map(type, vs)}): return False
     return depth > 0 and any(_has_tensor(o, depth-1) for o in vs)
 
 class Changes:

@@ -36,10 +36,13 @@ def loss_module(loss_func):
 
 def is_known(loss_func):
     "Is `loss_func` one of torch's or fastai's, whose attributes say how it puts items together?"
-    f,kw = unwrapped(loss_func)
-    if _home(f) == 'torch.nn.functional':
+    return _says_how(*unwrapped(loss_func))
+
+def _says_how(f, kw):
+    home = _home(f)
+    if home == 'torch.nn.functional':
         return 'reduction' in inspect.signature(f).parameters and not {'size_average','reduce'} & {*kw}
-    return _home(f) == 'torch.nn.modules.loss' or _home(f).startswith(_OF_FASTAI)
+    return home == 'torch.nn.modules.loss' or home.startswith(_OF_FASTAI)
 
 def has_two_divisors(loss_func):
     "fastai's label smoothing with class weights: a mean over items, and one over their weights"
@@ -51,15 +54,16 @@ def has_two_divisors(loss_func):
 def weighting(loss_func):
     "`(weight, ignore_index)` of a cross entropy that takes a weighted mean, None for any other loss"
     f,kw = unwrapped(loss_func)
-    if not is_known(f): return None
+    if not _says_how(f, kw): return None
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)): return f.weight, f.ignore_index
     if f in (F.cross_entropy, F.nll_loss): return kw.get('weight'), kw.get('ignore_index',-100)
 
 def sums_up(loss_func):
     "Does a known `loss_func` give the sum over its items, instead of a mean?"
     f,kw = unwrapped(loss_func)
-    f = getattr(getattr(f,'__self__',None), 'old_lf', f)        # mixup's, which takes another's place
-    return is_known(f) and kw.get('reduction', getattr(f,'reduction','mean')) == 'sum'
+    other = getattr(getattr(f,'__self__',None), 'old_lf', None)     # of mixup, which takes that one's place
+    if other is not None: return sums_up(other)
+    return _says_how(f, kw) and kw.get('reduction', getattr(f,'reduction','mean')) == 'sum'
 
 # %% ../../nbs/shard/304_loss.ipynb #be78a4ad
 def loss_divisor(loss_func,
