@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from ..base import group
 from .events import OurCallback
 from .own_step import passes_itself, steps_itself
+from ..shard.drift import methods, names_in
 
 # %% ../../nbs/fastai2/709_consensus.ipynb #4d47e2d1
 _RAISES = dict(backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException,
@@ -47,11 +48,13 @@ def leaves_late(cb # A callback
 
 def leaves_within(cb # A callback
 ):
-    "May `cb` leave anywhere in a batch, but at its end, on one rank only?"
-    return _acts(cb, _WITHIN)
+    "May `cb` leave anywhere in a batch on one rank only? At its end it may if its code says `Cancel`"
+    return _acts(cb, _WITHIN) or _acts(cb, ('after_batch',)) and _cancels(cb)
+
+def _cancels(cb): return any(k.startswith('Cancel') for f in methods(cb).values() for k in names_in(f))
 
 def _acts(cb, events):
-    fs = [f for e in events if callable(f := getattr(cb, e, None))]
+    fs = [f for e in (*events,'__call__') if callable(f := getattr(cb, e, None))]
     return any((getattr(f,'__module__',None) or '').split('.')[0] not in ('fastai','fastddp') for f in fs)
 
 # %% ../../nbs/fastai2/709_consensus.ipynb #46a09424
@@ -80,7 +83,7 @@ class Consensus(OurCallback):
         self.late = False       # does this fit have such sync points?
         self.by_hand = False    # are gradients averaged without DDP, in the sync point before the step?
         self.always_by_hand = False     # in all epochs, because of the model?
-        self.acts_within = True # may a callback that is not fastai's own leave anywhere within a step?
+        self.acts_within = True # may a callback that is not fastai's own leave anywhere in a batch?
         # What the ranks decided
         self.decided_together = False   # is the exception that is on its way everybody's?
         self.n_load = 0                 # how many ranks voted at the last sync point to load
