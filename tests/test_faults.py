@@ -116,12 +116,15 @@ IN_LOADER = [(what, place, rank) for what in ('exception', 'SIGKILL') for place,
 @pytest.mark.parametrize('what,place,rank', IN_LOADER if ALL else IN_LOADER[2:7:3])
 def test_in_a_dataloader_worker(what, place, rank, tmp_path):
     "The workers of workers: their error comes through, and they are gone afterwards"
-    kind = dict(exception='ValueError', SIGKILL='RuntimeError')[what]
+    # torch sees that a worker is gone, or stands in the middle of a batch that it hands over
+    kinds = dict(exception=['ValueError'], SIGKILL=['RuntimeError', 'ConnectionResetError'])[what]
     learn = broken_learner(BAD[place, rank], what, tmp_path/'fired', 2)
     with pytest.raises(RankRaised) as caught: learn.distrib_fit(1, nprocs=2)
-    assert caught.value.failure.kind == kind and 'DataLoader worker' in str(caught.value)
+    kind = caught.value.failure.kind
+    assert kind in kinds and 'DataLoader worker' in str(caught.value)
     assert caught.value.rank == rank
-    if what == 'SIGKILL': assert trouble_of(kind, caught.value.failure.message).name == 'shared memory is full'
+    trouble = dict(RuntimeError='shared memory is full', ConnectionResetError='a connection broke')
+    if what == 'SIGKILL': assert trouble_of(kind, caught.value.failure.message).name == trouble[kind]
     learn.distrib_fit(1, nprocs=2)
 
 

@@ -10,6 +10,7 @@ EXAMPLES = {
     'out of memory on the GPU': ('OutOfMemoryError', 'CUDA out of memory. Tried to allocate 2.00 GiB'),
     'out of memory': ('RuntimeError', "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
     'shared memory is full': ('RuntimeError', 'DataLoader worker (pid 1) is killed by signal: Bus error'),
+    'a connection broke': ('ConnectionResetError', '[Errno 104] Connection reset by peer'),
     'disk is full': ('OSError', "[Errno 28] No space left on device: '/tmp/x'"),
     'module not found': ('ModuleNotFoundError', "No module named 'mine'"),
     'file not found': ('FileNotFoundError', "[Errno 2] No such file or directory: 'x'"),

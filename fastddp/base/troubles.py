@@ -43,6 +43,13 @@ _MEMORY = [
         "(docker: --shm-size=2g).",
         lambda k,m: 'DataLoader worker (pid' in m or _SHM.search(m)),
     Trouble(
+        'a connection broke', 'RankRaised: rank 1 raised ConnectionResetError: [Errno 104] Connection reset by peer',
+        "With `num_workers` a DataLoader worker was killed while it handed a batch over, most likely for lack of "
+        "memory; or it is a connection of your own.",
+        "If no connection of your own broke, a DataLoader worker was killed, most likely for lack of memory: use "
+        "fewer, or num_workers=0.",
+        lambda k,m: k == 'ConnectionResetError'),
+    Trouble(
         'disk is full', "RankRaised: rank 0 raised OSError: [Errno 28] No space left on device: '/tmp/x'",
         "A file grew until its disk was full: a checkpoint, or something temporary.",
         "The disk of that file is full: free some of it, or write elsewhere (learn.model_dir for models, the variable "
