@@ -193,11 +193,14 @@ def _let_others_speak(self:Monitor, secs):
     end = time.monotonic()+secs
     while (left := end-time.monotonic()) > 0 and not self.ends.all: self._turn(left)
 
+_UNKNOWN = 255      # multiprocess's exit code of a worker whose helper is gone, or on its way, and can't tell it
+
 @patch
 def _death(self:Monitor):
     r,code = next(iter(self.ends.died.items()))
     where = read_beat(self.specs[r].heartbeat).where or 'before its first step'
-    if self.workers.method == 'forkserver' and has_died(): where += "; the helper process was killed, and it with it"
+    if self.workers.method == 'forkserver' and code == _UNKNOWN and has_died(5):
+        where += "; the helper process was killed, and it with it"
     return RankDied(r, code, where, self._log(r), self.workers.host(r))
 
 @patch

@@ -7,7 +7,7 @@ __all__ = ['helper_pid', 'was_ended', 'end_helper', 'has_died', 'end_if_stopped'
            'let_go']
 
 # %% ../../nbs/process/404_server.ipynb #61d6327f
-import contextlib, errno, os, signal, tempfile
+import contextlib, errno, os, signal, tempfile, time
 
 from multiprocess import forkserver, process
 
@@ -33,9 +33,16 @@ def end_helper():
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED|os.WNOWAIT)     # multiprocess reaps it, and so learns that it is gone
 
-def has_died():
+def has_died(
+    secs=0, # How long to wait for its end
+):
     "Was there a helper, and is it no more?"
     if (pid := helper_pid()) is None: return False
+    end = time.monotonic()+secs
+    while not (gone := _has_ended(pid)) and time.monotonic() < end: time.sleep(.01)
+    return gone
+
+def _has_ended(pid):
     try: return os.waitid(os.P_PID, pid, os.WEXITED|os.WNOWAIT|os.WNOHANG) is not None
     except ChildProcessError: return True
 
