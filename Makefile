@@ -52,7 +52,7 @@ test-full: venv browser
 # fastai 1.0.61 asks for libraries that no longer exist, so it goes in without its requirements.
 V1 ?= .venv-v1
 test-v1: $(V1)/.installed
-	@PYTHONPATH='$(CURDIR)' $(V1)/bin/python -m pytest tests/v1
+	@PYTHONPATH='$(CURDIR)' $(V1)/bin/python -m pytest tests/v1 $(side_by_side)
 
 $(V1)/.installed: tests/v1/constraints.txt
 	@test -x $(V1)/bin/python || $(PYTHON) -m venv --clear $(V1)
@@ -67,7 +67,7 @@ OLDEST ?= .venv-oldest
 OLDEST_PYTHON ?= $(PYTHON)
 test-oldest: $(OLDEST)/.installed
 	@PYTHONPATH='$(CURDIR)' $(OLDEST)/bin/python -m pytest tests -m 'not full' --ignore=tests/v1 \
-		--ignore=tests/test_sync.py --ignore=tests/test_notebooks.py --ignore=tests/test_browser.py
+		--ignore=tests/test_sync.py --ignore=tests/test_notebooks.py --ignore=tests/test_browser.py $(side_by_side)
 
 $(OLDEST)/.installed: tests/oldest.txt
 	@test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv --clear $(OLDEST)
@@ -76,7 +76,7 @@ $(OLDEST)/.installed: tests/oldest.txt
 	@touch $@
 
 test-faults: venv
-	@FASTDDP_FAULTS=all $(PY) -m pytest tests/test_faults.py
+	@FASTDDP_FAULTS=all $(PY) -m pytest tests/test_faults.py -n $(JOBS)
 
 # Chooses its interpreter itself, and installs nothing that is there.
 gpu:
@@ -84,7 +84,7 @@ gpu:
 
 test-device: venv
 	@FASTDDP_STEP=device $(PY) -m pytest tests/test_parity.py tests/test_decisions.py tests/test_streams.py tests/test_back.py \
-		tests/test_random_configs.py tests/test_interrupt.py tests/test_resume.py tests/apps -m 'not full'
+		tests/test_random_configs.py tests/test_interrupt.py tests/test_resume.py tests/apps -m 'not full' $(side_by_side)
 
 test-ray: venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[ray]'

@@ -1,5 +1,5 @@
 """Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
-import atexit, os, shutil, tempfile
+import atexit, os, shutil, signal, tempfile
 import pytest, torch
 from traces import nothing_left
 
@@ -15,6 +15,9 @@ def own_temporary_folder():
 own_temporary_folder()
 # Files of tests that run side by side share the cores: with more threads than cores each waits for all the others.
 if 'PYTEST_XDIST_WORKER' in os.environ: torch.set_num_threads(1)
+
+# A shell starts what runs in its background with Ctrl-C ignored; here it is pressed.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

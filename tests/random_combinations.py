@@ -200,7 +200,8 @@ def try_one(c, launcher):
         getattr(one, c['how'])(c['epochs'], cbs=cbs[1])
         assert drawn == streams(one), 'random streams differ'
         for o in learn, one: drop_times(o)
-        tol = 1e-5 if c['loss'] != 'summed' else 1e-4      # gradients of a sum are as much larger
+        # gradients of a sum are as much larger; drawn losses divide by small numbers
+        tol = {'summed': 1e-4, None: 3e-5}.get(c['loss'], 1e-5)
         assert_same(learn, one, tol)
         for x, y in zip(*cbs):
             assert attrs(x).keys() == attrs(y).keys(), f'{type(x).__name__}: {attrs(x).keys()} or {attrs(y).keys()}'

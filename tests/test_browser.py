@@ -164,7 +164,7 @@ def write_cells(lab, name, cells, tags=()):
 
 def write(lab, name, epochs):
     cells = [f"""import sys; sys.path.insert(0, {str(root/'tests')!r})
-from fastai.vision.all import *
+from fastai.basics import *
 from fastddp.all import *
 from faults import Slow
 from learners import make_learner
@@ -212,7 +212,7 @@ os.environ['PYTHONPATH'] = os.pathsep.join([{folder!r}, os.environ.get('PYTHONPA
 sys.path.insert(0, {tests!r})
 from fastddp.process import workers
 workers.preload('imports_for_long')
-from fastai.vision.all import *
+from fastai.basics import *
 from fastddp.all import *
 from learners import make_learner
 learn = make_learner()"""

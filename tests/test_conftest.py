@@ -1,7 +1,6 @@
 """The watch over every test is awake: each thing left behind fails the test that left it, and only that."""
 import mmap, subprocess, sys, time
 from pathlib import Path
-import pytest
 
 LEAKS = {
     'processes': "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])",
@@ -19,14 +18,16 @@ def copy_conftest(folder):
     (folder/'traces.py').write_text(traces.replace('GRACE = 5.', 'GRACE = 1.'), encoding='utf-8')
 
 
-@pytest.mark.parametrize('what', LEAKS)
-def test_leak_is_noticed(what, tmp_path):
+def test_leaks_are_noticed(tmp_path):
     copy_conftest(tmp_path)
-    (tmp_path/'test_it.py').write_text(f'def test_leaks():\n    {LEAKS[what]}\n\ndef test_after_it(): pass\n')
+    tests = [f'def test_{i}():\n    {leak}\n\ndef test_after_{i}(): pass\n' for i, leak in enumerate(LEAKS.values())]
+    (tmp_path/'test_it.py').write_text('\n'.join(tests))
     r = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', str(tmp_path)], cwd=tmp_path,
                        capture_output=True, text=True, timeout=60)
-    assert r.returncode == 1 and f"left behind: {{'{what}'" in r.stdout, r.stdout
-    assert '2 passed, 1 error' in r.stdout
+    assert r.returncode == 1
+    for i, what in enumerate(LEAKS):
+        assert f"ERROR test_it.py::test_{i} - AssertionError: left behind: {{'{what}'" in r.stdout, r.stdout
+    assert f'{2*len(LEAKS)} passed, {len(LEAKS)} errors' in r.stdout, r.stdout
 
 
 def test_helper_process_may_stay(tmp_path):

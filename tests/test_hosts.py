@@ -27,7 +27,7 @@ class WarmHosts(Hosts):
 
 
 @pytest.fixture(scope='module')
-def hosts(net):
+def hosts(net, leaves_nothing_at_last):
     launcher = net.hosts(cls=WarmHosts, link_timeout=6.)
     try:
         # agents, workers and memory for results are there by then
@@ -239,6 +239,7 @@ def kill_when_it_grows(agent, by):
     agent.kill()
 
 
+@pytest.mark.full
 def test_a_machine_dies_while_data_is_sent(hosts, net):
     agent = agent_of(hosts, 1)
     killer = threading.Thread(target=kill_when_it_grows, args=(agent, 5e7))
@@ -259,6 +260,7 @@ def test_a_machine_is_slow(hosts, shared):
     assert len(learn.recorder.values) == 2 and len(learn.recorder.losses) == 50
 
 
+@pytest.mark.full
 def test_a_restart_goes_on_with_the_machines_that_are_there(hosts, net, shared, capsys):
     "The agent of one dies: the other goes on from the last complete epoch, with as many ranks as it had"
     learn, agent = learner(train=400, cbs=[Slow(.01, shared)]), agent_of(hosts, 1)

@@ -70,7 +70,11 @@ def test_killed_notebook_leaves_no_process(tmp_path):
     assert [*Path(os.environ['TMPDIR']).glob('fastddp-*')] == [], 'the next start removes their folder'
 
 
-@pytest.mark.parametrize('how', ['cold', 'workers stopped', 'all stopped', 'with a fork', 'in ranch'])
+KILLED = ['cold', 'all stopped', 'in ranch', *(pytest.param(o, marks=pytest.mark.full)
+                                               for o in ('workers stopped', 'with a fork'))]
+
+
+@pytest.mark.parametrize('how', KILLED)
 def test_killed_notebook_leaves_nothing_at_all(how, tmp_path):
     """kill -9 while the helper imports; while workers, or the helper too, are stopped, and can't notice anything; while
     a process that was forked from the notebook lives on; in a function's processes, while compiled code

@@ -55,7 +55,7 @@ def test_fastddp_does_not_import_ray():
 # With one
 
 @pytest.fixture(scope='module')
-def cluster(net):
+def cluster(net, leaves_nothing_at_last):
     cluster = Cluster(net)
     try:
         cluster.start()

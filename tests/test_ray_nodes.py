@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope='module')
-def cluster(net):
+def cluster(net, leaves_nothing_at_last):
     cluster = Cluster(net, num_gpus=2)
     try:
         cluster.start(runtime_envs=True)
