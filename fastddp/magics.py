@@ -12,6 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from .early import preload_learners
 from .process import workers
 from .launch.cells import PLACES, default_app, gpus_of, run_in_notebook
 from .launch.cluster import APPS, Cluster
@@ -196,11 +197,6 @@ def complete(self:DipMagics, shell, event):
 # %% ../nbs/902_magics.ipynb #a580a4af
 _MAGICS = dict(line=('makedip','autodip','dipush','dipull','dipper','dipstat'), cell=('dip',))
 
-_PRELOAD = {'none': (),
-            'fastai_v1': ('fastddp.fastai1.learner', 'fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab'),
-            'fastai_v2': ('fastddp.fastai2.learner', 'fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all',
-                          'fastai.collab')}
-
 def load(
     shell, # IPython's
 ):
@@ -211,7 +207,7 @@ def load(
     shell.input_transformers_cleanup.append(magics.transform)
     shell.set_hook('complete_command', magics.complete, str_key='%dipull')
     workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline', 'fastddp.launch.cluster')
-    workers.preload(*_PRELOAD.get(default_app(), ()))
+    if default_app() != 'none': preload_learners()
     workers.warm()
 
 def unload(shell):

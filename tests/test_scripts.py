@@ -114,23 +114,28 @@ def flat(o): return [v for part in o for v in flat(part)] if isinstance(o, list)
 
 
 SCRIPT = """
+import sys
+from fastai.callback.core import Callback
 from learners import make_learner
 from fastddp.all import *
 print('TOP LEVEL')
-learn = make_learner()
+class Says(Callback):
+    def before_fit(self): print('THERE', [m for m in ('fastai.learner', 'fastai.text.all') if m in sys.modules])
+learn = make_learner(cbs=[Says()])
 learn.distrib_fit(1, 0.01, nprocs=2)
 print('TRAINED', len(learn.recorder.values))
-import sys
 print('OF V1', [m for m in sys.modules if m.startswith('fastddp.fastai1')])
 """
 
 
 def test_a_plain_script_needs_no_main_guard(tmp_path):
+    "and its helper imports what the script has, not all of fastai: the first fit would wait for that"
     script = tmp_path/'train.py'
     script.write_text(SCRIPT)
     done = run(script)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count('TOP LEVEL') == 1 and 'TRAINED 1' in done.stdout
+    assert "THERE ['fastai.learner']" in done.stdout
     assert 'OF V1 []' in done.stdout and 'nanobind' not in done.stderr
 
 

@@ -55,7 +55,7 @@ class AllWorkers:
         "Starts the workers of the other machines; nothing is waited for"
         for m in self.machines:
             m.modules = {}
-            m.frames.send_in_order('start', m.ranks, on_gpu, helper._preload, _surroundings())
+            m.frames.send_in_order('start', m.ranks, on_gpu, helper.preloads(), _surroundings())
 
 # %% ../../nbs/launch/522_all_workers.ipynb #0ca18062
 def _card_env(card, n):
