@@ -26,7 +26,7 @@ class Client(nbclient.NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
 
-@pytest.fixture(scope='module', params=['forkserver', 'spawn'])
+@pytest.fixture(scope='module', params=['forkserver', pytest.param('spawn', marks=pytest.mark.full)])
 def ran(request, tmp_path_factory):
     "`(outputs, messages)` by cell name"
     answer = str(tmp_path_factory.mktemp('live')/'seen')

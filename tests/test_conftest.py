@@ -30,6 +30,7 @@ def test_leaks_are_noticed(tmp_path):
     assert f'{2*len(LEAKS)} passed, {len(LEAKS)} errors' in r.stdout, r.stdout
 
 
+@pytest.mark.full
 def test_helper_process_may_stay(tmp_path):
     "The fork server does, its workers don't"
     copy_conftest(tmp_path)
@@ -45,6 +46,7 @@ def test_running(): ctx.Process(target=time.sleep, args=(60,), daemon=True).star
     assert '2 passed, 1 error' in r.stdout and 'ERROR test_it.py::test_running' in r.stdout, r.stdout
 
 
+@pytest.mark.full
 def test_file_of_another_run_is_not_blamed(tmp_path):
     """Made in shared memory while a test runs: by this run, which is told so, and by a process that it didn't start,
     which is not"""

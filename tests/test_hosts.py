@@ -320,6 +320,7 @@ def test_a_host_that_has_no_agent(command, says):
     assert [o.split(':')[0] for o in lines] == ['one', 'two'] and all(says in o for o in lines), lines
 
 
+@pytest.mark.full
 def test_the_notebook_takes_part_and_dies(net, shared):
     "Two ranks at home and two on the other machine; when the notebook is killed, nothing is left anywhere"
     script = Path(__file__).with_name('script_hosts.py')
@@ -336,6 +337,7 @@ def test_the_notebook_takes_part_and_dies(net, shared):
     sweep()     # a worker that the system ends with its helper leaves a folder, which goes with the next start
 
 
+@pytest.mark.full
 def test_the_same_code_under_torchrun_on_two_hosts(net, shared):
     here = Path(__file__).parent
     env = dict(PYTHONPATH=f'{here}{os.pathsep}{here.parent}')

@@ -70,8 +70,8 @@ def test_killed_notebook_leaves_no_process(tmp_path):
     assert [*Path(os.environ['TMPDIR']).glob('fastddp-*')] == [], 'the next start removes their folder'
 
 
-KILLED = ['cold', 'all stopped', 'in ranch', *(pytest.param(o, marks=pytest.mark.full)
-                                               for o in ('workers stopped', 'with a fork'))]
+KILLED = ['cold', 'in ranch', *(pytest.param(o, marks=pytest.mark.full)
+                                for o in ('all stopped', 'workers stopped', 'with a fork'))]
 
 
 @pytest.mark.parametrize('how', KILLED)

@@ -6,8 +6,14 @@ from fastai.callback.core import Callback
 from fastddp.all import CantDistribute, Local, RankDied, RankRaised
 from fastddp.base import group, rendezvous
 from fastddp.launch.engine import Job
-from fastddp.process import server
+from fastddp.process import helper, server
 from learners import make_learner
+
+
+@pytest.fixture(autouse=True)
+def small_helpers(monkeypatch):
+    "Most tests here end the helper: the next one imports no application of fastai"
+    monkeypatch.setattr(helper, '_as_here', [])
 
 
 def me(ctx, _):
@@ -68,6 +74,7 @@ def test_what_the_system_refuses(refused):
     works()
 
 
+@pytest.mark.full
 def test_a_long_path_of_the_temporary_folder(monkeypatch):
     "A socket's can't be that long; data goes there all the same"
     works()

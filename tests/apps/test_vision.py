@@ -96,7 +96,7 @@ def test_segmentation():
         dls = loaders(MaskBlock(['none', 'square']), mask, bs=16)
         return unet_learner(dls, resnet18, pretrained=False, metrics=Dice(), n_out=2, normalize=False, opt_func=SGD,
                             cbs=Double())
-    learn = as_one(make, lr=1e-3)
+    learn = as_one(make, n_epoch=1, lr=1e-3)
     assert 0 < learn.recorder.values[-1][2] < 1
 
 
