@@ -40,7 +40,7 @@ demo: venv
 
 # Three files of tests at a time: most of the time a test waits for processes to start.
 JOBS ?= 3
-side_by_side := -n $(JOBS) --dist loadfile
+side_by_side := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: venv browser
 	@$(PY) -m pytest tests -m 'not full' $(side_by_side)

@@ -16,6 +16,15 @@ own_temporary_folder()
 # Files of tests that run side by side share the cores: with more threads than cores each waits for all the others.
 if 'PYTEST_XDIST_WORKER' in os.environ: torch.set_num_threads(1)
 
+# Those that take longest begin first: at the end no file goes on alone.
+LONGEST = 'notebooks', 'left_alone', 'scripts', 'hosts', 'browser', 'callbacks', 'ranch', 'any_loss', 'resume', 'magics'
+
+
+def pytest_collection_modifyitems(items):
+    names = [f'test_{o}' for o in LONGEST]
+    items.sort(key=lambda o: names.index(o.path.stem) if o.path.stem in names else len(names))
+
+
 # A shell starts what runs in its background with Ctrl-C ignored; here it is pressed.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 

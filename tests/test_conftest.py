@@ -1,6 +1,7 @@
 """The watch over every test is awake: each thing left behind fails the test that left it, and only that."""
 import mmap, subprocess, sys, time
 from pathlib import Path
+import pytest
 
 LEAKS = {
     'processes': "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])",

@@ -8,7 +8,7 @@ __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone'
            'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import os, sys
+import contextlib, os, sys, time
 
 import torch
 
@@ -60,6 +60,26 @@ def own_device():
     "This rank's device, where its tensors must lie to be sent"
     return current_device() if backend() == native_backend() else torch.device('cpu')
 
+# %% ../../nbs/base/009_group.ipynb #e02f6a7c
+_FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
+_kept = ()      # the tensors of the last collective, for torch before 2.3
+
+def _references(tensors): return [(sys.getrefcount(t), t._use_count()) for t in tensors]
+
+@contextlib.contextmanager
+def _let_go(tensors):
+    "Inside, a collective sends and fills `tensors`; afterwards none of gloo's threads refers to them"
+    global _kept
+    if not _FORKS_MAY_HANG or any(is_accelerator(t.device) for t in tensors): yield
+    elif not hasattr(torch.Tensor, '_use_count'):
+        yield
+        _kept = tensors
+    else:
+        before = _references(tensors)
+        yield
+        end = time.monotonic()+1
+        while _references(tensors) != before and time.monotonic() < end: time.sleep(0)
+
 # %% ../../nbs/base/009_group.ipynb #dff8d589
 joined = False          # did this process join a group by `base.rendezvous`, and not leave it?
 _left_behind = False    # was it forked from one in a group, whose connections it has, but not its threads?
@@ -83,7 +103,7 @@ def all_gather(
     "The `t` of every rank, of one shape and type, on that device"
     _check_group()
     parts = [torch.empty_like(t) for _ in range(world_size())]
-    torch.distributed.all_gather(parts, t)
+    with _let_go([t, *parts]): torch.distributed.all_gather(parts, t)
     return parts
 
 def _all_gather(t): return [p.cpu() for p in all_gather(t)]
@@ -135,7 +155,7 @@ def _change_as_one(tensors, change):
     for ts in _flat_groups(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in ts])
         sent = flat.to(own_device())
-        change(sent)
+        with _let_go([sent]): change(sent)
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])): t.detach().copy_(new.view_as(t))
 
 def broadcast_(tensors, src=0):
