@@ -252,6 +252,7 @@ learn.distrib_fit(1, nprocs=2)""", "learn.distrib_fit(1, nprocs=0)"]
 SAYS = {'own error': 'factor', 'bad file': 'UnidentifiedImageError', 'refusal': 'a whole number of workers'}
 
 
+@pytest.mark.full
 def test_mistakes(lab, page):
     "What one sees of an error in one's own callback, of a file that is no picture, of an option that can't be"
     cells = [o.format(folder=str(lab.notebooks)) if 'folder!r' in o else o for o in MISTAKES]

@@ -277,7 +277,8 @@ def test_in_a_small_container(tmp_path):
                          'lr_find done')), r.stdout
 
 
-@pytest.mark.parametrize('n', [10, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize('n', [10, 100])
 def test_nothing_grows(n, tmp_path):
     """Many fits in one process, two of ten interrupted and two failing: open files, threads, children, zombies and
     folders stay as many"""

@@ -59,7 +59,7 @@ print(sorted(notes.seen.items()), helper() is not None)
     ('%load_ext fastddp', True, dict(torch=False), True),
     ('from fastddp.ranch import *', True, dict(torch=False), False),
     ('from fastddp.all import *', True, dict(fastai=True, torch=True), True),
-    ('from fastddp.all import *', False, dict(fastai=False, torch=False), False)])
+    pytest.param('from fastddp.all import *', False, dict(fastai=False, torch=False), False, marks=pytest.mark.full)])
 def test_the_helper_is_asked_for_before_fastai_is_imported(cell, interactive, seen, there):
     "and `import fastddp` imports neither torch nor fastai"
     r = subprocess.run([sys.executable, '-c', NOTED.format(cell=cell, interactive=interactive)], capture_output=True,

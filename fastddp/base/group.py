@@ -78,7 +78,7 @@ def _let_go(tensors):
         before = _references(tensors)
         yield
         end = time.monotonic()+1
-        while _references(tensors) != before and time.monotonic() < end: time.sleep(0)
+        while _references(tensors) != before and time.monotonic() < end: time.sleep(1e-5)
 
 # %% ../../nbs/base/009_group.ipynb #dff8d589
 joined = False          # did this process join a group by `base.rendezvous`, and not leave it?
