@@ -90,6 +90,7 @@ def still_there(procs, seconds=60):
     return [o for o in alive if o.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.full
 def test_two_at_once_then_restart_and_kill(kernels):
     "They don't meet; and when a kernel ends without a chance to clean up, its workers and its helper go by themselves"
     a, b = kernels

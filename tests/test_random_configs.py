@@ -7,7 +7,7 @@ def test_some_random_fits(): assert random_configs.main(15)
 
 
 @pytest.mark.timeout(200)
-def test_some_random_combinations(): assert random_combinations.main(10)
+def test_some_random_combinations(): assert random_combinations.main(8)
 
 
 @pytest.mark.full

@@ -146,6 +146,7 @@ def test_without_the_helper(tmp_path):
     assert done.returncode == 0 and 'TRAINED 1' in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.full
 def test_fastai_distributed_imported_before(tmp_path):
     pytest.importorskip('accelerate')
     script = tmp_path/'train.py'

@@ -92,6 +92,7 @@ def test_a_long_path_of_the_temporary_folder(monkeypatch):
     finally: shutil.rmtree(folder.parent)
 
 
+@pytest.mark.full
 def test_a_cleaned_temporary_folder():
     "As systems do with what is old: a block goes on, on new workers, and so does the helper"
     learn = make_learner(n=64)

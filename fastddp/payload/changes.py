@@ -71,6 +71,7 @@ class Changes:
             if new or gone: res.append((i, new, gone))
         return res
     def _changed(self, then, k, v):
+        if k in then and then[k][0] is v and then[k][1] is None: return False
         if k not in _TENSORS and k != '_modules' and _has_tensor(v): return k not in then and _travels(v)
         if k not in then: return True
         old,members = then[k]
