@@ -8,7 +8,7 @@ __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone'
            'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import contextlib, os, sys, time
+import collections, contextlib, operator, os, sys, time
 
 import torch
 
@@ -62,23 +62,25 @@ def own_device():
 
 # %% ../../nbs/base/009_group.ipynb #e02f6a7c
 _FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
-_kept = ()      # the tensors of the last collective, for torch before 2.3
+_kept = collections.deque(maxlen=8)     # small tensors of the last collectives, for torch before 2.3
+_SMALL = 2**14  # numbers
 
-def _references(tensors): return [(sys.getrefcount(t), t._use_count()) for t in tensors]
+_PATIENCE = .1  # seconds, should somebody else refer to them from now on: a profiler, a mode of torch's
+
+def _references(tensors): return [n for t in tensors for n in (sys.getrefcount(t), t._use_count())]
 
 @contextlib.contextmanager
 def _let_go(tensors):
     "Inside, a collective sends and fills `tensors`; afterwards none of gloo's threads refers to them"
-    global _kept
     if not _FORKS_MAY_HANG or any(is_accelerator(t.device) for t in tensors): yield
     elif not hasattr(torch.Tensor, '_use_count'):
         yield
-        _kept = tensors
+        _kept.append([t for t in tensors if t.numel() <= _SMALL])
     else:
         before = _references(tensors)
         yield
-        end = time.monotonic()+1
-        while _references(tensors) != before and time.monotonic() < end: time.sleep(1e-5)
+        end = time.monotonic()+_PATIENCE
+        while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < end: time.sleep(1e-5)
 
 # %% ../../nbs/base/009_group.ipynb #dff8d589
 joined = False          # did this process join a group by `base.rendezvous`, and not leave it?
