@@ -120,6 +120,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastddp.base.group.gather': ('base/group.html#gather', 'fastddp/base/group.py'),
                                     'fastddp.base.group.gather_tree': ('base/group.html#gather_tree', 'fastddp/base/group.py'),
                                     'fastddp.base.group.has_distributed': ('base/group.html#has_distributed', 'fastddp/base/group.py'),
+                                    'fastddp.base.group.import_for_ddp': ('base/group.html#import_for_ddp', 'fastddp/base/group.py'),
                                     'fastddp.base.group.in_group': ('base/group.html#in_group', 'fastddp/base/group.py'),
                                     'fastddp.base.group.native_backend': ('base/group.html#native_backend', 'fastddp/base/group.py'),
                                     'fastddp.base.group.own_device': ('base/group.html#own_device', 'fastddp/base/group.py'),

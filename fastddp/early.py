@@ -26,6 +26,7 @@ def preload_learners(
     gen = fastai_generation()
     preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline', f'fastddp.fastai{gen}.learner')
     preload(*_APPS[gen], if_imported=not typed)
+    preload('fastddp.base.group:import_for_ddp')
 
 # %% ../nbs/900_early.ipynb #e8887678
 def _interactive():

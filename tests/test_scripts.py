@@ -139,6 +139,29 @@ def test_a_plain_script_needs_no_main_guard(tmp_path):
     assert 'OF V1 []' in done.stdout and 'nanobind' not in done.stderr
 
 
+IMPORTS = """
+import sys
+from fastai.callback.core import Callback
+from fastddp.all import *
+from learners import make_learner
+
+class Imported(Callback):
+    def before_fit(self): self.before = {*sys.modules}
+    def after_fit(self): self.new = sorted(o for o in {*sys.modules}-self.before if o.startswith(('torch','fastai')))
+
+learn = make_learner(n=64, cbs=Imported())
+learn.distrib_fit(1, nprocs=2)
+print('imported:', learn.imported.new)
+"""
+
+
+def test_a_worker_imports_nothing_while_it_trains(tmp_path):
+    "The helper has done so, once for all; by its DDP alone torch would have each worker import for a second"
+    (tmp_path/'script.py').write_text(IMPORTS)
+    done = run(tmp_path/'script.py')
+    assert 'imported: []' in done.stdout, done.stdout[-2000:]+done.stderr[-2000:]
+
+
 def test_without_the_helper(tmp_path):
     script = tmp_path/'train.py'
     script.write_text(SCRIPT)

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'native_backend',
-           'backend_for', 'backend', 'own_device', 'all_gather', 'all_sum', 'barrier', 'gather', 'gather_tree',
-           'broadcast_', 'average_']
+           'backend_for', 'backend', 'own_device', 'import_for_ddp', 'all_gather', 'all_sum', 'barrier', 'gather',
+           'gather_tree', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import collections, contextlib, operator, os, sys, time
+import collections, contextlib, importlib, operator, os, sys, time
 
 import torch
 
@@ -59,6 +59,12 @@ def backend():
 def own_device():
     "This rank's device, where its tensors must lie to be sent"
     return current_device() if backend() == native_backend() else torch.device('cpu')
+
+# %% ../../nbs/base/009_group.ipynb #5d1e77a1
+def import_for_ddp():
+    "Imports what torch does when the first model is wrapped"
+    # torch before 2.0 has no compiler
+    with contextlib.suppress(ImportError): importlib.import_module('torch._dynamo')
 
 # %% ../../nbs/base/009_group.ipynb #e02f6a7c
 _FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
