@@ -5,6 +5,7 @@ import numpy as np, pandas as pd, pytest, torch
 from fastai.callback.core import Callback
 from fastai.tabular.all import CategoryBlock, Categorify, Normalize, TabularDataLoaders, tabular_learner
 from fastai.torch_core import TensorCategory, TensorImage
+from fastai.vision.core import PILImage
 from fastai.data.core import Pipeline, Transform
 from fastcore.foundation import L
 from fastcore.test import equals
@@ -27,6 +28,8 @@ SHAPES = {
     'tensors of a class': (lambda x, y: (TensorImage(x.clone()), TensorCategory(y.clone())), lambda o: o),
     'arrays and numbers': (lambda x, y: (x.numpy().copy(), int(y)), lambda o: (torch.tensor(o[0]), torch.tensor(o[1]))),
     'lists': (lambda x, y: [*x.tolist(), int(y)], lambda o: (torch.tensor(o[:4]), torch.tensor(o[4]))),
+    'lists of integers': (lambda x, y: [*x.mul(100).int().tolist(), int(y)],
+                          lambda o: (torch.tensor(o[:4])/100, torch.tensor(o[4]))),
     'dicts': (lambda x, y: dict(x=x.tolist(), y=np.int64(y)), lambda o: (torch.tensor(o['x']), torch.tensor(o['y']))),
     'paths and labels': (lambda x, y: (Path(f'{x[0]:.3f}')/'a.jpg', str(int(y))),
                          lambda o: (torch.full((4,), float(o[0].parent.name)), torch.tensor(int(o[1])))),
@@ -98,6 +101,25 @@ def test_short_lists_of_tensors_are_plain_lists_made_of_one_buffer_each(shape):
     assert type(o['a']) is list and o['a'] is o['again'] and same(o['a'], items)
 
 
+@pytest.mark.parametrize('mode', ['1', 'L', 'P', 'RGB', 'I;16'])
+def test_images_are_images_of_their_mode_and_class(mode):
+    "Also where there are few of them; those of an odd mode, or a file's, are pickled by PIL"
+    items = [image(x, y).convert(mode) if mode != 'I;16' else Image.new(mode, (5, 1), i)
+             for i, (x, y) in enumerate(zip(xs(), ys()[:150]))]
+    for o in items[:9]: o.__class__, o.info['n'] = PILImage, [1]
+    o = packed(items)
+    assert isinstance(o, list) and len(o) == 150
+    for a, b in zip(o, items): assert type(a) is type(b) and a == b and a.info == b.info and a.mode == mode
+    o[3].paste(0, (0, 0, *o[3].size))
+    assert not any(o[3].tobytes()) and any(items[3].tobytes())
+
+
+def test_a_closed_image_is_named():
+    items = [image(x, y) for x, y in zip(xs(), ys())]
+    items[7].close()
+    with pytest.raises(ValueError, match='closed'): packed(items)
+
+
 def test_what_two_lists_have_in_common():
     rows = made('dicts')
     a, b = packed([rows, list(rows)])
@@ -148,6 +170,7 @@ CHANGES = {
     'tensors of a class': lambda items: [o[0].data.add_(5) for o in items],
     'arrays and numbers': lambda items: [o[0].__imul__(-2) for o in items],
     'lists': lambda items: [o.__setitem__(1, 7.) for o in items],
+    'lists of integers': lambda items: [o.__setitem__(1, 700) for o in items],
     'dicts': lambda items: [o['x'].__setitem__(0, 7.) for o in items],
     'paths and labels': lambda items: items.__setitem__(slice(0, 50), items[100:150]),
     'images': lambda items: [o.putpixel((0, 0), 255) for o in items],

@@ -11,7 +11,7 @@ from array import array
 
 import numpy as np, torch
 
-from .changeable import pickled
+from .changeable import images, integers, pickled
 from .strings import TEXTS, Texts, pack
 from .tensor_columns import _tensors
 
@@ -65,6 +65,7 @@ def column(
         if _is_number(kind) and (found := _numbers(kind, items)): return found, ()
         if issubclass(kind, torch.Tensor): return _tensors(kind, items)
         if kind is tuple and (found := _tuples(items)): return found
+        if found := integers(items) if kind is list else images(items): return found
     return pickled(items)
 
 class _Texts(Texts):

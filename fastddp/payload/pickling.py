@@ -157,7 +157,7 @@ def load(
     settle=False # Are the notebook's classes and functions put into it under their names, where it has no others?
 ):
     "The object of a `Payload`"
-    return _Unpickler(io.BytesIO(meta), buffers, refs, device, home, settle).load()
+    with _no_collection(): return _Unpickler(io.BytesIO(meta), buffers, refs, device, home, settle).load()
 
 # %% ../../nbs/payload/107_pickling.ipynb #5016a1f4
 def address(fn):

@@ -10,14 +10,14 @@ import operator, pickle
 
 import numpy as np, torch
 
-from .changeable import ATOMS
+from .changeable import ATOMS, Images, is_image
 from .columns import Numbers, column
 from .tensor_columns import Tensors
 from .strings import TEXTS, Rows
 
 # %% ../../nbs/payload/105_sequences.ipynb #617d5134
 _MANY = dict.fromkeys(ATOMS|TEXTS, 10_000)      # so many make a column pay, by their kind; 1,000 of any other
-_TENSORS = 100                                  # but of tensors, and of tuples that begin with one
+_LARGE = 100                                    # but of tensors, images, lists, and tuples that begin with one
 
 class Tied(Exception):
     "What lies in a column is referred to from elsewhere; `args[0]`: the id of the column's sequence"
@@ -36,11 +36,11 @@ class Sequences:
         self._outside = set()   # ids and addresses of what was met elsewhere
     def stand_in(self, o):
         "What stands for the list or tuple `o`; None if it stays what it is"
-        if len(o) < _TENSORS or id(o) in self._plain: return None
+        if len(o) < _LARGE or id(o) in self._plain: return None
         if id(o) not in self._found: self._found[id(o)] = self._new(o), o
         return self._found[id(o)][0]
     def _new(self, o):
-        if len(o) < (many := _TENSORS if _has_tensor(o[0]) else _MANY.get(type(o[0]), 1000)): return None
+        if len(o) < (many := _LARGE if _is_large(o[0]) else _MANY.get(type(o[0]), 1000)): return None
         if (last := self._known.get(id(o))) and _is_same(o, *last[:2]): return self._use(o, last)
         if many > 1000 and type(o[0]) is not str and set(map(type, o)) <= ATOMS: return StandIn(_loads, _at_once(o))
         if (c := self._column(o)) is None: return None
@@ -72,8 +72,13 @@ class StandIn:
     def __reduce__(self): return self._reduced
 
 def _is_same(o, last, items): return o is last and len(o) == len(items) and all(map(operator.is_, o, items))
-def _has_tensor(o): return isinstance(o[0] if type(o) is tuple and len(o) else o, torch.Tensor)
-def _is_lazy(o, c): return type(o) is list and not isinstance(c, (Numbers,Tensors)) and len(o) >= 1000
+def _is_large(o):
+    o = o[0] if type(o) is tuple and len(o) else o
+    return isinstance(o, (torch.Tensor,list)) or is_image(type(o))
+
+def _is_lazy(o, c):
+    return type(o) is list and not isinstance(c, (Numbers,Tensors)) and (len(o) >= 1000 or isinstance(c, Images))
+
 def _made(c, kind): return kind(c.run(range(len(c))))
 def _at_once(o): return pickle.PickleBuffer(pickle.dumps(o, 5))
 def _loads(buf): return pickle.loads(buf)

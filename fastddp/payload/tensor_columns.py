@@ -21,8 +21,12 @@ class Together(Later):
         step = max(1, len(self.items)*2**24//max(self.nbytes, 1))
         for i in range(0, len(self.items), step): yield memoryview(_flattened(self.items[i:i+step])).cast('B')
 
+# By the number of their dimensions, of which all have as many; what takes any is twice as slow
+_JOIN = {0:torch.stack, 1:torch.cat}
+
 def _flattened(ts):
-    with torch._C.DisableTorchFunctionSubclass(): flat = torch._utils._flatten_dense_tensors(ts)
+    with torch._C.DisableTorchFunctionSubclass():
+        flat = _JOIN.get(ts[0].dim(), torch._utils._flatten_dense_tensors)(ts)
     return flat.view(torch.uint8).numpy()
 
 class Tensors:
@@ -49,9 +53,18 @@ class Tensors:
         return t if self._cls is torch.Tensor else t.as_subclass(self._cls)
     def run(self, ids):
         if not ids or self._which is not None or self._cls is not torch.Tensor: return map(self.one, ids)
-        shapes,strides,part = repeat(self._shape),repeat(self._stride),slice(ids.start, ids.stop)
-        if self._shape is None: strides = map(_strides, shapes := self._shapes[part].tolist())
-        return map(self.one(ids.start).as_strided, shapes, strides, self._offsets[part].tolist())
+        first,part = self.one(ids.start),slice(ids.start, ids.stop)
+        offsets,shapes,strides = self._offsets[part],repeat(self._shape),repeat(self._stride)
+        if self._shape is None:
+            if (found := self._neighbours(offsets, self._shapes[part])) is not None: return found
+            strides = map(_strides, shapes := self._shapes[part].tolist())
+        return map(first.as_strided, shapes, strides, offsets.tolist())
+    def _neighbours(self, offsets, shapes):
+        "Tensors of one dimension each that lie side by side, in one call; None if they don't"
+        if shapes.shape[1] != 1: return None
+        begin,sizes = int(offsets[0]),shapes[:,0]
+        if (offsets[1:] != offsets[:-1]+sizes[:-1]).any(): return None
+        return torch.unsafe_split_with_sizes(self._flats[0][begin:begin+int(sizes.sum())], sizes.tolist())
     def __reduce__(self):
         sources = [pickle.PickleBuffer(o) if isinstance(o, Later) else o for o in self._sources]
         return Tensors, (self._cls, self._dtype, sources, self._which, self._offsets, self._shapes)
@@ -70,37 +83,50 @@ def _strides(shape):
 # %% ../../nbs/payload/101_tensor_columns.ipynb #cfdce8c7
 _INTS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
 
-def _is_plain(kind, ts):
-    "Are `ts`, all of class `kind`, of one type, in one piece each, and nothing but their numbers?"
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind is torch.nn.Parameter: return False
-    dtype,held = ts[0].dtype,[o for o in gc.get_referents(*ts) if type(o) is not type(kind)]
-    if any(type(o) is not dict or o for o in held): return False        # attributes, hooks
-    if not dtype.is_floating_point and dtype not in _INTS: return False
-    if set(map(attrgetter('dtype'), ts)) != {dtype} or any(map(attrgetter('requires_grad'), ts)): return False
-    if set(map(attrgetter('layout'), ts)) != {torch.strided}: return False
+def _is_plain(kind, dtype, ts):
+    "Are `ts`, all of class `kind`, of that type, in one piece each, and nothing but their numbers?"
+    held,cls = gc.get_referents(*ts),type(kind)
+    if {*map(type, held)} != {cls} and any(type(o) is not cls and (type(o) is not dict or o) for o in held):
+        return False        # attributes, hooks
+    if {*map(attrgetter('dtype'), ts)} != {dtype} or any(map(attrgetter('requires_grad'), ts)): return False
     if not all(map(torch.Tensor.is_contiguous, ts)): return False
     return not (dtype.is_floating_point and any(map(torch.Tensor.is_neg, ts)))      # as an imaginary part may be
 
-def _shapes(ts):
-    "The shape that all have; else an array, or None where they have different numbers of dimensions"
-    dims = set(map(torch.Tensor.dim, ts))
-    if len(dims) > 1: return None
-    if dims == {0}: return ()
-    sizes = np.array(list(map(torch.Tensor.numel if dims == {1} else torch.Tensor.size, ts)), np.int64)
-    sizes = sizes.reshape(len(ts), -1)
-    return tuple(sizes[0].tolist()) if (sizes == sizes[0]).all() else sizes
+def _int64(numbers, n): return np.fromiter(numbers, np.int64, n)
+
+def _asked(kind, first, ts):
+    "`(addresses, offsets in their storages, shapes)` of `ts`, arrays; None if one isn't plain, or not like `first`"
+    n,dim,ask = len(ts),first.dim(),torch.Tensor
+    try:
+        if not _is_plain(kind, first.dtype, ts) or {*map(ask.dim, ts)} != {dim}: return None
+        at,begin = _int64(map(ask.data_ptr, ts), n),_int64(map(ask.storage_offset, ts), n)
+    except RuntimeError: return None        # a sparse one has no memory that could be asked about
+    if dim > 1: return at, begin, np.array([*map(ask.size, ts)], np.int64)
+    return at, begin, _int64(map(ask.numel, ts), n)[:,None] if dim else np.empty((n,0), np.int64)
+
+_AT_ONCE = 512      # tensors of which all is asked before the next ones: they stay in the processor's cache meanwhile
+
+def _all_asked(kind, ts):
+    "`_asked` of all `ts`"
+    first,parts = ts[0],[]
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind is torch.nn.Parameter: return None
+    if not first.dtype.is_floating_point and first.dtype not in _INTS: return None
+    for i in range(0, len(ts), _AT_ONCE):
+        if (part := _asked(kind, first, ts[i:i+_AT_ONCE])) is None: return None
+        parts.append(part)
+    return [np.concatenate(o) for o in zip(*parts)]
 
 def _tensors(kind, ts):
     "`(column of the tensors, addresses of the storages that travel in another way)`; None if that can't be"
     with torch._C.DisableTorchFunctionSubclass():
-        if not _is_plain(kind, ts) or (shapes := _shapes(ts)) is None: return None
-        width,begin = ts[0].element_size(),np.array(list(map(torch.Tensor.storage_offset, ts)), np.int64)
-        size = np.full(len(ts), np.prod(shapes, dtype=np.int64)) if isinstance(shapes, tuple) else shapes.prod(1)
-        at = np.array(list(map(torch.Tensor.data_ptr, ts)), np.int64)
+        if (asked := _all_asked(kind, ts)) is None: return None
+        at,begin,shapes = asked
+        width,size = ts[0].element_size(),shapes.prod(1)
         found = _in_storages(ts, at-begin*width, begin, size, width) or _together(ts, at, begin, size, width)
     if found is None: return None
     *where,addresses = found
-    return Tensors(kind, ts[0].dtype, *where, shapes), addresses
+    shape = tuple(shapes[0].tolist()) if (shapes == shapes[0]).all() else shapes
+    return Tensors(kind, ts[0].dtype, *where, shape), addresses
 
 def _in_storages(ts, bases, begin, size, width):
     "`(sources, which, offsets, no addresses)` of tensors many of which have a storage in common; else None"
@@ -117,6 +143,8 @@ def _together(ts, at, begin, size, width):
     "The same for tensors that have a storage each, which are to be written one after the other"
     unique,first,which = np.unique(at, return_index=True, return_inverse=True)
     if len(set((at-begin*width).tolist())) < len(unique) or (size[first][which] != size).any(): return None
+    addresses = (unique-begin[first]*width).tolist()
+    if len(unique) == len(ts): first = which = np.arange(len(ts))       # in the order of the list
     offsets,own = np.concatenate([[0], np.cumsum(size[first])]),[ts[i] for i in first]
     if not all(map(attrgetter('is_cpu'), own)): return None
-    return [Together(own, int(offsets[-1])*width)], None, offsets[which], (unique-begin[first]*width).tolist()
+    return [Together(own, int(offsets[-1])*width)], None, offsets[which], addresses
