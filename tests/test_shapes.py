@@ -139,6 +139,12 @@ def test_mixed_lists_go_the_plain_way(odd):
     assert type(o) is list and type(o[-1]) is type(odd) and same(o[:-1], items[:-1])
 
 
+@pytest.mark.filterwarnings('ignore:The PyTorch API of nested tensors')
+def test_nested_tensors_go_the_plain_way():
+    items = [torch.nested.nested_tensor([torch.ones(2), torch.full((3,), i)]) for i in range(150)]
+    for a, b in zip(packed(items), items): assert same([*a.unbind()], [*b.unbind()])
+
+
 @pytest.mark.parametrize('values', [['a', 'bb'], ['a', None, float('nan')], [1, 'x', 2.5]])
 def test_columns_of_frames(values):
     df = pd.DataFrame(dict(a=values*600, n=range(600*len(values)), b=(values*600)[::-1]))

@@ -100,8 +100,8 @@ def _asked(kind, first, ts):
     try:
         if not _is_plain(kind, first.dtype, ts) or {*map(ask.dim, ts)} != {dim}: return None
         at,begin = _int64(map(ask.data_ptr, ts), n),_int64(map(ask.storage_offset, ts), n)
-    except RuntimeError: return None        # a sparse one has no memory that could be asked about
-    if dim > 1: return at, begin, np.array([*map(ask.size, ts)], np.int64)
+        if dim > 1: return at, begin, np.array([*map(ask.size, ts)], np.int64)
+    except RuntimeError: return None        # a sparse one can't be asked for its memory, nor a nested one for its size
     return at, begin, _int64(map(ask.numel, ts), n)[:,None] if dim else np.empty((n,0), np.int64)
 
 _AT_ONCE = 512      # tensors of which all is asked before the next ones: they stay in the processor's cache meanwhile
