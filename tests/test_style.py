@@ -1,4 +1,5 @@
-"""Lines end at 120 columns, and an assignment has at most three targets: CONTRIBUTING.md says so, this holds it."""
+"""Lines end at 120 columns, an assignment has at most three targets (CONTRIBUTING.md says so, this holds it), and a
+patched method hides no name of its module."""
 import ast, json
 from pathlib import Path
 import pytest
@@ -120,6 +121,32 @@ def test_a_crowd_is_noticed(source): assert len(crowded(source)) == 1
 
 @pytest.mark.parametrize('source', FINE)
 def test_what_is_no_crowd(source): assert crowded(source) == []
+
+
+def is_patch(node):
+    call = node.func if isinstance(node, ast.Call) else node
+    return isinstance(call, ast.Name) and call.id == 'patch'
+
+
+def hidden(source):
+    """Names of a module that a patched method has, too: with fastcore 1.7 it hides them, for `patch` returns nothing
+    there, and the module has that under the method's name"""
+    body = ast.parse(source).body
+    patched = {o.name for o in body if isinstance(o, ast.FunctionDef) and any(map(is_patch, o.decorator_list))}
+    own = {o.name for o in body if isinstance(o, (ast.FunctionDef, ast.ClassDef))
+           and not any(map(is_patch, o.decorator_list))}
+    imported = {a.asname or a.name for o in body if isinstance(o, (ast.Import, ast.ImportFrom)) for a in o.names}
+    return patched & (own | imported)
+
+
+@pytest.mark.parametrize('path', OURS, ids=by_path)
+def test_no_patched_method_hides_a_name_of_its_module(path): assert not hidden(read(path))
+
+
+@pytest.mark.parametrize('source', ['from x import a\n', 'from x import b as a\n', 'def a(): pass\n', 'import a\n'])
+def test_a_hidden_name_is_noticed(source):
+    method = '@patch(as_prop=True)\ndef a(self:X): pass\n'
+    assert hidden(source+method) == {'a'} and not hidden(method) and not hidden(source)
 
 
 def test_there_is_something_to_look_at():

@@ -17,7 +17,7 @@ from ..base import group
 from .consensus import _FIRST, _LAST, leaves_late
 from .ddp import UNUSED
 from .events import OurCallback
-from .own_step import average_grads, grads_entry, steps_itself
+from .own_step import average_grads, grads_entry as entry_of_grads, steps_itself
 from ..shard.drift import all_alike, methods, names_in, suspect, sync_tensors
 from .step_sync import true_counts
 from .step_votes import StepSync
@@ -95,7 +95,7 @@ def begin_by_hand(self:StepSync):
 @patch
 def grads_entry(self:StepSync):
     "This rank's, where DDP has reduced gradients"
-    return (0.,0.) if self.n == 1 or self.consensus.by_hand else grads_entry(self.params)
+    return (0.,0.) if self.n == 1 or self.consensus.by_hand else entry_of_grads(self.params)
 
 @patch
 def settle(self:StepSync, sums # Of all ranks' `grads_entry`

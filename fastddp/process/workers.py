@@ -16,7 +16,7 @@ from ..payload.shared_memory import Block
 from ..base.errors import CantDistribute
 from . import server
 from .channel import Pipe, Surroundings
-from .heartbeat import is_stopped
+from .heartbeat import is_stopped as process_is_stopped
 from .helper import (ensure_helper, fork, is_new, lasts, preload, start_method, starting, warm,
                                     without_helper)
 from .owner import new_folder, remove_folder
@@ -154,7 +154,7 @@ def ask_stacks(self:Workers, ranks):
 @patch
 def is_stopped(self:Workers, r):
     "Has somebody stopped the process of rank `r`?"
-    return is_stopped(self.procs[r].pid)
+    return process_is_stopped(self.procs[r].pid)
 
 # %% ../../nbs/process/408_workers.ipynb #0e851299
 @patch
