@@ -2654,6 +2654,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/payload/changeable.py'),
                                             'fastddp.payload.changeable._changeable': ( 'payload/changeable.html#_changeable',
                                                                                         'fastddp/payload/changeable.py'),
+                                            'fastddp.payload.changeable._ids': ( 'payload/changeable.html#_ids',
+                                                                                 'fastddp/payload/changeable.py'),
                                             'fastddp.payload.changeable._pickled_words': ( 'payload/changeable.html#_pickled_words',
                                                                                            'fastddp/payload/changeable.py'),
                                             'fastddp.payload.changeable._pixel_bytes': ( 'payload/changeable.html#_pixel_bytes',

@@ -19,6 +19,7 @@ _NESTED = {tuple, frozenset, list, dict, set}
 _CHANGEABLE = {list, dict, set, bytearray, np.ndarray}
 
 def is_image(kind):
+    "Is the class `kind` one of PIL's images, or of a library's that are?"
     image,mod = getattr(sys.modules.get('PIL.Image'), 'Image', ()),kind.__module__
     return issubclass(kind, image) and mod != '__main__' and getattr(sys.modules.get(mod), kind.__name__, 0) is kind
 
@@ -39,6 +40,11 @@ def _changeable(items):
         items = gc.get_referents(*[o for o in items if type(o) in _NESTED])
         items = [] if set(map(type, items)) <= ATOMS else [o for o in items if type(o) not in ATOMS]
     return res
+
+def _ids(items):
+    "The ids of `items`; None if one of them lies there twice"
+    ids = [*map(id, items)]
+    return ids if len({*ids}) == len(ids) else None
 
 class Changeable:
     "A column of items that can be changed"
@@ -113,8 +119,7 @@ def integers(items):
     except ValueError: return None
     expected = np.full(int(ends[-1])+1, ord('i'), np.uint8)
     expected[0] = expected[ends-sizes] = ord('[')
-    ids = [*map(id, items)]
-    if len({*ids}) < len(ids) or len(data) != _BYTES*len(expected): return None
+    if (ids := _ids(items)) is None or len(data) != _BYTES*len(expected): return None
     if not np.array_equal(np.frombuffer(data, np.uint8)[::_BYTES], expected): return None
     return Pickled(memoryview(data)[_BYTES:], ends*_BYTES, True, marshal), ids
 
@@ -166,8 +171,8 @@ def _as_ever(im):
 def images(items):
     "As `pickled` for images of one class; None for others"
     if not is_image(type(items[0])) or not all(o.mode in _PIXEL for o in items) or not _as_ever(items[0]): return None
-    ids,known = [*map(id, items)],{}
-    if len({*ids}) < len(ids): return None
+    if (ids := _ids(items)) is None: return None
+    known = {}
     which = np.array([known.setdefault(_pickled_words(o), len(known)) for o in items])
     ends = np.cumsum([*map(_pixel_bytes, items)])
     return Images([*known], which, Pixels(items, int(ends[-1])), ends), ids
