@@ -83,8 +83,8 @@ gpu:
 	@$(runner) tools/gpu.py $(GPU_ARGS)
 
 test-device: venv
-	@FASTDDP_STEP=device $(PY) -m pytest tests/test_parity.py tests/test_decisions.py tests/test_streams.py tests/test_back.py \
-		tests/test_random_configs.py tests/test_interrupt.py tests/test_resume.py tests/apps -m 'not full' $(side_by_side)
+	@FASTDDP_STEP=device $(PY) -m pytest tests/same_answer/test_parity.py tests/same_answer/test_decisions.py tests/same_answer/test_streams.py tests/test_back.py \
+		tests/same_answer/test_random_configs.py tests/test_interrupt.py tests/test_resume.py tests/apps -m 'not full' $(side_by_side)
 
 test-ray: venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[ray]'
