@@ -76,15 +76,15 @@ $(OLDEST)/.installed: tests/oldest.txt
 	@touch $@
 
 test-faults: venv
-	@FASTDDP_FAULTS=all $(PY) -m pytest tests/test_faults.py -n $(JOBS)
+	@FASTDDP_FAULTS=all $(PY) -m pytest tests/faults/test_faults.py -n $(JOBS)
 
 # Chooses its interpreter itself, and installs nothing that is there.
 gpu:
 	@$(runner) tools/gpu.py $(GPU_ARGS)
 
 test-device: venv
-	@FASTDDP_STEP=device $(PY) -m pytest tests/same_answer/test_parity.py tests/same_answer/test_decisions.py tests/same_answer/test_streams.py tests/test_back.py \
-		tests/same_answer/test_random_configs.py tests/test_interrupt.py tests/test_resume.py tests/apps -m 'not full' $(side_by_side)
+	@FASTDDP_STEP=device $(PY) -m pytest tests/same_answer/test_parity.py tests/same_answer/test_decisions.py tests/same_answer/test_streams.py tests/comes_back/test_back.py \
+		tests/same_answer/test_random_configs.py tests/test_interrupt.py tests/comes_back/test_resume.py tests/apps -m 'not full' $(side_by_side)
 
 test-ray: venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[ray]'

@@ -3,7 +3,7 @@ import os, shutil, subprocess, sys, tempfile
 from pathlib import Path
 import pytest
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent
 MOUNT = '''
 mount -t tmpfs -o size=1m tmpfs "$1" || exit 77
 export TMPDIR="$1"

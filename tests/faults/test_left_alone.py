@@ -5,7 +5,7 @@ import psutil, pytest, torch
 from faults import Slow
 from learners import make_learner
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent
 FIT = '''
 import sys
 sys.path.insert(0, {here!r})
