@@ -83,7 +83,7 @@ gpu:
 	@$(runner) tools/gpu.py $(GPU_ARGS)
 
 test-device: venv
-	@FASTDDP_STEP=device $(PY) -m pytest tests/same_answer/test_parity.py tests/same_answer/test_decisions.py tests/same_answer/test_streams.py tests/comes_back/test_back.py \
+	@FASTDDP_STEP=device $(PY) -m pytest tests/same_answer/test_parity.py tests/same_answer/test_decisions.py tests/same_answer/test_streams.py tests/comes_back/test_comes_back.py \
 		tests/same_answer/test_random_configs.py tests/test_interrupt.py tests/comes_back/test_resume.py tests/apps -m 'not full' $(side_by_side)
 
 test-ray: venv

@@ -17,7 +17,7 @@ own_temporary_folder()
 if 'PYTEST_XDIST_WORKER' in os.environ: torch.set_num_threads(1)
 
 # Those that take longest begin first: at the end no file goes on alone.
-LONGEST = 'notebooks', 'left_alone', 'scripts', 'hosts', 'browser', 'callbacks', 'ranch', 'any_loss', 'resume', 'magics'
+LONGEST = 'notebooks', 'leaves_nothing', 'scripts', 'hosts', 'browser', 'callbacks', 'ranch', 'any_loss', 'resume', 'magics'
 
 
 def pytest_collection_modifyitems(items):

@@ -3,7 +3,7 @@ build/browser/."""
 import contextlib, ctypes, json, os, secrets, shutil, signal, socket, subprocess, sys, tempfile, time, urllib.request
 from pathlib import Path
 import nbformat, pytest
-from test_first_call import IMPORTS
+from test_start import IMPORTS
 from traces import children, left_after
 
 root = Path(__file__).resolve().parent.parent

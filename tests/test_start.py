@@ -1,8 +1,18 @@
-"""Workers start where the helper process can't, and data is shared where memory files can't be made."""
-import errno, os, subprocess, sys, textwrap, warnings
-import pytest
+"""Workers start where the helper process can't, and data is shared where no memory file can be made. What the
+system refuses is told in words, and the next start is as if nothing had been. The first call in a kernel
+says at once what it waits for, the stop button ends it, and the next call is fine."""
+import contextlib, errno, json, os, resource, shutil, signal, socket, subprocess, sys, tempfile
+import textwrap, warnings
+from pathlib import Path
+import multiprocess, pytest, torch
+from fastai.callback.core import Callback
+from jupyter_client.manager import KernelManager
 from fastddp.all import *
+from fastddp.base import group, rendezvous
+from fastddp.launch.engine import Job
+from fastddp.process import helper, server
 from learners import make_learner
+
 
 CRASH = '''
 import torch
@@ -79,3 +89,244 @@ def test_data_through_a_temporary_file(monkeypatch):
         learn.distrib_fit(1, nprocs=2)
     assert len([o for o in said if 'temporary file' in str(o.message)]) == 1
     assert any((a != b).any() for a, b in zip(before, learn.model.parameters()))
+
+
+# What the system refuses
+
+@pytest.fixture(autouse=True)
+def small_helpers(monkeypatch):
+    "Most tests here end the helper: the next one imports no application of fastai"
+    monkeypatch.setattr(helper, '_as_here', [])
+
+
+def me(ctx, _):
+    ctx.beat('step 1')
+    return group.all_sum([ctx.rank])
+
+
+def run(): return Local(gpus=[]).run(Job.of(me, None), 2).results
+
+
+def works():
+    "On workers that the helper has given"
+    with Local(gpus=[]) as local:
+        assert local.run(Job.of(me, None), 2).results == [[1.]]*2
+        assert local.workers.method == 'forkserver'
+
+
+@contextlib.contextmanager
+def few_descriptors():
+    "Enough for a payload and a folder, not for a pipe"
+    (soft, hard), full = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd')))+5, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True: full.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(3): os.close(full.pop())
+        yield
+    finally:
+        for fd in full: os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def no_cwd():
+    was, gone = os.getcwd(), tempfile.mkdtemp()
+    os.chdir(gone)
+    os.rmdir(gone)
+    try: yield
+    finally: os.chdir(was)
+
+
+@contextlib.contextmanager
+def no_temporary_folder():
+    was, tempfile.tempdir = tempfile.tempdir, '/proc/there is no such folder'
+    try: yield
+    finally: tempfile.tempdir = was
+
+
+REFUSED = {few_descriptors: 'ulimit -n', no_cwd: 'working directory', no_temporary_folder: 'temporary folder'}
+
+
+@pytest.mark.parametrize('refused', REFUSED, ids=lambda o: o.__name__)
+def test_what_the_system_refuses(refused):
+    works()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)     # nobody says that there will be no helper
+        with refused(), pytest.raises(CantDistribute, match=REFUSED[refused]): run()
+    works()
+
+
+@pytest.mark.full
+def test_a_long_path_of_the_temporary_folder(monkeypatch):
+    "A socket's can't be that long; data goes there all the same"
+    works()
+    server.end_helper()
+    config, folder = multiprocess.process.current_process()._config, Path(tempfile.mkdtemp(), 'x'*100)
+    folder.mkdir()
+    try:
+        monkeypatch.setattr(tempfile, 'tempdir', str(folder))
+        monkeypatch.setitem(config, 'tempdir', None)
+        works()
+        own = config['tempdir']
+        server.end_helper()
+        shutil.rmtree(own)
+        assert [*folder.iterdir()] == []
+    finally: shutil.rmtree(folder.parent)
+
+
+@pytest.mark.full
+def test_a_cleaned_temporary_folder():
+    "As systems do with what is old: a block goes on, on new workers, and so does the helper"
+    learn = make_learner(n=64)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        learn.fit(1)
+        for o in 'fastddp-*', 'pymp-*':
+            for folder in Path(tempfile.gettempdir()).glob(o): shutil.rmtree(folder)
+        learn.fit(1)
+    works()
+
+
+def kills_the_helper(ctx, pid):
+    "In the middle of a job"
+    ctx.beat('step 1')
+    if ctx.rank == 1: os.kill(pid, signal.SIGKILL)
+    while True: signal.pause()
+
+
+def test_a_helper_that_dies_is_named():
+    works()
+    with pytest.raises(RankDied, match='helper process was killed'):
+        Local(gpus=[]).run(Job.of(kills_the_helper, server.helper_pid()), 2)
+    works()
+
+
+class Destroys(Callback):
+    "As code does that was written for a script of one's own"
+    def after_epoch(self): torch.distributed.destroy_process_group()
+
+
+def test_a_process_group_that_user_code_destroys():
+    with pytest.raises(RankRaised, match='group was destroyed'):
+        make_learner(cbs=[Destroys()]).distrib_fit(2, nprocs=2, timeout=60)
+
+
+class Forks(Callback):
+    "A process that leaves the callback, not by an exit of its own; or processes that work for it"
+    codes = ()
+    def __init__(self, how): self.how = how
+    def before_batch(self):
+        if not self.training or self.iter != 1: return
+        if self.how == 'pool':
+            with multiprocess.Pool(2) as p: self.codes = p.map(abs, [-1])
+            return
+        if not (pid := os.fork()):
+            if self.how == 'raises': raise ValueError('wrong on purpose')
+            raise SystemExit(3)
+        self.codes = [*self.codes, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]
+
+
+@pytest.mark.parametrize('how,code', [('raises', 1), ('exits', 3), ('pool', 1)])
+def test_processes_of_a_callback(how, code):
+    "One that leaves it goes neither the way of a rank's failure, nor to the sync points of the others"
+    learn = make_learner(cbs=[Forks(how)])
+    learn.distrib_fit(1, nprocs=2, timeout=60)
+    assert len(learn.recorder.values) == 1 and learn.forks.codes == [code]
+
+
+def other_connections(ctx, _):
+    "Connections of another thread's, made while the group is joined, are not the group's"
+    server, made, real = socket.create_server(('127.0.0.1', 0)), [], rendezvous._connect
+    def connect(*args):
+        made.append(socket.create_connection(server.getsockname()))
+        return real(*args)
+    rendezvous.leave()
+    rendezvous._connect = connect
+    try: rendezvous.join(os.path.join(os.path.dirname(ctx._channel.folder+'/'), 'again'), ctx.rank, ctx.world_size)
+    finally: rendezvous._connect = real
+    theirs, own = {o.fileno() for o in made}, {fd for fd, _ in rendezvous._own_sockets}
+    res = bool(theirs & own), len(own) > 1
+    for o in (server, *made): o.close()
+    return res
+
+
+def test_only_the_groups_own_connections_are_ours():
+    assert Local(gpus=[]).run(Job.of(other_connections, None), 2).results == [(False, True)]*2
+
+
+# The first call in a kernel. The helper's imports last until the test wants them to end, so no clock is asked.
+
+HERE = Path(__file__).resolve().parent
+IMPORTS = '''
+import time
+from pathlib import Path
+end = time.monotonic()+200
+while not Path({go!r}).exists() and time.monotonic() < end: time.sleep(.02)
+'''
+SETUP = '''
+import os, sys, warnings
+warnings.simplefilter('ignore')
+sys.path.insert(0, {here!r})
+os.environ['PYTHONPATH'] = os.pathsep.join([{folder!r}, os.environ.get('PYTHONPATH', '')])
+from fastddp.process import workers
+workers.preload('imports_for_long')
+from fastddp.all import *
+from learners import make_learner
+learn = make_learner()
+'''
+WHO = '''
+import json, psutil
+procs = psutil.Process().children(recursive=True)
+print(json.dumps(dict(of_group=sum(os.getpgid(p.pid) == os.getpgrp() for p in procs), all=len(procs))))
+'''
+
+
+class Kernel:
+    "A kernel that the test talks to, cell by cell"
+    def __init__(self):
+        self.km = KernelManager(kernel_name='python3')
+        self.km.start_kernel(extra_arguments=['--HistoryManager.hist_file=:memory:', '--log-level=CRITICAL'])
+        self.client = self.km.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=120)
+    def run(self, code, when_starting=lambda: None):
+        "`(lines of stdout, states of the status line, error's name)`; calls `when_starting` when that line appears"
+        out, status = [], []
+        def hook(msg):
+            kind, content = msg['msg_type'], msg['content']
+            if kind == 'stream' and content['name'] == 'stdout': out.append(content['text'])
+            if 'fastddp-status' not in str(content.get('transient')): return
+            status.append(content['data']['text/plain'])
+            if kind == 'display_data': when_starting()
+        reply = self.client.execute_interactive(textwrap.dedent(code), timeout=240, output_hook=hook)
+        return ''.join(out).splitlines(), status, reply['content'].get('ename')
+    def close(self):
+        self.client.stop_channels()
+        self.km.shutdown_kernel(now=True)
+        self.km.cleanup_resources()
+
+
+@pytest.fixture
+def kernel():
+    kernel = Kernel()
+    yield kernel
+    kernel.close()
+
+
+@pytest.mark.timeout(500)
+def test_stopped_while_the_helper_imports(kernel, tmp_path):
+    go = tmp_path/'go'
+    (tmp_path/'imports_for_long.py').write_text(IMPORTS.format(go=str(go)))
+    assert kernel.run(SETUP.format(here=str(HERE), folder=str(tmp_path)))[2] is None
+    said = 'starting 2 workers (first time in this kernel: importing torch and fastai) ...'
+    for _ in range(2):
+        _, status, error = kernel.run('learn.distrib_fit(1, nprocs=2)', kernel.km.interrupt_kernel)
+        assert error == 'KeyboardInterrupt' and not go.exists()      # nobody waited for the helper
+        assert status[0] == said and status[-1] == '' and all(o.startswith(said) for o in status[:-1])
+    out, status, error = kernel.run('learn.distrib_fit(1, nprocs=2)', go.touch)
+    assert error is None and status[0] == said and status[-1] == '' and out[-1].startswith('1 epoch in'), (out, error)
+    out, status, error = kernel.run('preds = learn.distrib_get_preds(nprocs=2)')
+    assert error is None and not any('first time' in o for o in status)
+    # A kernel that shuts down ends all children of its own group first, and waits for them.
+    out, *_ = kernel.run(WHO)
+    assert json.loads(out[-1]) == dict(of_group=0, all=2), 'the helper and the resource tracker, apart; and no worker'

@@ -1,16 +1,293 @@
 """After a distributed fit the notebook has what a local fit would have left, in every corner; and nothing else."""
+import os, signal
 from functools import partial
 import pytest, torch
 from fastai.callback.core import Callback
+from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation
 from fastcore.basics import noop
 from fastai.data.all import Pipeline, Transform
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
 from fastai.optimizer import Lookahead, OptimWrapper, SGD
 from torch import nn
+from fastddp.all import *
+from traces import PASSING, children, environment, memfds
+from learners import make_learner, mlp, seed_all
 from parity import assert_same, items, largest, learner, loaders, seed, alone_like, warm
 
 pytestmark = pytest.mark.timeout(120)
 
+
+class Tensors(Callback):
+    "Keeps on rank 0 what the weights were when the fit ended"
+    def __init__(self): self.at_end, self.steps, self.layer = None, [], None
+    def after_batch(self): self.steps.append(self.epoch)
+    def after_fit(self):
+        self.at_end, self.layer = [p.detach().clone() for p in self.learn.model.parameters()], self.learn.model[0]
+
+
+@pytest.fixture(scope='module')
+def fitted():
+    "A learner before and after `distrib_fit_one_cycle(2)` on two workers"
+    learn = make_learner(cbs=Tensors(),
+                         model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)))
+    learn.create_opt()
+    before = dict(model=learn.model, params=list(learn.model.parameters()),
+                  types=[type(m) for m in learn.model.modules()], cbs=list(learn.cbs),
+                  loaders=list(learn.dls.loaders), logger=learn.logger, opt=learn.opt, attrs=set(vars(learn)),
+                  env=dict(os.environ),
+                  rng=learn.dls.train.rng.getstate(), handler=signal.getsignal(signal.SIGINT),
+                  steps=learn.tensors.steps)
+    learn.distrib_fit_one_cycle(2, 0.05, nprocs=2)
+    return learn, before
+
+
+def test_weights_are_rank_0s_in_the_same_parameters(fitted):
+    learn, before = fitted
+    assert learn.model is before['model'] and [type(m) for m in learn.model.modules()] == before['types']
+    assert all(p is q and p.requires_grad for p, q in zip(learn.model.parameters(), before['params'], strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(learn.model.parameters(), learn.tensors.at_end, strict=True))
+
+
+def test_recorder_is_as_after_a_local_fit(fitted):
+    learn, _ = fitted
+    local = make_learner(bs=32)
+    local.fit_one_cycle(2, 0.05)
+    mine, theirs = learn.recorder, local.recorder
+    assert mine.metric_names == theirs.metric_names and mine.iters == theirs.iters
+    assert len(mine.values) == 2 and [len(v) for v in mine.values] == [len(v) for v in theirs.values]
+    assert mine.lrs == pytest.approx(theirs.lrs) and len(mine.losses) == len(theirs.losses)
+    assert {k: pytest.approx(v) for k, v in theirs.hps.items()} == mine.hps
+    assert learn.final_record == mine.values[-1]
+
+
+def test_counters_and_callbacks(fitted):
+    learn, before = fitted
+    local = make_learner(bs=32)
+    local.fit_one_cycle(2, 0.05)
+    for name in 'epoch', 'n_epoch', 'train_iter', 'loss', 'training':
+        assert getattr(learn, name) == getattr(local, name), name
+    assert learn.pct_train == pytest.approx(local.pct_train) and learn.smooth_loss.shape == local.smooth_loss.shape
+    assert list(learn.cbs) == before['cbs'] and learn.tensors.steps is before['steps']
+    n_train, n_valid = len(local.dls.train), len(local.dls.valid)
+    assert learn.tensors.steps == [0]*(n_train+n_valid) + [1]*(n_train+n_valid)
+    assert learn.tensors.layer is learn.model[0]
+
+
+def test_nothing_else_changed(fitted):
+    learn, before = fitted
+    assert all(a is b for a, b in zip(learn.dls.loaders, before['loaders'], strict=True))
+    assert learn.logger == before['logger'] and learn.opt is before['opt']
+    assert environment() == {k: v for k, v in before['env'].items() if k not in PASSING}
+    assert signal.getsignal(signal.SIGINT) is before['handler'] and not torch.distributed.is_initialized()
+    new = set(vars(learn)) - before['attrs']
+    local = make_learner()
+    attrs = set(vars(local))
+    local.fit_one_cycle(1)
+    assert new <= set(vars(local)) - attrs, 'only what a local fit leaves behind too'
+    assert learn.dls.train.rng.getstate() != before['rng']
+
+
+@pytest.mark.parametrize('opt_func', [partial(SGD, mom=0.9), partial(OptimWrapper, opt=torch.optim.AdamW)],
+                         ids=['sgd', 'adamw'])
+def test_two_fits_are_one_of_two_epochs(opt_func):
+    once, twice = make_learner(opt_func=opt_func), make_learner(opt_func=opt_func)
+    once.distrib_fit(2, 0.01, nprocs=2)
+    with twice.distrib_ctx(nprocs=2):
+        twice.fit(1, 0.01)
+        twice.fit(1, 0.01)
+    for a, b in zip(once.model.parameters(), twice.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert [h['lr'] for h in once.opt.hypers] == [h['lr'] for h in twice.opt.hypers]
+
+
+def test_state_continues_in_a_local_fit():
+    mixed, local = make_learner(bs=8), make_learner(bs=16)
+    mixed.distrib_fit(1, 0.01, nprocs=2)
+    mixed.dls.train.bs = mixed.dls.valid.bs = 16
+    mixed.fit(1, 0.01)
+    local.fit(2, 0.01)
+    for a, b in zip(mixed.model.parameters(), local.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+class Boom(Callback):
+    "Fails in the second epoch, or at once"
+    def __init__(self, epoch): self.at = epoch
+    def before_batch(self):
+        if self.epoch == self.at and self.training and self.iter == 1: raise ValueError('boom')
+
+
+def test_a_failure_keeps_the_last_complete_epoch():
+    learn, ref = make_learner(cbs=Boom(1)), make_learner()
+    with pytest.raises(RankRaised, match='boom') as e: learn.distrib_fit(3, 0.01, nprocs=2)
+    assert isinstance(e.value.__cause__, ValueError) and 'end of epoch 0' in str(e.value)
+    ref.distrib_fit(1, 0.01, nprocs=2)
+    for a, b in zip(learn.model.parameters(), ref.model.parameters(), strict=True): assert torch.equal(a, b)
+    assert len(learn.recorder.values) == 1 and not torch.distributed.is_initialized()
+
+
+class Heavy(nn.Module):
+    "Carries 80 MB of frozen weights along, enough for memory to be reserved for states"
+    def __init__(self):
+        super().__init__()
+        self.small, self.big = mlp(), nn.Parameter(torch.rand(20_000_000), requires_grad=False)
+    def forward(self, x): return self.small(x)
+
+
+class Marks(Callback):
+    "Writes the number of the step into the frozen weights, in the notebook's process too"
+    order = 100
+    def after_batch(self):
+        if self.training: self.learn.model.big.data[::1_000_000] = self.learn.train_iter
+
+
+def test_large_states_share_two_blocks_and_come_back_whole():
+    learn = make_learner(model=Heavy, cbs=[Marks(), Boom(5)], bs=64)
+    start, before = learn.model.big.clone(), memfds()
+    steps = len(learn.dls.train)
+    def check(n_steps):
+        want = start.clone()
+        if n_steps: want[::1_000_000] = n_steps
+        assert torch.equal(learn.model.big, want)
+    with learn.distrib_ctx(nprocs=2, batch='global'):
+        for n in (1, 3, 2):
+            learn.fit(n, 0.01)
+            check(n*steps)
+        blocks = {os.stat(o.split()[0]).st_ino for o in memfds()-before}      # a mapping keeps a descriptor of its own
+        assert 1+2+2 <= len(blocks) <= 1+2*2+2, 'data, results of two ranks, states'
+        learn.boom.at = 2
+        with pytest.raises(RankRaised, match='end of epoch 1'): learn.fit(4, 0.01)
+        check(2*steps)
+        learn.boom.at = 0
+        with pytest.raises(RankRaised, match='as it was before'): learn.fit(1, 0.01)
+        check(2*steps)
+        learn.boom.at = None
+        learn.fit(1, 0.01)
+        check(steps)
+
+
+def test_a_failure_in_the_first_epoch_changes_nothing():
+    learn = make_learner(cbs=Boom(0))
+    weights, attrs, cbs = [p.clone() for p in learn.model.parameters()], dict(vars(learn)), list(learn.cbs)
+    with pytest.raises(RankRaised, match='as it was before the fit'): learn.distrib_fit(1, 0.01, nprocs=2)
+    assert all(torch.equal(a, b) for a, b in zip(learn.model.parameters(), weights))
+    assert list(learn.cbs) == cbs and learn.opt is None and vars(learn).keys() == attrs.keys()
+    learn.remove_cb(learn.boom)
+    learn.distrib_fit(1, 0.01, nprocs=2)
+    assert not all(torch.equal(a, b) for a, b in zip(learn.model.parameters(), weights))
+
+
+def test_what_changes_between_two_fits_of_a_block_is_what_trains():
+    learn = make_learner()
+    with learn.distrib_ctx(nprocs=2):
+        learn.fit(1, 0.01)
+        workers = children()
+        with torch.no_grad(): learn.model[0].weight.zero_()
+        learn.model[0].weight.requires_grad_(False)
+        learn.fit(1, 0.01)
+        assert len(workers) == 2 and children() == workers, 'the workers stay'
+    assert not learn.model[0].weight.any() and not learn.model[0].weight.requires_grad
+
+
+def test_fits_that_others_patched_in():
+    from fastai.learner import Learner
+    def fit_twice(self, n, lr): self.fit(n, lr); self.fit(n, lr/2)
+    Learner.fit_twice = fit_twice
+    try:
+        learn = make_learner()
+        learn.distrib('fit_twice', 1, 0.01, nprocs=2)
+        assert learn.opt.hypers[0]['lr'] == 0.005
+    finally: del Learner.fit_twice
+
+
+@pytest.mark.parametrize('name,args', [('fit_flat_cos', (1,)), ('fit_sgdr', (1, 1)), ('fine_tune', (1,))])
+def test_the_other_words(name, args):
+    learn = make_learner(splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())])
+    start = [p.clone() for p in learn.model.parameters()]
+    getattr(learn, f'distrib_{name}')(*args, nprocs=2)
+    now = list(learn.model.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(start, now)) and all(p.requires_grad for p in now)
+
+
+def test_signatures_show_both_the_methods_and_our_options():
+    import inspect
+    from fastai.learner import Learner
+    names = list(inspect.signature(Learner.distrib_fit_one_cycle).parameters)
+    assert names[:4] == ['self', 'n_epoch', 'lr_max', 'div'] and {'nprocs', 'gpus', 'sync_bn', 'see'} <= set(names)
+
+
+def test_one_rank_in_this_process_is_plain_fastai_to_the_bit():
+    def net(): return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+    a, b = make_learner(model=net), make_learner(model=net)
+    seed_all(3)
+    a.distrib_fit_one_cycle(2, launcher=InProcess())
+    after_a = torch.rand(1)
+    seed_all(3)
+    b.fit_one_cycle(2)
+    after_b = torch.rand(1)
+    assert all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))
+    assert a.recorder.losses == b.recorder.losses and a.recorder.values == b.recorder.values and after_a == after_b
+
+
+def test_factories_make_what_cannot_travel():
+    def net():
+        m = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        m.handle = open(os.devnull)
+        return m
+    learn, plain = make_learner(model=net), make_learner()
+    learn.distrib_fit(1, 0.01, nprocs=2, model_factory=net)
+    plain.distrib_fit(1, 0.01, nprocs=2)
+    for a, b in zip(learn.model.parameters(), plain.model.parameters(), strict=True): assert torch.equal(a, b)
+    learn.model.handle.close()
+
+
+def test_save_model_callback_writes_one_file(tmp_path):
+    learn = make_learner(path=tmp_path, cbs=SaveModelCallback(fname='best'))
+    learn.distrib_fit(2, 0.01, nprocs=2)
+    saved = torch.load(tmp_path/'models'/'best.pth')
+    assert [f.name for f in (tmp_path/'models').iterdir()] == ['best.pth']
+    assert all(torch.equal(saved[k], v) for k, v in learn.model.state_dict().items())
+
+
+class Says(Callback):
+    def after_epoch(self): print(f'epoch {self.epoch} is over')
+
+
+def test_see_all_ranks(capsys):
+    "Rank 0 as it is, the others with a prefix; without `see`, rank 0 alone"
+    for see, said in (('all', 1), ((0,), 0)):
+        make_learner(n=64, cbs=[Says()]).distrib_fit(1, nprocs=2, see=see)
+        out = capsys.readouterr().out
+        assert out.count('[rank 1] epoch 0 is over\n') == said and out.count('epoch 0 is over') == said+1
+
+
+class Named:
+    "A data set that holds the names of many files, and asks whether they are a list"
+    def __init__(self): self.names = [f'{i}.jpg' for i in range(20_000)]
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        assert isinstance(self.names, list) and self.names[i-32] == f'{19_968+i}.jpg'
+        return torch.ones(8), torch.tensor(i%2)
+
+
+class Notes(Callback):
+    "Keeps what the worker has for a list of names, and a part of it"
+    def before_fit(self):
+        names = self.dls.train_ds.names
+        self.had, self.part, self.all = type(names).__name__, names[:3], names
+
+
+def test_long_lists_of_names_are_shared_and_stay_lists():
+    dls = DataLoaders.from_dsets(Named(), Named(), bs=4, device='cpu', num_workers=2)
+    learn = Learner(dls, mlp(), loss_func=nn.CrossEntropyLoss(), lr=0.05)
+    learn.distrib_fit(1, nprocs=2, cbs=(notes := Notes()))
+    assert notes.had == 'Rows' and notes.part == ['0.jpg', '1.jpg', '2.jpg']
+    assert type(notes.all) is list and notes.all == learn.dls.train_ds.names and type(learn.dls.train_ds.names) is list
+
+
+# In every corner
 
 @pytest.fixture(scope='module')
 def two():
