@@ -1,6 +1,6 @@
 """Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
-import atexit, os, shutil, signal, tempfile
-import pytest, torch
+import atexit, collections, os, shutil, signal, sys, tempfile
+import pytest
 from traces import nothing_left
 
 
@@ -14,15 +14,44 @@ def own_temporary_folder():
 
 own_temporary_folder()
 # Files of tests that run side by side share the cores: with more threads than cores each waits for all the others.
-if 'PYTEST_XDIST_WORKER' in os.environ: torch.set_num_threads(1)
+if 'PYTEST_XDIST_WORKER' in os.environ:
+    import torch
+    torch.set_num_threads(1)
 
 # Those that take longest begin first: at the end no file goes on alone.
 LONGEST = 'notebooks', 'leaves_nothing', 'scripts', 'hosts', 'browser', 'callbacks', 'ranch', 'any_loss', 'resume', 'magics'
 
 
+def values(item, together):
+    "The parameters of `item`; those whose names stand `together` are one"
+    params, names = item.callspec.params, [o.split() for o in together]
+    names += [[k] for k in params if not any(k in o for o in names)]
+    return [tuple((k, repr(params[k])) for k in o) for o in names]
+
+
+def spread(items, *together):
+    """Those of `items`, a test with all its parameters, in which each value of each parameter occurs, the rarest
+    values first"""
+    seen, chosen, vals = collections.Counter(), set(), {o: values(o, together) for o in items}
+    def news(item): return sum(not seen[v] for v in vals[item])
+    while any(map(news, items)):
+        best = max(items, key=lambda o: (news(o), -sum(seen[v] for v in vals[o])))
+        chosen.add(best)
+        seen.update(vals[best])
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     names = [f'test_{o}' for o in LONGEST]
     items.sort(key=lambda o: names.index(o.path.stem) if o.path.stem in names else len(names))
+    tests = {}
+    for o in items:
+        if o.get_closest_marker('spread'): tests.setdefault((o.path, o.originalname), []).append(o)
+    for all_of_it in tests.values():
+        chosen = spread(all_of_it, *all_of_it[0].get_closest_marker('spread').args)
+        for o in all_of_it:
+            if o not in chosen: o.add_marker(pytest.mark.full)
 
 
 # A shell starts what runs in its background with Ctrl-C ignored; here it is pressed.
@@ -33,3 +62,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGIN
 def leaves_nothing():
     "Fail the test that leaves something behind"
     with nothing_left(): yield
+
+
+@pytest.fixture(scope='module', autouse=True)
+def warm_workers(request):
+    "The session's launchers (`parity.warm`) end before a module that has no use for them"
+    if not hasattr(request.module, 'warm') and (parity := sys.modules.get('parity')): parity.end_launchers()
+
+
+@pytest.fixture(scope='session', autouse=True)
+def warm_workers_go():
+    yield
+    if parity := sys.modules.get('parity'): parity.end_launchers()

@@ -20,17 +20,27 @@ class Warm(Local):
     def pids(self): return [p.pid for p in self.workers.procs.values()] if self.workers else []
 
 
+_launchers = {}     # number of workers -> the `Warm` launcher of this session of tests
+
+
 @contextlib.contextmanager
 def warm(n):
-    "A `Warm` launcher with `n` workers, which are still the same ones at the end"
-    launcher = Warm()
-    try:
-        # memory for results is there by then
-        for _ in range(2): learner(train=8, valid=1).distrib_fit(1, nprocs=n, launcher=launcher)
-        pids = launcher.pids()
-        yield launcher
-        assert len(pids) == n and launcher.pids() == pids, 'the workers were started anew: not the warm path'
-    finally: launcher.end()
+    """The session's `Warm` launcher with `n` workers, which are still the same ones at the end. It stays for the next
+    module that asks for one (`conftest.py` ends it before one that doesn't)"""
+    launcher = _launchers.setdefault(n, Warm())
+    here = launcher.pids()
+    # memory for results is there by then
+    for _ in range(2 if not here else 1): fit_a_little(n, launcher)
+    if (pids := launcher.pids()) != here: fit_a_little(n, launcher)     # those that were there had left meanwhile
+    yield launcher
+    assert len(pids) == n and launcher.pids() == pids, 'the workers were started anew: not the warm path'
+
+
+def fit_a_little(n, launcher): learner(train=8, valid=1).distrib_fit(1, nprocs=n, launcher=launcher)
+
+
+def end_launchers():
+    while _launchers: _launchers.popitem()[1].end()
 
 
 class Collect(Callback):

@@ -1,7 +1,7 @@
 """The failure table: what goes wrong x where x on which rank. The right type, the rank, the place and the remedy; the
 end of the last complete epoch in the learner; nothing left (conftest.py sees to that); the next fit works.
 
-CI runs a spread of it, `make test-faults` (FASTDDP_FAULTS=all) the whole."""
+`make test` runs a spread of it, `make test-faults` and `make test-all` the whole."""
 import os, warnings
 import pytest, torch
 from torch.utils.data import DataLoader
@@ -25,8 +25,6 @@ PLACES = {'starting': None, 'loading the payload': None,
           'callback': ('after_epoch', 1, None, None, 'epoch 1'),
           'returning': ('after_fit', None, None, 2, 'epoch 1')}
 TABLE = [(what, place, rank) for what in WHAT for place in PLACES for rank in (0, 1)]
-ALL = os.environ.get('FASTDDP_FAULTS') == 'all'
-SPREAD = TABLE if ALL else [o for i, o in enumerate(TABLE) if i % 5 == 2]
 # Seconds without a step that count as a hang here; a busy machine takes its time.
 LIMIT = 5.*max(1., os.getloadavg()[0]/(os.cpu_count() or 1))
 
@@ -46,7 +44,8 @@ def faulty(what, place, rank, marker):
     return make_learner(cbs=[OneFault(what, event, rank, epoch, batch, marker=str(marker))])
 
 
-@pytest.mark.parametrize('what,place,rank', SPREAD, ids=[f'{w}, {p}, rank {r}' for w, p, r in SPREAD])
+@pytest.mark.spread
+@pytest.mark.parametrize('what,place,rank', TABLE, ids=[f'{w}, {p}, rank {r}' for w, p, r in TABLE])
 def test_table(what, place, rank, tmp_path):
     marker = tmp_path/'fired'
     before = make_learner()
@@ -113,7 +112,8 @@ BAD = {('first batch', 0): 2, ('first batch', 1): 3, ('mid-epoch', 0): 50, ('mid
 IN_LOADER = [(what, place, rank) for what in ('exception', 'SIGKILL') for place, rank in BAD]
 
 
-@pytest.mark.parametrize('what,place,rank', IN_LOADER if ALL else IN_LOADER[2:7:3])
+@pytest.mark.spread
+@pytest.mark.parametrize('what,place,rank', IN_LOADER)
 def test_in_a_dataloader_worker(what, place, rank, tmp_path):
     "The workers of workers: their error comes through, and they are gone afterwards"
     # torch sees that a worker is gone, or stands in the middle of a batch that it hands over

@@ -31,6 +31,7 @@ def make(name, **kwargs):
     return learner(loss_func=loss(), model=model, **kw)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('name', EXACT)
 def test_any_loss_is_that_of_one_process(ranks, name, capfd):
     n, launcher = ranks
@@ -42,6 +43,7 @@ def test_any_loss_is_that_of_one_process(ranks, name, capfd):
     assert said == (EXACT[name][2] == 'gather')
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('name', ['weighted', 'pearson', 'squares', 'supcon'])
 def test_unequal_parts_and_ranks_without_items(ranks, name):
     n, launcher = ranks
@@ -49,6 +51,7 @@ def test_unequal_parts_and_ranks_without_items(ranks, name):
     assert_same(learn, one)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('n_acc', [8, 30])
 @pytest.mark.parametrize('name', ['variance', 'squares'])     # fastai divides in place: no root
 def test_gradients_that_accumulate(ranks, name, n_acc):
@@ -59,6 +62,7 @@ def test_gradients_that_accumulate(ranks, name, n_acc):
 LEAVES = [o for o in EVENTS if not o[4] and o[0] in ('before_batch', 'after_pred', 'after_loss', 'after_batch')]
 
 
+@pytest.mark.spread('event kind')
 @pytest.mark.parametrize('event,kind,at,epoch,valid', LEAVES)
 def test_one_rank_leaves_while_others_wait_for_its_predictions(two, event, kind, at, epoch, valid):
     learn, end = make('rmse', train=33, valid=21, bs=3), AtEnd()
@@ -182,6 +186,7 @@ class Number(nn.Module):
     def forward(self, x): return self.m(x).pow(2).mean()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('model,loss,cbs', [(ReturnsLoss, own_loss, [GivesTargets()]), (Number, its_number, [])])
 def test_what_the_model_averaged_is_weighted_by_items_and_named(ranks, model, loss, cbs, capfd):
     n, launcher = ranks
@@ -194,6 +199,7 @@ class Penalty(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad + .1*self.pred.pow(2).mean()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('name', ['mean', 'rmse'])
 def test_a_penalty_of_a_callback_is_weighted_by_items_and_named(ranks, name, capfd):
     n, launcher = ranks
@@ -224,6 +230,7 @@ class LossParams(Collect):
         if self.training: self.note(*(p.detach().double().sum() for p in self.learn.loss_func.parameters()))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('loss', [ArcFace, RootArc])
 @pytest.mark.parametrize('late', [False, True])
 def test_a_loss_with_parameters(ranks, loss, late):

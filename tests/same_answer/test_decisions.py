@@ -82,6 +82,7 @@ EVENTS += [(e, k, at, 0, True) for e, k,
 def data(): return learner(train=33, valid=21, bs=3, metrics=accuracy, wd=.1, opt_func=Adam)
 
 
+@pytest.mark.spread('event kind')
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
     n, launcher = ranks
@@ -100,6 +101,7 @@ def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
     assert [len(o) for o in learn.recorder.values] == [len(o) for o in one.recorder.values]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at',
                          [('before_batch', 'batch', 2), ('after_loss', 'batch', 1), ('after_pred', 'train', 3),
                                            ('after_loss', 'fit', 5), ('after_batch', 'train', 4),
@@ -171,6 +173,7 @@ def test_short_epochs(ranks):
     assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('monitor', ['valid_loss', 'accuracy'])
 def test_early_stopping(ranks, monitor):
     n, launcher = ranks
@@ -189,6 +192,7 @@ def test_reduce_lr_on_plateau(ranks):
     assert learn.opt.hypers[-1]['lr'] == one.opt.hypers[-1]['lr'] < .5
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('with_opt', [False, True])
 def test_the_best_model_is_saved_once_and_loaded_on_all_ranks(ranks, tmp_path, with_opt):
     n, launcher = ranks
@@ -219,6 +223,7 @@ class Branch(nn.Module):
         return out + self.b(x) if self.when == 'sometimes' else out
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('when', ['never', 'all', 'sometimes', 'late', 'data'])
 @pytest.mark.parametrize('opt_func', [SGD, Adam])
 def test_parameters_without_gradient(ranks, when, opt_func, capfd):
@@ -247,6 +252,7 @@ class Thaw(Callback):
         if self.epoch == 2 and self.training: self.learn.freeze_to(self.iter % 2 - 1)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('opt_func', [SGD, Adam])
 def test_freezing_during_a_fit(ranks, opt_func):
     n, launcher = ranks

@@ -54,6 +54,7 @@ ASKS = dict(train=lambda learn: learn.get_preds(0, inner=True), valid=lambda lea
             validate=lambda learn: learn.validate(), validate_train=lambda learn: learn.validate(0))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('batch', ['global', 'per_worker'])
 @pytest.mark.parametrize('at', ['after_train', 'after_epoch'])
 @pytest.mark.parametrize('ask', [*ASKS])
@@ -148,6 +149,7 @@ LOOPS = dict(valid=lambda learn: targets(learn.dls.valid), train=lambda learn: t
              first_only=lambda learn: next(iter(learn.dls.train)))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('at', ['before_fit', 'before_train', 'after_train', 'after_epoch'])
 @pytest.mark.parametrize('ask', [*LOOPS])
 def test_a_callbacks_own_loop_sees_the_whole(ask, at, two):
@@ -180,6 +182,7 @@ def with_processes(learn):
     return learn
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('change', [torch_loaders, with_processes])
 @pytest.mark.parametrize('ask', ['valid', 'train', 'first_only'])
 def test_other_loaders_are_seen_whole(ask, change, two):
@@ -234,6 +237,7 @@ class Grows(Asks):
         if self.epoch == 1 and not self.asking: self.learn.dls.train.bs *= 2
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('batch', ['global', 'per_worker'])
 @pytest.mark.parametrize('ask', [LOOPS['train'], ASKS['validate_train']])
 def test_a_changed_batch_size_holds_after_a_look_at_the_whole(ask, batch, two):

@@ -124,6 +124,7 @@ KINDS = dict(
 def _mae(a, b): return float(abs(a-b).mean())
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('bs', [4, 64])
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.filterwarnings('ignore')
@@ -142,6 +143,7 @@ def test_any_size_of_the_validation_set(ranks, kind, bs):
         close([one.validate()], [values(learn)[-1][1:]])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('train', [25, 26, 37])
 def test_metrics_of_training(ranks, train):
     "Items that a rank doubled or borrowed for batch norm don't count"
@@ -172,6 +174,7 @@ class Other(Collect):
         self.busy = False
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('how', ['validate', '_do_epoch_validate'])
 def test_another_loader_within_a_callback(ranks, how):
     n, launcher = ranks

@@ -45,6 +45,7 @@ def batches(rows):
     return {k: sorted(v) for k, v in res.items()}
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('batch', ['per_worker', 'global'])
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_global_batches_are_those_of_one_process(ranks, batch, drop_last):
@@ -135,6 +136,7 @@ def make(case):
     return learner(**kw)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('case', CASES)
 def test_weights_are_those_of_one_process(ranks, case):
     n, launcher = ranks
@@ -145,6 +147,7 @@ def test_weights_are_those_of_one_process(ranks, case):
     assert len(learn.recorder.losses) == steps.ranks[0][0][0] > 3
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('opt_func', [SGD, Adam])
 def test_groups_frozen_and_with_their_own_rates(ranks, opt_func):
     n, launcher = ranks
@@ -249,6 +252,7 @@ class Stats(Collect):
     def before_validate(self): self.note(*self.learn.model[1].running_mean, *self.learn.model[1].running_var)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('train', [21, 25, 37])
 def test_batch_norm_is_averaged_and_never_sees_one_item(ranks, train, capfd, monkeypatch):
     n, launcher = ranks
@@ -277,6 +281,7 @@ class Reductions(Callback):
         return allreduce_hook(None, bucket)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('n_acc', [8, 24, 30])
 @pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss, weighted])
 def test_accumulation_counts_all_items_and_reduces_once_per_step(ranks, n_acc, loss_func):

@@ -83,6 +83,7 @@ class AtOnce(Balanced):
         return iter([order[i:i+7] for i in range(0, self.n, 7)])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('sampler', [Balanced, AtOnce])
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_a_batch_sampler_of_ones_own(num_workers, sampler, two):
@@ -240,6 +241,7 @@ PREDICT = {'once': lambda self, x: self.model(x)*2, 'twice': lambda self, x: sel
            'part of it': lambda self, x: self.model(x)+self.model[2](self.model[0](x))}
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('how', PREDICT)
 @pytest.mark.parametrize('tell', [True, False])
 def test_a_learner_that_calls_its_model_itself(how, tell, two):
