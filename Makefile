@@ -1,7 +1,9 @@
 # Everything that is done here, by name. Each target makes its own environment in .venv if it is not there yet.
 #   make demo      run the lesson in a real Jupyter kernel, on all GPUs or on 2 CPU workers
-#   make test      all tests and all notebooks
-#   make test-full  the same with the long versions of some
+#   make test      what a change is likely to break: tests and notebooks, in five minutes on two cores
+#   make test-changed  the notebooks and tests that a change touches (BASE=rev: since then)
+#   make test-all  all there is, one part after the other, and a page of what came out (PARTS="full v1": these)
+#   make test-full  all tests and all notebooks, the long ones, too
 #   make test-oldest   the tests with fastai 2.7.19, in an environment of its own (.venv-oldest)
 #   make test-v1   the tests, notebooks and tutorials of fastai v1, in an environment of its own (.venv-v1)
 #   make bench     all benchmarks, and their tables in benchmarks/README.md and the README (an hour; leave the machine alone meanwhile)
@@ -9,13 +11,13 @@
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
-#   make test-faults  the whole table of failures (CI runs a spread of it)
+#   make test-faults  the whole table of failures (`make test` runs a spread of it)
 #   make gpu       what is promised about GPUs, checked on this machine's; also without network (GPU_ARGS=--dry: on the CPU)
 #   make test-device  what is held to one process, on the way that a step takes on a GPU (here on the CPU)
 #   make test-ray  the tests on a Ray cluster of two hosts made of network namespaces (root); brings Ray
 #   make test-kaggle  the tests under the limits of a notebook service: 64 MB of shared memory, 4 cores, 30 GB (root)
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
-# JOBS=1 runs one file of tests at a time.
+# JOBS=1 runs one file of tests at a time. SELECT= takes the long tests along, where they are left out.
 # PYTHON=python3.12 chooses the interpreter for a new environment, VENV=some/folder where it lies.
 
 PYTHON ?= python3
@@ -32,27 +34,36 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo picture gpu test test-v1 test-oldest test-full test-faults test-device test-ray test-kaggle readme troubles sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu test test-changed test-all test-v1 test-oldest test-full test-faults test-device test-ray test-kaggle readme troubles sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
 	@$(PY) tools/demo.py
 
-# Three files of tests at a time: most of the time a test waits for processes to start.
-JOBS ?= 3
-side_by_side := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Four files of tests at a time: a test waits for other processes half of its time. REPORT is a file for what came out.
+JOBS ?= 4
+SELECT ?= -m 'not full'
+side_by_side = -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(REPORT),--junitxml='$(REPORT)')
 
-test: venv browser
-	@$(PY) -m pytest tests -m 'not full' $(side_by_side)
+test: venv
+	@$(PY) -m pytest tests $(SELECT) $(side_by_side)
 
-# The long versions, too
+BASE ?= HEAD
+test-changed: venv
+	@$(PY) tools/changed.py $(BASE) $(SELECT) $(side_by_side)
+
 test-full: venv browser
 	@$(PY) -m pytest tests $(side_by_side)
+
+# Goes on after a part that fails. The page: build/test-all.md
+PARTS ?= full ray v1 oldest kaggle
+test-all: venv
+	@$(PY) tools/test_all.py $(PARTS)
 
 # fastai 1.0.61 asks for libraries that no longer exist, so it goes in without its requirements.
 V1 ?= .venv-v1
 test-v1: $(V1)/.installed
-	@PYTHONPATH='$(CURDIR)' $(V1)/bin/python -m pytest tests/v1 $(side_by_side)
+	@PYTHONPATH='$(CURDIR)' $(V1)/bin/python -m pytest tests/v1 $(SELECT) $(side_by_side)
 
 $(V1)/.installed: tests/v1/constraints.txt
 	@test -x $(V1)/bin/python || $(PYTHON) -m venv --clear $(V1)
@@ -66,7 +77,7 @@ $(V1)/.installed: tests/v1/constraints.txt
 OLDEST ?= .venv-oldest
 OLDEST_PYTHON ?= $(PYTHON)
 test-oldest: $(OLDEST)/.installed
-	@PYTHONPATH='$(CURDIR)' $(OLDEST)/bin/python -m pytest tests -m 'not full' --ignore=tests/v1 \
+	@PYTHONPATH='$(CURDIR)' $(OLDEST)/bin/python -m pytest tests $(SELECT) --ignore=tests/v1 \
 		--ignore=tests/test_sync.py --ignore=tests/test_notebooks.py --ignore=tests/test_browser.py $(side_by_side)
 
 $(OLDEST)/.installed: tests/oldest.txt
@@ -76,7 +87,7 @@ $(OLDEST)/.installed: tests/oldest.txt
 	@touch $@
 
 test-faults: venv
-	@FASTDDP_FAULTS=all $(PY) -m pytest tests/faults/test_faults.py -n $(JOBS)
+	@$(PY) -m pytest tests/faults $(side_by_side)
 
 # Chooses its interpreter itself, and installs nothing that is there.
 gpu:
@@ -88,10 +99,11 @@ test-device: venv
 
 test-ray: venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[ray]'
-	@$(PY) -m pytest tests/test_ray.py tests/test_ray_nodes.py
+	@$(PY) -m pytest tests/test_ray.py tests/test_ray_nodes.py $(if $(REPORT),--junitxml='$(REPORT)')
 
 test-kaggle: venv
-	@$(PY) tools/like_kaggle.py $(PY) -m pytest tests -m 'not full' --ignore=tests/test_browser.py --ignore=tests/v1
+	@$(PY) tools/like_kaggle.py $(PY) -m pytest tests $(SELECT) --ignore=tests/test_browser.py \
+		--ignore=tests/v1 $(if $(REPORT),--junitxml='$(REPORT)')
 
 # For tests/test_browser.py, which is skipped without one: Debian's, where we may install it.
 browser:
