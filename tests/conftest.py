@@ -1,5 +1,5 @@
 """Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
-import atexit, collections, os, shutil, signal, sys, tempfile
+import atexit, collections, contextlib, os, shutil, signal, sys, tempfile
 import pytest
 from traces import nothing_left
 
@@ -18,8 +18,17 @@ if 'PYTEST_XDIST_WORKER' in os.environ:
     import torch
     torch.set_num_threads(1)
 
+
+def pytest_configure(config):
+    "Of random cases of pure arithmetic `make test` tries hundreds, with the long tests it is thousands"
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+        n = 100 if config.option.markexpr == 'not full' else 1000
+        settings.register_profile('many', max_examples=n, deadline=None)
+
+
 # Those that take longest begin first: at the end no file goes on alone.
-LONGEST = 'notebooks', 'leaves_nothing', 'scripts', 'hosts', 'browser', 'callbacks', 'ranch', 'any_loss', 'resume', 'magics'
+LONGEST = 'notebooks', 'leaves_nothing', 'scripts', 'hosts', 'browser', 'callbacks', 'ranch', 'resume', 'magics'
 
 
 def values(item, together):

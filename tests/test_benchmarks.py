@@ -8,6 +8,7 @@ root = Path(__file__).resolve().parent.parent
 BENCHES = root/'benchmarks'
 
 
+@pytest.mark.full
 def test_scripts_import():
     names = sorted(p.stem for p in BENCHES.glob('*.py'))
     assert {'launch', 'shapes', 'memory', 'sync', 'inference', 'machines', 'model', 'peers'} <= {*names}

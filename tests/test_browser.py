@@ -11,7 +11,7 @@ PICTURES = root/'build'/'browser'
 webdriver = pytest.importorskip('selenium.webdriver', reason='selenium is not installed (pip install -e .[dev])')
 pytest.importorskip('jupyterlab', reason='jupyterlab is not installed (pip install -e .[dev])')
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900), pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=
               'no chromium or chromedriver (apt-get install chromium chromium-driver)')]
 CELL = 240   # seconds for a cell, on a busy machine
 

@@ -126,6 +126,7 @@ if __name__ == '__main__':
 '''
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('program', ['', '-m IPython --no-banner --colors=nocolor'])
 def test_terminal(program, tmp_path):
     "A script, and IPython's shell: console bars that are drawn over, a row for each epoch, displays as text"

@@ -126,6 +126,7 @@ KINDS = SORTED | STRIDED
 sizes = [(1, 2, 2), (2, 1, 3), (7, 2, 2), (10, 1, 3), (21, 4, 2), (24, 3, 4), (31, 5, 3)]     # items, batch, ranks
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('shuffle', [False, True])
 @pytest.mark.parametrize('kind', KINDS)
@@ -147,6 +148,7 @@ def test_training_is_one_process_sharded(kind, shuffle, drop_last):
         for dl in dls: assert same_state(dl._shard.common.state(), streams)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('kind', KINDS)
 def test_validation_has_nothing_twice_and_its_order_returns(kind, drop_last):
@@ -248,6 +250,7 @@ LENGTHS = KINDS | {
     'by items': pair(ByItems, fastai_dl, torch_dl), 'by items of torch': pair(ByItems, torch_dl, fastai_dl)}
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('mode', ['per_worker', 'global'])
 @pytest.mark.parametrize('kind', LENGTHS)

@@ -3,6 +3,8 @@ import os, re
 import pytest
 from jupyter_client.manager import KernelManager
 
+pytestmark = pytest.mark.full
+
 SETUP = '''
 import torch
 from fastai.vision.all import *

@@ -33,6 +33,7 @@ def test_an_empty_plot_is_noticed(tmp_path):
     assert len(blue_columns(tmp_path/'0.png')) < 50 and len(blue_columns(tmp_path/'1.png')) > 200
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_lesson(tmp_path, capsys):
     "Distributed training in the middle, local use of the same learner after it"

@@ -214,12 +214,14 @@ def import_each(modules, first, *blocked):
     return fresh(f'import {first}\n' + EACH_ALONE.format(modules=modules), *blocked).splitlines()
 
 
+@pytest.mark.full
 def test_what_knows_no_fastai_does_without_it():
     assert len(NO_FASTAI) > 20
     assert import_each(NO_FASTAI, 'torch', 'fastai', 'accelerate', 'ipykernel',
                        'jupyter_client') == [f'{o} ok' for o in NO_FASTAI]
 
 
+@pytest.mark.full
 def test_what_knows_fastai_does_without_accelerate_jupyter_and_ray():
     # those import where fastai v1 is installed: tests/v1
     rest = [o for o in NUMBERS if o not in NO_FASTAI and folder(o) != 'fastai1']

@@ -22,6 +22,7 @@ def dry(tmp_path, *args):
     return done.returncode, found, out.with_suffix('.md').read_text()
 
 
+@pytest.mark.full
 def test_a_section_in_a_dry_run(tmp_path):
     status, found, page = dry(tmp_path, '--only', 'stop')
     rows = [o['ok'] for o in found['rows'] if o['section'] == 'stop']
@@ -71,6 +72,7 @@ def test_a_dry_run_proves_no_claim(tmp_path):
     assert [p.name for p in claims.results(tmp_path)] == ['b.md']
 
 
+@pytest.mark.full
 def test_without_a_gpu_it_says_so():
     done = subprocess.run([sys.executable, 'benchmarks/gpu_check.py'], cwd=root, capture_output=True, text=True,
                           env=os.environ | dict(PYTHONPATH=str(root), CUDA_VISIBLE_DEVICES=''))

@@ -17,7 +17,8 @@ from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
 from fastddp.process.owner import sweep
 
-pytestmark = pytest.mark.timeout(600)      # agents import torch and fastai twice each: long on a busy machine
+# agents import torch and fastai twice each: long on a busy machine
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 
 class WarmHosts(Hosts):

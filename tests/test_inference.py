@@ -63,6 +63,7 @@ def test_validate_and_get_preds(n_valid, jobs):
          (learn.validate(), learn.get_preds(), learn.get_preds(with_input=True, with_decoded=True, with_loss=True)))
 
 
+@pytest.mark.full
 def test_options_of_get_preds(tmp_path, jobs):
     learn = make_learner(n=50)
     test = learn.dls.valid.new(points(37, seed=5), bs=7)
@@ -208,6 +209,7 @@ def quietly_here(learn):
     return learn
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('n_valid', [1, 2, 3])
 def test_fewer_items_than_ranks_or_batches(n_valid):
     "One item per batch, on three ranks"

@@ -163,6 +163,7 @@ if __name__ == '__main__':
 '''
 
 
+@pytest.mark.full
 def test_script_in_a_terminal(tmp_path):
     "Ctrl-C in a terminal goes to the whole foreground group; only the script itself acts on it"
     (tmp_path/'script.py').write_text(SCRIPT.format(here=str(HERE), folder=str(tmp_path)))
@@ -211,6 +212,7 @@ IN_KERNEL = {
     'get_preds': ('learn.distrib_get_preds(nprocs=2)', 'valid0')}
 
 
+@pytest.mark.full
 def test_in_a_kernel(kernel, tmp_path):
     """The interrupt button: the cell ends with KeyboardInterrupt, the learner is there, nothing is left, the next
     fit works"""

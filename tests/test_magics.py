@@ -489,6 +489,7 @@ def test_unload_leaves_nothing(group):
     group.run('%load_ext fastddp')
 
 
+@pytest.mark.full
 def test_kernel_exit_ends_the_group(folder, monkeypatch):
     monkeypatch.setenv('PYTHONPATH', str(root))
     with Kernel(folder) as k:

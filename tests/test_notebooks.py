@@ -13,6 +13,11 @@ def of_v1(path):
 NOTEBOOKS = [o.relative_to(root).as_posix() for o in sorted((root/'nbs').glob('**/*.ipynb'))
              if o.name != 'lesson.ipynb' and not of_v1(o)
              and not any(p.startswith(('.', '_')) for p in o.relative_to(root).parts)]
+# These start helper processes, or train for long: they run with the long tests, and after a change of theirs.
+LONG = {*'''900_early 901_ranch fastai2/712_ddp fastai2/730_learner fastai2/731_check launch/503_monitor
+launch/514_functions launch/515_torchddp launch/518_cluster launch/520_agent output/203_capture payload/100_strings
+process/404_server process/407_preload tutorials/collab tutorials/ddp_from_scratch tutorials/dip tutorials/kaggle
+tutorials/ranch tutorials/segmentation tutorials/tabular tutorials/text tutorials/vision'''.split()}
 FLAGS = 'cuda' if torch.cuda.is_available() else ''
 
 
@@ -29,10 +34,14 @@ def nbdev_test():
         runner.stdin.close()
 
 
-@pytest.mark.parametrize('path', NOTEBOOKS)
+@pytest.mark.parametrize('path', [pytest.param(o, marks=pytest.mark.full) if o[4:-6] in LONG else o
+                                  for o in NOTEBOOKS])
 def test_notebook(nbdev_test, path):
     code, text = nbdev_test(path)
     assert code == 0 and 'Success.' in text, text
+
+
+def test_long_ones_are_there(): assert LONG <= {o[4:-6] for o in NOTEBOOKS}
 
 
 def test_a_failing_cell_is_noticed(nbdev_test, tmp_path):

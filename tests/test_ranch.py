@@ -125,11 +125,13 @@ SAID = ["[101, 102]", "[Decimal('3.5'), Decimal('3.5')]", "[Decimal('3.5'), Deci
         "[102, 102]"]
 
 
+@pytest.mark.full
 def test_in_a_plain_script(tmp_path):
     "Without the guard around the main code that multiprocessing asks for: it runs once"
     assert script(PLAIN, tmp_path).splitlines() == SAID
 
 
+@pytest.mark.full
 def test_in_the_ipython_shell(tmp_path):
     assert script(PLAIN, tmp_path, '-m', 'IPython', '--no-banner', '--colors=NoColor').splitlines() == SAID
 
@@ -237,6 +239,7 @@ HOST = '''
 '''
 
 
+@pytest.mark.full
 def test_two_hosts_meet_at_an_address(tmp_path):
     path, port = tmp_path/'host.py', str(free_port())
     path.write_text(textwrap.dedent(HOST))

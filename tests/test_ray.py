@@ -47,6 +47,7 @@ def test_no_cluster(address):
     assert '\n' not in str(caught.value) and not ray.is_initialized()
 
 
+@pytest.mark.full
 def test_fastddp_does_not_import_ray():
     code = "import sys, fastddp.all; fastddp.all.Ray; assert not [o for o in sys.modules if o.split('.')[0] == 'ray']"
     subprocess.run([sys.executable, '-c', code], check=True, timeout=200)

@@ -56,6 +56,7 @@ def test_first_and_last_line(launched):
     assert len(said) == 4 and all(re.search(w, o) for w, o in zip(wanted, said)), said
 
 
+@pytest.mark.full
 def test_an_error_is_shown_once(tmp_path):
     "By the rank that has it; the other one, whose connection breaks, ends with a line"
     path = tmp_path/'script.py'
@@ -96,6 +97,7 @@ def test_ranks_of_one_host_listen_there_only(launched):
     for o in launched[1]: assert o['listening'] and {*o['listening']} <= {'127.0.0.1', '::1'}
 
 
+@pytest.mark.full
 def test_every_word_in_place(tmp_path):
     """Under torchrun all ranks get what one process gets: fit with its best model, metrics, predictions, `lr_find`;
     one file"""
@@ -155,6 +157,7 @@ print('imported:', learn.imported.new)
 """
 
 
+@pytest.mark.full
 def test_a_worker_imports_nothing_while_it_trains(tmp_path):
     "The helper has done so, once for all; by its DDP alone torch would have each worker import for a second"
     (tmp_path/'script.py').write_text(IMPORTS)
@@ -162,6 +165,7 @@ def test_a_worker_imports_nothing_while_it_trains(tmp_path):
     assert 'imported: []' in done.stdout, done.stdout[-2000:]+done.stderr[-2000:]
 
 
+@pytest.mark.full
 def test_without_the_helper(tmp_path):
     script = tmp_path/'train.py'
     script.write_text(SCRIPT)
@@ -180,6 +184,7 @@ def test_fastai_distributed_imported_before(tmp_path):
     assert 'TRAINED 1' in done.stdout and 'PARAMS self nprocs gpus' in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('module', ['fastddp', 'fastddp.process.workers', 'fastddp.launch.local'])
 def test_low_floors_import_no_fastai(module):
     done = run('-c', f"import sys, {module}; assert not [m for m in sys.modules if m.split('.')[0] in ('fastai', "

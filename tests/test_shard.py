@@ -4,8 +4,7 @@ from fastddp.shard.split import (chunk, loss_weight, n_chunks, n_own_batches, n_
                                  restore_order, shard_batch, shard_size, sharded_steps, train_shard, whole_steps,
                                  workers_per_rank)
 
-settings.register_profile('many', max_examples=1000, deadline=None)
-settings.load_profile('many')
+settings.load_profile('many')       # how many: conftest.py
 ranks, sizes, batch_sizes = st.integers(1, 8), st.integers(0, 300), st.integers(1, 70)
 
 

@@ -66,10 +66,11 @@ print(sorted(notes.seen.items()), helper() is not None)
 @pytest.mark.parametrize('cell,interactive,seen,there', [
     ('import fastddp', True, {}, True), ('import fastddp', False, {}, False),
     ('import fastddp.process.helper', True, {}, False),
-    ('%load_ext fastddp', True, dict(torch=False), True),
-    ('from fastddp.ranch import *', True, dict(torch=False), False),
-    ('from fastddp.all import *', True, dict(fastai=True, torch=True), True),
-    pytest.param('from fastddp.all import *', False, dict(fastai=False, torch=False), False, marks=pytest.mark.full)])
+    *(pytest.param(*o, marks=pytest.mark.full) for o in [
+        ('%load_ext fastddp', True, dict(torch=False), True),
+        ('from fastddp.ranch import *', True, dict(torch=False), False),
+        ('from fastddp.all import *', True, dict(fastai=True, torch=True), True),
+        ('from fastddp.all import *', False, dict(fastai=False, torch=False), False)])])
 def test_the_helper_is_asked_for_before_fastai_is_imported(cell, interactive, seen, there):
     "and `import fastddp` imports neither torch nor fastai"
     r = subprocess.run([sys.executable, '-c', NOTED.format(cell=cell, interactive=interactive)], capture_output=True,
@@ -313,6 +314,7 @@ def kernel():
     kernel.close()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(500)
 def test_stopped_while_the_helper_imports(kernel, tmp_path):
     go = tmp_path/'go'

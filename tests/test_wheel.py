@@ -12,7 +12,8 @@ def setuptools_version():
     except PackageNotFoundError: return (0,)
 
 
-pytestmark = pytest.mark.skipif(setuptools_version() < (77,), reason='setuptools 77 or newer is not installed')
+pytestmark = [pytest.mark.full,
+              pytest.mark.skipif(setuptools_version() < (77,), reason='setuptools 77 or newer is not installed')]
 MODULES = sorted(o.relative_to(root).as_posix() for o in (root/'fastddp').rglob('*.py'))
 
 

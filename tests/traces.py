@@ -76,11 +76,17 @@ def is_ours(pid):
 def holders(path):
     "Pids of the processes that map `path` or have it open, as far as we may look"
     found = set()
+    try: inode = str(os.stat(path).st_ino)
+    except OSError: return found
+    def is_it(line):
+        "Of /proc/../maps. A semaphore is mapped under the name that it was made with"
+        fields = line.split(maxsplit=5)
+        return len(fields) > 5 and fields[4] == inode and fields[5].startswith('/dev/shm/')
     for proc in Path('/proc').iterdir():
         if not proc.name.isdigit(): continue
         try:
-            if f'{path}\n' in (proc/'maps').read_text() or any(os.readlink(o) == path for o in (proc/'fd').iterdir()):
-                found.add(int(proc.name))
+            mapped = any(map(is_it, (proc/'maps').read_text().splitlines()))
+            if mapped or any(os.readlink(o) == path for o in (proc/'fd').iterdir()): found.add(int(proc.name))
         except OSError: continue
     return found
 

@@ -55,6 +55,7 @@ def many_loss(out, y, z, reduction='mean'):
     return res.mean() if reduction == 'mean' else res
 
 
+@pytest.mark.full
 def test_several_inputs_and_targets():
     same_preds(as_one(lambda: learner(Many, many_loss, many(), 2)), with_input=True, with_loss=True)
 

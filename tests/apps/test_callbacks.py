@@ -593,6 +593,7 @@ class Few:
     def __getitem__(self, i): return self.pairs[i]
 
 
+@pytest.mark.full
 def test_wandb(tmp_path, monkeypatch, capsys):
     "The notebook's offline run goes on over two fits on the workers, and a third in the notebook"
     wandb = pytest.importorskip('wandb', reason='wandb is not installed')

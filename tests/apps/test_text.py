@@ -43,6 +43,7 @@ def classifier(df, vocab, bs=8, **kwargs):
                                    drop_mult=0.3, **kwargs)
 
 
+@pytest.mark.full
 def test_encoder_of_one_in_the_other(tmp_path):
     "The language model learns on the workers, its encoder is saved, the classifier takes it and learns there, too"
     seed_all()

@@ -90,6 +90,7 @@ KINDS = {
 def test_as_one_process(what): same_preds(as_one(KINDS[what]))
 
 
+@pytest.mark.full
 def test_segmentation():
     "A U-Net, scored by `Dice`, as one process"
     def make():
@@ -100,6 +101,7 @@ def test_segmentation():
     assert 0 < learn.recorder.values[-1][2] < 1
 
 
+@pytest.mark.full
 def test_timm(tmp_path):
     "A model of the timm library, by name, as one process; its pretrained weights lie on disk already"
     timm = pytest.importorskip('timm', reason='timm is not installed')

@@ -452,6 +452,17 @@ def test_attributes_and_callbacks_that_come_and_go(two):
     assert learn.dls.train_ds is ds and learn.dls.train.after_batch.fs[0].told == 'transform'
 
 
+@pytest.mark.xfail(strict=True, reason='attributes that a data set gets in a fit stay in the workers')
+def test_an_attribute_of_the_data_set_comes_back(two):
+    learn = learner(data=lambda *a, **k: Items(items(*a, **k)))
+    learn.distrib_fit(1, nprocs=2, launcher=two, cbs=SetsOne())
+    assert learn.dls.train_ds.told == 'dataset'
+
+
+class SetsOne(Callback):
+    def before_fit(self): self.dls.train_ds.told = 'dataset'
+
+
 class OtherData(Callback):
     def before_fit(self): self.learn.dls = loaders(items(24, s=5), items(9, s=6), 6)
 

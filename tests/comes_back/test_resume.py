@@ -153,6 +153,7 @@ def interrupt_at(monkeypatch, kinds):
 KINDS = [('epoch',), ('epoch', 'cut'), ('state',), ('epoch', 'epoch'), ('epoch', 'cut', 'epoch', 'cut')]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('kinds', KINDS, ids=', '.join)
 def test_interrupts_at_any_time(kinds, tmp_path, undisturbed, monkeypatch):
     """One, or two so close that the second one finds the state of a fit that was cut off, but no result; behind the
@@ -213,6 +214,7 @@ class Full(io.StringIO):
         return super().write(s)
 
 
+@pytest.mark.full
 def test_output_that_fails_costs_no_complete_epoch(tmp_path, undisturbed, monkeypatch):
     "The notebook's stdout: a full disk, or a pipe that nobody reads any more"
     out, real = Full(), Workers._keep_latest

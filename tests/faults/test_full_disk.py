@@ -53,6 +53,7 @@ if __name__ == '__main__':
 '''
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which('unshare'), reason='needs root and unshare, to mount')
 def test_the_folder_is_named(tmp_path):
     "And when there is room again all goes on"

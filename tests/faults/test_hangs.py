@@ -77,6 +77,7 @@ def test_a_worker_that_hears_nothing_ends():
 def me(ctx, _): return ctx.rank
 
 
+@pytest.mark.full
 def test_a_stopped_helper_is_replaced():
     def ranks(): return Local(gpus=[]).run(Job.of(me, None), 2).results
     assert ranks() == [0, 1]

@@ -3,11 +3,13 @@ import pytest, random_combinations, random_configs
 
 
 @pytest.mark.timeout(200)
-def test_some_random_fits(): assert random_configs.main(15)
+@pytest.mark.parametrize('n', [4, pytest.param(15, marks=pytest.mark.full)])
+def test_some_random_fits(n): assert random_configs.main(n)
 
 
 @pytest.mark.timeout(200)
-def test_some_random_combinations(): assert random_combinations.main(8)
+@pytest.mark.parametrize('n', [3, pytest.param(8, marks=pytest.mark.full)])
+def test_some_random_combinations(n): assert random_combinations.main(n)
 
 
 @pytest.mark.full
