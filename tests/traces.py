@@ -1,6 +1,6 @@
 """What a test, or anything else, may leave behind: processes, files, shared memory, environment, signal handlers.
 `conftest.py` looks after every test."""
-import contextlib, fcntl, os, signal, sys, tempfile, time
+import contextlib, fcntl, os, re, signal, sys, tempfile, time
 from pathlib import Path
 import psutil
 
@@ -91,6 +91,10 @@ def holders(path):
     return found
 
 
+# joblib makes a semaphore while it is imported, by two names: they stay when that process is killed just then
+UNFINISHED = r'sem\.(loky-.*|\w{6})$'
+
+
 def of_others(path):
     "Does the file belong to another user or to processes that this run didn't start? Runs may go on side by side"
     try:
@@ -100,7 +104,9 @@ def of_others(path):
     # what test_conftest.py leaves on purpose names the folder of the run that is to notice it
     if 'fastddp-test-' in path and f'-{here.parent.name}-{here.name}-' not in path: return True
     if is_swept(path): return True
-    return path.startswith('/dev/shm/') and bool(pids := holders(path)) and not any(map(is_ours, pids))
+    if not path.startswith('/dev/shm/'): return False
+    pids = holders(path)
+    return not any(map(is_ours, pids)) if pids else bool(re.match(UNFINISHED, Path(path).name))
 
 
 # pytest's own, and one that torch sets when its optimizers are first used
