@@ -1,6 +1,7 @@
 """Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
-import atexit, collections, contextlib, os, shutil, signal, sys, tempfile
+import atexit, contextlib, os, shutil, signal, sys, tempfile
 import pytest
+from spread import all_but_a_spread
 from traces import nothing_left
 
 
@@ -31,36 +32,11 @@ def pytest_configure(config):
 LONGEST = 'notebooks', 'leaves_nothing', 'scripts', 'hosts', 'browser', 'callbacks', 'ranch', 'resume', 'magics'
 
 
-def values(item, together):
-    "The parameters of `item`; those whose names stand `together` are one"
-    params, names = item.callspec.params, [o.split() for o in together]
-    names += [[k] for k in params if not any(k in o for o in names)]
-    return [tuple((k, repr(params[k])) for k in o) for o in names]
-
-
-def spread(items, *together):
-    """Those of `items`, a test with all its parameters, in which each value of each parameter occurs, the rarest
-    values first"""
-    seen, chosen, vals = collections.Counter(), set(), {o: values(o, together) for o in items}
-    def news(item): return sum(not seen[v] for v in vals[item])
-    while any(map(news, items)):
-        best = max(items, key=lambda o: (news(o), -sum(seen[v] for v in vals[o])))
-        chosen.add(best)
-        seen.update(vals[best])
-    return chosen
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     names = [f'test_{o}' for o in LONGEST]
     items.sort(key=lambda o: names.index(o.path.stem) if o.path.stem in names else len(names))
-    tests = {}
-    for o in items:
-        if o.get_closest_marker('spread'): tests.setdefault((o.path, o.originalname), []).append(o)
-    for all_of_it in tests.values():
-        chosen = spread(all_of_it, *all_of_it[0].get_closest_marker('spread').args)
-        for o in all_of_it:
-            if o not in chosen: o.add_marker(pytest.mark.full)
+    for o in all_but_a_spread(items): o.add_marker(pytest.mark.full)
 
 
 # A shell starts what runs in its background with Ctrl-C ignored; here it is pressed.

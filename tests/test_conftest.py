@@ -1,5 +1,5 @@
 """The watch over every test is awake: each thing left behind fails the test that left it, and only that."""
-import mmap, subprocess, sys, time
+import mmap, shutil, subprocess, sys, time
 from pathlib import Path
 import pytest
 
@@ -13,9 +13,9 @@ LEAKS = {
 
 def copy_conftest(folder):
     "With little patience: what leaks here leaks on purpose"
-    conftest, traces = (Path(__file__).with_name(o).read_text(encoding='utf-8') for o in ('conftest.py', 'traces.py'))
+    for o in 'conftest.py', 'spread.py': shutil.copy(Path(__file__).with_name(o), folder)
+    traces = Path(__file__).with_name('traces.py').read_text(encoding='utf-8')
     assert 'GRACE = 5.' in traces
-    (folder/'conftest.py').write_text(conftest, encoding='utf-8')
     (folder/'traces.py').write_text(traces.replace('GRACE = 5.', 'GRACE = 1.'), encoding='utf-8')
 
 

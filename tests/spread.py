@@ -1,0 +1,30 @@
+"""Of a test with many combinations of parameters, those that `make test` takes: `@pytest.mark.spread`."""
+import collections
+
+
+def values(item, together):
+    "The parameters of `item`; those whose names stand `together` are one"
+    params, names = item.callspec.params, [o.split() for o in together]
+    names += [[k] for k in params if not any(k in o for o in names)]
+    return [tuple((k, repr(params[k])) for k in o) for o in names]
+
+
+def spread(items, *together):
+    """Those of `items`, a test with all its parameters, in which each value of each parameter occurs, the rarest
+    values first"""
+    seen, chosen, vals = collections.Counter(), set(), {o: values(o, together) for o in items}
+    def news(item): return sum(not seen[v] for v in vals[item])
+    while any(map(news, items)):
+        best = max(items, key=lambda o: (news(o), -sum(seen[v] for v in vals[o])))
+        chosen.add(best)
+        seen.update(vals[best])
+    return chosen
+
+
+def all_but_a_spread(items):
+    "Those of `items` that are marked so, and not chosen"
+    tests = {}
+    for o in items:
+        if o.get_closest_marker('spread'): tests.setdefault((o.path, o.originalname), []).append(o)
+    chosen = {o for test in tests.values() for o in spread(test, *test[0].get_closest_marker('spread').args)}
+    return [o for test in tests.values() for o in test if o not in chosen]

@@ -1,0 +1,94 @@
+"""Which tests run: those that a change touches, and of many combinations a spread; and the page of all there is."""
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+import pytest
+from spread import spread
+
+root = Path(__file__).resolve().parent.parent
+changed, test_all = (runpy.run_path(str(root/'tools'/f'{o}.py')) for o in ('changed', 'test_all'))
+touched = changed['touched']
+
+
+def notebook(path): return f'tests/test_notebooks.py::test_notebook[{path}]'
+
+
+@pytest.mark.parametrize('path', ['nbs/shard/311_drift.ipynb', 'fastddp/shard/drift.py'])
+def test_a_module_is_its_notebook_and_has_its_tests(path):
+    found = touched([path])
+    assert notebook('nbs/shard/311_drift.ipynb') in found and 'tests/test_floors.py' in found
+    assert 'tests/same_answer/test_drift.py' in found and 'tests/same_answer/test_parity.py' in found
+    assert 'tests/test_magics.py' not in found and len([o for o in found if '[' in o]) == 1
+
+
+def test_who_imports_or_names_a_module():
+    found = touched(['fastddp/base/errors.py'])
+    assert {'tests/faults/test_hangs.py', 'tests/test_troubles.py'} <= {*found}
+    names = changed['names_module']
+    assert names('from fastddp.base import group, errors', 'base/errors') and names('fastddp.magics', 'magics')
+    assert not names('from fastddp.base import group', 'base/errors') and not names('errors', 'base/errors')
+
+
+def test_a_helper_of_tests_stands_for_those_that_use_it():
+    assert 'tests/test_ray.py' in touched(['tests/two_hosts.py'])
+    assert 'tests/test_scripts.py' in touched(['tests/script_fit.py'])
+    assert 'tests/test_start.py' in touched(['tests/test_start.py'])
+
+
+def test_a_page_that_a_test_reads(): assert 'tests/test_mistakes.py' in touched(['docs/mistakes.md'])
+
+
+def test_fastai_v1_has_a_run_of_its_own():
+    found = touched(['nbs/fastai1/808_learner.ipynb'])
+    assert not any('fastai1' in o or 'v1' in o for o in found)
+
+
+def test_nothing_touches_nothing(): assert touched([]) == []
+
+
+class Item:
+    def __init__(self, **params): self.callspec = SimpleNamespace(params=params)
+
+
+def params(items): return {tuple(o.callspec.params.values()) for o in items}
+
+
+def test_a_spread_has_each_value_and_no_more_than_it_takes():
+    items = [Item(a=a, b=b, c=c) for a in range(4) for b in range(3) for c in range(2)]
+    got = params(spread(items))
+    assert [{*o} for o in zip(*got)] == [{0, 1, 2, 3}, {0, 1, 2}, {0, 1}] and len(got) == 4
+
+
+def test_parameters_that_stand_together_have_each_pair():
+    items = [Item(a=a, b=b, c=c) for a in range(4) for b in range(3) for c in range(2)]
+    got = params(spread(items, 'a b'))
+    assert {o[:2] for o in got} == {(a, b) for a in range(4) for b in range(3)} and len(got) == 12
+    assert {o[2] for o in got} == {0, 1}
+
+
+REPORT = '''<testsuites><testsuite>
+<testcase classname="tests.same_answer.test_parity" name="test_a[1]" time="1.5" />
+<testcase classname="tests.test_b" name="test_b" time="2"><failure message="assert 1 == 2">...</failure></testcase>
+<testcase classname="tests.test_b" name="test_c" time="0"><skipped type="pytest.skip" message="no GPU" /></testcase>
+<testcase classname="tests.test_b" name="test_d" time="1"><skipped type="pytest.xfail" message="not yet" /></testcase>
+</testsuite></testsuites>'''
+
+
+def test_the_page_says_what_ran_and_what_came_out(tmp_path):
+    (tmp_path/'report.xml').write_text(REPORT)
+    tests = test_all['read_report'](tmp_path/'report.xml')
+    text = test_all['page'](dict(full=(1, 90, tests), v1=(0, 30, [])), 'abc', '2 cores')
+    assert 'Commit abc. 2 cores.' in text
+    assert '| test-full | FAILED (1) | 1 | 1 | 1 | 1 | 1.5 |' in text and '| test-v1 | passed | 0 |' in text
+    assert '| same_answer.test_parity | 1 | 0 | 0 | 0 | 2 |' in text
+    assert '- test_b: test_b: assert 1 == 2' in text and '- test_b: test_c: no GPU' in text
+
+
+def test_a_part_that_fails_stops_no_other(monkeypatch, tmp_path, capsys):
+    run = {'first': (2, 1, []), 'second': (0, 1, [])}
+    ran = test_all['main'].__globals__
+    monkeypatch.setitem(ran, 'run', run.__getitem__)
+    monkeypatch.setitem(ran, 'BUILD', tmp_path)
+    assert test_all['main']('first', 'second') and not test_all['main']('second')
+    said = capsys.readouterr().out
+    assert '| test-first | FAILED (2) |' in said and '| test-second | passed |' in said
