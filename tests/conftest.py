@@ -21,11 +21,14 @@ if 'PYTEST_XDIST_WORKER' in os.environ:
 
 
 def pytest_configure(config):
-    "Of random cases of pure arithmetic `make test` tries hundreds, with the long tests it is thousands"
-    with contextlib.suppress(ImportError):
+    "What is less in `make test`: random cases of pure arithmetic, and processes of fastai's loaders"
+    few = config.option.markexpr == 'not full'
+    with contextlib.suppress(ImportError):      # fastai v1 has neither
         from hypothesis import settings
-        n = 100 if config.option.markexpr == 'not full' else 1000
-        settings.register_profile('many', max_examples=n, deadline=None)
+        settings.register_profile('many', max_examples=100 if few else 1000, deadline=None)
+        from fastcore.basics import defaults
+        # loaders that are not told how many to have: most of what a small fit costs
+        if few: defaults.cpus = 0
 
 
 # Those that take longest begin first: at the end no file goes on alone.
