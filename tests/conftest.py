@@ -1,5 +1,5 @@
 """Every test leaves the machine as it found it: processes, files, shared memory, environment, signal handlers."""
-import atexit, contextlib, os, shutil, signal, sys, tempfile
+import atexit, contextlib, gc, os, shutil, signal, sys, tempfile
 import pytest
 from spread import all_but_a_spread
 from traces import nothing_left
@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(items):
     names = [f'test_{o}' for o in LONGEST]
     items.sort(key=lambda o: names.index(o.path.stem) if o.path.stem in names else len(names))
     for o in all_but_a_spread(items): o.add_marker(pytest.mark.full)
+
+
+def pytest_collection_finish():
+    "A collection of garbage leaves alone what all tests have in common: a million objects of torch and fastai"
+    gc.collect()
+    gc.freeze()
 
 
 # A shell starts what runs in its background with Ctrl-C ignored; here it is pressed.

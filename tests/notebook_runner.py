@@ -3,7 +3,7 @@ and nbdev.
 
     python tests/notebook_runner.py FLAGS       then one path a line on stdin; answers with one line of JSON each
 """
-import atexit, json, os, signal, sys, tempfile, time, warnings
+import atexit, gc, json, os, signal, sys, tempfile, time, warnings
 
 LIMIT = 280     # seconds for a notebook
 
@@ -57,7 +57,10 @@ def main(flags=''):
     warnings.simplefilter('ignore')
     answers = os.fdopen(os.dup(1), 'w')
     import nbdev.test, fastai.vision.all, fastai.tabular.all, fastai.text.all, fastai.collab, matplotlib.pyplot
+    import matplotlib_inline.backend_inline, IPython.core.magics, execnb.shell
     warnings.resetwarnings()
+    gc.collect()
+    gc.freeze()     # else the first collection in each fork copies what all have in common: most of its time
     for line in iter(sys.stdin.readline, ''):
         code, text = run(line.rstrip('\n'), flags)
         print(json.dumps(dict(code=code, text=text)), file=answers, flush=True)
