@@ -1,5 +1,14 @@
-"""Of a test with many combinations of parameters, those that `make test` takes: `@pytest.mark.spread`."""
+"""Of a test with many combinations of parameters, those that `make test` takes: `@pytest.mark.spread`, and `long_but`
+where one says which."""
 import collections
+import pytest
+
+
+def long_but(values, *short):
+    "`values` as parameters: all but the `short` ones are for the long run"
+    values = list(values)
+    assert all(o in values for o in short)
+    return [o if o in short else pytest.param(o, marks=pytest.mark.full) for o in values]
 
 
 def values(item, together):

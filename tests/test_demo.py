@@ -58,6 +58,7 @@ SHORT = dict(
     failing=('1/0', 'ZeroDivisionError'))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('case', SHORT)
 def test_failure_is_told(case, tmp_path, capsys):
     cell, words = SHORT[case]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 from fastddp.all import *
 from learners import make_learner, points, seed_all
+from spread import long_but
 
 
 def same(a, b, eps=1e-5):
@@ -53,7 +54,7 @@ class Run:
 def jobs(monkeypatch): return Run(monkeypatch)
 
 
-@pytest.mark.parametrize('n_valid', [17, 33, 41, 64])
+@pytest.mark.parametrize('n_valid', long_but([17, 33, 41, 64], 41))
 def test_validate_and_get_preds(n_valid, jobs):
     learn = make_learner(n_valid=n_valid)
     with learn.distrib_ctx(nprocs=2):
@@ -184,6 +185,7 @@ def interpretations(learn):
     return learn.tta(), losses, ClassificationInterpretation.from_learner(learn)
 
 
+@pytest.mark.full
 def test_interpretation_and_tta(jobs):
     learn = class_learner()
     other = learn.dls.test_dl(list(range(50, 61)), with_labels=True)

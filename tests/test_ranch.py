@@ -10,6 +10,7 @@ from fastddp.base import rendezvous
 from fastddp.base.errors import NotPicklable
 from fastddp.launch.cluster import Cluster
 from fastddp.process import workers
+from spread import long_but
 
 root = Path(__file__).resolve().parent.parent
 
@@ -24,7 +25,7 @@ def summed(x, use=1.):
     return (t*use).tolist()
 
 
-@pytest.mark.parametrize('caller', [0, 1, 2, None])
+@pytest.mark.parametrize('caller', long_but([0, 1, 2, None], 1, None))
 def test_results_by_rank_and_the_callers_own(caller):
     def who(): return me(), int(os.environ['LOCAL_WORLD_SIZE']), os.environ.get('RANK'), os.getpid()
     res = ranch(3, who, caller_rank=caller)
@@ -291,7 +292,7 @@ def stuck(x):
     return summed(x)
 
 
-@pytest.mark.parametrize('caller', [0, 2, None])
+@pytest.mark.parametrize('caller', long_but([0, 2, None], 2))
 def test_an_error_ends_ranks_that_wait_in_a_collective(caller):
     with pytest.raises(RankRaised) as e: ranch(3, stuck, 1., caller_rank=caller, ctx=TorchDDPCtx(use_gpu=False))
     assert e.value.rank == 1 and isinstance(e.value.__cause__, KeyError) and 'the cause' in str(e.value)

@@ -30,6 +30,7 @@ if __name__ == '__main__':
 '''
 
 
+@pytest.mark.full
 def test_helper_that_crashes(tmp_path):
     "A library that ends the helper when it is imported: spawn does it, and one line says so"
     (tmp_path/'crashes.py').write_text('import os\nos._exit(3)\n')

@@ -216,6 +216,7 @@ def test_siamese():
 def vector(name): return torch.tensor([sum(ord(c)*(j+k) for j, c in enumerate(name)) % 97/97 for k in range(4)])
 
 
+@pytest.mark.full
 def test_many_names():
     "A list of names so long that it lies in memory once for all workers, through the mid-level API"
     names = [f'{"dark" if i % 3 else "light"}_{i}' for i in range(10_500)]

@@ -27,6 +27,7 @@ from fastddp.all import *
 from applications import as_one, weights
 from learners import make_learner, points, seed_all
 from parity import Collect
+from spread import long_but
 
 
 def learner(*cbs, **kwargs): return make_learner(cbs=list(cbs), **dict(opt_func=SGD) | kwargs)
@@ -350,7 +351,7 @@ CANCELS = dict(batch=('before_batch', CancelBatchException), backward=('before_b
                fit=('before_epoch', CancelFitException))
 
 
-@pytest.mark.parametrize('what', CANCELS)
+@pytest.mark.parametrize('what', long_but(CANCELS, 'batch', 'epoch'))
 def test_every_cancel_on_one_rank(what):
     "All ranks leave together, as one process does, and the learner is fine afterwards"
     made = []
@@ -551,6 +552,7 @@ def shades():
                    nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), opt_func=SGD)
 
 
+@pytest.mark.full
 def test_tensorboard_with_predictions(tmp_path, monkeypatch):
     "`log_preds` shows what the model makes of a batch: once per epoch, by rank 0 alone"
     pytest.importorskip('tensorboard', reason='tensorboard is not installed')

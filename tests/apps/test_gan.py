@@ -9,6 +9,7 @@ from torch import nn
 import fastddp.all
 from applications import as_one, weights
 from learners import seed_all
+from spread import long_but
 from test_vision import items, picture
 
 
@@ -64,7 +65,7 @@ SWITCHERS = {
     'when the critic is good enough': lambda: AdaptiveGANSwitcher(critic_thresh=.69)}
 
 
-@pytest.mark.parametrize('when', SWITCHERS)
+@pytest.mark.parametrize('when', long_but(SWITCHERS, 'after so many steps'))
 def test_switching(when):
     "A generator and a critic that were trained by themselves, brought together: as in one process"
     learn = as_one(lambda: switching(SWITCHERS[when]()), lr=1e-3)

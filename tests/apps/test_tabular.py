@@ -38,6 +38,7 @@ def test_table(regression):
     if not regression: assert learn.predict(table().iloc[3])[2].sum() == pytest.approx(1)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('bn', [True, False])
 @pytest.mark.parametrize('regression', [True, False])
 def test_table_as_one_process(regression, bn):

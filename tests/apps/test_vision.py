@@ -11,6 +11,7 @@ from torch import nn
 import fastddp.all
 from applications import Double, as_one, same_preds
 from learners import seed_all
+from spread import long_but
 
 N, SIZE = 44, 32
 
@@ -57,6 +58,7 @@ def cached_weights(tmp_path, monkeypatch):
     return state
 
 
+@pytest.mark.full
 def test_fine_tuned_classifier(cached_weights):
     "Frozen, then all of it; the body begins with the cached weights"
     dls = loaders(CategoryBlock, kind, batch_tfms=[Flip()])
@@ -86,7 +88,7 @@ KINDS = {
     'a number': lambda: Learner(loaders(RegressionBlock, number), convs(1), loss_func=MSELossFlat(), opt_func=SGD)}
 
 
-@pytest.mark.parametrize('what', KINDS)
+@pytest.mark.parametrize('what', long_but(KINDS, 'several labels'))
 def test_as_one_process(what): same_preds(as_one(KINDS[what]))
 
 
@@ -146,6 +148,7 @@ def films():
     return Learner(dls, Seen(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=SGD)
 
 
+@pytest.mark.full
 def test_image_sequences():
     learn = as_one(films)
     assert type(learn.dls.one_batch()[0]) is Film

@@ -7,6 +7,7 @@ from faults import OneFault
 from fastddp.all import CantDistribute, RankDied, RankRaised
 from fastddp.process.workers import Workers
 from learners import make_learner, mlp
+from spread import long_but
 
 # all of a fit's state can travel: nothing of ours is in its way
 pytestmark = pytest.mark.filterwarnings('error:fastddp')
@@ -48,7 +49,7 @@ def undisturbed(tmp_path_factory):
     return history(learn)
 
 
-@pytest.mark.parametrize('cut', CUTS)
+@pytest.mark.parametrize('cut', long_but(CUTS, 'interrupt in an epoch', 'exception', 'death'))
 def test_goes_on(cut, tmp_path, undisturbed):
     *fault, raised, epochs, batches = CUTS[cut]
     learn = learner(tmp_path, *fault)

@@ -258,6 +258,7 @@ def test_a_loss_with_parameters(ranks, loss, late):
     assert_same(learn, one)
 
 
-def test_some_random_losses():
+@pytest.mark.parametrize('how_many', [4, pytest.param(12, marks=pytest.mark.full)])
+def test_some_random_losses(how_many):
     from random_losses import main
-    assert main(12, 0)
+    assert main(how_many, 0)
