@@ -2,8 +2,8 @@
 
     python tools/test_all.py [PART ...]     # full ray v1 oldest kaggle, unless said otherwise
 
-A part is a make target: `full` is `make test-full`. At the end, and in build/test-all.md, a page of what ran, how
-long, with what result, on which commit. Exits with 1 if anything failed.
+A part is a make target: `full` is `make test-full`. At the end, and in build/test-all.md, a page of what
+ran, how long, with what result, on which commit. Exits with 1 if anything failed.
 """
 import collections, os, platform, subprocess, sys, time
 import xml.etree.ElementTree as ET
@@ -26,7 +26,8 @@ def outcome(case):
     for o in case:
         if o.tag in ('failure', 'error'): return 'failed', o.get('message') or ''
         if o.tag == 'skipped':
-            return ('xfailed' if o.get('type') == 'pytest.xfail' else 'skipped'), o.get('message') or ''
+            kind = 'xfailed' if o.get('type') == 'pytest.xfail' else 'skipped'
+            return kind, o.get('message') or ''
     return 'passed', ''
 
 
@@ -38,7 +39,7 @@ def file_of(case):
 
 
 def read_report(path):
-    "`(file, test, what it came to, what it said, seconds)` of each test of a report; none without one"
+    "`(file, test, what it came to, what it said, seconds)` of each test of a report, if there is one"
     if not path.exists(): return []
     return [(file_of(c), c.get('name'), *outcome(c), float(c.get('time') or 0))
             for c in ET.parse(path).getroot().iter('testcase')]
@@ -49,7 +50,8 @@ def run(part):
     report, began = BUILD/f'test-{part}.xml', time.monotonic()
     report.unlink(missing_ok=True)
     print(f'\n== make test-{part}', flush=True)
-    code = subprocess.run(['make', f'test-{part}', 'SELECT=', f'REPORT={report}'], cwd=root).returncode
+    cmd = ['make', f'test-{part}', 'SELECT=', f'REPORT={report}']
+    code = subprocess.run(cmd, cwd=root).returncode
     return code, time.monotonic()-began, read_report(report)
 
 
@@ -62,21 +64,20 @@ def counted(tests):
     return [n[k] for k in COUNTS]
 
 
-def minutes(seconds): return f'{seconds/60:.1f}'
-
-
 def page(done, commit, machine):
     "`done`: part -> what `run` gives"
-    rows = [(f'test-{k}', 'passed' if not code else f'FAILED ({code})', *counted(tests), minutes(secs))
+    rows = [(f'test-{k}', f'FAILED ({code})' if code else 'passed', *counted(tests), f'{secs/60:.1f}')
             for k, (code, secs, tests) in done.items()]
-    text = ['# All tests', f'Commit {commit}. {machine}.', table(['part', 'result', *COUNTS, 'minutes'], rows)]
+    parts = table(['part', 'result', *COUNTS, 'minutes'], rows)
+    text = ['# All tests', f'Commit {commit}. {machine}.', parts]
     for part, (_, _, tests) in done.items():
         files = {}
         for o in tests: files.setdefault(o[0], []).append(o)
         rows = [(k, *counted(v), f'{sum(o[4] for o in v):.0f}') for k, v in sorted(files.items())]
         text += [f'## test-{part}', table(['file', *COUNTS, 'seconds'], rows)]
         for kind in 'failed', 'skipped', 'xfailed':
-            said = [f'- {f}: {name}: {" ".join(why.split())[:200]}' for f, name, what, why, _ in tests if what == kind]
+            said = [f'- {f}: {name}: {" ".join(why.split())[:200]}'
+                    for f, name, what, why, _ in tests if what == kind]
             if said: text.append('\n'.join([f'{kind.capitalize()}:', '', *said]))
     return '\n\n'.join(text)+'\n'
 
@@ -85,8 +86,8 @@ def main(*parts):
     BUILD.mkdir(exist_ok=True)
     commit = git('rev-parse', 'HEAD')+(', with changes' if git('status', '--porcelain') else '')
     began, done = time.strftime('%Y-%m-%d %H:%M'), {}
-    machine = (f'{began}, {os.cpu_count()} cores, Python {platform.python_version()}, fastai {version("fastai")}, '
-               f'torch {version("torch")}')
+    libs = ', '.join(f'{o} {version(o)}' for o in ('fastai', 'torch'))
+    machine = f'{began}, {os.cpu_count()} cores, Python {platform.python_version()}, {libs}'
     for part in parts or PARTS:
         done[part] = run(part)
         (BUILD/'test-all.md').write_text(page(done, commit, machine), encoding='utf-8')
