@@ -1,4 +1,4 @@
-"""Which tests run: those that a change touches, and of many combinations a spread; and the page of all."""
+"""Which tests run: those that a change touches, of many combinations a spread; and the page of all."""
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,9 +70,11 @@ def test_parameters_that_stand_together_have_each_pair():
 
 REPORT = '''<testsuites><testsuite>
 <testcase classname="tests.same_answer.test_parity" name="test_a[1]" time="1.5" />
-<testcase classname="tests.test_b" name="test_b" time="2"><failure message="1 == 2">...</failure></testcase>
-<testcase classname="tests.test_b" name="test_c" time="0"><skipped type="pytest.skip" message="no GPU"/></testcase>
-<testcase classname="tests.test_b" name="test_d" time="1"><skipped type="pytest.xfail" message="not yet" /></testcase>
+<testcase classname="tests.test_b" name="test_b" time="2"><failure message="1 == 2"/></testcase>
+<testcase classname="tests.test_b" name="test_c" time="0">
+<skipped type="pytest.skip" message="no GPU"/></testcase>
+<testcase classname="tests.test_b" name="test_d" time="1">
+<skipped type="pytest.xfail" message="not yet" /></testcase>
 </testsuite></testsuites>'''
 
 

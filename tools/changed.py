@@ -3,9 +3,9 @@
     python tools/changed.py [REV]           # says which: what differs from REV (HEAD)
     python tools/changed.py REV ARG ...     # and runs them, with these arguments of pytest
 
-A module stands for its notebook, and the other way round. A test is touched if it is changed itself, if
-it is named like a changed module, or if it, or a helper that it imports, imports or names what is changed;
-with a module come the tests of the promise for which its folder answers.
+A module stands for its notebook, and the other way round. A test is touched if it is changed itself,
+if it is named like a changed module, or if it, or a helper that it imports, imports or names what is
+changed; with a module come the tests of the promise for which its folder answers.
 """
 import re, subprocess, sys
 from pathlib import Path

@@ -2,8 +2,8 @@
 
     python tools/test_all.py [PART ...]     # full ray v1 oldest kaggle, unless said otherwise
 
-A part is a make target: `full` is `make test-full`. At the end, and in build/test-all.md, a page of what
-ran, how long, with what result, on which commit. Exits with 1 if anything failed.
+A part is a make target: `full` is `make test-full`. At the end, and in build/test-all.md, a page of
+what ran, how long, with what result, on which commit. Exits with 1 if anything failed.
 """
 import collections, os, platform, subprocess, sys, time
 import xml.etree.ElementTree as ET
@@ -39,7 +39,7 @@ def file_of(case):
 
 
 def read_report(path):
-    "`(file, test, what it came to, what it said, seconds)` of each test of a report, if there is one"
+    "`(file, test, what it came to, what it said, seconds)` of each test of a report"
     if not path.exists(): return []
     return [(file_of(c), c.get('name'), *outcome(c), float(c.get('time') or 0))
             for c in ET.parse(path).getroot().iter('testcase')]
@@ -66,8 +66,9 @@ def counted(tests):
 
 def page(done, commit, machine):
     "`done`: part -> what `run` gives"
-    rows = [(f'test-{k}', f'FAILED ({code})' if code else 'passed', *counted(tests), f'{secs/60:.1f}')
-            for k, (code, secs, tests) in done.items()]
+    results = {k: f'FAILED ({code})' if code else 'passed' for k, (code, _, _) in done.items()}
+    rows = [(f'test-{k}', results[k], *counted(tests), f'{secs/60:.1f}')
+            for k, (_, secs, tests) in done.items()]
     parts = table(['part', 'result', *COUNTS, 'minutes'], rows)
     text = ['# All tests', f'Commit {commit}. {machine}.', parts]
     for part, (_, _, tests) in done.items():
