@@ -1,5 +1,5 @@
-"""Of a test with many combinations of parameters, those that `make test` takes: `@pytest.mark.spread`,
-and `long_but` where one says which."""
+"""Of a test with many combinations of parameters, those that `make test` takes:
+`@pytest.mark.spread`, and `long_but` where one says which."""
 import collections
 import pytest
 
@@ -19,8 +19,8 @@ def values(item, together):
 
 
 def spread(items, *together):
-    """Those of `items`, a test with all its parameters, in which each value of each parameter occurs,
-    the rarest values first"""
+    """Those of `items`, a test with all its parameters, in which each value of each parameter
+    occurs, the rarest values first"""
     seen, chosen, vals = collections.Counter(), set(), {o: values(o, together) for o in items}
     def news(item): return sum(not seen[v] for v in vals[item])
     while any(map(news, items)):

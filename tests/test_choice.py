@@ -1,4 +1,4 @@
-"""Which tests run: those that a change touches, of many combinations a spread; and the page of all."""
+"""Which tests run: those that a change touches; of combinations a spread; and the page of all."""
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +46,7 @@ def test_fastai_v1_has_a_run_of_its_own():
 
 
 def test_nothing_touches_nothing(): assert touched([]) == []
+def test_conftest_touches_all(): assert touched(['tests/conftest.py', 'README.md']) == ['tests']
 
 
 class Item:

@@ -3,9 +3,9 @@
     python tools/changed.py [REV]           # says which: what differs from REV (HEAD)
     python tools/changed.py REV ARG ...     # and runs them, with these arguments of pytest
 
-A module stands for its notebook, and the other way round. A test is touched if it is changed itself,
-if it is named like a changed module, or if it, or a helper that it imports, imports or names what is
-changed; with a module come the tests of the promise for which its folder answers.
+A module stands for its notebook, and the other way round. A test is touched if it is changed
+itself, if it is named like a changed module, or if it, or a helper that it imports, imports or names
+what is changed; with a module come the tests of the promise for which its folder answers.
 """
 import re, subprocess, sys
 from pathlib import Path
@@ -13,6 +13,8 @@ from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 # These hold what every module, notebook and text has to be like.
 HOUSE = ['tests/test_floors.py', 'tests/test_style.py', 'tests/test_sync.py', 'tests/test_repo.py']
+# Every test runs with these.
+ALL = {'tests/conftest.py', 'tests/traces.py', 'tests/spread.py', 'pytest.ini'}
 # What a folder of the library answers for, beside the tests of its modules
 PROMISES = dict(fastai2='same_answer', shard='same_answer', payload='comes_back', process='faults',
                 launch='faults')
@@ -67,6 +69,7 @@ def is_test(path): return Path(path).name.startswith('test_')
 
 def touched(paths):
     "pytest's arguments for `paths`: notebooks as tests of their own, then files of tests"
+    if ALL & {*paths}: return ['tests']
     modules = {o for o in map(module_of, paths) if o}
     names = {Path(o).name for o in paths if not module_of(o)}
     texts = {o: read(o) for o in python_of_tests()}
