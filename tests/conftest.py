@@ -32,7 +32,8 @@ def pytest_configure(config):
 
 
 # Those that take longest begin first: at the end no file goes on alone.
-LONGEST = 'notebooks', 'leaves_nothing', 'scripts', 'hosts', 'browser', 'callbacks', 'ranch', 'resume', 'magics'
+LONGEST = '''notebooks hosts browser leaves_nothing magics cells scripts demo gpu_check comes_back callbacks ranch
+wheel data'''.split()
 
 
 @pytest.hookimpl(tryfirst=True)
