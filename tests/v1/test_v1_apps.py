@@ -28,6 +28,7 @@ def small_net(c):
     return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), AdaptiveConcatPool2d(1), Flatten(), nn.Linear(8, c))
 
 
+@pytest.mark.full
 def test_images(tmp_path):
     path = pictures(tmp_path)
     def make(bs):
@@ -47,6 +48,7 @@ def test_images(tmp_path):
     torch.testing.assert_close(again, two.predict(two.data.valid_ds[0][0])[2])
 
 
+@pytest.mark.full
 def test_resnet_with_augmentation_frozen_and_unfrozen(tmp_path):
     "Layer groups, batch norm, DataLoader workers, random transforms"
     data = (ImageList.from_folder(pictures(tmp_path, 16)).split_by_rand_pct(.25, seed=1).label_from_folder()
@@ -241,6 +243,7 @@ def lesson3(path, df, bs, n, plain=True):
     return lm, learn
 
 
+@pytest.mark.full
 def test_the_encoder_of_a_language_model_classifies(tmp_path):
     "Reviews of one length, without batch norm and dropout: encoder and classifier of workers are those of one process"
     df = reviews(197, [8])

@@ -127,6 +127,7 @@ def test_without_workers_it_runs_here(capsys):
     same_weights(learn, one)
 
 
+@pytest.mark.full
 def test_nothing_of_fastai_2_is_imported():
     code = ("import sys, fastddp.all, fastddp.fastai1.jobs, fastddp.magics\n"
             "print(*[m.split('.')[1] for m in sys.modules if m.startswith('fastddp.')])")

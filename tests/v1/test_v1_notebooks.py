@@ -9,7 +9,7 @@ root = Path(__file__).resolve().parent.parent.parent
 ROOMS, LESSONS = (sorted((root/'nbs'/o).glob('*.ipynb')) for o in ('fastai1', 'tutorials/v1'))
 # Code from a line of JSON, in a fork of a process that has imported fastai; answers with a line of JSON
 RUNNER = '''
-import atexit, gc, json, os, sys, tempfile, traceback
+import atexit, gc, json, os, sys, tempfile, traceback, types
 import fastai.vision, fastai.text, fastai.tabular, fastai.collab
 gc.collect()
 gc.freeze()
@@ -20,7 +20,8 @@ for line in iter(sys.stdin.readline, ''):
             try:
                 nothing = os.open(os.devnull, os.O_RDONLY)
                 for fd, to in enumerate((nothing, out.fileno(), out.fileno())): os.dup2(to, fd)
-                exec(compile(json.loads(line), 'notebook', 'exec'), dict(__name__='__main__'))
+                main = sys.modules['__main__'] = types.ModuleType('__main__')
+                exec(json.loads(line), vars(main))
                 atexit._run_exitfuncs()     # the helper goes as it does at the end of any process
                 code = 0
             except BaseException: traceback.print_exc()
@@ -36,7 +37,7 @@ for line in iter(sys.stdin.readline, ''):
 @pytest.fixture(scope='module')
 def run():
     "Runs code in a process of its own: `(exit code, what it printed)`"
-    with subprocess.Popen([sys.executable, '-W', 'ignore', '-c', RUNNER], cwd=root, stdin=subprocess.PIPE,
+    with subprocess.Popen([sys.executable, '-c', RUNNER], cwd=root, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True) as runner:
         def run(code):
             print(json.dumps(code), file=runner.stdin, flush=True)

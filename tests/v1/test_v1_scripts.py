@@ -10,6 +10,7 @@ here = Path(__file__).parent
 def flat(o): return [v for part in o for v in flat(part)] if isinstance(o, list) else [o]
 
 
+@pytest.mark.full
 def test_every_word_in_place(tmp_path):
     """Fit after fit, `load` between them, `lr_find`, validation, predictions, a language model: all ranks get what
     one process gets"""
