@@ -84,7 +84,7 @@ def kernels(tmp_path):
 def folders(): return [*Path(os.environ['TMPDIR']).glob('fastddp-*')]
 
 
-def still_there(procs, seconds=60):
+def still_there(procs, seconds=180):
     "Those of `procs` that don't end, though they are given time"
     _, alive = psutil.wait_procs(procs, seconds)
     return [o for o in alive if o.status() != psutil.STATUS_ZOMBIE]

@@ -45,7 +45,7 @@ def wait_for(path, script, limit=240):
         time.sleep(.02)
 
 
-def still_there(procs, seconds=60):
+def still_there(procs, seconds=180):
     "Those of `procs` that don't end, though they are given time"
     _, alive = psutil.wait_procs(procs, seconds)
     return [o for o in alive if o.status() != psutil.STATUS_ZOMBIE]
