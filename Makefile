@@ -13,7 +13,6 @@
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
 #   make test-faults  the whole table of failures (`make test` runs a spread of it)
 #   make gpu       what is promised about GPUs, checked on this machine's; also without network (GPU_ARGS=--dry: on the CPU)
-#   make test-device  what is held to one process, on the way that a step takes on a GPU (here on the CPU)
 #   make test-ray  the tests on a Ray cluster of two hosts made of network namespaces (root); brings Ray
 #   make test-kaggle  the tests under the limits of a notebook service: 64 MB of shared memory, 4 cores, 30 GB (root)
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
@@ -34,7 +33,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo picture gpu test test-changed test-all test-v1 test-oldest test-full test-faults test-device test-ray test-kaggle readme troubles sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu test test-changed test-all test-v1 test-oldest test-full test-faults test-ray test-kaggle readme troubles sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -92,10 +91,6 @@ test-faults: venv
 # Chooses its interpreter itself, and installs nothing that is there.
 gpu:
 	@$(runner) tools/gpu.py $(GPU_ARGS)
-
-test-device: venv
-	@FASTDDP_STEP=device $(PY) -m pytest tests/same_answer/test_parity.py tests/same_answer/test_decisions.py tests/same_answer/test_streams.py tests/comes_back/test_comes_back.py \
-		tests/same_answer/test_random_configs.py tests/test_interrupt.py tests/comes_back/test_resume.py tests/apps -m 'not full' $(side_by_side)
 
 test-ray: venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[ray]'

@@ -10,7 +10,6 @@ with the communication inside it.
 import cProfile, json, os, pstats, statistics, sys, time
 from fastai.callback.core import Callback
 from fastddp.all import *
-from fastddp.shard.any_loss import AnyLoss
 from fastddp.shard.drift import digest
 from cases import CASES
 from common import arguments, save, show
@@ -68,28 +67,27 @@ def digest_row(name):
     return dict(where='digest of the weights, once an epoch', ours=ours, script=0)
 
 
-class ProbeClock(Callback):
-    "Notes how long this rank takes to try a loss that is not known, the exchange of items included"
+class MeetClock(Callback):
+    "Notes how long this rank is at a meeting of a training batch, waiting for the others included"
     def before_fit(self):
-        self.seconds, self.steps, self.real = [], len(self.dls.train), AnyLoss._probe
-        def probe(*args):
+        from fastddp.base import board
+        self.seconds, meet = [], board.Board.meet
+        def timed(*args, **kwargs):
             at = time.perf_counter()
-            try: return self.real(*args)
+            try: return meet(*args, **kwargs)
             finally: self.seconds.append(time.perf_counter()-at)
-        AnyLoss._probe = probe
-    def after_fit(self): AnyLoss._probe = self.__dict__.pop('real')
+        self.real, board.Board.meet = meet, timed
+    def after_fit(self):
+        from fastddp.base import board
+        board.Board.meet = self.__dict__.pop('real')
 
 
-def probe_row(name, epochs=5):
-    "Microseconds of trying an unknown loss on the first batches of each epoch, spread over the epoch's steps"
-    learn = CASES[name].learner(2).add_cb(ProbeClock())
-    known = learn.loss_func
-    learn.loss_func = lambda pred, y: known(pred, y)
-    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(epochs, nprocs=2, launcher=Local(gpus=[], threads=1))
-    took = learn.probe_clock
-    tries = len(took.seconds)/epochs
-    return dict(where=f'trying an unknown loss, {tries:g} batches an epoch',
-                ours=round(statistics.median(took.seconds)*tries*1e6/took.steps), script=0)
+def meet_row(name):
+    "Microseconds of a meeting at the board, the median"
+    learn = CASES[name].learner(2).add_cb(MeetClock())
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(2, nprocs=2, launcher=Local(gpus=[], threads=1))
+    ours = round(statistics.median(learn.meet_clock.seconds)*1e6)
+    return dict(where='the meeting, with waiting (in the rows above)', ours=ours, script=0)
 
 
 def raw(name):
@@ -109,7 +107,7 @@ def main():
         places = sorted({p for s in sides.values() for p in s}, key=lambda p: -sides['ours'].get(p, 0))
         rows = [dict(where=p, **{k: round(v.get(p, 0)) for k, v in sides.items()}) for p in places]
         rows.append(dict(where='together', **{k: round(sum(v.values())) for k, v in sides.items()}))
-        rows += [digest_row(name), probe_row(name)]
+        rows += [digest_row(name), meet_row(name)]
         show(f'{name}: microseconds per step on rank 0, under the profiler', rows)
         results[name] = dict(rows=rows)
     save('step', args.machine, unit='microseconds per step, profiled', **results)

@@ -109,10 +109,10 @@ def from_dict(pred, y):
 
 reg = dict(data=numbers, model=functools.partial(mlp, n_out=1))
 seg = dict(data=images, model=conv)
-EXACT = dict(                   # name -> (loss, arguments of `learner`, how it is found out to work)
+EXACT = dict(                   # name -> (loss, arguments of `learner`, how it is computed)
     summed_function=(lambda: functools.partial(F.cross_entropy, reduction='sum'), dict(lr=.005), 'sum'),
-    squares=(lambda: squares, reg, 'sum'),
-    mean=(lambda: huber_mean, reg, 'mean'),
+    squares=(lambda: squares, reg, 'gather'),
+    mean=(lambda: huber_mean, reg, 'gather'),
     combined=(CombinedLoss, seg, 'gather'),
     weighted=(Weighted, {}, 'gather'),
     weighted_function=(lambda: functools.partial(F.cross_entropy, weight=torch.tensor([1., 3., .5])), {}, 'mean'),

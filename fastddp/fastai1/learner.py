@@ -16,7 +16,7 @@ from .jobs import fit_job, infer_job
 from .session import Session, wants_no_lines
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
-from ..shard.loss_kind import check_loss
+from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai1/808_learner.ipynb #9b31f49a
 @patch

@@ -5,55 +5,66 @@
 # %% auto #0
 __all__ = ['Ranks', 'other_params', 'GlobalLoss']
 
-# %% ../../nbs/fastai1/801_step_sync.ipynb #91ea31fe
+# %% ../../nbs/fastai1/801_step_sync.ipynb #0f24e89d
 import torch
-from fastcore.basics import patch
 
-from ..base import group
-from ..shard.any_loss import AnyLoss
-from ..shard.drift import all_alike, digest, entry
-from ..shard.loss import loss_divisor, loss_module, sums_up
+from ..base import board, group
+from ..shard.gathered_loss import Losses, OwnBatch
+from ..shard.loss import loss_module
+from ..shard.loss_part import loss_part
+from ..shard.passes import Passes
 
-# %% ../../nbs/fastai1/801_step_sync.ipynb #decf934c
-_NUMBERS = 4    # in every small sum, so that whoever leaves can take part in any
+# %% ../../nbs/fastai1/801_step_sync.ipynb #f25fc8f4
+_NUMBERS = 5    # in every meeting
 
 class Ranks:
-    "This rank's sync points with the others"
+    "This rank's meetings with the others"
+    LIMIT = 1800.   # seconds; where no notebook watches over the ranks
     def __init__(self,
                  model, # Whose gradients are averaged
-                 stop_requested=lambda: False # Was this rank asked to stop?
+                 stop_requested=lambda: False, # Was this rank asked to stop?
+                 at=None # The `Board`; default: that of this process's group
     ):
-        self.model,self.stop_requested = model,stop_requested
+        self.model,self.stop_requested,self.board = model,stop_requested,at or board.of_group()
+        self.limit = self.LIMIT if group.under_launcher() else None
         self.decided_together = False   # did all ranks decide to stop?
-        self.grads_next = False         # is averaging gradients the others' next sync point?
         self.handler = None             # the callback handler of the fit: see `AgreeingHandler`
         self.more = lambda: []          # what is trained beside the model: see `other_params`
+        self.passes = Passes(self.parameters, self.weigh, self.agree)
         self.scale = 1.                 # by which this batch's loss was weighed
 
-    def all_reduce(self,
-                   *numbers,  # At most four
-                   stop=False # Does this rank want to stop?
-    ):
-        "Sums of `numbers` over ranks, four of them; raises `KeyboardInterrupt` on all, if one wants to stop"
-        vote = not self.decided_together and (stop or self.stop_requested())
-        voted,*sums = group.all_sum([vote, *numbers, *[0.]*(_NUMBERS-len(numbers))])
-        self._raise_decision(voted)
-        return sums
+    def parameters(self):
+        "The model's, and what is trained beside it"
+        return [*self.model.parameters(), *self.more()]
 
-    def _raise_decision(self, voted):
-        if not voted or self.decided_together: return
-        self.decided_together = True
-        raise KeyboardInterrupt
+    def meet(self,
+             *numbers,  # At most five
+             stop=False # Does this rank want to stop?
+    ):
+        "The numbers of each rank, as rows; raises `KeyboardInterrupt` on all, if one wants to stop"
+        wants = not self.decided_together and (stop or self.stop_requested())
+        rows = self.board.meet([wants, *numbers], self.limit)
+        if any(row[0] for row in rows) and not self.decided_together:
+            self.decided_together = True
+            raise KeyboardInterrupt
+        return [row[1:1+_NUMBERS] for row in rows]
+
+    def all_reduce(self, *numbers):
+        "Sums of `numbers` over ranks, five of them; raises as `meet`"
+        return [sum(o) for o in zip(*self.meet(*numbers))]
 
     def leave(self):
-        "This rank stops by itself: goes to the others' next sync point with its vote"
+        "This rank stops by itself: comes to the others' next meeting and says so"
         if self.decided_together: return
-        try:
-            if self.grads_next: self._average(self._trainable(), stop=True, zeros=True)
-            else: self.all_reduce(stop=True)
+        try: self.meet(stop=True)
         except KeyboardInterrupt: pass
 
-# %% ../../nbs/fastai1/801_step_sync.ipynb #89a00004
+    def weigh(self, loss, first):
+        "The first pass of a batch is that of a `GlobalLoss`, which is weighed already"
+        return loss if first or self.scale == 1. else loss*self.scale
+
+    def agree(self, mask): return [row[0] for row in self.meet(mask)]
+
 def other_params(learn):
     "What is trained beside the model: the parameters of its loss, and what else its optimizer has"
     module,opt = loss_module(learn.loss_func),getattr(learn, 'opt', None)
@@ -62,45 +73,7 @@ def other_params(learn):
     known = {id(p) for p in learn.model.parameters()}
     return [p for p in {id(p):p for p in found}.values() if id(p) not in known and p.requires_grad]
 
-@patch
-def parameters(self:Ranks):
-    "The model's, and what is trained beside it"
-    return [*self.model.parameters(), *self.more()]
-
-@patch
-def _trainable(self:Ranks): return [p for p in self.parameters() if p.requires_grad]
-
-@patch
-def average_grads(self:Ranks):
-    "Gradients become their mean over ranks; a parameter without one on any rank has none. Raises as `all_reduce`"
-    self._average(self._trainable())
-
-@patch
-def settle_grads(self:Ranks, skip # What this rank's callbacks said of the step
-):
-    "After callbacks that may have changed gradients: one set of them; does any rank skip the step?"
-    params = self._trainable()
-    grads = [p.grad for p in params]
-    has = torch.tensor([g is not None for g in grads]).float()
-    skip,*sums = self.all_reduce(float(bool(skip)), *entry(digest([has, *(g for g in grads if g is not None)])))
-    if not all_alike(sums, group.world_size()): self._average(params)
-    return bool(skip)
-
-@patch
-def _average(self:Ranks, params,
-             stop=False, # Does this rank want to stop?
-             zeros=False # Give zeros, whatever the gradients are?
-):
-    self.grads_next = False
-    if group.world_size() == 1: return
-    has = torch.tensor([p.grad is not None and not zeros for p in params])
-    grads = [p.grad if h else torch.zeros_like(p) for p,h in zip(params, has.tolist())]
-    extra = torch.cat([has.float(), torch.tensor([float(stop)])]).to(params[0].device if params else 'cpu')
-    group.average_([*grads, extra])
-    if extra[-1] > 1e-3: self._raise_decision(True)
-    for p,g,h in zip(params, grads, extra[:-1].tolist()): p.grad = g if h > 1e-3 else None
-
-# %% ../../nbs/fastai1/801_step_sync.ipynb #499af436
+# %% ../../nbs/fastai1/801_step_sync.ipynb #ed327757
 class _Global(torch.autograd.Function):
     "`value` in place of this rank's loss, with `scale` times its gradient"
     @staticmethod
@@ -115,31 +88,29 @@ class GlobalLoss:
     def __init__(self,
                  loss_func, # The learner's
                  ranks,     # `Ranks`
-                 counts,    # (items of this rank that count, items of the global batch)
-                 any_loss=None, # `AnyLoss` of the fit
+                 count,     # Items of this rank that count
+                 losses=None, # `Losses` of the fit
                  positions=()   # Of the items that count, in the order of one process
     ):
-        self.f,self.ranks,self.counts = loss_func,ranks,counts
-        self.any_loss,self.positions = any_loss or AnyLoss(),positions
+        self.f,self.ranks,self.count = loss_func,ranks,count
+        self.losses,self.positions = losses or Losses(),positions
 
     def _whole(self, out, yb):
-        "As `AnyLoss.whole_loss`; before the ranks meet for that, whoever leaves can say so"
-        if not self.any_loss.due(self.f): return None
-        self.ranks.all_reduce()
-        return self.any_loss.whole_loss(self.f, out, yb, self.counts[0], self.positions)
+        "The loss of all ranks' items, if it has to be computed over them"
+        if group.world_size() == 1 or not self.losses.is_whole(self.f): return None
+        batch = OwnBatch(out, yb, self.count, self.positions)
+        self.count = batch.count        # a callback may have left items out
+        sizes = [row[0] for row in self.ranks.meet(batch.nbytes())]
+        return self.losses.whole(self.f, batch, max(sizes))
 
     def __call__(self, out, *yb):
-        whole,count = self._whole(out, yb),self.counts[0]
-        loss,by = whole() if whole else self.f(out, *yb), self.any_loss.by(self.f)
-        by_sum = by == 'sum' or not by and sums_up(self.f)
-        if by_sum: own = float(count/max(len(yb[0]),1))
-        else: own = float(count if by else loss_divisor(self.f, yb, count))
-        value = float(loss.detach().float().mean()) if own else 0.
-        summed,divisor,*_ = self.ranks.all_reduce(value*own, own)
-        self.ranks.grads_next = True
-        if by_sum: divisor = 1.
+        loss = self._whole(out, yb)
+        if loss is None: loss = self.f(out, *yb)
+        part = loss_part(self.f, yb, self.count, self.losses.by(self.f))
+        own = float(part.own)
+        part = part._replace(own=own)
+        value,total,*_ = self.ranks.all_reduce(part.value(float(loss.detach().float().mean())), own)
         # a mean over nothing is not a number
         if not own: loss = (out if isinstance(out, torch.Tensor) else out[0]).sum()*0.
-        if not divisor: return _Global.apply(loss, float('nan'), 0.)        # nobody's items count
-        self.ranks.scale = group.world_size()*own/divisor
-        return _Global.apply(loss, summed/divisor, self.ranks.scale)
+        self.ranks.scale = part.scale(total, group.world_size())
+        return _Global.apply(loss, part.whole(value, total), self.ranks.scale)

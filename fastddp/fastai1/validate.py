@@ -18,7 +18,7 @@ from fastai.torch_core import to_device
 
 from ..base import group
 from .loaders import place_now, shard
-from ..shard.any_loss import AnyLoss
+from ..shard.gathered_loss import Losses
 from ..shard.loss_part import batch_losses, loss_and_divisor
 from ..shard.rows import by_batch, whole_batch
 
@@ -79,9 +79,9 @@ class Validation:
                  ranks,      # `Ranks`
                  common,     # `CommonRNG` from which an order is drawn
                  whole=False, # Whole batches to each rank where that can be, as for predictions?
-                 any_loss=None # `AnyLoss` of the fit
+                 losses=None # `Losses` of the fit
     ):
-        self.real,self.any_loss = basic_train.validate,any_loss or AnyLoss()
+        self.real,self.losses = basic_train.validate,losses or Losses()
         self.ranks,self.common,self.whole = ranks,common,whole
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
@@ -89,9 +89,9 @@ class Validation:
         handler = cb_handler or CallbackHandler()
         mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
         others = [m for m in handler.metrics if not is_item_mean(m)]
-        note = _NoteLoss(loss_func, mine, self.any_loss.by(loss_func)) if loss_func else None
+        note = _NoteLoss(loss_func, mine, self.losses.by(loss_func)) if loss_func else None
         # a loss that needs all of a batch is computed anew at the end
-        parts = note and self.any_loss.is_whole(loss_func) and not getattr(mine.dl._shard, 'whole', False)
+        parts = note and self.losses.is_whole(loss_func) and not getattr(mine.dl._shard, 'whole', False)
         keep = _Keep(mine, bool(others) or bool(parts))
         with self._in_their_place(handler, keep), self._stopping(handler):
             outs = self.real(model, mine, note, handler, pbar, average=False, n_batch=self._own_n_batch(n_batch, mine))

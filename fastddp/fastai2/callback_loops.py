@@ -8,7 +8,7 @@ __all__ = ['TakeShard', 'kept_streams', 'whole_loops']
 # %% ../../nbs/fastai2/718_callback_loops.ipynb #c645ed10
 import contextlib
 
-from .consensus import _LAST
+from .together import _LAST
 from .events import OurCallback
 from .loader_state import dl_state, follow_original, set_dl_state
 from ..shard.sharded import is_sharded, outside_loop, write_back
@@ -36,12 +36,12 @@ def kept_streams(learn, common):
             if is_sharded(dl): write_back(dl)
 
 def whole_loops(learn,
-                consensus # Of the fit
+                together # Of the fit
 ):
     "For `Shard.outside`: function of a sharded loader that yields the whole, alike on all ranks"
     def batches(dl):
-        apart = consensus.alone or consensus.phase == 'validate'
-        with kept_streams(learn, consensus.common) if apart else contextlib.nullcontext():
-            try: yield from outside_loop(dl, consensus.common)
+        apart = together.alone or together.phase == 'validate'
+        with kept_streams(learn, together.common) if apart else contextlib.nullcontext():
+            try: yield from outside_loop(dl, together.common)
             finally: follow_original(dl)
     return batches

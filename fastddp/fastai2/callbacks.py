@@ -14,23 +14,20 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, own_attrs
-from .any_loss import AnyLoss
 from .callback_loops import TakeShard, whole_loops
 from .collect import JoinCollected, NoteCollected
-from .consensus import _FIRST, SyncLast
-from .ddp import Reducer
-from .ddp_model import raw_model
-from .device_step import DeviceStepSync
-from .leaving import Consensus
 from .drift import SyncWeights
 from .events import OurCallback, own_events
 from .loader_kinds import is_lm, keeps_state
 from .loaders import shard_dl
 from .metrics import ReduceMetrics, plain_metrics
-from .own_step import own_steps
-from .step_ends import CountAll, EnterDDP, LeaveDDP
+from .step import CountAll, StepSync, TakeLoss
+from .together import _FIRST, Together, TogetherLast
 from ..launch.rank0_only import is_rank0_only
+from ..output.notice import print_line
 from ..shard.batchnorm import sync_buffers, synced_bn
+from ..shard.gathered_loss import Losses
+from ..shard.passes import average_grads
 from ..shard.sharded import is_sharded
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #14e6be7a
@@ -61,10 +58,10 @@ class ShardData(OurCallback):
 class OwnStreams(OurCallback):
     "Seeds this rank's random streams for each epoch"
     order = _FIRST      # before any other callback can draw
-    def __init__(self, common, consensus): self.common,self.consensus = common,consensus
+    def __init__(self, common, together): self.common,self.together = common,together
     def before_epoch(self):
         n = group.world_size()
-        if n > 1 and self.consensus.depth == 1: seed_rank(group.rank(), n, self.common, self.epoch)
+        if n > 1 and self.together.depth == 1: seed_rank(group.rank(), n, self.common, self.epoch)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #fb2a09c6
 @contextlib.contextmanager
@@ -92,38 +89,46 @@ def distributed(learn,
                 alike=False,        # Did all ranks load the same weights?
                 loss='auto',        # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
                 **ddp_kwargs        # What the user asks DDP for: `DDP_OPTIONS`
-): # Yields the `Consensus`
+): # Yields the `Together`
     "Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it is as it was"
-    common,reducer,consensus = CommonRNG.capture(),Reducer(alike, **ddp_kwargs),Consensus(stop_requested)
+    common,together,losses = CommonRNG.capture(),Together(stop_requested),Losses(loss, print_line)
+    sync = StepSync(together, losses, alike, **ddp_kwargs)
     on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
-    any_loss = AnyLoss(loss)
-    cbs = _our_cbs(reducer, consensus, common, batch, average_bn=sync_bn and not on_gpu, any_loss=any_loss)
+    cbs = _our_cbs(sync, common, batch, average_bn=sync_bn and not on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
-        if shard_dls: stack.enter_context(sharded_dls(learn, batch, common, whole_loops(learn, consensus)))
+        if shard_dls: stack.enter_context(sharded_dls(learn, batch, common, whole_loops(learn, together)))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(quiet(learn))
         stack.enter_context(_added(learn, cbs))
         stack.enter_context(own_events(learn))
-        stack.enter_context(own_attrs(learn, **own_steps(learn, consensus.sync)))
+        if group.world_size() > 1: stack.enter_context(sync.passes.wrapped())
         seed_rank(group.rank(), group.world_size(), common)
-        consensus.common,consensus.ours = common,cbs
-        try: yield consensus
+        together.common,together.ours = common,cbs
+        try: yield together
         finally:
-            learn.model = raw_model(learn.model)
-            any_loss.restore()
-            reducer.close()
+            sync.close()
+            sync.overlapped.close()
             plain_metrics(learn)
             common.install()
 
-def _our_cbs(reducer, consensus, common, batch, average_bn, any_loss):
+def _our_cbs(sync, common, batch, average_bn):
     "The callbacks that make a fit a distributed one"
-    sync,join = DeviceStepSync(reducer, consensus, any_loss),JoinCollected()
-    return [consensus, SyncLast(consensus),                                 # leaving together
-            LeaveDDP(sync), EnterDDP(sync), sync, CountAll(sync),           # each step
-            ShardData(common, batch), TakeShard(), OwnStreams(common, consensus),       # what a rank sees and draws
-            ReduceMetrics(any_loss), join, NoteCollected(join),             # what all saw
-            SyncBuffers(average_bn), SyncWeights()]                         # what all have
+    together,join = sync.together,JoinCollected()
+    weights = SyncWeights()
+    together.depart = lambda: _depart(together, sync, weights)
+    return [together, TogetherLast(together),                               # leaving together
+            sync, TakeLoss(sync), CountAll(sync),                           # each step
+            ShardData(common, batch), TakeShard(), OwnStreams(common, together),        # what a rank sees and draws
+            ReduceMetrics(sync.losses), join, NoteCollected(join),          # what all saw
+            SyncBuffers(average_bn), weights]                               # what all have
+
+def _depart(together, sync, weights):
+    "The last meeting of a fit. Gradients that no step took become those of all, and so do weights of a cut epoch"
+    said = together.meet_last(grads=sync.has_grads(), cancelled=not weights.compared)
+    together.grads_left = said.sum('grads') > 0
+    if together.grads_left: average_grads(list(sync.learn.model.parameters()))
+    if said.sum('cancelled'): weights.after_train()
 
 @contextlib.contextmanager
 def _added(learn, cbs):

@@ -22,7 +22,7 @@ from ..base import group
 from ..launch.rank0_only import is_rank0_only
 from .loader_kinds import is_lm, lay_out
 from ..base.rng import CommonRNG
-from .step_sync import StepSync
+from .step import StepSync
 from .learner import OPTIONS
 from ..launch.options import RAISES, comments_of, list_params
 
@@ -47,7 +47,7 @@ class Witness(Callback):
         self.losses.append(float(self.loss.detach()))
         if self.iter+1 == self.steps: raise CancelTrainException()
     def after_train(self):
-        self.loss_kind = next((cb.any_loss.describe() for cb in self.learn.cbs if isinstance(cb, StepSync)), '')
+        self.loss_kind = next((cb.losses.describe() for cb in self.learn.cbs if isinstance(cb, StepSync)), '')
         own = torch.tensor(self.items, dtype=torch.float64)
         self.batches = sorted(r for t in group.gather(own) for r in t.tolist())
 

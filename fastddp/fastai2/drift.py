@@ -10,18 +10,19 @@ from ..base import group
 from .events import OurCallback
 from .metrics import ReduceMetrics
 from ..payload.state import move_opt
-from ..shard.drift import SameWeights, hooks_of, methods, suspect
+from ..shard.drift import SameWeights, has_own_code, hooks_of, of_the_user
 
 # %% ../../nbs/fastai2/713_drift.ipynb #168a7ff5
 def suspects(learn):
-    "`Suspect`s among what trains with `learn`, None for what is fastai's or torch's"
+    "What of `learn` has code that is neither fastai's nor torch's, in words"
     opt = learn.opt
     inner = getattr(opt, 'opt', opt)        # torch's, in an `OptimWrapper`
-    steps = [*methods(opt).values(), *methods(inner).values(), *(getattr(opt, 'cbs', None) or ())]
-    return [*(suspect(f"callback {type(cb).__name__}", methods(cb).values()) for cb in learn.cbs),
-            suspect(f"the optimizer ({type(inner).__name__})", steps),
-            suspect("a hook on the model", hooks_of(learn.model)),
-            suspect(f"the learner ({type(learn).__name__})", methods(learn).values())]
+    steppers = getattr(opt, 'cbs', None) or ()
+    found = [f"callback {type(cb).__name__}" for cb in learn.cbs if has_own_code(cb)]
+    if has_own_code(opt) or has_own_code(inner) or any(map(of_the_user, steppers)):
+        found.append(f"the optimizer ({type(inner).__name__})")
+    if any(map(of_the_user, hooks_of(learn.model))): found.append("a hook on the model")
+    return found + [f"the learner ({type(learn).__name__})"]*has_own_code(type(learn))
 
 # %% ../../nbs/fastai2/713_drift.ipynb #15235506
 def opt_from_rank0(learn):
@@ -35,7 +36,8 @@ def opt_from_rank0(learn):
 class SyncWeights(OurCallback):
     "Rank 0's weights and optimizer for all ranks, if they went apart in a training phase"
     order = ReduceMetrics.order     # after the votes, before anything is validated or saved
-    def __init__(self): self.same = SameWeights()
+    def __init__(self): self.same,self.compared = SameWeights(),True
+    def before_train(self): self.compared = False
     def after_train(self):
-        learn = self.learn
+        learn,self.compared = self.learn,True
         self.same(learn.model, learn.epoch, lambda: opt_from_rank0(learn), lambda: suspects(learn))

@@ -45,7 +45,7 @@ def _fit_in_place(learn, options, asked):
     noted,sizes = NoteProgress(NoNotebook()),(global_bs(dl, group.world_size(), options['batch']), steps())
     finds = any(isinstance(cb, LRFinder) for cb in cbs)
     lines = script_lines(noted.progress, sizes, wants_no_lines(learn), iterations=finds)
-    with lines, distributed(learn, **options) as consensus, as_one_process(learn, cbs, consensus):
+    with lines, distributed(learn, **options) as together, as_one_process(learn, cbs, together):
         own = dict(cbs=of_rank) if (of_rank := cbs_of_rank(cbs)) else {}
         with learn.added_cbs([noted, EndOfBatch(noted)]): type(learn).fit(learn, **own, **asked)
     # What rank 0 loaded in the end (SaveModelCallback)
@@ -54,8 +54,8 @@ def _fit_in_place(learn, options, asked):
 def _validate_in_place(learn, ds_idx=1, dl=None):
     "`Learner._do_epoch_validate` by all ranks"
     _sync_streams(learn)
-    with distributed(learn, sync_bn=False, shard_dls=False) as consensus:
-        infer_in_group(learn, learn.dls[ds_idx] if dl is None else dl, consensus.common)
+    with distributed(learn, sync_bn=False, shard_dls=False) as together:
+        infer_in_group(learn, learn.dls[ds_idx] if dl is None else dl, together.common)
 
 # %% ../../nbs/fastai2/729_in_place.ipynb #80a54f3c
 @contextlib.contextmanager

@@ -186,15 +186,15 @@ def infer_in_group(learn, # The same on all ranks
 def _whole(dl): return OneRank(original(dl))
 
 @contextlib.contextmanager
-def inner_inference(learn, consensus):
+def inner_inference(learn, together):
     "Inside, what callbacks of a distributed `learn` validate or predict by themselves is whole on every rank"
     def validate(ds_idx=1, dl=None):
         fits_own = dl is None and ds_idx == 1
-        if fits_own and not consensus.alone: return type(learn)._do_epoch_validate(learn)
+        if fits_own and not together.alone: return type(learn)._do_epoch_validate(learn)
         if dl is None: dl = learn.dls[ds_idx]
-        if consensus.alone: return type(learn)._do_epoch_validate(learn, dl=_whole(dl))
-        with consensus.aside(): infer_in_group(learn, dl, consensus.common)
-    predicting = preds_in_one_order(learn, consensus.common, lambda: consensus.alone)
+        if together.alone: return type(learn)._do_epoch_validate(learn, dl=_whole(dl))
+        with together.aside(): infer_in_group(learn, dl, together.common)
+    predicting = preds_in_one_order(learn, together.common, lambda: together.alone)
     with own_attrs(learn, _do_epoch_validate=validate), predicting: yield
 
 # %% ../../nbs/fastai2/725_inference.ipynb #fd29f319
@@ -213,11 +213,14 @@ def without_outside(learn):
 # %% ../../nbs/fastai2/725_inference.ipynb #d24cdfdf
 LEAVES = {CancelEpochException:'epoch', CancelFitException:'fit', KeyboardInterrupt:'interrupt'}
 
-def leave_together(consensus, # This rank's `Consensus`
+def leave_together(together, # This rank's `Together`
                    f          # Called without arguments
 ):
     "`(result of f, None)`, or `(None, the exception with which all ranks left)`"
-    try: return f(), None
+    res = None,None
+    try: res = f(),None
     except tuple(LEAVES) as e:
-        consensus.leave(LEAVES[type(e)])
-        return None, type(e)
+        together.leave(LEAVES[type(e)])
+        res = None,type(e)
+    together.meet_last()
+    return res

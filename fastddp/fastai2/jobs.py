@@ -78,9 +78,9 @@ def _items(learn, noted):
 class KeepState(OurCallback):
     "Calls `keep` at the end of each epoch, after everything else"
     order = 2_000_000
-    def __init__(self, keep, consensus): self.keep,self.consensus = keep,consensus
+    def __init__(self, keep, together): self.keep,self.together = keep,together
     def after_epoch(self):
-        if self.consensus.depth == 1: self.keep()
+        if self.together.depth == 1: self.keep()
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #5d7fd124
 def fit_job(ctx, obj):
@@ -91,20 +91,20 @@ def fit_job(ctx, obj):
     base = baseline(learn, cbs, refs if ctx.rank == 0 else None, made=any(obj['factories']))
     ctx.where = noted.where
     make_folder(ctx, learn.path)
-    together = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
+    as_one = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     hush = hushed(wants_no_lines(learn))
-    def state(**kwargs): return capture(learn, cbs, base, consensus.common.state(), refs, **kwargs)
+    def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
     epochs = EpochStates(ctx, lambda around: state(around=around))
-    with hush, open_run(call['run']) as settings, together as consensus, as_one_process(learn, cbs, consensus), epochs:
-        extra = [KeepState(epochs.put, consensus)] if ctx.rank == 0 else []
+    with hush, open_run(call['run']) as settings, as_one as together, as_one_process(learn, cbs, together), epochs:
+        extra = [KeepState(epochs.put, together)] if ctx.rank == 0 else []
         if call['first'] is not None: extra.append(ResumeFit(learn, base.others, call['first'], call['lists'], refs))
-        consensus.ours = [*consensus.ours, *extra]
+        together.ours = [*together.ours, *extra]
         # Not among `ours`, which are taken off while rank 0 predicts alone: a report is wanted then, too
         noting = [noted, EndOfBatch(noted)]
         fit = lambda: _fit(ctx, learn, cbs, call['fit'], [*noting, *extra], noted)
-        interrupted = until_interrupted(ctx, fit, lambda: consensus.leave('interrupt'))
+        interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
     ctx.mark('train')
-    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(grads=consensus.sync.grads_left))
+    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(grads=together.grads_left))
     return noted.progress.result(interrupted, learn.path, settings=settings())
 
 def _fit(ctx, learn, cbs, call, extra, noted):
@@ -127,10 +127,10 @@ def infer_job(ctx, obj):
     refs = loader_refs(learn, dl)
     base,noted = baseline(learn, (), refs if ctx.rank == 0 else None),NoteProgress(ctx)
     ctx.where,ctx.items = noted.where,lambda: _items(learn, noted)
-    together = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)
-    with together as consensus, learn.added_cbs([noted]):
-        part,left = leave_together(consensus, lambda: run_part(learn, dl, consensus.common))
+    ranks_as_one = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)
+    with ranks_as_one as together, learn.added_cbs([noted]):
+        part,left = leave_together(together, lambda: run_part(learn, dl, together.common))
     ctx.mark('validate')
     learn.dl = None
-    if ctx.rank == 0: ctx.put('state', capture(learn, (), base, consensus.common.state(), refs, weights=False))
+    if ctx.rank == 0: ctx.put('state', capture(learn, (), base, together.common.state(), refs, weights=False))
     return part, left, dl_state(dl)

@@ -18,7 +18,7 @@ from .rank0 import wants_no_lines
 from .session import Session
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
-from ..shard.loss_kind import check_loss
+from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1d3f8f91
 @patch
@@ -28,7 +28,7 @@ def distrib_ctx(self:Learner,
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
-    loss:str='auto', # Workers' losses as one: 'mean' over items, 'sum', 'gather' all predictions; 'auto' finds out
+    loss:str='auto', # Workers' losses as one: 'mean' over items, 'sum', 'gather' all predictions; 'auto': as known
     model_factory=None, # Called in every worker to make the model, when it can't or shouldn't be shipped
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine

@@ -15,11 +15,11 @@ from fastai.torch_core import find_bs, to_device
 from fastcore.basics import noop
 
 from ..base import group
-from .any_loss import AnyLoss
 from .events import OurCallback
 from ..shard.items import Items, items_of, with_tensors
 from ..shard.loss import loss_module, sums_up, weighting
-from ..shard.loss_kind import as_it_was, state_of
+from ..shard.gathered_loss import Losses
+from ..shard.loss_state import as_it_was, state_of
 from ..shard.loss_part import batch_losses, loss_and_divisor
 from ..shard.sharded import is_sharded
 from .metric_state import BatchNote, _sum_avg, keep_batch, reducer_for, replay, whole_batches
@@ -75,16 +75,16 @@ class _WholeLoss:
 
 class _Phase:
     "What is kept of metric `m` in a phase; takes the place of its `accumulate`"
-    def __init__(self, m, learn, training, any_loss=None):
+    def __init__(self, m, learn, training, how=None):
         self.m,self.reducer = m,reducer_for(m)
         self.notes = []     # `BatchNote` of each batch
         self.kept = []      # `KeptBatch` of each, for a replay
         self.losses = []    # for `batch_losses`
-        any_loss,f = any_loss or AnyLoss(),learn.loss_func
-        self.by = any_loss.by(f)
+        how,f = how or Losses(),learn.loss_func
+        self.by = how.by(f)
         # in training `learn.loss` is the global one, and so is that of a batch which one rank has alone
         parts = not training and not getattr(getattr(learn.dl,'_shard',None), 'whole', False)
-        self.needs_all = parts and any_loss.is_whole(f)
+        self.needs_all = parts and how.is_whole(f)
         of_loss = isinstance(m, (AvgLoss,LossMetric)) and self.reducer is _sum_avg
         self.whole = _WholeLoss(m) if of_loss and self.needs_all else None
         odd_mean = self.by == 'sum' or not self.by and (weighting(f) is not None or sums_up(f))
@@ -143,7 +143,7 @@ def each_has_all(dl):
 class ReduceMetrics(OurCallback):
     "Brings the metrics of all ranks together at the end of each phase"
     order = -999_998    # after the votes, before all else: what leaves the loop in `after_train` leaves after this
-    def __init__(self, any_loss=None): self.any_loss,self.put_back = any_loss or AnyLoss(),noop
+    def __init__(self, how=None): self.how,self.put_back = how or Losses(),noop
     def before_train(self):    self._open('_train_mets')
     def before_validate(self): self._open('_valid_mets')
     def after_train(self):     self._close('_train_mets')
@@ -153,10 +153,10 @@ class ReduceMetrics(OurCallback):
         if each_has_all(self.dl) or not hasattr(self.learn,'recorder'): return
         # parts of batches must leave nothing behind in a loss that is computed anew, over all of them
         train = which == '_train_mets'
-        self.put_back = noop if train or not self.any_loss.is_whole(self.loss_func) else state_of(self.loss_func)
+        self.put_back = noop if train or not self.how.is_whole(self.loss_func) else state_of(self.loss_func)
         for m in getattr(self.recorder, which):
             if type(m) is AvgSmoothLoss: continue
-            vars(m)['accumulate'] = _Phase(m, self.learn, train, self.any_loss)
+            vars(m)['accumulate'] = _Phase(m, self.learn, train, self.how)
     def _close(self, which):
         phases = plain_metrics(self.learn)
         if not phases or not hasattr(self.learn,'recorder'): return

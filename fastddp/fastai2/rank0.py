@@ -21,25 +21,26 @@ from .callback_loops import kept_streams
 from .drift import opt_from_rank0
 from .events import own_events
 from .inference import inner_inference
+from .together import LOAD
 from ..launch.rank0_only import is_kind, is_rank0_only
 from ..payload.pickling import dump
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #393153ef
-def _check_load(consensus):
+def _check_load(together):
     "Raises `CantDistribute` unless all ranks load"
-    if consensus.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks "
+    if together.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks "
         "would go on with other weights. Load in a callback without `rank0_only`.")
-    if not consensus.all_load(): raise CantDistribute(f"Rank {group.rank()} called learn.load, but not every rank did: "
-        "the ranks would go on with different weights. Call it on all ranks; rank 0 reads the file, the others get "
-        "what it read.")
+    if together.meet_aside(LOAD) is None: raise CantDistribute(f"Rank {group.rank()} called learn.load, but not "
+        "every rank did: the ranks would go on with different weights. Call it on all ranks; rank 0 reads the file, "
+        "the others get what it read.")
 
 @contextlib.contextmanager
 def sync_load(learn,
-              consensus=None # Of the fit, if there is one
+              together=None # Of the fit, if there is one
 ):
     "Inside, `learn.load` reads on rank 0 and gives model and optimizer to all; raises `CantDistribute` unless all load"
     def load(*args, **kwargs):
-        if consensus: _check_load(consensus)
+        if together: _check_load(together)
         if group.rank() == 0: type(learn).load(learn, *args, **kwargs)
         group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
         if learn.opt is not None: opt_from_rank0(learn)
@@ -112,24 +113,24 @@ def _needs_care(cb): return type(cb) not in _SIMPLE and is_rank0_only(cb)
 
 class _AloneCall:
     "Called in the place of a callback of rank 0's own"
-    def __init__(self, cb, learn, consensus): self.cb,self.learn,self.consensus = cb,learn,consensus
+    def __init__(self, cb, learn, together): self.cb,self.learn,self.together = cb,learn,together
     def __call__(self, event_name):
-        cb,consensus = self.cb,self.consensus
-        if consensus.alone: return cb(event_name)       # called by one that is alone already
-        with own_attrs(consensus, alone=True), _without_ours(self.learn, consensus.ours):
+        cb,together = self.cb,self.together
+        if together.alone: return cb(event_name)       # called by one that is alone already
+        with own_attrs(together, alone=True), _without_ours(self.learn, together.ours):
             if event_name in _inner_loop: return cb(event_name)     # keeping the streams costs too much in each batch
-            with kept_streams(self.learn, consensus.common): cb(event_name)
+            with kept_streams(self.learn, together.common): cb(event_name)
 
 @contextlib.contextmanager
 def alone_on_rank0(learn,
-                   consensus # Of the fit
+                   together # Of the fit
 ):
     "Inside, events of rank 0's own callbacks neither wait for the other ranks nor draw from what all have in common"
     if group.world_size() == 1 or group.rank():
         yield
         return
-    def asked(cb): return _AloneCall(cb, learn, consensus) if _needs_care(cb) else cb
-    with own_events(learn, asked), _alone_in_batches(learn, consensus): yield
+    def asked(cb): return _AloneCall(cb, learn, together) if _needs_care(cb) else cb
+    with own_events(learn, asked), _alone_in_batches(learn, together): yield
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #82a00006
 _PHASE = {'training','dl','iter','n_iter','xb','yb','pred','loss','loss_grad'}      # of a learner in a phase
@@ -145,13 +146,13 @@ def _kept_phase(learn):
         vars(learn).update(kept)
 
 @contextlib.contextmanager
-def _alone_in_batches(learn, consensus):
+def _alone_in_batches(learn, together):
     "Inside, what rank 0 predicts alone in the middle of a phase leaves that phase as it was"
     infer = learn._do_epoch_validate
     def validate(*args, **kwargs):
-        in_phase = consensus.alone and learn.training and consensus.phase in ('start','train')
+        in_phase = together.alone and learn.training and together.phase in ('start','train')
         if not in_phase: return infer(*args, **kwargs)
-        with _kept_phase(learn), kept_streams(learn, consensus.common): return infer(*args, **kwargs)
+        with _kept_phase(learn), kept_streams(learn, together.common): return infer(*args, **kwargs)
     with own_attrs(learn, _do_epoch_validate=validate): yield
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #575f9d57
@@ -183,16 +184,16 @@ def apply_settings(settings # A dict, or None
 @contextlib.contextmanager
 def as_one_process(learn,
                    cbs,      # Those that are given to `fit`
-                   consensus # Of the fit
+                   together # Of the fit
 ):
     "Inside a fit on ranks: callbacks predict, save and load as in one process"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(inner_inference(learn, consensus))
-        stack.enter_context(sync_load(learn, consensus))
+        stack.enter_context(inner_inference(learn, together))
+        stack.enter_context(sync_load(learn, together))
         stack.enter_context(one_tmp_file(learn, [*learn.cbs, *cbs]))
-        stack.enter_context(alone_on_rank0(learn, consensus))
+        stack.enter_context(alone_on_rank0(learn, together))
         yield
-        consensus.depart()
+        together.depart()
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #402988a3
 def wants_no_lines(learn):

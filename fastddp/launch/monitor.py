@@ -154,7 +154,7 @@ def hang(self:Monitor):
     beats = self._beats()
     stacks = self._stacks(beats)
     stopped = [r for r in beats if self.workers.is_stopped(r)]
-    odd = odd_one(stacks, stopped)
+    odd = odd_one(stacks, stopped, {b.waits_for for b in beats.values()})
     in_order = sorted(beats, key=lambda r: r != odd)
     lines = [_stack_of(r, beats[r], stacks[r], r in stopped) for r in in_order]
     return self._with_state(GroupTimeout(odd, beats[odd].where, self.local.timeout, lines))

@@ -9,7 +9,7 @@ __all__ = ['Context', 'call', 'RankSpec', 'join_early', 'run_on_rank']
 import contextlib, gc, os, signal, sys, threading, time
 from typing import NamedTuple
 
-from ..base import group, rendezvous
+from ..base import board, group, rendezvous
 from ..base.device import device_module, is_accelerator
 from .settings import take_settings, warn_of_left
 from ..process.malloc import give_pages_back, keep_pages
@@ -85,7 +85,8 @@ class _WorkerContext(Context):
         super().__init__(channel.rank, spec.world_size, device, self._emit, channel.put, channel.stop_requested)
         self._channel,self.where,self.away = channel,channel.where,spec.away
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
-        self.beat,self.reserve = Heartbeat(spec.heartbeat).beat,channel.reserve
+        heart = Heartbeat(spec.heartbeat)
+        self.beat,self.reserve,board.on_wait = heart.beat,channel.reserve,heart.waits_for
         channel.where,channel.items = lambda: _now(self.where),lambda: _now(self.items)
     def _emit(self, event): self._channel.emit(('event', event))
     @contextlib.contextmanager

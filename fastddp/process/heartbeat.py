@@ -15,10 +15,11 @@ class Beat(NamedTuple):
     at:float=0.         # `time.monotonic()`, which all processes of a machine share; 0: nothing noted yet
     longest:float=0.    # Seconds between two beats, at most
     leaving:bool=False  # Has it heard the wish to stop, and is on its way?
+    waits_for:int=-1    # The rank that it waits for at the board, or -1
     where:str=''        # e.g. `epoch 2, batch 17`
 
 # %% ../../nbs/process/402_heartbeat.ipynb #7b776d3a
-_HEAD = struct.Struct('=dd?H')  # `at`, `longest`, `leaving`, bytes of the text
+_HEAD = struct.Struct('=dd?iH')  # `at`, `longest`, `leaving`, `waits_for`, bytes of the text
 _PAGE = 512                     # bytes of head and text
 
 def _take_page(fd, path):
@@ -47,7 +48,11 @@ class Heartbeat:
         if self.last: self.longest = max(self.longest, now-self.last)
         self.last = now
         self.page[_HEAD.size:_HEAD.size+len(text)] = text
-        _HEAD.pack_into(self.page, 0, now, self.longest, leaving, len(text))
+        _HEAD.pack_into(self.page, 0, now, self.longest, leaving, -1, len(text))
+    def waits_for(self, rank):
+        "Notes that this rank waits for another one at the board; the next beat ends that"
+        *numbers,_,n = _HEAD.unpack_from(self.page)
+        _HEAD.pack_into(self.page, 0, *numbers, rank, n)
 
 def write_beat(
     path, # A page, as `read_beat` reads it
@@ -55,7 +60,7 @@ def write_beat(
 ):
     "Leaves a `Beat` that came by message where it would lie if its rank ran here"
     text = beat.where.encode()[:_PAGE-_HEAD.size]
-    page = _HEAD.pack(beat.at, beat.longest, beat.leaving, len(text))+text
+    page = _HEAD.pack(beat.at, beat.longest, beat.leaving, beat.waits_for, len(text))+text
     with open(path, 'wb') as f: f.write(page.ljust(_PAGE, b'\0'))
 
 def read_beat(path):
@@ -74,7 +79,7 @@ def job_stack(text):
     return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
 
 # Where a rank is that waits for the others: in a collective, or in a backward whose all-reduce is not through
-_WAITS = ('distributed_c10d.py','torch/nn/parallel/distributed.py','_engine_run_backward','torch/autograd/graph.py')
+_WAITS = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py','_engine_run_backward','torch/autograd/graph.py')
 
 def waits(stack):
     "Do the two innermost frames of a `job_stack` wait for other ranks?"
@@ -84,9 +89,11 @@ def waits(stack):
 def odd_one(
     stacks,     # Rank -> its `job_stack`
     stopped=(), # Ranks that the system has stopped
+    awaited=(), # Ranks that another one waits for at the board
 ):
-    "The rank that keeps the others waiting: the stopped one, else one without a stack, else one that waits for nobody"
-    return min(stacks, key=lambda r: (r not in stopped, bool(stacks[r]), waits(stacks[r]), r))
+    """The rank that keeps the others waiting: the stopped one, else one without a stack, else one that others wait for
+    at the board, else one that waits for no other"""
+    return min(stacks, key=lambda r: (r not in stopped, bool(stacks[r]), r not in awaited, waits(stacks[r]), r))
 
 def is_stopped(pid):
     "Has somebody stopped (SIGSTOP) or traced the process? By its state in /proc, see proc_pid_stat(5); else False"

@@ -172,3 +172,15 @@ def collect(ctx, n):
 def test_no_thread_holds_what_a_collective_sent():
     "It would need Python's list of threads, maybe while a DataLoader forks: the child would wait for ever"
     assert Local(gpus=[]).run(Job.of(collect, 500), 2).results == [0, 0]
+
+
+class OwnCollective(Callback):
+    "Rank 1 alone makes a collective: no other rank comes to it"
+    def after_batch(self):
+        if group.rank() == 1 and self.training and self.iter == 1: torch.distributed.all_reduce(torch.zeros(1))
+
+
+def test_a_collective_of_one_rank_is_blamed_on_it():
+    "Both ranks wait: rank 0 at the board, for rank 1"
+    with pytest.raises(GroupTimeout) as e: make_learner().distrib_fit(1, nprocs=2, timeout=10, cbs=OwnCollective())
+    assert e.value.rank == 1
