@@ -1308,6 +1308,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync.after_loss': ( 'fastai2/step.html#stepsync.after_loss',
                                                                                     'fastddp/fastai2/step.py'),
+                                      'fastddp.fastai2.step.StepSync.after_pred': ( 'fastai2/step.html#stepsync.after_pred',
+                                                                                    'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync.after_train': ( 'fastai2/step.html#stepsync.after_train',
                                                                                      'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync.agree': ( 'fastai2/step.html#stepsync.agree',

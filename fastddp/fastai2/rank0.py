@@ -30,6 +30,8 @@ def _check_load(together):
     "Raises `CantDistribute` unless all ranks load"
     if together.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks "
         "would go on with other weights. Load in a callback without `rank0_only`.")
+    if together.mid_batch: raise CantDistribute("learn.load was called between a batch's forward and backward pass, "
+        "which would no longer fit each other. Load before or after the batch.")
     if together.meet_aside(LOAD) is None: raise CantDistribute(f"Rank {group.rank()} called learn.load, but not "
         "every rank did: the ranks would go on with different weights. Call it on all ranks; rank 0 reads the file, "
         "the others get what it read.")

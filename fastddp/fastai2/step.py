@@ -74,7 +74,7 @@ class StepSync(OurCallback):
 
     def _begin(self):
         self.prev = vars(self.learn).get('loss') if self.learn else None    # the loss before this batch's
-        self.met = self.loss_is_whole = False
+        self.met = self.loss_is_whole = self.together.mid_batch = False
         self.part,self.scale = None,1.  # this rank's `LossPart`, and the factor on its loss
         self.made = None        # node of what the loss function made, and nodes of the predictions
         self.gathered = None    # items of this rank in a loss that was gathered
@@ -92,12 +92,14 @@ class StepSync(OurCallback):
         self.accumulating = accumulation(self.learn)
         self.passes.open()
         self.passes.flat,self.passes.gathers = self.is_flat(),not self.reduces()
+    def after_pred(self): self.together.mid_batch = True
     def after_loss(self):
         if not self.checked: self.made = getattr(self.loss_grad, 'grad_fn', None),_nodes_of(self.pred)
     def after_batch(self):
         if self.n == 1: return
         if not self.met and not self.together.left_batch: self.attend()
         if not self.met: self.previous_loss()
+        self.together.mid_batch = False
         self.plain_loss()
     def after_train(self): self.close()
     def close(self):
@@ -170,7 +172,7 @@ def _meet(self:StepSync, loss):
     self.part = self._own_part()
     numbers,there = self._numbers(self.learn.loss if self._has_loss() else loss)
     said = self.together.meet(BATCH, self.learn.iter, known=1., **self._of_graph(loss), **numbers)
-    self.met = True
+    self.met,self.together.mid_batch = True,False
     self._decide(said)
     self._use(said, there)
 

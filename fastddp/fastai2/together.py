@@ -66,8 +66,10 @@ class Together(OurCallback):
         self.place = (-1.,0,0,0)    # of the last meeting
         self.n_details = 0      # since the last place without details
         self.left = None        # the strongest of what this rank left since all were at one place
+        self.followed = None    # what this rank is about to leave because another one did
         self.left_batch = False # did this rank leave the batch at hand?
         self.cancelled = False  # was this phase cancelled on this rank?
+        self.mid_batch = False  # is this rank between the forward and the backward pass of a training batch?
         self.meets_late = False # do the ranks meet before each step of this phase, too?
 
     def before_fit(self):
@@ -101,7 +103,10 @@ class Together(OurCallback):
 
     def leave(self, kind # One of `LEFT`
     ):
-        "This rank leaves something: the others hear of it at its next meeting"
+        "This rank leaves something: the others hear of it at its next meeting, unless it only followed one of them"
+        self.mid_batch = False
+        followed,self.followed = self.followed,None
+        if kind == followed: return
         if self.left is None or LEFT.index(kind) > LEFT.index(self.left): self.left = kind
     def after_cancel_backward(self):
         self.leave('backward')
@@ -179,6 +184,7 @@ class Together(OurCallback):
             at_step = self.place[3]%_KINDS == STEP
             # elsewhere in the midst of a batch, only the whole batch can be left
             if optional and kind in _PARTS and not (kind == 'step' and at_step): kind = 'batch'
+            self.followed = kind
             raise _RAISES[kind]()
         if optional: return None
         raise RuntimeError(f"Other ranks have gone on to {_words(ahead[0])} while rank {group.rank()} was at "
