@@ -119,9 +119,9 @@ def close():
     _board = _of = None
 
 def _host():
-    "This machine's name, and what tells machines of one name, or parts of a simulated cluster, apart"
-    node = os.environ.get('FASTDDP_NODE') or os.environ.get('GROUP_RANK', '')
-    return f'{platform.node()}/{_boot_id()}/{node}'
+    "This machine's name, and its first rank: several machines of a simulated cluster may share a name"
+    first = int(os.environ.get('RANK', 0)) - int(os.environ.get('LOCAL_RANK', os.environ.get('RANK', 0)))
+    return f'{platform.node()}/{_boot_id()}/{first}'
 
 def _boot_id():
     try:
