@@ -99,6 +99,22 @@ def test_segmentation(tmp_path):
     torch.testing.assert_close(preds, alone, rtol=0, atol=1e-5)
 
 
+def test_unet(tmp_path):
+    "The course's lessons on segmentation and super-resolution: hooks of its encoder's modules travel along"
+    path = pictures(tmp_path/'i', 16)
+    masks = masked(path)
+    data = (SegmentationItemList.from_folder(path).split_by_idx(VALID[:4])
+            .label_from_func(lambda f: masks/f.name, classes=['a', 'b'])
+            .transform([[], []], tfm_y=True, size=32).databunch(bs=3, num_workers=0).normalize(imagenet_stats))
+    learn = unet_learner(data, models.resnet18, pretrained=False, metrics=dice)
+    for _ in range(2):
+        before = [p.clone() for p in learn.model.parameters()]
+        learn.distrib_fit_one_cycle(1, 1e-3, nprocs=2)
+        assert any(not torch.equal(p, q) for p, q in zip(before, learn.model.parameters()))
+    got, here = learn.recorder.val_losses[-1], learn.validate()[0]
+    assert float(got) == pytest.approx(float(here), rel=1e-4)
+
+
 def foreground(out, y):
     "A metric of the lesson's kind: a mean over the pixels of a batch that are not background"
     y = y.squeeze(1)
