@@ -121,6 +121,9 @@ class Session(_Session):
         self.factories,self.asked_for = factories,asked_for
     def overrides(self): return dict(fit=self.fit, _do_epoch_validate=self.validate)
     def quiet(self): return wants_no_lines(self.learn)
+    def note(self):
+        streams = self.n > 1 and any(rows_are_streams(dl, self.learn.model) for dl in self.learn.dls.loaders[1:])
+        if streams: return "The model keeps state from batch to batch: each worker validates all of it, no faster."
     def check(self):
         if not self.factories[0]: refuse_untrainable(self.learn.model)
         if self.factories[1]: return
@@ -193,7 +196,7 @@ def validate(self:Session, ds_idx=1, dl=None):
     "`Learner._do_epoch_validate` on the workers; here, where a launch wouldn't pay"
     learn = self.learn
     dl,gather = learn.dls[ds_idx] if dl is None else dl,gatherers(learn)
-    why = stays_here(dl, learn.cbs, self.n)
+    why = stays_here(dl, learn.cbs, self.n, learn.model)
     if why: _print_stays(learn, why)
     if why is not None: return type(learn)._do_epoch_validate(learn, dl=dl)
     with without_outside(learn): results = self._infer(dl)
