@@ -26,6 +26,7 @@ from .loader_state import dl_state, follow_original, set_dl_state
 from .loaders import OneRank, shard_dl, why_not
 from .loader_kinds import is_lm, rows_are_streams
 from ..launch.rank0_only import is_kind, is_rank0_only
+from ..shard.rows import built_for
 from ..shard.sharded import is_sharded, original
 from ..shard.split import restore_order
 
@@ -64,6 +65,7 @@ def stays_here(dl,     # What to predict: a loader, or a list of batches
     if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in cbs):
         return "TensorBoardProjectorCallback writes what the model makes of every batch, from one process."
     if rows_are_streams(dl, model): return "the model keeps state from batch to batch (it has a `reset`)."
+    if is_lm(dl) and model and built_for(model, dl.bs): return f"the model has a state of {dl.bs} rows."
     if takes_whole(dl): return None
     if any(_wants_batches(cb) for cb in cbs if isinstance(cb, GatherPredsCallback)):
         return "its batches are shared out by rows, so they can't be saved or concatenated as asked."

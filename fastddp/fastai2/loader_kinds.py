@@ -27,7 +27,7 @@ def keeps_state(model):
 
 def rows_are_streams(dl, model):
     "Do batches of `dl` seem to go on where the last one ended, for a `model` that keeps state? Then all are full"
-    if not keeps_state(model): return False
+    if is_lm(dl) or not keeps_state(model): return False
     if isinstance(dl, DataLoader):
         in_order = dl.indexed and not dl.shuffle and type(dl).get_idxs is DataLoader.get_idxs
         return in_order and (dl.drop_last or not dl.n%dl.bs)

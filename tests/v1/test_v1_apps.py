@@ -218,6 +218,33 @@ def test_language_model_is_streams(tmp_path):
     np.testing.assert_allclose([float(o) for o in got], [float(o) for o in two.validate()], atol=1e-5)
 
 
+class FixedRows(nn.Module):
+    "The course's RNN from scratch: its state has the batch size built in"
+    def __init__(self, n_words, bs, nh=6):
+        super().__init__()
+        self.i_h, self.h_h, self.h_o = nn.Embedding(n_words, nh), nn.Linear(nh, nh), nn.Linear(nh, n_words)
+        self.h = torch.zeros(bs, nh)
+    def train(self, mode=True):
+        self.h = torch.zeros_like(self.h)
+        return super().train(mode)
+    def forward(self, x):
+        res, h = [], self.h
+        for i in range(x.shape[1]):
+            h = torch.tanh(self.h_h(h+self.i_h(x[:, i])))
+            res.append(h)
+        self.h = h.detach()
+        return self.h_o(torch.stack(res, dim=1))
+
+
+def test_a_state_with_the_batch_size_built_in(tmp_path):
+    seed()
+    data = lm_data(tmp_path, 4)
+    learn = Learner(data, FixedRows(len(data.vocab.itos), 4), loss_func=CrossEntropyFlat(), metrics=accuracy)
+    learn.distrib_fit(2, 1e-2, nprocs=2)
+    with learn.distrib_ctx(nprocs=2): got = learn.validate()
+    assert [float(o) for o in got] == pytest.approx([float(o) for o in learn.validate()], abs=1e-6)
+
+
 def reviews(n, lengths):
     """Good and bad ones, told apart by one word among many; no word comes twice in a row, which fastai's rules would
     shorten"""
