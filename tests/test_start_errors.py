@@ -1,5 +1,5 @@
 """What the system refuses when workers start is told in words, and the next start is as if nothing had been."""
-import contextlib, os, resource, shutil, signal, socket, tempfile, warnings
+import contextlib, os, resource, shutil, signal, socket, subprocess, sys, tempfile, warnings
 from pathlib import Path
 import multiprocess, pytest, torch
 from fastai.callback.core import Callback
@@ -169,3 +169,18 @@ def other_connections(ctx, _):
 
 def test_only_the_groups_own_connections_are_ours():
     assert Local(gpus=[]).run(Job.of(other_connections, None), 2).results == [(False, True)]*2
+
+
+@pytest.mark.parametrize('method', ['forkserver', 'spawn'])
+def test_files_of_the_working_directory_named_like_pythons_own(method, tmp_path):
+    "`python -c`, by which multiprocess starts processes, looks there first"
+    folder, script = tmp_path/'cwd', tmp_path/'script.py'
+    folder.mkdir()
+    for name in 'random', 'signal', 'tempfile': (folder/f'{name}.py').write_text('raise RuntimeError("not this one")')
+    script.write_text("import sys; sys.path.append('')\n"
+                      "from fastddp.launch.local import Local\nfrom fastddp.launch.engine import Job\n"
+                      "def f(ctx, _): return ctx.rank\n"
+                      "if __name__ == '__main__': print(Local(gpus=[]).run(Job.of(f, None), 2).results)\n")
+    env = os.environ | dict(FASTDDP_PRELOAD='01'[method == 'forkserver'])
+    p = subprocess.run([sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert p.stdout == '[0, 1]\n' and 'not this one' not in p.stderr, p.stderr
