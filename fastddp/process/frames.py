@@ -10,6 +10,7 @@ import collections, os, pickle, struct, threading, time, zlib
 
 import cloudpickle
 from fastcore.basics import patch
+from multiprocess import connection
 
 from ..payload.shared_memory import Block
 
@@ -89,8 +90,7 @@ class Frames:
 
 def connection_ready(fd):
     "Can `fd` be read without waiting?"
-    import select
-    return bool(select.select([fd], [], [], 0)[0])
+    return bool(connection.wait([fd], 0))
 
 # %% ../../nbs/process/409_frames.ipynb #45e2b31e
 class BlockFrames:
