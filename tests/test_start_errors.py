@@ -5,6 +5,7 @@ import multiprocess, pytest, torch
 from fastai.callback.core import Callback
 from fastddp.all import CantDistribute, Local, RankDied, RankRaised
 from fastddp.base import group, rendezvous
+from fastddp.launch import local
 from fastddp.launch.engine import Job
 from fastddp.process import helper, server
 from learners import make_learner
@@ -116,6 +117,23 @@ def test_a_helper_that_dies_is_named():
     with pytest.raises(RankDied, match='helper process was killed'):
         Local(gpus=[]).run(Job.of(kills_the_helper, server.helper_pid()), 2)
     works()
+
+
+def test_workers_that_die_before_they_are_ready(monkeypatch):
+    "On GPUs it is asked first whether the helper has touched one"
+    real = local.start_workers
+    def start(ranks, on_gpu, *args): return real(ranks, True, *args)
+    def dying(*args):
+        workers = new(*args)
+        for r, p in workers.procs.items():
+            os.kill(p.pid, signal.SIGKILL)
+            p.join()
+            workers._read(r)        # it was too quick
+        return workers
+    new = local._new_workers
+    monkeypatch.setattr(local, 'start_workers', start)
+    monkeypatch.setattr(local, '_new_workers', dying)
+    with pytest.raises(RankDied, match='SIGKILL'): Local(gpus=[], timeout=20).run(Job.of(me, None), 2)
 
 
 class Destroys(Callback):

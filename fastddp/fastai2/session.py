@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 
 from ..base.errors import WorkerError
+from ..base.interrupts import Interrupts, undisturbed
 from .ddp import check_ddp
 from .loader_kinds import rows_are_streams
 from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
@@ -86,10 +87,11 @@ def resumable(self:FitCall):
     learn,old = self.learn,self.learn.opt
     try: yield
     except BaseException as e:
-        if not self.kept: learn.opt = old
-        if self.kept or isinstance(e, (WorkerError,KeyboardInterrupt)): self.leave_point()
+        with Interrupts().noted():      # all ends here anyway
+            if not self.kept: learn.opt = old
+            if self.kept or isinstance(e, (WorkerError,KeyboardInterrupt)): self.leave_point()
         raise
-    self.leave_point()      # the call that it is a part of may be cut off behind it
+    with undisturbed(): self.leave_point()      # the call that it is a part of may be cut off behind it
     if learn not in user_calls: resume_points.pop(learn, None)
 
 @patch

@@ -147,9 +147,11 @@ def start_workers(
     if not on_gpu or workers.method == 'spawn': return workers
     ready = {}
     while len(ready) < len(ranks) and not interrupts.n:
-        for r,what,*rest in workers.poll(.1):
-            if what == 'died': return workers      # reported by the wait that follows
-            if what == 'ready': ready[r] = rest[0]
+        news = workers.poll(.1)
+        ready |= {r:rest[0] for r,what,*rest in news if what == 'ready'}
+        if dead := [r for r,what,*_ in news if what == 'died']:
+            workers.tell_again(dead)        # to the wait that follows
+            return workers
     if interrupts.n or not any(ready.values()): return workers
     workers.stop()
     without_helper("a library that the helper process imports touches CUDA")

@@ -6,7 +6,7 @@
 __all__ = ['TorchDDPCtx', 'in_torchddp']
 
 # %% ../../nbs/launch/515_torchddp.ipynb #84cef287
-import contextlib, gc, os
+import contextlib, gc, os, sys
 
 import torch
 from fastcore.basics import patch
@@ -15,6 +15,7 @@ from ..base import group, rendezvous
 from ..base.checks import check_all, flag, whole
 from ..base.device import device_module, is_started
 from ..base.errors import CantDistribute
+from ..base.interrupts import undisturbed
 from ..base.scoped import environment
 from .functions import CHECKS, ranch
 from .local import visible_cores
@@ -48,17 +49,23 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         local,n = _local_rank()
         rank,world_size = local+self.base_rank,self.world_size or n
         _check_ranks(n, world_size, self.base_rank, self.addr or self.port)
-        with contextlib.ExitStack() as undo:
+        self._undo = undo = contextlib.ExitStack()
+        try:
             device = self._use_device(undo, local, n)
             undo.enter_context(self._environment(rank, world_size))
+            undo.push(_leave)
             self._join(rank, world_size, device)
-            self._undo = undo.pop_all()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
-    def __exit__(self, kind, *_):
-        rendezvous.leave(broken=kind is not None)
-        gc.collect()
-        if is_started(): device_module().empty_cache()
-        self._undo.close()
+    def __exit__(self, *raised):
+        with undisturbed(): self._undo.__exit__(*raised)    # whoever watches the others may interrupt just now
+
+def _leave(kind, *_):
+    rendezvous.leave(broken=kind is not None)
+    gc.collect()
+    if is_started(): device_module().empty_cache()
 
 # %% ../../nbs/launch/515_torchddp.ipynb #569bdb33
 @patch

@@ -172,6 +172,11 @@ def poll(self:Workers,
     return news
 
 @patch
+def tell_again(self:Workers, ranks):
+    "That these died is news for the next `poll` as well"
+    self._dead -= {*ranks}
+
+@patch
 def waitables(self:Workers):
     "What `poll` waits for, to wait for other things as well"
     there = [r for r in self.procs if r not in self._dead]
