@@ -8,12 +8,14 @@ __all__ = ['FitCall', 'InferCall', 'Session', 'fit_args', 'enough_epochs']
 # %% ../../nbs/fastai2/728_session.ipynb #85e92040
 import contextlib, inspect, warnings, weakref
 
+from fastai.callback.core import Callback
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 
-from ..base.errors import WorkerError
+from ..base.checks import Check, check, whole
+from ..base.errors import CantDistribute, WorkerError
 from ..base.interrupts import Interrupts, undisturbed
 from .ddp import check_ddp
 from .loader_kinds import rows_are_streams
@@ -146,11 +148,16 @@ class Session(_Session):
 def _dl_name(i): return f"learn.dls.{('train','valid')[i]}" if i < 2 else f"learn.dls[{i}]"
 
 # %% ../../nbs/fastai2/728_session.ipynb #e6336b08
+_CBS = Check("callbacks, such as [ReduceLROnPlateau()]", lambda cbs: all(isinstance(o, Callback) for o in cbs))
+_EPOCHS = whole("the number of epochs, a whole number", 0)
+
 def fit_args(learn, args, kwargs):
     "What `learn.fit(*args, **kwargs)` gives by name to its class's `fit`, maybe the user's own; objects in `cbs`"
     own,res = inspect.signature(type(learn).fit),{}
     plain = [k for k in inspect.signature(Learner.fit).parameters if k not in own.parameters]
-    for k,v in own.bind(learn, *args, **kwargs).arguments.items():
+    try: bound = own.bind(learn, *args, **kwargs)
+    except TypeError as e: raise CantDistribute(f"fit can't be called like this: {e}.") from None
+    for k,v in bound.arguments.items():
         kind = own.parameters[k].kind
         res |= zip(plain, v) if kind == inspect.Parameter.VAR_POSITIONAL else \
                v if kind == inspect.Parameter.VAR_KEYWORD else {k:v}
@@ -164,6 +171,8 @@ def fit(self:Session, *args, **kwargs):
     learn = self.learn
     asked = fit_args(learn, args, kwargs)
     cbs,n_epoch = asked.pop('cbs'),asked.get('n_epoch')
+    check('cbs', cbs, _CBS)
+    if type(learn).fit is Learner.fit: check('n_epoch', n_epoch, _EPOCHS)
     user_call = user_calls.get(learn)
     if user_call is None: user_call = UserCall('fit', (), {**asked, **(dict(cbs=cbs) if cbs else {})}, self.asked_for)
     if (begin := user_call.next_fit()) is None: return

@@ -12,6 +12,7 @@ from glob import glob
 from fastcore.basics import patch
 
 from ..base import group
+from ..base.checks import SEE, check
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
 from .settings import notebook_settings
@@ -42,6 +43,7 @@ class Local(Launcher):
         live=True, # Show output while it happens, or all of it in the end
         idle=600., # Seconds after which workers of a block that have nothing to do leave; the next job starts new ones
     ):
+        check('see', see, SEE)
         self.gpus,self.backend,self.threads,self.see,self.live = gpus,backend,threads,see,live
         self.interrupt_grace,self.timeout,self.idle,self.keep_on_failure = interrupt_grace,timeout,idle,keep_on_failure
         self.workers,self._block,self._rendezvous,self._timer = None,None,None,None

@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 
 from ..base import group, rendezvous
-from ..base.checks import check_all, flag, whole
+from ..base.checks import check_all, flag, near, whole
 from ..base.device import device_module, is_started
 from ..base.errors import CantDistribute
 from ..base.interrupts import undisturbed
@@ -42,6 +42,9 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         **kwargs
     ):
         given = dict(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu, port=port, num_threads=num_threads)
+        for k in kwargs:
+            likely = near(k, [*given, 'addr', 'timeout'])
+            if likely: raise CantDistribute(f"No option {k}. Did you mean {likely}=?")
         check_all(given, _CHECKS)
         self.world_size,self.base_rank,self.use_gpu = world_size,base_rank,use_gpu
         self.addr,self.port,self.num_threads,self.timeout = addr,port,num_threads,timeout
