@@ -3261,6 +3261,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastddp/process/frames.py'),
                                         'fastddp.process.frames._Pipe.write': ( 'process/frames.html#_pipe.write',
                                                                                 'fastddp/process/frames.py'),
+                                        'fastddp.process.frames._crc': ('process/frames.html#_crc', 'fastddp/process/frames.py'),
                                         'fastddp.process.frames._frame': ('process/frames.html#_frame', 'fastddp/process/frames.py'),
                                         'fastddp.process.frames._read_exactly': ( 'process/frames.html#_read_exactly',
                                                                                   'fastddp/process/frames.py'),
