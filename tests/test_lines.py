@@ -5,9 +5,12 @@ from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import *
 from fastai.callback.tracker import EarlyStoppingCallback
+from fastai.callback.training import ShortEpochCallback
 from fastai.learner import Learner
 from torch import nn
+from fastddp.launch import session
 from fastddp.output import notice
+from learners import make_learner
 from parity import learner, warm
 
 
@@ -78,3 +81,12 @@ def test_a_check_shows_its_table_once(two, capsys):
     assert capsys.readouterr().out == f'{res}\n'
     res._ipython_display_()
     assert capsys.readouterr().out == f'{res}\n'
+
+
+def test_items_of_a_short_epoch(monkeypatch):
+    "Those that were trained on, not those of the whole epoch"
+    told = []
+    monkeypatch.setattr(session, 'summary', lambda what, n, result, *args: told.append(result['items']) or '')
+    make_learner().distrib_fit(1, nprocs=2, cbs=ShortEpochCallback(.1))
+    make_learner().distrib_fit(1, nprocs=2)
+    assert told == [64, 203]

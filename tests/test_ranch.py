@@ -299,6 +299,22 @@ def test_an_error_ends_ranks_that_wait_in_a_collective(caller):
     assert not torch.distributed.is_initialized()
 
 
+def dies(how):
+    "Rank 1 dies while the notebook waits for it in a collective"
+    summed(1.)
+    if me() == 1: os._exit(3) if how == '_exit' else os.kill(os.getpid(), signal.SIGKILL)
+    while True: summed(1.)
+
+
+@pytest.mark.parametrize('how', ['_exit', 'kill'])
+def test_a_dead_worker_leaves_the_notebook_in_no_group(how):
+    env = dict(os.environ)
+    for _ in range(3):
+        with pytest.raises(RankDied): in_torchddp(2, dies, how, use_gpu=False)
+        assert not torch.distributed.is_initialized() and dict(os.environ) == env
+    assert in_torchddp(2, summed, 1., use_gpu=False) == [3.]*3
+
+
 def test_who_connects_is_waited_for(monkeypatch, tmp_path):
     """Before ranks are stopped: in there neither Ctrl-C nor a death is heard, and a missing rank would keep the
     caller for ever"""

@@ -1,6 +1,6 @@
 "Each refusal: at once, before any process starts, with the remedy, and the learner as it was."
 import os, socket, sqlite3, tempfile
-import pytest, torch
+import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
@@ -153,3 +153,27 @@ def test_an_option_that_nobody_has():
     said = 'No option xyz. .*nprocs.*DistributedDataParallel: .*bucket_cap_mb'
     with pytest.raises(CantDistribute, match=said), learn.distrib_ctx(xyz='global'): pass
     assert 'fit' not in vars(learn)
+
+
+WRONG = dict(words=('3',), half=(1.5,), nothing=(None,), twice=(1, 2, dict(lr=3)), no_callback=(1, dict(cbs=5)))
+
+
+@pytest.mark.parametrize('args', WRONG.values(), ids=WRONG)
+def test_arguments_of_the_fit(args):
+    named = next((o for o in args if isinstance(o, dict)), {})
+    with pytest.raises(CantDistribute, match='n_epoch=|multiple values|cbs='):
+        make_learner().distrib_fit(*(o for o in args if o is not named), nprocs=2, **named)
+
+
+@pytest.mark.parametrize('make,match', [
+    (lambda: Local(see=1), r'Did you mean see=\(1,\)'), (lambda: TorchDDPCtx(prot=1), 'Did you mean port='),
+    (lambda: Hosts('fxa'), r"Did you mean hosts=\['fxa'\]"), (lambda: Hosts(['a'], per_node=1.5), 'per_node=1.5'),
+    (lambda: Hosts(['a'], python=5), 'python=5'), (lambda: Hosts(5), 'hosts=5')])
+def test_arguments_of_launchers(make, match):
+    with pytest.raises(CantDistribute, match=match): make()
+
+
+def test_an_array_of_gpus(two_gpus):
+    "As good as a list: here both are there, and workers would start"
+    with pytest.raises(AssertionError, match='a process was started'):
+        make_learner().distrib_fit(1, gpus=np.array([0, 1]))

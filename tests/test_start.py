@@ -9,6 +9,7 @@ from fastai.callback.core import Callback
 from jupyter_client.manager import KernelManager
 from fastddp.all import *
 from fastddp.base import group, rendezvous
+from fastddp.launch import local
 from fastddp.launch.engine import Job
 from fastddp.process import helper, server
 from learners import make_learner
@@ -203,6 +204,23 @@ def test_a_helper_that_dies_is_named():
     works()
 
 
+def test_workers_that_die_before_they_are_ready(monkeypatch):
+    "On GPUs it is asked first whether the helper has touched one"
+    real = local.start_workers
+    def start(ranks, on_gpu, *args): return real(ranks, True, *args)
+    def dying(*args):
+        workers = new(*args)
+        for r, p in workers.procs.items():
+            os.kill(p.pid, signal.SIGKILL)
+            p.join()
+            workers._read(r)        # it was too quick
+        return workers
+    new = local._new_workers
+    monkeypatch.setattr(local, 'start_workers', start)
+    monkeypatch.setattr(local, '_new_workers', dying)
+    with pytest.raises(RankDied, match='SIGKILL'): Local(gpus=[], timeout=20).run(Job.of(me, None), 2)
+
+
 class Destroys(Callback):
     "As code does that was written for a script of one's own"
     def after_epoch(self): torch.distributed.destroy_process_group()
@@ -254,6 +272,21 @@ def other_connections(ctx, _):
 
 def test_only_the_groups_own_connections_are_ours():
     assert Local(gpus=[]).run(Job.of(other_connections, None), 2).results == [(False, True)]*2
+
+
+@pytest.mark.parametrize('method', ['forkserver', 'spawn'])
+def test_files_of_the_working_directory_named_like_pythons_own(method, tmp_path):
+    "`python -c`, by which multiprocess starts processes, looks there first"
+    folder, script = tmp_path/'cwd', tmp_path/'script.py'
+    folder.mkdir()
+    for name in 'random', 'signal', 'tempfile': (folder/f'{name}.py').write_text('raise RuntimeError("not this one")')
+    script.write_text("import sys; sys.path.append('')\n"
+                      "from fastddp.launch.local import Local\nfrom fastddp.launch.engine import Job\n"
+                      "def f(ctx, _): return ctx.rank\n"
+                      "if __name__ == '__main__': print(Local(gpus=[]).run(Job.of(f, None), 2).results)\n")
+    env = os.environ | dict(FASTDDP_PRELOAD='01'[method == 'forkserver'])
+    p = subprocess.run([sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert p.stdout == '[0, 1]\n' and 'not this one' not in p.stderr, p.stderr
 
 
 # The first call in a kernel. The helper's imports last until the test wants them to end, so no clock is asked.

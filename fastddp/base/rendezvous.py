@@ -170,5 +170,5 @@ def leave(
     abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
     if broken and abort and group.backend() == group.native_backend(): abort()
     else:
-        if _ends_with_the_lock(): time.sleep(.02)
+        if _ends_with_the_lock(): time.sleep(.3 if broken else .02)      # after a failure nobody is in a hurry
         torch.distributed.destroy_process_group()

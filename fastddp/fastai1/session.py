@@ -11,6 +11,7 @@ from fastai.basic_train import Recorder
 from fastai.callbacks import LRFinder
 from fastcore.basics import patch
 
+from ..base.checks import check, whole
 from ..base.scoped import own_attrs
 from .loaders import check_v1, step_sizes
 from .snapshot import apply, owners, persistent_refs, snapshot, torch_opt
@@ -57,6 +58,7 @@ class Session(_Session):
     def quiet(self): return wants_no_lines(self.learn)
     def fit(self, epochs, learn, callbacks=None, metrics=None):
         "`basic_train.fit` on the workers; afterwards the learner is as after a local fit"
+        check('epochs', epochs, whole("the number of epochs, a whole number", 0))
         callbacks,metrics = list(callbacks or []),list(metrics or [])
         self.check()
         sent = dict(epochs=self._epochs(epochs, callbacks), options=self.options, metrics=metrics)

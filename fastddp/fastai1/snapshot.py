@@ -16,8 +16,8 @@ from ..base.scoped import without_attrs
 from .loaders import old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl
 from ..launch.training import Baseline, dump_snapshot, dump_state, load_state, model_state
 from ..payload.changes import Changes, update_objects
-from ..payload.state import (apply_grads, apply_model, model_grads, model_tensors, move_opt, opt_attrs,
-                                   opt_owners, picklable_attrs, update_attrs)
+from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, hooked, hooks_of, model_grads,
+                                   model_tensors, move_opt, opt_attrs, opt_owners, picklable_attrs, update_attrs)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #0c2fb97f
@@ -58,8 +58,11 @@ def snapshot(learn, callbacks, known=None, **call):
     bars = [without_attrs(cb, 'pbar') for cb in callbacks]
     without = [picklable_preloaders(), without_attrs(learn, *OVERRIDES), *bars]
     obj = dict(learn=learn, callbacks=list(callbacks), opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
-               grads=model_grads(learn.model), **call)
-    return dump_snapshot(obj, _roots(learn, callbacks), *without, known=known)
+               grads=model_grads(learn.model), hooks=hooks_of(_hooked(learn)), **call)
+    named = _roots(learn, callbacks) | {'the hooks of parameters and optimizer': obj['hooks'][1]}
+    return dump_snapshot(obj, named, *without, known=known)
+
+def _hooked(learn): return hooked(learn, loss_module(learn.loss_func))
 
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"
@@ -69,6 +72,7 @@ def unpack(obj, device):
     for o,attrs in zip(opt_owners(getattr(learn, 'opt', None)), obj['opt_attrs']): vars(o).update(attrs)
     place(learn, device)
     apply_grads(learn.model, obj['grads'])
+    apply_hooks(_hooked(learn), *obj['hooks'])
 
 def place(learn, device):
     "Model, loaders and optimizer state on `device`"
@@ -84,7 +88,7 @@ def torch_opt(learn):
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #8ebd926d
 _LEARNERS = {'data','model','layer_groups','callbacks','callback_fns','metrics','load', *OVERRIDES}
-_STAY = {'pbar','_optimizer_step_pre_hooks','_optimizer_step_post_hooks'}
+_STAY = {'pbar',*OPT_HOOKS}
 
 _MODULES_STAY = {'training','_forward_hooks','_backward_hooks','_forward_pre_hooks','_backward_pre_hooks',
                  '_forward_hooks_with_kwargs','_forward_hooks_always_called','_forward_pre_hooks_with_kwargs',

@@ -17,10 +17,11 @@ from fastai.core import is_listy
 from fastai.torch_core import to_device
 
 from ..base import group
-from .loaders import place_now, shard
+from .loaders import place_now, shard, torch_dl
 from ..shard.gathered_loss import Losses
 from ..shard.loss_part import batch_losses, loss_and_divisor
-from ..shard.rows import by_batch, whole_batch
+from ..shard.rows import built_for, by_batch, whole_batch
+from ..shard.torch_loader import torch_bs
 
 # %% ../../nbs/fastai1/802_validate.ipynb #1940b65c
 _NAMES = ('accuracy','accuracy_thresh','top_k_accuracy','error_rate','mean_absolute_error','mean_squared_error',
@@ -87,6 +88,8 @@ class Validation:
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
         "As v1's; the same on every rank"
         handler = cb_handler or CallbackHandler()
+        if self.whole and built_for(model, torch_bs(torch_dl(dl))):     # on each rank, then
+            return self.real(model, dl, loss_func, handler, pbar, average, n_batch)
         mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
         others = [m for m in handler.metrics if not is_item_mean(m)]
         note = _NoteLoss(loss_func, mine, self.losses.by(loss_func)) if loss_func else None

@@ -181,7 +181,7 @@ def distrib_check(self:Learner,
 _params = [p for k,p in inspect.signature(Learner.distrib_check).parameters.items() if k != 'self']
 # the others mean what they mean in `distrib_ctx`
 _comments = OPTIONS.comments | comments_of(Learner.distrib_check)
-_doc = Learner.distrib_check.__doc__
+_doc = Learner.distrib_check.__doc__ or ''     # python -OO has none
 Learner.distrib_check.__doc__ = '\n\n'.join([_doc, f"Arguments:\n{list_params(_params, _comments)}",
     "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its `same` says whether all "
     "of them agree.",

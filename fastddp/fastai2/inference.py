@@ -24,8 +24,9 @@ from ..base import group
 from ..base.scoped import own_attrs
 from .loader_state import dl_state, follow_original, set_dl_state
 from .loaders import OneRank, shard_dl, why_not
-from .loader_kinds import is_lm
+from .loader_kinds import is_lm, rows_are_streams
 from ..launch.rank0_only import is_kind, is_rank0_only
+from ..shard.rows import built_for
 from ..shard.sharded import is_sharded, original
 from ..shard.split import restore_order
 
@@ -53,7 +54,8 @@ def gatherers(learn):
 
 def stays_here(dl,     # What to predict: a loader, or a list of batches
                cbs=(), # Callbacks that look on
-               n=2     # Number of ranks
+               n=2,    # Number of ranks
+               model=None # What predicts
 ):
     "Why `dl` is predicted by one process, or None; the empty string where that needs no explanation"
     dl = original(dl)
@@ -62,6 +64,8 @@ def stays_here(dl,     # What to predict: a loader, or a list of batches
     if len(dl) < 2: return ''
     if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in cbs):
         return "TensorBoardProjectorCallback writes what the model makes of every batch, from one process."
+    if rows_are_streams(dl, model): return "the model keeps state from batch to batch (it has a `reset`)."
+    if is_lm(dl) and model and built_for(model, dl.bs): return f"the model has a state of {dl.bs} rows."
     if takes_whole(dl): return None
     if any(_wants_batches(cb) for cb in cbs if isinstance(cb, GatherPredsCallback)):
         return "its batches are shared out by rows, so they can't be saved or concatenated as asked."
@@ -173,7 +177,7 @@ def infer_in_group(learn, # The same on all ranks
 ):
     "Validation over `dl` by all ranks; each ends with what one process would have"
     given,dl,n = dl,original(dl),group.world_size()
-    if n == 1 or stays_here(dl, learn.cbs, n) is not None:
+    if n == 1 or stays_here(dl, learn.cbs, n, learn.model) is not None:
         type(learn)._do_epoch_validate(learn, dl=OneRank(dl, common))
         if is_sharded(given): follow_original(given)
         return

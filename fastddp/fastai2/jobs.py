@@ -55,7 +55,8 @@ class NoteProgress(OurCallback):
         self.ctx.mark('first step')
         if self.ctx.rank == 0: self.ctx.reserve(state_size(self.learn))     # by now the optimizer has its state
     def after_train(self):
-        self.progress.lap(sum(total for _,total in getattr(self.dl, 'counts', ())))
+        epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
+        self.progress.lap(sum(total for _,total in epoch.counts[:epoch.done]) if epoch else 0)
         self._enter('epoch')
         self.ctx.beat(self.where())
     def before_fit(self): self.depth += 1

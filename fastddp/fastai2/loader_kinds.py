@@ -10,6 +10,7 @@ __all__ = ['is_lm', 'keeps_state', 'rows_are_streams', 'lay_out', 'text_order', 
 import sys
 
 from fastai.data.load import DataLoader
+from torch.utils.data import SequentialSampler
 
 from ..shard.sharded import clone_loader
 from ..shard.split import global_batch_size, n_chunks, n_own_batches
@@ -25,9 +26,13 @@ def keeps_state(model):
     return callable(getattr(model, 'reset', None))
 
 def rows_are_streams(dl, model):
-    "Do batches of `dl` seem to go on where the last one ended, for a `model` that keeps state?"
-    plain = isinstance(dl, DataLoader) and dl.indexed and not dl.shuffle and dl.drop_last and not is_lm(dl)
-    return plain and keeps_state(model)
+    "Do batches of `dl` seem to go on where the last one ended, for a `model` that keeps state? Then all are full"
+    if is_lm(dl) or not keeps_state(model): return False
+    if isinstance(dl, DataLoader):
+        in_order = dl.indexed and not dl.shuffle and type(dl).get_idxs is DataLoader.get_idxs
+        return in_order and (dl.drop_last or not dl.n%dl.bs)
+    in_order = isinstance(getattr(dl, 'sampler', None), SequentialSampler) and dl.batch_size
+    return bool(in_order) and (dl.drop_last or not len(dl.sampler)%dl.batch_size)
 
 def lay_out(dl):
     "Give `dl`, an `LMDataLoader`, the layout that its constructor makes for `dl.bs` streams"

@@ -8,12 +8,15 @@ __all__ = ['FitCall', 'InferCall', 'Session', 'fit_args', 'enough_epochs']
 # %% ../../nbs/fastai2/728_session.ipynb #85e92040
 import contextlib, inspect, warnings, weakref
 
+from fastai.callback.core import Callback
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 
-from ..base.errors import WorkerError
+from ..base.checks import Check, check, whole
+from ..base.errors import CantDistribute, WorkerError
+from ..base.interrupts import Interrupts, undisturbed
 from .ddp import check_ddp
 from .loader_kinds import rows_are_streams
 from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
@@ -86,10 +89,11 @@ def resumable(self:FitCall):
     learn,old = self.learn,self.learn.opt
     try: yield
     except BaseException as e:
-        if not self.kept: learn.opt = old
-        if self.kept or isinstance(e, (WorkerError,KeyboardInterrupt)): self.leave_point()
+        with Interrupts().noted():      # all ends here anyway
+            if not self.kept: learn.opt = old
+            if self.kept or isinstance(e, (WorkerError,KeyboardInterrupt)): self.leave_point()
         raise
-    self.leave_point()      # the call that it is a part of may be cut off behind it
+    with undisturbed(): self.leave_point()      # the call that it is a part of may be cut off behind it
     if learn not in user_calls: resume_points.pop(learn, None)
 
 @patch
@@ -121,6 +125,9 @@ class Session(_Session):
         self.factories,self.asked_for = factories,asked_for
     def overrides(self): return dict(fit=self.fit, _do_epoch_validate=self.validate)
     def quiet(self): return wants_no_lines(self.learn)
+    def note(self):
+        streams = self.n > 1 and any(rows_are_streams(dl, self.learn.model) for dl in self.learn.dls.loaders[1:])
+        if streams: return "The model keeps state from batch to batch: each worker validates all of it, no faster."
     def check(self):
         if not self.factories[0]: refuse_untrainable(self.learn.model)
         if self.factories[1]: return
@@ -141,11 +148,16 @@ class Session(_Session):
 def _dl_name(i): return f"learn.dls.{('train','valid')[i]}" if i < 2 else f"learn.dls[{i}]"
 
 # %% ../../nbs/fastai2/728_session.ipynb #e6336b08
+_CBS = Check("callbacks, such as [ReduceLROnPlateau()]", lambda cbs: all(isinstance(o, Callback) for o in cbs))
+_EPOCHS = whole("the number of epochs, a whole number", 0)
+
 def fit_args(learn, args, kwargs):
     "What `learn.fit(*args, **kwargs)` gives by name to its class's `fit`, maybe the user's own; objects in `cbs`"
     own,res = inspect.signature(type(learn).fit),{}
     plain = [k for k in inspect.signature(Learner.fit).parameters if k not in own.parameters]
-    for k,v in own.bind(learn, *args, **kwargs).arguments.items():
+    try: bound = own.bind(learn, *args, **kwargs)
+    except TypeError as e: raise CantDistribute(f"fit can't be called like this: {e}.") from None
+    for k,v in bound.arguments.items():
         kind = own.parameters[k].kind
         res |= zip(plain, v) if kind == inspect.Parameter.VAR_POSITIONAL else \
                v if kind == inspect.Parameter.VAR_KEYWORD else {k:v}
@@ -159,6 +171,8 @@ def fit(self:Session, *args, **kwargs):
     learn = self.learn
     asked = fit_args(learn, args, kwargs)
     cbs,n_epoch = asked.pop('cbs'),asked.get('n_epoch')
+    check('cbs', cbs, _CBS)
+    if type(learn).fit is Learner.fit: check('n_epoch', n_epoch, _EPOCHS)
     user_call = user_calls.get(learn)
     if user_call is None: user_call = UserCall('fit', (), {**asked, **(dict(cbs=cbs) if cbs else {})}, self.asked_for)
     if (begin := user_call.next_fit()) is None: return
@@ -193,7 +207,7 @@ def validate(self:Session, ds_idx=1, dl=None):
     "`Learner._do_epoch_validate` on the workers; here, where a launch wouldn't pay"
     learn = self.learn
     dl,gather = learn.dls[ds_idx] if dl is None else dl,gatherers(learn)
-    why = stays_here(dl, learn.cbs, self.n)
+    why = stays_here(dl, learn.cbs, self.n, learn.model)
     if why: _print_stays(learn, why)
     if why is not None: return type(learn)._do_epoch_validate(learn, dl=dl)
     with without_outside(learn): results = self._infer(dl)

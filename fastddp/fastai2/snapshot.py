@@ -20,8 +20,8 @@ from ..shard.sharded import original
 from ..base.scoped import without_attrs
 from ..launch.training import Baseline, dump_snapshot, dump_state, model_state
 from ..payload.changes import Changes
-from ..payload.state import (OPT_STAYS, model_grads, model_tensors, opt_attrs, opt_owners, opt_state, opt_tensors,
-                                   picklable_attrs, without_state)
+from ..payload.state import (OPT_STAYS, hooked, hooks_of, model_grads, model_tensors, opt_attrs, opt_owners,
+                                   opt_state, opt_tensors, picklable_attrs, without_state)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #66a8dfc4
 def all_cbs(learn, cbs=()):
@@ -70,16 +70,19 @@ def snapshot(
     known=None, # As of `dump`
 ):
     "A `Payload`; raises `NotPicklable`, which names what can't travel"
+    objs = hooked(learn, loss_module(learn.loss_func)) if training and not model_factory else ()
     away = (['model','opt'] if model_factory else []) + (['dls','dl'] if dls_factory else [])
     obj = dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
                grads=model_grads(learn.model) if training else {},
                opt_attrs=opt_attrs(learn.opt) if training else [],
-               state=learner_state(learn, opt=training) if model_factory else None)
+               state=learner_state(learn, opt=training) if model_factory else None,
+               hooks=hooks_of(objs))
     loaders = [*learn.dls.loaders, learn.__dict__.get('dl'), call.get('dl')]
     without = [without_attrs(learn, *OVERRIDES, *away), *map(_without_iterator, loaders)]
     if not training: without.append(without_state(learn.opt))
     if dls_factory: without.insert(0, _without_dataset(learn, call))     # while the learner has its loaders
-    return dump_snapshot(obj, {} if away else roots(learn, cbs), *without, known=known)
+    named = {} if away else roots(learn, cbs) | {'the hooks of parameters and optimizer': obj['hooks'][1]}
+    return dump_snapshot(obj, named, *without, known=known)
 
 def _without_iterator(dl): return without_attrs(dl, 'it') if isinstance(dl, DataLoader) else contextlib.nullcontext()
 

@@ -11,7 +11,9 @@ from fastai.data.load import DataLoader
 
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
-from ..payload.state import apply_grads, apply_model, apply_opt, model_tensors, move_opt, opt_owners
+from ..payload.state import (apply_grads, apply_hooks, apply_model, apply_opt, hooked, model_tensors, move_opt,
+                                   opt_owners)
+from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai2/722_unpack.ipynb #09e6b428
 def place_dl(dl, device):
@@ -36,6 +38,7 @@ def unpack(obj, device):
     apply_grads(learn.model, obj['grads'])
     for o,attrs in zip(opt_owners(learn.opt), obj['opt_attrs']): vars(o).update(attrs)
     move_opt(learn.opt, device)
+    if not model_factory: apply_hooks(hooked(learn, loss_module(learn.loss_func)), *obj['hooks'])
     return learn, obj['cbs'], obj['call']
 
 def _build_model(learn, factory, state):

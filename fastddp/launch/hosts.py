@@ -9,6 +9,7 @@ __all__ = ['Command', 'Hosts']
 import contextlib, os, shlex, signal, socket, subprocess, sys
 from functools import partial
 
+from ..base.checks import Check, check_all, is_list, whole
 from ..base.errors import CantDistribute
 from .machine import Machine
 from .machines import Machines
@@ -43,6 +44,14 @@ class Command:
         self._errors.close()
 
 # %% ../../nbs/launch/527_hosts.ipynb #5c826ca0
+_CHECKS = dict(
+    hosts=Check("a list of names of machines, such as ['gpu1', 'gpu2']",
+                lambda v: is_list(v) and all(isinstance(o, str) for o in v),
+                lambda v: f"[{v!r}]" if v.strip() else None),
+    per_node=whole("the ranks on each machine, a whole number from 1 on", 1, none=True),
+    command=Check("a command with {host} and {run} in it, as text", lambda v: isinstance(v, str)),
+    python=Check("the path of the interpreter there, as text", lambda v: v is None or isinstance(v, str)))
+
 class Hosts(Machines):
     "Runs jobs on the machines `hosts`, reached by a command; a context manager that keeps agents and workers warm"
     def __init__(self,
@@ -52,6 +61,7 @@ class Hosts(Machines):
         python=None, # The interpreter there; None: the path of the notebook's
         **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`, `see`, `timeout`
     ):
+        check_all(dict(hosts=hosts, per_node=per_node, command=command, python=python), _CHECKS)
         super().__init__(per_node=per_node, **kwargs)
         self.hosts,self.command,self.python = list(hosts),command,python
         if not self.hosts or len(set(self.hosts)) < len(self.hosts):

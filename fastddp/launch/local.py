@@ -12,6 +12,7 @@ from glob import glob
 from fastcore.basics import patch
 
 from ..base import group
+from ..base.checks import SEE, check
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
 from .settings import notebook_settings
@@ -42,6 +43,7 @@ class Local(Launcher):
         live=True, # Show output while it happens, or all of it in the end
         idle=600., # Seconds after which workers of a block that have nothing to do leave; the next job starts new ones
     ):
+        check('see', see, SEE)
         self.gpus,self.backend,self.threads,self.see,self.live = gpus,backend,threads,see,live
         self.interrupt_grace,self.timeout,self.idle,self.keep_on_failure = interrupt_grace,timeout,idle,keep_on_failure
         self.workers,self._block,self._rendezvous,self._timer = None,None,None,None
@@ -147,9 +149,11 @@ def start_workers(
     if not on_gpu or workers.method == 'spawn': return workers
     ready = {}
     while len(ready) < len(ranks) and not interrupts.n:
-        for r,what,*rest in workers.poll(.1):
-            if what == 'died': return workers      # reported by the wait that follows
-            if what == 'ready': ready[r] = rest[0]
+        news = workers.poll(.1)
+        ready |= {r:rest[0] for r,what,*rest in news if what == 'ready'}
+        if dead := [r for r,what,*_ in news if what == 'died']:
+            workers.tell_again(dead)        # to the wait that follows
+            return workers
     if interrupts.n or not any(ready.values()): return workers
     workers.stop()
     without_helper("a library that the helper process imports touches CUDA")

@@ -8,20 +8,15 @@ __all__ = ['CHECKS', 'RAISES', 'check_method', 'no_attribute', 'comments_of', 'l
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
 import inspect, re
 
-from ..base.checks import Check, check_all, flag, is_whole, near, number, one_of, takes_nothing, whole
+from ..base.checks import (SEE, Check, check_all, flag, is_list, is_whole, near, number, one_of,
+                                 takes_nothing, whole)
 from ..base.errors import CantDistribute
 
 # %% ../../nbs/launch/508_options.ipynb #ce033820
-def _is_list(v): return hasattr(v, '__len__') and hasattr(v, '__getitem__') and not isinstance(v, (str,bytes,dict))
-
 def _likely_gpus(v):
     if is_whole(v): return f"[{v}] (GPU {v})" + (f", or nprocs={v} ({v} workers)" if v else '')
     numbers = re.findall(r'\d+', v)
     return f"[{', '.join(numbers)}]" if numbers else "'all'" if near(v, ['all']) else None
-
-def _likely_ranks(v):
-    if v is None: return '()'
-    return f"({int(v)},)" if is_whole(v) or v.isdigit() else "'all'" if near(v, ['all']) else None
 
 def _is_launcher(v): return v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type)
 
@@ -32,7 +27,7 @@ def _factory(what, example):
 CHECKS = dict(
     nprocs=whole("a whole number of workers, 1 to 1024. Leave nprocs out to use all visible GPUs", 1, 1024, none=True),
     gpus=Check("a list of GPU numbers, such as [0, 1], or 'all'; [] for workers on the CPU",
-               lambda v: v is None or isinstance(v, str) and v == 'all' or _is_list(v) and all(map(is_whole, v)),
+               lambda v: v is None or isinstance(v, str) and v == 'all' or is_list(v) and all(map(is_whole, v)),
                _likely_gpus),
     batch=one_of('per_worker','global'),
     sync_bn=flag(),
@@ -40,9 +35,7 @@ CHECKS = dict(
     dls_factory=_factory('DataLoaders', 'ImageDataLoaders.from_folder(path)'),
     launcher=Check("what runs the job, such as InProcess(); leave it out for processes of this machine", _is_launcher,
                    lambda v: f"{v.__name__}()" if hasattr(v, 'run') else None),
-    see=Check("the ranks whose output is shown, such as (0, 1), or 'all'",
-              lambda v: isinstance(v, str) and v == 'all' or _is_list(v) and all(is_whole(r, 0) for r in v),
-              _likely_ranks),
+    see=SEE,
     restarts=whole("how many times a fit that failed goes on by itself, a whole number from 0 on", 0),
     timeout=number("seconds without a step after which a fit counts as hanging, above 0; None: no limit", none=True))
 
@@ -122,7 +115,7 @@ class Options:
         for k in more:
             if k not in self.further and k not in ours: self.refuse_name(k)
         check_all(given, self.checks)
-        return given
+        return {k:v.tolist() if hasattr(v, 'tolist') else v for k,v in given.items()}      # arrays can't be compared
     def refuse_name(self, name, of='distrib_ctx', own=()):
         "Raises `CantDistribute` for an option or argument that the method `of`, with arguments `own`, doesn't have"
         likely = near(name, [*own, *self.names, *self.further], _ALIASES)
@@ -154,7 +147,7 @@ class Options:
         return {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
     def doc(self, text, intro, params, *more):
         "A docstring that lists `params`"
-        return '\n\n'.join([text, f"{intro}\n{list_params(params, self.comments)}", *more])
+        return '\n\n'.join([text or '', f"{intro}\n{list_params(params, self.comments)}", *more])
     def document(self, f, *more):
         "The options for the docstring of `f`, which takes them"
         f.__doc__ = self.doc(f.__doc__, 'Options, by name:', self.params.values(), *more)

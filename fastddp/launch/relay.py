@@ -6,9 +6,9 @@
 __all__ = ['Relay', 'by_value', 'new_relay', 'Way', 'StoredFrames']
 
 # %% ../../nbs/launch/526_relay.ipynb #5a76d71d
-import collections, contextlib, os, select, subprocess, sys, tempfile, threading
+import collections, contextlib, os, subprocess, sys, tempfile, threading
 
-from ..process.frames import BlockFrames
+from ..process.frames import BlockFrames, connection_ready
 
 # %% ../../nbs/launch/526_relay.ipynb #9ea11feb
 _MOST = 1<<22       # bytes that one call returns
@@ -41,7 +41,7 @@ class Relay:
         fd,res = self.proc.stdout.fileno(),[]
         while data := os.read(fd, _PIPE):
             res.append(data)
-            if sum(map(len, res)) >= _MOST or not select.select([fd], [], [], 0)[0]: break
+            if sum(map(len, res)) >= _MOST or not connection_ready(fd): break
         return b''.join(res)
     def said(self):
         "What else came: errors of Python"

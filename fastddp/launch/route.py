@@ -6,7 +6,10 @@
 __all__ = ['interfaces', 'Listener', 'Route', 'routes_to', 'meeting_point']
 
 # %% ../../nbs/launch/519_route.ipynb #7cb82ac1
-import contextlib, fcntl, hmac, select, socket, struct, threading, time
+import contextlib, hmac, socket, struct, threading, time
+from multiprocess import connection
+try: import fcntl
+except ImportError: fcntl = None    # not on Windows, where there are no workers
 from typing import NamedTuple
 
 # %% ../../nbs/launch/519_route.ipynb #d13145e4
@@ -41,7 +44,7 @@ class Listener:
         self.thread.start()
     def _serve(self):
         while not self.closed:
-            for s in select.select(self.sockets, [], [], .1)[0]:
+            for s in connection.wait(self.sockets, .1):
                 threading.Thread(target=self._answer, args=(s.accept()[0],), daemon=True).start()
     def _answer(self, conn):
         with contextlib.suppress(OSError), conn:

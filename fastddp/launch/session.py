@@ -203,6 +203,8 @@ class Session:
     def quiet(self):
         "Does the learner want no line of ours?"
         return False
+    def note(self):
+        "What else there is to say about the fit, as one line, or None"
     # The life of a call
     @contextlib.contextmanager
     def telling(self, call):
@@ -237,8 +239,8 @@ class Session:
         line = banner(self.n, self.gpus, *sizes, where=self.launcher.where)
         if line != self.last_banner: print_line(line)
         self.last_banner = line
-        note = bn_note(self.learn.model, self.n) if self.options['sync_bn'] and not self.gpus else None
-        if note: print_once(note)
+        bn = bn_note(self.learn.model, self.n) if self.options['sync_bn'] and not self.gpus else None
+        for note in filter(None, (bn, self.note())): print_once(note)
     def print_summary(self, call, result):
         "One line about how long it took; `result` is rank 0's"
         if result['begun'] is None or not result['seconds']: return

@@ -6,7 +6,9 @@
 __all__ = ['SETTINGS', 'Setting', 'notebook_settings', 'take_settings', 'warn_of_left']
 
 # %% ../../nbs/launch/501_settings.ipynb #b15717c3
-import contextlib, os, resource, sys, warnings
+import contextlib, os, sys, warnings
+try: import resource
+except ImportError: resource = None     # not on Windows
 from typing import NamedTuple
 
 import cloudpickle, numpy as np, torch

@@ -6,15 +6,16 @@
 __all__ = ['TorchDDPCtx', 'in_torchddp']
 
 # %% ../../nbs/launch/515_torchddp.ipynb #84cef287
-import contextlib, gc, os
+import contextlib, gc, os, sys
 
 import torch
 from fastcore.basics import patch
 
 from ..base import group, rendezvous
-from ..base.checks import check_all, flag, whole
+from ..base.checks import check_all, flag, near, whole
 from ..base.device import device_module, is_started
 from ..base.errors import CantDistribute
+from ..base.interrupts import undisturbed
 from ..base.scoped import environment
 from .functions import CHECKS, ranch
 from .local import visible_cores
@@ -41,6 +42,9 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         **kwargs
     ):
         given = dict(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu, port=port, num_threads=num_threads)
+        for k in kwargs:
+            likely = near(k, [*given, 'addr', 'timeout'])
+            if likely: raise CantDistribute(f"No option {k}. Did you mean {likely}=?")
         check_all(given, _CHECKS)
         self.world_size,self.base_rank,self.use_gpu = world_size,base_rank,use_gpu
         self.addr,self.port,self.num_threads,self.timeout = addr,port,num_threads,timeout
@@ -48,17 +52,23 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         local,n = _local_rank()
         rank,world_size = local+self.base_rank,self.world_size or n
         _check_ranks(n, world_size, self.base_rank, self.addr or self.port)
-        with contextlib.ExitStack() as undo:
+        self._undo = undo = contextlib.ExitStack()
+        try:
             device = self._use_device(undo, local, n)
             undo.enter_context(self._environment(rank, world_size))
+            undo.push(_leave)
             self._join(rank, world_size, device)
-            self._undo = undo.pop_all()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
-    def __exit__(self, kind, *_):
-        rendezvous.leave(broken=kind is not None)
-        gc.collect()
-        if is_started(): device_module().empty_cache()
-        self._undo.close()
+    def __exit__(self, *raised):
+        with undisturbed(): self._undo.__exit__(*raised)    # whoever watches the others may interrupt just now
+
+def _leave(kind, *_):
+    rendezvous.leave(broken=kind is not None)
+    gc.collect()
+    if is_started(): device_module().empty_cache()
 
 # %% ../../nbs/launch/515_torchddp.ipynb #569bdb33
 @patch

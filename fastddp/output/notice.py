@@ -9,7 +9,7 @@ __all__ = ['hushed', 'print_line', 'end_line', 'print_once', 'Status', 'shorten'
 import contextlib, sys, time
 from types import TracebackType
 
-from .replay import _get_ipython, frontend
+from .replay import _get_ipython, frontend, in_terminal
 
 # %% ../../nbs/output/206_notice.ipynb #a5ff0e9a
 _hushed = False     # are our lines left out now?
@@ -55,7 +55,7 @@ class Status:
         "The line is now `text`"
         if _hushed or text == self._text: return
         if frontend() == 'notebook': self._display(text)
-        elif sys.stdout.isatty(): self._write(text)
+        elif in_terminal(): self._write(text)
         self._text = text
     def _display(self, text):
         data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}    # empty HTML takes no room

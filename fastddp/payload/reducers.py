@@ -52,8 +52,7 @@ def _closed_file(text):
 
 def _hook_handle(pickler, o):
     "torch dumps the handle of a hook whose module is gone, but can't load it"
-    spent = any(ref() is None for ref in o.extra_dict_ref)
-    return (_spent_handle, ()) if spent else _by_cloudpickle(pickler, o)
+    return (_spent_handle, ()) if o.hooks_dict_ref() is None else _by_cloudpickle(pickler, o)
 
 def _spent_handle(): return RemovableHandle(collections.OrderedDict())
 

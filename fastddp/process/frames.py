@@ -10,16 +10,21 @@ import collections, os, pickle, struct, threading, time, zlib
 
 import cloudpickle
 from fastcore.basics import patch
+from multiprocess import connection
 
 from ..payload.shared_memory import Block
 
 # %% ../../nbs/process/409_frames.ipynb #d4297613
-GREETING = b'\nfastddp agent, frames 1\n'
+GREETING = b'\nfastddp agent, frames 2\n'
 _HEAD = struct.Struct('<cII')   # kind, number of bytes, their checksum
 _PIECE = 1<<20                  # bytes of data in one frame
 _PAUSE = 1.                     # seconds without a word, at most
 
-def _frame(kind, data): return _HEAD.pack(kind, len(data), zlib.crc32(data))+data
+def _crc(data): return zlib.crc32(data).to_bytes(4, 'little')
+
+def _frame(kind, data):
+    head = _HEAD.pack(kind, len(data), zlib.crc32(data))
+    return head+_crc(head)+data
 
 def _read_exactly(fd, n):
     "`n` bytes; an EOFError if the stream ends before"
@@ -89,8 +94,7 @@ class Frames:
 
 def connection_ready(fd):
     "Can `fd` be read without waiting?"
-    import select
-    return bool(select.select([fd], [], [], 0)[0])
+    return bool(connection.wait([fd], 0))
 
 # %% ../../nbs/process/409_frames.ipynb #45e2b31e
 class BlockFrames:
@@ -176,7 +180,9 @@ def _read_all(self:Frames):
 
 @patch
 def _read_frame(self:Frames):
-    kind,n,checksum = _HEAD.unpack(_read_exactly(self._in, _HEAD.size))
+    head = _read_exactly(self._in, _HEAD.size)
+    if _read_exactly(self._in, 4) != _crc(head): raise OSError("something else writes to the agent's output there")
+    kind,n,checksum = _HEAD.unpack(head)
     data = _read_exactly(self._in, n)
     if zlib.crc32(data) != checksum: raise OSError("what arrived is not what was sent (checksum)")
     self.heard = time.monotonic()

@@ -57,9 +57,13 @@ def _helper_env():
 # %% ../../nbs/process/406_helper.ipynb #14e3e513
 def _spawn_apart(path, args, passfds):
     "As multiprocess's `spawnv_passfds`, in a session of its own"
+    # `-c` puts the working directory before all else on the import path, and it may have a `random.py`
+    args = [_CWD_LAST+o if before == '-c' else o for before,o in zip(['', *args], args)]
     p = subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True)
     p.returncode = 0        # multiprocess waits for it
     return p.pid
+
+_CWD_LAST = "import sys; sys.path.sort(key=lambda o: o == ''); "
 
 @contextlib.contextmanager
 def starting():

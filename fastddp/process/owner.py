@@ -6,7 +6,7 @@
 __all__ = ['end_with_parent', 'end_forks_with_us', 'new_folder', 'remove_folder', 'private_folder', 'sweep']
 
 # %% ../../nbs/process/401_owner.ipynb #d2b6c4d5
-import atexit, contextlib, ctypes, os, shutil, signal, sys, tempfile, threading
+import atexit, contextlib, ctypes, os, shutil, signal, stat, sys, tempfile, threading
 from glob import escape, glob
 
 try: import fcntl
@@ -84,6 +84,16 @@ def sweep():
     "Removes the folders in the temporary one whose owners are gone"
     if fcntl is None: return
     for lock in [o for p in _PREFIXES for o in glob(os.path.join(escape(tempfile.gettempdir()), f'{p}*', _LOCK))]:
-        with contextlib.suppress(OSError), open(lock, 'rb') as f:
-            fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)     # an OSError if somebody has it
-            shutil.rmtree(os.path.dirname(lock), ignore_errors=True)
+        folder = os.path.dirname(lock)
+        with contextlib.suppress(OSError):
+            if not (_is_own(folder, stat.S_ISDIR) and _is_own(lock, stat.S_ISREG)): continue
+            with open(lock, 'rb', opener=_without_waiting) as f:
+                fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)     # an OSError if somebody has it
+                shutil.rmtree(folder, ignore_errors=True)
+
+def _is_own(path, kind):
+    "Is it this user's, of that kind, and no link? All users of the machine may have put something there"
+    st = os.lstat(path)
+    return kind(st.st_mode) and st.st_uid == os.getuid()
+
+def _without_waiting(path, flags): return os.open(path, flags|os.O_NOFOLLOW|os.O_NONBLOCK)

@@ -29,6 +29,7 @@ def end_helper():
     "Ends the helper, if there is one; who asks for a worker next gets a new one"
     if (pid := helper_pid()) is None: return
     _ended.add(pid)
+    if _has_ended(pid): return      # somebody may have reaped it: the number may be a stranger's
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED|os.WNOWAIT)     # multiprocess reaps it, and so learns that it is gone

@@ -172,6 +172,11 @@ def poll(self:Workers,
     return news
 
 @patch
+def tell_again(self:Workers, ranks):
+    "That these died is news for the next `poll` as well"
+    self._dead -= {*ranks}
+
+@patch
 def waitables(self:Workers):
     "What `poll` waits for, to wait for other things as well"
     there = [r for r in self.procs if r not in self._dead]
@@ -222,7 +227,7 @@ def stop(self:Workers,
     for sig,wait in ((signal.SIGTERM, min(grace,.5)), (signal.SIGKILL, 5)):
         for r in self.alive(): _signal_group(self.procs[r].pid, sig)
         if self.alive(): self._join(wait)
-    for p in self.procs.values(): _signal_group(p.pid, signal.SIGKILL)   # what a worker left in its session
+    for p in self.procs.values(): _end_rest(p.pid)
     self._free()
 
 @patch
@@ -241,6 +246,12 @@ def _free(self:Workers):
     survivors = [p.pid for p in self.procs.values() if p.is_alive()]
     self.procs,self.pipes = {},{}
     if survivors: warnings.warn(f"fastddp: processes {survivors} could not be ended; a GPU call may be stuck in them")
+
+def _end_rest(pid):
+    "Ends what a worker left in its group. If there is a process `pid`, nothing is left, and it is a stranger's"
+    try: os.kill(pid, 0)
+    except ProcessLookupError: _signal_group(pid, signal.SIGKILL)
+    except PermissionError: pass
 
 def _signal_group(pid, sig):
     "A worker leads its own group; before it gets that far, the process alone"

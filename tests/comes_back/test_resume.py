@@ -5,6 +5,7 @@ from fastai.callback.core import Callback
 from torch import nn
 from faults import OneFault
 from fastddp.all import CantDistribute, RankDied, RankRaised
+from fastddp.fastai2 import resume
 from fastddp.process.workers import Workers
 from learners import make_learner, mlp
 from spread import long_but
@@ -60,6 +61,20 @@ def test_goes_on(cut, tmp_path, undisturbed):
     learn.distrib_resume()
     assert history(learn) == undisturbed
     with pytest.raises(CantDistribute, match='Nothing to resume'): learn.distrib_resume()
+
+
+@pytest.mark.parametrize('cut', ['interrupt in an epoch', 'death'])
+def test_a_second_interrupt_while_the_place_is_noted(cut, tmp_path, undisturbed, monkeypatch):
+    *fault, raised, _, _ = CUTS[cut]
+    learn, noted = learner(tmp_path, *fault), resume.ResumePoint.noted
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        return noted(*args)
+    with monkeypatch.context() as m:
+        m.setattr(resume.ResumePoint, 'noted', interrupted)
+        with pytest.raises(raised): train(learn)
+    learn.distrib_resume()
+    assert history(learn) == undisturbed
 
 
 def test_goes_on_by_itself(tmp_path, undisturbed, capsys):

@@ -376,3 +376,35 @@ def ends_at_once(ctx, obj):
     if ctx.rank == 1: os._exit(4)
     ctx.beat('step 1')
     return group.all_sum([0])
+
+
+def test_the_sweep_touches_what_is_ones_own_alone(tmp_path):
+    "Others may put a FIFO or a link there, on which one would wait or which leads elsewhere"
+    elsewhere = tmp_path/'elsewhere'
+    for o in 'fastddp-gone', 'fastddp-fifo', 'fastddp-link', 'fastddp-others', 'elsewhere': (tmp_path/o).mkdir()
+    os.mkfifo(tmp_path/'fastddp-fifo'/'owner')
+    for o in 'fastddp-gone', 'fastddp-others', 'elsewhere': (tmp_path/o/'owner').touch()
+    (tmp_path/'fastddp-link'/'owner').symlink_to(elsewhere/'owner')
+    (tmp_path/'fastddp-there').symlink_to(elsewhere)
+    if os.getuid() == 0: os.chown(tmp_path/'fastddp-others', 12345, 12345)
+    env = os.environ | dict(TMPDIR=str(tmp_path))
+    sweeps = 'from fastddp.process.owner import sweep; sweep()'
+    subprocess.run([sys.executable, '-c', sweeps], env=env, check=True, timeout=60)
+    left = {o.name for o in tmp_path.iterdir()}
+    others = {'fastddp-others'} if os.getuid() == 0 else set()
+    assert left == {'fastddp-fifo', 'fastddp-link', 'fastddp-there', 'elsewhere'} | others
+    assert (elsewhere/'owner').exists()
+
+
+def test_a_number_that_is_a_strangers_by_now(monkeypatch):
+    "The system gives the number of a process that is gone to another one"
+    with Local(gpus=[], see=(), keep_on_failure=True) as local:
+        local.run(Job.of(add, torch.ones(3)), 2)
+        p = local.workers.procs[1]
+        os.kill(p.pid, signal.SIGKILL)
+        while local.workers.alive() != [0]: local.workers.poll(1)
+        with subprocess.Popen(['sleep', '60'], start_new_session=True) as stranger:
+            monkeypatch.setattr(p._popen, 'pid', stranger.pid)
+            local.close()
+            with pytest.raises(subprocess.TimeoutExpired): stranger.wait(.5)
+            stranger.kill()

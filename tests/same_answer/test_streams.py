@@ -9,6 +9,7 @@ from fastai.metrics import Perplexity
 from fastai.optimizer import SGD
 from fastai.text.data import LMDataLoader
 from fastai.text.models import AWD_LSTM, awd_lstm_lm_config, get_language_model
+from torch import nn
 from fastddp.all import *
 from learners import seed_all
 
@@ -46,3 +47,27 @@ def test_a_language_model_equals_one_process(n):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     for a, b in zip(many.recorder.values, one.recorder.values, strict=True):
         assert list(a[1:]) == pytest.approx(list(b[1:]), rel=1e-5)
+
+
+class FixedRows(nn.Module):
+    "Its state has the batch size built in"
+    def __init__(self, bs):
+        super().__init__()
+        self.emb, self.rnn, self.out = nn.Embedding(20, 6), nn.RNN(6, 8, batch_first=True), nn.Linear(8, 20)
+        self.h = torch.zeros(1, bs, 8)
+    def reset(self): self.h.zero_()
+    def forward(self, x):
+        res, h = self.rnn(self.emb(x), self.h)
+        self.h = h.detach()
+        return self.out(res)
+
+
+def test_a_language_model_for_its_batch_size_alone():
+    "Each worker has b of the streams, and outside of a fit b streams are validated in the notebook"
+    learn = lm_learner(4)
+    learn.remove_cbs([o for o in learn.cbs if isinstance(o, (RNNCallback, RNNRegularizer))])
+    learn.model = FixedRows(4)
+    with learn.distrib_ctx(nprocs=2):
+        learn.fit(1, .1)
+        got = list(learn.validate())
+    assert got == pytest.approx(list(learn.validate()), abs=1e-6)

@@ -161,6 +161,40 @@ def test_validation_keeps_the_rows_of_a_model_with_state(batch, two):
     assert any("batch='global'" in str(w.message) for w in caught) == (batch == 'per_worker')
 
 
+class FixedRows(nn.Module):
+    "The course's: its state has the batch size built in"
+    def __init__(self, bs=4):
+        super().__init__()
+        self.rnn, self.out, self.h = nn.RNN(2, 3, batch_first=True), nn.Linear(3, 3), torch.zeros(1, bs, 3)
+    def reset(self): self.h.zero_()
+    def forward(self, x):
+        res, h = self.rnn(x.view(-1, 2, 2), self.h)
+        self.h = h.detach()
+        return self.out(res[:, -1])
+
+
+LOADERS = {'fastai': lambda ds: DataLoader(ds, bs=4, drop_last=True), 'full': lambda ds: DataLoader(ds, bs=4),
+           'torch': lambda ds: TorchLoader(ds, batch_size=4, drop_last=True)}
+
+
+@pytest.mark.parametrize('kind', LOADERS)
+def test_a_state_with_the_batch_size_built_in(kind, two, capsys, monkeypatch):
+    "Each worker trains with the loader's batch, and validates the loader's batches"
+    monkeypatch.setattr('fastddp.output.notice._said', set())
+    n_valid = 24 if kind == 'full' else 23
+    learn = learner(train=48, valid=n_valid, model=FixedRows(), cbs=ModelResetter(), metrics=accuracy)
+    learn.dls = DataLoaders(*(LOADERS[kind](dl.dataset) for dl in learn.dls.loaders))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        learn.distrib_fit(2, nprocs=2, launcher=two)
+    assert any("batch='global'" in str(w.message) for w in caught)
+    assert 'each worker validates all of it' in capsys.readouterr().out
+    told = list(learn.recorder.values[-1][1:])
+    here = list(learn.validate())
+    assert told == pytest.approx(here, abs=1e-6)
+    with learn.distrib_ctx(nprocs=2, launcher=two): assert list(learn.validate()) == pytest.approx(here, abs=1e-6)
+
+
 # ---- a callback changes the loader
 
 class Grows(Callback):

@@ -101,6 +101,22 @@ def test_segmentation(tmp_path):
     torch.testing.assert_close(preds, alone, rtol=0, atol=1e-5)
 
 
+def test_unet(tmp_path):
+    "The course's lessons on segmentation and super-resolution: hooks of its encoder's modules travel along"
+    path = pictures(tmp_path/'i', 16)
+    masks = masked(path)
+    data = (SegmentationItemList.from_folder(path).split_by_idx(VALID[:4])
+            .label_from_func(lambda f: masks/f.name, classes=['a', 'b'])
+            .transform([[], []], tfm_y=True, size=32).databunch(bs=3, num_workers=0).normalize(imagenet_stats))
+    learn = unet_learner(data, models.resnet18, pretrained=False, metrics=dice)
+    for _ in range(2):
+        before = [p.clone() for p in learn.model.parameters()]
+        learn.distrib_fit_one_cycle(1, 1e-3, nprocs=2)
+        assert any(not torch.equal(p, q) for p, q in zip(before, learn.model.parameters()))
+    got, here = learn.recorder.val_losses[-1], learn.validate()[0]
+    assert float(got) == pytest.approx(float(here), rel=1e-4)
+
+
 def foreground(out, y):
     "A metric of the lesson's kind: a mean over the pixels of a batch that are not background"
     y = y.squeeze(1)
@@ -202,6 +218,33 @@ def test_language_model_is_streams(tmp_path):
     assert two.data.train_dl.dataset.bs == 4
     with two.distrib_ctx(nprocs=2): got = two.validate()
     np.testing.assert_allclose([float(o) for o in got], [float(o) for o in two.validate()], atol=1e-5)
+
+
+class FixedRows(nn.Module):
+    "The course's RNN from scratch: its state has the batch size built in"
+    def __init__(self, n_words, bs, nh=6):
+        super().__init__()
+        self.i_h, self.h_h, self.h_o = nn.Embedding(n_words, nh), nn.Linear(nh, nh), nn.Linear(nh, n_words)
+        self.h = torch.zeros(bs, nh)
+    def train(self, mode=True):
+        self.h = torch.zeros_like(self.h)
+        return super().train(mode)
+    def forward(self, x):
+        res, h = [], self.h
+        for i in range(x.shape[1]):
+            h = torch.tanh(self.h_h(h+self.i_h(x[:, i])))
+            res.append(h)
+        self.h = h.detach()
+        return self.h_o(torch.stack(res, dim=1))
+
+
+def test_a_state_with_the_batch_size_built_in(tmp_path):
+    seed()
+    data = lm_data(tmp_path, 4)
+    learn = Learner(data, FixedRows(len(data.vocab.itos), 4), loss_func=CrossEntropyFlat(), metrics=accuracy)
+    learn.distrib_fit(2, 1e-2, nprocs=2)
+    with learn.distrib_ctx(nprocs=2): got = learn.validate()
+    assert [float(o) for o in got] == pytest.approx([float(o) for o in learn.validate()], abs=1e-6)
 
 
 def reviews(n, lengths):

@@ -32,6 +32,26 @@ def test_an_optimizers_own_attributes_go_on():
     for s, t in zip(a.slow, b.slow, strict=True): torch.testing.assert_close(s, t, rtol=1e-5, atol=1e-5)
 
 
+def test_hooks_travel_and_stay():
+    "Frozen rows of a weight, by a hook of it, and one of torch's optimizer"
+    def make(bs):
+        learn = plain(bs, opt_func=partial(torch.optim.SGD, momentum=.9))
+        learn.create_opt(1e-2)
+        learn.frozen = learn.model[0].weight.register_hook(lambda g: g*(torch.arange(8) < 4).float()[:, None])
+        learn.opt.opt.register_step_post_hook(shrink)
+        return learn
+    two, one = pair(make, twice)
+    same_weights(two, one)
+    weight = two.model[0].weight
+    assert len(weight._backward_hooks) == len(two.opt.opt._optimizer_step_post_hooks) == 1
+    two.frozen.remove()
+    assert not weight._backward_hooks
+
+
+def shrink(opt, args, kwargs):
+    with torch.no_grad(): opt.param_groups[0]['params'][0].mul_(.9)
+
+
 class Grows(LearnerCallback):
     "A buffer, and a layer that the optimizer trains"
     def on_train_begin(self, **kwargs):
