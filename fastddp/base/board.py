@@ -64,6 +64,7 @@ class Board:
     ):
         "What each rank says at this meeting: a tuple of `SIZE` numbers for each, in rank order. Every rank calls it"
         if self.n == 1: return [tuple(map(float, numbers)) + (0.,)*(SIZE-len(numbers))]
+        group.check_group()
         self.no += 1
         self.page.write(self.rank, self.no, numbers)
         if self.hosts is not None: self._bring_other_hosts(limit)

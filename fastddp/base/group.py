@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key', 'native_backend',
-           'backend_for', 'backend', 'own_device', 'import_for_ddp', 'all_gather', 'all_sum', 'barrier', 'subgroup',
-           'sum_in', 'sum_', 'gather', 'gather_tree', 'broadcast_', 'average_']
+           'backend_for', 'backend', 'own_device', 'import_for_ddp', 'check_group', 'all_gather', 'all_sum', 'barrier',
+           'subgroup', 'sum_in', 'sum_', 'gather', 'gather_tree', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
 import collections, contextlib, importlib, operator, os, sys, time
@@ -102,7 +102,7 @@ def _note_fork():
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_note_fork)
 
-def _check_group():
+def check_group():
     "Refuses what would wait for ever: a group that user code has ended, a fork that leaves a callback by an exception"
     if _left_behind: raise RuntimeError("This process was forked from a rank, and is in no group itself.")
     if joined and not in_group():
@@ -113,7 +113,7 @@ def all_gather(
     t, # A tensor on `own_device()`
 ):
     "The `t` of every rank, of one shape and type, on that device"
-    _check_group()
+    check_group()
     parts = [torch.empty_like(t) for _ in range(world_size())]
     with _let_go([t, *parts]): torch.distributed.all_gather(parts, t)
     return parts
@@ -124,7 +124,7 @@ def all_sum(
     values, # Numbers, as many on each rank
 ):
     "Element-wise sum over ranks as a list of floats, in float64, identical to the bit on every rank"
-    _check_group()
+    check_group()
     if world_size() == 1: return [float(v) for v in values]
     t = torch.tensor([float(v) for v in values], dtype=torch.float64, device=own_device())
     return torch.stack(_all_gather(t)).sum(0).tolist()
@@ -143,7 +143,7 @@ def sum_in(t, members):
 
 def sum_(t):
     "Sums `t` in place over all ranks, on its own device where the backend can: there the host doesn't wait"
-    _check_group()
+    check_group()
     if world_size() == 1: return
     sent = t.to(own_device())
     with _let_go([sent]): torch.distributed.all_reduce(sent)
@@ -179,7 +179,7 @@ def _flat_groups(tensors):
 
 def _change_as_one(tensors, change):
     "Applies `change` in place to all `tensors` of one kind as one flat tensor"
-    _check_group()
+    check_group()
     for ts in _flat_groups(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in ts])
         sent = flat.to(own_device())

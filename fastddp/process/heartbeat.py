@@ -79,7 +79,8 @@ def job_stack(text):
     return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
 
 # Where a rank is that waits for the others: in a collective, or in a backward whose all-reduce is not through
-_WAITS = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py','_engine_run_backward','torch/autograd/graph.py')
+_WAITS = ('fastddp/base/board.py','distributed_c10d.py',
+          'torch/nn/parallel/distributed.py','_engine_run_backward','torch/autograd/graph.py')
 
 def waits(stack):
     "Do the two innermost frames of a `job_stack` wait for other ranks?"

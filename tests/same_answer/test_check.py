@@ -59,7 +59,8 @@ def test_torch_loaders(two):
 def root(pred, y): return ((pred.sum(1)-y)**2).mean().sqrt()
 
 
-@pytest.mark.parametrize('loss_func,kind', [(nn.CrossEntropyLoss(), 'a mean over items'), (nn.CrossEntropyLoss(reduction='sum'), 'a sum over items'),
+@pytest.mark.parametrize('loss_func,kind', [(nn.CrossEntropyLoss(), 'a mean over items'),
+                                            (nn.CrossEntropyLoss(reduction='sum'), 'a sum over items'),
                                             (nn.CrossEntropyLoss(torch.ones(3)), 'a mean over its weights'),
                                             (root, 'computed over the predictions and targets of all workers')])
 def test_the_kind_of_loss_is_named(two, loss_func, kind, capsys):
