@@ -1289,6 +1289,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync._has_loss': ( 'fastai2/step.html#stepsync._has_loss',
                                                                                    'fastddp/fastai2/step.py'),
+                                      'fastddp.fastai2.step.StepSync._has_weights': ( 'fastai2/step.html#stepsync._has_weights',
+                                                                                      'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync._is_there': ( 'fastai2/step.html#stepsync._is_there',
                                                                                    'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync._meet': ( 'fastai2/step.html#stepsync._meet',

@@ -97,10 +97,10 @@ class Board:
         for r,row in enumerate(rows.tolist()):
             if r not in self.here: self.page.write(r, self.no, row)
 
-_SPIN,_LONGEST = 5e-5,5e-3     # seconds without a pause, seconds of the longest one
+_SPIN,_LONGEST = 2e-3,5e-3     # seconds in which others get the core in turn, seconds of the longest pause
 
 def _pause(waited):
-    if waited > _SPIN: time.sleep(min(max(waited/20, 5e-5), _LONGEST))
+    if waited > _SPIN: time.sleep(min(waited/20, _LONGEST))
     elif hasattr(os, 'sched_yield'): os.sched_yield()
 
 # %% ../../nbs/base/010_board.ipynb #1ba407bf

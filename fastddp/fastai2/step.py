@@ -59,7 +59,7 @@ class StepSync(OurCallback):
         **ddp_kwargs  # What the user asks DDP for
     ):
         self.together,self.losses,self.n = together,losses,group.world_size()
-        self.overlapped = Overlapped(lambda: self.learn.model, alike, **ddp_kwargs)
+        self.overlapped = Overlapped(lambda: self.learn.model, self.params, alike, **ddp_kwargs)
         self.passes = Passes(self.params, self.weigh, self.agree, self.overlapped, self.is_own)
         self.on_device = is_accelerator     # `on_device(device)`: are numbers there summed without the host?
         self.accumulating = None    # the `GradientAccumulation`, if there is one
@@ -79,8 +79,12 @@ class StepSync(OurCallback):
         self.made = None        # node of what the loss function made, and nodes of the predictions
         self.gathered = None    # items of this rank in a loss that was gathered
         self.plain = None       # the learner's own loss function, while a gathered one is in its place
+        self._params = None     # what this batch trains
 
-    def params(self): return [*self.learn.model.parameters(), *self.overlapped.more]
+    def params(self):
+        "What is trained; asked once in a batch"
+        if self._params is None: self._params = [*self.learn.model.parameters(), *self.overlapped.more]
+        return self._params
     def is_own(self, loss): return loss is vars(self.learn).get('loss_grad')
     def is_flat(self): return self.always_flat or self.accumulating is not None
 
@@ -145,15 +149,21 @@ def weigh(self:StepSync, loss, first):
     except BaseException:
         self.previous_loss()
         raise
-    own,scale,weights = self.part.own,self.scale,weighting(self.plain or self.learn.loss_func)
+    own,scale = self.part.own,self.scale
     if isinstance(own, torch.Tensor):
         # only the device knows whether the weights of this rank's items are all zero
-        if first and weights and weights[0] is not None: self._without_nan(own)
+        if first and self._has_weights(): self._without_nan(own)
         return torch.where(own > 0, loss, 0.)*scale
     if own: return loss if isinstance(scale, float) and scale == 1. else loss*scale
     # None of this rank's items counts: its loss may be no number, and class weights of zero no gradients
-    if weights and weights[0] is not None: return zero_loss(self.params())
+    if self._has_weights(): return zero_loss(self.params())
     return torch.where(loss.new_zeros(()) > 0, loss, 0.)
+
+@patch
+def _has_weights(self:StepSync):
+    "Has the loss class weights?"
+    weights = weighting(self.plain or self.learn.loss_func)
+    return bool(weights) and weights[0] is not None
 
 @patch
 def _without_nan(self:StepSync, own):
@@ -190,9 +200,10 @@ def _own_part(self:StepSync):
 @patch
 def _numbers(self:StepSync, loss):
     "What the others need of this rank's loss: for the board, and for an all-reduce on the device (None: not there)"
-    value = loss.detach().as_subclass(torch.Tensor).float().mean()
-    if self._is_there(): return {}, (self.part.value(value), self.part.own)
-    return dict(own=self.part.own, value=self.part.value(value.item())), None
+    loss = loss.detach().as_subclass(torch.Tensor)      # fastai's kinds of tensors make each operation slower
+    if loss.ndim: loss = loss.float().mean()
+    if self._is_there(): return {}, (self.part.value(loss.float()), self.part.own)
+    return dict(own=self.part.own, value=self.part.value(loss.item())), None
 
 @patch
 def _use(self:StepSync, said, there):
@@ -201,11 +212,13 @@ def _use(self:StepSync, said, there):
     self.scale = self.part.scale(total, self.n)
     if self.accumulating is not None: self.scale = self.scale*self.items()/find_bs(self.learn.yb)
     if not self._has_loss(): return
-    self.learn.loss = self.learn.loss.new_tensor(0.) + self.part.whole(value, total)
+    whole = self.part.whole(value, total)
+    if isinstance(whole, torch.Tensor): self.learn.loss = whole.to(self.learn.loss.dtype)
+    else: self.learn.loss = self.learn.loss.new_tensor(whole)
     self.loss_is_whole = True
 
 @patch
-def _device(self:StepSync): return next(self.learn.model.parameters()).device
+def _device(self:StepSync): return self.params()[0].device
 
 @patch
 def _is_there(self:StepSync): return self.on_device(self._device())

@@ -30,11 +30,13 @@ class Overlapped:
     "Averages the gradients of a backward pass over ranks, by DDP"
     def __init__(self,
         model,        # Called without arguments: the learner's model
+        params=None,  # Called without arguments: all that is trained; default: the model's parameters
         alike=False,  # Did all ranks load the same weights?
         comm_hook=None, # `(state, bucket)`: a communication hook of DDP's, such as `bf16_compress_hook`
         **ddp_kwargs  # What the user asks DDP for
     ):
         self.model,self.alike,self.ddp_kwargs = model,alike,ddp_kwargs
+        self.params = params or (lambda: [*model().parameters()])
         self.comm_hook = comm_hook
         self.more = []          # parameters that are trained beside the model's: those of the loss
         self.ddp = None         # the DDP module
@@ -55,8 +57,7 @@ class Overlapped:
 
     def config(self):
         "What a DDP module is made for"
-        model = self.model()
-        return id(model), [p.requires_grad for p in model.parameters()], [*map(id, self.more)], self.find_unused
+        return id(self.model()), [p.requires_grad for p in self.params()], [*map(id, self.more)], self.find_unused
 
     def search(self):
         "From the next pass on DDP searches for parameters without a gradient; on all ranks at the same moment"
@@ -64,7 +65,7 @@ class Overlapped:
 
     def backward(self, real, loss, *args, **kwargs):
         "The backward pass of `loss`, by the function `real`; afterwards each gradient is the mean over ranks"
-        bare = [p for _,p in self.trainable() if p.grad is None]
+        bare = [p for p in self.params() if p.grad is None]
         real(self.ddp(loss), *args, **kwargs)
         if not self._is_complete(): self._complete(real, loss, bare)
 
