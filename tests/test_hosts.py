@@ -13,6 +13,7 @@ from test_interrupt import AfterThat, number, wait_for
 from traces import running
 from two_hosts import Hosts, leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, RankDied, RankRaised
+from fastddp.base import board
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
 from fastddp.process.owner import sweep
@@ -80,6 +81,18 @@ def test_ranks_know_where_they_are(hosts, monkeypatch):
     assert {(o['LOCAL_WORLD_SIZE'], o['MINE'], o['cwd'], o['total']) for o in res} == {('2', 'yes', os.getcwd(), 1e5)}
     nets = [o['net'] for o in res]
     assert nets[0] == nets[1] != nets[2] == nets[3] and os.readlink('/proc/self/ns/net') not in nets
+
+
+def at_the_board(ctx, _):
+    b = board.of_group()
+    return [*b.here], b.hosts is not None, [row[:2] for row in b.meet([ctx.rank, .5])]
+
+
+def test_the_ranks_meet_over_one_page_per_host_and_one_exchange(hosts):
+    ranks = hosts.run(Job.of(at_the_board, None), 4).results
+    assert [here for here, *_ in ranks] == [[0, 1]]*2 + [[2, 3]]*2
+    assert [leads for _, leads, _ in ranks] == [True, False, True, False]
+    assert all(said == [(r, .5) for r in range(4)] for *_, said in ranks)
 
 
 def test_a_block(hosts):

@@ -1,6 +1,7 @@
 "Processes that lack what most have: output, docstrings, low descriptors, modules of Unix."
 import os, subprocess, sys
 import pytest
+from spread import long_but
 
 FIT = '''
 import sys
@@ -29,7 +30,7 @@ ODD = dict(no_output=('sys.stdout = sys.stderr = None', *ON_WORKERS),
            windows=('pass', 'fit(1)', 'make().distrib_fit(1, nprocs=1)'), no_docstrings=('pass', *ON_WORKERS))
 
 
-@pytest.mark.parametrize('what', ODD)
+@pytest.mark.parametrize('what', long_but(ODD, 'windows'))
 def test_it_trains_all_the_same(what, tmp_path):
     before, fit, more = ODD[what]
     script, args = tmp_path/'script.py', ['-OO'] if what == 'no_docstrings' else []

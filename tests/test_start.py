@@ -13,6 +13,7 @@ from fastddp.launch import local
 from fastddp.launch.engine import Job
 from fastddp.process import helper, server
 from learners import make_learner
+from spread import long_but
 
 
 CRASH = '''
@@ -274,7 +275,7 @@ def test_only_the_groups_own_connections_are_ours():
     assert Local(gpus=[]).run(Job.of(other_connections, None), 2).results == [(False, True)]*2
 
 
-@pytest.mark.parametrize('method', ['forkserver', 'spawn'])
+@pytest.mark.parametrize('method', long_but(['forkserver', 'spawn'], 'forkserver'))
 def test_files_of_the_working_directory_named_like_pythons_own(method, tmp_path):
     "`python -c`, by which multiprocess starts processes, looks there first"
     folder, script = tmp_path/'cwd', tmp_path/'script.py'
