@@ -3383,7 +3383,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastddp/shard/gathered_loss.py')},
             'fastddp.shard.items': { 'fastddp.shard.items.Items': ('shard/items.html#items', 'fastddp/shard/items.py'),
                                      'fastddp.shard.items.Items.given': ('shard/items.html#items.given', 'fastddp/shard/items.py'),
-                                     'fastddp.shard.items.Items.pick': ('shard/items.html#items.pick', 'fastddp/shard/items.py'),
                                      'fastddp.shard.items._Scaled': ('shard/items.html#_scaled', 'fastddp/shard/items.py'),
                                      'fastddp.shard.items._Scaled.backward': ( 'shard/items.html#_scaled.backward',
                                                                                'fastddp/shard/items.py'),

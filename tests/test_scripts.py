@@ -130,6 +130,7 @@ print('OF V1', [m for m in sys.modules if m.startswith('fastddp.fastai1')])
 """
 
 
+@pytest.mark.full
 def test_a_plain_script_needs_no_main_guard(tmp_path):
     "and its helper imports what the script has, not all of fastai: the first fit would wait for that"
     script = tmp_path/'train.py'

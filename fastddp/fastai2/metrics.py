@@ -78,6 +78,7 @@ class _Phase:
     def __init__(self, m, learn, training, how=None):
         self.m,self.reducer = m,reducer_for(m)
         self.notes = []     # `BatchNote` of each batch
+        self.seen = 0       # positions of earlier batches in a validation
         self.kept = []      # `KeptBatch` of each, for a replay
         self.losses = []    # for `batch_losses`
         how,f = how or Losses(),learn.loss_func
@@ -92,8 +93,10 @@ class _Phase:
     def __call__(self, learn):
         bs = find_bs(learn.yb)
         n = learn.dl.counts[learn.iter][0] if learn.training else bs
+        # a callback may have left items out, or doubled them
+        pos,self.seen = learn.dl.idxs[-n:] if learn.training else learn.dl.idxs[self.seen:],len(learn.dl.idxs)
         if not n: return
-        pos = learn.dl.idxs[-n:]
+        if len(pos) and bs%len(pos): pos = pos[:bs]
         note = BatchNote(pos, batch_number(learn, pos))
         self.notes.append(note)
         pred,yb = learn.pred,learn.yb

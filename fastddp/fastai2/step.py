@@ -95,7 +95,7 @@ class StepSync(OurCallback):
         self._begin()
         self.accumulating = accumulation(self.learn)
         self.passes.open()
-        self.passes.flat,self.passes.gathers = self.is_flat(),not self.reduces()
+        self.passes.flat = self.is_flat()
     def after_pred(self): self.together.mid_batch = True
     def after_loss(self):
         if not self.checked: self.made = getattr(self.loss_grad, 'grad_fn', None),_nodes_of(self.pred)
@@ -128,7 +128,7 @@ def items(self:StepSync):
 def reduces(self:StepSync):
     "Are gradients averaged in this batch? Not while they only pile up"
     acc = self.accumulating
-    return acc is None or acc.count+true_counts(self.learn)[1] >= acc.n_acc
+    return acc is None or acc.count+self.items() >= acc.n_acc
 
 class CountAll(OurCallback):
     "Lets `GradientAccumulation` count the global batch's items"
@@ -179,7 +179,7 @@ def _has_loss(self:StepSync):
 @patch
 def _meet(self:StepSync, loss):
     if not self.checked: self._check_terms(loss)
-    self.part = self._own_part()
+    self.part,self.passes.gathers = self._own_part(),not self.reduces()
     numbers,there = self._numbers(self.learn.loss if self._has_loss() else loss)
     said = self.together.meet(BATCH, self.learn.iter, known=1., **self._of_graph(loss), **numbers)
     self.met,self.together.mid_batch = True,False
@@ -238,7 +238,7 @@ def attend(self:StepSync):
     self._decide(said)
     if not said.sum('known'): return
     if self._is_there(): self._sum_there()
-    if not self.passes.gathers: self.passes.average()
+    if self.reduces(): self.passes.average()
 
 @patch
 def agree(self:StepSync, mask):

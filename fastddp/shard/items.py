@@ -64,10 +64,6 @@ class Items(NamedTuple):
     positions:list  # Of its items, in the order of one process
     layouts:list    # Of its tensors
     tensors:list    # One row for each item, where there are items
-    def pick(self, rows):
-        "Those of these items"
-        ts = [t[rows] if l else t for t,l in zip(self.tensors, self.layouts)]
-        return Items([self.positions[i] for i in rows], self.layouts, ts)
     def given(self):
         "Its tensors as the loss function gets them"
         return [as_given(t, l) for t,l in zip(self.tensors, self.layouts)]

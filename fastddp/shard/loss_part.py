@@ -12,6 +12,7 @@ import torch
 
 from ..base import group
 from .loss import loss_divisor, sums_up
+from .split import loss_weight
 
 # %% ../../nbs/shard/306_loss_part.ipynb #1663fb35
 class LossPart(NamedTuple):
@@ -25,7 +26,7 @@ class LossPart(NamedTuple):
         "Factor on this rank's loss, so that the mean over ranks is that of the global batch"
         if self.sums: return n*self.own
         if isinstance(total, torch.Tensor): return torch.where(total > 0, n*self.own/total, 0.)
-        return n*self.own/total if total else 0.
+        return loss_weight(self.own, total, n)
     def value(self, loss):
         "What this rank adds to the sum that makes the global loss"
         # the mean over nothing is not a number

@@ -74,8 +74,8 @@ def train_shard(batch, rank, n):
     return pad_shard(shard_batch(batch,rank,n), batch, n)
 
 # %% ../../nbs/shard/300_split.ipynb #9f4d4a6d
-def loss_weight(count, # Items of this rank that count
-                total, # Items of the global batch
+def loss_weight(count, # What this rank's mean is over: items, or their weights
+                total, # The same of the global batch
                 n      # Number of ranks
 ):
     "Factor on a rank's mean loss, so that the mean over ranks is the mean over the global batch"

@@ -318,6 +318,7 @@ def descriptors():
     return len(os.listdir('/proc/self/fd'))
 
 
+@pytest.mark.full
 def test_many_runs_in_one_block_leave_no_files():
     job = Job.of(add, torch.ones(3))
     with Local(gpus=[], see=()) as local:
