@@ -114,7 +114,7 @@ def of_group():
     return _board
 
 def close():
-    "Ends the waiting at the board, whoever waits; the next group has another one"
+    "Ends all waiting at the board; the next group has a board of its own"
     global _board,_of
     if _board is not None: _board.closed = True
     _board = _of = None

@@ -208,7 +208,7 @@ def acts_late(cb # A callback
 
 class TogetherLast(OurCallback):
     "The meetings that come after every other callback's say"
-    order = _LAST       # nobody draws or steps between such a meeting and what it is there for
+    order = _LAST       # no callback draws or steps between such a meeting and what it is there for
     def __init__(self, together): self.together = together
     def before_train(self):
         t = self.together

@@ -73,7 +73,7 @@ class Passes:
         weigh,      # `weigh(loss, first)`: what to run backward in its place; may raise what the ranks decided
         agree,      # `agree(mask)`: all ranks' masks after a flat pass; None if other ranks don't make this pass
         overlapped=None, # `Overlapped`; without it all passes are flat
-        is_own=None # `is_own(loss)`: is it the learner's own loss? Then nobody asks its graph
+        is_own=None # `is_own(loss)`: is it the learner's own loss? Then its graph isn't walked
     ):
         self.params,self.weigh,self.agree = params,weigh,agree
         self.overlapped,self.is_own = overlapped,is_own or (lambda loss: False)
