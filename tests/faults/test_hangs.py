@@ -182,5 +182,5 @@ class OwnCollective(Callback):
 
 def test_a_collective_of_one_rank_is_blamed_on_it():
     "Both ranks wait: rank 0 at the board, for rank 1"
-    with pytest.raises(GroupTimeout) as e: make_learner().distrib_fit(1, nprocs=2, timeout=10, cbs=OwnCollective())
+    with pytest.raises(GroupTimeout) as e: make_learner().distrib_fit(1, nprocs=2, timeout=20, cbs=OwnCollective())
     assert e.value.rank == 1
