@@ -1326,6 +1326,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync.before_batch': ( 'fastai2/step.html#stepsync.before_batch',
                                                                                       'fastddp/fastai2/step.py'),
+                                      'fastddp.fastai2.step.StepSync.before_epoch': ( 'fastai2/step.html#stepsync.before_epoch',
+                                                                                      'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync.close': ( 'fastai2/step.html#stepsync.close',
                                                                                'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync.gather': ( 'fastai2/step.html#stepsync.gather',

@@ -78,7 +78,7 @@ class StepSync(OurCallback):
         self.part,self.scale = None,1.  # this rank's `LossPart`, and the factor on its loss
         self.made = None        # node of what the loss function made, and nodes of the predictions
         self.gathered = None    # items of this rank in a loss that was gathered
-        self.plain = None       # the learner's own loss function, while a gathered one is in its place
+        self.plain = self.taken = None  # the learner's own loss function, and the one in its place
         self._params = None     # what this batch trains
 
     def params(self):
@@ -88,15 +88,17 @@ class StepSync(OurCallback):
     def is_own(self, loss): return loss is vars(self.learn).get('loss_grad')
     def is_flat(self): return self.always_flat or self.accumulating is not None
 
+    def before_epoch(self): self.close()
     def before_batch(self):
         if self.n == 1:
             if self.together.stop_requested(): raise KeyboardInterrupt
             return
+        self.close()        # the batch before may have been left by an exception
         self._begin()
         self.accumulating = accumulation(self.learn)
         self.passes.open()
         self.passes.flat = self.is_flat()
-    def after_pred(self): self.together.mid_batch = True
+    def after_pred(self): self.together.mid_batch = self.n > 1
     def after_loss(self):
         if not self.checked: self.made = getattr(self.loss_grad, 'grad_fn', None),_nodes_of(self.pred)
     def after_batch(self):
@@ -308,14 +310,15 @@ class TakeLoss(OurCallback):
     def before_batch(self):
         sync,f = self.sync,self.learn.loss_func
         if sync.n == 1 or not sync.losses.is_whole(f): return
-        sync.plain = f
-        vars(self.learn)['loss_func'] = lambda pred, *yb: sync.gather(f, pred, yb)
+        sync.plain,sync.taken = f,lambda pred, *yb: sync.gather(f, pred, yb)
+        vars(self.learn)['loss_func'] = sync.taken
 
 @patch
 def plain_loss(self:StepSync):
-    "The learner's own loss function again"
-    if self.plain is not None: vars(self.learn)['loss_func'] = self.plain
-    self.plain = None
+    "The learner's own loss function again, unless a callback has exchanged it meanwhile"
+    if self.plain is not None and vars(self.learn).get('loss_func') is self.taken:
+        vars(self.learn)['loss_func'] = self.plain
+    self.plain = self.taken = None
 
 @patch
 def gather(self:StepSync, f, pred, yb):

@@ -3,12 +3,14 @@ named."""
 import gc
 import pytest, torch
 import torch.nn.functional as F
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelEpochException
+from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner
 from fastai.metrics import accuracy
 from fastai.optimizer import OptimWrapper
 from torch import nn
+from fastddp.launch.in_process import InProcess
 from losses import RMSE, numbers
 from parity import Steps, assert_ranks_alike, assert_same, fit_both, learner, mlp, warm
 from test_drift import Sam
@@ -146,6 +148,29 @@ def test_a_second_pass_with_a_loss_that_is_no_mean(ranks, event):
     learn, one = fit_both(learner(loss_func=RMSE(), **regression()), n, launcher, 2, cbs=[Sam(event), steps])
     assert_same(learn, one)
     assert_ranks_alike(steps.ranks)
+
+
+def test_after_an_epoch_that_is_left_the_loss_is_the_learners_own(ranks):
+    "Also where the batch in which it was gathered was left by an exception"
+    n, launcher = ranks
+    leave = LeavesEpoch()
+    learn, one = fit_both(learner(train=16*n, loss_func=Counts(), **regression()), n, launcher, 3, cbs=[leave])
+    assert_same(learn, one)
+    assert leave.kinds == ['Counts']*3
+
+
+class LeavesEpoch(Callback):
+    order = 51
+    def before_fit(self): self.kinds = []
+    def before_epoch(self): self.kinds.append(type(self.learn.loss_func).__name__)
+    def after_loss(self):
+        if self.training and self.epoch == 0 and self.iter == 1: raise CancelEpochException()
+
+
+def test_one_rank_alone_may_load(tmp_path):
+    learn = learner(path=tmp_path, cbs=SaveModelCallback())
+    learn.distrib_fit(2, launcher=InProcess())
+    assert (tmp_path/'models'/'model.pth').exists()
 
 
 # Steps of one's own
