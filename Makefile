@@ -10,6 +10,7 @@
 #   make picture   docs/lesson.png, the README's picture of the lesson (runs it first)
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
+#   make size      count tokens, modules, lines, private functions, and the modules that one fit passes through
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
 #   make test-faults  the whole table of failures (`make test` runs a spread of it)
 #   make gpu       what is promised about GPUs, checked on this machine's; also without network (GPU_ARGS=--dry: on the CPU)
@@ -33,7 +34,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo picture gpu test test-changed test-all test-v1 test-oldest test-full test-faults test-ray test-kaggle readme troubles sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-faults test-ray test-kaggle readme troubles sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -46,6 +47,9 @@ side_by_side = -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(REPORT),
 
 test: venv
 	@$(PY) -m pytest tests $(SELECT) $(side_by_side)
+
+size: venv
+	@$(PY) tools/size.py --folders --fit 2>/dev/null
 
 BASE ?= HEAD
 test-changed: venv
