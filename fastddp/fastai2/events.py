@@ -11,7 +11,7 @@ import contextlib, os
 from fastai.callback.core import Callback, _inner_loop, event
 from fastcore.basics import getcallable, noop
 
-from ..base.errors import end_fork
+from ..base.failure import end_fork
 from ..base.scoped import own_attrs
 
 # %% ../../nbs/fastai2/705_events.ipynb #6be54914
