@@ -26,7 +26,8 @@ def docstrings(tree):
     "The positions of all docstrings: `{(line, column)}`"
     with_doc = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     firsts = [o.body[0] for o in ast.walk(tree) if isinstance(o, with_doc) and o.body]
-    values = [o.value for o in firsts if isinstance(o, ast.Expr) and isinstance(o.value, ast.Constant)]
+    values = [o.value for o in firsts if isinstance(o, ast.Expr)]
+    values = [o for o in values if isinstance(o, ast.Constant)]
     return {(o.lineno, o.col_offset) for o in values if isinstance(o.value, str)}
 
 
@@ -73,7 +74,8 @@ def begin():
 def write(status=0):
     sys.setprofile(None)
     role = 'notebook' if {me!r} == str(os.getppid()) else 'rank'
-    with open(os.path.join({folder!r}, f'{{role}}-{{os.getpid()}}'), 'w') as f: f.write('\\n'.join(sorted(ran)))
+    path = os.path.join({folder!r}, f'{{role}}-{{os.getpid()}}')
+    with open(path, 'w') as f: f.write('\\n'.join(sorted(ran)))
 def leave(status):
     write()
     _exit(status)
