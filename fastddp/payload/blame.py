@@ -14,7 +14,7 @@ from .pickling import dump, parts
 
 # %% ../../nbs/payload/102_blame.ipynb #fa76e8b8
 def _all_parts(o):
-    "`(path suffix, part)` for what `o` is made of: also its class, and what pickle finds elsewhere than in its `__dict__`"
+    "`(path suffix, part)` for what `o` is made of, also its class and what only `__reduce_ex__` returns"
     found = [(template.format(k), v) for template,k,v in parts(o)]
     if isinstance(o, _FULLY_SEEN): return found
     return [*found, (f", its class {type(o).__qualname__}", type(o)), *_reduced_parts(o)]

@@ -136,7 +136,8 @@ def _is_plain(kind, dtype, ts):
 
 def _tensors(ts):
     "A column of tensors of one class; None if one of them is not plain memory, or not like the others"
-    kind,dtype,dim,n = type(ts[0]),ts[0].dtype,ts[0].dim(),len(ts)
+    n,dim = len(ts),ts[0].dim()
+    kind,dtype = type(ts[0]),ts[0].dtype
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind is torch.nn.Parameter: return None
     with torch._C.DisableTorchFunctionSubclass():
         if dtype not in _DTYPES or not _is_plain(kind, dtype, ts): return None
@@ -145,21 +146,22 @@ def _tensors(ts):
         begin = np.fromiter(map(torch.Tensor.storage_offset, ts), np.int64, n)
         width,size = ts[0].element_size(),shapes.prod(1)
         storage_at = np.fromiter(map(torch.Tensor.data_ptr, ts), np.int64, n)-begin*width
-        where = _in_storages(ts, storage_at, (begin+size)*width) or _joined(ts, storage_at, size, width)
+        where = (_in_storages(ts, storage_at, begin, (begin+size)*width)
+                 or _joined(ts, storage_at, size, width))
     if where is None: return None
-    storages,which,offsets,addresses = where
     shape = tuple(shapes[0].tolist()) if (shapes == shapes[0]).all() else shapes
-    return Tensors(kind, dtype, storages, which, begin if offsets is None else offsets, shape, addresses)
+    *where,addresses = where
+    return Tensors(kind, dtype, *where, shape, addresses)
 
-def _in_storages(ts, storage_at, ends):
-    "`(storages, which, None, ())` of tensors many of which have a storage in common; else None"
+def _in_storages(ts, storage_at, begin, ends):
+    "`(storages, which, offsets, no addresses)` of tensors many of which have a storage in common; else None"
     unique,first,which = np.unique(storage_at, return_index=True, return_inverse=True)
     if len(unique) > len(ts)//8: return None
     storages,most = [ts[i].untyped_storage() for i in first],np.zeros(len(unique), np.int64)
     np.maximum.at(most, which, ends)
     if any(s.nbytes() < n for s,n in zip(storages, most)): return None      # another storage over the same memory
     typed = [torch.storage.TypedStorage(wrap_storage=s, dtype=torch.uint8, _internal=True) for s in storages]
-    return typed, which if len(unique) > 1 else None, None, ()
+    return typed, which if len(unique) > 1 else None, begin, ()
 
 def _joined(ts, storage_at, size, width):
     "`(storages, None, offsets, addresses)` of tensors that have a storage each; None if two share one"

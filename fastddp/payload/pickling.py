@@ -101,7 +101,8 @@ def _class(pickler, cls):
 def _function(pickler, f):
     reduced = _by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple) or not _is_librarys(f): return reduced
-    make,args,(attrs,more),*last = reduced
+    make,args,state,*last = reduced
+    attrs,more = state
     code,_,*rest = args
     return _library_function, (make,f.__module__,code,*rest), (attrs, more|dict(__globals__={})), *last
 
