@@ -15,10 +15,14 @@ BELOW = {
     'process': ('base', 'payload', 'output'),
     'launch': ('base', 'payload', 'output', 'shard', 'process'),
     'report': ('base', 'payload', 'output', 'shard', 'process', 'launch'),
+    # annexes: they stand on `launch`, and nothing but the front doors knows them
+    'machines': ('base', 'payload', 'output', 'process', 'launch'),
+    'cluster': ('base', 'payload', 'output', 'process', 'launch'),
     'fastai2': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
     'fastai1': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
     # the front doors
-    '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1')}
+    '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1', 'machines',
+         'cluster')}
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
 KEEPS_OUT = {'base': ('fastai', 'multiprocess', 'torch.distributed'), 'base.group': ('fastai', 'multiprocess'),
              'base.rendezvous': ('fastai', 'multiprocess'),
@@ -27,7 +31,8 @@ KEEPS_OUT = {'base': ('fastai', 'multiprocess', 'torch.distributed'), 'base.grou
              'payload': ('fastai', 'multiprocess', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'multiprocess', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
-             'report': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
+             'report': ('fastai', 'torch.distributed'), 'machines': ('fastai', 'torch.distributed'),
+             'cluster': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
              'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data',
                          'fastai.torch_basics'),
              '': ('fastai', 'torch.distributed')}
@@ -145,7 +150,7 @@ def test_notebooks_mirror_the_folders():
 
 HOUSE = {'base.errors': '00', 'base.group': '02', 'payload.pickling': '11', 'process.preload': '44',
          'process.workers': '45',
-         'shard.split': '30', 'launch.local': '53', 'fastai2.session': '84', 'fastai2.learner': '86',
+         'shard.split': '30', 'launch.local': '53', 'machines.hosts': '60', 'fastai2.session': '84', 'fastai2.learner': '86',
          'fastai1.learner': '96'}
 
 BAD = {
@@ -159,6 +164,9 @@ BAD = {
     ('process.workers', 'import torch.distributed as dist'): 'process.workers imports torch.distributed',
     ('process.workers', 'from torch import distributed'): 'process.workers imports torch.distributed',
     ('launch.local', 'import torch\ntorch.distributed.barrier()'): 'launch.local imports torch.distributed',
+    ('launch.local', 'from ..machines import hosts'): 'launch.local imports machines.hosts',
+    ('fastai2.session', 'def f(): from ..machines.hosts import Hosts'): 'fastai2.session imports machines.hosts',
+    ('machines.hosts', 'from ..fastai2.session import x'): 'machines.hosts imports fastai2.session',
     ('fastai1.learner', 'from ..fastai2.session import x'): 'fastai1.learner imports fastai2.session',
     ('fastai2.session', 'from ..fastai1 import learner'): 'fastai2.session imports fastai1.learner',
     ('fastai1.learner', 'from fastai.learner import Learner'): 'fastai1.learner imports fastai.learner',

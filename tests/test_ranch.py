@@ -8,7 +8,7 @@ from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, glob
                          spawn)
 from fastddp.base import rendezvous
 from fastddp.base.errors import NotPicklable
-from fastddp.launch.cluster import Cluster
+from fastddp.cluster.cluster import Cluster
 from fastddp.process import workers
 from spread import long_but
 
