@@ -16,7 +16,7 @@ from fastai.torch_core import defaults
 
 from ..base.scoped import environment, own_attrs
 from ..base import group
-from ..output.bars import quiet_bars
+from ..output.capture import quiet_bars
 from ..base.interrupts import voting
 from ..launch.script import NoNotebook, launched_group, script_lines
 from ..launch.training import sync_streams

@@ -6,7 +6,7 @@
 __all__ = ['NoteProgress', 'EndOfBatch', 'KeepState', 'fit_job', 'infer_job']
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #fed607bc
-from ..base.words import item_name
+from ..base.failure import item_name
 from ..launch.rank0_only import cbs_of_rank
 from .callbacks import distributed
 from .together import OurCallback
