@@ -16,7 +16,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
 from fastcore.basics import getcallable, noop
 
 from ..base import board, group
-from ..base.errors import end_fork
+from ..base.failure import end_fork
 from ..base.scoped import own_attrs
 from ..shard.drift import has_own_code
 
