@@ -348,8 +348,8 @@ def gather(self:StepSync, f, pred, yb):
     if not learn.training: return f(pred, *yb)
     count = true_counts(learn)[0]
     batch = LocalBatch(pred, yb, count, getattr(learn.dl,'idxs',())[-count:] if count else ())
-    said = self.together.meet_aside(GATHER, nbytes=batch.nbytes, items=batch.count, kind=batch.kind())
-    whole = said and self.losses.of_all_ranks(f, batch, *map(said.of, ('nbytes','items','kind')))
+    said = self.together.meet_aside(GATHER, nbytes=batch.nbytes, items=batch.count, layout=batch.kind())
+    whole = said and self.losses.of_all_ranks(f, batch, *map(said.of, ('nbytes','items','layout')))
     if whole is None: return f(pred, *yb)
     self.gathered = batch.count
     return whole
