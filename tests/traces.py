@@ -8,8 +8,8 @@ GRACE = 5.   # seconds for a process that is on its way out
 
 
 def helper_pids():
-    "Pids of the helper processes that may stay: the fork server and the resource tracker, of either library"
-    pids = set()
+    "Pids of the helper processes that may stay: ours, and of either library the fork server and the resource tracker"
+    pids = {getattr(sys.modules.get('fastddp.process.helper'), 'helper_pid', lambda: None)()}
     for lib in 'multiprocess', 'multiprocessing':
         server = getattr(sys.modules.get(f'{lib}.forkserver'), '_forkserver', None)
         tracker = getattr(sys.modules.get(f'{lib}.resource_tracker'), '_resource_tracker', None)

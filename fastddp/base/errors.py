@@ -134,7 +134,7 @@ class RankDied(WorkerError):
     "A rank's process ended without a word"
     def __init__(self,
         rank,     # Rank that died
-        exitcode, # As of `multiprocess`; negative: killed by that signal. Or a text: what is known of its end
+        exitcode, # As of `multiprocessing`; negative: killed by that signal. Or a text: what is known of its end
         where='', # What it was doing
         log='',   # What compiled libraries and programs had written
         host='',  # The machine that it ran on, if that is another one than the notebook's

@@ -6,13 +6,13 @@
 __all__ = ['Ends', 'Monitor']
 
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
-import os, pickle, time
+import os, pickle, signal, time
 
 from fastcore.basics import patch
 
 from .engine import Outcome
 from ..base.errors import GroupTimeout, RankDied, RankRaised, first_failure, is_echo, is_timeout
-from ..process.server import has_died
+from ..process.helper import HELPER_ENDED
 from ..process.heartbeat import job_stack, odd_one, read_beat
 from ..output.logs import tail
 from ..output.replay import Replay
@@ -193,13 +193,12 @@ def _let_others_speak(self:Monitor, secs):
     end = time.monotonic()+secs
     while (left := end-time.monotonic()) > 0 and not self.ends.all: self._turn(left)
 
-_UNKNOWN = 255      # multiprocess's exit code of a worker whose helper is gone, or on its way, and can't tell it
-
 @patch
 def _death(self:Monitor):
     r,code = next(iter(self.ends.died.items()))
     where = read_beat(self.specs[r].heartbeat).where or 'before its first step'
-    if self.workers.method == 'forkserver' and code == _UNKNOWN and has_died(5):
+    if code == HELPER_ENDED:
+        code = -signal.SIGKILL
         where += "; the helper process was killed, and it with it"
     return RankDied(r, code, where, self._log(r), self.workers.host(r))
 

@@ -10,7 +10,7 @@ import functools, os, re, signal, socket, sys, threading, time, traceback
 from importlib.metadata import PackageNotFoundError, version
 
 from fastcore.basics import patch
-from multiprocess import connection
+from multiprocessing import connection
 
 from ..base import group, rendezvous
 from ..base.failure import is_own_line

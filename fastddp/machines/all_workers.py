@@ -10,7 +10,7 @@ import os, time
 from pathlib import Path
 
 from fastcore.basics import patch
-from multiprocess import connection
+from multiprocessing import connection
 
 from .agent import own_modules
 from ..process import helper

@@ -10,12 +10,12 @@ import os, time
 from pathlib import Path
 
 from fastcore.basics import patch
-from multiprocess import connection
+from multiprocessing import connection
 
 from ..payload.shared_memory import Block
 from .frames import Frames
 from ..process.heartbeat import Beat, write_beat
-from ..process.owner import new_folder, remove_folder
+from ..process.cleanup import new_folder, remove_folder
 
 # %% ../../nbs/machines/613_machine.ipynb #93e67d5b
 class Machine:

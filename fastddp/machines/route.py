@@ -7,7 +7,7 @@ __all__ = ['interfaces', 'Listener', 'Route', 'routes_to', 'meeting_point']
 
 # %% ../../nbs/machines/611_route.ipynb #7cb82ac1
 import contextlib, hmac, socket, struct, threading, time
-from multiprocess import connection
+from multiprocessing import connection
 try: import fcntl
 except ImportError: fcntl = None    # not on Windows, where there are no workers
 from typing import NamedTuple
