@@ -26,7 +26,7 @@ class Surroundings(NamedTuple):
     cwd:str         # Folder
     path:list       # Import path
     argv:list       # Of the command line
-    filters:list    # Of the module `warnings`
+    filters:bytes   # Of the module `warnings`, pickled: they may refer to classes on that path
     @classmethod
     def now(cls,
         **env, # Variables on top of the environment, or in place of those there
@@ -35,14 +35,14 @@ class Surroundings(NamedTuple):
         try: cwd = os.getcwd()
         except OSError: raise CantDistribute(_NO_CWD)
         return cls({**os.environ, **env}, cwd, list(sys.path), list(sys.argv),
-                   list(warnings.filters))
+                   cloudpickle.dumps(list(warnings.filters)))
     def enter(self):
         "Makes them those of this process; raises an OSError where the folder is gone"
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.cwd)
         sys.path[:],sys.argv[:] = self.path,self.argv
-        warnings.filters[:] = self.filters
+        warnings.filters[:] = pickle.loads(self.filters)
         if hasattr(warnings, '_filters_mutated'): warnings._filters_mutated()   # a cache is valid no more
 
 # %% ../../nbs/process/403_channel.ipynb #d0392417

@@ -405,7 +405,7 @@ def test_a_number_that_is_a_strangers_by_now(monkeypatch):
         os.kill(p.pid, signal.SIGKILL)
         while local.workers.alive() != [0]: local.workers.poll(1)
         with subprocess.Popen(['sleep', '60'], start_new_session=True) as stranger:
-            monkeypatch.setattr(p._popen, 'pid', stranger.pid)
+            monkeypatch.setattr(p, 'pid', stranger.pid)
             local.close()
             with pytest.raises(subprocess.TimeoutExpired): stranger.wait(.5)
             stranger.kill()
