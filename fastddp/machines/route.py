@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from ..base.sockets import sockets
 from ..payload.pickling import address, function_at
 
 # %% ../../nbs/machines/611_route.ipynb #d13145e4
@@ -135,10 +136,11 @@ def store_at(url):
 def break_dead_links(seconds):
     "Connections of this process to other machines break when one is silent for so long (see tcp(7))"
     options = dict(TCP_KEEPIDLE=seconds/2, TCP_KEEPINTVL=seconds/6, TCP_KEEPCNT=3, TCP_USER_TIMEOUT=seconds*1000)
-    for fd in map(int, os.listdir('/dev/fd')):
-        # an OSError: no socket, or not connected
+    for fd,_ in sockets():
+        blocking = os.get_blocking(fd)
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
-            if s.family not in (socket.AF_INET, socket.AF_INET6) or not s.getpeername(): continue
+            os.set_blocking(fd, blocking)       # Python changes it where there is a default timeout
+            if s.family not in (socket.AF_INET, socket.AF_INET6): continue
             s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for k,v in options.items():
                 if hasattr(socket, k): s.setsockopt(socket.IPPROTO_TCP, getattr(socket, k), max(1, round(v)))
