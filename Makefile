@@ -49,7 +49,7 @@ test: venv
 	@$(PY) -m pytest tests $(SELECT) $(side_by_side)
 
 size: venv
-	@$(PY) tools/size.py --folders --fit 2>/dev/null
+	@$(PY) tools/size.py --folders --fit
 
 BASE ?= HEAD
 test-changed: venv

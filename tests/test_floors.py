@@ -26,7 +26,7 @@ BELOW = {
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
 KEEPS_OUT = {'base': ('fastai', 'multiprocess', 'torch.distributed'), 'base.group': ('fastai', 'multiprocess'),
              'base.rendezvous': ('fastai', 'multiprocess'),
-             **dict.fromkeys(('base.troubles', 'base.failure', 'base.errors'),
+             **dict.fromkeys(('base.failure', 'base.errors'),
                              ('fastai', 'torch', 'multiprocess', 'subprocess')),
              'payload': ('fastai', 'multiprocess', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'multiprocess', 'torch.distributed'),

@@ -15,7 +15,7 @@ from .settings import take_settings, warn_of_left
 from ..process.malloc import give_pages_back, keep_pages
 from ..process.channel import nothing
 from ..process.heartbeat import Heartbeat
-from ..output.logs import fd_log
+from ..output.streams import fd_log
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, function_at, load
 
