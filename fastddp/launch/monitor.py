@@ -11,10 +11,11 @@ import os, pickle, time
 from fastcore.basics import patch
 
 from .engine import Outcome
-from ..base.errors import GroupTimeout, RankDied, RankRaised, first_failure, is_echo, is_timeout
+from ..base.errors import GroupTimeout, RankDied, RankRaised
+from ..base.failure import first_failure, is_echo, is_timeout
 from ..process.server import has_died
 from ..process.heartbeat import job_stack, odd_one
-from ..output.logs import tail
+from ..output.streams import tail
 from ..output.replay import Replay
 from ..payload.pickling import load
 

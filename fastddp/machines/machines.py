@@ -11,7 +11,8 @@ import time
 from fastcore.basics import patch
 
 from ..base import group
-from ..base.errors import CantDistribute, RankDied, RankRaised, is_echo
+from ..base.errors import CantDistribute, RankDied, RankRaised
+from ..base.failure import is_echo
 from .agent import facts
 from ..launch.local import Local, start_workers, visible_cores
 from .all_workers import AllWorkers
