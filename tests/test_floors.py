@@ -31,7 +31,7 @@ KEEPS_OUT = {'base': ('fastai', 'multiprocess', 'torch.distributed'), 'base.grou
              'payload': ('fastai', 'multiprocess', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'multiprocess', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
-             'report': ('fastai', 'torch.distributed'), 'machines': ('fastai', 'torch.distributed'),
+             'report': ('fastai', 'torch.distributed'), 'machines': ('fastai', 'torch.distributed'), 'machines.route': ('fastai',),
              'cluster': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
              'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data',
                          'fastai.torch_basics'),

@@ -16,7 +16,7 @@ from ..payload.shared_memory import Block
 from ..base.errors import CantDistribute
 from . import server
 from .channel import Pipe, Surroundings
-from .heartbeat import is_stopped as process_is_stopped
+from .heartbeat import is_stopped as process_is_stopped, read_beat
 from .helper import (ensure_helper, fork, is_new, lasts, preload, start_method, starting, warm,
                                     without_helper)
 from .owner import new_folder, remove_folder
@@ -77,6 +77,12 @@ class Workers:
     def log_path(self, rank):
         "The file for what rank `rank` writes outside Python"
         return os.path.join(self.dir, f'rank{rank}.log')
+    def heartbeat_path(self, rank):
+        "The file in which rank `rank` notes where it is, as `Heartbeat` does"
+        return os.path.join(self.dir, f'heartbeat-{rank}')
+    def beat(self, rank):
+        "The `Beat` that rank `rank` noted last"
+        return read_beat(self.heartbeat_path(rank))
     def are(self, ranks):
         "Are these the ranks, do all of them live, and is their folder there? People clean their temporary folders"
         return self.ranks == ranks and len(self.alive()) == self.n and os.path.isdir(self.dir)
