@@ -11,7 +11,8 @@ import contextlib, os, pickle, sys, types
 from fastcore.basics import Stateful
 
 from ..base.device import device_module, is_accelerator
-from ..base.errors import CantDistribute, is_own_line
+from ..base.errors import CantDistribute
+from ..base.failure import is_own_line
 from ..payload.blame import dump_or_blame
 from ..payload.pickling import dump, function_at
 from ..process.channel import Surroundings

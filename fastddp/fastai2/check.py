@@ -20,7 +20,7 @@ from torch import nn
 
 from ..base import group
 from ..launch.rank0_only import is_rank0_only
-from .loader_kinds import is_lm, lay_out
+from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step import StepSync
 from .learner import OPTIONS

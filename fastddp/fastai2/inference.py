@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from ..base import group
 from ..base.scoped import own_attrs
-from .loader_state import dl_state, follow_original, set_dl_state
+from .loaders import dl_state, follow_original, set_dl_state
 from .loaders import OneRank, shard_dl, why_not
-from .loader_kinds import is_lm, rows_are_streams
+from .fastai_loader import is_lm, rows_are_streams
 from ..launch.rank0_only import is_kind, is_rank0_only
-from ..shard.rows import built_for
+from ..shard.gathered_loss import built_for
 from ..shard.sharded import is_sharded, original
 from ..shard.split import restore_order
 

@@ -17,9 +17,9 @@ from fastcore.foundation import L
 from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
-from .callback_loops import kept_streams
-from .drift import opt_from_rank0
-from .events import own_events
+from .callbacks import kept_streams
+from .callbacks import opt_from_rank0
+from .together import own_events
 from .inference import inner_inference
 from .together import LOAD
 from ..launch.rank0_only import is_kind, is_rank0_only

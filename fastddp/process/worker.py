@@ -10,7 +10,7 @@ import faulthandler, gc, multiprocessing, os, pickle, signal, sys
 
 import cloudpickle
 
-from ..base.errors import end_fork, failure_of
+from ..base.failure import end_fork, failure_of
 from ..payload.pickling import function_at
 from .channel import Channel, nothing
 from .cleanup import end_forks_with_us, end_with_parent

@@ -5,6 +5,7 @@ from pathlib import Path
 import psutil, pytest, torch
 from fastddp.all import Local, RankRaised
 from fastddp.base import group
+from fastddp.cluster.cluster import Standing
 from fastddp.launch.engine import Job
 from faults import Slow
 from learners import make_learner
@@ -325,7 +326,7 @@ def test_many_runs_in_one_block_leave_no_files():
         for _ in range(2): local.run(job, 2)        # a rank's results go to two blocks by turns
         files, fds = files_of(local), descriptors()
         for _ in range(5): assert local.run(job, 2).results == [[1., 6.]]*2
-        assert files_of(local) == files == ['rank0.log', 'rank1.log', 'rendezvous']
+        assert files_of(local) == files == ['heartbeat']*2+['rank0.log', 'rank1.log', 'rendezvous']
         assert descriptors() == fds
 
 
@@ -336,17 +337,17 @@ def test_many_fits_in_one_block_leave_no_files():
         files, fds = files_of(local), descriptors()
         for _ in range(3): learn.fit(1)
         learn.validate()
-        assert files_of(local) == files == ['rank0.log', 'rank1.log', 'rendezvous']
+        assert files_of(local) == files == ['heartbeat']*2+['rank0.log', 'rank1.log', 'rendezvous']
         assert descriptors() == fds
 
 
 def test_a_group_that_is_formed_anew_leaves_no_file():
     "Each failure breaks the group; the next job's ranks meet at a new file, and the old one goes"
-    with Local(gpus=[], see=(), keep_on_failure=True) as local:
+    with Standing(gpus=[], see=()) as local:
         for _ in range(3):
             with pytest.raises(RankRaised, match='on purpose'): local.run(Job.of(left_waiting, None), 2)
             assert local.run(Job.of(add, torch.ones(3)), 2).results == [[1., 6.]]*2
-        assert files_of(local) == ['rank0.log', 'rank1.log', 'rendezvous']
+        assert files_of(local) == ['heartbeat']*2+['rank0.log', 'rank1.log', 'rendezvous']
 
 
 def test_a_launcher_is_used_again():
@@ -399,7 +400,7 @@ def test_the_sweep_touches_what_is_ones_own_alone(tmp_path):
 
 def test_a_number_that_is_a_strangers_by_now(monkeypatch):
     "The system gives the number of a process that is gone to another one"
-    with Local(gpus=[], see=(), keep_on_failure=True) as local:
+    with Standing(gpus=[], see=()) as local:
         local.run(Job.of(add, torch.ones(3)), 2)
         p = local.workers.procs[1]
         os.kill(p.pid, signal.SIGKILL)
