@@ -17,6 +17,7 @@ from ..payload.pickling import address
 from ..payload.shared_memory import Block
 from .channel import Pipe, Surroundings
 from .cleanup import new_folder, remove_folder
+from .heartbeat import read_beat
 from .helper import (HelperEnded, end_helper, is_new, lasts, preload, start_method,
                                     start_worker, warm, without_helper)
 from .helper import is_stopped as process_is_stopped
@@ -95,6 +96,12 @@ class Workers:
     def log_path(self, rank):
         "The file for what rank `rank` writes outside Python"
         return os.path.join(self.dir, f'rank{rank}.log')
+    def heartbeat_path(self, rank):
+        "The file in which rank `rank` notes where it is, as `Heartbeat` does"
+        return os.path.join(self.dir, f'heartbeat-{rank}')
+    def beat(self, rank):
+        "The `Beat` that rank `rank` noted last"
+        return read_beat(self.heartbeat_path(rank))
     def are(self, ranks):
         "Are these the ranks, do all of them live, and is their folder there? People clean their temporary folders"
         return self.ranks == ranks and len(self.alive()) == self.n and os.path.isdir(self.dir)
