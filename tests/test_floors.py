@@ -29,7 +29,7 @@ KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'), 'base.g
              **dict.fromkeys(('base.failure', 'base.errors'),
                              ('fastai', 'torch', 'multiprocessing', 'subprocess')),
              'payload': ('fastai', 'multiprocessing', 'torch.distributed'),
-             'output': ('fastai', 'torch'), 'shard': ('fastai', 'multiprocessing', 'torch.distributed'),
+             'output': ('fastai', 'torch'), 'shard': ('fastai', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
              'report': ('fastai', 'torch.distributed'), 'machines': ('fastai', 'torch.distributed'), 'machines.route': ('fastai',),
              'cluster': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
