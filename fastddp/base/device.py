@@ -51,7 +51,8 @@ def is_started():
 
 # %% ../../nbs/base/007_device.ipynb #3816bc73
 def used_before_fork():
-    "True if the process that this one was forked from had a context, so this one can't use the device"
+    """True if the process that this one was forked from had a context, so this one can't use the
+    device"""
     module = device_module()
     if hasattr(module, '_cached_device_count'): module._cached_device_count = None
     return module._is_in_bad_fork()
