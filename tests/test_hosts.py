@@ -16,7 +16,7 @@ from fastddp.all import CantDistribute, RankDied, RankRaised
 from fastddp.base import board
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
-from fastddp.process.owner import sweep
+from fastddp.process.cleanup import sweep
 
 # agents import torch and fastai twice each: long on a busy machine
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]

@@ -444,8 +444,8 @@ def forks(how):
 
 
 def pool():
-    import multiprocess
-    with multiprocess.Pool(2) as p: return p.map(abs, [-1, -2])
+    import multiprocessing
+    with multiprocessing.Pool(2) as p: return p.map(abs, [-1, -2])
 
 
 def test_processes_that_a_function_starts():

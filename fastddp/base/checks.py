@@ -61,7 +61,8 @@ def _as_whole(v, least, most):
 
 def whole(meant, least=None, most=None, none=False):
     "A `Check` for a whole number; `none`: or None"
-    return Check(meant, lambda v: none and v is None or is_whole(v, least, most), lambda v: _as_whole(v, least, most))
+    return Check(meant, lambda v: none and v is None or is_whole(v, least, most),
+                 lambda v: _as_whole(v, least, most))
 
 def number(meant, above=0, none=False):
     "A `Check` for a number greater than `above`"
@@ -99,16 +100,21 @@ def takes_nothing(f):
     except ValueError: return True
     return True
 
-def is_list(v): return hasattr(v, '__len__') and hasattr(v, '__getitem__') and not isinstance(v, (str,bytes,dict))
+def is_list(v):
+    "True for a list or anything like it, such as an array"
+    if isinstance(v, (str,bytes,dict)): return False
+    return hasattr(v, '__len__') and hasattr(v, '__getitem__')
 
 def _likely_ranks(v):
     if v is None: return '()'
     return f"({int(v)},)" if is_whole(v) or v.isdigit() else "'all'" if near(v, ['all']) else None
 
 SEE = Check("the ranks whose output is shown, such as (0, 1), or 'all'",
-            lambda v: isinstance(v, str) and v == 'all' or is_list(v) and all(is_whole(r, 0) for r in v),
+            lambda v: isinstance(v, str) and v == 'all'
+            or is_list(v) and all(is_whole(r, 0) for r in v),
             _likely_ranks)
 
 CONTEXT = Check("a context manager, such as TorchDDPCtx()",
                 lambda v: v is None or not isinstance(v, type) and hasattr(type(v), '__enter__'),
-                lambda v: f"{v.__name__}()" if isinstance(v, type) and hasattr(v, '__enter__') else None)
+                lambda v: f"{v.__name__}()" if isinstance(v, type) and hasattr(v, '__enter__')
+                else None)

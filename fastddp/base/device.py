@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['accelerator', 'device_module', 'is_accelerator', 'n_gpus', 'use_device', 'current_device', 'is_started',
-           'used_before_fork', 'rng_as_before']
+           'used_before_fork']
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
 import torch
@@ -51,14 +51,8 @@ def is_started():
 
 # %% ../../nbs/base/007_device.ipynb #3816bc73
 def used_before_fork():
-    "True if the process that this one was forked from had a context, so this one can't use the device"
+    """True if the process that this one was forked from had a context, so this one can't use the
+    device"""
     module = device_module()
     if hasattr(module, '_cached_device_count'): module._cached_device_count = None
     return module._is_in_bad_fork()
-
-# %% ../../nbs/base/007_device.ipynb #abbb18e6
-def rng_as_before(device):
-    "Context manager that restores torch's random streams, including that of `device`"
-    if not is_accelerator(device): return torch.random.fork_rng([])
-    kind = {} if device.type == 'cuda' else dict(device_type=device.type)       # which torch 2.0 doesn't know
-    return torch.random.fork_rng([device], **kind)

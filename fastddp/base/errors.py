@@ -20,15 +20,17 @@ class Trouble(NamedTuple):
     seen:str       # What the cell shows
     cause:str      # Its cause
     remedy:str     # What to do, as the error says it
-    test:object    # `test(kind, message)`: the exception's type name and message, or a signal's name and ''
+    test:object    # `test(kind, message)`: an exception's type name and message, or a signal and ''
 
 # %% ../../nbs/base/001_errors.ipynb #1ee15a69
-# The folder, and torch's and Python's files there; not any word with these letters, such as 'hashmap'
+# The folder, and torch's and Python's files there; not any word with these letters, such as
+# 'hashmap'
 _SHM = re.compile(r'/dev/shm|shared memory|/torch_\d|/psm_|\bshm\b|shm_open|torch_shm')
 
 _MEMORY = [
     Trouble(
-        'out of memory on the GPU', 'RankRaised: rank 1 raised OutOfMemoryError: CUDA out of memory ...',
+        'out of memory on the GPU',
+        'RankRaised: rank 1 raised OutOfMemoryError: CUDA out of memory ...',
         "The GPU of that rank is full.",
         "The GPU of this rank is full: lower the batch size, "
         "or free what other processes hold (nvidia-smi shows them).",
@@ -36,27 +38,34 @@ _MEMORY = [
     Trouble(
         'out of memory', 'RankRaised: rank 1 raised MemoryError',
         "The host's memory, or a limit on this process, was reached.",
-        "The host's memory is used up: use fewer workers (nprocs=), a smaller batch or fewer DataLoader workers.",
+        "The host's memory is used up: use fewer workers (nprocs=), a smaller batch or fewer "
+        "DataLoader workers.",
         lambda k,m: k == 'MemoryError' or "can't allocate memory" in m.lower()),
     Trouble(
         'shared memory is full',
-        'RankRaised: rank 0 raised RuntimeError: DataLoader worker (pid 4242) is killed by signal: Bus error',
+        'RankRaised: rank 0 raised RuntimeError: DataLoader worker (pid 4242) is killed by signal: '
+        'Bus error',
         "DataLoader workers hand their batches over through /dev/shm, 64 MB in a Docker container; "
         "or one of them was killed.",
         "A DataLoader worker died or shared memory is full: try num_workers=0, or enlarge /dev/shm "
         "(docker: --shm-size=2g).",
         lambda k,m: 'DataLoader worker (pid' in m or _SHM.search(m)),
     Trouble(
-        'a connection broke', 'RankRaised: rank 1 raised ConnectionResetError: [Errno 104] Connection reset by peer',
-        "With `num_workers` a DataLoader worker was killed while it handed a batch over, most likely for lack of "
+        'a connection broke',
+        'RankRaised: rank 1 raised ConnectionResetError: [Errno 104] Connection reset by peer',
+        "With `num_workers` a DataLoader worker was killed while it handed a batch over, most "
+        "likely for lack of "
         "memory; or it is a connection of your own.",
-        "If no connection of your own broke, a DataLoader worker was killed, most likely for lack of memory: use "
+        "If no connection of your own broke, a DataLoader worker was killed, most likely for lack "
+        "of memory: use "
         "fewer, or num_workers=0.",
         lambda k,m: k == 'ConnectionResetError'),
     Trouble(
-        'disk is full', "RankRaised: rank 0 raised OSError: [Errno 28] No space left on device: '/tmp/x'",
+        'disk is full',
+        "RankRaised: rank 0 raised OSError: [Errno 28] No space left on device: '/tmp/x'",
         "A file grew until its disk was full: a checkpoint, or something temporary.",
-        "The disk of that file is full: free some of it, or write elsewhere (learn.model_dir for models, the variable "
+        "The disk of that file is full: free some of it, or write elsewhere (learn.model_dir for "
+        "models, the variable "
         "TMPDIR for temporary files).",
         lambda k,m: 'No space left on device' in m)]
 
@@ -65,38 +74,48 @@ _SURROUNDINGS = [
     Trouble(
         'module not found', "RankRaised: rank 0 raised ModuleNotFoundError: No module named 'mine'",
         "Code from files is imported by the workers, not sent to them.",
-        "The workers import by name: put the module on sys.path or in the notebook's folder, or define it in a cell.",
+        "The workers import by name: put the module on sys.path or in the notebook's folder, or "
+        "define it in a cell.",
         lambda k,m: k in ('ModuleNotFoundError','ImportError')),
     Trouble(
         'file not found',
-        "RankRaised: rank 0 raised FileNotFoundError: [Errno 2] No such file or directory: 'data/x.csv'",
+        "RankRaised: rank 0 raised FileNotFoundError: [Errno 2] No such file or directory: "
+        "'data/x.csv'",
         "A path that isn't there, seen from the workers.",
         "Workers run in the notebook's folder; a relative path must be valid from there.",
         lambda k,m: k in ('FileNotFoundError','NotADirectoryError')),
     Trouble(
         'path too long', 'RankRaised: rank 0 raised OSError: AF_UNIX path too long',
         "Processes meet at a socket in the temporary folder, and its path has 107 letters at most.",
-        "The temporary folder's path is too long: restart with the variable TMPDIR set to a shorter one, e.g. /tmp.",
+        "The temporary folder's path is too long: restart with the variable TMPDIR set to a "
+        "shorter one, e.g. /tmp.",
         lambda k,m: 'AF_UNIX path too long' in m),
     Trouble(
-        'not writable', "RankRaised: rank 0 raised OSError: [Errno 30] Read-only file system: 'models'",
+        'not writable',
+        "RankRaised: rank 0 raised OSError: [Errno 30] Read-only file system: 'models'",
         "`lr_find`, `save` and SaveModelCallback write to `learn.path/learn.model_dir`, "
         "which lies in the working directory if you say nothing.",
-        "The folder isn't writable: point learn.model_dir at one that is, e.g. learn.model_dir = Path('/tmp/models').",
-        lambda k,m: 'Read-only file system' in m or k == 'PermissionError' and re.search(r'\bmodels\b', m)),
+        "The folder isn't writable: point learn.model_dir at one that is, e.g. learn.model_dir = "
+        "Path('/tmp/models').",
+        lambda k,m: 'Read-only file system' in m
+        or k == 'PermissionError' and re.search(r'\bmodels\b', m)),
     Trouble(
-        'not permitted', "RankRaised: rank 1 raised PermissionError: [Errno 13] Permission denied: '/data/x.png'",
+        'not permitted',
+        "RankRaised: rank 1 raised PermissionError: [Errno 13] Permission denied: '/data/x.png'",
         "The file or folder belongs to somebody else, or its rights don't allow it.",
-        "The system refuses access to that path: look at its owner and rights (ls -l). Workers run as the user of the "
+        "The system refuses access to that path: look at its owner and rights (ls -l). Workers run "
+        "as the user of the "
         "notebook.",
         lambda k,m: k == 'PermissionError'),
     Trouble(
         'no keyboard', 'RankRaised: rank 0 raised EOFError: EOF when reading a line',
         "`input()`, `breakpoint()` or `pdb.set_trace()` in a worker, "
         "a process of its own, without the notebook's keyboard.",
-        "Workers have no keyboard, so input() and pdb can't ask there. With launcher=InProcess() the fit runs in the "
+        "Workers have no keyboard, so input() and pdb can't ask there. With launcher=InProcess() "
+        "the fit runs in the "
         "notebook's process, where they can.",
-        lambda k,m: k == 'EOFError' and 'reading a line' in m or k in ('BdbQuit','StdinNotImplementedError')),
+        lambda k,m: k == 'EOFError' and 'reading a line' in m
+        or k in ('BdbQuit','StdinNotImplementedError')),
     Trouble(
         'name not known', "RankRaised: rank 0 raised NameError: name 'helper' is not defined",
         "Functions of the notebook are sent with the globals that they use; "
@@ -105,7 +124,8 @@ _SURROUNDINGS = [
         lambda k,m: k == 'NameError'),
     Trouble(
         'sys.exit', 'RankRaised: rank 0 raised SystemExit: 3', "Code of the fit called sys.exit.",
-        "sys.exit ends a script, not a fit: raise an exception, or CancelFitException to stop early.",
+        "sys.exit ends a script, not a fit: raise an exception, or CancelFitException to stop "
+        "early.",
         lambda k,m: k == 'SystemExit')]
 
 # %% ../../nbs/base/001_errors.ipynb #865f174c
@@ -113,34 +133,43 @@ _PROCESSES = [
     Trouble(
         'killed by the system', 'RankDied: rank 1 died: killed by SIGKILL',
         "Most likely the kernel's out-of-memory killer.",
-        "The system killed it, most likely for lack of memory: use fewer workers (nprocs=), a smaller batch "
+        "The system killed it, most likely for lack of memory: use fewer workers (nprocs=), a "
+        "smaller batch "
         "or fewer DataLoader workers.",
         lambda k,m: k == 'SIGKILL'),
     Trouble(
         'no room for a file in memory', 'RankDied: rank 0 died: killed by SIGBUS',
-        "A file that is mapped into memory got no room when it was written to (`np.memmap`, shared memory), because "
+        "A file that is mapped into memory got no room when it was written to (`np.memmap`, shared "
+        "memory), because "
         "its folder's disk is full; or it was cut short meanwhile.",
-        "A file that is mapped into memory has no room: free some, enlarge /dev/shm (docker: --shm-size=2g), or "
+        "A file that is mapped into memory has no room: free some, enlarge /dev/shm (docker: "
+        "--shm-size=2g), or "
         "restart with the variable TMPDIR set to a folder with more.",
         lambda k,m: k == 'SIGBUS'),
     Trouble(
-        'compiled code crashed', 'RankDied: rank 0 died: killed by SIGSEGV', "A library's compiled code crashed.",
+        'compiled code crashed', 'RankDied: rank 0 died: killed by SIGSEGV',
+        "A library's compiled code crashed.",
         "Compiled code crashed; its last output is above.",
         lambda k,m: k in ('SIGSEGV','SIGABRT','SIGILL','SIGFPE')),
     Trouble(
-        'exited', 'RankDied: rank 0 died: exited with code 1', "Something ended the process without an exception.",
+        'exited', 'RankDied: rank 0 died: exited with code 1',
+        "Something ended the process without an exception.",
         "Something in the worker ended the process (os._exit, or another program).",
         lambda k,m: k == 'exit'),
     Trouble(
         'machine or link lost', 'RankDied: rank 2 on gpu2 died: the connection ended',
         "Another machine, its agent, or the network between the machines failed.",
-        "Look after that machine and the network (ssh to it; ip link). The call can be made again when it is back, "
+        "Look after that machine and the network (ssh to it; ip link). The call can be made again "
+        "when it is back, "
         "without the machine, or with restarts=.",
         lambda k,m: k == 'lost'),
     Trouble(
-        'no step', 'GroupTimeout: no step for 1800 s: all ranks are waiting for rank 1 (epoch 3, batch 17)',
-        "One rank makes no progress, and the others wait for it. The stacks below the message show where.",
-        "Look at that rank's stack. If the step is slow rather than stuck, raise `timeout=` (seconds).",
+        'no step',
+        'GroupTimeout: no step for 1800 s: all ranks are waiting for rank 1 (epoch 3, batch 17)',
+        "One rank makes no progress, and the others wait for it. The stacks below the message show "
+        "where.",
+        "Look at that rank's stack. If the step is slow rather than stuck, raise `timeout=` "
+        "(seconds).",
         lambda k,m: k == 'GroupTimeout')]
 
 TROUBLES = [*_MEMORY, *_SURROUNDINGS, *_PROCESSES]
@@ -168,7 +197,8 @@ def _memory_figures():
     try:
         with open('/proc/meminfo') as f: kb = {o.split(':')[0]:int(o.split()[1]) for o in f}
     except OSError: return ''
-    return f" Host memory: {kb['MemAvailable']/2**20:.1f} GiB available of {kb['MemTotal']/2**20:.1f} GiB."
+    free,total = (kb[o]/2**20 for o in ('MemAvailable','MemTotal'))
+    return f" Host memory: {free:.1f} GiB available of {total:.1f} GiB."
 
 def _folder_figures():
     "Free space for temporary files and shared memory, as one sentence"
@@ -184,7 +214,8 @@ def _temp_folder():
     try: return tempfile.gettempdir()
     except OSError: return '/tmp'       # not writable
 
-_FIGURES = {'out of memory':_memory_figures, 'killed by the system':_memory_figures, 'disk is full':_folder_figures,
+_FIGURES = {'out of memory':_memory_figures, 'killed by the system':_memory_figures,
+            'disk is full':_folder_figures,
             'no room for a file in memory':_folder_figures}
 
 # %% ../../nbs/base/001_errors.ipynb #143f6943
@@ -205,8 +236,10 @@ class NotPicklable(CantDistribute):
         self.path,self.why = path,why
         super().__init__(path, why)
     def __str__(self):
-        return (f"{self.path} can't travel to the workers ({self.why}). Remove it before the fit, open it lazily "
-                "where it is used, or build the object in the workers with `model_factory=` or `dls_factory=`.")
+        return (f"{self.path} can't travel to the workers ({self.why}). Remove it before the fit, "
+                f"open it lazily "
+                "where it is used, or build the object in the workers with `model_factory=` or "
+                "`dls_factory=`.")
 
 # %% ../../nbs/base/001_errors.ipynb #83a3982c
 class WorkerError(RuntimeError):
@@ -220,7 +253,8 @@ class WorkerError(RuntimeError):
     def _headline(self): return str(self.args[0]) if self.args else ''
     def _details(self): return []
     def _log_lines(self):
-        return ['', f"Last output of rank {self.rank}:", *self.log.rstrip().split('\n')] if self.log.strip() else []
+        if not self.log.strip(): return []
+        return ['', f"Last output of rank {self.rank}:", *self.log.rstrip().split('\n')]
     def lines(self):
         "The whole report as a list of lines, with at most four other ranks"
         res = [f"{type(self).__name__}: {self._headline()}", *self._details()]
@@ -249,8 +283,9 @@ def folded(
     def fold(keep=False):
         last = [run.pop()] if keep and run else []
         if run:
-            names,s = ', '.join(dict.fromkeys(_package(o[0]) for o in run)),'s' if len(run) > 1 else ''
-            lines.append(f"  ... {len(run)} frame{s} of {names}")
+            names = ', '.join(dict.fromkeys(_package(file) for file,_ in run))
+            plural = 's' if len(run) > 1 else ''
+            lines.append(f"  ... {len(run)} frame{plural} of {names}")
         for _,o in last: lines.extend(o.split('\n'))
         run.clear()
     end = 0
@@ -285,14 +320,16 @@ class RankRaised(WorkerError):
         res += [*self._variables(), *self._items()]
         inner = from_loader(f.text)
         whose = f"{inner.process} of rank {self.rank}" if inner else f"rank {self.rank}"
-        return res + ['', f"Traceback of {whose}:", *folded(inner.text if inner else f.text), *self._log_lines()]
+        return res + ['', f"Traceback of {whose}:", *folded(inner.text if inner else f.text),
+                      *self._log_lines()]
     def _items(self):
         "The item that failed, if known, and those of its batch"
         f = self.failure
         bad = ['', f"The item that failed: {_item(*f.bad)}"] if f.bad else []
         names = f.names or ['']*len(f.items)
         items = [_item(i, name) for i,name in zip(f.items, names)]
-        return bad + (['', f"Items of the batch at hand: {_first(items, 8 if any(names) else 20)}"] if items else [])
+        return bad + (['', f"Items of the batch at hand: {_first(items, 8 if any(names) else 20)}"]
+                      if items else [])
     def _variables(self, most=8):
         "The variables of the user's innermost function"
         own = [o for o in self.failure.locals if is_own_line(o[0])]
@@ -302,14 +339,15 @@ class RankRaised(WorkerError):
         return ['', f"Variables in {name}:", *first] if first else []
 
 def _item(i, name): return f"{i} ({name})" if name else f"{i}"
-def _first(items, most): return ', '.join(map(str, items[:most])) + (', ...' if len(items) > most else '')
+def _first(items, most):
+    return ', '.join(map(str, items[:most])) + (', ...' if len(items) > most else '')
 
 # %% ../../nbs/base/001_errors.ipynb #e90b97bf
 class RankDied(WorkerError):
     "A rank's process died"
     def __init__(self,
         rank,     # Rank that died
-        exitcode, # As of `multiprocess`; negative: killed by that signal. Or a text that says how it ended
+        exitcode, # As of `multiprocessing`, negative for a signal; or a text that says how it ended
         where='', # What it was doing
         log='',   # Output of compiled libraries and programs
         host='',  # Its machine, if not the notebook's
@@ -326,7 +364,8 @@ class RankDied(WorkerError):
         try: return signal.Signals(-self.exitcode).name
         except ValueError: return f"signal {-self.exitcode}"
     def _headline(self):
-        how = f"killed by {self.signal}" if self.signal else self.lost or f"exited with code {self.exitcode}"
+        how = self.lost or f"exited with code {self.exitcode}"
+        if self.signal: how = f"killed by {self.signal}"
         on,where = f" on {self.host}" if self.host else '',f" ({self.where})" if self.where else ''
         return f"rank {self.rank}{on} died: {how}{where}"
     def _details(self): return self._log_lines()

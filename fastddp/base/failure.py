@@ -65,12 +65,14 @@ def in_words(v,
 ):
     "A short text for a variable's value; never raises"
     words = _Words(secrets)
-    try: return _tensor_in_words(v) if hasattr(v, 'shape') and hasattr(v, 'dtype') else words.repr(v)
+    try:
+        return _tensor_in_words(v) if hasattr(v, 'shape') and hasattr(v, 'dtype') else words.repr(v)
     except BaseException as e: return f"<{type(v).__name__}, whose repr raises {type(e).__name__}>"
 
 def _tensor_in_words(t):
     "Type, shape, dtype and device of an array, and the value of a scalar"
-    text = f"{type(t).__name__} {tuple(t.shape)} {t.dtype}" + (f" on {t.device}" if hasattr(t, 'device') else '')
+    device = f" on {t.device}" if hasattr(t, 'device') else ''
+    text = f"{type(t).__name__} {tuple(t.shape)} {t.dtype}{device}"
     return text if t.shape else f"{text}: {t!r:.60}"
 
 # %% ../../nbs/base/000_failure.ipynb #1d872bee
@@ -80,7 +82,8 @@ def item_name(
 ):
     "The path or text of item `i`, or '' if `ds` has none"
     try:
-        while hasattr(ds, 'indices') and hasattr(ds, 'dataset'): ds,i = ds.dataset,ds.indices[i]    # torch's `Subset`
+        # torch's `Subset`
+        while hasattr(ds, 'indices') and hasattr(ds, 'dataset'): ds,i = ds.dataset,ds.indices[i]
         for o in (ds, getattr(ds, 'x', None)):      # v1 keeps items in `x`
             for k in ('items','samples','paths','files','filenames'):
                 if name := _as_name(getattr(o, k, None), i): return name
@@ -95,13 +98,15 @@ def _as_name(items, i):
 
 # %% ../../nbs/base/000_failure.ipynb #ed28a16e
 _LIBRARY = tuple(os.path.realpath(sysconfig.get_paths()[k]) for k in ('stdlib','purelib','platlib'))
-_OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) if '__file__' in globals() else None
+_OURS = ''      # folder of this package; unknown in a notebook
+if '__file__' in globals(): _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 def is_own_line(file):
     "True if `file` is a cell, a script or a module of the user's"
     if file.startswith('<frozen') or file == '<string>': return False
     path = os.path.realpath(file)
-    return not (any(_lies_in(path, o) for o in _LIBRARY) or 'site-packages' in path.split(os.sep) or _is_ours(path))
+    return not (any(_lies_in(path, o) for o in _LIBRARY) or 'site-packages' in path.split(os.sep)
+                or _is_ours(path))
 
 def _lies_in(path, folder): return path.startswith(folder.rstrip(os.sep)+os.sep)
 
@@ -110,7 +115,8 @@ def _is_ours(path): return bool(_OURS) and _lies_in(path, _OURS)
 def _outside(tb):
     "The traceback without our frames at its beginning"
     inner = tb
-    while inner is not None and _is_ours(os.path.realpath(inner.tb_frame.f_code.co_filename)): inner = inner.tb_next
+    while inner is not None and _is_ours(os.path.realpath(inner.tb_frame.f_code.co_filename)):
+        inner = inner.tb_next
     return inner or tb
 
 # %% ../../nbs/base/000_failure.ipynb #3ece4c31
@@ -130,7 +136,8 @@ def own_lines(
 
 def _place(file):
     "The name of `file`: the number of a cell if IPython knows it"
-    cells = getattr(getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)(), 'compile', None)
+    cells = getattr(getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)(), 'compile',
+                    None)
     name = getattr(cells, 'format_code_name', lambda f: None)(file)
     return ' '.join(name) if name else file
 
@@ -143,14 +150,17 @@ def locals_of(
 ):
     "A tuple of `(file, line, function, {name: text})` for the user's frames and the innermost one"
     frames = list(traceback.walk_tb(exc.__traceback__))
-    shown = [o for i,o in enumerate(frames) if is_own_line(o[0].f_code.co_filename) or i == len(frames)-1]
+    shown = [o for i,o in enumerate(frames)
+             if is_own_line(o[0].f_code.co_filename) or i == len(frames)-1]
     shown = shown[-_MOST_FRAMES:]
     secrets = [s for f,_ in shown for s in secrets_of(f.f_locals)]
-    return tuple((f.f_code.co_filename, line, f.f_code.co_name, _variables(f, most, secrets)) for f,line in shown)
+    return tuple((f.f_code.co_filename, line, f.f_code.co_name, _variables(f, most, secrets))
+                 for f,line in shown)
 
 def _variables(frame, most, secrets):
     "The first `most` local variables of `frame`, as text"
-    return {k:in_words(v, secrets) for k,v in list(frame.f_locals.items())[:most] if not k.startswith('__')}
+    return {k:in_words(v, secrets)
+            for k,v in list(frame.f_locals.items())[:most] if not k.startswith('__')}
 
 # %% ../../nbs/base/000_failure.ipynb #b7c615f8
 class Failure(NamedTuple):
@@ -161,15 +171,16 @@ class Failure(NamedTuple):
     where:str           # What the rank was doing, e.g. `epoch 2, batch 17`
     frames:tuple        # `(file, line, function)` from outermost to innermost
     text:str            # The whole traceback as text
-    at:float            # `time.time()` on the worker's clock, in seconds: the first failure is the headline
+    at:float            # `time.time()` on the worker's clock, in seconds
     original:bytes=b''  # The exception itself, pickled, where it can be
-    locals:tuple=()     # `(file, line, function, {name: text})` of the user's frames and the innermost one
+    locals:tuple=()     # As of `locals_of`
     items:tuple=()      # Dataset indices of the batch at hand, as far as they are known
     names:tuple=()      # What each of them is made of (a path), or ''
     bad:tuple=()        # `(index, name)` of the item that failed, where that is known
     def __str__(self):
-        what = f"{self.kind}: {cut(self.message, 2000)}" if self.message else f"{self.kind} (without a message)"
-        return f"rank {self.rank} raised {what}" + (f" ({self.where})" if self.where else '')
+        message = f": {cut(self.message, 2000)}" if self.message else " (without a message)"
+        where = f" ({self.where})" if self.where else ''
+        return f"rank {self.rank} raised {self.kind}{message}{where}"
 
 # %% ../../nbs/base/000_failure.ipynb #9e37f49a
 _MOST_TEXT = 100_000
@@ -183,7 +194,8 @@ def _formatted(exc, tb):
     except BaseException: return ''.join(traceback.format_tb(tb))
 
 # %% ../../nbs/base/000_failure.ipynb #66bf1376
-_WRAPPED = re.compile(r'Caught (\w+) in (DataLoader worker) process (\d+)\.\nOriginal (Traceback .*)', re.S)
+_WRAPPED = re.compile(r'Caught (\w+) in (DataLoader worker) process (\d+)\.\n'
+                      r'Original (Traceback .*)', re.S)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.M)
 _NOTE = "While reading item {} of the data set"
 _NOTED = re.compile(r'^'+_NOTE.format(r'(\d+)')+r'(?: \((.*)\))?$', re.M)
@@ -195,7 +207,8 @@ def note_item(
     "Add a note about the item to `exc`; from Python 3.11 on it is part of the formatted traceback"
     if not isinstance(getattr(exc, '__notes__', []), list): return
     name = item_name(ds, i)
-    exc.__notes__ = [*getattr(exc, '__notes__', []), _NOTE.format(i) + (f" ({name})" if name else '')]
+    exc.__notes__ = [*getattr(exc, '__notes__', []),
+                     _NOTE.format(i) + (f" ({name})" if name else '')]
 
 class FromLoader(NamedTuple):
     "A failure in a DataLoader worker"
@@ -237,9 +250,9 @@ def failure_of(
                    tuple(i for i,_ in items), tuple(n for _,n in items), bad[-1] if bad else ())
 
 # %% ../../nbs/base/000_failure.ipynb #5ae93fa3
-_ECHOES = ('connection reset by peer','connection closed by peer','broken pipe','socket timeout','connection refused',
-           'nccl communicator was aborted','timed out waiting','connection timed out','no route to host',
-           'network is unreachable')
+_ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe', 'socket timeout',
+           'connection refused', 'nccl communicator was aborted', 'timed out waiting',
+           'connection timed out', 'no route to host', 'network is unreachable')
 
 def is_echo(f):
     "True if the `Failure` `f` is a consequence of another rank's failure"

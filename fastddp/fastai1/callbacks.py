@@ -16,7 +16,7 @@ from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, own_attrs
 from .loaders import counts_now, global_batches, own_loader, place_now, shard, torch_dl
-from .step_sync import GlobalLoss, Ranks, other_params
+from .step import GlobalLoss, Ranks, other_params
 from .validate import Validation
 from ..output.notice import print_line
 from ..shard.batchnorm import sync_buffers, synced_bn
@@ -75,7 +75,7 @@ def _own_loaders(data):
     if not data.empty_val: data.valid_dl = own_loader(data.valid_dl)
 
 def _opt_from_rank0(opt):
-    state = group.gather_tree(opt.state_dict() if group.rank() == 0 else None)[0]
+    state = group.all_gather_object(opt.state_dict() if group.rank() == 0 else None)[0]
     if group.rank(): opt.load_state_dict(state)
 
 class _CountAll(Callback):

@@ -26,7 +26,7 @@ from ..launch.rank0_only import cbs_of_rank
 from .loaders import check_v1, mend_streams, old_numpy, step_sizes
 from .jobs import NoteProgress
 from .session import wants_no_lines
-from .step_sync import Ranks, other_params
+from .step import Ranks, other_params
 from .snapshot import loaders, place
 from .validate import Validation
 

@@ -16,7 +16,7 @@ from ..launch.rank0_only import cbs_of_rank
 from .callbacks import counting, distributed_v1
 from .loaders import counts_now
 from .snapshot import baseline, capture, persistent_refs, unpack
-from .step_sync import Ranks
+from .step import Ranks
 from .validate import Validation
 from ..launch.training import EpochStates, Progress, make_folder, until_interrupted, whereabouts
 

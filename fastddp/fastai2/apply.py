@@ -8,7 +8,7 @@ __all__ = ['apply']
 # %% ../../nbs/fastai2/723_apply.ipynb #b7480049
 import warnings
 
-from .loader_state import set_dl_state
+from .loaders import set_dl_state
 from ..shard.loss import loss_module
 from ..base.rng import CommonRNG
 from ..launch.training import load_state

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..base import group
 from ..launch.rank0_only import is_rank0_only
-from .loader_kinds import is_lm, lay_out
+from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step import StepSync
 from .learner import OPTIONS
@@ -49,7 +49,7 @@ class Witness(Callback):
     def after_train(self):
         self.loss_kind = next((cb.losses.describe() for cb in self.learn.cbs if isinstance(cb, StepSync)), '')
         own = torch.tensor(self.items, dtype=torch.float64)
-        self.batches = sorted(r for t in group.gather(own) for r in t.tolist())
+        self.batches = sorted(r for t in group.all_gather_object(own) for r in t.tolist())
 
 def _first(b): return b[0] if isinstance(b, (tuple,list)) else b
 

@@ -9,9 +9,9 @@ __all__ = ['NoteProgress', 'EndOfBatch', 'KeepState', 'fit_job', 'infer_job']
 from ..base.failure import item_name
 from ..launch.rank0_only import cbs_of_rank
 from .callbacks import distributed
-from .events import OurCallback
+from .together import OurCallback
 from .inference import leave_together, run_part
-from .loader_state import dl_state
+from .loaders import dl_state
 from .loaders import batch_items
 from .rank0 import as_one_process, open_run, wants_no_lines
 from .resume import ResumeFit

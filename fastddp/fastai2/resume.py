@@ -17,7 +17,7 @@ from fastcore.foundation import L
 
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
-from .loader_state import dl_state, set_dl_state
+from .loaders import dl_state, set_dl_state
 from .apply import apply
 from .snapshot import STAY, all_cbs, baseline, capture, persistent_refs
 from ..payload.pickling import dump, load

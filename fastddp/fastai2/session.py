@@ -17,10 +17,10 @@ from fastcore.foundation import L
 from ..base.checks import Check, check, whole
 from ..base.errors import CantDistribute, WorkerError
 from ..base.interrupts import Interrupts, undisturbed
-from .ddp import check_ddp
-from .loader_kinds import rows_are_streams
+from .step import check_ddp
+from .fastai_loader import rows_are_streams
 from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
-from .loader_state import set_dl_state
+from .loaders import set_dl_state
 from .loaders import check_dl, global_bs, n_batches
 from .rank0 import apply_settings, notebook_run, wants_no_lines
 from .resume import ResumePoint, UserCall, dropped_lists, resume_points, state_before, user_calls

@@ -14,7 +14,7 @@ from fastai.callback.core import Callback
 from fastai.data.load import DataLoader
 
 from ..launch.rank0_only import RANK0_ONLY, is_kind
-from .loader_state import dl_state
+from .loaders import dl_state
 from ..shard.loss import loss_module
 from ..shard.sharded import original
 from ..base.scoped import without_attrs

@@ -7,20 +7,20 @@ __all__ = ['facts', 'merged_env', 'merged_path', 'own_modules', 'keep_missing', 
 
 # %% ../../nbs/machines/612_agent.ipynb #eea25040
 import functools, os, re, signal, socket, sys, threading, time, traceback
+from pathlib import Path
 from importlib.metadata import PackageNotFoundError, version
 
 from fastcore.basics import patch
-from multiprocess import connection
+from multiprocessing import connection
 
-from ..base import group, rendezvous
+from ..base import group
 from ..base.failure import is_own_line
 from ..launch.local import start_workers, visible_cores
-from .route import Listener, interfaces, routes_to
+from .route import Listener, host_store, interfaces, routes_to
 from ..payload.pickling import Payload
 from ..payload.shared_memory import Block, free_memory
 from ..process import helper
 from .frames import Frames
-from ..process.heartbeat import read_beat
 
 # %% ../../nbs/machines/612_agent.ipynb #3cd06dcf
 def _version(package):
@@ -142,7 +142,7 @@ def card(self:Agent, address):
 @patch
 def meet_at(self:Agent, address):
     "Listens for the ranks of a new group"
-    url,self.store = rendezvous.host_store(address)
+    url,self.store = host_store(address)
     self.frames.send_in_order('store', url)
 
 @patch
@@ -179,10 +179,9 @@ def job(self:Agent, entry, specs, env, surroundings, packed, block):
     self.enter(*surroundings)
     self.seen,self.beats = {r:self._log_size(r) for r in self.workers.ranks},{}
     threads = max(1, visible_cores()//len(specs))
-    specs = [s._replace(log=self.workers.log_path(r), heartbeat=self._beat_path(r), threads=s.threads or threads)
-             for r,s in zip(self.workers.ranks, specs)]
-    for r in self.workers.ranks:
-        if os.path.exists(p := self._beat_path(r)): os.unlink(p)
+    specs = [s._replace(log=self.workers.log_path(r), heartbeat=self.workers.heartbeat_path(r),
+                        threads=s.threads or threads) for r,s in zip(self.workers.ranks, specs)]
+    for s in specs: Path(s.heartbeat).unlink(missing_ok=True)
     self.workers.submit(entry, packed, block, specs, **env)
 
 @patch
@@ -217,14 +216,11 @@ def _send_payload(self:Agent, r, kind):
 
 # %% ../../nbs/machines/612_agent.ipynb #59132b14
 @patch
-def _beat_path(self:Agent, r): return os.path.join(self.workers.dir, f'heartbeat-{r}')
-
-@patch
 def _log_size(self:Agent, r): return os.path.getsize(p) if os.path.exists(p := self.workers.log_path(r)) else 0
 
 @patch
 def _report_files(self:Agent, r):
-    beat,size,start = read_beat(self._beat_path(r)),self._log_size(r),self.seen.get(r, 0)
+    beat,size,start = self.workers.beat(r),self._log_size(r),self.seen.get(r, 0)
     if size > start:
         with open(self.workers.log_path(r), 'rb') as f:
             f.seek(start)

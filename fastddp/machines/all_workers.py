@@ -7,14 +7,17 @@ __all__ = ['AllWorkers']
 
 # %% ../../nbs/machines/614_all_workers.ipynb #35ab4533
 import os, time
+from functools import partial
 from pathlib import Path
 
 from fastcore.basics import patch
-from multiprocess import connection
+from multiprocessing import connection
 
 from .agent import own_modules
+from .route import run_on_machine
 from ..process import helper
 from ..process.channel import Surroundings
+from ..process.heartbeat import Beat
 
 # %% ../../nbs/machines/614_all_workers.ipynb #a5557b80
 def _surroundings():
@@ -29,8 +32,9 @@ class AllWorkers:
         home=None, # `Workers` of the notebook's own machine, if it takes part
         cards={}, # Machine, or None for the notebook's -> its network card
         shared=lambda block,size,n: (block, size), # What `Frames` takes as data, for a block that goes to `n` machines
+        link_timeout=30., # Seconds of silence after which a connection between ranks is broken
     ):
-        self.machines,self.home,self.cards,self.shared = machines,home,cards,shared
+        self.machines,self.home,self.cards,self.shared,self.link_timeout = machines,home,cards,shared,link_timeout
         self.of = {r:m for m in machines for r in m.ranks}
         self.ranks = sorted([*self.of, *(home.ranks if home else ())])
         self.n = len(self.ranks)
@@ -43,9 +47,8 @@ class AllWorkers:
     def _where(self, r): return self.of.get(r, self.home)
     def host(self, r): return self.of[r].name if r in self.of else ''
     def log_path(self, r): return self._where(r).log_path(r)
-    def beat_path(self, r):
-        "The file that has what rank `r` noted last"
-        return os.path.join(self.home.dir, f'heartbeat-{r}') if r not in self.of else self.of[r].beat_path(r)
+    def heartbeat_path(self, r): return self.home.heartbeat_path(r) if r not in self.of else ''
+    def beat(self, r): return self.of[r].beats.get(r, Beat()) if r in self.of else self.home.beat(r)
     def alive(self):
         "Ranks that run, as far as one knows"
         home = self.home.alive() if self.home else []
@@ -67,6 +70,7 @@ def _card_env(card, n):
 def submit(self:AllWorkers, entry, packed, block, configs, **_):
     "As `Workers.submit`; the payload goes to each machine once"
     of_rank,own = dict(zip(self.ranks, configs)),own_modules()
+    entry = partial(run_on_machine, entry, self.link_timeout, self.home is None)
     data = self.shared(block, packed.end, len(self.machines))
     for m in self.machines:
         m.forget()

@@ -10,7 +10,7 @@ import collections, os, pickle, struct, threading, time, zlib
 
 import cloudpickle
 from fastcore.basics import patch
-from multiprocess import connection
+from multiprocessing import connection
 
 from ..payload.shared_memory import Block
 

@@ -10,12 +10,12 @@ import os, time
 from pathlib import Path
 
 from fastcore.basics import patch
-from multiprocess import connection
+from multiprocessing import connection
 
 from ..payload.shared_memory import Block
 from .frames import Frames
-from ..process.heartbeat import Beat, write_beat
-from ..process.owner import new_folder, remove_folder
+from ..process.heartbeat import Beat
+from ..process.cleanup import new_folder, remove_folder
 
 # %% ../../nbs/machines/613_machine.ipynb #93e67d5b
 class Machine:
@@ -27,7 +27,8 @@ class Machine:
     ):
         self.name,self.silence = name,silence
         self.ranks,self.dead,self.latest,self.trouble,self.closed = [],set(),{},'',False
-        self.stopped,self.modules = set(),{}        # ranks; files that were sent -> `(path, time)`
+        self.beats,self.stopped = {},set()          # rank -> `Beat`; ranks
+        self.modules = {}                           # files that were sent -> `(path, time)`
         self.facts,self.skew,self._kept = {},0.,[]      # `skew`: seconds that our clock is ahead of theirs
         self.folder = new_folder()
         self.way = way(self.folder)
@@ -61,9 +62,6 @@ class Machine:
 def log_path(self:Machine, r): return os.path.join(self.folder, f'rank{r}.log')
 
 @patch
-def beat_path(self:Machine, r): return os.path.join(self.folder, f'heartbeat-{r}')
-
-@patch
 def news(self:Machine):
     "Everything that is new, as news of `Workers.poll`"
     msgs,self._kept = [*self._kept, *self.frames.received()],[]
@@ -94,7 +92,7 @@ def _on_log(self:Machine, r, data):
 
 @patch
 def _on_beat(self:Machine, r, age, beat, stopped):
-    write_beat(self.beat_path(r), Beat(*beat)._replace(at=time.monotonic()-age))
+    self.beats[r] = Beat(*beat)._replace(at=time.monotonic()-age)
     self.stopped = self.stopped-{r} | ({r} if stopped else set())
 
 @patch
@@ -104,8 +102,7 @@ def _on_trouble(self:Machine, text): self.trouble = text
 def forget(self:Machine):
     "What the last job left"
     for block,_ in self.latest.values(): block.close()
-    self.latest,self.stopped = {},set()
-    for r in self.ranks: Path(self.beat_path(r)).unlink(missing_ok=True)
+    self.latest,self.beats,self.stopped = {},{},set()
 
 @patch
 def send_modules(self:Machine,

@@ -10,15 +10,16 @@ import time
 
 from fastcore.basics import patch
 
-from ..base import group, rendezvous
-from ..base.errors import CantDistribute
+from ..base import group
+from ..base.errors import CantDistribute, RankDied, RankRaised
+from ..base.failure import is_echo
 from .agent import facts
 from ..launch.local import Local, start_workers, visible_cores
 from .all_workers import AllWorkers
 from .meeting import answer_of, meet
+from .route import host_store
 from .preflight import files_among, table, wait_while_much_is_sent
 from ..launch.rank import RankSpec
-from ..launch.settings import notebook_settings
 from ..payload.shared_memory import Block
 
 # %% ../../nbs/machines/617_machines.ipynb #3386b9e9
@@ -139,15 +140,30 @@ def check_items(self:Machines, datasets):
     raise CantDistribute('\n'.join(lines))
 
 @patch
+def run(self:Machines, job, nprocs, on_event=lambda rank,e: None, refs=(), here=None):
+    "As `Local.run`; an error that no rank caused is the network's"
+    try: return Local.run(self, job, nprocs, on_event, refs, here)
+    except RankRaised as e:
+        if len(self.counts) < 2 or not is_echo(e.failure): raise
+        raise self._cut_off(e) from None
+
+@patch
+def _cut_off(self:Machines, e):
+    said = e.failure.message.split('. ')[0].partition('] ')     # gloo's begins with a place in its own source
+    why = f"the network between the machines failed, as it seems: {said[2] or said[0]}"
+    err = RankDied(e.rank, why, e.failure.where, e.log, self._hosts.get(e.rank, ''))
+    err.state,err.cut,err.epoch,err.others = e.state,e.cut,e.epoch,e.others
+    return err
+
+@patch
 def submit(self:Machines, job, nprocs, here=None, interrupts=None, mark=lambda phase: None):
     "As `Local.submit`; refuses what has no room on one of the machines"
     for m in self.machines:
         if m.facts['free'] is not None and job.payload.nbytes > m.facts['free']:
             raise CantDistribute(f"{m.name} has {m.facts['free']/2**30:.1f} GB of memory left, and learner and data "
                                  f"take {job.payload.nbytes/2**30:.1f} GB there.")
-    specs = Local.submit(self, job, nprocs, here, interrupts, mark)
+    Local.submit(self, job, nprocs, here, interrupts, mark)
     wait_while_much_is_sent(self.machines, interrupts)
-    return specs
 
 @patch
 def preflight(self:Machines,
@@ -175,7 +191,8 @@ def _get_workers(self:Machines, ranks, nprocs, interrupts, mark):
         if m: m.ranks = list(range(first, first+n))
         first += n
     home = start_workers(list(range(self.counts[0])), self.on_gpu, interrupts, mark) if self.has_home else None
-    self.workers = AllWorkers(self.machines, home, self.cards, self.shared)
+    self._hosts = {r:m.name for m in self.machines for r in m.ranks}
+    self.workers = AllWorkers(self.machines, home, self.cards, self.shared, self.link_timeout)
     self.workers.start(self.on_gpu)
 
 @patch
@@ -186,20 +203,18 @@ def _end_workers(self:Machines):
     Local.close(self, 0)
 
 @patch
-def _after_success(self:Machines, job):
+def after_success(self:Machines, job):
     "As `Local`; what arrived is in the `Outcome`"
     machines = self.machines
-    Local._after_success(self, job)
+    Local.after_success(self, job)
     for m in machines: m.forget()
 
 @patch
-def _after_failure(self:Machines, job, monitor):
+def after_failure(self:Machines, job, monitor):
     "As `Local`; in a block the agents stay"
     self.lost = {m.name for m in self.machines if m.lost()}
     if self.lost: self._had = [n for name,n in zip(self._names(), self.counts) if name not in self.lost]
-    can_stay = self._warm and self.keep_on_failure and monitor is not None
-    if can_stay and monitor.wait_until_idle(): self._keep_warm(job)
-    elif self._warm and self.workers: self._end_workers()
+    if self._warm and self.workers: self._end_workers()
     else: self.close(0)
 
 @patch
@@ -208,18 +223,17 @@ def _specs(self:Machines, nprocs, work):
     gpus,backend = self._gpus() or [None]*nprocs,(group.native_backend() if self.on_gpu else 'gloo')
     backend = backend if self.backend is None else self.backend
     at_home = max(1, visible_cores()//self.counts[0])
-    settings = {} if self.keep_on_failure else notebook_settings()
+    settings = self.settings()
     def spec(r):
         threads = self.threads or (None if self.workers.host(r) else at_home)
-        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous_url(), self._display_settings(r),
-                        self.workers.log_path(r), self.workers.beat_path(r), work, settings, self.link_timeout,
-                        not self.has_home)
+        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous_url(), self.display_of(r),
+                        self.workers.log_path(r), self.workers.heartbeat_path(r), work, settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch
 def _rendezvous_url(self:Machines):
     if self._rendezvous is None:
-        if self.workers.home: self._rendezvous,self._store = rendezvous.host_store(self.address)
+        if self.workers.home: self._rendezvous,self._store = host_store(self.address)
         else:
             first = self.workers.machines[0]
             first.frames.send_in_order('meet_at', self.address)

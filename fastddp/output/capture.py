@@ -17,7 +17,8 @@ from .streams import EventQueue, use_streams
 def _quiet_bars(fp):
     "Bars that count and show nothing, as subclasses of those of the fastprogress module `fp`"
     class QuietBar(fp.ConsoleProgressBar):
-        def __init__(self, gen, total=None, display=True, leave=True, parent=None, master=None, **kwargs):
+        def __init__(self, gen, total=None, display=True, leave=True, parent=None, master=None,
+                     **kwargs):
             self.prefix,self.max_len = '',0
             fp.ProgressBar.__init__(self, gen, total, False, leave, parent, master)
         def on_update(self, *args, **kwargs): pass
@@ -40,7 +41,8 @@ def _bars():
 
 # %% ../../nbs/output/203_capture.ipynb #faf24ae5
 _BARS = 'master_bar','progress_bar'
-_FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'    # words of fastcore and fastprogress, copied by star imports
+# words of fastcore and fastprogress, copied by star imports
+_FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'
 _looked_at = set()      # names of modules
 _with_bars = []         # (namespace, names in it to change) of modules that have any
 
@@ -64,8 +66,10 @@ def use_bars(undo, frontend):
     new.update({k:frontend != 'terminal' for k in _FLAGS})
     for ns,names in _find_bars():
         change(undo, ns, **{k:new[k] for k in names if k in _FLAGS or id(ns.get(k)) in known})
-    if fp and frontend == 'notebook' and not hasattr(fp, 'HTML'): change(undo, vars(fp), **_display_names())
-    if hasattr(fp, '_style_shown'): change(undo, vars(fp), _style_shown=False)      # each cell needs the styles once
+    if fp and frontend == 'notebook' and not hasattr(fp, 'HTML'):
+        change(undo, vars(fp), **_display_names())
+    # each cell needs the styles once
+    if hasattr(fp, '_style_shown'): change(undo, vars(fp), _style_shown=False)
 
 def _display_names():
     "Names that fastprogress before 1.1 imports only in a notebook"
@@ -84,7 +88,7 @@ def quiet_bars():
 # %% ../../nbs/output/203_capture.ipynb #0a0a9a55
 class Figures(NamedTuple):
     "How matplotlib draws in the notebook"
-    formats:set|None=None   # As in `%config InlineBackend.figure_formats`; None: the inline backend's default
+    formats:set|None=None   # As in `%config InlineBackend.figure_formats`; None: its default
     rc:dict={}              # Settings that differ from matplotlib's own, by name
 
 class DisplaySettings(NamedTuple):
@@ -107,7 +111,8 @@ def _publisher_class(in_notebook):
     "The class whose `publish` and `clear_output` IPython's display functions call"
     from IPython.core.displaypub import DisplayPublisher
     class Publisher(DisplayPublisher):
-        def publish(self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs):
+        def publish(self, data, metadata=None, source=None, *, transient=None, update=False,
+                    **kwargs):
             data = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}
             if data: self.shell.show('display', data, metadata or {}, transient or {}, bool(update))
         def clear_output(self, wait=False):
@@ -120,7 +125,8 @@ def _formatter_class():
     "The class that formats objects as HTML, images and text"
     from IPython.core.formatters import DisplayFormatter
     class Formatter(DisplayFormatter):
-        def format(self, *args, **kwargs): return super().format(*args, **kwargs) if self.parent.seen else ({}, {})
+        def format(self, *args, **kwargs):
+            return super().format(*args, **kwargs) if self.parent.seen else ({}, {})
     return Formatter
 
 # %% ../../nbs/output/203_capture.ipynb #71b2ba14
@@ -132,12 +138,15 @@ def _hook_class():
         def write_output_prompt(self): pass
         def write_format_data(self, data, metadata=None):
             if self.out: data = self._named(data)
-            self.shell.display_pub.publish(data, metadata, transient={'named': True} if self.out else {})
+            self.shell.display_pub.publish(data, metadata,
+                                           transient={'named': True} if self.out else {})
         def _named(self, data):
             if set(data) == {'text/plain'}:
                 text = data['text/plain']
                 return {'text/plain': self.out + ('\n' if '\n' in text else '') + text}
-            if data: self.shell.show('display', {'text/plain': self.out.rstrip()}, {}, {'named': True}, False)
+            if data:
+                self.shell.show('display', {'text/plain': self.out.rstrip()}, {}, {'named': True},
+                                False)
             return data
     return Hook
 
@@ -169,8 +178,9 @@ def _shell_class(name):
             if self.tells_errors: print(self.InteractiveTB.stb2text(stb), file=sys.stderr)
 
     # IPython 8 asks for the profile's folder, whatever `init_profile_dir` did
-    no_profile = dict(profile_dir=types.SimpleNamespace(location='')) if IPython.version_info[0] < 9 else {}
-    return type(name, (Shell,), no_profile)
+    old = IPython.version_info[0] < 9
+    attrs = dict(profile_dir=types.SimpleNamespace(location='')) if old else {}
+    return type(name, (Shell,), attrs)
 
 # %% ../../nbs/output/203_capture.ipynb #7b85702c
 _made = None    # (namespace, shell) of this process
@@ -178,7 +188,8 @@ _made = None    # (namespace, shell) of this process
 def _shell_for(ns, name):
     "The shell of this process for the namespace `ns`"
     global _made
-    if _made is None or _made[0] is not ns or type(_made[1]).__name__ != name: _made = ns, _make_shell(ns, name)
+    if _made is None or _made[0] is not ns or type(_made[1]).__name__ != name:
+        _made = ns, _make_shell(ns, name)
     return _made[1]
 
 def _make_shell(ns, name):
@@ -187,14 +198,16 @@ def _make_shell(ns, name):
     config = Config(HistoryManager=dict(enabled=False, hist_file=':memory:'))
     with contextlib.ExitStack() as undo:
         _without_database(undo)
-        shell = _shell_class(name)(config=config, user_module=main if ns is vars(main) else None, user_ns=ns)
+        shell = _shell_class(name)(config=config, user_module=main if ns is vars(main) else None,
+                                   user_ns=ns)
     ns.update(had)      # names that the shell replaced
     return shell
 
 def _without_database(undo):
     "Keep IPython 8 from making a database in the profile's folder, which this shell doesn't have"
     from IPython.core import interactiveshell
-    if hasattr(interactiveshell, 'PickleShareDB'): change(undo, vars(interactiveshell), PickleShareDB=lambda path: {})
+    if hasattr(interactiveshell, 'PickleShareDB'):
+        change(undo, vars(interactiveshell), PickleShareDB=lambda path: {})
 
 # %% ../../nbs/output/203_capture.ipynb #1b60d495
 def _use_shell(undo, queue, name, user_ns):
@@ -227,11 +240,13 @@ def _use_figures(undo, shell, figures):
     undo.callback(inline.flush_figures)
 
 def _hold_figures(undo, rc):
-    "Restore the settings of matplotlib and its inline backend when `undo` closes, and those in `rc`"
+    """Restore the settings of matplotlib and its inline backend when `undo` closes, and those in
+    `rc`"""
     import matplotlib, matplotlib.pyplot as plt, matplotlib_inline.backend_inline as inline
     params = matplotlib.rcParams
     # dict's methods: those of rcParams choose a backend when asked for it
-    undo.callback(dict.update, params, {k:dict.__getitem__(params, k) for k in {'backend','interactive',*rc}})
+    undo.callback(dict.update, params,
+                  {k:dict.__getitem__(params, k) for k in {'backend','interactive',*rc}})
     _use_instance(undo, inline.InlineBackend, None)     # this job's shell makes a new one
     hold(undo, vars(inline.configure_inline_support), 'current_backend')
     hold(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
@@ -265,7 +280,8 @@ def capture_output(
 
 def _enter_shell(undo, queue, settings, user_ns):
     if importlib.util.find_spec('IPython') is None: return
-    if settings.frontend == 'terminal': return _use_shell(undo, queue, 'TerminalInteractiveShell', user_ns)
+    if settings.frontend == 'terminal':
+        return _use_shell(undo, queue, 'TerminalInteractiveShell', user_ns)
     shell = _use_shell(undo, queue, 'ZMQInteractiveShell', user_ns)
     _use_figures(undo, shell, settings.figures)
 

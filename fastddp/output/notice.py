@@ -58,11 +58,13 @@ class Status:
         elif in_terminal(): self._write(text)
         self._text = text
     def _display(self, text):
-        data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}    # empty HTML takes no room
+        # empty HTML takes no room
+        data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}
         publish = _get_ipython().display_pub.publish
         publish(data=data, metadata={}, transient={'display_id':self._id}, update=bool(self._text))
     def _write(self, text):
-        sys.stdout.write(f'\r\x1b[K{text}')     # to the beginning of the line, of which the rest is erased
+        # to the beginning of the line, of which the rest is erased
+        sys.stdout.write(f'\r\x1b[K{text}')
         sys.stdout.flush()
 
 # %% ../../nbs/output/206_notice.ipynb #029a57cc
@@ -74,9 +76,12 @@ def shorten(
     if _get_ipython(): e._render_traceback_ = _short_lines
 
 def _short_lines():
-    "The lines that IPython shows; no reference from the exception to itself, which would keep its frames alive"
+    """The lines that IPython shows; no reference from the exception to itself, which would keep its
+    frames alive"""
     e = sys.exc_info()[1]
-    try: return _get_ipython().InteractiveTB.structured_traceback(type(e), e, _user_frames(e), tb_offset=0)
+    try:
+        return _get_ipython().InteractiveTB.structured_traceback(type(e), e, _user_frames(e),
+                                                                 tb_offset=0)
     finally: del e
 
 def _user_frames(e):

@@ -20,7 +20,8 @@ def _get_ipython(): return getattr(sys.modules.get('IPython'), 'get_ipython', la
 def frontend():
     "'notebook' if this process can show HTML (Jupyter, VS Code, Colab), else 'terminal'"
     names = [c.__name__ for c in type(_get_ipython()).__mro__]
-    return 'notebook' if 'InteractiveShell' in names and 'TerminalInteractiveShell' not in names else 'terminal'
+    has_html = 'InteractiveShell' in names and 'TerminalInteractiveShell' not in names
+    return 'notebook' if has_html else 'terminal'
 
 def in_terminal():
     "True if stdout is a terminal; a service may have no stdout"
@@ -29,7 +30,8 @@ def in_terminal():
 def display_settings():
     "The `DisplaySettings` of this process"
     width = shutil.get_terminal_size().columns
-    return DisplaySettings(frontend(), None, _get_ipython() is not None, in_terminal(), width, _figures())
+    return DisplaySettings(frontend(), None, _get_ipython() is not None, in_terminal(), width,
+                           _figures())
 
 # %% ../../nbs/output/204_replay.ipynb #6c53ccd6
 def _figures():
@@ -47,7 +49,7 @@ class Replay:
     def __init__(self,
         see=(0,),               # Ranks to show, the first one without a prefix; or 'all'
         prefix='[rank {}] ',    # Precedes each line of the others
-        live=True,              # Show events while they come? If False, at the end and without updates
+        live=True,  # Show events while they come? If False, at the end and without updates
     ):
         self.see = (see,) if isinstance(see, int) else see
         self.prefix,self.live = prefix,live
@@ -126,7 +128,8 @@ def _show_display(self:Replay, rank, data, metadata, transient, update):
         labelled = update or (shell and transient.get('named'))
         if not labelled: self._show_text(rank, 'stdout', '\n' if shell else f'{text}\n')
     elif not shell: _write('stdout', f'{text}\n')
-    if shell: shell.display_pub.publish(data=data, metadata=metadata, transient=transient, update=update)
+    if shell:
+        shell.display_pub.publish(data=data, metadata=metadata, transient=transient, update=update)
 
 def _of_rank(transient, rank):
     "Add the rank to the display id, because all ranks use the same ids"

@@ -93,7 +93,8 @@ class ForkPipe:
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.r, 1<<16): self.unread += data
         *records,self.unread = self.unread.split(b'\0')
-        return [('stdout' if o[:1] == b'\1' else 'stderr', o[1:].decode(errors='replace')) for o in records if o]
+        return [('stdout' if o[:1] == b'\1' else 'stderr', o[1:].decode(errors='replace'))
+                for o in records if o]
 
     def close(self):
         "Close both ends; a forked process that writes later drops its text"
@@ -129,7 +130,8 @@ def _push(self:ForkPipe, data, tries):
         except OSError: return      # the reader is gone, this process goes on
 
 # %% ../../nbs/output/201_streams.ipynb #211e224d
-BACKLOG = 8_000_000   # Characters that may wait, so a stalled notebook can't fill the worker's memory
+# Characters that may wait, so a stalled notebook can't fill the worker's memory
+BACKLOG = 8_000_000
 LAST = 4096           # Characters of stderr kept for a failure report
 
 def overwritten(line):
@@ -143,10 +145,10 @@ class EventQueue:
         see=True,   # Send text? If False, only events passed to `put`
     ):
         self.send,self.see = send,see
-        self.pid = os.getpid()              # a forked process has a copy of this object but no thread
+        self.pid = os.getpid()  # a forked process has a copy of this object but no thread
         self.pipe = ForkPipe()
         self.buffer = EventBuffer()
-        self.lock = threading.RLock()       # re-entrant: a signal handler may print while we hold it
+        self.lock = threading.RLock()  # re-entrant: a signal handler may print while we hold it
         self.dropped = 0                    # characters beyond `BACKLOG`
         self.stderr = ''                    # the last `LAST` characters of stderr
         self.urgent = threading.Event()     # set by a flush: deliver now
@@ -251,7 +253,8 @@ class Stream(io.TextIOBase):
     def writable(self): return True
     def isatty(self): return self.tty
     def write(self, s):
-        if not isinstance(s, str): raise TypeError(f"write() argument must be str, not {type(s).__name__}")
+        if not isinstance(s, str):
+            raise TypeError(f"write() argument must be str, not {type(s).__name__}")
         if self.queue: self.queue.text(self.name, s)
         elif self.before: self.before.write(s)
         return len(s)
