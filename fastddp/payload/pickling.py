@@ -101,10 +101,9 @@ def _class(pickler, cls):
 def _function(pickler, f):
     reduced = _by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple) or not _is_librarys(f): return reduced
-    make,args,state,*last = reduced
-    attrs,more = state
-    code,_,*rest = args
-    return _library_function, (make,f.__module__,code,*rest), (attrs, more|dict(__globals__={})), *last
+    make,(code,_,*rest),(attrs,more) = reduced[:3]
+    state = attrs, more|dict(__globals__={})
+    return _library_function, (make,f.__module__,code,*rest), state, *reduced[3:]
 
 def _is_librarys(f):
     "Can another process import the module of `f`, and is `f` no function's local one?"
@@ -285,7 +284,7 @@ def _function_parts(f):
 # %% ../../nbs/payload/101_pickling.ipynb #c601cf04
 def address(fn):
     "How another process finds `fn`: as 'module:function' where it can import it, else as its pickle (bytes), by value"
-    module,name = fn.__module__,fn.__qualname__
+    module,name = fn.__module__,getattr(fn, '__qualname__', '')     # a partial has none
     by_name = module != '__main__' and getattr(sys.modules.get(module), name, None) is fn
     return f'{module}:{name}' if by_name else cloudpickle.dumps(fn, protocol=5)
 
