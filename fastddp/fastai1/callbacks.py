@@ -20,7 +20,7 @@ from .step import GlobalLoss, Ranks, other_params
 from .validate import Validation
 from ..output.notice import print_line
 from ..shard.batchnorm import sync_buffers, synced_bn
-from ..shard.drift import SameWeights, has_own_code, hooks_of, of_the_user
+from ..shard.drift import SameWeights
 from ..shard.gathered_loss import Losses
 from ..shard.sharded import outside_loop
 
@@ -62,13 +62,8 @@ class SameModel(Callback):
         "One set of buffers, and one of weights, whoever changed them"
         learn = self.learn
         sync_buffers(learn.model, self.average_bn)
-        self.same(self.ranks, self.epoch, lambda: _opt_from_rank0(learn.opt.opt), self._suspects)
-    def _suspects(self):
-        "What has code that is neither fastai's nor torch's, in words"
-        opt,cbs = self.learn.opt.opt,self.ranks.handler.callbacks
-        found = [f"callback {type(cb).__name__}" for cb in cbs if has_own_code(cb)]
-        found += [f"the optimizer ({type(opt).__name__})"]*has_own_code(opt)
-        return found + ["a hook on the model"]*any(map(of_the_user, hooks_of(self.learn.model)))
+        beside = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.more()))
+        if self.same([*learn.model.named_parameters(), *beside], self.epoch): _opt_from_rank0(learn.opt.opt)
 
 def _own_loaders(data):
     data.train_dl = own_loader(data.train_dl)

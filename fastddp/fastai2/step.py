@@ -20,9 +20,8 @@ from ..base import group
 from ..base.checks import flag, number
 from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
-from .together import BATCH, GATHER, PASS, VALUE, _FIRST, _LAST, OurCallback, speaks
+from .together import BATCH, GATHER, PASS, VALUE, _FIRST, _LAST, OurCallback, runs_user_code
 from ..output.notice import print_line
-from ..shard.drift import of_the_user
 from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
 from ..shard.gradients import (Overlapped, Passes, graph_of, is_reentrant, leaves_of,
                                      names_of, unused_params, zero_loss)
@@ -374,7 +373,7 @@ def _check_terms(self:StepSync, loss):
 
 @patch
 def _name_callbacks(self:StepSync):
-    cbs = [cb for cb in self.learn.cbs if of_the_user(cb) and any(speaks(cb, e) for e in _EVENTS)]
+    cbs = [cb for cb in self.learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS)]
     names = ', '.join(type(cb).__name__ for cb in cbs)
     if names: self.losses.print_once(f"{names} changes the loss (loss_grad): {AVERAGED}", 'penalty')
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LEFT', 'FIELDS', 'BEFORE_TRAIN', 'BATCH', 'AFTER_TRAIN', 'BEFORE_VALID', 'AFTER_VALID', 'END_VALID', 'NESTED_BATCH',
-           'LOAD', 'GATHER', 'PASS', 'STEP', 'VALUE', 'OurCallback', 'speaks', 'OwnEvents', 'own_events', 'Said',
-           'Together', 'acts_late', 'TogetherLast']
+           'LOAD', 'GATHER', 'PASS', 'STEP', 'VALUE', 'OurCallback', 'speaks', 'runs_user_code', 'OwnEvents',
+           'own_events', 'Said', 'Together', 'acts_late', 'TogetherLast']
 
 # %% ../../nbs/fastai2/705_together.ipynb #04564b79
 import contextlib, os
@@ -18,7 +18,6 @@ from fastcore.basics import getcallable, noop
 from ..base import board, group
 from ..base.failure import end_fork
 from ..base.scoped import own_attrs
-from ..shard.drift import has_own_code
 
 # %% ../../nbs/fastai2/705_together.ipynb #6be54914
 class OurCallback(Callback):
@@ -36,6 +35,12 @@ def speaks(cb,        # A callback
     "Would `cb` do anything at `event_name`? Yes, in doubt"
     if type(cb).__call__ not in (Callback.__call__, OurCallback.__call__): return True
     return event_name == 'after_fit' or getcallable(cb, event_name) is not noop     # after a fit fastai sets `run` back
+
+def runs_user_code(cb, event_name):
+    "Would `cb` run code at `event_name` that is neither fastai's nor ours?"
+    if not speaks(cb, event_name): return False
+    modules = type(cb).__module__,getattr(getcallable(cb, event_name), '__module__', None)
+    return any((m or '').split('.')[0] not in ('fastai','fastcore','fastddp') for m in modules)
 
 # %% ../../nbs/fastai2/705_together.ipynb #195ec236
 # Events of every step; at all others the list is made anew
@@ -261,8 +266,8 @@ _LATE = 'after_backward','before_step'
 
 def acts_late(cb # A callback
 ):
-    "May `cb` leave between backward pass and step on one rank only? fastai's own see the same there on every rank"
-    return has_own_code(cb) and any(speaks(cb, event) for event in _LATE)
+    "Does code of the user run between backward pass and step? It may leave there on one rank only"
+    return any(runs_user_code(cb, event) for event in _LATE)
 
 class TogetherLast(OurCallback):
     "The meetings that come after every other callback's say"
