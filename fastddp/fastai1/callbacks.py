@@ -16,7 +16,7 @@ from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, own_attrs
 from .loaders import counts_now, global_batches, own_loader, place_now, shard, torch_dl
-from .step import GlobalLoss, Ranks, other_params
+from .step import GlobalLoss, Ranks, trained_beside
 from .validate import Validation
 from ..output.notice import print_line
 from ..shard.batchnorm import sync_buffers, synced_bn
@@ -62,7 +62,7 @@ class SameModel(Callback):
         "One set of buffers, and one of weights, whoever changed them"
         learn = self.learn
         sync_buffers(learn.model, self.average_bn)
-        beside = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.more()))
+        beside = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.beside()))
         if self.same([*learn.model.named_parameters(), *beside], self.epoch): _opt_from_rank0(learn.opt.opt)
 
 def _own_loaders(data):
@@ -170,7 +170,7 @@ def distributed_v1(learn,
 ): # Yields (`Ranks`, callbacks to add)
     "Inside, `basic_train.fit` of `learn` is one with the other ranks'; afterwards all is as it was"
     n,ranks,data = group.world_size(),Ranks(learn.model, stop_requested),learn.data
-    ranks.more = lambda: other_params(learn)
+    ranks.beside = lambda: trained_beside(learn)
     on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
     losses = Losses(loss, print_line)
     same = SameModel(learn, ranks, sync_bn and not on_gpu)

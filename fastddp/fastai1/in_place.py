@@ -26,7 +26,7 @@ from ..launch.rank0_only import cbs_of_rank
 from .loaders import check_v1, mend_streams, old_numpy, step_sizes
 from .jobs import NoteProgress
 from .session import wants_no_lines
-from .step import Ranks, other_params
+from .step import Ranks, trained_beside
 from .snapshot import loaders, place
 from .validate import Validation
 
@@ -37,7 +37,7 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     check_v1(learn.data, group.world_size(), options['batch'])
     sync_streams()
     common = CommonRNG.capture()
-    def from_rank0(): group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *other_params(learn)])
+    def from_rank0(): group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *trained_beside(learn)])
     from_rank0()
     callbacks,noted = callbacks or [],NoteProgress(NoNotebook(), learn)
     lines = script_lines(noted.progress, step_sizes(learn.data.train_dl, group.world_size(), options['batch']),

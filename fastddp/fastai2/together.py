@@ -87,7 +87,14 @@ LEFT = tuple(_RAISES)       # what a rank can leave, from weakest to strongest
 _PARTS = 'backward','step'  # of a batch
 
 # Numbers that ranks tell each other. Of a loss: see `shard.loss_part`
-FIELDS = ('own','value','known','unused','flat','new','build','mask','nbytes','items','layout','cancelled','grads','late')
+FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
+          'backward',           # does it make a backward pass in this batch?
+          'unused','reentrant','new',   # has it parameters without gradients, what DDP can't follow, other parameters?
+          'mask',               # of the parameters with gradients, after a flat pass
+          'nbytes','items','layout',    # of its predictions and targets: see `shard.gathered_loss`
+          'cancelled',          # was this phase cancelled?
+          'grads',              # has it gradients that no step used?
+          'late')               # may a callback leave between backward pass and step?
 _PLACE,_LEFT,_STOP,_FIELDS = 4,4,5,6    # numbers of a place, and where the rest of a row begins
 
 class Said(list):
