@@ -99,7 +99,7 @@ class StepSync(OurCallback):
     def after_batch(self):
         if self.n == 1: return
         if not self.met and not self.together.left_batch: self.attend()
-        if not self.met: self.last_lossious_loss()
+        if not self.met: self.previous_loss()
         self.together.mid_batch = False
         self.restore_loss()
     def after_train(self): self.close()
@@ -144,7 +144,7 @@ def weigh(self:StepSync, loss, first):
         if first: self._meet(loss)
         elif not self.loss_is_whole and self._has_loss(): self._share_loss(self.learn.loss)
     except BaseException:
-        self.last_lossious_loss()
+        self.previous_loss()
         raise
     divisor,scale = self.part.divisor,self.scale
     if isinstance(divisor, torch.Tensor):
