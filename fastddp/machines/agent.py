@@ -151,7 +151,8 @@ class Agent:
         os.environ.clear()
         os.environ.update(merged_env(env, self.env, self.names))
         os.chdir(cwd if os.path.isdir(cwd) else self.folder)
-        sys.path[:] = [*merged_path(path, self.path), *more]
+        # Python would remember that a folder isn't there
+        sys.path[:] = [*merged_path(path, self.path), *filter(os.path.isdir, more)]
     def stop(self): self.workers and self.workers.ask_stop()
     def stacks(self, ranks): self.workers and self.workers.ask_stacks(ranks)
     # News of the workers
