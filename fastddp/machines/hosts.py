@@ -67,7 +67,7 @@ class Hosts(Machines):
         words = [[o.replace('{host}', host)] if o != '{run}' else run for o in shlex.split(self.command)]
         return [o for w in words for o in w]
     def connections(self, on_cpu):
-        hosts = [o for o in self.hosts if o not in self.lost]
+        hosts = [o for o in self.hosts if o not in self.left_out]
         if not hosts: raise CantDistribute(f"None of the machines {', '.join(self.hosts)} is left.")
         return {o: partial(Command, self._argv(o)) for o in hosts}
     def why_not(self, said):

@@ -64,9 +64,10 @@ class Machines(Local):
         self.per_node,self.interface = per_node,interface
         self.start_timeout,self.link_timeout = start_timeout,link_timeout
         self.machines,self.where,self.on_gpu = [],None,False
-        self.counts,self.lost = {},set()    # name of a machine -> ranks; those lost since the outermost block began
+        self.counts = {}                        # name of a machine -> its ranks
+        self.lost,self.left_out = set(),set()   # names: lost in the last job; left out until the outermost block ends
     def connections(self, on_cpu):
-        "Name of each machine but those in `lost` -> what starts an agent there, see `Machine`; `on_cpu`: without GPUs"
+        "Name of each machine not in `left_out` -> what starts an agent there, see `Machine`; `on_cpu`: without GPUs"
         raise NotImplementedError
     def why_not(self, said):
         "One line for a machine that has no agent, but said this; '' if there is nothing to say"
@@ -81,7 +82,7 @@ class Machines(Local):
         "The data of a job, as every machine's `Stream` sends it"
         return Pieces(block, size)
     def __enter__(self):
-        if not self._warm: self.lost = set()
+        if not self._warm: self.left_out = set()
         return super().__enter__()
     def close(self,
         grace=2., # Seconds that processes have to end by themselves
@@ -102,7 +103,8 @@ class Machines(Local):
         return sum(self.counts.values()), [i for n in self.counts.values() for i in range(n)] if self.on_gpu else None
     def again(self, nprocs, gpus):
         "As `Launcher.again`: machines that were lost are left out, the others have as many ranks as before"
-        if not self.lost & {*self.counts}: return nprocs, gpus
+        if not self.lost: return nprocs, gpus
+        self.left_out |= self.lost
         self.close(0)
         return self.place(gpus=None if self.on_gpu else [])
 
@@ -136,7 +138,7 @@ def _facts_of(self:Machines, m, until):
 def _count(self:Machines, nprocs):
     "Ranks on each machine; raises `CantDistribute` for what they don't have"
     def count(m):
-        if m.name in self.counts and self.lost: return self.counts[m.name]
+        if self.left_out: return self.counts[m.name]
         if self.per_node or nprocs: return self.per_node or nprocs//len(self.machines)
         return self.gpus_on(m) if self.on_gpu else 1
     self.counts = {m.name: count(m) for m in self.machines}
@@ -217,7 +219,7 @@ def _show_sending(self:Machines, interrupts, much=1<<26):
 @patch
 def after_failure(self:Machines, job, monitor):
     "As `Local`; in a block the agents stay"
-    self.lost |= {m.name for m in self.machines if m.lost()}
+    self.lost = {m.name for m in self.machines if m.lost()}
     if self._warm and self.workers: self._end_workers()
     else: self.close(0)
 

@@ -233,7 +233,7 @@ class Ray(Machines):
         self._connected = connect(self.cluster)
         import ray
         home = ray.get_runtime_context().get_node_id()
-        gone = {self._ids[o] for o in self.lost}
+        gone = {self._ids[o] for o in self.left_out}
         alive = [o for o in ray.nodes() if o['Alive'] and o['NodeID'] not in gone]
         nodes = sorted(alive, key=lambda o: o['NodeID'] != home)
         names = _names_of(nodes) | {home: 'localhost'}
