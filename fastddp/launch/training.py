@@ -57,7 +57,7 @@ def offloaded(
 def sync_streams():
     "Rank 0's random streams for this process, as for all other ranks"
     if group.world_size() == 1: return
-    CommonRNG(group.gather_tree(CommonRNG.capture().state() if group.rank() == 0 else None)[0]).install()
+    CommonRNG(group.all_gather_object(CommonRNG.capture().state() if group.rank() == 0 else None)[0]).install()
 
 # %% ../../nbs/launch/511_training.ipynb #df3529fd
 def whereabouts(epoch, batch=None, train=True):

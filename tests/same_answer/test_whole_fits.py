@@ -341,7 +341,7 @@ class Notes(Callback):
         own = [torch.get_float32_matmul_precision() == 'high', torch.are_deterministic_algorithms_enabled(),
                torch.backends.cudnn.benchmark, torch.get_default_dtype() == torch.float64,
                pd.get_option('display.precision')]
-        self.ranks = [t.tolist() for t in group.gather(torch.tensor([own], dtype=torch.float64))]
+        self.ranks = [t.tolist() for t in group.all_gather_object(torch.tensor([own], dtype=torch.float64))]
 
 
 def test_what_the_notebook_set(two):
