@@ -466,7 +466,7 @@ def test_timeout(group):
 
 def workers(kernel):
     return [p for p in psutil.Process(kernel.pid()).children(recursive=True)
-            if 'resource_tracker' not in ' '.join(p.cmdline())]
+            if p.pid not in helpers]
 
 
 def test_kill(group):

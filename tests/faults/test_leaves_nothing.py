@@ -103,7 +103,7 @@ def test_killed_notebook_leaves_nothing_at_all(how, tmp_path):
                 if how == 'all stopped' or o not in helpers(me): os.kill(o.pid, signal.SIGSTOP)
         os.kill(p.pid, signal.SIGKILL)
         p.wait()
-        assert still_there([o for o in ours if o != fork and 'resource_tracker' not in ' '.join(cmdline(o))]) == []
+        assert still_there([o for o in ours if o != fork]) == []
         if fork: assert fork.is_running()
     finally:
         for o in (p, *([fork] if fork else []), *ours):
@@ -145,7 +145,7 @@ def cmdline(proc):
 
 def helpers(proc):
     "The helper of a notebook, once it is there"
-    return [o for o in proc.children() if 'forkserver' in ' '.join(cmdline(o))]
+    return [o for o in proc.children() if 'process.helper' in ' '.join(cmdline(o))]
 
 
 def until(found, limit=240):
