@@ -49,7 +49,7 @@ class Witness(Callback):
     def after_train(self):
         self.loss_kind = next((cb.losses.describe() for cb in self.learn.cbs if isinstance(cb, StepSync)), '')
         own = torch.tensor(self.items, dtype=torch.float64)
-        self.batches = sorted(r for t in group.gather(own) for r in t.tolist())
+        self.batches = sorted(r for t in group.all_gather_object(own) for r in t.tolist())
 
 def _first(b): return b[0] if isinstance(b, (tuple,list)) else b
 

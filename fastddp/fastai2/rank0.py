@@ -60,7 +60,7 @@ def _digest(opt):
 def sync_opt(learn):
     "Rank 0's optimizer on every rank"
     if group.world_size() == 1: return
-    digests,there = zip(*group.gather_tree([_digest(learn.opt), bool(learn.opt)]))
+    digests,there = zip(*group.all_gather_object([_digest(learn.opt), bool(learn.opt)]))
     if len(set(digests)) == 1: return
     if not there[0]:
         learn.opt = None       # the fit makes one
