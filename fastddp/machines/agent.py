@@ -141,10 +141,8 @@ class Agent:
         self._enter(*surroundings, folder)
         ws,self.states = self.workers,set()
         self.sent = {r:(self._log_size(r),None) for r in ws.ranks}
-        for r in ws.ranks: Path(ws.heartbeat_path(r)).unlink(missing_ok=True)
         threads = max(1, visible_cores()//len(specs))
-        specs = [s._replace(log=ws.log_path(r), heartbeat=ws.heartbeat_path(r), threads=s.threads or threads)
-                 for r,s in zip(ws.ranks, specs)]
+        specs = [s._replace(log=ws.log_path(r), threads=s.threads or threads) for r,s in zip(ws.ranks, specs)]
         ws.submit(entry, packed, block, specs, **env)
     def _enter(self, env, cwd, path, filters, *more):
         "Takes the notebook's surroundings, as far as they can be had here"

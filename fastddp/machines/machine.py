@@ -10,6 +10,7 @@ import os, time
 from multiprocessing import connection
 from pathlib import Path
 
+from ..base.board import Heartbeat
 from ..base.errors import CantDistribute
 from .agent import own_modules
 from .stream import Stream
@@ -17,7 +18,6 @@ from ..payload.shared_memory import Block
 from ..process import helper
 from ..process.channel import Surroundings
 from ..process.cleanup import new_folder, remove_folder
-from ..process.heartbeat import Beat
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356
 def _surroundings():
@@ -35,7 +35,7 @@ class Machine:
         self.name,self.silence,self.home = name,silence,home
         self.ranks,self.dead,self.closed,self.trouble = [],set(),False,''
         self.latest = {}                    # (rank, kind) -> `(Block, Packed)` of what the rank put last
-        self.beats,self.stopped = {},set()  # rank -> `Beat`; ranks that the system has stopped
+        self.beats,self.stopped = {},set()  # rank -> `Heartbeat`; ranks that the system has stopped
         self.files,self.facts = {},{}       # modules that were sent: file -> `(path, time)`; see `agent.facts`
         self._kept = []                     # messages that came while another one was waited for
         self.folder = new_folder()          # for logs
@@ -99,7 +99,7 @@ class Machine:
     def _on_log(self, r, data):
         with open(self.log_path(r), 'ab') as f: f.write(data)
     def _on_beat(self, r, age, beat, stopped):
-        self.beats[r] = Beat(*beat)._replace(at=time.monotonic()-age)
+        self.beats[r] = Heartbeat(*beat)._replace(at=time.monotonic()-age)
         self.stopped = self.stopped-{r} | ({r} if stopped else set())
     def _on_trouble(self, text): self.trouble = text.strip()
     def forget(self):
@@ -140,7 +140,7 @@ class RemoteWorkers:
         return {k:v for m in self.machines for k,v in m.latest.items()}
     def host(self, r): return '' if self._of[r].home else self._of[r].name
     def log_path(self, r): return self._of[r].log_path(r)
-    def beat(self, r): return self._of[r].beats.get(r, Beat())
+    def beat(self, r): return self._of[r].beats.get(r, Heartbeat())
     def is_stopped(self, r): return r in self._of[r].stopped
     def alive(self):
         "Ranks that run, as far as is known"

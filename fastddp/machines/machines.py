@@ -182,8 +182,8 @@ def submit(self:Machines, job, nprocs, here=None, interrupts=None, mark=lambda p
     packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
     data,settings = self.pieces(self._block, packed.end),self.settings()
     def spec(r, gpu):
-        return RankSpec(nprocs, gpu, self._backend(), self.threads, self._rendezvous, self.display_of(r), '', '',
-                        job.work, settings)
+        return RankSpec(nprocs, gpu, self._backend(), self.threads, self._rendezvous, self.display_of(r), '', job.work,
+                        settings)
     entry = partial(run_on_machine, run_on_rank, self.link_timeout, not self.machines[0].home)
     for m in self.machines:
         card = self.routes[m].card if m in self.routes else self.card
