@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['OPTIONS']
 
-# %% ../../nbs/fastai2/730_learner.ipynb #fa0e030a
+# %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
 import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Learner
 from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .ddp import DDP_CHECKS
-from .in_place import at_home, in_place, train_in_place      # the app's two, for a standing cluster
-from .jobs import fit_job, infer_job
+from .jobs import at_home, in_place, train_in_place      # the app's two, for a standing cluster
 from .resume import UserCall, calling
 from .rank0 import wants_no_lines
 from .session import Session
@@ -20,7 +19,7 @@ from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
 from ..shard.gathered_loss import check_loss
 
-# %% ../../nbs/fastai2/730_learner.ipynb #1d3f8f91
+# %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d
 @patch
 @with_block
 def distrib_ctx(self:Learner,
@@ -42,28 +41,27 @@ def distrib_ctx(self:Learner,
     given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
     check_loss(loss)
     options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)      # what the ranks are told
-    def session(engine, n, gpus):
-        return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job,
-                       factories=(model_factory,dls_factory), asked_for=OPTIONS.asked_for(given))
-    def here(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
+    def overrides(engine, n, gpus):
+        session = Session(self, engine, n, gpus, options, restarts, factories=(model_factory,dls_factory),
+                          asked_for=OPTIONS.asked_for(given))
+        return dict(fit=session.fit, _do_epoch_validate=session.validate)
+    def group_stands(): return in_place(self, options, given)
+    with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
 
 OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
-# %% ../../nbs/fastai2/730_learner.ipynb #e5b082b1
+# %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 _getstate = Learner.__getstate__
-_OVERRIDES = 'fit','get_preds','_do_epoch_validate','_call_one','all_batches','_do_grad_opt','_do_one_batch'
-
-def _is_ours(k, v):
-    "Is `v` what overrides the learner's method `k`, or the block that it is in?"
-    return k == 'distrib_session' or k in _OVERRIDES and (getattr(v, '__module__', None) or '').startswith('fastddp.')
 
 @patch
 def __getstate__(self:Learner):
-    "As fastai's, without our overrides"
-    return {k:v for k,v in _getstate(self).items() if not _is_ours(k, v)}
+    "As fastai's, without the block that the learner is in and our overrides of its methods"
+    def is_ours(k, v):
+        overrides = callable(getattr(Learner, k, None)) and (getattr(v, '__module__', None) or '').startswith('fastddp.')
+        return k == 'distrib_session' or overrides
+    return {k:v for k,v in _getstate(self).items() if not is_ours(k, v)}
 
-# %% ../../nbs/fastai2/730_learner.ipynb #a15771f6
+# %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
 _asks_model = Learner.__getattr__
 
 def _missing(self, k):
@@ -73,7 +71,7 @@ def _missing(self, k):
 
 Learner.__getattr__ = _missing      # not by `@patch`, which would leave the name in this module: modules have one, too
 
-# %% ../../nbs/fastai2/730_learner.ipynb #5e217da1
+# %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
 @patch
 def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any `fit_*` that was patched in
@@ -86,7 +84,7 @@ def distrib(self:Learner,
     user_call = UserCall(name, args, kwargs, options)
     with self.distrib_ctx(**options), calling(self, user_call): return getattr(self, name)(*args, **kwargs)
 
-# %% ../../nbs/fastai2/730_learner.ipynb #cf1cde84
+# %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
 _FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
 _INFERS = 'validate','get_preds','tta'
 _AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the fit
