@@ -12,7 +12,8 @@ from fastcore.basics import patch
 
 from ..base.group import under_launcher
 from .session import Session, in_place, mend_barrier, wants_no_lines
-from .session import at_home, train_in_place     # the app's two, for a standing cluster
+# the app's two, for a standing cluster
+from .session import at_home, train_in_place
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
 from ..shard.gathered_loss import check_loss
@@ -32,7 +33,8 @@ def distrib_ctx(self:Learner,
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
     **unknown # Refused, with what was probably meant
 ):
-    "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
+    """Inside the block all training and inference of this learner runs on workers, which stay warm
+    from call to call."""
     given = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
     options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # what the ranks are told
@@ -44,7 +46,8 @@ OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'])
 
 def _missing(self, k): raise no_attribute(self, k)
 
-Learner.__getattr__ = _missing      # not by `@patch`, which would leave the name in this module: modules have one, too
+# not by `@patch`, which would leave the name in this module: modules have one, too
+Learner.__getattr__ = _missing
 
 # %% ../../nbs/fastai1/808_learner.ipynb #d1c50d32
 if under_launcher(): mend_barrier()
@@ -70,7 +73,8 @@ for _name in ('fit','fit_one_cycle','lr_find'):
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
 for _name in ('validate','get_preds'):
     _none = 'batch','sync_bn','loss','restarts'
-    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
+    setattr(Learner, f'distrib_{_name}',
+            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
 OPTIONS.document(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)

@@ -23,19 +23,22 @@ from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, own_attrs
 from .callbacks import counting, distributed_v1
 from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
-from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs, place, snapshot,
+from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs,
+                                      place, snapshot,
                                       unpack)
 from .step_sync import Ranks, other_params
 from .validate import Validation
 from ..launch.rank0_only import cbs_of_rank
 from ..launch.script import NoNotebook, launched_group, script_lines
-from ..launch.session import (Call, EpochStates, Progress, Session as _Session, refuse_untrainable,
+from ..launch.session import (Call, EpochStates, Progress, Session as _Session,
+                                    refuse_untrainable,
                                     sync_streams, until_interrupted, whereabouts)
 from ..output.bars import quiet_bars
 
 # %% ../../nbs/fastai1/805_session.ipynb #7f809572
 class NoteProgress(Callback):
-    "Before each batch, tell the notebook where this rank is; count batches and items, and time them"
+    """Before each batch, tell the notebook where this rank is; count batches and items, and time
+    them"""
     _order = -2_000_000
     def __init__(self, ctx, learn):
         self.learn,self.progress = learn,Progress(ctx, learn.path)
@@ -65,14 +68,18 @@ def fit_job(ctx, obj):
     unpack(obj, ctx.device)
     learn,callbacks,metrics = obj['learn'],obj['callbacks'],obj['metrics']
     refs = persistent_refs(learn, callbacks, metrics)
-    base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None)     # it captures what comes back
+    # it captures what comes back
+    base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None)
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
-    def state(around=None, left=True): return capture(learn, base, refs, common.state(), around, left)
+    def state(around=None, left=True):
+        return capture(learn, base, refs, common.state(), around, left)
     as_one = distributed_v1(learn, common, stop_requested=ctx.stop_requested, **obj['options'])
     with as_one as (ranks,cbs), EpochStates(ctx, state) as epochs:
-        extra = [*counting(learn, ranks, callbacks), *cbs, noted, *([KeepState(epochs.put)] if ctx.rank == 0 else [])]
+        extra = [*counting(learn, ranks, callbacks), *cbs, noted,
+                 *([KeepState(epochs.put)] if ctx.rank == 0 else [])]
         def fit():
-            basic_train.fit(obj['epochs'], learn, callbacks=[*cbs_of_rank(callbacks), *extra], metrics=metrics)
+            basic_train.fit(obj['epochs'], learn, callbacks=[*cbs_of_rank(callbacks), *extra],
+                            metrics=metrics)
             ranks.all_reduce()
         interrupted = until_interrupted(ctx, fit, ranks.leave)
     if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(left=not interrupted))
@@ -89,7 +96,9 @@ def infer_job(ctx, obj):
     handler.callbacks = [*cbs_of_rank(handler.callbacks), NoteProgress(ctx, learn)]
     with environment('WORLD_SIZE'):
         seed_rank(group.rank(), group.world_size(), common)
-        try: res,interrupted = Validation(ranks, common, whole=True)(learn.model, cb_handler=handler, **call),False
+        try:
+            res,interrupted = Validation(ranks, common, whole=True)(learn.model, cb_handler=handler,
+                                                                    **call),False
         except KeyboardInterrupt:
             ranks.leave()
             res,interrupted = None,True
@@ -121,7 +130,8 @@ class Session(_Session):
     def check(self):
         refuse_untrainable(self.learn.model)
         check_v1(self.learn.data, self.n, self.options['batch'])
-    def global_batch(self): return step_sizes(self.learn.data.train_dl, self.n, self.options['batch'])
+    def global_batch(self):
+        return step_sizes(self.learn.data.train_dl, self.n, self.options['batch'])
     def quiet(self): return wants_no_lines(self.learn)
     def fit(self, epochs, learn, callbacks=None, metrics=None):
         "`basic_train.fit` on the workers; afterwards the learner is as after a local fit"
@@ -129,32 +139,42 @@ class Session(_Session):
         callbacks,metrics = list(callbacks or []),list(metrics or [])
         self.check()
         for cb in callbacks:    # `lr_find` counted the batches of one process
-            if isinstance(cb, LRFinder): epochs = max(epochs, -(-cb.sched.n_iter//max(self._steps(), 1)))
+            if isinstance(cb, LRFinder):
+                epochs = max(epochs, -(-cb.sched.n_iter//max(self._steps(), 1)))
         sent = dict(epochs=epochs, options=self.options, metrics=metrics)
-        call = LearnerCall(self, fit_job, callbacks, metrics, sent, keeps='last', iterations=finds_lr(callbacks))
+        call = LearnerCall(self, fit_job, callbacks, metrics, sent, keeps='last',
+                           iterations=finds_lr(callbacks))
         self.train(call)
     def _steps(self):
         steps = len(self.learn.data.train_dl)
         return steps//self.n if self.options['batch'] == 'per_worker' else steps
-    def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
+    def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
+                 n_batch=None):
         "`basic_train.validate` on the workers"
         handler = cb_handler or CallbackHandler()
         infer = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
-        call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics, dict(handler=handler, infer=infer))
+        call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics,
+                           dict(handler=handler, infer=infer))
         with self.telling(call):
             out = call.run()
-            if out.interrupted or any(interrupted for _,interrupted in out.results): raise KeyboardInterrupt
+            if out.interrupted or any(interrupted for _,interrupted in out.results):
+                raise KeyboardInterrupt
         return out.results[0][0]
     def through(self, name):
-        "The learner's method, with this session's `fit` and `validate` under it, for this learner only"
+        """The learner's method, with this session's `fit` and `validate` under it, for this learner
+        only"""
         method = getattr(type(self.learn), name)
         def call(*args, **kwargs):
             real_fit,real_validate = basic_train.fit,basic_train.validate
             def fit(epochs, learn, callbacks=None, metrics=None):
-                return (self.fit if learn is self.learn else real_fit)(epochs, learn, callbacks, metrics)
+                return (self.fit if learn is self.learn else real_fit)(epochs, learn, callbacks,
+                                                                       metrics)
             def validate(model, dl, *args, **kwargs):
-                return (self.validate if model is self.learn.model else real_validate)(model, dl, *args, **kwargs)
-            with own_attrs(basic_train, fit=fit, validate=validate): return method(self.learn, *args, **kwargs)
+                return (self.validate if model is self.learn.model else real_validate)(model, dl,
+                                                                                       *args,
+                                                                                       **kwargs)
+            with own_attrs(basic_train, fit=fit, validate=validate):
+                return method(self.learn, *args, **kwargs)
         call.__name__,call.__doc__ = method.__name__,method.__doc__
         return call
     def overrides(self): return {k:self.through(k) for k in ('fit','validate','get_preds')}
@@ -166,10 +186,12 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     check_v1(learn.data, group.world_size(), options['batch'])
     sync_streams()
     common = CommonRNG.capture()
-    def from_rank0(): group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *other_params(learn)])
+    def from_rank0():
+        group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *other_params(learn)])
     from_rank0()
     callbacks,noted = callbacks or [],NoteProgress(NoNotebook(), learn)
-    lines = script_lines(noted.progress, step_sizes(learn.data.train_dl, group.world_size(), options['batch']),
+    lines = script_lines(noted.progress,
+                         step_sizes(learn.data.train_dl, group.world_size(), options['batch']),
                          wants_no_lines(learn), finds_lr(callbacks))
     with lines, distributed_v1(learn, common, **options) as (ranks,cbs):
         try:
@@ -190,7 +212,10 @@ def _validate(stop_requested, model, dl, loss_func=None, cb_handler=None, **kwar
         if type(m) is AverageMetric: m.world = 0      # it would average over ranks for every batch
     with environment('WORLD_SIZE'):
         seed_rank(group.rank(), group.world_size(), common)
-        try: return Validation(Ranks(model, stop_requested), common, whole=True)(model, dl, loss_func, handler, **kwargs)
+        try:
+            return Validation(Ranks(model, stop_requested), common, whole=True)(model, dl,
+                                                                                loss_func, handler,
+                                                                                **kwargs)
         finally: common.install()
 
 def overrides(
@@ -206,9 +231,11 @@ def overrides(
         with stopping(), own_attrs(basic_train, validate=real_validate):
             _fit(real_fit, options, epochs, learn, callbacks, metrics)
     def validate(model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
-        if not group.everyone(): return real_validate(model, dl, loss_func, cb_handler, pbar, average, n_batch)
+        if not group.everyone():
+            return real_validate(model, dl, loss_func, cb_handler, pbar, average, n_batch)
         with stopping(), own_attrs(basic_train, validate=real_validate):
-            return _validate(stop_requested, model, dl, loss_func, cb_handler, pbar=pbar, average=average,
+            return _validate(stop_requested, model, dl, loss_func, cb_handler, pbar=pbar,
+                             average=average,
                              n_batch=n_batch)
     return dict(fit=fit, validate=validate)
 
@@ -224,11 +251,14 @@ def in_place(
         return
     with launched_group() as device, (quiet_bars() if group.rank() else contextlib.nullcontext()):
         place(learn, device)
-        with own_attrs(basic_train, **overrides(**options)), own_attrs(learn, distrib_session=given): yield
+        with own_attrs(basic_train, **overrides(**options)), own_attrs(learn,
+                                                                       distrib_session=given):
+            yield
 
 # %% ../../nbs/fastai1/805_session.ipynb #c94c15f6
 def train_in_place(ctx):
-    "From now on every learner of this process trains and validates as one with the ranks of its group"
+    """From now on every learner of this process trains and validates as one with the ranks of its
+    group"""
     if hasattr(basic_train.fit, 'plain'): return
     plain = basic_train.fit
     for k,v in overrides(ctx.stop_requested, voting).items(): setattr(basic_train, k, v)

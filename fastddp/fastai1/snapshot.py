@@ -12,11 +12,15 @@ from fastai.callback import Callback
 
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
-from .loaders import old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl
-from ..launch.session import MODULES_STAY, Baseline, dump_snapshot, dump_state, load_state, model_state
+from .loaders import (old_numpy, picklable_preloaders, set_text_order, text_order,
+                                     torch_dl)
+from ..launch.session import (MODULES_STAY, Baseline, dump_snapshot, dump_state, load_state,
+                                    model_state)
 from ..payload.changes import Changes, update_objects
-from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, hooked, hooks_of, model_grads,
-                                   model_tensors, move_opt, opt_attrs, opt_owners, picklable_attrs, update_attrs)
+from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, hooked,
+                                   hooks_of, model_grads,
+                                   model_tensors, move_opt, opt_attrs, opt_owners, picklable_attrs,
+                                   update_attrs)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
@@ -43,31 +47,37 @@ def persistent_refs(learn, callbacks=(), metrics=()):
     of_loss = _modules_of_loss(learn)
     if of_loss: of_loss += of_loss[0].parameters()
     model = [learn.model, *learn.model.modules(), *learn.model.parameters(), *learn.layer_groups]
-    return [*owners(learn, callbacks, metrics), *data, *model, learn.loss_func, *of_loss, *learn.callbacks,
+    return [*owners(learn, callbacks, metrics), *data, *model, learn.loss_func, *of_loss,
+            *learn.callbacks,
             *learn.metrics, *learn.callback_fns]
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
 def _hooked(learn): return hooked(learn, loss_module(learn.loss_func))
 
 def snapshot(learn, callbacks, known=None, **call):
-    "Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `known` as of `dump`"
-    obj = dict(learn=learn, callbacks=list(callbacks), opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
+    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `known` as of
+    `dump`"""
+    obj = dict(learn=learn, callbacks=list(callbacks),
+               opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=hooks_of(_hooked(learn)), **call)
     # Path -> object, most telling first: where to look for what can't be pickled
     roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
     roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
               'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
-    for cb in callbacks: roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
+    for cb in callbacks:
+        roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
     roots |= {'learn': learn, 'the hooks of parameters and optimizer': obj['hooks'][1]}
     bars = [without_attrs(cb, 'pbar') for cb in callbacks]
-    return dump_snapshot(obj, roots, picklable_preloaders(), without_attrs(learn, *OVERRIDES), *bars, known=known)
+    return dump_snapshot(obj, roots, picklable_preloaders(), without_attrs(learn, *OVERRIDES),
+                         *bars, known=known)
 
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"
     old_numpy()
     CommonRNG(obj['rng']).install()
     learn = obj['learn']
-    for o,attrs in zip(opt_owners(getattr(learn, 'opt', None)), obj['opt_attrs']): vars(o).update(attrs)
+    for o,attrs in zip(opt_owners(getattr(learn, 'opt', None)), obj['opt_attrs']):
+        vars(o).update(attrs)
     place(learn, device)
     apply_grads(learn.model, obj['grads'])
     apply_hooks(_hooked(learn), *obj['hooks'])
@@ -81,7 +91,8 @@ def place(learn, device):
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
 _STAY = {'pbar',*OPT_HOOKS}
-_LEARNERS = {*_STAY,'data','model','layer_groups','callbacks','callback_fns','metrics','load', *OVERRIDES}
+_LEARNERS = {*_STAY,'data','model','layer_groups','callbacks','callback_fns','metrics','load',
+             *OVERRIDES}
 
 def baseline(learn, callbacks=(), metrics=(), refs=None):
     "The `Baseline` of the learner and all that changes with it"
@@ -94,7 +105,8 @@ def baseline(learn, callbacks=(), metrics=(), refs=None):
 def capture(learn, base, refs, rng=None, around=None,
             left=True # May gradients have been left for the next step? Not where an interrupt cut a step
 ):
-    "Everything that training changed, as a `Payload`: weights to be copied in place, the rest as a dump of its own"
+    """Everything that training changed, as a `Payload`: weights to be copied in place, the rest as
+    a dump of its own"""
     changes,modules = base.changes(lambda k,v: k in _LEARNERS),base.modules.now()
     rest = dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl), modules=modules)
     def picklable():
@@ -110,7 +122,8 @@ def apply(learn, owners, refs, meta, buffers):
     rest,loss = load_rest(),loss_module(learn.loss_func)
     undo = update_objects([*learn.model.modules(), *_modules_of_loss(learn)], rest['modules'])
     unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]
-    if loss and state['loss']: unknown += [k for k in state['loss']['tensors'] if k not in model_tensors(loss)]
+    if loss and state['loss']:
+        unknown += [k for k in state['loss']['tensors'] if k not in model_tensors(loss)]
     if unknown:
         undo()
         warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be loaded here; "

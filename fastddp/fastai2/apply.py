@@ -13,7 +13,8 @@ from .loader_state import set_dl_state
 from .snapshot import all_cbs, parts, persistent_refs
 from ..launch.session import load_state
 from ..payload.changes import update_objects
-from ..payload.state import apply_grads, apply_model, apply_opt, model_tensors, opt_owners, update_attrs
+from ..payload.state import (apply_grads, apply_model, apply_opt, model_tensors, opt_owners,
+                                   update_attrs)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai2/723_apply.ipynb #a4dbbffc
@@ -41,8 +42,10 @@ def apply(learn, cbs, meta, buffers, refs=None,
     if rest['rng']: CommonRNG(rest['rng']).install()
 
 def _apply_structure(learn, rest, state):
-    "Modules and parts; do the weights fit then? A learner that they don't fit is left as it was, with a warning"
-    undo,before = update_objects(parts(learn), rest['parts']),{k:getattr(learn, k) for k in rest['new']}
+    """Modules and parts; do the weights fit then? A learner that they don't fit is left as it was,
+    with a warning"""
+    undo,before = update_objects(parts(learn), rest['parts']),{k:getattr(learn, k)
+                                                               for k in rest['new']}
     for k,v in rest['new'].items(): setattr(learn, k, v)
     unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]
     if not unknown: return True

@@ -23,40 +23,49 @@ from ..base.scoped import own_attrs
 from ..base.words import item_name
 from .callbacks import distributed
 from .events import OurCallback
-from .inference import infer_in_group, leave_together, order_from_rank0, preds_in_one_order, run_part
+from .inference import (infer_in_group, leave_together, order_from_rank0,
+                                       preds_in_one_order, run_part)
 from .loader_state import dl_state
 from .loaders import batch_items, global_bs, n_batches
 from .rank0 import as_one_process, open_run, sync_opt, wants_no_lines
 from .resume import ResumeFit
-from .snapshot import (baseline, capture, loader_refs, persistent_refs, place, place_dl, state_size,
+from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
+                                      place_dl, state_size,
                                       unpack)
 from ..launch.rank0_only import cbs_of_rank
 from ..launch.script import NoNotebook, launched_group, script_lines
-from ..launch.session import EpochStates, Progress, sync_streams, until_interrupted, whereabouts
+from ..launch.session import (EpochStates, Progress, sync_streams, until_interrupted,
+                                    whereabouts)
 from ..output.notice import hushed
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209
 class NoteProgress(OurCallback):
-    "Before each batch, tell the notebook where this rank is; count batches and items, and time them"
+    """Before each batch, tell the notebook where this rank is; count batches and items, and time
+    them"""
     order = -2_000_000
     def __init__(self, ctx, folder='.'):
         self.ctx,self.progress = ctx,Progress(ctx, folder)
         self.in_batch = self.stepped = False
-        self.depth = 0                          # of fits; to fastai, a callback's `learn.validate` is one
-        self.phase,self.batches = None,0        # 'epoch', 'train' or 'validate'; batches of it that began
+        # of fits; to fastai, a callback's `learn.validate` is one
+        self.depth = 0
+        # 'epoch', 'train' or 'validate'; batches of it that began
+        self.phase,self.batches = None,0
     def where(self):
         "What this rank is doing, for failure reports"
         if self.phase is None: return 'before the first epoch'
         at = None if self.phase == 'epoch' else self.batches-self.in_batch
         return whereabouts(self.epoch, at, self.phase != 'validate')
     def items(self, learn):
-        "Dataset indices of the current batch, or of the one that is being loaded, each with its name"
+        """Dataset indices of the current batch, or of the one that is being loaded, each with its
+        name"""
         dl = getattr(learn, 'dl', None)
         if dl is None: return ()
-        return tuple((i, item_name(getattr(dl, 'dataset', None), i)) for i in batch_items(dl, self.in_batch))
+        return tuple((i, item_name(getattr(dl, 'dataset', None), i))
+                     for i in batch_items(dl, self.in_batch))
     def _enter(self, phase):
         self.phase,self.batches,self.in_batch = phase,0,False
-        self.epoch = getattr(self.learn, 'epoch', None)     # a report that comes later may find no learner here
+        # a report that comes later may find no learner here
+        self.epoch = getattr(self.learn, 'epoch', None)
     def before_fit(self): self.depth += 1
     def before_epoch(self): self._enter('epoch')
     def before_validate(self): self._enter('validate')
@@ -73,13 +82,15 @@ class NoteProgress(OurCallback):
         if self.stepped: return
         self.stepped = True
         self.ctx.mark('first step')
-        if self.ctx.rank == 0: self.ctx.reserve(state_size(self.learn))     # by now the optimizer has its state
+        # by now the optimizer has its state
+        if self.ctx.rank == 0: self.ctx.reserve(state_size(self.learn))
     def after_train(self):
         epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
         self.progress.lap(sum(total for _,total in epoch.counts[:epoch.done]) if epoch else 0)
         self._enter('epoch')
         self.ctx.beat(self.where())
-    def after_epoch(self): self.progress.epochs += self.depth == 1      # a callback's `learn.validate` has one, too
+    # a callback's `learn.validate` has one, too
+    def after_epoch(self): self.progress.epochs += self.depth == 1
     def after_fit(self): self.depth -= 1
 
 class EndOfBatch(OurCallback):
@@ -144,12 +155,14 @@ def infer_job(ctx, obj):
         part,left = leave_together(together, lambda: run_part(learn, dl, together.common))
     ctx.mark('validate')
     learn.dl = None
-    if ctx.rank == 0: ctx.put('state', capture(learn, (), base, together.common.state(), refs, weights=False))
+    if ctx.rank == 0:
+        ctx.put('state', capture(learn, (), base, together.common.state(), refs, weights=False))
     return part, left, dl_state(dl)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #2e1be252
 def fit_args(learn, args, kwargs):
-    "What `learn.fit(*args, **kwargs)` gives by name to its class's `fit`, maybe the user's own; objects in `cbs`"
+    """What `learn.fit(*args, **kwargs)` gives by name to its class's `fit`, maybe the user's own;
+    objects in `cbs`"""
     own,res = inspect.signature(type(learn).fit),{}
     plain = [k for k in inspect.signature(Learner.fit).parameters if k not in own.parameters]
     try: bound = own.bind(learn, *args, **kwargs)
@@ -160,7 +173,8 @@ def fit_args(learn, args, kwargs):
         elif kind == inspect.Parameter.VAR_KEYWORD: res |= v
         else: res[k] = v
     del res[next(iter(own.parameters))]     # self
-    if (n := own.parameters.get('n_epoch')) and n.default is not n.empty: res.setdefault('n_epoch', n.default)
+    if (n := own.parameters.get('n_epoch')) and n.default is not n.empty:
+        res.setdefault('n_epoch', n.default)
     return res | dict(cbs=[cb() if isinstance(cb, type) else cb for cb in L(res.get('cbs'))])
 
 def finds_lr(cbs): return any(isinstance(cb, LRFinder) for cb in cbs)
@@ -189,7 +203,8 @@ def _fit_in_place(learn, options, asked):
     def steps(): return n_batches(dl, n, options['batch'])
     enough_epochs(asked, cbs, steps)
     noted = NoteProgress(NoNotebook())
-    lines = script_lines(noted.progress, (global_bs(dl, n, options['batch']), steps()), wants_no_lines(learn),
+    lines = script_lines(noted.progress, (global_bs(dl, n, options['batch']), steps()),
+                         wants_no_lines(learn),
                          iterations=finds_lr(cbs))
     with lines, distributed(learn, **options) as together, as_one_process(learn, cbs, together):
         _fit(learn, cbs, asked, [noted, EndOfBatch(noted)])
@@ -215,7 +230,8 @@ def in_place(
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #e3ab0c43
 def train_in_place(ctx):
-    "From now on every learner of this process trains and validates as one with the ranks of its group"
+    """From now on every learner of this process trains and validates as one with the ranks of its
+    group"""
     if hasattr(Learner.fit, '__wrapped__'): return
     for name in ('fit','_do_epoch_validate','get_preds'):
         setattr(Learner, name, _with_all_ranks(getattr(Learner, name), ctx.stop_requested))
@@ -225,7 +241,8 @@ def _with_all_ranks(plain, stop_requested):
     "Learner's method `plain`, which opens a block"
     @functools.wraps(plain)
     def method(self, *args, **kwargs):
-        if 'distrib_session' in vars(self) or not group.everyone(): return plain(self, *args, **kwargs)
+        if 'distrib_session' in vars(self) or not group.everyone():
+            return plain(self, *args, **kwargs)
         with voting(), self.distrib_ctx(stop_requested=stop_requested):
             res = getattr(self, plain.__name__)(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt

@@ -11,7 +11,8 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .ddp import DDP_CHECKS
-from .jobs import at_home, in_place, train_in_place      # the app's two, for a standing cluster
+# the app's two, for a standing cluster
+from .jobs import at_home, in_place, train_in_place
 from .resume import UserCall, calling
 from .rank0 import wants_no_lines
 from .session import Session
@@ -37,12 +38,15 @@ def distrib_ctx(self:Learner,
     in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
-    "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
+    """Inside the block all training and inference of this learner runs on workers, which stay warm
+    from call to call."""
     given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
     check_loss(loss)
-    options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)      # what the ranks are told
+    # what the ranks are told
+    options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     def overrides(engine, n, gpus):
-        session = Session(self, engine, n, gpus, options, restarts, factories=(model_factory,dls_factory),
+        session = Session(self, engine, n, gpus, options, restarts,
+                          factories=(model_factory,dls_factory),
                           asked_for=OPTIONS.asked_for(given))
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     def group_stands(): return in_place(self, options, given)
@@ -57,7 +61,8 @@ _getstate = Learner.__getstate__
 def __getstate__(self:Learner):
     "As fastai's, without the block that the learner is in and our overrides of its methods"
     def is_ours(k, v):
-        overrides = callable(getattr(Learner, k, None)) and (getattr(v, '__module__', None) or '').startswith('fastddp.')
+        overrides = callable(getattr(Learner, k, None)) and (getattr(v, '__module__', None)
+                                                             or '').startswith('fastddp.')
         return k == 'distrib_session' or overrides
     return {k:v for k,v in _getstate(self).items() if not is_ours(k, v)}
 
@@ -69,7 +74,8 @@ def _missing(self, k):
     if k.startswith('distrib'): raise no_attribute(self, k)
     return _asks_model(self, k)
 
-Learner.__getattr__ = _missing      # not by `@patch`, which would leave the name in this module: modules have one, too
+# not by `@patch`, which would leave the name in this module: modules have one, too
+Learner.__getattr__ = _missing
 
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
 @patch
@@ -82,7 +88,8 @@ def distrib(self:Learner,
     options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.refuse_unknown(type(self), name, kwargs)
     user_call = UserCall(name, args, kwargs, options)
-    with self.distrib_ctx(**options), calling(self, user_call): return getattr(self, name)(*args, **kwargs)
+    with self.distrib_ctx(**options), calling(self, user_call):
+        return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
 _FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
@@ -95,7 +102,8 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 for _name in _FITS: setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
 for _name in _INFERS:
     _none = 'batch','sync_bn','loss','restarts','ddp_kwargs'
-    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
+    setattr(Learner, f'distrib_{_name}',
+            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
 OPTIONS.document(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)

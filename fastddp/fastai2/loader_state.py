@@ -25,12 +25,15 @@ def _holders(dl):
     if isinstance(dl, DataLoader): return [dl] if dl.indexed else [dl,dl.dataset]
     return [dl, *samplers_of(dl), *([dl.dataset] if is_stream(dl) else ())]
 
-_CONFIG = {'offs', *signature(DataLoader.__init__).parameters, *signature(TorchLoader.__init__).parameters}
+_CONFIG = {'offs', *signature(DataLoader.__init__).parameters,
+           *signature(TorchLoader.__init__).parameters}
 
 def _counters(o):
-    "Plain values of an object that the user wrote; fastai's and torch's own keep nothing but generators"
+    """Plain values of an object that the user wrote; fastai's and torch's own keep nothing but
+    generators"""
     if type(o).__module__.startswith(('fastai.','torch.','builtins')): return {}
-    return {k:v for k,v in getattr(o,'__dict__',{}).items() if isinstance(v,(bool,int,float,str)) and k not in _CONFIG}
+    return {k:v for k,v in getattr(o,'__dict__',{}).items() if isinstance(v,(bool,int,float,str))
+            and k not in _CONFIG}
 
 # %% ../../nbs/fastai2/703_loader_state.ipynb #3540f58d
 def dl_state(dl # An original loader (of a sharded one: `original(dl)`), or a wrapper
@@ -56,8 +59,10 @@ def set_dl_state(dl,   # A loader like the one whose state it is
 
 def follow_original(dl # A sharded loader
 ):
-    "Its next epoch is the one that its original would have by now, after somebody else went over that"
+    """Its next epoch is the one that its original would have by now, after somebody else went over
+    that"""
     if isinstance(dl, DataLoader):
-        set_dl_state(dl, dl_state(original(dl)) | dict(bs=None))    # its own is that of the global batches
+        # its own is that of the global batches
+        set_dl_state(dl, dl_state(original(dl)) | dict(bs=None))
         track_changes(dl)
     for o in _inner(dl): follow_original(o)

@@ -72,7 +72,8 @@ def one_tmp_file(learn, cbs # All callbacks of the fit
         learn.load('')
     with contextlib.ExitStack() as stack:
         for cb in finders:
-            stack.enter_context(own_attrs(cb, before_fit=functools.partial(before_fit, cb), after_fit=after_fit))
+            stack.enter_context(own_attrs(cb, before_fit=functools.partial(before_fit, cb),
+                                          after_fit=after_fit))
         yield
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #00fabeec
@@ -100,7 +101,8 @@ def _alone(cb, learn, together):
     def call(event_name):
         if together.alone: return cb(event_name)       # called by another one that is alone
         with own_attrs(together, alone=True), _without_ours(learn, together.ours):
-            if event_name in _inner_loop: return cb(event_name)     # keeping the streams costs too much in each batch
+            # keeping the streams costs too much in each batch
+            if event_name in _inner_loop: return cb(event_name)
             with kept_streams(learn, together.common): cb(event_name)
     return call
 
@@ -108,7 +110,8 @@ def _alone(cb, learn, together):
 def alone_on_rank0(learn,
                    together # Of the fit
 ):
-    "Inside, events of rank 0's own callbacks neither wait for the other ranks nor draw from what all have in common"
+    """Inside, events of rank 0's own callbacks neither wait for the other ranks nor draw from what
+    all have in common"""
     if group.world_size() == 1 or group.rank():
         yield
         return
@@ -116,7 +119,8 @@ def alone_on_rank0(learn,
     with own_events(learn, asked), _alone_in_batches(learn, together): yield
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #c895c1c8
-_PHASE = {'training','dl','iter','n_iter','xb','yb','pred','loss','loss_grad'}      # of a learner in a phase
+# of a learner in a phase
+_PHASE = {'training','dl','iter','n_iter','xb','yb','pred','loss','loss_grad'}
 
 @contextlib.contextmanager
 def _kept_phase(learn):

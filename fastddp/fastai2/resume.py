@@ -59,7 +59,8 @@ class ResumePoint(NamedTuple):
         "For a fit that is about to begin"
         return cls(user_call, cbs, [*map(weakly, parts_of(learn, cbs))], first)
     def save(self, learn):
-        "The fit is cut off, or over: `distrib_resume` goes on from here, with the current streams and loaders"
+        """The fit is cut off, or over: `distrib_resume` goes on from here, with the current streams
+        and loaders"""
         dls = [dl_state(dl) for dl in getattr(learn.dls, 'loaders', ())]
         resume_points[learn] = self._replace(done=self.done or self.user_call.fits-1, dls=dls,
                                              rng=CommonRNG.capture().state())
@@ -122,8 +123,10 @@ def distrib_resume(self:Learner):
         for dl,st in zip(self.dls.loaders, point.dls): set_dl_state(dl, st)
     if not self.opt: self.create_opt()
     call = point.user_call
-    # What the call does before the fit that was cut off may change the learner; between two fits all is as it should be
-    again = point._replace(first=first, state=None if point.done == call.fits else state_before(self, point.cbs))
+    # What the call does before the fit that was cut off may change the learner; between two fits
+    # all is as it should be
+    again = point._replace(first=first, state=None if point.done == call.fits
+                           else state_before(self, point.cbs))
     user_call = UserCall(call.name, call.args, call.kwargs, call.options, again)
     with self.distrib_ctx(**call.options), calling(self, user_call):
         return getattr(self, call.name)(*call.args, **call.kwargs)
@@ -131,10 +134,12 @@ def distrib_resume(self:Learner):
 # %% ../../nbs/fastai2/724_resume.ipynb #2ce30520
 def dropped_lists(learn, cbs):
     "What callbacks leave out when they are pickled: the recorder's lists"
-    return [{k:vars(cb)[k] for k in getattr(cb, '_stateattrs', ()) if k in vars(cb)} for cb in all_cbs(learn, cbs)]
+    return [{k:vars(cb)[k] for k in getattr(cb, '_stateattrs', ()) if k in vars(cb)}
+            for cb in all_cbs(learn, cbs)]
 
 class ResumeFit(Callback):
-    "Lets a fit begin at epoch `first`, with counters and `cbs`, those that came from the notebook, as they are now"
+    """Lets a fit begin at epoch `first`, with counters and `cbs`, those that came from the
+    notebook, as they are now"""
     order = 3_000_000
     def __init__(self, learn, cbs, first, lists, refs):
         self.callbacks,self.count = cbs,getattr(learn, 'train_iter', 0)
@@ -151,8 +156,10 @@ class ResumeFit(Callback):
             if bar := vars(cb).get('mbar'): bar.update(0)
         if not hasattr(self.learn, 'recorder'): return
         recorder = self.learn.recorder
-        for i,row in enumerate(recorder.values): self.learn.logger(L(i, *row, *([''] if recorder.add_time else [])))
+        for i,row in enumerate(recorder.values):
+            self.learn.logger(L(i, *row, *([''] if recorder.add_time else [])))
 
 def _from_epoch(learn, first):
     "As `Learner._do_fit`, but for the epochs that are done"
-    for learn.epoch in range(first, learn.n_epoch): learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
+    for learn.epoch in range(first, learn.n_epoch):
+        learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)

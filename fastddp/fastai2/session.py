@@ -17,13 +17,15 @@ from ..base.errors import WorkerError
 from ..base.interrupts import Interrupts, undisturbed
 from .apply import apply
 from .ddp import check_ddp
-from .inference import gatherers, give, join_parts, stays_here, takes_whole, without_outside
+from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
+                                       without_outside)
 from .jobs import enough_epochs, finds_lr, fit_args, fit_job, infer_job
 from .loader_kinds import rows_are_streams
 from .loader_state import set_dl_state
 from .loaders import check_dl, global_bs, n_batches
 from .rank0 import apply_settings, notebook_run, wants_no_lines
-from .resume import ResumePoint, UserCall, dropped_lists, resume_points, state_before, user_calls
+from .resume import (ResumePoint, UserCall, dropped_lists, resume_points,
+                                    state_before, user_calls)
 from .snapshot import all_cbs, loader_refs, snapshot
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..output.notice import hushed, print_line
@@ -39,8 +41,10 @@ class FitCall(Call):
         self.cbs,self.resume_point = cbs,resume_point
         self.sent = {}      # what the ranks get besides the learner
     def snapshot(self):
-        call = dict(self.sent, first=self.resume_point.first, lists=dropped_lists(self.learn, self.cbs))
-        return snapshot(self.learn, self.cbs, call, *self.session.factories, known=self.session.sent)
+        call = dict(self.sent, first=self.resume_point.first,
+                    lists=dropped_lists(self.learn, self.cbs))
+        return snapshot(self.learn, self.cbs, call, *self.session.factories,
+                        known=self.session.sent)
     def apply(self, meta, buffers): apply(self.learn, self.cbs, meta, buffers, whole=False)
     @property
     def next_try(self): return f"Going on with epoch {self.resume_point.first or 0}"
@@ -48,7 +52,8 @@ class FitCall(Call):
     def stopped(self):
         return self.holds() if self.iterations else "holds the last finished batch; learn.distrib_resume() goes on."
     def holds(self):
-        if self.cut: return "holds what was trained until the interrupt. learn.distrib_resume() goes on from there."
+        if self.cut:
+            return "holds what was trained until the interrupt. learn.distrib_resume() goes on from there."
         first = self.resume_point.first
         if not (self.kept or first): return "is as it was before the fit."
         now = f"holds the end of epoch {self.learn.epoch}" if self.kept else \
@@ -58,30 +63,37 @@ class FitCall(Call):
         self.cut = getattr(e, 'cut', False)
         if self.cut: self.resume_after(e.epoch)
         super().failed(e, last)
-        if self.kept and not self.cut: self.resume_point = self.resume_point._replace(first=self.learn.epoch+1)
+        if self.kept and not self.cut:
+            self.resume_point = self.resume_point._replace(first=self.learn.epoch+1)
     def finished(self, out):
         "After an interrupt `lr_find` leaves nothing, and others what is needed to go on"
         interrupted = any(r['interrupted'] for r in out.results)
         if self.iterations and (out.interrupted or interrupted): return
         if interrupted: self.resume_after(out.epoch)
-        else: self.resume_point = self.resume_point._replace(done=self.resume_point.user_call.fits, first=None)
+        else:
+            self.resume_point = self.resume_point._replace(done=self.resume_point.user_call.fits,
+                                                           first=None)
         super().finished(out)
         apply_settings(out.results[0]['settings'])
     def resume_after(self, epoch):
-        "This fit was cut off in an epoch: it goes on from the last complete one, or from where it began"
+        """This fit was cut off in an epoch: it goes on from the last complete one, or from where it
+        began"""
         state = own_copy(*epoch) if epoch else state_before(self.learn, self.cbs)
         self.resume_point = self.resume_point._replace(state=state, begun=epoch is not None)
     @contextlib.contextmanager
     def resumable(self):
-        "A fit inside leaves a resume point, and when it is cut off the old optimizer if nothing of it is kept"
+        """A fit inside leaves a resume point, and when it is cut off the old optimizer if nothing
+        of it is kept"""
         learn,old = self.learn,self.learn.opt
         try: yield
         except BaseException as e:
             with Interrupts().noted():      # all ends here anyway
                 if not self.kept: learn.opt = old
-                if self.kept or isinstance(e, (WorkerError,KeyboardInterrupt)): self.resume_point.save(learn)
+                if self.kept or isinstance(e, (WorkerError,KeyboardInterrupt)):
+                    self.resume_point.save(learn)
             raise
-        with undisturbed(): self.resume_point.save(learn)   # the call that it is a part of may be cut off behind it
+        # the call that it is a part of may be cut off behind it
+        with undisturbed(): self.resume_point.save(learn)
         if learn not in user_calls: resume_points.pop(learn, None)
 
 # %% ../../nbs/fastai2/728_session.ipynb #4eb9ad42
@@ -93,12 +105,14 @@ class InferCall(Call):
     def snapshot(self):
         index = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), None)
         call = dict(dl=self.dl if index is None else index)
-        return snapshot(self.learn, (), call, *self.session.factories, training=False, known=self.session.sent)
+        return snapshot(self.learn, (), call, *self.session.factories, training=False,
+                        known=self.session.sent)
     def apply(self, meta, buffers):
         apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl), whole=False)
 
 # %% ../../nbs/fastai2/728_session.ipynb #b1593198
-_CBS = Check("callbacks, such as [ReduceLROnPlateau()]", lambda cbs: all(isinstance(o, Callback) for o in cbs))
+_CBS = Check("callbacks, such as [ReduceLROnPlateau()]",
+             lambda cbs: all(isinstance(o, Callback) for o in cbs))
 _EPOCHS = whole("the number of epochs, a whole number", 0)
 _reports = weakref.WeakKeyDictionary()      # learner -> the timings of its last call on the workers
 
@@ -113,13 +127,16 @@ class Session(_Session):
         self.factories,self.asked_for = factories,asked_for
     def quiet(self): return wants_no_lines(self.learn)
     def note(self):
-        streams = self.n > 1 and any(rows_are_streams(dl, self.learn.model) for dl in self.learn.dls.loaders[1:])
-        if streams: return "The model keeps state from batch to batch: each worker validates all of it, no faster."
+        streams = self.n > 1 and any(rows_are_streams(dl, self.learn.model)
+                                     for dl in self.learn.dls.loaders[1:])
+        if streams:
+            return "The model keeps state from batch to batch: each worker validates all of it, no faster."
     def check(self):
         if not self.factories[0]: refuse_untrainable(self.learn.model)
         if self.factories[1]: return
         batch = self.options['batch']
-        if batch == 'per_worker' and self.n > 1 and rows_are_streams(self.learn.dls.train, self.learn.model):
+        if batch == 'per_worker' and self.n > 1 and rows_are_streams(self.learn.dls.train,
+                                                                     self.learn.model):
             warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), and batches of "
                           f"{self.n} workers hold {self.n} of the loader's, one below the other, so they break its "
                           "streams. batch='global' keeps them: each worker has its rows of each batch.")
@@ -128,7 +145,8 @@ class Session(_Session):
             check_dl(dl, self.n, batch, name, train=i==0)
     def datasets(self):
         if self.factories[1]: return ()
-        return [o for dl in self.learn.dls.loaders if hasattr(o := getattr(dl.dataset, 'items', None), '__len__')]
+        return [o for dl in self.learn.dls.loaders
+                if hasattr(o := getattr(dl.dataset, 'items', None), '__len__')]
     def global_batch(self):
         if self.factories[1]: return None
         dl,batch = self.learn.dls.loaders[0],self.options['batch']
@@ -141,7 +159,9 @@ class Session(_Session):
         check('cbs', cbs, _CBS)
         if type(learn).fit is Learner.fit: check('n_epoch', n_epoch, _EPOCHS)
         user_call = user_calls.get(learn)
-        if user_call is None: user_call = UserCall('fit', (), {**asked, **(dict(cbs=cbs) if cbs else {})}, self.asked_for)
+        if user_call is None:
+            user_call = UserCall('fit', (), {**asked, **(dict(cbs=cbs) if cbs else {})},
+                                 self.asked_for)
         if (begin := user_call.next_fit()) is None: return
         first,state = begin
         if state: apply(learn, cbs, *state)
@@ -160,7 +180,8 @@ class Session(_Session):
         dl,gather = learn.dls[ds_idx] if dl is None else dl,gatherers(learn)
         why = stays_here(dl, learn.cbs, self.n, learn.model)
         if why is not None:
-            with hushed(why == '' or self.quiet()): print_line(f"Not on the workers but in this process: {why}")
+            with hushed(why == '' or self.quiet()):
+                print_line(f"Not on the workers but in this process: {why}")
             return type(learn)._do_epoch_validate(learn, dl=dl)
         with without_outside(learn): results = self._infer(dl)
         learn.dl = dl
@@ -169,15 +190,18 @@ class Session(_Session):
         set_dl_state(dl, states[0])
         give(gather, join_parts(parts, takes_whole(dl)))
     def _infer(self, dl):
-        "Each rank's result of `infer_job`; what rank 0's callbacks hold is in the notebook's by then"
+        """Each rank's result of `infer_job`; what rank 0's callbacks hold is in the notebook's by
+        then"""
         call = InferCall(self, dl)
         with self.telling(call):
             out = call.run()
             _reports[self.learn] = call.timings
-            if out.interrupted or any(left is KeyboardInterrupt for _,left,_ in out.results): raise KeyboardInterrupt
+            if out.interrupted or any(left is KeyboardInterrupt for _,left,_ in out.results):
+                raise KeyboardInterrupt
         return out.results
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    "Where the time of the last call on the workers went, in seconds by phase (a `Report`); None before the first"
+    """Where the time of the last call on the workers went, in seconds by phase (a `Report`); None
+    before the first"""
     return Report(_reports[self]) if self in _reports else None

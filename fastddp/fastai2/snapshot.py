@@ -20,8 +20,10 @@ from .loader_state import dl_state
 from ..launch.rank0_only import RANK0_ONLY, is_kind
 from ..launch.session import MODULES_STAY, Baseline, dump_snapshot, dump_state, model_state
 from ..payload.changes import Changes
-from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt, hooked, hooks_of,
-                                   model_grads, model_tensors, move_opt, opt_attrs, opt_owners, opt_state,
+from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
+                                   hooked, hooks_of,
+                                   model_grads, model_tensors, move_opt, opt_attrs, opt_owners,
+                                   opt_state,
                                    opt_tensors, picklable_attrs, without_state)
 from ..shard.loss import loss_module
 from ..shard.sharded import original
@@ -37,7 +39,8 @@ def persistent_refs(learn, cbs=()):
     data = [dls, *dls.loaders, *(getattr(o, 'dataset', None) for o in dls.loaders)]
     of_loss = [*loss.modules(), *loss.parameters()] if loss else []
     rest = [learn.loss_func, *of_loss, learn.opt, *all_cbs(learn, cbs), *learn.metrics]
-    return [o for o in (learn, *data, *model.modules(), *model.parameters(), *rest) if o is not None]
+    return [o for o in (learn, *data, *model.modules(), *model.parameters(), *rest)
+            if o is not None]
 
 def loader_refs(learn, dl):
     "`persistent_refs` and the loader of a call, which both sides have as well"
@@ -71,20 +74,25 @@ def snapshot(
                opt_attrs=opt_attrs(learn.opt) if training else [],
                state=learner_state(learn, opt=training) if model_factory else None,
                hooks=hooks_of(objs))
-    loaders = [o for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl')) if isinstance(o, DataLoader)]
+    loaders = [o for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl'))
+               if isinstance(o, DataLoader)]
     without = [without_attrs(learn, *made), *(without_attrs(o, 'it') for o in loaders)]
     if not training: without.append(without_state(learn.opt))
-    if dls_factory: without.insert(0, _without_dataset(learn, call))     # while the learner has its loaders
-    named = {} if made else _roots(learn, cbs) | {'the hooks of parameters and optimizer': obj['hooks'][1]}
+    # while the learner has its loaders
+    if dls_factory: without.insert(0, _without_dataset(learn, call))
+    named = {} if made else _roots(learn,
+                                   cbs) | {'the hooks of parameters and optimizer': obj['hooks'][1]}
     return dump_snapshot(obj, named, *without, known=known)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #4a1dcf25
 @contextlib.contextmanager
 def _without_dataset(learn, call):
-    "Inside, the loader of a `call` lacks its dataset if that is the dataset of the learner's loader `call['dataset']`"
+    """Inside, the loader of a `call` lacks its dataset if that is the dataset of the learner's
+    loader `call['dataset']`"""
     dl = call.get('dl')
     ds = getattr(dl, 'dataset', None)
-    same = [i for i,o in enumerate(learn.dls.loaders) if isinstance(dl, DataLoader) and o.dataset is ds]
+    same = [i for i,o in enumerate(learn.dls.loaders) if isinstance(dl, DataLoader)
+            and o.dataset is ds]
     call['dataset'] = same[0] if same else None
     with contextlib.ExitStack() as undo:
         for d in (vars(dl), vars(dl).get('__stored_args__', {})) if same else ():
@@ -126,7 +134,8 @@ def _build_model(learn, factory, state):
     "The factory's model with the notebook's weights, and an optimizer for it"
     learn.model,learn.opt,theirs = factory(),None,state['tensors']
     ours = model_tensors(learn.model) if isinstance(learn.model, torch.nn.Module) else {}
-    differ = [k for k in {**theirs, **ours} if k not in ours or k not in theirs or ours[k].shape != theirs[k].shape]
+    differ = [k for k in {**theirs, **ours} if k not in ours or k not in theirs
+              or ours[k].shape != theirs[k].shape]
     if differ:
         some = f"{', '.join(differ[:3])}{' ...' if differ[3:] else ''}"
         raise CantDistribute(f"model_factory returned a {type(learn.model).__name__} whose weights aren't those of "
@@ -135,16 +144,18 @@ def _build_model(learn, factory, state):
     learn.create_opt()
     if state['opt']: apply_opt(learn.opt, *state['opt'])
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #47cffcac
+# %% ../../nbs/fastai2/721_snapshot.ipynb #2ae50f62
 def learner_state(learn, opt=True, weights=True):
-    "Weights, buffers and optimizer of `learn`, in the same memory; without `weights` what a validation may change"
+    """Weights, buffers and optimizer of `learn`, in the same memory; without `weights` what a
+    validation may change"""
     opt = opt_state(learn.opt) if learn.opt and opt and weights else None
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
 
 def state_size(learn):
     "About how many bytes `learner_state` has"
     ts = [*model_tensors(learn.model).values(), *opt_tensors(learn.opt)]
-    return int(1.01*sum(t.nbytes for t in ts))+2**20       # what callbacks have gathered, and room between the tensors
+    # what callbacks have gathered, and room between the tensors
+    return int(1.01*sum(t.nbytes for t in ts))+2**20
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
 STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','distrib_session',
@@ -159,7 +170,8 @@ def baseline(learn, cbs,
 ):
     "The `Baseline` of learner, optimizer and callbacks"
     opts,callbacks = opt_owners(learn.opt),all_cbs(learn, cbs)
-    res = Baseline(learn, [*((o, OPT_STAYS) for o in opts), *((cb, STAY) for cb in callbacks)], refs)
+    res = Baseline(learn, [*((o, OPT_STAYS) for o in opts), *((cb, STAY) for cb in callbacks)],
+                   refs)
     res.n_opts,res.callbacks,res.of_learner = len(opts),callbacks,list(learn.cbs)
     res.parts = None if refs is None or made else Changes(parts(learn), _PARTS_STAY)
     return res
@@ -167,9 +179,11 @@ def baseline(learn, cbs,
 def parts(learn):
     "The loaders, their transforms, and the modules: whose attributes a callback may set"
     loaders = [original(dl) for dl in learn.dls.loaders]
-    pipes = [getattr(dl, k, None) for dl in loaders for k in ('after_item','before_batch','after_batch')]
+    pipes = [getattr(dl, k, None) for dl in loaders
+             for k in ('after_item','before_batch','after_batch')]
     tfms = {id(f):f for p in pipes for f in getattr(p, 'fs', ())}
-    return [o for o in (learn.dls, *loaders, *tfms.values(), *learn.model.modules()) if hasattr(o, '__dict__')]
+    return [o for o in (learn.dls, *loaders, *tfms.values(), *learn.model.modules())
+            if hasattr(o, '__dict__')]
 
 def capture(
     learn, cbs, # As they are now
@@ -180,13 +194,16 @@ def capture(
     grads=None, # Did accumulation leave gradients? None: in the midst of the fit
     around=None, # As of `dump_state`
 ):
-    "Everything that training changed, as a `Payload`: large state in place, the rest as a dump of its own"
+    """Everything that training changed, as a `Payload`: large state in place, the rest as a dump of
+    its own"""
     refs = refs or persistent_refs(learn, cbs)
     # What overrides a method stays in the worker; callbacks come by themselves
-    def stays(k, v): return k in STAY or callable(getattr(type(learn), k, None)) or isinstance(v, Callback)
+    def stays(k, v):
+        return k in STAY or callable(getattr(type(learn), k, None)) or isinstance(v, Callback)
     of_learn,*others = base.changes(stays)
     shared,then,now = {*map(id, refs)},{*map(id, base.callbacks)},{*map(id, learn.cbs)}
-    rest = dict(learn=of_learn, cbs=others[base.n_opts:], rng=rng, opt=[], parts=[], come=[], left=[],
+    rest = dict(learn=of_learn, cbs=others[base.n_opts:], rng=rng, opt=[], parts=[], come=[],
+                left=[],
                 dls=[dl_state(original(dl)) for dl in learn.dls.loaders],
                 new={k:v for k in ('opt','model','dls')
                      if (v := getattr(learn, k)) is not None and id(v) not in shared})
@@ -194,25 +211,32 @@ def capture(
         rest |= dict(opt=others[:base.n_opts], parts=base.parts.now() if base.parts else [],
                      left=[i for i,cb in enumerate(base.of_learner) if id(cb) not in now])
     if weights and grads is not None:       # before, fastai's `fit` adds some
-        rest['come'] = [cb for cb in learn.cbs if id(cb) not in then and not type(cb).__module__.startswith('fastddp.')]
+        rest['come'] = [cb for cb in learn.cbs if id(cb) not in then
+                        and not type(cb).__module__.startswith('fastddp.')]
     state = learner_state(learn, weights=weights)
     state |= dict(grads={} if grads is None else model_grads(learn.model, grads),
                   loss=_loss_state(learn, refs) if weights else None)
     return dump_state(state, rest, lambda: _picklable(rest, base.callbacks, refs), refs, around)
 
 def _loss_state(learn, refs):
-    "What `apply_model` takes, of a loss function with parameters or buffers that the notebook has as well"
+    """What `apply_model` takes, of a loss function with parameters or buffers that the notebook has
+    as well"""
     loss = loss_module(learn.loss_func)
-    return model_state(loss) if loss and any(o is loss for o in refs) and model_tensors(loss) else None
+    return model_state(loss) if loss and any(o is loss
+                                             for o in refs) and model_tensors(loss) else None
 
 def _picklable(rest, cbs, refs):
     "What of `rest` can be pickled; under 'lost', why not of the other attributes"
     lost = []
     def of(attrs, name, lost=lost): return picklable_attrs(attrs, refs, name, lost)
     # Loggers' connections are expected to stay in the worker
-    of_cbs = [of(o, f'learn.{cb.name}', None if is_kind(cb, RANK0_ONLY) else lost) for cb,o in zip(cbs, rest['cbs'])]
-    res = rest | dict(learn=of(rest['learn'], 'learn'), cbs=of_cbs, opt=[of(o, 'learn.opt') for o in rest['opt']],
-                      parts=[(i, of(new, 'a part of the learner'), gone) for i,new,gone in rest['parts']],
-                      come=[*of({cb.name:cb for cb in rest['come']}, 'learn').values()], new=of(rest['new'], 'learn'))
+    of_cbs = [of(o, f'learn.{cb.name}', None if is_kind(cb, RANK0_ONLY) else lost)
+              for cb,o in zip(cbs, rest['cbs'])]
+    res = rest | dict(learn=of(rest['learn'], 'learn'), cbs=of_cbs,
+                      opt=[of(o, 'learn.opt') for o in rest['opt']],
+                      parts=[(i, of(new, 'a part of the learner'), gone)
+                             for i,new,gone in rest['parts']],
+                      come=[*of({cb.name:cb for cb in rest['come']},
+                                'learn').values()], new=of(rest['new'], 'learn'))
     if 'dls' in rest['new'] and 'dls' not in res['new']: res['dls'] = []
     return res | dict(lost=lost)

@@ -53,7 +53,8 @@ def offloaded(learn):
     "Move model, gradients and optimizer state from GPUs to the CPU inside, and back afterwards"
     model,opt = learn.model,getattr(learn, 'opt', None)
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    moved = [(t, t.device) for t in (*model_tensors(model).values(), *grads) if is_accelerator(t.device)]
+    moved = [(t, t.device) for t in (*model_tensors(model).values(), *grads)
+             if is_accelerator(t.device)]
     def move(device=None):
         for t,before in moved: t.data = t.data.to(device or before)
         if moved:
@@ -67,7 +68,8 @@ def offloaded(learn):
 def sync_streams():
     "Install rank 0's random streams on all ranks"
     if group.world_size() == 1: return
-    CommonRNG(group.gather_tree(CommonRNG.capture().state() if group.rank() == 0 else None)[0]).install()
+    CommonRNG(group.gather_tree(CommonRNG.capture().state() if group.rank() == 0
+                                else None)[0]).install()
 
 # %% ../../nbs/launch/510_session.ipynb #cb417ff3
 def whereabouts(epoch, batch=None, train=True):
@@ -107,7 +109,8 @@ class Progress:
                     epochs=self.epochs, seconds=self.seconds, items=self.items,
                     files=self.new_files() if self.has_files else {}, **more)
     def new_files(self):
-        "Relative path -> bytes of files written since the fit began, without hidden folders and caches"
+        """Relative path -> bytes of files written since the fit began, without hidden folders and
+        caches"""
         res = {}
         for p in map(Path, globtastic(self.folder, symlinks=False, skip_folder_re=r'^(\.|__)')):
             with contextlib.suppress(OSError):      # removed by now, or not readable
@@ -125,7 +128,8 @@ def write_files(learn, files):
 
 # %% ../../nbs/launch/510_session.ipynb #aeeb2ae2
 def until_interrupted(ctx, fit, leave):
-    "Call `fit()`; True if that was interrupted, and `leave()`, which tells the other ranks, was called"
+    """Call `fit()`; True if that was interrupted, and `leave()`, which tells the other ranks, was
+    called"""
     try: fit()
     except KeyboardInterrupt:
         leave()
@@ -150,16 +154,19 @@ class Baseline:
     ):
         self.learn,self.others,self.refs,self.then = learn,[*others],refs,dict(vars(learn))
         shared = {*map(id, refs or ())}
-        def mark(k, v): return None if refs is None or k in changing or id(v) in shared else self._mark(v)
+        def mark(k, v):
+            return None if refs is None or k in changing or id(v) in shared else self._mark(v)
         # of each object: attribute -> (value, fingerprint or None)
-        self.noted = [{k:(v, mark(k, v)) for k,v in vars(o).items() if k not in stay} for o,stay in self.others]
+        self.noted = [{k:(v, mark(k, v)) for k,v in vars(o).items() if k not in stay}
+                      for o,stay in self.others]
     def _mark(self, v): return None if isinstance(v, _PLAIN) else fingerprint(v, self.refs)
     def changes(self,
         stays, # Called with name and value: does this attribute of the learner stay in the worker?
     ):
         """`[{attribute: (value, is it the object that was sent?, is it unchanged?)}]` of the learner and
         each other object; without what is large and unchanged"""
-        def is_new(k, v): return isinstance(v, _PLAIN) or k not in self.then or self.then[k] is not v
+        def is_new(k, v):
+            return isinstance(v, _PLAIN) or k not in self.then or self.then[k] is not v
         attrs = {k:v for k,v in vars(self.learn).items() if not stays(k, v) and is_new(k, v)}
         res = [{k:(v, k in self.then and self.then[k] is v, False) for k,v in attrs.items()}]
         for (o,stay),noted in zip(self.others, self.noted):
@@ -196,7 +203,8 @@ def load_state(meta, buffers, refs):
 
 # %% ../../nbs/launch/510_session.ipynb #46014cef
 class EpochStates:
-    "`put()` sends rank 0's state to the notebook as that of an epoch; at the end of the block it is there"
+    """`put()` sends rank 0's state to the notebook as that of an epoch; at the end of the block it
+    is there"""
     def __init__(self, ctx, # The rank's `Context`
                  capture,   # `capture(around)`: the `Payload` of `dump_state`
                  copies=HostCopies):
@@ -260,7 +268,8 @@ def _others_noticed(cls):
     plain = cls.fit
     @functools.wraps(plain)
     def fit(self, *args, **kwargs):
-        if 'distrib_session' not in vars(self) and not group.in_group(): warnings.warn(_ELSEWHERE, stacklevel=2)
+        if 'distrib_session' not in vars(self) and not group.in_group():
+            warnings.warn(_ELSEWHERE, stacklevel=2)
         return plain(self, *args, **kwargs)
     cls.fit = fit
     try: yield
@@ -296,7 +305,8 @@ class Call:
         self.session,self.learn,self.job = session,session.learn,job
         self.keeps,self.iterations = keeps,iterations
         self.timings = Timings(what)
-        # Does the learner hold what the workers came to? Is that an interrupted fit, cut off in an epoch?
+        # Does the learner hold what the workers came to? Is that an interrupted fit, cut off in an
+        # epoch?
         self.kept = self.cut = False
     def holds(self):
         "What the learner holds, as an error says it"
@@ -317,19 +327,22 @@ class Call:
         return out
     def failed(self, e, last):
         "Put what is left of a failed fit into the learner, and into `e` what the learner holds"
-        state,e.state,e.epoch = e.state,None,None       # they map memory, and an exception may live long
+        # they map memory, and an exception may live long
+        state,e.state,e.epoch = e.state,None,None
         if state and (self.keeps == 'all' or last and self.keeps == 'last'):
             self.apply(*state)
             self.kept = True
         e.kept = self.holds()
-        if isinstance(e, RankRaised): e.debug = "To step through it: launcher=InProcess(), then %debug."
+        if isinstance(e, RankRaised):
+            e.debug = "To step through it: launcher=InProcess(), then %debug."
     def finished(self, out):
         "Put what the workers came to into the learner"
         if out.state: self.apply(*out.state)
         self.kept = True
         self.timings.marks += out.marks
     def interrupted(self, result):
-        "A KeyboardInterrupt with `where` the call was stopped, and what the learner holds then as `kept`"
+        """A KeyboardInterrupt with `where` the call was stopped, and what the learner holds then as
+        `kept`"""
         e = KeyboardInterrupt()
         e.where = f"iteration {result['steps']} of lr_find" if self.iterations else result['where']
         e.kept = self.stopped if result['begun'] else self.holds()
@@ -348,18 +361,21 @@ class Session:
         restarts=0, # Tries after a failure
     ):
         self.learn,self.launcher,self.n,self.gpus,self.options,self.restarts = learn,launcher,n,gpus,options,restarts
-        self.last_banner,self.sent = None,{}        # `sent`: what the last snapshot packed, for `dump`
+        # `sent`: what the last snapshot packed, for `dump`
+        self.last_banner,self.sent = None,{}
     def datasets(self): return ()       # sequences of what items are made from, paths perhaps
     def quiet(self): return False       # does the learner want no line of ours?
     def note(self): pass                # what else there is to say about the fit, as one line
     @contextlib.contextmanager
     def telling(self, call):
-        "Inside, our lines appear if the learner wants them; after an interrupt one says where it was stopped"
+        """Inside, our lines appear if the learner wants them; after an interrupt one says where it
+        was stopped"""
         with hushed(self.quiet()):
             try: yield
             except KeyboardInterrupt as e:
                 end_line()
-                print_line(stopped(getattr(e, 'where', ''), getattr(e, 'kept', None) or call.holds()))
+                print_line(stopped(getattr(e, 'where', ''), getattr(e, 'kept', None)
+                                   or call.holds()))
                 shorten(e)
                 raise
     def train(self, call):
@@ -370,10 +386,12 @@ class Session:
             out = self.run_with_restarts(call)
             result = out.results[0]
             write_files(self.learn, result['files'])
-            if out.interrupted or any(r['interrupted'] for r in out.results): raise call.interrupted(result)
+            if out.interrupted or any(r['interrupted'] for r in out.results):
+                raise call.interrupted(result)
             if result['begun'] is None or not result['seconds']: return
             start = start_of(call.timings, result['begun'])
-            print_line(summary(what_ran(result, call.iterations), self.n, result, call.timings.began, start))
+            print_line(summary(what_ran(result, call.iterations), self.n, result,
+                               call.timings.began, start))
     def run_with_restarts(self, call):
         for left in reversed(range(self.restarts)):
             try: return call.run(last=False)
@@ -386,7 +404,8 @@ class Session:
                 self.print_banner()
         return call.run()
     def place_again(self, e):
-        "After the failure `e`: fewer workers if a machine is lost; raises `e` where the rest can't go on"
+        """After the failure `e`: fewer workers if a machine is lost; raises `e` where the rest
+        can't go on"""
         try:
             self.n,self.gpus = self.launcher.again(self.n, self.gpus)
             self.check()
@@ -399,7 +418,8 @@ class Session:
         line = banner(self.n, self.gpus, *sizes, where=self.launcher.where)
         if line != self.last_banner: print_line(line)
         self.last_banner = line
-        bn = bn_note(self.learn.model, self.n) if self.options['sync_bn'] and not self.gpus else None
+        bn = bn_note(self.learn.model,
+                     self.n) if self.options['sync_bn'] and not self.gpus else None
         for note in filter(None, (bn, self.note())): print_once(note)
 
 def refuse_untrainable(model):
