@@ -6,7 +6,7 @@
 #   make test-full  all tests and all notebooks, the long ones, too
 #   make test-oldest   the tests with fastai 2.7.19, in an environment of its own (.venv-oldest)
 #   make test-v1   the tests, notebooks and tutorials of fastai v1, in an environment of its own (.venv-v1)
-#   make bench     all benchmarks, and their tables in benchmarks/README.md and the README (an hour; leave the machine alone meanwhile)
+#   make bench     all benchmarks, and their tables in benchmarks/README.md (an hour; leave the machine alone meanwhile)
 #   make picture   docs/lesson.png, the README's picture of the lesson (runs it first)
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
@@ -49,7 +49,7 @@ test: venv
 	@$(PY) -m pytest tests $(SELECT) $(side_by_side)
 
 size: venv
-	@$(PY) tools/size.py --folders --fit 2>/dev/null
+	@$(PY) tools/size.py --folders --fit
 
 BASE ?= HEAD
 test-changed: venv

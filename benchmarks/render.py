@@ -1,9 +1,8 @@
-"""The tables in benchmarks/README.md and in the README, from the results of one machine.
+"""The tables in benchmarks/README.md, from the results of one machine.
 
     python benchmarks/render.py [--machine cpu-2core]
 
-`make readme` afterwards carries the short table into README.md. Between two comments of each page everything is
-written anew; what has not been measured is called so.
+Between two comments of the page everything is written anew; what has not been measured is called so.
 """
 import argparse, json
 from pathlib import Path
@@ -115,19 +114,12 @@ def between(text, new, marks=(BEGIN, END)):
     return f'{head}{begin}\n\n{new}\n\n{end}{rest.partition(end)[2]}' if rest else text
 
 
-def into_notebook(path, new, marks=(BEGIN, END)):
-    nb = json.loads(path.read_text(encoding='utf-8'))
-    for cell in nb['cells']: cell['source'] = between(''.join(cell['source']), new, marks).splitlines(keepends=True)
-    path.write_text(json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True)+'\n', encoding='utf-8')
-
-
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--machine', default='cpu-2core')
     args = p.parse_args()
     results, page = read(args.machine), HERE/'README.md'
     page.write_text(between(page.read_text(encoding='utf-8'), full(results, args.machine)), encoding='utf-8')
-    into_notebook(HERE.parent/'nbs'/'index.ipynb', short_table(results))
 
 
 if __name__ == '__main__': main()

@@ -6,14 +6,14 @@
 __all__ = []
 
 # %% ../nbs/903_all.ipynb #2ba351e3
+import importlib.util
+
 from .early import ask_for_helper, fastai_generation
 ask_for_helper()    # first of all: it imports what this process imports next, and both do it side by side
 
 from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
-from .launch.hosts import Hosts
 from .launch.in_process import InProcess
 from .launch.local import Local
-from .launch.ray import Ray
 from .launch.torchddp import TorchDDPCtx, in_torchddp
 from .launch.functions import global_imports, import_star, ranch, spawn
 
@@ -23,5 +23,13 @@ if fastai_generation() == 1: from fastddp.fastai1 import learner
 else: from fastddp.fastai2 import check, learner
 
 # %% ../nbs/903_all.ipynb #88189402
-__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','Hosts','InProcess','Local','Ray',
-           'TorchDDPCtx','global_imports','import_star','in_torchddp','ranch','spawn']
+_OF_MACHINES = dict(Hosts='fastddp.machines.hosts', Ray='fastddp.machines.ray')
+
+def __getattr__(name):
+    "`Hosts` or `Ray`, whose module is imported when it is asked for"
+    if name not in _OF_MACHINES: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_OF_MACHINES[name]), name)
+
+__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local','TorchDDPCtx',
+           'global_imports','import_star','in_torchddp','ranch','spawn']
+if importlib.util.find_spec('fastddp.machines'): __all__ += [*_OF_MACHINES]

@@ -1,7 +1,7 @@
 """Jobs that show things, and a child process that runs them one after the other under `capture_output`: see
 test_capture.py"""
 import os, sys, time, traceback, warnings
-import multiprocess
+import multiprocessing
 from fastddp.output.capture import capture_output
 from fastddp.output.replay import Replay, display_settings
 
@@ -97,7 +97,7 @@ def _main(conn):
 class Child:
     "One process, in which `run` runs jobs"
     def __init__(self, method):
-        ctx = multiprocess.get_context(method)
+        ctx = multiprocessing.get_context(method)
         if method == 'forkserver': ctx.set_forkserver_preload(['fastai.callback.all', 'matplotlib.pyplot'])
         self.conn, theirs = ctx.Pipe()
         self.proc = ctx.Process(target=_main, args=(theirs,), daemon=True)

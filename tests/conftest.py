@@ -9,7 +9,7 @@ def own_temporary_folder():
     "A temporary folder of this run only, so that runs side by side don't see each other's files"
     path, pid = tempfile.mkdtemp(prefix='t'), os.getpid()
     os.environ['TMPDIR'], tempfile.tempdir = path, None
-    # at exit, and after multiprocess has removed what it keeps in there; a forked child must not do it
+    # at exit, and after multiprocessing has removed what it keeps in there; a forked child must not do it
     atexit.register(lambda: shutil.rmtree(path, ignore_errors=True) if os.getpid() == pid else None)
 
 

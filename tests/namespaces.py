@@ -2,7 +2,7 @@
 and /dev/shm, so that nothing can be shared by accident. Needs root and Linux."""
 import os, subprocess, sys
 from pathlib import Path
-from fastddp.launch.hosts import Hosts
+from fastddp.machines.hosts import Hosts
 
 ENTER = Path(__file__).with_name('enter_host.sh')
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import psutil, pytest
 from traces import running
 from namespaces import ENTER, ip
-from fastddp.launch.ray import Ray, as_it_was
+from fastddp.machines.ray import Ray, as_it_was
 
 skip_without_ray = pytest.mark.skipif(not importlib.util.find_spec('ray'), reason='Ray is not installed')
 

@@ -37,7 +37,7 @@ def test_a_helper_of_tests_stands_for_those_that_use_it():
 
 
 def test_a_page_that_a_test_reads():
-    assert 'tests/test_mistakes.py' in touched(['docs/mistakes.md'])
+    assert 'tests/test_mistakes.py' in touched(['tests/mistakes.md'])
 
 
 def test_fastai_v1_has_a_run_of_its_own():

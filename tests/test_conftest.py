@@ -36,8 +36,8 @@ def test_helper_process_may_stay(tmp_path):
     "The fork server does, its workers don't"
     copy_conftest(tmp_path)
     (tmp_path/'test_it.py').write_text('''
-import multiprocess, os, time
-ctx = multiprocess.get_context('forkserver')
+import multiprocessing, os, time
+ctx = multiprocessing.get_context('forkserver')
 def test_done():
     p = ctx.Process(target=os.getpid); p.start(); p.join()
 def test_running(): ctx.Process(target=time.sleep, args=(60,), daemon=True).start()

@@ -10,7 +10,7 @@ from fastai.data.load import DataLoader, SkipItemException
 from fastai.tabular.core import TabDataLoader, TabularPandas, TabWeightedDL
 from fastai.text.data import LMDataLoader, SortedDL, pad_input
 from fastddp.fastai2 import fastai_loader
-from fastddp.fastai2.loader_state import dl_state, set_dl_state
+from fastddp.fastai2.loaders import dl_state, set_dl_state
 from fastddp.fastai2.loaders import check_dl, global_bs, n_batches, shard_dl
 from fastddp.base.rng import CommonRNG, seed_rank
 from fastddp.shard import sharded, torch_loader

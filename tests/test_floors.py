@@ -15,19 +15,24 @@ BELOW = {
     'process': ('base', 'payload', 'output'),
     'launch': ('base', 'payload', 'output', 'shard', 'process'),
     'report': ('base', 'payload', 'output', 'shard', 'process', 'launch'),
+    # annexes: they stand on `launch`, and nothing but the front doors knows them
+    'machines': ('base', 'payload', 'output', 'process', 'launch'),
+    'cluster': ('base', 'payload', 'output', 'process', 'launch'),
     'fastai2': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
     'fastai1': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
     # the front doors
-    '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1')}
+    '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1', 'machines',
+         'cluster')}
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
-KEEPS_OUT = {'base': ('fastai', 'multiprocess', 'torch.distributed'), 'base.group': ('fastai', 'multiprocess'),
-             'base.rendezvous': ('fastai', 'multiprocess'),
-             **dict.fromkeys(('base.troubles', 'base.failure', 'base.errors'),
-                             ('fastai', 'torch', 'multiprocess', 'subprocess')),
-             'payload': ('fastai', 'multiprocess', 'torch.distributed'),
-             'output': ('fastai', 'torch'), 'shard': ('fastai', 'multiprocess', 'torch.distributed'),
+KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'), 'base.group': ('fastai', 'multiprocessing'),
+             'base.rendezvous': ('fastai', 'multiprocessing'),
+             **dict.fromkeys(('base.failure', 'base.errors'),
+                             ('fastai', 'torch', 'multiprocessing', 'subprocess')),
+             'payload': ('fastai', 'multiprocessing', 'torch.distributed'),
+             'output': ('fastai', 'torch'), 'shard': ('fastai', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
-             'report': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
+             'report': ('fastai', 'torch.distributed'), 'machines': ('fastai', 'torch.distributed'), 'machines.route': ('fastai',),
+             'cluster': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
              'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data',
                          'fastai.torch_basics'),
              '': ('fastai', 'torch.distributed')}
@@ -143,9 +148,8 @@ def test_notebooks_mirror_the_folders():
     assert len({n for n, _ in numbers}) == len(numbers)
 
 
-HOUSE = {'base.errors': '00', 'base.group': '02', 'payload.pickling': '11', 'process.preload': '44',
-         'process.workers': '45',
-         'shard.split': '30', 'launch.local': '53', 'fastai2.session': '84', 'fastai2.learner': '86',
+HOUSE = {'base.errors': '00', 'base.group': '02', 'payload.pickling': '11', 'process.helper': '44', 'process.workers': '45',
+         'shard.split': '30', 'launch.local': '53', 'machines.hosts': '60', 'fastai2.session': '84', 'fastai2.learner': '86',
          'fastai1.learner': '96'}
 
 BAD = {
@@ -153,12 +157,15 @@ BAD = {
     ('process.workers', 'import fastddp.fastai2.learner'): 'process.workers imports fastai2.learner',
     ('process.workers', 'def f():\n    from ..launch.local import Local'): 'process.workers imports launch.local',
     ('process.workers', 'from ..launch import local'): 'process.workers imports launch.local',
-    ('process.preload', 'from .workers import x'): 'process.preload imports process.workers',
+    ('process.helper', 'from .workers import x'): 'process.helper imports process.workers',
     ('process.workers', 'from fastai.basics import *'): 'process.workers imports fastai',
     ('fastai2.session', 'def f(): import fastai.distributed'): 'fastai2.session imports fastai.distributed',
     ('process.workers', 'import torch.distributed as dist'): 'process.workers imports torch.distributed',
     ('process.workers', 'from torch import distributed'): 'process.workers imports torch.distributed',
     ('launch.local', 'import torch\ntorch.distributed.barrier()'): 'launch.local imports torch.distributed',
+    ('launch.local', 'from ..machines import hosts'): 'launch.local imports machines.hosts',
+    ('fastai2.session', 'def f(): from ..machines.hosts import Hosts'): 'fastai2.session imports machines.hosts',
+    ('machines.hosts', 'from ..fastai2.session import x'): 'machines.hosts imports fastai2.session',
     ('fastai1.learner', 'from ..fastai2.session import x'): 'fastai1.learner imports fastai2.session',
     ('fastai2.session', 'from ..fastai1 import learner'): 'fastai2.session imports fastai1.learner',
     ('fastai1.learner', 'from fastai.learner import Learner'): 'fastai1.learner imports fastai.learner',
@@ -172,7 +179,7 @@ def test_the_rules_are_noticed(module, source): assert violations(module, source
 
 def test_what_is_allowed():
     fine = {'process.workers': 'from ..base.errors import x\nfrom ..payload import pickling\nfrom . import '
-                               'preload\nimport torch, multiprocess',
+                               'helper\nimport torch, multiprocessing',
             'base.group': 'import torch.distributed as dist', 'launch.local': 'def f(): import ray',
             'fastai1.learner': 'from ..launch.local import Local\nfrom fastai.basic_train import Learner',
             'fastai2.learner': 'from .session import x\nfrom fastai.learner import Learner'}
@@ -193,7 +200,7 @@ def fresh(code, *blocked):
 
 
 def test_import_fastddp_is_light():
-    loaded = "print(*[o for o in ('torch', 'fastai', 'fastcore', 'IPython', 'multiprocess') if o in sys.modules])"
+    loaded = "print(*[o for o in ('torch', 'fastai', 'fastcore', 'IPython', 'multiprocessing') if o in sys.modules])"
     assert fresh('import sys, fastddp\n' + loaded) == ''
 
 

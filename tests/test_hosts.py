@@ -16,7 +16,7 @@ from fastddp.all import CantDistribute, RankDied, RankRaised
 from fastddp.base import board
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
-from fastddp.process.owner import sweep
+from fastddp.process.cleanup import sweep
 
 # agents import torch and fastai twice each: long on a busy machine
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
@@ -322,7 +322,7 @@ def test_preflight(hosts):
 
 @pytest.mark.parametrize('command,says', [
     ('ip netns exec {host}-not-there {run}', "can't be reached"),
-    ('env -C / -u PYTHONPATH PYTHONNOUSERSITE=1 /usr/bin/env python3 -I -S -m fastddp.launch.agent', 'has no fastddp'),
+    ('env -C / -u PYTHONPATH PYTHONNOUSERSITE=1 /usr/bin/env python3 -I -S -m fastddp.machines.agent', 'has no fastddp'),
     ('env no-such-program {run}', 'has no such program'),
     ('sh -c "echo Permission denied \\(publickey,password\\). >&2; exit 255"', 'wants a password')])
 def test_a_host_that_has_no_agent(command, says):
@@ -345,7 +345,7 @@ def test_the_notebook_takes_part_and_dies(net, shared):
             assert said[2] == 'same as in one process\n'
             wait_for(shared/'done3')
             procs = psutil.Process(p.pid).children(recursive=True)
-            assert len([o for o in procs if 'fastddp.launch.agent' in ' '.join(o.cmdline())]) >= 1
+            assert len([o for o in procs if 'fastddp.machines.agent' in ' '.join(o.cmdline())]) >= 1
         finally: p.kill()
     assert gone(procs, 30) == []
     sweep()     # a worker that the system ends with its helper leaves a folder, which goes with the next start

@@ -49,7 +49,7 @@ def test_no_line_where_none_is_wanted(two, capsys):
 
 
 def test_batch_norm_is_explained_once(two, capsys, monkeypatch):
-    monkeypatch.setattr(notice, '_said', set())
+    monkeypatch.setattr(notice, '_printed', set())
     for _ in range(2):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         learner(train=40, model=model).distrib_fit(1, nprocs=2, launcher=two)

@@ -1,4 +1,4 @@
-"""docs/mistakes.md: what is typed by mistake, and the sentence that answers it. Nothing is started, and the learner
+"""tests/mistakes.md: what is typed by mistake, and the sentence that answers it. Nothing is started, and the learner
 stays as it was."""
 import math, re
 from pathlib import Path
@@ -10,7 +10,7 @@ from fastddp.base import group
 from fastddp.launch import local as launch
 from learners import make_learner
 
-page = (Path(__file__).resolve().parent.parent/'docs'/'mistakes.md').read_text(encoding='utf-8')
+page = (Path(__file__).resolve().parent/'mistakes.md').read_text(encoding='utf-8')
 ROWS = re.findall(r'^\| `(.+?)` \| `(.+)` \|$', page, re.M)
 
 

@@ -8,7 +8,7 @@ from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, glob
                          spawn)
 from fastddp.base import rendezvous
 from fastddp.base.errors import NotPicklable
-from fastddp.launch.cluster import Cluster
+from fastddp.cluster.cluster import Cluster
 from fastddp.process import workers
 from spread import long_but
 
@@ -444,8 +444,8 @@ def forks(how):
 
 
 def pool():
-    import multiprocess
-    with multiprocess.Pool(2) as p: return p.map(abs, [-1, -2])
+    import multiprocessing
+    with multiprocessing.Pool(2) as p: return p.map(abs, [-1, -2])
 
 
 def test_processes_that_a_function_starts():

@@ -10,9 +10,9 @@ from test_hosts import gone
 from test_interrupt import wait_for
 from two_hosts import leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
-from fastddp.launch import ray as launch_ray
+from fastddp.machines import ray as launch_ray
 from fastddp.launch.engine import Job
-from fastddp.process.owner import sweep
+from fastddp.process.cleanup import sweep
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -202,7 +202,7 @@ def test_an_interrupt_while_it_waits(others):
 def ours(node):
     "The agent of ours that a node of the cluster has, and its workers"
     there = psutil.Process(node.pid).children(recursive=True)
-    agents = [o for o in there if 'fastddp.launch.agent' in ' '.join(o.cmdline())]
+    agents = [o for o in there if 'fastddp.machines.agent' in ' '.join(o.cmdline())]
     return [p for o in agents for p in (o, *o.children(recursive=True))]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 root = Path(__file__).resolve().parent.parent
-TEXTS = [*root.glob('*.md'), *root.glob('nbs/**/*.md'), *root.glob('benchmarks/*.md')]
+TEXTS = [*root.glob('*.md'), *root.glob('nbs/**/*.md'), *root.glob('docs/*.md'), *root.glob('benchmarks/*.md')]
 
 
 def broken_links(text, folder):

@@ -4,14 +4,14 @@ says at once what it waits for, the stop button ends it, and the next call is fi
 import contextlib, errno, json, os, resource, shutil, signal, socket, subprocess, sys, tempfile
 import textwrap, warnings
 from pathlib import Path
-import multiprocess, pytest, torch
+import multiprocessing, pytest, torch
 from fastai.callback.core import Callback
 from jupyter_client.manager import KernelManager
 from fastddp.all import *
 from fastddp.base import group, rendezvous
 from fastddp.launch import local
 from fastddp.launch.engine import Job
-from fastddp.process import helper, server
+from fastddp.process import helper
 from learners import make_learner
 from spread import long_but
 
@@ -51,7 +51,7 @@ from IPython.core.interactiveshell import InteractiveShell
 def run(cell): exec(cell, globals())
 typed = InteractiveShell.instance().run_cell if {interactive} else run
 
-def helper(): return getattr(sys.modules.get('fastddp.process.server'), 'helper_pid', lambda: None)()
+def helper(): return getattr(sys.modules.get('fastddp.process.helper'), 'helper_pid', lambda: None)()
 
 class Notes:
     "Whether there is a helper when a library is imported"
@@ -100,7 +100,7 @@ def test_data_through_a_temporary_file(monkeypatch):
 @pytest.fixture(autouse=True)
 def small_helpers(monkeypatch):
     "Most tests here end the helper: the next one imports no application of fastai"
-    monkeypatch.setattr(helper, '_as_here', [])
+    monkeypatch.setattr(helper, '_preload_if_imported', [])
 
 
 def me(ctx, _):
@@ -163,18 +163,15 @@ def test_what_the_system_refuses(refused):
 
 @pytest.mark.full
 def test_a_long_path_of_the_temporary_folder(monkeypatch):
-    "A socket's can't be that long; data goes there all the same"
+    "A socket's can't be that long; ours have none"
     works()
-    server.end_helper()
-    config, folder = multiprocess.process.current_process()._config, Path(tempfile.mkdtemp(), 'x'*100)
+    helper.end_helper()
+    folder = Path(tempfile.mkdtemp(), 'x'*100)
     folder.mkdir()
     try:
         monkeypatch.setattr(tempfile, 'tempdir', str(folder))
-        monkeypatch.setitem(config, 'tempdir', None)
         works()
-        own = config['tempdir']
-        server.end_helper()
-        shutil.rmtree(own)
+        helper.end_helper()
         assert [*folder.iterdir()] == []
     finally: shutil.rmtree(folder.parent)
 
@@ -185,8 +182,7 @@ def test_a_cleaned_temporary_folder():
     learn = make_learner(n=64)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
         learn.fit(1)
-        for o in 'fastddp-*', 'pymp-*':
-            for folder in Path(tempfile.gettempdir()).glob(o): shutil.rmtree(folder)
+        for folder in Path(tempfile.gettempdir()).glob('fastddp-*'): shutil.rmtree(folder)
         learn.fit(1)
     works()
 
@@ -201,7 +197,7 @@ def kills_the_helper(ctx, pid):
 def test_a_helper_that_dies_is_named():
     works()
     with pytest.raises(RankDied, match='helper process was killed'):
-        Local(gpus=[]).run(Job.of(kills_the_helper, server.helper_pid()), 2)
+        Local(gpus=[]).run(Job.of(kills_the_helper, helper.helper_pid()), 2)
     works()
 
 
@@ -239,7 +235,7 @@ class Forks(Callback):
     def before_batch(self):
         if not self.training or self.iter != 1: return
         if self.how == 'pool':
-            with multiprocess.Pool(2) as p: self.codes = p.map(abs, [-1])
+            with multiprocessing.Pool(2) as p: self.codes = p.map(abs, [-1])
             return
         if not (pid := os.fork()):
             if self.how == 'raises': raise ValueError('wrong on purpose')
@@ -277,7 +273,7 @@ def test_only_the_groups_own_connections_are_ours():
 
 @pytest.mark.parametrize('method', long_but(['forkserver', 'spawn'], 'forkserver'))
 def test_files_of_the_working_directory_named_like_pythons_own(method, tmp_path):
-    "`python -c`, by which multiprocess starts processes, looks there first"
+    "`python -c`, by which workers start, looks there first"
     folder, script = tmp_path/'cwd', tmp_path/'script.py'
     folder.mkdir()
     for name in 'random', 'signal', 'tempfile': (folder/f'{name}.py').write_text('raise RuntimeError("not this one")')
@@ -366,4 +362,4 @@ def test_stopped_while_the_helper_imports(kernel, tmp_path):
     assert error is None and not any('first time' in o for o in status)
     # A kernel that shuts down ends all children of its own group first, and waits for them.
     out, *_ = kernel.run(WHO)
-    assert json.loads(out[-1]) == dict(of_group=0, all=2), 'the helper and the resource tracker, apart; and no worker'
+    assert json.loads(out[-1]) == dict(of_group=0, all=1), 'the helper, apart; and no worker'

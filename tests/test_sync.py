@@ -113,4 +113,4 @@ def test_which_fastai(version, ok): assert REQUIRED['fastai'].specifier.contains
 
 
 def test_requirements_are_these_and_no_more():
-    assert set(REQUIRED) == {'fastai', 'fastcore', 'torch', 'multiprocess', 'ipython', 'cloudpickle'}
+    assert set(REQUIRED) == {'fastai', 'fastcore', 'torch', 'ipython', 'cloudpickle'}

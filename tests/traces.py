@@ -1,6 +1,6 @@
 """What a test, or anything else, may leave behind: processes, files, shared memory, environment, signal handlers.
 `conftest.py` looks after every test."""
-import contextlib, fcntl, os, re, signal, sys, tempfile, time
+import contextlib, os, re, signal, sys, tempfile, time
 from pathlib import Path
 import psutil
 
@@ -8,12 +8,11 @@ GRACE = 5.   # seconds for a process that is on its way out
 
 
 def helper_pids():
-    "Pids of the helper processes that may stay: the fork server and the resource tracker, of either library"
-    pids = set()
-    for lib in 'multiprocess', 'multiprocessing':
-        server = getattr(sys.modules.get(f'{lib}.forkserver'), '_forkserver', None)
-        tracker = getattr(sys.modules.get(f'{lib}.resource_tracker'), '_resource_tracker', None)
-        pids |= {getattr(server, '_forkserver_pid', None), getattr(tracker, '_pid', None)}
+    "Pids of the helper processes that may stay: ours, and multiprocessing's fork server and resource tracker"
+    pids = {getattr(sys.modules.get('fastddp.process.helper'), 'helper_pid', lambda: None)()}
+    server = getattr(sys.modules.get('multiprocessing.forkserver'), '_forkserver', None)
+    tracker = getattr(sys.modules.get('multiprocessing.resource_tracker'), '_resource_tracker', None)
+    pids |= {getattr(server, '_forkserver_pid', None), getattr(tracker, '_pid', None)}
     return pids - {None}
 
 
@@ -52,18 +51,9 @@ def files():
 
 
 def own_folders():
-    "Of this process and its helper, as long as they live: multiprocess's for sockets"
-    libs = [sys.modules.get(f'{lib}.process') for lib in ('multiprocess', 'multiprocessing')]
-    return {lib.current_process()._config.get('tempdir') for lib in libs if lib}
-
-
-def is_swept(path):
-    "Is it a folder whose owner was killed? The next start of workers removes it (`process.owner`)"
-    if not path.startswith(os.path.join(tempfile.gettempdir(), 'pymp-')): return False
-    try:
-        with open(os.path.join(path, 'owner'), 'rb') as f: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError: return False
-    return True
+    "Of this process, as long as it lives: multiprocessing's for sockets"
+    process = sys.modules.get('multiprocessing.process')
+    return {process.current_process()._config.get('tempdir')} if process else set()
 
 
 def is_ours(pid):
@@ -103,7 +93,6 @@ def of_others(path):
     here = Path.cwd()
     # what test_conftest.py leaves on purpose names the folder of the run that is to notice it
     if 'fastddp-test-' in path and f'-{here.parent.name}-{here.name}-' not in path: return True
-    if is_swept(path): return True
     if not path.startswith('/dev/shm/'): return False
     pids = holders(path)
     return not any(map(is_ours, pids)) if pids else bool(re.match(UNFINISHED, Path(path).name))

@@ -7,7 +7,7 @@ import os, subprocess, sys
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
-NEEDED = ('torch', 'fastai', 'fastcore', 'multiprocess', 'cloudpickle')
+NEEDED = ('torch', 'fastai', 'fastcore', 'cloudpickle')
 
 
 def interpreter(venv=root/'.venv'):

@@ -1,8 +1,8 @@
-"""Count the package: tokens, modules, lines, private functions, and the modules that one fit passes through.
+"""Count the package: tokens, modules, lines, private functions, and the modules that one fit runs.
 
     python tools/size.py            the table
     python tools/size.py --folders  tokens and modules of each folder, too
-    python tools/size.py --fit      also the modules that run in one `distrib_fit_one_cycle(1)` (trains for a moment)
+    python tools/size.py --fit      also the modules that run in one `distrib_fit_one_cycle(1)`
 """
 import argparse, ast, collections, io, os, subprocess, sys, tempfile, tokenize
 from pathlib import Path
@@ -10,8 +10,8 @@ from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 package = root/'fastddp'
 ANNEXES = ('machines', 'cluster', 'fastai1', 'magics.py')      # everything else is the core
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
-          tokenize.ENDMARKER}
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+          tokenize.ENCODING, tokenize.ENDMARKER}
 
 
 def modules(folder=package):
@@ -22,20 +22,18 @@ def modules(folder=package):
 def is_annex(path): return path.relative_to(package).parts[0] in ANNEXES
 
 
-def docstring_lines(tree):
-    "The numbers of all lines that docstrings take"
-    found = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)): continue
-        first = node.body[0] if node.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            found.add((first.lineno, first.col_offset))
-    return found
+def docstrings(tree):
+    "The positions of all docstrings: `{(line, column)}`"
+    with_doc = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    firsts = [o.body[0] for o in ast.walk(tree) if isinstance(o, with_doc) and o.body]
+    values = [o.value for o in firsts if isinstance(o, ast.Expr)]
+    values = [o for o in values if isinstance(o, ast.Constant)]
+    return {(o.lineno, o.col_offset) for o in values if isinstance(o.value, str)}
 
 
 def tokens(source):
     "How many tokens `source` has, without layout, comments and docstrings"
-    docs = docstring_lines(ast.parse(source))
+    docs = docstrings(ast.parse(source))
     return sum(o.type not in LAYOUT and o.start not in docs
                for o in tokenize.generate_tokens(io.StringIO(source).readline))
 
@@ -45,7 +43,7 @@ def functions(tree):
 
 
 def names_used(tree):
-    "Each name that `tree` reads, once for each time: names, attributes, and names that are imported"
+    "Each name that `tree` mentions, once for each time: names, attributes, and imported names"
     for o in ast.walk(tree):
         if isinstance(o, ast.Name): yield o.id
         elif isinstance(o, ast.Attribute): yield o.attr
@@ -53,14 +51,15 @@ def names_used(tree):
 
 
 def private_and_used_once(sources):
-    "How many functions begin with `_` (no dunder) and are named once or never besides their definition"
+    "How many functions begin with `_` (no dunder) and are mentioned at most once elsewhere"
     trees = [ast.parse(o) for o in sources]
     used = collections.Counter(n for t in trees for n in names_used(t))
-    private = [f.name for t in trees for f in functions(t) if f.name.startswith('_') and not f.name.startswith('__')]
-    return sum(used[o] <= 1 for o in private)
+    names = [f.name for t in trees for f in functions(t)]
+    return sum(used[o] <= 1 for o in names if o.startswith('_') and not o.startswith('__'))
 
 
-# Lies in a folder of `PYTHONPATH` and so runs first in the notebook's process and in the helper that forks the workers
+# As `sitecustomize.py` on `PYTHONPATH` it runs first in the notebook's process and in the helper
+# that forks the workers
 NOTE = """
 import os, sys, threading
 ran, _exit = set(), os._exit
@@ -75,7 +74,8 @@ def begin():
 def write(status=0):
     sys.setprofile(None)
     role = 'notebook' if {me!r} == str(os.getppid()) else 'rank'
-    with open(os.path.join({folder!r}, f'{{role}}-{{os.getpid()}}'), 'w') as f: f.write('\\n'.join(sorted(ran)))
+    path = os.path.join({folder!r}, f'{{role}}-{{os.getpid()}}')
+    with open(path, 'w') as f: f.write('\\n'.join(sorted(ran)))
 def leave(status):
     write()
     _exit(status)
@@ -89,7 +89,8 @@ from fastai.basics import *
 from fastai.callback.schedule import *
 from fastddp.all import *
 x = torch.randn(64, 3)
-dls = DataLoaders.from_dsets(list(zip(x, x.sum(1, keepdim=True))), list(zip(x, x.sum(1, keepdim=True))), bs=8)
+items = list(zip(x, x.sum(1, keepdim=True)))
+dls = DataLoaders.from_dsets(items, items, bs=8)
 learn = Learner(dls, nn.Linear(3, 1), loss_func=MSELossFlat(), metrics=mae)
 sitecustomize.begin()
 learn.distrib_fit_one_cycle(1, nprocs=2)
@@ -98,15 +99,18 @@ sitecustomize.write()
 
 
 def passed_through():
-    "The modules of which functions run in one `distrib_fit_one_cycle(1)`: `(in the notebook's process, on ranks)`"
+    "The modules of which functions run in one fit: `(in the notebook's process, on ranks)`"
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, 'sitecustomize.py').write_text(NOTE.format(package=str(package), folder=folder, me=str(os.getpid())))
+        note = NOTE.format(package=str(package), folder=folder, me=str(os.getpid()))
+        Path(folder, 'sitecustomize.py').write_text(note)
         path = os.pathsep.join([folder, str(root), os.environ.get('PYTHONPATH', '')])
-        subprocess.run([sys.executable, '-c', FIT], check=True, stdout=subprocess.DEVNULL, cwd=folder,
-                       env={**os.environ, 'PYTHONPATH': path, 'TMPDIR': folder, 'CUDA_VISIBLE_DEVICES': ''})
+        env = {**os.environ, 'PYTHONPATH': path, 'TMPDIR': folder, 'CUDA_VISIBLE_DEVICES': ''}
+        subprocess.run([sys.executable, '-c', FIT], check=True, stdout=subprocess.DEVNULL,
+                       stderr=subprocess.DEVNULL, cwd=folder, env=env)
         found = {'notebook': set(), 'rank': set()}
         for o in Path(folder).glob('*-*'):
-            if o.name.split('-')[0] in found: found[o.name.split('-')[0]] |= set(o.read_text().split())
+            role = o.name.split('-')[0]
+            if role in found: found[role] |= set(o.read_text().split())
     return found['notebook'], found['rank']
 
 
@@ -126,25 +130,28 @@ def table(with_fit=False):
              private_and_used_once([sources[o] for o in core]))]
     if with_fit:
         notebook, rank = passed_through()
-        rows.append(('modules that run in one fit', len(notebook | rank), f'{len(notebook)} in the notebook'))
+        rows.append(('modules that run in one fit', len(notebook | rank), f'{len(notebook)} here'))
     return rows
 
 
 def folders():
     "Tokens and modules of each folder: `(folder, tokens, modules)`"
     found = collections.defaultdict(list)
-    for o in modules(): found[o.relative_to(package).parent.as_posix()].append(tokens(o.read_text(encoding='utf-8')))
+    for o in modules():
+        folder = o.relative_to(package).parent.as_posix()
+        found[folder].append(tokens(o.read_text(encoding='utf-8')))
     return [(name, sum(o), len(o)) for name, o in sorted(found.items())]
 
 
 def main(args=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     p.add_argument('--folders', action='store_true')
     p.add_argument('--fit', action='store_true')
     args = p.parse_args(args)
-    for what, everything, core in [('', 'all', 'core'), *table(args.fit)]: print(f'{what:32}{everything:>10}{core:>20}')
-    if args.folders:
-        for name, count, n in folders(): print(f'{name:32}{count:>10}{n:>20}')
+    rows = [('', 'all', 'core'), *table(args.fit)]
+    if args.folders: rows += [('', '', ''), ('folder', 'tokens', 'modules'), *folders()]
+    for what, everything, core in rows: print(f'{what:32}{everything:>10}{core:>12}')
 
 
 if __name__ == '__main__': main()

@@ -25,7 +25,7 @@ and recorder are in the learner, as after a local fit. A second interrupt ends t
 then is the last complete epoch. `learn.distrib_resume()` begins the interrupted epoch anew, and goes on.
 
 **Nothing happens any more.** After `timeout=` seconds without a step (1,800 if you say nothing) the fit is ended \
-with one Python stack per rank, the odd one out first.'''
+with one Python stack per rank, the one that all others wait for first.'''
 
 
 def entry(t): return f'### {t.name}\n\n`{t.seen}`\n\n{t.cause}\n\n*What to do:* {t.remedy}'

@@ -1,22 +1,24 @@
-"""What the README says about GPUs, and the rows of gpu_check.py's page by which each claim stands or falls.
+"""What our pages say about GPUs, and the rows of gpu_check.py's page by which each claim stands or falls.
 
     python benchmarks/gpu/claims.py
 
-writes the table of them into nbs/index.ipynb: where a claim held, by the pages in benchmarks/results/gpu, or
-that it is unproven. `make readme` carries it into README.md.
+writes the table of them into docs/gpus.md: where a claim held, by the pages in benchmarks/results/gpu, or that it
+is unproven.
 """
 import json, re, sys
 from pathlib import Path
 from typing import NamedTuple
 
-RESULTS = Path(__file__).resolve().parent.parent/'results'/'gpu'
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT/'benchmarks'/'results'/'gpu'
+PAGES = 'README.md', 'docs/options.md', 'docs/how_it_works.md'
 BEGIN, END = '<!-- gpus: rendered by benchmarks/gpu/claims.py -->', '<!-- end of gpus -->'
 
 
 class Claim(NamedTuple):
     what: str           # As the table says it
     rows: tuple         # Expressions, each for a row at least; none: nothing checks it
-    said: tuple = ()    # Elsewhere in the README, in these words
+    said: tuple = ()    # Elsewhere on the pages (`PAGES`), in these words
 
 
 ALL = r'\d+ ranks'
@@ -24,7 +26,7 @@ CLAIMS = [
     Claim('`learn.distrib_fit_one_cycle(5)` trains on all visible GPUs, one process for each',
           (f'{ALL}, fit 1: device of each rank', f'{ALL}, fit 1: one context per worker, on its own GPU'),
           ('on all your GPUs', 'and more than one GPU. This', 'one process for each GPU', 'all visible GPUs;',
-           '`learn.distrib_fit_one_cycle` on all GPUs')),
+           '`learn.distrib_fit_one_cycle` on all GPUs', 'which GPUs')),
     Claim('`gpus=[3, 1]`: exactly these, in this order', ('the last two GPUs in reverse, fit 1: device of each rank',),
           ('exactly these two GPUs', '`gpus=None`', 'exactly these GPUs, in this order')),
     Claim('the notebook may have used its GPU before', (r'1 \w+ rank, fit 1: device of each rank',),
@@ -64,9 +66,8 @@ CLAIMS = [
 ]
 
 # Words about GPUs that promise nothing that could fail on one
-NO_CLAIMS = ('Nothing has been run on a GPU yet', 'with or without a GPU', 'most of it CUDA libraries',
-             'with one GPU or none, the fit runs in the notebook', 'more workers than GPUs',
-             'None of it was measured on a GPU')
+NO_CLAIMS = ('Nothing has been run on a GPU yet', 'what is promised about GPUs',
+             'with one GPU or none, the fit runs in the notebook', 'more workers than GPUs')
 
 
 def results(folder=RESULTS):
@@ -99,8 +100,10 @@ def table(found):
 
 def main():
     sys.path.insert(0, str(RESULTS.parent.parent))
-    from render import into_notebook
-    into_notebook(RESULTS.parent.parent.parent/'nbs'/'index.ipynb', table(results()), (BEGIN, END))
+    from render import between
+    page = ROOT/'docs'/'gpus.md'
+    text = between(page.read_text(encoding='utf-8'), table(results()), (BEGIN, END))
+    page.write_text(text, encoding='utf-8')
 
 
 if __name__ == '__main__': main()

@@ -16,7 +16,7 @@ from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, own_attrs
 from .loaders import counts_now, global_batches, own_loader, place_now, shard, torch_dl
-from .step_sync import GlobalLoss, Ranks, other_params
+from .step import GlobalLoss, Ranks, other_params
 from .validate import Validation
 from ..output.notice import print_line
 from ..shard.batchnorm import sync_buffers, synced_bn

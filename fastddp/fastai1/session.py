@@ -26,14 +26,14 @@ from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
 from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs,
                                       place, snapshot,
                                       unpack)
-from .step_sync import Ranks, other_params
+from .step import Ranks, other_params
 from .validate import Validation
 from ..launch.rank0_only import cbs_of_rank
 from ..launch.script import NoNotebook, launched_group, script_lines
 from ..launch.session import (Call, EpochStates, Progress, Session as _Session,
                                     refuse_untrainable,
                                     sync_streams, until_interrupted, whereabouts)
-from ..output.bars import quiet_bars
+from ..output.capture import quiet_bars
 
 # %% ../../nbs/fastai1/805_session.ipynb #7f809572
 class NoteProgress(Callback):

@@ -19,8 +19,8 @@ from fastai.torch_core import to_device
 from ..base import group
 from .loaders import place_now, shard, torch_dl
 from ..shard.gathered_loss import Losses
-from ..shard.loss_part import batch_losses, loss_and_divisor
-from ..shard.rows import built_for, by_batch, whole_batch
+from ..shard.loss import batch_losses, loss_and_divisor
+from ..shard.gathered_loss import built_for, by_batch, whole_batch
 from ..shard.torch_loader import torch_bs
 
 # %% ../../nbs/fastai1/802_validate.ipynb #1940b65c

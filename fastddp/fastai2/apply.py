@@ -9,7 +9,7 @@ __all__ = ['apply']
 import warnings
 
 from ..base.rng import CommonRNG
-from .loader_state import set_dl_state
+from .loaders import set_dl_state
 from .snapshot import all_cbs, parts, persistent_refs
 from ..launch.session import load_state
 from ..payload.changes import update_objects

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..base import group
 from ..launch.rank0_only import is_rank0_only
-from .loader_kinds import is_lm, lay_out
+from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step import StepSync
 from .learner import OPTIONS
@@ -52,7 +52,7 @@ class NoteSteps(Callback):
     def after_train(self):
         self.loss_kind = next((cb.losses.describe() for cb in self.learn.cbs
                                if isinstance(cb, StepSync)), '')
-        self.batches = sorted(r for t in group.gather(torch.tensor(self.items,
+        self.batches = sorted(r for t in group.all_gather_object(torch.tensor(self.items,
                                                                    dtype=torch.float64)) for r in t.tolist())
 
 def _name(b, i):

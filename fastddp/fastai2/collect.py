@@ -13,8 +13,8 @@ import torch
 from fastcore.foundation import L
 
 from ..base import group
-from .events import OurCallback
-from .metric_state import BatchNote, keep_batch, whole_batches
+from .together import OurCallback
+from .metrics import BatchNote, keep_batch, whole_batches
 from .metrics import ReduceMetrics, each_has_all, batch_number, trim
 
 # %% ../../nbs/fastai2/719_collect.ipynb #449ffabd

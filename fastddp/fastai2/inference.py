@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from ..base import group
 from ..base.scoped import own_attrs
-from .loader_state import dl_state, follow_original, set_dl_state
+from .loaders import dl_state, follow_original, set_dl_state
 from .loaders import OneRank, shard_dl, why_not
-from .loader_kinds import is_lm, rows_are_streams
+from .fastai_loader import is_lm, rows_are_streams
 from ..launch.rank0_only import is_kind, is_rank0_only
-from ..shard.rows import built_for
+from ..shard.gathered_loss import built_for
 from ..shard.sharded import is_sharded, original
 from ..shard.split import restore_order
 
@@ -139,7 +139,7 @@ def give(gather, # The gatherers of the learner that asked
 def order_from_rank0(dl):
     "The order of rank 0's loader, for that of each rank"
     if group.world_size() == 1 or not isinstance(dl, (DataLoader,TorchLoader)): return
-    state = group.gather_tree(dl_state(dl) if group.rank() == 0 else None)[0]
+    state = group.all_gather_object(dl_state(dl) if group.rank() == 0 else None)[0]
     if group.rank(): set_dl_state(dl, state)
 
 # %% ../../nbs/fastai2/725_inference.ipynb #4c0d3a13
@@ -183,7 +183,7 @@ def infer_in_group(learn, # The same on all ranks
         return
     order_from_rank0(dl)
     gather = gatherers(learn)
-    parts = [Part(*p) for p in group.gather_tree(run_part(learn, dl, common))]
+    parts = [Part(*p) for p in group.all_gather_object(run_part(learn, dl, common))]
     if is_sharded(given): follow_original(given)
     give(gather, join_parts(parts, takes_whole(dl)))
 

@@ -20,12 +20,12 @@ from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
 from ..base.interrupts import voting
 from ..base.scoped import own_attrs
-from ..base.words import item_name
+from ..base.failure import item_name
 from .callbacks import distributed
-from .events import OurCallback
+from .together import OurCallback
 from .inference import (infer_in_group, leave_together, order_from_rank0,
                                        preds_in_one_order, run_part)
-from .loader_state import dl_state
+from .loaders import dl_state
 from .loaders import batch_items, global_bs, n_batches
 from .rank0 import as_one_process, open_run, sync_opt, wants_no_lines
 from .resume import ResumeFit

@@ -10,7 +10,7 @@ import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Lea
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .ddp import DDP_CHECKS
+from .step import DDP_CHECKS
 # the app's two, for a standing cluster
 from .jobs import at_home, in_place, train_in_place
 from .resume import UserCall, calling

@@ -17,9 +17,9 @@ from fastcore.foundation import L
 from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
-from .callback_loops import kept_streams
-from .drift import opt_from_rank0
-from .events import own_events
+from .callbacks import kept_streams
+from .callbacks import opt_from_rank0
+from .together import own_events
 from .inference import inner_inference
 from .together import LOAD
 from ..launch.rank0_only import is_kind, is_rank0_only
@@ -52,7 +52,7 @@ def sync_load(learn,
 def sync_opt(learn):
     "Rank 0's optimizer on every rank"
     if group.world_size() == 1: return
-    if not group.gather_tree(bool(learn.opt))[0]:
+    if not group.all_gather_object(bool(learn.opt))[0]:
         learn.opt = None      # the fit makes one
         return
     if not learn.opt: learn.create_opt()

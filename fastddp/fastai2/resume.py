@@ -18,7 +18,7 @@ from fastcore.foundation import L
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from .apply import apply
-from .loader_state import dl_state, set_dl_state
+from .loaders import dl_state, set_dl_state
 from .snapshot import STAY, all_cbs, baseline, capture, persistent_refs
 from ..payload.pickling import dump, load
 from ..payload.state import own_copy, picklable_attrs

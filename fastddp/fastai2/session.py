@@ -16,12 +16,12 @@ from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.interrupts import Interrupts, undisturbed
 from .apply import apply
-from .ddp import check_ddp
+from .step import check_ddp
 from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
                                        without_outside)
 from .jobs import enough_epochs, finds_lr, fit_args, fit_job, infer_job
-from .loader_kinds import rows_are_streams
-from .loader_state import set_dl_state
+from .fastai_loader import rows_are_streams
+from .loaders import set_dl_state
 from .loaders import check_dl, global_bs, n_batches
 from .rank0 import apply_settings, notebook_run, wants_no_lines
 from .resume import (ResumePoint, UserCall, dropped_lists, resume_points,

@@ -16,7 +16,7 @@ from fastai.data.load import DataLoader
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
-from .loader_state import dl_state
+from .loaders import dl_state
 from ..launch.rank0_only import RANK0_ONLY, is_kind
 from ..launch.session import MODULES_STAY, Baseline, dump_snapshot, dump_state, model_state
 from ..payload.changes import Changes

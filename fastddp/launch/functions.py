@@ -16,7 +16,7 @@ from ..base.scoped import environment
 from .engine import Job
 from ..payload.patches import collect_patches
 from ..payload.blame import dump_or_blame
-from ..process.owner import private_folder
+from ..process.cleanup import private_folder
 
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633
 def global_imports(

@@ -15,7 +15,7 @@ from ..base.scoped import environment
 from .engine import Launcher, Outcome
 from .rank import Context, call
 from ..payload.pickling import load
-from ..process.owner import private_folder
+from ..process.cleanup import private_folder
 from ..payload.strings import Later
 
 # %% ../../nbs/launch/506_in_process.ipynb #4fa0af63

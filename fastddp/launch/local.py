@@ -39,13 +39,12 @@ class Local(Launcher):
         see=(0,), # Ranks whose output is shown, or 'all'
         interrupt_grace=2., # Seconds that ranks have to answer an interrupt, beyond the longest step so far
         timeout=None, # Seconds without a step of any rank before the run is given up as hanging; None: never
-        keep_on_failure=False, # Warm workers outlive a job that failed or was interrupted, with what they hold
         live=True, # Show output while it happens, or all of it in the end
         idle=600., # Seconds after which workers of a block that have nothing to do leave; the next job starts new ones
     ):
         check('see', see, SEE)
         self.gpus,self.backend,self.threads,self.see,self.live = gpus,backend,threads,see,live
-        self.interrupt_grace,self.timeout,self.idle,self.keep_on_failure = interrupt_grace,timeout,idle,keep_on_failure
+        self.interrupt_grace,self.timeout,self.idle = interrupt_grace,timeout,idle
         self.workers,self._block,self._rendezvous,self._timer = None,None,None,None
         self._blocks,self._busy = 0,threading.RLock()       # how many blocks, one in the other, it is entered for
     @property
@@ -80,14 +79,14 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
     with interrupts.noted(), self._busy:
         self._stay()
         try:
-            specs = self.submit(job, nprocs, here, interrupts, timings.mark)
-            monitor = Monitor(self, on_event, specs, interrupts)
+            self.submit(job, nprocs, here, interrupts, timings.mark)
+            monitor = Monitor(self, on_event, interrupts)
             results_here = {here[0]: run_while_watching(monitor, here[1])} if here else {}
             outcome = monitor.wait(refs, results_here)
         except BaseException:
-            self._after_failure(job, monitor)
+            self.after_failure(job, monitor)
             raise
-        self._after_success(job)
+        self.after_success(job)
     return outcome._replace(interrupted=bool(interrupts.n), marks=(*timings.marks, *outcome.marks))
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
@@ -99,7 +98,7 @@ def submit(self:Local,
     interrupts=None, # `Interrupts`: with one of them, nothing is waited for
     mark=lambda phase: None, # Called when a phase of the start ends
 ):
-    "Gets workers for a job and gives it to them; returns their `RankSpec`s"
+    "Gets workers for a job and gives it to them"
     ranks = [r for r in range(nprocs) if here is None or r != here[0]]
     self._get_workers(ranks, nprocs, interrupts or Interrupts(), mark)
     new = self._rendezvous is None
@@ -107,7 +106,6 @@ def submit(self:Local,
     if new and here is None and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
     packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
     self.workers.submit(run_on_rank, packed, self._block, specs, **env)
-    return specs
 
 @patch
 def _get_workers(self:Local, ranks, nprocs, interrupts, mark):
@@ -161,24 +159,15 @@ def start_workers(
 
 # %% ../../nbs/launch/505_local.ipynb #fc3ecc64
 @patch
-def _after_success(self:Local, job):
-    if self._warm: self._keep_warm(job)
+def after_success(self:Local, job):
+    "Warm workers stay for a while, others end"
+    if self._warm: self._leave_later()
     else: self.close()
 
 @patch
-def _after_failure(self:Local, job, monitor):
-    can_stay = self._warm and self.keep_on_failure and monitor is not None
-    if can_stay and monitor.wait_until_idle(): self._keep_warm(job)
-    else: self.close(0)
-
-@patch
-def _keep_warm(self:Local, job):
-    "Workers that hold nothing that the next job needs leave after a while; those of `keep_on_failure` stay"
-    self._remove_files('heartbeat-*')
-    if not self.keep_on_failure: return self._leave_later()
-    if job.payload.buffers:
-        self._block.close()
-        self._block = None
+def after_failure(self:Local, job, monitor):
+    "Ends the workers; `monitor` is None if the job wasn't even submitted"
+    self.close(0)
 
 @patch
 def _remove_files(self:Local, pattern):
@@ -221,27 +210,26 @@ def _specs(self:Local, nprocs, work):
     gpus = self._gpus(nprocs) or [None]*nprocs
     backend = group.backend_for('cpu' if gpus[0] is None else accelerator()) if self.backend is None else self.backend
     threads,store = self.threads or max(1, visible_cores()//nprocs),self._rendezvous_file()
-    heartbeat = os.path.join(self.workers.dir, f'heartbeat-{time.monotonic_ns()}-')
-    settings = {} if self.keep_on_failure else notebook_settings()      # cells that run there set their own
+    settings = self.settings()
+    self._remove_files('heartbeat-*')
     def spec(r):
-        display,log = self._display_settings(r),self.workers.log_path(r)
-        return RankSpec(nprocs, gpus[r], backend, threads, store, display, log, f'{heartbeat}{r}', work, settings)
+        display,log = self.display_of(r),self.workers.log_path(r)
+        return RankSpec(nprocs, gpus[r], backend, threads, store, display, log, self.workers.heartbeat_path(r), work, settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch
-def _display_settings(self:Local, r):
+def settings(self:Local):
+    "What the notebook has set for its process, and the workers take over before each job"
+    return notebook_settings()
+
+@patch
+def display_of(self:Local, r):
     "The first rank that is seen shows what a local call would; others are silent, or seen as text"
     first = 0 if self.see == 'all' else next(iter(self.see), None)
     own = {} if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see)
-    if self.keep_on_failure: own['shell'] = True        # cells run in it
     return display_settings()._replace(**own)
 
 # %% ../../nbs/launch/505_local.ipynb #903b0b3e
-@patch
-def group_broke(self:Local):
-    "The ranks have left their group: the next job forms a new one"
-    self._rendezvous = None
-
 @patch
 def _rendezvous_file(self:Local):
     if self._rendezvous is None:

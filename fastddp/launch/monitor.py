@@ -6,15 +6,16 @@
 __all__ = ['Ends', 'Monitor']
 
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
-import os, pickle, time
+import os, pickle, signal, time
 
 from fastcore.basics import patch
 
 from .engine import Outcome
-from ..base.errors import GroupTimeout, RankDied, RankRaised, first_failure, is_echo, is_timeout
-from ..process.server import has_died
-from ..process.heartbeat import job_stack, odd_one, read_beat
-from ..output.logs import tail
+from ..base.errors import GroupTimeout, RankDied, RankRaised
+from ..base.failure import first_failure, is_echo, is_timeout
+from ..process.helper import HELPER_ENDED
+from ..process.heartbeat import job_stack, odd_one
+from ..output.streams import tail
 from ..output.replay import Replay
 from ..payload.pickling import load
 
@@ -44,12 +45,11 @@ class Monitor:
     def __init__(self,
         local, # The engine: its workers, and its `see`, `live`, `interrupt_grace` and `timeout`
         on_event, # Called as `on_event(rank, event)`
-        specs, # `RankSpec`s of the ranks that run in workers, in order
         interrupts, # `Interrupts`, counting already
     ):
         self.local,self.workers = local,local.workers
         self.on_event,self.interrupts = on_event,interrupts
-        self.specs,self.ends = dict(zip(self.workers.ranks, specs)),Ends(self.workers.ranks)
+        self.ends = Ends(self.workers.ranks)
         self.replay,self.marks = Replay(see=local.see, live=local.live),[]
         self.began,self.asked_to_stop = time.monotonic(),None       # times; None: nobody was
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}     # what is there now is of earlier jobs
@@ -124,20 +124,21 @@ def _log(self:Monitor, r, n=3000):
 @patch
 def _beats(self:Monitor):
     "The last `Beat` of each rank that is still at work"
-    return {r:read_beat(self.specs[r].heartbeat) for r in self.workers.ranks if r in self.ends.at_work}
+    return {r:self.workers.beat(r) for r in self.workers.ranks if r in self.ends.at_work}
 
 @patch
 def _interrupted(self:Monitor):
     now,beats = time.monotonic(),self._beats()
-    if self.asked_to_stop is None: self._ask_to_stop(now)
+    if self.asked_to_stop is None: self.ask_to_stop()
     longest = max((b.longest for b in beats.values()), default=0.)
     late = now-self.asked_to_stop > self.local.interrupt_grace+longest
     stuck = late and not any(b.leaving for b in beats.values())
     if self.interrupts.n > 1 or stuck: raise self._with_state(KeyboardInterrupt())
 
 @patch
-def _ask_to_stop(self:Monitor, now):
-    self.asked_to_stop = now
+def ask_to_stop(self:Monitor):
+    "Sends all ranks the wish to stop"
+    self.asked_to_stop = time.monotonic()
     self.workers.ask_stop()
 
 # %% ../../nbs/launch/503_monitor.ipynb #e86dfb87
@@ -184,7 +185,7 @@ def _failure(self:Monitor):
     if not (failed or self.ends.died): return self._with_state(KeyboardInterrupt())
     if failed and is_timeout(failed[0].message) and self.ends.at_work: return self.hang()
     if self.ends.died and (not failed or is_echo(failed[0])): err,others = self._death(),failed
-    else: err,others = (self._cut_off if self._is_cut_off(failed[0]) else self._raised)(failed[0]),failed[1:]
+    else: err,others = self._raised(failed[0]),failed[1:]
     err.others = tuple(str(f) for f in others)
     return self._with_state(err)
 
@@ -193,26 +194,14 @@ def _let_others_speak(self:Monitor, secs):
     end = time.monotonic()+secs
     while (left := end-time.monotonic()) > 0 and not self.ends.all: self._turn(left)
 
-_UNKNOWN = 255      # multiprocess's exit code of a worker whose helper is gone, or on its way, and can't tell it
-
 @patch
 def _death(self:Monitor):
     r,code = next(iter(self.ends.died.items()))
-    where = read_beat(self.specs[r].heartbeat).where or 'before its first step'
-    if self.workers.method == 'forkserver' and code == _UNKNOWN and has_died(5):
+    where = self.workers.beat(r).where or 'before its first step'
+    if code == HELPER_ENDED:
+        code = -signal.SIGKILL
         where += "; the helper process was killed, and it with it"
     return RankDied(r, code, where, self._log(r), self.workers.host(r))
-
-@patch
-def _is_cut_off(self:Monitor, failure):
-    "Is it the echo of a failure that no rank had? Between machines there is a network"
-    return is_echo(failure) and len({self.workers.host(r) for r in self.workers.ranks}) > 1
-
-@patch
-def _cut_off(self:Monitor, f):
-    said = f.message.split('. ')[0].partition('] ')     # gloo's begins with a place in its own source
-    why = f"the network between the machines failed, as it seems: {said[2] or said[0]}"
-    return RankDied(f.rank, why, f.where, self._log(f.rank, 1000), self.workers.host(f.rank))
 
 @patch
 def _raised(self:Monitor, failure):
@@ -226,20 +215,7 @@ def _raised(self:Monitor, failure):
 
 # %% ../../nbs/launch/503_monitor.ipynb #a87d2859
 @patch
-def wait_until_idle(self:Monitor):
-    "After a failure: do all ranks live and wait for the next job? They have ten seconds, or a longer `interrupt_grace`"
-    if self.ends.died: return False
-    end = time.monotonic()+max(10., self.local.interrupt_grace)
-    if self.asked_to_stop is None and not self.ends.all: self._ask_to_stop(time.monotonic())
-    broken = self.asked_to_stop is not None
-    self._until_ended(min(end, time.monotonic()+1))
-    if broken:
-        self.workers.break_up()
-        self.local.group_broke()
-    self._until_ended(end)
-    return self.ends.all and not self.ends.died
-
-@patch
-def _until_ended(self:Monitor, end):
-    while not self.ends.all and (left := end-time.monotonic()) > 0:
+def drain(self:Monitor, until):
+    "After a failure: handles what ranks still say, until all have ended the job or it is `until`"
+    while not self.ends.all and (left := until-time.monotonic()) > 0:
         for news in self.workers.poll(left): self._handle(*news)

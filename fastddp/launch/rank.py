@@ -15,7 +15,7 @@ from .settings import take_settings, warn_of_left
 from ..process.malloc import give_pages_back, keep_pages
 from ..process.channel import nothing
 from ..process.heartbeat import Heartbeat
-from ..output.logs import fd_log
+from ..output.streams import fd_log
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, function_at, load
 
@@ -73,8 +73,6 @@ class RankSpec(NamedTuple):
     heartbeat:str       # File of its `Heartbeat`
     work:str            # `Job.work`
     settings:dict={}    # `notebook_settings`
-    link_timeout:float|None=None    # Seconds without a sign of life that break a connection to another rank
-    away:bool=False     # Is rank 0 on another machine than the notebook?
 
 # %% ../../nbs/launch/502_rank.ipynb #911963a5
 def _now(o): return o() if callable(o) else o
@@ -83,7 +81,7 @@ class _WorkerContext(Context):
     "A context over a worker's `Channel`; where the job is goes into failure reports"
     def __init__(self, channel, spec, device):
         super().__init__(channel.rank, spec.world_size, device, self._emit, channel.put, channel.stop_requested)
-        self._channel,self.where,self.away = channel,channel.where,spec.away
+        self._channel,self.where = channel,channel.where
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
         heart = Heartbeat(spec.heartbeat)
         self.beat,self.reserve,board.on_wait = heart.beat,channel.reserve,heart.waits_for
@@ -108,7 +106,7 @@ def _join_group(channel, spec, device):
     global _rendezvous
     if group.in_group() and _rendezvous == spec.store: return
     rendezvous.leave(broken=True)
-    rendezvous.join(spec.store, channel.rank, spec.world_size, spec.backend, device, link_timeout=spec.link_timeout)
+    rendezvous.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
     _rendezvous,channel.on_break = spec.store,lambda: rendezvous.leave(broken=True)
 
 # %% ../../nbs/launch/502_rank.ipynb #2991bb14

@@ -68,7 +68,7 @@ def offloaded(learn):
 def sync_streams():
     "Install rank 0's random streams on all ranks"
     if group.world_size() == 1: return
-    CommonRNG(group.gather_tree(CommonRNG.capture().state() if group.rank() == 0
+    CommonRNG(group.all_gather_object(CommonRNG.capture().state() if group.rank() == 0
                                 else None)[0]).install()
 
 # %% ../../nbs/launch/510_session.ipynb #cb417ff3

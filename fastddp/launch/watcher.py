@@ -9,7 +9,7 @@ __all__ = ['run_while_watching']
 import contextlib, ctypes, os, signal, threading, time
 
 from ..base import rendezvous
-from ..base.errors import failure_of, is_echo, is_timeout
+from ..base.failure import failure_of, is_echo, is_timeout
 
 # %% ../../nbs/launch/504_watcher.ipynb #6ac3fa6e
 class _Signals:

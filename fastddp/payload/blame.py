@@ -9,7 +9,7 @@ __all__ = ['blame', 'dump_or_blame']
 import functools, types
 
 from ..base.errors import NotPicklable
-from ..base.words import cut
+from ..base.failure import cut
 from .pickling import dump
 
 # %% ../../nbs/payload/108_blame.ipynb #fa76e8b8

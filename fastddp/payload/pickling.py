@@ -162,7 +162,7 @@ def load(
 # %% ../../nbs/payload/107_pickling.ipynb #5016a1f4
 def address(fn):
     "How another process finds `fn`: as 'module:function' where it can import it, else as its pickle (bytes), by value"
-    module,name = fn.__module__,fn.__qualname__
+    module,name = fn.__module__,getattr(fn, '__qualname__', '')     # a partial has none
     known = module != '__main__' and getattr(sys.modules.get(module), name, None) is fn
     return f'{module}:{name}' if known else cloudpickle.dumps(fn, protocol=5)
 

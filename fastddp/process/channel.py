@@ -6,12 +6,13 @@
 __all__ = ['Surroundings', 'Pipe', 'BlockPair', 'Task', 'nothing', 'Channel']
 
 # %% ../../nbs/process/403_channel.ipynb #07c13687
-import array, functools, os, pickle, queue, shutil, signal, socket, struct, sys, threading, traceback, warnings
+import array, functools, os, pickle, queue, shutil, signal, socket, struct, sys, threading
+import traceback, warnings
+from multiprocessing import connection
 from typing import NamedTuple
 
-import cloudpickle, multiprocess
+import cloudpickle
 from fastcore.basics import patch
-from multiprocess import connection
 
 from ..base.errors import CantDistribute
 from ..payload.shared_memory import _LARGE, Block, Packed, free_memory
@@ -24,7 +25,8 @@ class Surroundings(NamedTuple):
     env:dict        # Environment
     cwd:str         # Folder
     path:list       # Import path
-    filters:list    # Of the module `warnings`
+    argv:list       # Of the command line
+    filters:bytes   # Of the module `warnings`, pickled: they may refer to classes on that path
     @classmethod
     def now(cls,
         **env, # Variables on top of the environment, or in place of those there
@@ -32,14 +34,15 @@ class Surroundings(NamedTuple):
         "Those of this process"
         try: cwd = os.getcwd()
         except OSError: raise CantDistribute(_NO_CWD)
-        return cls({**os.environ, **env}, cwd, list(sys.path), list(warnings.filters))
+        return cls({**os.environ, **env}, cwd, list(sys.path), list(sys.argv),
+                   cloudpickle.dumps(list(warnings.filters)))
     def enter(self):
         "Makes them those of this process; raises an OSError where the folder is gone"
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.cwd)
-        sys.path[:] = self.path
-        warnings.filters[:] = self.filters
+        sys.path[:],sys.argv[:] = self.path,self.argv
+        warnings.filters[:] = pickle.loads(self.filters)
         if hasattr(warnings, '_filters_mutated'): warnings._filters_mutated()   # a cache is valid no more
 
 # %% ../../nbs/process/403_channel.ipynb #d0392417
@@ -49,10 +52,9 @@ _CLOEXEC = getattr(socket, 'MSG_CMSG_CLOEXEC', 0)
 class Pipe:
     "One end of a worker's pipe; any thread may send, one receives"
     def __init__(self,
-        conn, # An end of a `multiprocess.Pipe()`, whose place this takes
+        sock, # One of a `socket.socketpair()`
     ):
-        self.sock,self._lock = socket.socket(fileno=os.dup(conn.fileno())),threading.Lock()
-        conn.close()
+        self.sock,self._lock = sock,threading.Lock()
         self.sock.settimeout(None)      # `socket.setdefaulttimeout` is for the user's own
         self.ended = False              # will nothing more come?
         self._got,self._fds = bytearray(),[]    # what has come, and is no whole message yet
@@ -176,24 +178,28 @@ class Channel:
         return self._stop.is_set()
 
 # %% ../../nbs/process/403_channel.ipynb #889a72ff
+def _parent_watch(pid):
+    "A descriptor that becomes readable when process `pid` ends; None without pidfd_open(2)"
+    try: return os.pidfd_open(pid)
+    except ProcessLookupError: raise
+    except (AttributeError,OSError): return None
+
 @patch
 def _inbox(self:Channel, parent_pid):
-    "Receives messages while the notebook lives; then ends this process and all of its group"
-    gone = None
+    "Receives messages while the notebook lives; then kills this process and all of its group"
+    parent = None
     try:
-        gone = _death_watch(parent_pid)     # fails when the notebook is gone already
-        while not self._pipe.ended and gone not in connection.wait([self._pipe, gone]):
+        parent = _parent_watch(parent_pid)      # fails when the notebook is gone already
+        watched = [self._pipe] if parent is None else [self._pipe, parent]
+        while not self._pipe.ended and parent not in connection.wait(watched):
             for msg in self._pipe.receive(): self._receive(*msg)
-    except BaseException: os.write(2, traceback.format_exc().encode())     # who hears nothing is of no use: it ends
+    # A worker that can no longer receive messages exits.
+    except BaseException: os.write(2, traceback.format_exc().encode())
     finally:
         # A process that dies closes its files a little before it is gone
-        if self.folder and (gone is None or connection.wait([gone], 1)): shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder and (parent is None or connection.wait([parent], 1)):
+            shutil.rmtree(self.folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
-
-def _death_watch(pid):
-    "Something that becomes readable when process `pid` ends (pidfd_open(2), where Python and the system have it)"
-    if hasattr(os, 'pidfd_open'): return os.pidfd_open(pid)
-    return multiprocess.process.parent_process().sentinel
 
 @patch
 def _receive(self:Channel, what, *values):

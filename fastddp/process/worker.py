@@ -8,48 +8,40 @@ __all__ = ['worker_main']
 # %% ../../nbs/process/405_worker.ipynb #e3e3d9f3
 import faulthandler, gc, multiprocessing, os, pickle, signal, sys
 
-import cloudpickle, multiprocess
+import cloudpickle
 
-from ..base.errors import end_fork, failure_of
+from ..base.failure import end_fork, failure_of
 from ..payload.pickling import function_at
 from .channel import Channel, nothing
-from .owner import end_forks_with_us, end_with_parent
-from .server import let_go
+from .cleanup import end_forks_with_us, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #e4575692
 def worker_main(
-    conn,           # The worker's end of the pipe
+    sock,           # The worker's end of the pipe
     rank,           # Its rank
     parent_pid,     # The notebook's process
-    log,            # File for its last words; its folder goes when the notebook dies
+    log,            # File for crash reports and stacks; its folder goes when the notebook dies
     lasts=False,    # Does the thread that started it live as long as the notebook?
 ):
     "Runs in the new process: one task after the other, until the notebook wants it to exit; doesn't return"
     if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if lasts or os.getppid() != parent_pid: end_with_parent()       # the helper has one thread, for all its life
+    # The helper forks in its only thread; the notebook may spawn in one that ends before it.
+    if lasts or os.getppid() != parent_pid: end_with_parent()
     end_forks_with_us()
-    let_go()
-    try: last_words = open(log, 'a')
+    try: stacks = open(log, 'a')
     except FileNotFoundError: os._exit(0)    # the notebook didn't wait
-    faulthandler.enable(last_words)
-    faulthandler.register(signal.SIGUSR1, last_words)
-    for o in (multiprocess, multiprocessing): o.process.current_process()._config |= _own_config(log)
-    channel = Channel(conn, rank, parent_pid, os.path.dirname(log))
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    process,folder = multiprocessing.current_process(),os.path.dirname(log)
+    process.name,process._config['tempdir'] = f'fastddp-{rank}',folder      # of the sockets of a DataLoader's processes
+    channel = Channel(sock, rank, parent_pid, folder)
     channel.send('ready', _gpu_touched())
     while (task := channel.tasks.get()) is not None:
         _run(channel, task)
-        _idle(channel)
+        on_idle,channel.on_idle = channel.on_idle,nothing
+        on_idle()
     os._exit(0)     # no exit hooks: they belong to the helper this process was forked from
-
-def _own_config(log):
-    "Processes may be started here: they go with this one's session. Their sockets lie in a folder that is removed"
-    return dict(daemon=False, tempdir=os.path.dirname(log))
-
-def _idle(channel):
-    "What the job left to be done after the notebook has its result"
-    on_idle,channel.on_idle = channel.on_idle,nothing
-    on_idle()
 
 def _gpu_touched():
     "Did the helper touch a GPU, so that this process can't?"

@@ -5,15 +5,18 @@
 # %% auto #0
 __all__ = ['Shard', 'Epoch', 'Sharded', 'reading', 'account', 'no_step_missing', 'is_sharded', 'original', 'outside_loop',
            'sharded_class', 'clone_loader', 'sharded_clone', 'track_changes', 'write_back', 'draw_seed',
-           'generator_state', 'set_generator', 'generator_states', 'no_batches']
+           'generator_state', 'set_generator', 'generator_states', 'no_batches', 'read_all', 'shards_itself',
+           'read_own', 'StreamSource', 'why_not_stream']
 
 # %% ../../nbs/shard/301_sharded.ipynb #81466a2f
-import contextlib, functools, random
+import contextlib, copy, functools, itertools, random
 from types import MethodType
 
 import numpy as np, torch
 from fastcore.basics import patch
-from .split import pad_shard
+
+from .split import (CantShard, Step, chunk, pad_shard, positions, shard_batch,
+                                 shard_size)
 
 # %% ../../nbs/shard/301_sharded.ipynb #f15aba19
 class Shard:
@@ -206,3 +209,69 @@ def no_batches(arg # 'bs' or 'batch_size'
     "Why a loader that makes no batches can't be sharded"
     return (f"it makes no batches (`{arg}=None`), so the size of other ranks' batches would be unknown. Let the loader "
             f"make the batches: give it a `{arg}` and a dataset of items.")
+
+# %% ../../nbs/shard/301_sharded.ipynb #2ffde6f8
+def read_all(items, # Iterator over the stream
+             s,     # This rank's `Shard`
+             drop_last # Leave out a last batch that is not full?
+):
+    "The `Step`s of this rank, where every rank reads the whole stream"
+    for start in itertools.count(0, s.bs):
+        with s.common: batch = list(itertools.islice(items, s.bs))
+        m = len(batch)
+        if not m or (drop_last and m<s.bs): return
+        own = shard_batch(batch, s.rank, s.n)
+        if own or s.train: yield Step(own, batch, m, positions(start, m, s.rank, s.n))
+        if m<s.bs: return
+
+# %% ../../nbs/shard/301_sharded.ipynb #0be9bbd5
+def shards_itself(dataset):
+    "Does `dataset` take part, by a method `set_shard(rank, world_size)`?"
+    return callable(getattr(dataset, 'set_shard', None))
+
+_ENDED = ("the dataset's stream ended before its length was reached, and the other ranks would wait for ever. After "
+          "`set_shard`, `len` must stay that of the whole, and each rank must get every world_size-th item.")
+
+def read_own(items, # Iterator over this rank's items
+             s,     # This rank's `Shard`
+             drop_last, # Leave out a last batch that is not full?
+             total  # Items of the whole stream
+):
+    "`read_all` where the dataset yields only this rank's items; raises `CantShard` if it yields too few"
+    own = []
+    for start,batch in zip(itertools.count(0,s.bs), chunk(range(total), s.bs, drop_last)):
+        last,m = own,len(batch)
+        size = shard_size(m, s.rank, s.n)
+        own = list(itertools.islice(items, size))
+        if len(own)<size: raise CantShard(_ENDED)
+        if own or s.train: yield Step(own, own or last, m, positions(start, m, s.rank, s.n))
+
+# %% ../../nbs/shard/301_sharded.ipynb #fafc4a93
+class StreamSource:
+    "How one rank reads a dataset without indices"
+    def __init__(self, dataset, # The user's
+                 s,             # This rank's `Shard`
+                 size           # Function that gives the items of the whole; asked only where the dataset takes part
+    ):
+        self.dataset,self.total = dataset,None
+        if not shards_itself(dataset): return
+        self.dataset,self.total = copy.copy(dataset),size()
+        self.dataset.set_shard(s.rank, s.n)
+
+    def steps(self, items, s, drop_last):
+        "This rank's `Step`s from an iterator over `dataset`"
+        return read_all(items, s, drop_last) if self.total is None else read_own(items, s, drop_last, self.total)
+
+# %% ../../nbs/shard/301_sharded.ipynb #beedd6e0
+def why_not_stream(dataset, # One without indices
+                   num_workers, # Of its loader
+                   n,  # Number of ranks
+                   bs  # Items of a full global batch
+):
+    "Why a stream can't be sharded, with the remedy, or None"
+    if num_workers>0: return (
+        "with `num_workers>0` each worker reads a dataset without indices on its own, in an order that can't be "
+        "sharded. Use `num_workers=0`, or a dataset with indices.")
+    if shards_itself(dataset) and bs and bs%n: return (
+        f"a dataset with `set_shard` takes turns of {n} items, which doesn't divide batches of {bs}. Choose a "
+        f"batch size that is a multiple of {n}, or `batch='per_worker'`.")

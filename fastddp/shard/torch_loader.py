@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from .sharded import (Shard, Sharded, account, clone_loader, draw_seed, no_batches, no_step_missing,
                                    reading, sharded_clone)
 from .split import chunk, global_batch_size, n_steps, sharded_steps, whole_steps, workers_per_rank
-from .stream import StreamSource, why_not_stream
+from .sharded import StreamSource, why_not_stream
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #254b7f98
 class CutBatches:

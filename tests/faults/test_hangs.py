@@ -8,8 +8,8 @@ from fastddp.all import Local, RankDied, RankRaised, TorchDDPCtx, ranch
 from fastddp.base import group
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
-from fastddp.process import channel, server
-from fastddp.process.heartbeat import is_stopped
+from fastddp.process import channel, helper
+from fastddp.process.helper import is_stopped
 from learners import make_learner
 
 
@@ -81,8 +81,8 @@ def me(ctx, _): return ctx.rank
 def test_a_stopped_helper_is_replaced():
     def ranks(): return Local(gpus=[]).run(Job.of(me, None), 2).results
     assert ranks() == [0, 1]
-    os.kill(pid := server.helper_pid(), signal.SIGSTOP)
-    assert ranks() == [0, 1] and server.helper_pid() != pid
+    os.kill(pid := helper.helper_pid(), signal.SIGSTOP)
+    assert ranks() == [0, 1] and helper.helper_pid() != pid
 
 
 class Exhausted(Callback):

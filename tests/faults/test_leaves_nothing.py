@@ -5,6 +5,7 @@ from pathlib import Path
 import psutil, pytest, torch
 from fastddp.all import Local, RankRaised
 from fastddp.base import group
+from fastddp.cluster.cluster import Standing
 from fastddp.launch.engine import Job
 from faults import Slow
 from learners import make_learner
@@ -51,7 +52,7 @@ def still_there(procs, seconds=180):
     return [o for o in alive if o.status() != psutil.STATUS_ZOMBIE]
 
 
-SWEEP = 'from fastddp.process.owner import sweep; sweep()'
+SWEEP = 'from fastddp.process.cleanup import sweep; sweep()'
 
 
 def test_killed_notebook_leaves_no_process(tmp_path):
@@ -325,7 +326,7 @@ def test_many_runs_in_one_block_leave_no_files():
         for _ in range(2): local.run(job, 2)        # a rank's results go to two blocks by turns
         files, fds = files_of(local), descriptors()
         for _ in range(5): assert local.run(job, 2).results == [[1., 6.]]*2
-        assert files_of(local) == files == ['rank0.log', 'rank1.log', 'rendezvous']
+        assert files_of(local) == files == ['heartbeat']*2+['rank0.log', 'rank1.log', 'rendezvous']
         assert descriptors() == fds
 
 
@@ -336,17 +337,17 @@ def test_many_fits_in_one_block_leave_no_files():
         files, fds = files_of(local), descriptors()
         for _ in range(3): learn.fit(1)
         learn.validate()
-        assert files_of(local) == files == ['rank0.log', 'rank1.log', 'rendezvous']
+        assert files_of(local) == files == ['heartbeat']*2+['rank0.log', 'rank1.log', 'rendezvous']
         assert descriptors() == fds
 
 
 def test_a_group_that_is_formed_anew_leaves_no_file():
     "Each failure breaks the group; the next job's ranks meet at a new file, and the old one goes"
-    with Local(gpus=[], see=(), keep_on_failure=True) as local:
+    with Standing(gpus=[], see=()) as local:
         for _ in range(3):
             with pytest.raises(RankRaised, match='on purpose'): local.run(Job.of(left_waiting, None), 2)
             assert local.run(Job.of(add, torch.ones(3)), 2).results == [[1., 6.]]*2
-        assert files_of(local) == ['rank0.log', 'rank1.log', 'rendezvous']
+        assert files_of(local) == ['heartbeat']*2+['rank0.log', 'rank1.log', 'rendezvous']
 
 
 def test_a_launcher_is_used_again():
@@ -389,7 +390,7 @@ def test_the_sweep_touches_what_is_ones_own_alone(tmp_path):
     (tmp_path/'fastddp-there').symlink_to(elsewhere)
     if os.getuid() == 0: os.chown(tmp_path/'fastddp-others', 12345, 12345)
     env = os.environ | dict(TMPDIR=str(tmp_path))
-    sweeps = 'from fastddp.process.owner import sweep; sweep()'
+    sweeps = 'from fastddp.process.cleanup import sweep; sweep()'
     subprocess.run([sys.executable, '-c', sweeps], env=env, check=True, timeout=60)
     left = {o.name for o in tmp_path.iterdir()}
     others = {'fastddp-others'} if os.getuid() == 0 else set()
@@ -399,13 +400,13 @@ def test_the_sweep_touches_what_is_ones_own_alone(tmp_path):
 
 def test_a_number_that_is_a_strangers_by_now(monkeypatch):
     "The system gives the number of a process that is gone to another one"
-    with Local(gpus=[], see=(), keep_on_failure=True) as local:
+    with Standing(gpus=[], see=()) as local:
         local.run(Job.of(add, torch.ones(3)), 2)
         p = local.workers.procs[1]
         os.kill(p.pid, signal.SIGKILL)
         while local.workers.alive() != [0]: local.workers.poll(1)
         with subprocess.Popen(['sleep', '60'], start_new_session=True) as stranger:
-            monkeypatch.setattr(p._popen, 'pid', stranger.pid)
+            monkeypatch.setattr(p, 'pid', stranger.pid)
             local.close()
             with pytest.raises(subprocess.TimeoutExpired): stranger.wait(.5)
             stranger.kill()

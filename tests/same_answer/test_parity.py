@@ -256,7 +256,7 @@ class Stats(Collect):
 @pytest.mark.parametrize('train', [21, 25, 37])
 def test_batch_norm_is_averaged_and_never_sees_one_item(ranks, train, capfd, monkeypatch):
     n, launcher = ranks
-    monkeypatch.setattr(notice, '_said', set())     # a note comes once in a process
+    monkeypatch.setattr(notice, '_printed', set())     # a note comes once in a process
     small, stats = Smallest(), Stats()
     learn = learner(train=train, model=bn_net())
     learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[small, stats])
@@ -269,13 +269,13 @@ def test_batch_norm_is_averaged_and_never_sees_one_item(ranks, train, capfd, mon
 class Reductions(Callback):
     "Counts how often gradients are averaged"
     def before_fit(self):
-        from fastddp.shard import passes
+        from fastddp.shard import gradients as passes
         self.n, self.real, passes.average_grads = 0, passes.average_grads, self.count
     def count(self, *args, **kwargs):
         self.n += 1
         return self.real(*args, **kwargs)
     def after_fit(self):
-        from fastddp.shard import passes
+        from fastddp.shard import gradients as passes
         passes.average_grads, self.real = self.real, None
 
 

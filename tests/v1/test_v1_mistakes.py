@@ -1,4 +1,4 @@
-"""The table of docs/mistakes.md for fastai v1: the same mistakes, the same sentences."""
+"""The table of tests/mistakes.md for fastai v1: the same mistakes, the same sentences."""
 import re
 from pathlib import Path
 import pytest
@@ -6,7 +6,7 @@ from fastddp.all import *
 from fastddp.launch import local as launch
 from learners_v1 import plain
 
-page = (Path(__file__).resolve().parents[2]/'docs'/'mistakes.md').read_text(encoding='utf-8')
+page = (Path(__file__).resolve().parents[1]/'mistakes.md').read_text(encoding='utf-8')
 NOT_HERE = re.compile('fact|bucket_cap|find_unused|fine_?tune|max_lr|epochs=|nn.Linear'
                       '|^ranch|^spawn|^in_torchddp|^Torch|^%')      # tables of their own
 ROWS = [o for o in re.findall(r'^\| `(.+?)` \| `(.+)` \|$', page, re.M) if not NOT_HERE.search(o[0])]
