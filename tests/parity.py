@@ -50,7 +50,7 @@ class Collect(Callback):
     def note(self, *vals): self.rows.append([float(o) for o in vals])
     def after_fit(self):
         if not self.rows: self.rows.append([])
-        self.ranks = [t.tolist() for t in group.gather(torch.tensor(self.rows, dtype=torch.float64))]
+        self.ranks = [t.tolist() for t in group.all_gather_object(torch.tensor(self.rows, dtype=torch.float64))]
 
 
 class Steps(Collect):

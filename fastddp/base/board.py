@@ -132,11 +132,11 @@ def _boot_id():
 def _make():
     rank,n = group.rank(),group.world_size()
     if n == 1: return Board(0, 1)
-    hosts = group.gather_tree(_host())
+    hosts = group.all_gather_object(_host())
     page,here = _shared_page([r for r in range(n) if hosts[r] == hosts[rank]], n)
     if max(group.all_sum([float(page is None)])):       # not what they seemed: a host for each rank
         page,here = _shared_page([rank], n)
-    leaders = sorted({*group.gather_tree(here[0])})
+    leaders = sorted({*group.all_gather_object(here[0])})
     between = group.subgroup(leaders) if len(leaders) > 1 else None
     return Board(rank, n, page, here, between if rank in leaders else None)
 
@@ -147,7 +147,7 @@ def _shared_page(here, n):
         fd,path = tempfile.mkstemp(prefix='fastddp-board-')
         with os.fdopen(fd, 'wb') as f: f.write(bytes(Page.nbytes(n)))
     try:
-        paths = group.gather_tree(path)
+        paths = group.all_gather_object(path)
         try: page = Page(paths[here[0]])
         except OSError: pass
         group.barrier()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['accelerator', 'device_module', 'is_accelerator', 'n_gpus', 'use_device', 'current_device', 'is_started',
-           'used_before_fork', 'rng_as_before']
+           'used_before_fork']
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
 import torch
@@ -56,11 +56,3 @@ def used_before_fork():
     module = device_module()
     if hasattr(module, '_cached_device_count'): module._cached_device_count = None
     return module._is_in_bad_fork()
-
-# %% ../../nbs/base/007_device.ipynb #abbb18e6
-def rng_as_before(device):
-    "Context manager that restores torch's random streams, including that of `device`"
-    if not is_accelerator(device): return torch.random.fork_rng([])
-    # which torch 2.0 doesn't know
-    kind = {} if device.type == 'cuda' else dict(device_type=device.type)
-    return torch.random.fork_rng([device], **kind)

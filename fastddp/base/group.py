@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key', 'native_backend',
            'backend_for', 'backend', 'own_device', 'import_for_ddp', 'check_group', 'all_gather', 'all_sum', 'barrier',
-           'subgroup', 'sum_in', 'sum_', 'gather', 'gather_tree', 'broadcast_', 'average_']
+           'subgroup', 'sum_in', 'sum_', 'bytes_of', 'all_gather_object', 'all_gather_tensors', 'broadcast_',
+           'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import collections, contextlib, importlib, operator, os, sys, time
+import collections, contextlib, importlib, io, math, operator, os, pickle, sys, time
 
 import torch
 
 from .device import accelerator, current_device, is_accelerator, n_gpus, use_device
-from .tensor_bytes import bytes_of, header_of, nbytes_of, tensor_of, tree_from_bytes, tree_to_bytes
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
 def has_distributed():
@@ -150,25 +150,57 @@ def sum_(t):
     if sent is not t: t.copy_(sent)
 
 # %% ../../nbs/base/009_group.ipynb #6f188fae
-def gather(
-    t, # A tensor; shapes and types may differ between ranks
-):
-    "The `t` of every rank as a list, in rank order, on the CPU"
-    t = t.detach().contiguous()
-    if world_size() == 1: return [t.cpu()]
-    heads = _all_gather(torch.tensor(header_of(t), device=own_device()))
-    sizes = [nbytes_of(h) for h in heads]
-    if not max(sizes): return [tensor_of(torch.empty(0, dtype=torch.uint8), h) for h in heads]
-    raw = torch.zeros(max(sizes), dtype=torch.uint8, device=own_device())
-    raw[:sizes[rank()]] = bytes_of(t).to(own_device())
-    return [tensor_of(p[:n], h) for p,n,h in zip(_all_gather(raw), sizes, heads)]
+class _Pickler(pickle.Pickler):
+    "Pickles tensors of any device as bytes, and their class by its name"
+    def reducer_override(self, o):
+        if not isinstance(o, torch.Tensor): return NotImplemented
+        t = o.detach().as_subclass(torch.Tensor)
+        return _tensor, (bytes_of(t).cpu().numpy().tobytes(), t.dtype, [*t.shape], type(o).__module__,
+                         type(o).__qualname__)
 
-def gather_tree(
-    o, # Tensors, numbers and strings in lists, tuples and dicts
+def bytes_of(t):
+    "The bytes of tensor `t` as a flat plain tensor (uint8)"
+    return t.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
+
+def _tensor(data, dtype, shape, module, name):
+    "A tensor on the CPU, of the class of that name if it is loaded; a parameter becomes a tensor"
+    t = (torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
+    cls = getattr(sys.modules.get(module), name, None)
+    is_tensor = isinstance(cls, type) and issubclass(cls, torch.Tensor) and cls is not torch.nn.Parameter
+    return t.as_subclass(cls) if is_tensor else t
+
+def _gather_bytes(raw,  # A flat tensor (uint8)
+                  sizes # How many each rank has
 ):
-    "The `o` of every rank as a list, in rank order, on the CPU"
-    head,data = tree_to_bytes(o)
-    return [tree_from_bytes(h, d) for h,d in zip(gather(head), gather(data))]
+    "The `raw` of every rank, on `own_device()`"
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=own_device())
+    padded[:len(raw)] = raw
+    return [part[:n] for part,n in zip(all_gather(padded), sizes)]
+
+def all_gather_object(
+    o, # Anything that can be pickled
+):
+    "The `o` of every rank as a list, in rank order, with tensors on the CPU"
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(o)
+    data = buffer.getvalue()
+    if world_size() == 1: return [pickle.loads(data)]
+    sizes = [int(n) for n in all_gather(torch.tensor([len(data)], device=own_device()))]
+    parts = _gather_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes)
+    return [pickle.loads(part.cpu().numpy()) for part in parts]
+
+def all_gather_tensors(
+    tensors, # This rank's
+    shapes,  # For each rank the shapes of its tensors; types are alike
+):
+    "The `tensors` of every rank as a list of lists, in rank order, on `own_device()`; one collective"
+    if world_size() == 1: return [tensors]
+    sizes = [[math.prod(shape)*t.element_size() for t,shape in zip(tensors, of_rank)] for of_rank in shapes]
+    raw = torch.cat([bytes_of(t).to(own_device()) for t in tensors])
+    parts = _gather_bytes(raw, [sum(o) for o in sizes])
+    # the copy's memory is aligned
+    return [[data.clone().view(t.dtype).reshape(shape) for data,t,shape in zip(part.split(ns), tensors, of_rank)]
+            for part,ns,of_rank in zip(parts, sizes, shapes)]
 
 # %% ../../nbs/base/009_group.ipynb #5dbd1a3a
 def _flat_groups(tensors):

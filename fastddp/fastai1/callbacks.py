@@ -75,7 +75,7 @@ def _own_loaders(data):
     if not data.empty_val: data.valid_dl = own_loader(data.valid_dl)
 
 def _opt_from_rank0(opt):
-    state = group.gather_tree(opt.state_dict() if group.rank() == 0 else None)[0]
+    state = group.all_gather_object(opt.state_dict() if group.rank() == 0 else None)[0]
     if group.rank(): opt.load_state_dict(state)
 
 class _CountAll(Callback):

@@ -122,7 +122,7 @@ class LearnerCall(Call):
         state = self.learn,callbacks,metrics
         self.callbacks,self.sent = callbacks,sent
         self.refs,self.owners = persistent_refs(*state),owners(*state)
-    def snapshot(self): return snapshot(self.learn, self.callbacks, self.session.sent, **self.sent)
+    def snapshot(self): return snapshot(self.learn, self.callbacks, self.session.columns, **self.sent)
     def apply(self, meta, buffers): apply(self.learn, self.owners, self.refs, meta, buffers)
 
 class Session(_Session):

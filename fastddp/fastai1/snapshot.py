@@ -54,8 +54,8 @@ def persistent_refs(learn, callbacks=(), metrics=()):
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
 def _hooked(learn): return hooked(learn, loss_module(learn.loss_func))
 
-def snapshot(learn, callbacks, known=None, **call):
-    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `known` as of
+def snapshot(learn, callbacks, columns=None, **call):
+    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `columns` as of
     `dump`"""
     obj = dict(learn=learn, callbacks=list(callbacks),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
@@ -69,7 +69,7 @@ def snapshot(learn, callbacks, known=None, **call):
     roots |= {'learn': learn, 'the hooks of parameters and optimizer': obj['hooks'][1]}
     bars = [without_attrs(cb, 'pbar') for cb in callbacks]
     return dump_snapshot(obj, roots, picklable_preloaders(), without_attrs(learn, *OVERRIDES),
-                         *bars, known=known)
+                         *bars, columns=columns)
 
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"

@@ -9,7 +9,7 @@ __all__ = ['Ranks', 'other_params', 'GlobalLoss']
 import torch
 
 from ..base import board, group
-from ..shard.gathered_loss import Losses, OwnBatch
+from ..shard.gathered_loss import LocalBatch, Losses
 from ..shard.gradients import Passes
 from ..shard.loss import loss_module, loss_part
 
@@ -96,11 +96,11 @@ class GlobalLoss:
 
     def _whole(self, out, yb):
         "The loss of all ranks' items, if it has to be computed over them"
-        if group.world_size() == 1 or not self.losses.is_whole(self.f): return None
-        batch = OwnBatch(out, yb, self.count, self.positions)
+        if group.world_size() == 1 or not self.losses.is_gathered(self.f): return None
+        batch = LocalBatch(out, yb, self.count, self.positions)
         self.count = batch.count        # a callback may have left items out
-        sizes = [row[0] for row in self.ranks.meet(batch.nbytes())]
-        return self.losses.whole(self.f, batch, max(sizes))
+        nbytes,counts,kinds,*_ = zip(*self.ranks.meet(batch.nbytes, batch.count, batch.kind()))
+        return self.losses.of_all_ranks(self.f, batch, nbytes, counts, kinds)
 
     def __call__(self, out, *yb):
         loss = self._whole(out, yb)

@@ -9,8 +9,7 @@ __all__ = ['is_item_mean', 'Kept', 'Validation']
 import contextlib
 from typing import NamedTuple
 
-import numpy as np
-import torch
+import numpy as np, torch
 from fastai import basic_train, metrics as _metrics
 from fastai.callback import AverageMetric, Callback, CallbackHandler
 from fastai.core import is_listy
@@ -18,9 +17,9 @@ from fastai.torch_core import to_device
 
 from ..base import group
 from .loaders import place_now, shard, torch_dl
-from ..shard.gathered_loss import Losses
+from ..shard.gathered_loss import Losses, by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, loss_and_divisor
-from ..shard.gathered_loss import built_for, by_batch, whole_batch
+from ..shard.sharded import has_state_of
 from ..shard.torch_loader import torch_bs
 
 # %% ../../nbs/fastai1/802_validate.ipynb #1940b65c
@@ -45,11 +44,7 @@ class Kept(NamedTuple):
     positions:list  # Of its items, in the order of one process
     seen:tuple      # (output, target, loss) on the CPU; None if no metric wants them
 
-def _cpu(o):
-    "`o` with all its tensors on the CPU"
-    if isinstance(o, torch.Tensor): return o.detach().cpu()
-    if isinstance(o, dict): return {k:_cpu(v) for k,v in o.items()}
-    return type(o)(_cpu(v) for v in o) if isinstance(o, (list,tuple)) else o
+def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
 class _Keep(Callback):
     "Keeps what other metrics are to see: stands for them while this rank's shard is validated"
@@ -88,13 +83,13 @@ class Validation:
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
         "As v1's; the same on every rank"
         handler = cb_handler or CallbackHandler()
-        if self.whole and built_for(model, torch_bs(torch_dl(dl))):     # on each rank, then
+        if self.whole and has_state_of(model, torch_bs(torch_dl(dl))):     # on each rank, then
             return self.real(model, dl, loss_func, handler, pbar, average, n_batch)
         mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
         others = [m for m in handler.metrics if not is_item_mean(m)]
         note = _NoteLoss(loss_func, mine, self.losses.by(loss_func)) if loss_func else None
         # a loss that needs all of a batch is computed anew at the end
-        parts = note and self.losses.is_whole(loss_func) and not getattr(mine.dl._shard, 'whole', False)
+        parts = note and self.losses.is_gathered(loss_func) and not getattr(mine.dl._shard, 'whole', False)
         keep = _Keep(mine, bool(others) or bool(parts))
         with self._in_their_place(handler, keep), self._stopping(handler):
             outs = self.real(model, mine, note, handler, pbar, average=False, n_batch=self._own_n_batch(n_batch, mine))
@@ -130,7 +125,7 @@ class Validation:
 def _whole_losses(model, loss_func, kept, n_batch):
     "As `_NoteLoss.losses`, from all ranks' outputs and targets"
     device,res = next((p.device for p in model.parameters()), torch.device('cpu')),[]
-    for no,parts in by_batch(kept).items():
+    for no,parts in by_batch(kept):
         if n_batch and no >= n_batch: continue
         def loss_of(out, target, _):
             out,target = to_device((out,target), device)
@@ -148,7 +143,7 @@ _SEEN = ('last_output','last_target','last_loss','last_input','train')      # of
 def _replay(handler, metrics, kept):
     "Shows `metrics` all ranks' batches as one process would have made them"
     old = {k:v for k,v in handler.state_dict.items() if k in _SEEN}
-    for parts in by_batch(kept).values():
+    for _,parts in by_batch(kept):
         for out,target,loss in whole_batch(parts):
             handler.state_dict.update(last_output=out, last_target=target, last_loss=loss, last_input=None, train=False)
             for m in metrics: handler._call_and_update(m, 'batch_end')
@@ -157,4 +152,4 @@ def _replay(handler, metrics, kept):
 def _pairs(outs, kept, n_batch):
     "fastai's pairs of output and target, batch by batch"
     own = [(k.number, k.positions, _cpu(out)) for k,out in zip(kept, outs) if not n_batch or k.number < n_batch]
-    return [tuple(pair) for parts in by_batch(own).values() for pair in whole_batch(parts)]
+    return [tuple(pair) for _,parts in by_batch(own) for pair in whole_batch(parts)]

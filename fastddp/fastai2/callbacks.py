@@ -15,10 +15,9 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, own_attrs
-from .collect import JoinCollected, NoteCollected
 from .fastai_loader import is_lm, keeps_state, rows_are_streams
 from .loaders import OneRank, dl_state, follow_original, set_dl_state, shard_dl
-from .metrics import ReduceMetrics, plain_metrics
+from .metrics import ReduceMetrics
 from .step import CountAll, StepSync, TakeLoss
 from .together import _FIRST, _LAST, OurCallback, Together, TogetherLast, own_events
 from ..launch.rank0_only import is_rank0_only
@@ -45,7 +44,7 @@ def suspects(learn):
 # %% ../../nbs/fastai2/720_callbacks.ipynb #15235506
 def opt_from_rank0(learn):
     "The optimizer's state of rank 0, on every rank"
-    state = group.gather_tree(learn.opt.state_dict() if group.rank() == 0 else None)[0]
+    state = group.all_gather_object(learn.opt.state_dict() if group.rank() == 0 else None)[0]
     if group.rank():
         learn.opt.load_state_dict(state)
         move_opt(learn.opt)     # they were gathered on the CPU
@@ -175,18 +174,19 @@ def distributed(learn,
         finally:
             sync.close()
             sync.overlapped.close()
-            plain_metrics(learn)
+            for cb in cbs:
+                if isinstance(cb, ReduceMetrics): cb.end()
             common.install()
 
 def _our_cbs(sync, common, batch, average_bn):
     "The callbacks that make a fit a distributed one"
-    together,join = sync.together,JoinCollected()
+    together = sync.together
     weights = SyncWeights()
     together.depart = lambda: _depart(together, sync, weights)
     return [together, TogetherLast(together),                               # leaving together
             sync, TakeLoss(sync), CountAll(sync),                           # each step
             ShardData(common, batch), TakeShard(), OwnStreams(common, together),        # what a rank sees and draws
-            ReduceMetrics(sync.losses), join, NoteCollected(join),          # what all saw
+            ReduceMetrics(sync.losses),                                     # what all saw
             SyncBuffers(average_bn), weights]                               # what all have
 
 def _depart(together, sync, weights):

@@ -26,8 +26,7 @@ from .loaders import dl_state, follow_original, set_dl_state
 from .loaders import OneRank, shard_dl, why_not
 from .fastai_loader import is_lm, rows_are_streams
 from ..launch.rank0_only import is_kind, is_rank0_only
-from ..shard.gathered_loss import built_for
-from ..shard.sharded import is_sharded, original
+from ..shard.sharded import has_state_of, is_sharded, original
 from ..shard.split import restore_order
 
 # %% ../../nbs/fastai2/725_inference.ipynb #0d0195c9
@@ -65,7 +64,7 @@ def stays_here(dl,     # What to predict: a loader, or a list of batches
     if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in cbs):
         return "TensorBoardProjectorCallback writes what the model makes of every batch, from one process."
     if rows_are_streams(dl, model): return "the model keeps state from batch to batch (it has a `reset`)."
-    if is_lm(dl) and model and built_for(model, dl.bs): return f"the model has a state of {dl.bs} rows."
+    if is_lm(dl) and model and has_state_of(model, dl.bs): return f"the model has a state of {dl.bs} rows."
     if takes_whole(dl): return None
     if any(_wants_batches(cb) for cb in cbs if isinstance(cb, GatherPredsCallback)):
         return "its batches are shared out by rows, so they can't be saved or concatenated as asked."

@@ -44,7 +44,7 @@ class FitCall(Call):
         call = dict(self.sent, first=self.resume_point.first,
                     lists=dropped_lists(self.learn, self.cbs))
         return snapshot(self.learn, self.cbs, call, *self.session.factories,
-                        known=self.session.sent)
+                        columns=self.session.columns)
     def apply(self, meta, buffers): apply(self.learn, self.cbs, meta, buffers, whole=False)
     @property
     def next_try(self): return f"Going on with epoch {self.resume_point.first or 0}"
@@ -106,7 +106,7 @@ class InferCall(Call):
         index = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), None)
         call = dict(dl=self.dl if index is None else index)
         return snapshot(self.learn, (), call, *self.session.factories, training=False,
-                        known=self.session.sent)
+                        columns=self.session.columns)
     def apply(self, meta, buffers):
         apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl), whole=False)
 

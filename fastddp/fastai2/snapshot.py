@@ -64,7 +64,7 @@ def snapshot(
     call, # What the job is to do with it: a dict
     model_factory=None, dls_factory=None, # What they make in the workers isn't sent
     training=True, # Is the optimizer's state needed?
-    known=None, # As of `dump`
+    columns=None, # As of `dump_snapshot`
 ):
     "A `Payload`; `NotPicklable` names what can't be pickled"
     objs = hooked(learn, loss_module(learn.loss_func)) if training and not model_factory else ()
@@ -82,7 +82,7 @@ def snapshot(
     if dls_factory: without.insert(0, _without_dataset(learn, call))
     named = {} if made else _roots(learn,
                                    cbs) | {'the hooks of parameters and optimizer': obj['hooks'][1]}
-    return dump_snapshot(obj, named, *without, known=known)
+    return dump_snapshot(obj, named, *without, columns=columns)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #4a1dcf25
 @contextlib.contextmanager

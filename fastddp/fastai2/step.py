@@ -23,7 +23,7 @@ from ..base.errors import CantDistribute
 from .together import BATCH, GATHER, PASS, VALUE, _FIRST, _LAST, OurCallback, speaks
 from ..output.notice import print_line
 from ..shard.drift import of_the_user
-from ..shard.gathered_loss import OwnBatch, tensors_in
+from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
 from ..shard.gradients import (Overlapped, Passes, graph_of, is_reentrant, leaves_of,
                                      names_of, unused_params, zero_loss)
 from ..shard.loss import loss_module, loss_part, weighting
@@ -302,7 +302,7 @@ def _decide(self:StepSync, said):
 
 @patch
 def _search(self:StepSync):
-    names = [k for ks in group.gather_tree(self.overlapped.missing) for k in ks]
+    names = [k for ks in group.all_gather_object(self.overlapped.missing) for k in ks]
     if not self.named: _print_unused([*dict.fromkeys(names)])
     self.named = self.build = self.passes.flat_batch = True
     self.overlapped.search()
@@ -330,7 +330,7 @@ class TakeLoss(OurCallback):
     def before_train(self): self.sync.start_train()
     def before_batch(self):
         sync,f = self.sync,self.learn.loss_func
-        if sync.n == 1 or not sync.losses.is_whole(f): return
+        if sync.n == 1 or not sync.losses.is_gathered(f): return
         sync.plain,sync.taken = f,lambda pred, *yb: sync.gather(f, pred, yb)
         vars(self.learn)['loss_func'] = sync.taken
 
@@ -347,15 +347,14 @@ def gather(self:StepSync, f, pred, yb):
     learn = self.learn
     if not learn.training: return f(pred, *yb)
     count = true_counts(learn)[0]
-    batch = OwnBatch(pred, yb, count, getattr(learn.dl,'idxs',())[-count:] if count else ())
-    said = self.together.meet_aside(GATHER, nbytes=batch.nbytes())
-    whole = said and self.losses.whole(f, batch, max(said.of('nbytes')))
+    batch = LocalBatch(pred, yb, count, getattr(learn.dl,'idxs',())[-count:] if count else ())
+    said = self.together.meet_aside(GATHER, nbytes=batch.nbytes, items=batch.count, layout=batch.kind())
+    whole = said and self.losses.of_all_ranks(f, batch, *map(said.of, ('nbytes','items','layout')))
     if whole is None: return f(pred, *yb)
     self.gathered = batch.count
     return whole
 
 # %% ../../nbs/fastai2/714_step.ipynb #3f135371
-_OWN = "each worker's is averaged, weighted by items. That is an average of averages."
 _EVENTS = 'after_pred','after_loss','before_backward'
 
 @patch
@@ -371,13 +370,13 @@ def _check_terms(self:StepSync, loss):
     if not beside: return
     names = ', '.join([k for k,p in named if id(p) in beside][:3])
     self.losses.print_once("A term of the loss doesn't come from predictions and targets (it uses "
-                           f"{names}): {_OWN}", 'terms')
+                           f"{names}): {AVERAGED}", 'terms')
 
 @patch
 def _name_callbacks(self:StepSync):
     cbs = [cb for cb in self.learn.cbs if of_the_user(cb) and any(speaks(cb, e) for e in _EVENTS)]
     names = ', '.join(type(cb).__name__ for cb in cbs)
-    if names: self.losses.print_once(f"{names} changes the loss (loss_grad): {_OWN}", 'penalty')
+    if names: self.losses.print_once(f"{names} changes the loss (loss_grad): {AVERAGED}", 'penalty')
 
 # %% ../../nbs/fastai2/714_step.ipynb #81c60e05
 @patch

@@ -82,7 +82,7 @@ LEFT = tuple(_RAISES)       # what a rank can leave, from weakest to strongest
 _PARTS = 'backward','step'  # of a batch
 
 # Numbers that ranks tell each other. Of a loss: see `shard.loss_part`
-FIELDS = ('own','value','known','unused','flat','new','build','mask','nbytes','cancelled','grads','late')
+FIELDS = ('own','value','known','unused','flat','new','build','mask','nbytes','items','layout','cancelled','grads','late')
 _PLACE,_LEFT,_STOP,_FIELDS = 4,4,5,6    # numbers of a place, and where the rest of a row begins
 
 class Said(list):

@@ -27,6 +27,7 @@ from .placement import engine_for, in_launched_group, nested
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
 from ..payload.changes import fingerprint
+from ..payload.columns import Columns
 from ..payload.host_copy import HostCopies
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump, load
@@ -38,14 +39,14 @@ def dump_snapshot(
     obj, # The learner, its callbacks, the call: a dict
     roots, # Path -> object, most telling first: where to look for what can't be pickled
     *without, # Context managers: inside, the learner is as it is to be pickled
-    known=None, # As of `dump`
+    columns=None, # `Columns` that snapshots of one block have in common
 ):
     "`obj`, random streams and what cells patched, as a `Payload`; `NotPicklable` names what fails"
     patches = collect_patches()
     obj = dict(patches=patches, rng=CommonRNG.capture().state(), **obj)
     with contextlib.ExitStack() as stack:
         for o in without: stack.enter_context(o)
-        return dump_or_blame(obj, roots | patches.roots(), pack_lists=True, known=known)
+        return dump_or_blame(obj, roots | patches.roots(), columns=columns or Columns())
 
 # %% ../../nbs/launch/510_session.ipynb #abe77312
 @contextlib.contextmanager
@@ -361,8 +362,7 @@ class Session:
         restarts=0, # Tries after a failure
     ):
         self.learn,self.launcher,self.n,self.gpus,self.options,self.restarts = learn,launcher,n,gpus,options,restarts
-        # `sent`: what the last snapshot packed, for `dump`
-        self.last_banner,self.sent = None,{}
+        self.last_banner,self.columns = None,Columns()
     def datasets(self): return ()       # sequences of what items are made from, paths perhaps
     def quiet(self): return False       # does the learner want no line of ours?
     def note(self): pass                # what else there is to say about the fit, as one line

@@ -4,19 +4,18 @@
 
 # %% auto #0
 __all__ = ['unwrapped', 'loss_module', 'name_of', 'is_known', 'has_two_divisors', 'weighting', 'sums_up', 'loss_divisor',
-           'LossPart', 'share_of', 'loss_part', 'loss_and_divisor', 'batch_losses', 'state_of', 'as_it_was']
+           'LossPart', 'share_of', 'loss_part', 'loss_and_divisor', 'batch_losses', 'state_of']
 
 # %% ../../nbs/shard/304_loss.ipynb #caaa3651
-import contextlib, functools, inspect, random
+import functools, inspect
 from types import MethodType
 from typing import NamedTuple
 
-import numpy as np, torch
+import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..base import group
-from ..base.device import rng_as_before
 from .split import loss_weight
 
 # %% ../../nbs/shard/304_loss.ipynb #0d0a5c01
@@ -161,58 +160,35 @@ def loss_and_divisor(loss_func, # The learner's
 def batch_losses(rows # This rank's `(number of the global batch, loss times divisor, divisor, items)`
 ): # `[(number, loss, items)]`, in the order of numbers; the same on every rank
     "The losses of all global batches, from what each rank noted"
-    own = torch.tensor([[float(o) for o in row] for row in rows], dtype=torch.float64).reshape(-1,4)
-    all_rows = torch.cat(group.gather(own))
-    return [_batch_loss(no, all_rows[all_rows[:,0]==no]) for no in all_rows[:,0].unique().tolist()]
-
-def _batch_loss(no, rows):
-    weighted,divisor,items = rows[:,1:].sum(0).tolist()
-    return int(no), weighted/divisor if divisor else weighted, int(items)
+    sums = {}
+    for of_rank in group.all_gather_object([[float(o) for o in row] for row in rows]):
+        for no,*row in of_rank: sums[no] = [a+b for a,b in zip(sums.get(no, (0.,0.,0.)), row)]
+    return [(int(no), weighted/divisor if divisor else weighted, int(items))
+            for no,(weighted,divisor,items) in sorted(sums.items())]
 
 # %% ../../nbs/shard/304_loss.ipynb #e40aa7c1
-def _keepers(loss_func):
-    "Objects with attributes that a call of `loss_func` may change"
-    f,_ = unwrapped(loss_func)
-    if isinstance(f, MethodType): f = f.__self__ if isinstance(f.__self__, nn.Module) else None
-    outer = [loss_func] if loss_func is not f and not inspect.isroutine(loss_func) else []
-    if isinstance(f, nn.Module): return [*outer, *f.modules()]
-    return outer if f is None or inspect.isroutine(f) or not hasattr(f,'__dict__') else [*outer, f]
-
 def _saved(o):
     "A function that puts the attributes of `o` back"
     old = dict(vars(o))
-    inside = [(v, dict(v) if isinstance(v, dict) else list(v)) for v in old.values() if type(v) in (list,dict)]
-    inside += [(v, dict(v)) for k,v in old.items() if k == '_buffers' and type(v) is not dict]
-    every = [*old.values(), *(old.get('_buffers') or {}).values()]
-    tensors = [(t, t.clone()) for t in every if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
+    containers = [(v, v.copy()) for v in old.values() if isinstance(v, (list,dict))]
+    values = [*old.values(), *old.get('_buffers', {}).values()]
+    tensors = [(t, t.clone()) for t in values if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
     def back():
         vars(o).clear()
         vars(o).update(old)
-        for v,was in inside: _refill(v, was)
-        for t,was in tensors: t.copy_(was)
+        for v,content in containers:
+            v.clear()
+            (v.update if isinstance(v, dict) else v.extend)(content)
+        with torch.no_grad():
+            for t,content in tensors: t.copy_(content)
     return back
-
-def _refill(v, was):
-    if isinstance(v, dict):
-        v.clear()
-        v.update(was)
-    else: v[:] = was
 
 def state_of(loss_func):
-    "A function that puts back what `loss_func` keeps now"
-    keepers = [_saved(o) for o in _keepers(loss_func)]
+    "A function that puts back the attributes and buffers that `loss_func` has now"
+    f,_ = unwrapped(loss_func)
+    if isinstance(f, MethodType) and isinstance(f.__self__, nn.Module): f = f.__self__
+    keepers = [loss_func, *(f.modules() if isinstance(f, nn.Module) else [f])]
+    saved = [_saved(o) for o in keepers if hasattr(o, '__dict__') and not inspect.isroutine(o)]
     def back():
-        for o in keepers: o()
+        for put_back in saved: put_back()
     return back
-
-@contextlib.contextmanager
-def as_it_was(loss_func, device=torch.device('cpu')):
-    "Inside it may be called; afterwards it and all random streams are as before"
-    put_back = state_of(loss_func)
-    py,npy = random.getstate(),np.random.get_state()
-    with rng_as_before(device), torch.no_grad():
-        try: yield
-        finally:
-            put_back()
-            random.setstate(py)
-            np.random.set_state(npy)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Shard', 'Epoch', 'Sharded', 'reading', 'account', 'no_step_missing', 'is_sharded', 'original', 'outside_loop',
            'sharded_class', 'clone_loader', 'sharded_clone', 'track_changes', 'write_back', 'draw_seed',
-           'generator_state', 'set_generator', 'generator_states', 'no_batches', 'read_all', 'shards_itself',
-           'read_own', 'StreamSource', 'why_not_stream']
+           'generator_state', 'set_generator', 'generator_states', 'no_batches', 'has_state_of', 'read_all',
+           'shards_itself', 'read_own', 'StreamSource', 'why_not_stream']
 
 # %% ../../nbs/shard/301_sharded.ipynb #81466a2f
 import contextlib, copy, functools, itertools, random
@@ -209,6 +209,14 @@ def no_batches(arg # 'bs' or 'batch_size'
     "Why a loader that makes no batches can't be sharded"
     return (f"it makes no batches (`{arg}=None`), so the size of other ranks' batches would be unknown. Let the loader "
             f"make the batches: give it a `{arg}` and a dataset of items.")
+
+# %% ../../nbs/shard/301_sharded.ipynb #16211711
+def has_state_of(model, bs):
+    "Does a module of `model` keep a state of `bs` rows? Those of fastai make a new one for another batch"
+    modules = [m for m in model.modules() if not type(m).__module__.startswith('fastai.')]
+    held = [v for m in modules for v in (*vars(m).values(), *m._buffers.values())]
+    states = [v for o in held for v in (o if isinstance(o, (list,tuple)) else [o])]
+    return any(isinstance(v, torch.Tensor) and v.ndim > 1 and bs in v.shape for v in states)
 
 # %% ../../nbs/shard/301_sharded.ipynb #2ffde6f8
 def read_all(items, # Iterator over the stream

@@ -133,4 +133,4 @@ def ours(two, *cbs):
 def test_nothing_of_ours_is_read_in_a_step(two):
     assert ours(two, OnDevice()) == {}
     # on the CPU, loss and sum of weights are numbers at once, which nobody waits for
-    assert set(ours(two)) == {('step.py', 'item'), ('loss_part.py', 'item')}
+    assert set(ours(two)) == {('step.py', 'item'), ('loss.py', 'item')}

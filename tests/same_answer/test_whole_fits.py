@@ -342,7 +342,7 @@ class Notes(Callback):
                torch.backends.cudnn.benchmark, torch.get_default_dtype() == torch.float64, SETTINGS['umask'].read(),
                len(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)[0],
                pd.get_option('display.precision')]
-        self.ranks = [t.tolist() for t in group.gather(torch.tensor([own], dtype=torch.float64))]
+        self.ranks = [t.tolist() for t in group.all_gather_object(torch.tensor([own], dtype=torch.float64))]
 
 
 def test_what_the_notebook_set(two):

@@ -15,7 +15,7 @@ class Ds(torch.utils.data.Dataset):
 data = DataBunch.create(Ds(50), Ds(13), bs=4, num_workers=0)
 learn = Learner(data, nn.Linear(3, 2), loss_func=nn.CrossEntropyLoss(), metrics=accuracy)
 learn.fit_one_cycle(2, 1e-2)
-steps, same = len(learn.recorder.losses), fastddp.base.group.gather(learn.model.weight.data)
+steps, same = len(learn.recorder.losses), fastddp.base.group.all_gather_object(learn.model.weight.data)
 print('steps', steps, 'same', torch.equal(*same), 'batch', learn.data.train_dl.batch_size)
 learn.distrib_fit(1, 1e-3)
 print('again', len(learn.recorder.losses))
