@@ -179,9 +179,8 @@ def job(self:Agent, entry, specs, env, surroundings, packed, block):
     self.enter(*surroundings)
     self.seen,self.beats = {r:self._log_size(r) for r in self.workers.ranks},{}
     threads = max(1, visible_cores()//len(specs))
-    specs = [s._replace(log=self.workers.log_path(r), heartbeat=self.workers.heartbeat_path(r),
-                        threads=s.threads or threads) for r,s in zip(self.workers.ranks, specs)]
-    for s in specs: Path(s.heartbeat).unlink(missing_ok=True)
+    specs = [s._replace(log=self.workers.log_path(r), threads=s.threads or threads)
+             for r,s in zip(self.workers.ranks, specs)]
     self.workers.submit(entry, packed, block, specs, **env)
 
 @patch

@@ -17,7 +17,7 @@ from .agent import own_modules
 from .route import run_on_machine
 from ..process import helper
 from ..process.channel import Surroundings
-from ..process.heartbeat import Beat
+from ..base.board import Heartbeat
 
 # %% ../../nbs/machines/614_all_workers.ipynb #a5557b80
 def _surroundings():
@@ -47,8 +47,7 @@ class AllWorkers:
     def _where(self, r): return self.of.get(r, self.home)
     def host(self, r): return self.of[r].name if r in self.of else ''
     def log_path(self, r): return self._where(r).log_path(r)
-    def heartbeat_path(self, r): return self.home.heartbeat_path(r) if r not in self.of else ''
-    def beat(self, r): return self.of[r].beats.get(r, Beat()) if r in self.of else self.home.beat(r)
+    def beat(self, r): return self.of[r].beats.get(r, Heartbeat()) if r in self.of else self.home.beat(r)
     def alive(self):
         "Ranks that run, as far as one knows"
         home = self.home.alive() if self.home else []
@@ -79,7 +78,6 @@ def submit(self:AllWorkers, entry, packed, block, configs, **_):
         m.frames.send_in_order('job', entry, [of_rank[r] for r in m.ranks], env, _surroundings(), packed, data=data)
     if not self.home: return
     specs = [of_rank[r] for r in self.home.ranks]
-    for s in specs: Path(s.heartbeat).unlink(missing_ok=True)
     self.home.submit(entry, packed, block, specs, **_card_env(self.cards[None], len(specs)))
 
 @patch

@@ -14,7 +14,7 @@ from multiprocessing import connection
 
 from ..payload.shared_memory import Block
 from .frames import Frames
-from ..process.heartbeat import Beat
+from ..base.board import Heartbeat
 from ..process.cleanup import new_folder, remove_folder
 
 # %% ../../nbs/machines/613_machine.ipynb #93e67d5b
@@ -92,7 +92,7 @@ def _on_log(self:Machine, r, data):
 
 @patch
 def _on_beat(self:Machine, r, age, beat, stopped):
-    self.beats[r] = Beat(*beat)._replace(at=time.monotonic()-age)
+    self.beats[r] = Heartbeat(*beat)._replace(at=time.monotonic()-age)
     self.stopped = self.stopped-{r} | ({r} if stopped else set())
 
 @patch

@@ -227,7 +227,7 @@ def _specs(self:Machines, nprocs, work):
     def spec(r):
         threads = self.threads or (None if self.workers.host(r) else at_home)
         return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous_url(), self.display_of(r),
-                        self.workers.log_path(r), self.workers.heartbeat_path(r), work, settings)
+                        self.workers.log_path(r), work, settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch

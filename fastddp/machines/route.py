@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from ..base.sockets import sockets
+from ..base.rendezvous import sockets
 from ..payload.pickling import address, function_at
 
 # %% ../../nbs/machines/611_route.ipynb #d13145e4
