@@ -16,11 +16,10 @@ from .loaders import (old_numpy, picklable_preloaders, set_text_order, text_orde
                                      torch_dl)
 from ..launch.session import (MODULES_STAY, Baseline, dump_snapshot, dump_state, load_state,
                                     model_state)
-from ..payload.changes import Changes, update_objects
-from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, hooked,
-                                   hooks_of, model_grads,
-                                   model_tensors, move_opt, opt_attrs, opt_owners, picklable_attrs,
-                                   update_attrs)
+from ..payload.state import (Changes, OPT_HOOKS, apply_grads, apply_hooks,
+                                   apply_model, hooked, hooks_of, model_grads,
+                                   model_tensors, move_opt, opt_attrs, opt_owners,
+                                   picklable_attrs, update_attrs, update_objects)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540

@@ -12,9 +12,8 @@ from ..base.rng import CommonRNG
 from .loaders import set_dl_state
 from .snapshot import all_cbs, parts, persistent_refs
 from ..launch.session import load_state
-from ..payload.changes import update_objects
-from ..payload.state import (apply_grads, apply_model, apply_opt, model_tensors, opt_owners,
-                                   update_attrs)
+from ..payload.state import (apply_grads, apply_model, apply_opt, model_tensors,
+                                   opt_owners, update_attrs, update_objects)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai2/723_apply.ipynb #a4dbbffc

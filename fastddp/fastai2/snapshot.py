@@ -19,12 +19,10 @@ from ..base.scoped import without_attrs
 from .loaders import dl_state
 from ..launch.rank0_only import RANK0_ONLY, is_kind
 from ..launch.session import MODULES_STAY, Baseline, dump_snapshot, dump_state, model_state
-from ..payload.changes import Changes
-from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
-                                   hooked, hooks_of,
-                                   model_grads, model_tensors, move_opt, opt_attrs, opt_owners,
-                                   opt_state,
-                                   opt_tensors, picklable_attrs, without_state)
+from ..payload.state import (Changes, OPT_STAYS, apply_grads, apply_hooks,
+                                   apply_model, apply_opt, hooked, hooks_of, model_grads,
+                                   model_tensors, move_opt, opt_attrs, opt_owners,
+                                   opt_state, opt_tensors, picklable_attrs, without_state)
 from ..shard.loss import loss_module
 from ..shard.sharded import original
 

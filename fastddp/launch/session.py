@@ -26,12 +26,11 @@ from .lines import banner, start_of, stopped, summary, what_ran
 from .placement import engine_for, in_launched_group, nested
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
-from ..payload.changes import fingerprint
 from ..payload.columns import Columns
 from ..payload.host_copy import HostCopies
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump, load
-from ..payload.state import model_tensors, move_opt
+from ..payload.state import fingerprint, model_tensors, move_opt
 from ..shard.batchnorm import bn_note
 
 # %% ../../nbs/launch/510_session.ipynb #68218e92

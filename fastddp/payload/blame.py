@@ -5,35 +5,37 @@
 # %% auto #0
 __all__ = ['blame', 'dump_or_blame']
 
-# %% ../../nbs/payload/102_blame.ipynb #db948ee8
+# %% ../../nbs/payload/102_blame.ipynb #b4212005
 import functools, types
 
 from ..base.errors import NotPicklable
 from ..base.failure import cut
 from .pickling import dump, parts
 
-# %% ../../nbs/payload/102_blame.ipynb #fa76e8b8
+# %% ../../nbs/payload/102_blame.ipynb #52723654
 def _all_parts(o):
-    "`(path suffix, part)` for what `o` is made of, also its class and what only `__reduce_ex__` returns"
+    "`(path suffix, part)` for what `o` is made of, its class and what `__reduce_ex__` returns"
     found = [(template.format(k), v) for template,k,v in parts(o)]
     if isinstance(o, _FULLY_SEEN): return found
     return [*found, (f", its class {type(o).__qualname__}", type(o)), *_reduced_parts(o)]
 
-_FULLY_SEEN = (dict, list, tuple, set, frozenset, functools.partial, types.MethodType, types.FunctionType,
-               staticmethod, classmethod, property, type)
+_FULLY_SEEN = (dict, list, tuple, set, frozenset, functools.partial, types.MethodType,
+               types.FunctionType, staticmethod, classmethod, property, type)
 
 def _reduced_parts(o):
     "What `o.__reduce_ex__` returns"
     try: _,args,*rest = o.__reduce_ex__(2)
     except BaseException: return []
     state,items,pairs = (*rest, None, None, None)[:3]
-    slots = state[1] if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict) else {}
-    found = [(f".{k}", v) for k,v in slots.items()] + [(f"[{i}]", v) for i,v in enumerate(items or ())]
-    return found + [(f"[{k!r}]", v) for k,v in pairs or ()] + [(' (what it is made of)', v) for v in args]
+    has_slots = isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
+    return [*((f".{k}", v) for k,v in (state[1] if has_slots else {}).items()),
+            *((f"[{i}]", v) for i,v in enumerate(items or ())),
+            *((f"[{k!r}]", v) for k,v in pairs or ()),
+            *((' (what it is made of)', v) for v in args)]
 
-# %% ../../nbs/payload/102_blame.ipynb #45c3d778
+# %% ../../nbs/payload/102_blame.ipynb #446dbe57
 def _why_not(o):
-    "The exception that dumping `o` raises, or None; whatever a `__reduce__` of the user's raises is the reason"
+    "The exception that dumping `o` raises, whatever a `__reduce__` of the user's raises; or None"
     try: dump(o)
     except KeyboardInterrupt: raise
     except BaseException as e: return e
@@ -46,11 +48,12 @@ def blame(
     "`(path, reason)` of the smallest part of `obj` that can't be dumped; None if all of it can"
     why,dead_ends = _why_not(obj),[]
     if why is None: return None
-    path,why = _culprit(obj, path, why, depth, set(), dead_ends) or max(dead_ends, key=lambda o: len(o[0]))
+    found = _culprit(obj, path, why, depth, set(), dead_ends)
+    path,why = found or max(dead_ends, key=lambda o: len(o[0]))
     return path, _in_words(why)
 
 def _culprit(o, path, why, depth, seen, dead_ends):
-    "`(path, why)` of the smallest part of `o`, which can't be dumped; None if that leads to the ids `seen` only"
+    "`(path, why)` of the smallest part of `o` that can't be dumped; None if it was `seen`"
     seen.add(id(o))
     back = False
     for suffix,part in _all_parts(o) if depth else ():
@@ -77,4 +80,5 @@ def dump_or_blame(
     except BaseException as e: why = e          # a `__reduce__` may exit
     for path,root in roots.items():
         if found := blame(root, path): raise NotPicklable(*found)
-    raise NotPicklable(*(blame(obj, 'the object') or (next(iter(roots), 'the object'), _in_words(why))))
+    unknown = next(iter(roots), 'the object'), _in_words(why)
+    raise NotPicklable(*(blame(obj, 'the object') or unknown))

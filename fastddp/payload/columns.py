@@ -15,18 +15,19 @@ from pickle import PickleBuffer
 
 import numpy as np, torch
 
-from .pickling import LazyBytes, parts
+from .pickling import LazyBytes, load_storage, load_typed, parts
 
 # %% ../../nbs/payload/103_columns.ipynb #4b344d7f
-_CHUNK = 10_000     # so many texts are encoded at a time: together they would take as much as the list itself
+_CHUNK = 10_000     # texts that are encoded at a time: all of them would take as much as the list
 _UTF8 = 'utf-8','surrogatepass'     # a file's name may be no text
 
 def _text(path):
-    "What `str(path)` says, made of the parts that a path is pickled as: a path that is asked keeps its text for good"
+    "What `str(path)` says, of the parts that it is pickled as: a path that is asked keeps its text"
     root,*rest = path.__reduce__()[1] or ('',)
     below = '/'.join(rest)
     if os.sep == '\\' or below[:1] == '/' or '//' in below: return os.path.join(root, *rest)
-    return f'{root}/{below}' if below and root[-1:] not in ('','/') else root+below     # quicker than `join`
+    if not below or root[-1:] in ('','/'): return root+below
+    return f'{root}/{below}'        # quicker than `join`
 
 def _encoded(items):
     "`(letters, length of each)` of the texts of `items`, a chunk at a time"
@@ -51,10 +52,11 @@ class Texts:
         kind,letters,ends = type(items[0]),bytearray(),array('q')
         for part,lengths in _encoded(items):
             ends.extend(islice(accumulate(lengths, initial=ends[-1] if ends else 0), 1, None))
-            if kind is not str: letters += part     # little beside the paths, and slow to encode twice
+            if kind is not str: letters += part     # small beside the paths, slow to encode twice
         if kind is str: letters = LazyBytes(lambda: (part for part,_ in _encoded(items)), ends[-1])
         return cls(kind, letters, ends)
-    def __reduce__(self): return Texts, (self._kind, PickleBuffer(self._letters), PickleBuffer(self._ends))
+    def __reduce__(self):
+        return Texts, (self._kind, PickleBuffer(self._letters), PickleBuffer(self._ends))
     def __len__(self): return len(self._ends)
     def one(self, i):
         "The item of number `i`"
@@ -74,7 +76,7 @@ class Texts:
 # %% ../../nbs/payload/103_columns.ipynb #50b9cb64
 class Tensors:
     "Tensors of one class and type, which lie in a few storages"
-    is_fixed = False    # memory changes without a trace: `x.data` and `x.numpy()` pass by the counter of versions
+    is_fixed = False    # `x.data` and `x.numpy()` change memory past the counter of versions
     def __init__(self,
         cls, dtype,
         storages,       # Where they lie: `TypedStorage`s, or the `_Joined` memory of all
@@ -87,7 +89,8 @@ class Tensors:
         self._which,self._offsets,self._shapes,self.addresses = which,offsets,shapes,addresses
         self._bases = None      # each storage as one flat tensor, once somebody reads
     def __reduce__(self):
-        return Tensors, (self._cls, self._dtype, self._storages, self._which, self._offsets, self._shapes)
+        where = self._storages, self._which, self._offsets, self._shapes
+        return Tensors, (self._cls, self._dtype, *where)
     def __len__(self): return len(self._offsets)
     def one(self, i): return next(self.run(range(i, i+1)))
     def run(self, ids):
@@ -100,7 +103,8 @@ class Tensors:
             shapes = self._shapes[part].tolist()
             strides = map(_strides, shapes)
         offsets = self._offsets[part].tolist()
-        bases = repeat(self._bases[0]) if self._which is None else [self._bases[k] for k in self._which[part]]
+        if self._which is None: bases = repeat(self._bases[0])
+        else: bases = [self._bases[k] for k in self._which[part]]
         found = map(torch.Tensor.as_strided, bases, shapes, strides, offsets)
         return found if self._cls is torch.Tensor else (t.as_subclass(self._cls) for t in found)
 
@@ -119,8 +123,7 @@ class _Joined:
             yield memoryview(flat.view(torch.uint8).numpy())
 
 def _load_joined(buf):
-    s = torch.frombuffer(buf, dtype=torch.uint8).untyped_storage() if len(buf) else torch.UntypedStorage(0)
-    return torch.storage.TypedStorage(wrap_storage=s, dtype=torch.uint8, _internal=True)
+    return load_typed(load_storage(buf, 'cpu'), torch.uint8)
 
 # %% ../../nbs/payload/103_columns.ipynb #684d8a35
 _DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
@@ -129,19 +132,23 @@ _DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch
 def _is_plain(kind, dtype, ts):
     "Are `ts`, all of class `kind`, of that type, in one piece each, and nothing but their numbers?"
     held,cls = gc.get_referents(*ts),type(kind)
-    if any(type(o) is not cls and (type(o) is not dict or o) for o in held): return False     # attributes, hooks
-    if {*map(attrgetter('dtype'), ts)} != {dtype} or any(map(attrgetter('requires_grad'), ts)): return False
-    if {*map(attrgetter('layout'), ts)} != {torch.strided} or not all(map(attrgetter('is_cpu'), ts)): return False
+    if any(type(o) is not cls and (type(o) is not dict or o) for o in held): return False
+    if {*map(attrgetter('dtype'), ts)} != {dtype}: return False
+    if {*map(attrgetter('layout'), ts)} != {torch.strided}: return False
+    if any(map(attrgetter('requires_grad'), ts)): return False
+    if not all(map(attrgetter('is_cpu'), ts)): return False
     return all(map(torch.Tensor.is_contiguous, ts)) and not any(map(torch.Tensor.is_neg, ts))
 
 def _tensors(ts):
-    "A column of tensors of one class; None if one of them is not plain memory, or not like the others"
+    "A column of tensors of one class; None if one is not plain memory, or not like the others"
     n,dim = len(ts),ts[0].dim()
     kind,dtype = type(ts[0]),ts[0].dtype
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or kind is torch.nn.Parameter: return None
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__: return None
+    if kind is torch.nn.Parameter: return None
     with torch._C.DisableTorchFunctionSubclass():
         if dtype not in _DTYPES or not _is_plain(kind, dtype, ts): return None
-        if any(map(attrgetter('is_nested'), ts)) or {*map(torch.Tensor.dim, ts)} != {dim}: return None
+        if any(map(attrgetter('is_nested'), ts)): return None
+        if {*map(torch.Tensor.dim, ts)} != {dim}: return None
         shapes = np.array([*map(tuple, map(attrgetter('shape'), ts))], np.int64).reshape(n, dim)
         begin = np.fromiter(map(torch.Tensor.storage_offset, ts), np.int64, n)
         width,size = ts[0].element_size(),shapes.prod(1)
@@ -154,17 +161,17 @@ def _tensors(ts):
     return Tensors(kind, dtype, *where, shape, addresses)
 
 def _in_storages(ts, storage_at, begin, ends):
-    "`(storages, which, offsets, no addresses)` of tensors many of which have a storage in common; else None"
+    "`(storages, which, offsets, no addresses)` of tensors with few storages in common; else None"
     unique,first,which = np.unique(storage_at, return_index=True, return_inverse=True)
     if len(unique) > len(ts)//8: return None
     storages,most = [ts[i].untyped_storage() for i in first],np.zeros(len(unique), np.int64)
     np.maximum.at(most, which, ends)
-    if any(s.nbytes() < n for s,n in zip(storages, most)): return None      # another storage over the same memory
-    typed = [torch.storage.TypedStorage(wrap_storage=s, dtype=torch.uint8, _internal=True) for s in storages]
+    if any(s.nbytes() < n for s,n in zip(storages, most)): return None  # two over the same memory
+    typed = [load_typed(s, torch.uint8) for s in storages]
     return typed, which if len(unique) > 1 else None, begin, ()
 
 def _joined(ts, storage_at, size, width):
-    "`(storages, None, offsets, addresses)` of tensors that have a storage each; None if two share one"
+    "`(storages, None, offsets, addresses)` of tensors with a storage each; None if two share one"
     addresses = {*storage_at[size > 0].tolist()}
     if len(addresses) < (size > 0).sum(): return None
     ends = np.cumsum(size)
@@ -250,7 +257,7 @@ class Rows(MutableSequence):
     def __lt__(self, other): return self[:] < other[:]
     __hash__,__rmul__ = None,__mul__
     def __repr__(self): return repr(self[:])
-    def __reduce__(self): return list, (self[:],)      # wherever it goes from here, it goes as a plain list
+    def __reduce__(self): return list, (self[:],)      # it goes on from here as a plain list
 
 # %% ../../nbs/payload/103_columns.ipynb #ae577a7f
 class StandIn:
@@ -262,7 +269,7 @@ def _as_list(column): return list(column.run(range(len(column))))
 def _as_tuple(column): return tuple(column.run(range(len(column))))
 
 # %% ../../nbs/payload/103_columns.ipynb #00001ed0
-_MANY = dict.fromkeys(_TEXTS|_NUMBERS, 10_000)  # so many make a column pay, by their kind; 1,000 of any other
+_MANY = dict.fromkeys(_TEXTS|_NUMBERS, 10_000)  # items that make a column pay; 1,000 of other kinds
 _MANY_TENSORS = 100                             # and of tuples that begin with one
 
 def _is_long(o):
@@ -270,7 +277,8 @@ def _is_long(o):
     first = o[0][0] if type(o[0]) is tuple and o[0] else o[0]
     return isinstance(first, torch.Tensor) or len(o) >= _MANY.get(type(o[0]), 1000)
 
-_CONTENTLESS = str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, types.ModuleType
+_CONTENTLESS = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray,
+                types.ModuleType)
 _CONTAINERS = {dict, list, tuple, set, frozenset}
 _MOST = 10_000      # items of one that are looked at
 
@@ -281,16 +289,17 @@ def _long_sequences(obj, skip):
         o = todo.pop()
         if id(o) in seen or isinstance(o, _CONTENTLESS): continue
         seen[id(o)] = o
-        if isinstance(o, (type,types.FunctionType)) and o.__module__ != '__main__': continue    # goes by its name
+        if isinstance(o, (type,types.FunctionType)) and o.__module__ != '__main__': continue
         if type(o) in (list,tuple) and _is_long(o): res.append(o)
-        elif type(o) not in _CONTAINERS or len(o) <= _MOST: todo += [type(o), *(part for *_,part in parts(o))]
+        elif type(o) not in _CONTAINERS or len(o) <= _MOST:
+            todo += [type(o), *(part for *_,part in parts(o))]
     return res
 
 class Columns:
-    "The columns of one dump after the other, see `dump`; what can't have changed is not packed again"
-    def __init__(self): self._packed = {}       # number of items, ids of the first and the last -> items, column
+    "The columns of one `dump` after the other; what can't have changed is not packed again"
+    def __init__(self): self._packed = {}   # (length, ids of first and last item) -> items, column
     def of(self, obj, skip=()):
-        "`([(sequence, StandIn)], addresses of storages that are written with a column)` for the sequences in `obj`"
+        "`([(sequence, StandIn)], addresses of storages in columns)` for what is in `obj`"
         packed,stand_ins,addresses = {},[],set()
         for o in _long_sequences(obj, skip):
             like = len(o),id(o[0]),id(o[-1])
@@ -298,11 +307,13 @@ class Columns:
             if len(items) != len(o) or not all(map(operator.is_, o, items)):
                 items = list(o)
                 c = column(items)
-            if c is None or type(o) is list and isinstance(c, Numbers) and c._are_pythons: continue
+            if c is None: continue
             if like not in packed and not addresses.isdisjoint(c.addresses): continue
             packed[like] = items,c
             addresses.update(c.addresses)
-            at_once = isinstance(c, (Numbers,Tensors)) or len(o) < 1000     # code in C wants a list (`torch.stack`)
-            stand_ins.append((o, StandIn(c, _as_tuple if type(o) is tuple else _as_list if at_once else Rows)))
+            # `torch.stack` wants a list
+            at_once = isinstance(c, (Numbers,Tensors)) or len(o) < 1000
+            make = _as_tuple if type(o) is tuple else _as_list if at_once else Rows
+            stand_ins.append((o, StandIn(c, make)))
         self._packed = {k:v for k,v in packed.items() if v[1].is_fixed}
         return stand_ins, addresses

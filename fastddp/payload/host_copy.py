@@ -5,24 +5,25 @@
 # %% auto #0
 __all__ = ['HostCopies', 'host_bytes']
 
-# %% ../../nbs/payload/100_host_copy.ipynb #33249cf3
+# %% ../../nbs/payload/100_host_copy.ipynb #10668988
 import threading
 
 import numpy as np, torch
 
 from ..base.device import device_module, is_accelerator
 
-# %% ../../nbs/payload/100_host_copy.ipynb #ecf29f07
+# %% ../../nbs/payload/100_host_copy.ipynb #47ccbd71
 _active = threading.local()     # `copies`: the `HostCopies` that is being filled in this thread
 
 class HostCopies:
     "`with copies: dump(...)`: what is dumped there has its bytes on the host after `wait()`"
     def __init__(self,
-        module=None, # Streams and memory of the device, as `torch.cuda` has them; None: this machine's
+        module=None, # Streams and memory of the device, as `torch.cuda`; None: this machine's
         pin=True, # Is the memory on the host pinned? Only such is copied while the host goes on
     ):
         self.module,self.pin = module or device_module(),pin
-        self.device,self.stream,self.arrived = self.module.current_device(),self.module.Stream(),None
+        self.device,self.stream = self.module.current_device(),self.module.Stream()
+        self.arrived = None
         self.held = []          # pairs of tensors: what is copied, and where to
         self.late = False       # is something copied from where training will change it?
     def __enter__(self):
@@ -49,13 +50,13 @@ class HostCopies:
         self.held.append((there, here))
         return here
     def with_own(self, payload):
-        "`payload` with copies of those buffers that this didn't bring, so that they stay as they are now"
+        "`payload` with copies of the other buffers, so that they stay as they are now"
         ours = {here.data_ptr() for _,here in self.held}
         def own(b): return b if not len(b) or _address(b) in ours else memoryview(bytearray(b))
         return payload._replace(buffers=[own(b) for b in payload.buffers])
     def wait(self):
-        "Returns when all bytes are there; memory on the device is free from then on. For any thread"
-        self.module.set_device(self.device)     # a new thread begins at the first, and might make a context there
+        "Returns when all bytes are there, in any thread; memory on the device is free from then on"
+        self.module.set_device(self.device)     # a new thread might make a context on the first
         self.arrived.synchronize()
         self.held = [(None, here) for _,here in self.held]
 

@@ -22,7 +22,7 @@ def _function(v):
     if not _is_cells(v): return None
     if v.__module__ == '__main__': return v
     copy = types.FunctionType(v.__code__, v.__globals__, v.__name__, v.__defaults__, v.__closure__)
-    copy.__kwdefaults__,copy.__module__ = v.__kwdefaults__,'__main__'     # doesn't pretend to be a library's
+    copy.__kwdefaults__,copy.__module__ = v.__kwdefaults__,'__main__'   # not a library's
     copy.__dict__.update(v.__dict__)
     return copy
 
@@ -45,9 +45,10 @@ def _plum_added(fn):
     regs = [o for o in [*fn._resolved, *fn._pending] if _is_cells(o[0])]
     if not regs: return None
     try: live = {id(m.implementation) for m in fn.methods}
-    except NameError: return None       # an annotation that can't be resolved: it can't be called here either
+    except NameError: return None       # an annotation that can't be resolved: no call works here
     sig = sys.modules['plum'].Signature
-    return [(f, s or sig.from_callable(f, precedence=prec)) for f,s,prec in regs if id(f) in live] or None
+    regs = [o for o in regs if id(o[0]) in live]
+    return [(f, s or sig.from_callable(f, precedence=prec)) for f,s,prec in regs] or None
 
 def _plum_add(owner, attr, regs):
     "Registers these; returns what takes them away"
@@ -95,7 +96,7 @@ def _install(sender, items):
         _undo.append(add(owner, attr, v))
 
 class Patches(list):
-    "`(module, class or None, attribute, function that adds it, what)` for each; loading puts them in place"
+    "`(module, class or None, attribute, function that adds it, what)` for each; loading adds them"
     def __reduce__(self): return _install, (_this_process(), list(self))
     def roots(self):
         "Path -> what was patched there, to name what can't be pickled"
@@ -109,14 +110,16 @@ _PATCHED = ('fastai','fastcore','fasttransform','fastprogress','torchvision',
 def _namespaces():
     "`(module, class or None, names in it)` for all that a cell may have patched"
     for name,mod in list(sys.modules.items()):
-        if name != 'torch' and not name.startswith(_PATCHED) or not isinstance(mod, types.ModuleType): continue
+        if name != 'torch' and not name.startswith(_PATCHED): continue
+        if not isinstance(mod, types.ModuleType): continue
         names = dict(vars(mod))
         yield name, None, names
         for c in names.values():
-            if issubclass(type(c), type) and c.__module__ == name: yield name, c.__qualname__, dict(vars(c))
+            if issubclass(type(c), type) and c.__module__ == name:
+                yield name, c.__qualname__, dict(vars(c))
 
 def collect_patches():
-    "What cells patched onto the classes, modules and dispatch functions that training uses, as `Patches`"
+    "What cells patched onto the libraries that training uses, as `Patches`"
     function,main = types.FunctionType,vars(sys.modules['__main__'])
     kinds = dict.fromkeys([function, *_WRAPPED], (_set,_function))
     for module,name,add,added in (('plum','Function',_plum_add,_plum_added),
@@ -124,8 +127,8 @@ def collect_patches():
         if cls := getattr(sys.modules.get(module), '__dict__', {}).get(name): kinds[cls] = add,added
     res,seen = Patches(),set()
     for mod,cls,names in _namespaces():
-        found = [(k,v) for k,v in names.items() if type(v) in kinds
-                 and (type(v) is not function or v.__globals__ is main or v.__module__ == '__main__')]
+        found = [(k,v) for k,v in names.items() if type(v) in kinds and (
+            type(v) is not function or v.__globals__ is main or v.__module__ == '__main__')]
         for k,v in found:
             add,added = kinds[type(v)]
             if add is not _set:

@@ -26,7 +26,8 @@ def free_memory():
     left = []
     with contextlib.suppress(OSError, StopIteration):
         left.append(_field('/proc/meminfo', 'MemAvailable:')<<10)
-    with contextlib.suppress(OSError, StopIteration, ValueError):       # no container, or one without a limit ('max')
+    # no container, or one without a limit ('max')
+    with contextlib.suppress(OSError, StopIteration, ValueError):
         most,used = (int(open(_CGROUP+o).read()) for o in ('memory.max','memory.current'))
         left.append(most-used+_field(_CGROUP+'memory.stat', 'inactive_file'))
     return min(left, default=None)
@@ -38,15 +39,17 @@ def _temp_file(why):
     "A file without a name in the temporary folder, as a descriptor; warns"
     if why not in _warned:
         _warned.add(why)
-        warnings.warn(f"fastddp: {why}, so data is shared through a temporary file in {tempfile.gettempdir()} "
-                      "(TMPDIR chooses the folder).")
+        warnings.warn(f"fastddp: {why}, so data is shared through a temporary file in "
+                      f"{tempfile.gettempdir()} (TMPDIR chooses the folder).")
     with tempfile.TemporaryFile(prefix='fastddp') as f: return os.dup(f.fileno())
 
 def _memory_file():
     "An anonymous file in memory, as a descriptor; a temporary file where that can't be"
-    if not hasattr(os, 'memfd_create'): return _temp_file("this system has no anonymous memory files")
+    if not hasattr(os, 'memfd_create'):
+        return _temp_file("this system has no anonymous memory files")
     try: return os.memfd_create('fastddp', os.MFD_CLOEXEC)
-    except OSError as e: return _temp_file(f"anonymous memory files can't be made here ({e.strerror})")
+    except OSError as e:
+        return _temp_file(f"anonymous memory files can't be made here ({e.strerror})")
 
 # %% ../../nbs/payload/104_shared_memory.ipynb #f414f448
 _ALIGN = 64         # bytes
@@ -64,7 +67,7 @@ class Packed(NamedTuple):
         return max((o+n for o,n in self.spans), default=0)
 
 def _layout(buffers):
-    "`(spans, bytes of all)` for `buffers` side by side; lazy ones first, so that they lie where they lay before"
+    "`(spans, bytes of all)` for `buffers` side by side; lazy ones first, where they lay before"
     spans,end = {},0
     for i in sorted(range(len(buffers)), key=lambda i: not isinstance(buffers[i], LazyBytes)):
         spans[i] = end,buffers[i].nbytes
@@ -72,7 +75,7 @@ def _layout(buffers):
     return tuple(spans[i] for i in range(len(buffers))), end
 
 def _take_pages(fd, m, size):
-    "Gives the mapping `m` of the file `fd` its first `size` bytes of memory; an OSError if there is none left"
+    "Takes memory for `size` bytes of the mapping `m` of `fd`; an OSError if there is none left"
     try:
         for at in range(0, size, _CHUNK): m.madvise(_POPULATE_WRITE, at, min(_CHUNK, size-at))
     except OSError:     # no memory, or not a word that this system knows
@@ -90,14 +93,16 @@ class Block:
         fd=None, # Descriptor of another process's block (None: a new block)
     ):
         self.fd = _memory_file() if fd is None else fd
-        self.fresh = True               # was the descriptor sent to no process yet? The sender sets it to False
-        self._on_disk,self._map,self._lazy = False,b'',{}   # `_lazy`: offset -> the `LazyBytes` that was written there
+        self.fresh = True       # False once the descriptor was sent, set by the sender
+        self._on_disk,self._map = False,b''
+        self._lazy = {}         # offset -> the `LazyBytes` that was written there
     def make_room(self, end):
         "Readies the block for `end` bytes; moves to a temporary file where memory is short"
         more = end-os.fstat(self.fd).st_blocks*512
-        if more >= _LARGE and not self._on_disk and (left := free_memory()) is not None and left < more*1.1:
-            self._to_file("memory is short")
-        if os.fstat(self.fd).st_size < end: os.ftruncate(self.fd, end+end//16)      # the next payload may be larger
+        left = free_memory() if more >= _LARGE and not self._on_disk else None
+        if left is not None and left < more*1.1: self._to_file("memory is short")
+        # the next payload may be larger
+        if os.fstat(self.fd).st_size < end: os.ftruncate(self.fd, end+end//16)
     def _to_file(self, why):
         self.close()
         self.fd,self.fresh,self._on_disk = _temp_file(why),True,True
@@ -105,7 +110,7 @@ class Block:
         "The first `end` bytes, to be read and written, as all processes see them"
         if end and end <= len(self._map): return self._map
         m = mmap.mmap(self.fd, os.fstat(self.fd).st_size) if end else b''
-        if end >= _LARGE: self._map = m     # a mapping holds a descriptor; the pages of a small one are found at once
+        if end >= _LARGE: self._map = m     # it holds a descriptor; a small one is made anew
         return m
     def reserve(self, size):
         "Takes memory for `size` bytes in a thread of its own; all works without it, too"
@@ -122,17 +127,17 @@ class Block:
         packed,     # What `write` returned, here or in another process
         copy=False, # Memory of this process's own, rather than views of the block?
     ):
-        "The buffers of `packed`, writable; a view is copied where it is written to (`MAP_PRIVATE`, mmap(2))"
+        "The buffers of `packed`, writable; a view is copied where it is written to (`MAP_PRIVATE`)"
         if not packed.end: return [bytearray()]*len(packed.spans)
         flags = dict(flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ|mmap.PROT_WRITE)
         view = memoryview(mmap.mmap(self.fd, packed.end, **flags))
         return [bytearray(view[o:o+n]) if copy else view[o:o+n] for o,n in packed.spans]
     def peek(self, packed):
-        "The buffers of `packed` as they lie in the block: not to be written, and changed by the next write"
+        "The buffers of `packed` as they lie in the block: to be read, until the next write"
         view = memoryview(self._mapped(packed.end))
         return [view[o:o+n] for o,n in packed.spans]
     def write(self, payload):
-        "Copies the buffers of `payload` into the block, and returns `Packed`; what earlier reads mapped may change"
+        "Copies the buffers of `payload` into the block, returns `Packed`; earlier views may change"
         spans,end = _layout(payload.buffers)
         try: self._fill(payload.buffers, spans, end)
         except OSError as e:
@@ -152,7 +157,8 @@ class Block:
             parts += [(view[at+i:at+min(i+_CHUNK, n)], b[i:i+_CHUNK]) for i in range(0, n, _CHUNK)]
         if end < _LARGE: [*map(_copy, parts)]
         else:
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: list(pool.map(_copy, parts))
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                list(pool.map(_copy, parts))
         for at,b in self._lazy.items():
             if before.get(at) is b: continue        # it lies there
             for part in b.chunks():

@@ -5,21 +5,23 @@
 # %% auto #0
 __all__ = ['OPT_HOOKS', 'OPT_STAYS', 'own_copy', 'picklable_attrs', 'update_attrs', 'model_tensors', 'model_grads', 'apply_grads',
            'apply_model', 'kept_tensor', 'opt_state', 'apply_opt', 'opt_tensors', 'move_opt', 'opt_attrs', 'opt_owners',
-           'without_state', 'hooked', 'hooks_of', 'apply_hooks']
+           'without_state', 'hooked', 'hooks_of', 'apply_hooks', 'fingerprint', 'Changes', 'update_objects']
 
-# %% ../../nbs/payload/106_state.ipynb #609f7002
-import contextlib, functools
+# %% ../../nbs/payload/106_state.ipynb #52c8b758
+import contextlib, functools, hashlib, operator
 from collections import defaultdict
 
 import torch
 from fastcore.foundation import L
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..base.device import is_accelerator
 from .pickling import dump
 
-# %% ../../nbs/payload/106_state.ipynb #e5bbbce3
+# %% ../../nbs/payload/106_state.ipynb #8dca0d2b
 def own_copy(meta, buffers):
-    "`(meta, buffers)` in memory of this process's own; what came from a block is good only until the next run"
+    "`(meta, buffers)` in memory of this process: a block is written again by the next run"
     return meta, [bytearray(b) for b in buffers]
 
 def picklable_attrs(
@@ -40,9 +42,9 @@ def picklable_attrs(
 def update_attrs(
     obj,   # Anything with a `__dict__`
     attrs, # Name -> (value, is it the object that the worker was given?, is it as it was then?)
-    whole=True, # Also what is as it was? Not right after the fit: the notebook's own is as it was, too
+    whole=True, # Also what is as it was? Not right after the fit: nor did the notebook's change
 ):
-    "Sets attributes past any `__setattr__`; a list or dict that the worker changed is changed here, the same object"
+    "Sets attributes past any `__setattr__`; a list or dict that changed is changed in place"
     for k,(v,same,kept) in attrs.items():
         if kept and not whole: continue
         old = obj.__dict__.get(k)
@@ -52,7 +54,7 @@ def update_attrs(
             old.update(v)
         else: obj.__dict__[k] = v
 
-# %% ../../nbs/payload/106_state.ipynb #b02cf0a7
+# %% ../../nbs/payload/106_state.ipynb #31fbf6c9
 def model_tensors(model):
     "Name -> parameter or buffer"
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -60,22 +62,27 @@ def model_tensors(model):
 def model_grads(model,
     left=True # May accumulation have left gradients?
 ):
-    """Name -> gradient that accumulation left; None for the zeros of a frozen parameter that was trained before, which
-    fastai's optimizers go on decaying"""
-    ps = {k:p for k,p in model.named_parameters() if p.grad is not None and (left or not p.requires_grad)}
-    return {k: p.grad if p.grad.any() else None for k,p in ps.items() if not p.requires_grad or p.grad.any()}
+    """Name -> gradient that accumulation left; None for the zeros of a frozen parameter that was
+    trained before, which fastai's optimizers go on decaying"""
+    res = {}
+    for k,p in model.named_parameters():
+        if p.grad is None or p.requires_grad and not left: continue
+        if p.grad.any(): res[k] = p.grad
+        elif not p.requires_grad: res[k] = None
+    return res
 
 def apply_grads(model,
     grads # As of `model_grads`; the others have none
 ):
     for k,p in model.named_parameters():
-        if k in grads: p.grad = torch.zeros_like(p) if grads[k] is None else grads[k].clone().to(p.device)
-        elif p.grad is not None: p.grad = None
+        g = grads.get(k)
+        if g is not None: p.grad = g.clone().to(p.device)
+        else: p.grad = torch.zeros_like(p) if k in grads else None
 
 @torch.no_grad()
 def apply_model(
     model,
-    state, # `tensors` by name; `requires_grad` per parameter, `training` per module, in the model's order
+    state, # `tensors` by name; in the model's order `requires_grad` and, per module, `training`
 ):
     "Puts a state into `model`, in place"
     own = model_tensors(model)
@@ -92,10 +99,11 @@ def kept_tensor(
 ):
     "`new` in the tensor that is there already, or in one of its own on the parameter's device"
     if not isinstance(new, torch.Tensor): return new
-    if isinstance(old, torch.Tensor) and old.shape == new.shape and old.dtype == new.dtype: return old.copy_(new)
+    if isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype):
+        return old.copy_(new)
     return new.clone().to(p.device if new.shape == p.shape else new.device)
 
-# %% ../../nbs/payload/106_state.ipynb #6358ab0a
+# %% ../../nbs/payload/106_state.ipynb #e5832084
 def _params(opt): return [p for pg in opt.param_lists for p in pg]
 
 def _torch_opt(opt):
@@ -113,19 +121,20 @@ def _groups(opt):
     inner = _torch_opt(opt)
     return inner.param_groups if inner else opt.hypers
 
-# %% ../../nbs/payload/106_state.ipynb #bc0cffb4
+# %% ../../nbs/payload/106_state.ipynb #7ef5942f
 def opt_state(opt):
-    "`(states, groups, frozen_idx)`: state per parameter in the optimizer's order, hyperparameters, and what is frozen"
+    "`(states, groups, frozen_idx)`: state per parameter in order, hyperparameters, what is frozen"
     ps = _params(opt)
     groups = [{k:v for k,v in g.items() if k != 'params'} for g in _groups(opt)]
-    return [[dict(st[p]) if p in st else None for p in ps] for st in _states(opt)], groups, opt.frozen_idx
+    states = [[dict(st[p]) if p in st else None for p in ps] for st in _states(opt)]
+    return states, groups, opt.frozen_idx
 
 def apply_opt(opt, states, groups, frozen_idx):
     "Puts what `opt_state` found into `opt`, in place"
     for own,new in zip(_states(opt), states):
         for p,st in zip(_params(opt), new):
-            if st is not None: own[p] = {k:kept_tensor(own[p].get(k) if p in own else None, v, p) for k,v in st.items()}
-            elif p in own: del own[p]
+            old = own.pop(p, {})
+            if st is not None: own[p] = {k:kept_tensor(old.get(k), v, p) for k,v in st.items()}
     for g,h in zip(_groups(opt), groups): g.update(h)
     opt.frozen_idx = frozen_idx
 
@@ -135,13 +144,14 @@ def opt_tensors(opt):
     values = [v for states in _states(opt) for st in states.values() for v in st.values()]
     return [v for v in values if isinstance(v, torch.Tensor)]
 
-# %% ../../nbs/payload/106_state.ipynb #00f5233c
+# %% ../../nbs/payload/106_state.ipynb #a5075f7f
 _LISTS = list,tuple,L
 
 def _moved(v, shapes, device):
-    "`v` with the tensors in it that have a parameter's shape, on `device` or where such a parameter lies"
+    "`v` with the tensors in it that have a parameter's shape moved to `device` or where that lies"
     if isinstance(v, torch.Tensor):
-        return v.to(device or shapes[v.shape]) if v.shape in shapes and not isinstance(v, torch.nn.Parameter) else v
+        moves = v.shape in shapes and not isinstance(v, nn.Parameter)
+        return v.to(device or shapes[v.shape]) if moves else v
     if not isinstance(v, _LISTS): return v
     new = [_moved(o, shapes, device) for o in v]
     return v if all(a is b for a,b in zip(v, new)) else type(v)(new)
@@ -150,20 +160,24 @@ def move_opt(
     opt,         # None: nothing to do
     device=None, # None: where the parameter lies
 ):
-    "Moves state that has its parameter's shape to `device`, also what an optimizer's own attributes hold (`Lookahead`)"
+    "Moves state of its parameter's shape to `device`, also in attributes (`Lookahead`)"
     for own in _states(opt) if opt else ():
         for p,st in own.items():
-            like_p = {k:v for k,v in st.items() if isinstance(v, torch.Tensor) and v.shape == p.shape}
-            st.update({k:v.to(device or p.device) for k,v in like_p.items()})
+            for k,v in st.items():
+                if isinstance(v, torch.Tensor) and v.shape == p.shape:
+                    st[k] = v.to(device or p.device)
     for o in opt_owners(opt) if opt else ():
         own = {k:v for k,v in vars(o).items() if k not in OPT_STAYS}
         # fastai's has a key that is no parameter where a model has an RNN
-        shapes = {p.shape:p.device for st in _states(opt) for p in st if isinstance(p, torch.Tensor)}
-        vars(o).update({k:_moved(v, shapes, device) for k,v in own.items() if isinstance(v, (torch.Tensor,*_LISTS))})
+        ps = [p for st in _states(opt) for p in st if isinstance(p, torch.Tensor)]
+        shapes = {p.shape:p.device for p in ps}
+        vars(o).update({k:_moved(v, shapes, device) for k,v in own.items()})
 
-OPT_HOOKS = [f'_optimizer_{k}_{at}_hooks' for k in ('step','state_dict','load_state_dict') for at in ('pre','post')]
+OPT_HOOKS = [f'_optimizer_{k}_{at}_hooks' for k in ('step','state_dict','load_state_dict')
+             for at in ('pre','post')]
 
-OPT_STAYS = {'state','hypers','param_lists','param_groups','defaults','opt','cbs','step','frozen_idx',*OPT_HOOKS}
+OPT_STAYS = {'state','hypers','param_lists','param_groups','defaults','opt','cbs','step',
+             'frozen_idx',*OPT_HOOKS}
 
 @functools.cache
 def _torchs_own():
@@ -171,8 +185,9 @@ def _torchs_own():
     return {*vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=.1))}
 
 def opt_attrs(opt):
-    "What `opt` and those it wraps keep in attributes of their own; torch's leave such out when they are pickled"
-    return [{k:v for k,v in vars(o).items() if k not in OPT_STAYS and k not in _torchs_own()} for o in opt_owners(opt)]
+    "What `opt` and those it wraps keep in attributes; torch's leave such out when pickled"
+    left_out = OPT_STAYS|_torchs_own()
+    return [{k:v for k,v in vars(o).items() if k not in left_out} for o in opt_owners(opt)]
 
 def opt_owners(opt):
     "`opt` and what it wraps: whose attributes may change in a fit, but for those in `OPT_STAYS`"
@@ -192,19 +207,20 @@ def without_state(opt):
     finally:
         for o,st in zip(owners, old): o.state = st
 
-# %% ../../nbs/payload/106_state.ipynb #d23e83e8
+# %% ../../nbs/payload/106_state.ipynb #2bbb96b8
 _HOOKS = '_backward_hooks','_post_accumulate_grad_hooks',*OPT_HOOKS     # the second since torch 2.1
 
 def hooked(learn,
            loss # Its loss function if that is a module, or None
 ):
     "What may have hooks that don't travel with it"
-    opts = [o for o in opt_owners(getattr(learn, 'opt', None)) if isinstance(o, torch.optim.Optimizer)]
-    return [*learn.model.parameters(), *(loss.parameters() if loss else ()), *opts]
+    opts = opt_owners(getattr(learn, 'opt', None))
+    return [*learn.model.parameters(), *(loss.parameters() if loss else ()),
+            *(o for o in opts if isinstance(o, torch.optim.Optimizer))]
 
 def hooks_of(objs # As of `hooked`
 ):
-    "Their hooks for `apply_hooks`: the number of the next one, and dicts by attribute for each that has some"
+    "Their hooks for `apply_hooks`: the number of the next one, and each object's own by attribute"
     found = [{k:v for k in _HOOKS if (v := getattr(o, k, None))} for o in objs]
     return RemovableHandle.next_id, {i:own for i,own in enumerate(found) if own}
 
@@ -214,3 +230,93 @@ def apply_hooks(objs, # Like those of `hooks_of`, in another process
     RemovableHandle.next_id = max(RemovableHandle.next_id, next_id)
     for i,own in hooks.items():
         for k,v in own.items(): setattr(objs[i], k, v)
+
+# %% ../../nbs/payload/106_state.ipynb #074b66e6
+def fingerprint(
+    o,
+    refs=(), # What `o` may refer to; it is not looked into
+):
+    "`(hash, bytes)` of what `o` consists of; None if that can't be said"
+    try: p = dump(o, refs)
+    except Exception: return None
+    h = hashlib.blake2b(p.meta, digest_size=16)
+    for b in p.buffers: h.update(b)
+    return h.digest(), p.nbytes
+
+# %% ../../nbs/payload/106_state.ipynb #0a44b1db
+_PLAIN = bool,int,float,str,bytes,type(None)
+_TENSORS = '_parameters','_buffers'
+
+def _members(k, v):
+    "What is noted of an attribute's value, besides the value"
+    if k in _TENSORS: return {n:t is None for n,t in v.items()}
+    if isinstance(v, dict): return [*v], [*v.values()]
+    return [*v] if type(v) in (list,set) else None
+
+def _alike(a, b):
+    if isinstance(a, _PLAIN) or isinstance(b, _PLAIN):
+        return type(a) is type(b) and (a == b or a != a)
+    if isinstance(a, (list,tuple)) and type(a) is type(b):      # the quick way first
+        return len(a) == len(b) and (all(map(operator.is_, a, b)) or all(map(_alike, a, b)))
+    if isinstance(a, dict) and type(a) is type(b): return a == b        # of `_TENSORS`
+    # for the time of a fit on GPUs it has the other's place
+    of_bn = nn.modules.batchnorm._BatchNorm
+    return a is b or isinstance(b, nn.SyncBatchNorm) and isinstance(a, of_bn)
+
+_HOLDERS = dict,list,tuple,set
+
+def _has_tensor(v, depth=3):
+    if isinstance(v, torch.Tensor): return True
+    vs = v.values() if isinstance(v, dict) else v if isinstance(v, _HOLDERS) else ()
+    # of a long list's items, their kinds say it first
+    if not any(issubclass(t, (torch.Tensor,*_HOLDERS)) for t in {*map(type, vs)}): return False
+    return depth > 0 and any(_has_tensor(o, depth-1) for o in vs)
+
+class Changes:
+    "What changes in the attributes of objects from now on"
+    def __init__(self,
+        objs,
+        stay=() # Names of attributes that are nobody's business
+    ):
+        self.objs,self.stay = [*objs],{*stay}
+        self.then = [{k:(v, _members(k, v)) for k,v in self._attrs(o)} for o in self.objs]
+    def _attrs(self, o):
+        return [(k,v) for k,v in getattr(o, '__dict__', {}).items() if k not in self.stay]
+    def now(self):
+        "`[(number of the object, {attribute: value}, [attributes gone])]` of those that changed"
+        res = []
+        for i,(o,then) in enumerate(zip(self.objs, self.then)):
+            new = {k:v for k,v in self._attrs(o) if self._changed(then, k, v)}
+            gone = [k for k in then if k not in vars(o)]
+            if new or gone: res.append((i, new, gone))
+        return res
+    def _changed(self, then, k, v):
+        if k in then and then[k][0] is v and then[k][1] is None: return False
+        if k not in _TENSORS and k != '_modules' and _has_tensor(v):
+            if k in then or not isinstance(v, torch.Tensor): return False
+            return v.is_leaf and not is_accelerator(v.device)
+        if k not in then: return True
+        old,members = then[k]
+        if not _alike(members, _members(k, v)): return True
+        return members is None and not _alike(old, v)
+
+def update_objects(objs, changes):
+    "Puts what `Changes.now` found in objects like `objs` into these; returns what undoes it"
+    old = []
+    for i,new,gone in changes:
+        d = vars(objs[i])
+        old.append((d, dict(d), {k:dict(d[k]) for k in new if isinstance(d.get(k), dict)}))
+        for k,v in new.items():
+            if isinstance(d.get(k), dict) and isinstance(v, dict):
+                d[k].clear()
+                d[k].update(v)
+            else: d[k] = v
+        for k in gone: d.pop(k, None)
+    def undo():
+        for d,attrs,dicts in old:
+            d.clear()
+            d.update(attrs)
+            for k,v in dicts.items():
+                d[k].clear()
+                d[k].update(v)
+    return undo
