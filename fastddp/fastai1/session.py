@@ -24,15 +24,12 @@ from ..base.scoped import environment, own_attrs
 from .callbacks import counting, distributed_v1
 from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
 from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs,
-                                      place, snapshot,
-                                      unpack)
+                                      place, snapshot, unpack)
 from .step import Ranks, other_params
 from .validate import Validation
-from ..launch.rank0_only import cbs_of_rank
-from ..launch.script import NoNotebook, launched_group, script_lines
-from ..launch.session import (Call, EpochStates, Progress, Session as _Session,
-                                    refuse_untrainable,
-                                    sync_streams, until_interrupted, whereabouts)
+from ..launch.session import Call, Session as _Session, refuse_untrainable
+from ..launch.training import (EpochStates, NoNotebook, Progress, cbs_of_rank, launched_group,
+                                     script_lines, sync_streams, until_interrupted, whereabouts)
 from ..output.capture import quiet_bars
 
 # %% ../../nbs/fastai1/805_session.ipynb #7f809572

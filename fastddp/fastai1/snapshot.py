@@ -14,8 +14,8 @@ from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import (old_numpy, picklable_preloaders, set_text_order, text_order,
                                      torch_dl)
-from ..launch.session import (MODULES_STAY, Baseline, dump_snapshot, dump_state, load_state,
-                                    model_state)
+from ..launch.session import dump_snapshot
+from ..launch.training import (MODULES_STAY, Baseline, dump_state, load_state, model_state)
 from ..payload.changes import Changes, update_objects
 from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, hooked,
                                    hooks_of, model_grads,

@@ -19,7 +19,7 @@ from fastcore.basics import noop, patch
 from torch import nn
 
 from ..base import group
-from ..launch.rank0_only import is_rank0_only
+from ..launch.training import is_rank0_only
 from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step import StepSync

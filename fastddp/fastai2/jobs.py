@@ -30,12 +30,9 @@ from .loaders import batch_items, global_bs, n_batches
 from .rank0 import as_one_process, open_run, sync_opt, wants_no_lines
 from .resume import ResumeFit
 from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
-                                      place_dl, state_size,
-                                      unpack)
-from ..launch.rank0_only import cbs_of_rank
-from ..launch.script import NoNotebook, launched_group, script_lines
-from ..launch.session import (EpochStates, Progress, sync_streams, until_interrupted,
-                                    whereabouts)
+                                      place_dl, state_size, unpack)
+from ..launch.training import (EpochStates, NoNotebook, Progress, cbs_of_rank, launched_group,
+                                     script_lines, sync_streams, until_interrupted, whereabouts)
 from ..output.notice import hushed
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209

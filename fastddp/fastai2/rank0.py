@@ -22,7 +22,7 @@ from .callbacks import opt_from_rank0
 from .together import own_events
 from .inference import inner_inference
 from .together import LOAD
-from ..launch.rank0_only import is_kind, is_rank0_only
+from ..launch.training import is_kind, is_rank0_only
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #1bf87b74
 def _check_load(together):

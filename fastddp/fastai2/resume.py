@@ -17,9 +17,8 @@ from fastcore.foundation import L
 
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
-from .apply import apply
 from .loaders import dl_state, set_dl_state
-from .snapshot import STAY, all_cbs, baseline, capture, persistent_refs
+from .snapshot import STAY, all_cbs, apply, baseline, capture, persistent_refs
 from ..payload.pickling import dump, load
 from ..payload.state import own_copy, picklable_attrs
 

@@ -15,22 +15,19 @@ from fastcore.basics import patch
 from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.interrupts import Interrupts, undisturbed
-from .apply import apply
 from .step import check_ddp
 from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
                                        without_outside)
 from .jobs import enough_epochs, finds_lr, fit_args, fit_job, infer_job
 from .fastai_loader import rows_are_streams
-from .loaders import set_dl_state
-from .loaders import check_dl, global_bs, n_batches
+from .loaders import check_dl, global_bs, n_batches, set_dl_state
 from .rank0 import apply_settings, notebook_run, wants_no_lines
 from .resume import (ResumePoint, UserCall, dropped_lists, resume_points,
                                     state_before, user_calls)
-from .snapshot import all_cbs, loader_refs, snapshot
+from .snapshot import all_cbs, apply, loader_refs, snapshot
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..output.notice import hushed, print_line
 from ..payload.state import own_copy
-from ..report.cost import Report
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
 class FitCall(Call):
@@ -202,6 +199,6 @@ class Session(_Session):
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    """Where the time of the last call on the workers went, in seconds by phase (a `Report`); None
+    """Where the time of the last call on the workers went, in seconds by phase (`Timings`); None
     before the first"""
-    return Report(_reports[self]) if self in _reports else None
+    return _reports.get(self)

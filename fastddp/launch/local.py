@@ -20,7 +20,7 @@ from .rank import RankSpec, join_early, run_on_rank
 from ..output.notice import Status
 from ..output.replay import display_settings, frontend
 from ..base.device import accelerator
-from ..base.timing import Timings
+from .lines import Timings
 from ..payload.pickling import Payload
 from ..base.interrupts import Interrupts, undisturbed
 from .monitor import Monitor

@@ -13,14 +13,16 @@ from ..base.failure import failure_of, is_echo, is_timeout
 
 # %% ../../nbs/launch/504_watcher.ipynb #6ac3fa6e
 class _Signals:
-    "The signals that come to this process, for another thread than the one in which Python handles them"
+    """The signals that come to this process, for another thread than the one in which Python
+    handles them"""
     def __enter__(self):
         self.r,self.w = os.pipe()
         for fd in (self.r, self.w): os.set_blocking(fd, False)
         self.others = signal.set_wakeup_fd(self.w, warn_on_full_buffer=False)
         return self
     def new(self):
-        "Those that came since the last call, one byte each; whoever listened before hears them, too"
+        """Those that came since the last call, one byte each; whoever listened before hears them,
+        too"""
         with contextlib.suppress(OSError):
             res = os.read(self.r, 4096)
             if self.others != -1: os.write(self.others, res)
@@ -35,7 +37,8 @@ class _Caller:
     "The calling thread, interruptible from another one as long as it is inside"
     def __enter__(self):
         self.thread,self.inside,self.old = threading.current_thread(),True,None
-        self.came,self.heard,self.since = 0,0,None      # Ctrl-C: here, in Python, and when one was first not heard
+        # Ctrl-C: here, in Python, and when one was first not heard
+        self.came,self.heard,self.since = 0,0,None
         self.undo = contextlib.ExitStack()
         if self.thread is threading.main_thread():
             self.old = signal.signal(signal.SIGINT, self._interrupted)
@@ -51,7 +54,8 @@ class _Caller:
     def is_deaf(self,
         seconds, # Time that Python has to act on Ctrl-C
     ):
-        "Did Ctrl-C come, and this thread is in compiled code and doesn't hear it? For the watching thread"
+        """Did Ctrl-C come, and this thread is in compiled code and doesn't hear it? For the
+        watching thread"""
         if self.old is None: return False
         self.came += self.signals.new().count(signal.SIGINT)
         if self.came <= self.heard: self.since = None
@@ -62,11 +66,13 @@ class _Caller:
         if not self.inside: return
         ident = self.thread.ident
         if self.old is not None: return signal.pthread_kill(ident, signal.SIGINT)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident),
+                                                   ctypes.py_object(KeyboardInterrupt))
 
 # %% ../../nbs/launch/504_watcher.ipynb #e075eadc
 class _Watcher(threading.Thread):
-    "Watches the ranks while the notebook's own one computes; `error` is the failure that ended it, or None"
+    """Watches the ranks while the notebook's own one computes; `error` is the failure that ended
+    it, or None"""
     def __init__(self, monitor, caller):
         super().__init__(daemon=True, name='fastddp-watch')
         self.monitor,self.caller,self.error,self.dismissed = monitor,caller,None,False
@@ -79,11 +85,13 @@ class _Watcher(threading.Thread):
         elif deaf: self._end_it(KeyboardInterrupt())
     def _end_it(self, error):
         self.error = error
-        # The calling thread may be on its way into the group, where neither Ctrl-C nor a death is heard.
+        # The calling thread may be on its way into the group, where neither Ctrl-C nor a death is
+        # heard.
         rendezvous.wait_connected(10)
         self.monitor.workers.stop(0)        # whoever waits for them in a collective comes free
         self.monitor.replay.close()
-        if not isinstance(error, KeyboardInterrupt): self.caller.interrupt()    # else it has one before it
+        # else it has one before it
+        if not isinstance(error, KeyboardInterrupt): self.caller.interrupt()
     def dismiss(self):
         self.dismissed = True
         self.join()
@@ -92,7 +100,8 @@ def run_while_watching(
     monitor, # The `Monitor` of the other ranks
     fn, # The notebook's own part
 ):
-    "`fn()`, called in this thread while another one watches the ranks; the first failure of either ends it for all"
+    """`fn()`, called in this thread while another one watches the ranks; the first failure of
+    either ends it for all"""
     caller = _Caller()
     watcher = _Watcher(monitor, caller)
     with caller:
@@ -100,9 +109,11 @@ def run_while_watching(
         try: res = fn()
         except BaseException as e:
             caller.inside = False
-            watcher.join(0 if isinstance(e, KeyboardInterrupt) else 1)  # an echo is heard before its cause
+            # an echo is heard before its cause
+            watcher.join(0 if isinstance(e, KeyboardInterrupt) else 1)
             watcher.dismiss()
-            if watcher.error is None and is_timeout(str(e)) and monitor.ends.at_work: raise monitor.hang() from e
+            if watcher.error is None and is_timeout(str(e)) and monitor.ends.at_work:
+                raise monitor.hang() from e
             if _is_own_failure(e, watcher.error): raise
             raise watcher.error from watcher.error.__cause__
     watcher.dismiss()
