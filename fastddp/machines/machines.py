@@ -140,9 +140,9 @@ def check_items(self:Machines, datasets):
     raise CantDistribute('\n'.join(lines))
 
 @patch
-def run(self:Machines, job, nprocs, on_event=lambda rank,e: None, refs=(), here=None):
+def run(self:Machines, job, nprocs, on_event=lambda rank,e: None, refs=()):
     "As `Local.run`; an error that no rank caused is the network's"
-    try: return Local.run(self, job, nprocs, on_event, refs, here)
+    try: return Local.run(self, job, nprocs, on_event, refs)
     except RankRaised as e:
         if len(self.counts) < 2 or not is_echo(e.failure): raise
         raise self._cut_off(e) from None
@@ -156,13 +156,13 @@ def _cut_off(self:Machines, e):
     return err
 
 @patch
-def submit(self:Machines, job, nprocs, here=None, interrupts=None, mark=lambda phase: None):
+def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None):
     "As `Local.submit`; refuses what has no room on one of the machines"
     for m in self.machines:
         if m.facts['free'] is not None and job.payload.nbytes > m.facts['free']:
             raise CantDistribute(f"{m.name} has {m.facts['free']/2**30:.1f} GB of memory left, and learner and data "
                                  f"take {job.payload.nbytes/2**30:.1f} GB there.")
-    Local.submit(self, job, nprocs, here, interrupts, mark)
+    Local.submit(self, job, nprocs, interrupts, mark)
     wait_while_much_is_sent(self.machines, interrupts)
 
 @patch
@@ -181,7 +181,6 @@ def preflight(self:Machines,
 @patch
 def _get_workers(self:Machines, ranks, nprocs, interrupts, mark):
     "Workers that fit: those of the last job, or new ones on all machines"
-    if len(ranks) < nprocs: raise CantDistribute("With several machines the notebook can't be a rank itself.")
     if self.workers and len(self.workers.alive()) == nprocs == len(self.workers.ranks): return
     if self.workers: self._end_workers()
     self._block = self._block or Block()
