@@ -15,7 +15,7 @@ from ..base.checks import check, whole
 from ..base.scoped import own_attrs
 from .loaders import check_v1, step_sizes
 from .snapshot import apply, owners, persistent_refs, snapshot, torch_opt
-from ..launch.lines import what_ran
+from ..launch.report import what_ran
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import offloaded, write_files
 

@@ -26,12 +26,11 @@ from .rank0 import apply_settings, notebook_run, wants_no_lines
 from .resume import ResumePoint, UserCall, dropped_lists, resume_points, state_before, user_calls
 from .apply import apply
 from .snapshot import all_cbs, loader_refs, snapshot
-from ..launch.lines import what_ran
+from ..launch.report import what_ran
 from ..output.notice import hushed, print_line
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import offloaded, write_files
 from ..payload.state import own_copy
-from ..report.cost import Report
 
 # %% ../../nbs/fastai2/728_session.ipynb #b9fc1e77
 class FitCall(Call):
@@ -235,5 +234,5 @@ _reports = weakref.WeakKeyDictionary()      # learner -> the timings of its last
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    "Where the time of the last call on the workers went, in seconds by phase (a `Report`); None before the first"
-    return Report(_reports[self]) if self in _reports else None
+    "Where the time of the last call on the workers went, in seconds by phase (a `Timings`); None before the first"
+    return _reports.get(self)

@@ -15,12 +15,12 @@ from ..base import group
 from ..base.checks import SEE, check
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
-from .settings import notebook_settings
+from .rank import notebook_settings
 from .rank import RankSpec, join_early, run_on_rank
 from ..output.notice import Status
 from ..output.replay import display_settings, frontend
 from ..base.device import accelerator
-from ..base.timing import Timings
+from .report import Timings
 from ..payload.pickling import Payload
 from ..base.interrupts import Interrupts, undisturbed
 from .monitor import Monitor

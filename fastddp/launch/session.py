@@ -12,10 +12,10 @@ from ..base import group
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.interrupts import ending_undisturbed, undisturbed
 from ..base.scoped import own_attrs
-from ..base.timing import Timings
+from .report import Timings
 from .engine import Job
-from .lines import banner, start_of, stopped, summary, what_ran
-from .placement import engine_for, in_launched_group, nested
+from .report import banner, start_of, stopped, summary, what_ran
+from .options import engine_for, in_launched_group, nested
 from ..payload.columns import Columns
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..shard.batchnorm import bn_note
