@@ -30,7 +30,7 @@ from ..process.workers import Workers, without_helper
 # %% ../../nbs/launch/505_local.ipynb #ce508ea8
 class Local(Launcher):
     "Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager that keeps them warm"
-    places = False      # Does it say itself where ranks run? Otherwise `launch.placement` does
+    places = False      # Does it say itself where ranks run? Otherwise `launch.options` does
     def __init__(self,
         gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, or the CPU without any
         backend=None, # 'gloo', that of the GPUs ('nccl'), '' for no group; None: what fits the device
