@@ -175,7 +175,6 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None, refs=()):
 @patch
 def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None):
     "As `Local.submit`"
-    if here: raise CantDistribute("With several machines the notebook can't be a rank itself.")
     self._get_workers(nprocs)
     mark('fork')
     self._block = self._block or Block()
