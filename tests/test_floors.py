@@ -30,7 +30,7 @@ KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'), 'base.g
              'payload': ('fastai', 'multiprocessing', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
-             'machines': ('fastai', 'torch.distributed'), 'machines.route': ('fastai',),
+             'machines': ('fastai', 'torch.distributed'), 'machines.meeting': ('fastai',),
              'cluster': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
              'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data',
                          'fastai.torch_basics'),
@@ -109,7 +109,7 @@ def violations(module, source, modules=NUMBERS):
 
 
 # What these say of CUDA is about CUDA: its settings, and variables that it reads
-OF_CUDA = {'launch.settings': {'torch.backends.cuda'}}
+OF_CUDA = {'launch.rank': {'torch.backends.cuda'}}
 
 
 def kinds_named(module, source):

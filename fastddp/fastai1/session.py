@@ -25,7 +25,7 @@ from .callbacks import counting, distributed_v1
 from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
 from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs,
                                       place, snapshot, unpack)
-from .step import Ranks, other_params
+from .step import Ranks, trained_beside
 from .validate import Validation
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import (EpochStates, NoNotebook, Progress, cbs_of_rank, launched_group,
@@ -184,7 +184,7 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     sync_streams()
     common = CommonRNG.capture()
     def from_rank0():
-        group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *other_params(learn)])
+        group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *trained_beside(learn)])
     from_rank0()
     callbacks,noted = callbacks or [],NoteProgress(NoNotebook(), learn)
     lines = script_lines(noted.progress,

@@ -15,8 +15,8 @@ from ..base.interrupts import ending_undisturbed, undisturbed
 from ..base.rng import CommonRNG
 from ..base.scoped import own_attrs
 from .engine import Job
-from .lines import Timings, banner, start_of, stopped, summary, what_ran
-from .placement import engine_for, in_launched_group, nested
+from .report import Timings, banner, start_of, stopped, summary, what_ran
+from .options import engine_for, in_launched_group, nested
 from .training import write_files
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame

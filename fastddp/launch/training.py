@@ -17,7 +17,7 @@ from fastcore.xtras import globtastic
 from ..base import group, rendezvous
 from ..base.device import is_accelerator
 from ..base.rng import CommonRNG
-from .lines import banner, summary, what_ran
+from .report import banner, summary, what_ran
 from ..output.notice import print_line
 from ..payload.changes import fingerprint
 from ..payload.host_copy import HostCopies
