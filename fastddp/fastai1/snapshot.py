@@ -103,7 +103,7 @@ def baseline(learn, callbacks=(), metrics=(), refs=None):
     return res
 
 def capture(learn, base, refs, rng=None, around=None,
-            left=True # May gradients have been left for the next step? Not where an interrupt cut a step
+            left=True # May gradients be left for the next step? Not where an interrupt cut a step
 ):
     """Everything that training changed, as a `Payload`: weights to be copied in place, the rest as
     a dump of its own"""
@@ -126,8 +126,8 @@ def apply(learn, owners, refs, meta, buffers):
         unknown += [k for k in state['loss']['tensors'] if k not in model_tensors(loss)]
     if unknown:
         undo()
-        warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be loaded here; "
-                      "the learner is as before the fit.")
+        warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
+                      "loaded here; the learner is as before the fit.")
         return
     apply_model(learn.model, state)
     apply_grads(learn.model, state['grads'])

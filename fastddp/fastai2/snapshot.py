@@ -139,8 +139,9 @@ def _build_model(learn, factory, state):
               or ours[k].shape != theirs[k].shape]
     if differ:
         some = f"{', '.join(differ[:3])}{' ...' if differ[3:] else ''}"
-        raise CantDistribute(f"model_factory returned a {type(learn.model).__name__} whose weights aren't those of "
-                             f"learn.model: {some}. It must make the same model as the notebook has.")
+        raise CantDistribute(f"model_factory returned a {type(learn.model).__name__} whose weights "
+                             f"aren't those of learn.model: {some}. It must make the same model as "
+                             "the notebook has.")
     apply_model(learn.model, state)
     learn.create_opt()
     if state['opt']: apply_opt(learn.opt, *state['opt'])
@@ -159,15 +160,17 @@ def state_size(learn):
     return int(1.01*sum(t.nbytes for t in ts))+2**20
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
-STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','distrib_session',
-         'pbar','mbar','_state','old_logger','scaler','autocast','_metrics','create_mbar'}
+STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad',
+        'distrib_session','pbar','mbar','_state','old_logger','scaler','autocast','_metrics',
+        'create_mbar'}
 
 # fastai's loaders draw `_DataLoader__idxs`, the order of an epoch, anew in each
-_PARTS_STAY = MODULES_STAY | {'loaders','_device','device','_shard','it','rng','fake_l','_DataLoader__idxs'}
+_PARTS_STAY = MODULES_STAY | {'loaders','_device','device','_shard','it','rng','fake_l',
+                              '_DataLoader__idxs'}
 
 def baseline(learn, cbs,
              refs=None,  # `persistent_refs`, for a job: only what changed is sent then
-             made=False  # Was the model or were the loaders made in the worker, so that parts aren't the notebook's?
+             made=False  # Were model or loaders made in the worker, so that parts aren't the notebook's?
 ):
     "The `Baseline` of learner, optimizer and callbacks"
     opts,callbacks = opt_owners(learn.opt),all_cbs(learn, cbs)
@@ -276,19 +279,20 @@ def _apply_structure(learn, rest, state):
     if not unknown: return True
     undo()
     for k,v in before.items(): setattr(learn, k, v)
-    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be loaded here; "
-                  "the learner is as before the fit.")
+    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be loaded "
+                  "here; the learner is as before the fit.")
     return False
 
 def _load_rest(load_rest):
     "What came besides weights and optimizer; with a warning about what didn't"
     try: rest = load_rest()
     except Exception as e:
-        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are as before it, "
-                      f"since something that a callback holds can't be loaded here ({type(e).__name__}: {e}).")
+        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are as "
+                      "before it, since something that a callback holds can't be loaded here "
+                      f"({type(e).__name__}: {e}).")
         return dict(learn={}, cbs=[], opt=[], parts=[], new={}, left=[], come=[], rng=None, dls=[])
     if lost := [' '.join(o.split()) for o in rest.get('lost', ())]:
         verb = 'is' if len(lost) == 1 else 'are'
-        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and {verb} in the "
-                      "notebook as before the fit. Everything else of the fit is there.")
+        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and {verb} "
+                      "in the notebook as before the fit. Everything else of the fit is there.")
     return rest

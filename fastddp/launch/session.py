@@ -63,7 +63,7 @@ def block(
     given, # The options
     defaults, # As they are when nothing is said
     in_place, # Called in a group that stands: a context manager
-    overrides, # Called as `overrides(launcher, n, gpus)`: name -> what overrides the learner's method
+    overrides, # Called as `overrides(launcher, n, gpus)`: the methods that override the learner's
     quiet=lambda learn: False, # Does the learner want no line of ours?
 ):
     "Inside, `learn` trains as `given` says"
@@ -82,8 +82,8 @@ def _on_workers(learn, given, defaults, overrides, quiet):
         ending.enter_context(own_attrs(learn, distrib_session=given, **methods))
         yield
 
-_ELSEWHERE = ("Training locally: the enclosing distrib_ctx belongs to a different learner. Call learn.distrib_fit(), "
-              "or open a block for this learner, too (with learn.distrib_ctx(): ...).")
+_ELSEWHERE = ("Training locally: the enclosing distrib_ctx belongs to a different learner. Call "
+              "learn.distrib_fit(), or open a block for this learner, too.")
 
 @contextlib.contextmanager
 def _others_noticed(cls):
@@ -99,8 +99,8 @@ def _others_noticed(cls):
     try: yield
     finally: cls.fit = plain
 
-_NO_WITH = ("distrib_ctx(...) does nothing by itself: write `with learn.distrib_ctx(...):` and indent the fits below "
-            "it, or call learn.distrib_fit().")
+_NO_WITH = ("distrib_ctx(...) does nothing by itself: write `with learn.distrib_ctx(...):` and "
+            "indent the fits below it, or call learn.distrib_fit().")
 
 class OpenBlock(contextlib._GeneratorContextManager):
     "What `distrib_ctx` returns; warns if it is never entered by `with`"
@@ -117,8 +117,8 @@ def with_block(gen):
 
 # %% ../../nbs/launch/511_session.ipynb #67d5a2ee
 class Call:
-    """One call on the workers: send a snapshot, run the job, put what comes back into the learner. A subclass has
-    `snapshot()`: learner and call as a `Payload`, and `apply(meta, buffers)`, for what rank 0 captured"""
+    """One call on the workers: send a snapshot, run the job, put what comes back into the learner.
+    A subclass has `snapshot()`, a `Payload`, and `apply(meta, buffers)`, for what rank 0 captured"""
     next_try = "The fit begins anew"    # What a restart does, for the line that says so
     stopped = "holds the last finished batch."      # What the learner holds after an interrupt
     def __init__(self, session, job,
@@ -134,8 +134,8 @@ class Call:
         self.kept = self.cut = False
     def holds(self):
         "What the learner holds, as an error says it"
-        kept = self.kept and self.keeps != 'nothing'
-        return "holds the end of its last complete epoch." if kept else "is as it was before the call."
+        if self.kept and self.keeps != 'nothing': return "holds the end of its last complete epoch."
+        return "is as it was before the call."
     def run(self, last=True):
         "Run it once: the `Outcome`; `last`: after a failure it isn't tried again"
         job = Job.of(self.job, self.snapshot())
@@ -174,8 +174,9 @@ class Call:
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43
 class Session:
-    """A `distrib_ctx` block: runs the calls of its learner on the workers. A subclass has `check()`, which refuses
-    what can't work, and `global_batch()`: `(items per step of all workers, steps per epoch or None)`, or None"""
+    """A `distrib_ctx` block: runs the calls of its learner on the workers. A subclass has `check()`,
+    which refuses what can't work, and `global_batch()`: `(items per step of all workers, steps per
+    epoch or None)`, or None"""
     def __init__(self,
         learn, # The notebook's learner
         launcher, # An open `Launcher`
@@ -184,7 +185,8 @@ class Session:
         options, # What the ranks are told: `batch`, `sync_bn`, and what goes to DDP
         restarts=0, # Tries after a failure
     ):
-        self.learn,self.launcher,self.n,self.gpus,self.options,self.restarts = learn,launcher,n,gpus,options,restarts
+        self.learn,self.launcher,self.n,self.gpus = learn,launcher,n,gpus
+        self.options,self.restarts = options,restarts
         self.last_banner,self.columns = None,Columns()
     def datasets(self): return ()       # sequences of what items are made from, paths perhaps
     def quiet(self): return False       # does the learner want no line of ours?
@@ -247,4 +249,5 @@ class Session:
 
 def refuse_untrainable(model):
     if any(p.requires_grad for p in model.parameters()): return
-    raise CantDistribute("The model has no trainable parameters: call learn.unfreeze(), or check its requires_grad.")
+    raise CantDistribute("The model has no trainable parameters: call learn.unfreeze(), or check its "
+                         "requires_grad.")

@@ -30,8 +30,8 @@ RANK0_ONLY = {
     'ProgressCallback','ShowGraphCallback','TensorBoardBaseCallback','TensorBoardCallback',
     'TensorBoardProjectorCallback',
     'NeptuneCallback','CometCallback','CaptumInterpretation',       # fastai 2
-    'LearnerTensorboardWriter','GANTensorboardWriter','ImageGenTensorboardWriter','MLFlowTracker','NeptuneMonitor',
-    'ShowGraph','TrackEpochCallback'}   # fastai v1
+    'LearnerTensorboardWriter','GANTensorboardWriter','ImageGenTensorboardWriter','MLFlowTracker',
+    'NeptuneMonitor','ShowGraph','TrackEpochCallback'}   # fastai v1
 
 def is_kind(cb,    # A callback
             names  # Names of classes
@@ -128,9 +128,9 @@ def until_interrupted(ctx, fit, leave):
 _PLAIN = bool,int,float,str
 _LARGE = 2**16      # bytes
 # Attributes of modules that a fit sets for its own time
-MODULES_STAY = {'training','_forward_hooks','_backward_hooks','_forward_pre_hooks','_backward_pre_hooks',
-                '_forward_hooks_with_kwargs','_forward_hooks_always_called','_forward_pre_hooks_with_kwargs',
-                '_is_full_backward_hook'}
+MODULES_STAY = {'training','_forward_hooks','_backward_hooks','_forward_pre_hooks',
+                '_backward_pre_hooks','_forward_hooks_with_kwargs','_forward_hooks_always_called',
+                '_forward_pre_hooks_with_kwargs','_is_full_backward_hook'}
 
 class Baseline:
     "The attributes of a learner, and of the objects that train with it, when the job began"
@@ -150,8 +150,8 @@ class Baseline:
     def changes(self,
         stays, # Called with name and value: does this attribute of the learner stay in the worker?
     ):
-        """`[{attribute: (value, is it the object that was sent?, is it unchanged?)}]` of the learner and
-        each other object; without what is large and unchanged"""
+        """`[{attribute: (value, is it the object that was sent?, is it unchanged?)}]` of the
+        learner and each other object; without what is large and unchanged"""
         def is_new(k, v):
             return isinstance(v, _PLAIN) or k not in self.then or self.then[k] is not v
         attrs = {k:v for k,v in vars(self.learn).items() if not stays(k, v) and is_new(k, v)}
@@ -236,7 +236,8 @@ def script_lines(
     iterations=False, # Is it told in steps, rather than in epochs? See `what_ran`
 ):
     "Under torchrun rank 0 says in one line what runs inside, and in another one how long it took"
-    tells,n,began = group.under_launcher() and group.rank() == 0 and not quiet,group.world_size(),time.time()
+    tells,n,began = group.under_launcher() and group.rank() == 0,group.world_size(),time.time()
+    tells = tells and not quiet
     if tells: print_line(banner(n, (), *sizes, where=f'torchrun, {group.backend()}'))
     yield
     result = progress.result(False)
@@ -253,8 +254,8 @@ def tell_once(
     others = sys.excepthook
     def hook(kind, value, traceback):
         if value is not e: return others(kind, value, traceback)
-        line = f"rank {rank} ended with rank {first}, whose error is the one to look at ({kind.__name__})"
-        print(line, file=sys.stderr)
+        print(f"rank {rank} ended with rank {first}, whose error is the one to look at "
+              f"({kind.__name__})", file=sys.stderr)
     sys.excepthook = hook
 
 @contextlib.contextmanager
