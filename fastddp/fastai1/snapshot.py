@@ -55,8 +55,8 @@ def persistent_refs(learn, callbacks=(), metrics=()):
 def _hooked(learn): return hooked(learn, loss_module(learn.loss_func))
 
 def snapshot(learn, callbacks, columns=None, **call):
-    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `columns` as of
-    `dump`"""
+    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `columns` as
+    of `dump_snapshot`"""
     obj = dict(learn=learn, callbacks=list(callbacks),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=hooks_of(_hooked(learn)), **call)

@@ -51,8 +51,8 @@ class FitCall(Call):
         return "holds the last finished batch; learn.distrib_resume() goes on."
     def holds(self):
         if self.cut:
-            return ("holds what was trained until the interrupt. learn.distrib_resume() goes on from "
-                    "there.")
+            return ("holds what was trained until the interrupt. learn.distrib_resume() goes on "
+                    "from there.")
         first = self.resume_point.first
         if not (self.kept or first): return "is as it was before the fit."
         now = f"holds the end of epoch {self.learn.epoch}" if self.kept else \
@@ -129,18 +129,18 @@ class Session(_Session):
         streams = self.n > 1 and any(rows_are_streams(dl, self.learn.model)
                                      for dl in self.learn.dls.loaders[1:])
         if streams:
-            return ("The model keeps state from batch to batch: each worker validates all of it, no "
-                    "faster.")
+            return ("The model keeps state from batch to batch: each worker validates all of it, "
+                    "no faster.")
     def check(self):
         if not self.factories[0]: refuse_untrainable(self.learn.model)
         if self.factories[1]: return
         batch = self.options['batch']
         if batch == 'per_worker' and self.n > 1 and rows_are_streams(self.learn.dls.train,
                                                                      self.learn.model):
-            warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), and "
-                          f"batches of {self.n} workers hold {self.n} of the loader's, one below the "
-                          "other, so they break its streams. batch='global' keeps them: each worker "
-                          "has its rows of each batch.")
+            warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), "
+                          f"and batches of {self.n} workers hold {self.n} of the loader's, one "
+                          "below the other, so they break its streams. batch='global' keeps "
+                          "them: each worker has its rows of each batch.")
         for i,dl in enumerate(self.learn.dls.loaders):
             name = ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
             check_dl(dl, self.n, batch, name, train=i==0)

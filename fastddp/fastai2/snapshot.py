@@ -170,7 +170,7 @@ _PARTS_STAY = MODULES_STAY | {'loaders','_device','device','_shard','it','rng','
 
 def baseline(learn, cbs,
              refs=None,  # `persistent_refs`, for a job: only what changed is sent then
-             made=False  # Were model or loaders made in the worker, so that parts aren't the notebook's?
+             made=False  # Were model or loaders made in the worker? Then parts aren't the notebook's
 ):
     "The `Baseline` of learner, optimizer and callbacks"
     opts,callbacks = opt_owners(learn.opt),all_cbs(learn, cbs)
@@ -279,20 +279,20 @@ def _apply_structure(learn, rest, state):
     if not unknown: return True
     undo()
     for k,v in before.items(): setattr(learn, k, v)
-    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be loaded "
-                  "here; the learner is as before the fit.")
+    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
+                  "loaded here; the learner is as before the fit.")
     return False
 
 def _load_rest(load_rest):
     "What came besides weights and optimizer; with a warning about what didn't"
     try: rest = load_rest()
     except Exception as e:
-        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are as "
-                      "before it, since something that a callback holds can't be loaded here "
+        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are "
+                      "as before it, since something that a callback holds can't be loaded here "
                       f"({type(e).__name__}: {e}).")
         return dict(learn={}, cbs=[], opt=[], parts=[], new={}, left=[], come=[], rng=None, dls=[])
     if lost := [' '.join(o.split()) for o in rest.get('lost', ())]:
         verb = 'is' if len(lost) == 1 else 'are'
-        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and {verb} "
-                      "in the notebook as before the fit. Everything else of the fit is there.")
+        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and "
+                      f"{verb} in the notebook as before the fit. Everything else of the fit is there.")
     return rest

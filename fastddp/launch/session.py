@@ -118,7 +118,8 @@ def with_block(gen):
 # %% ../../nbs/launch/511_session.ipynb #67d5a2ee
 class Call:
     """One call on the workers: send a snapshot, run the job, put what comes back into the learner.
-    A subclass has `snapshot()`, a `Payload`, and `apply(meta, buffers)`, for what rank 0 captured"""
+    A subclass has `snapshot()`, which returns a `Payload`, and `apply(meta, buffers)` for the
+    state that rank 0 captured"""
     next_try = "The fit begins anew"    # What a restart does, for the line that says so
     stopped = "holds the last finished batch."      # What the learner holds after an interrupt
     def __init__(self, session, job,
@@ -174,9 +175,9 @@ class Call:
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43
 class Session:
-    """A `distrib_ctx` block: runs the calls of its learner on the workers. A subclass has `check()`,
-    which refuses what can't work, and `global_batch()`: `(items per step of all workers, steps per
-    epoch or None)`, or None"""
+    """A `distrib_ctx` block: runs the calls of its learner on the workers. A subclass has
+    `check()`, which refuses what can't work, and `global_batch()`: `(items per step of all
+    workers, steps per epoch or None)`, or None"""
     def __init__(self,
         learn, # The notebook's learner
         launcher, # An open `Launcher`
@@ -249,5 +250,5 @@ class Session:
 
 def refuse_untrainable(model):
     if any(p.requires_grad for p in model.parameters()): return
-    raise CantDistribute("The model has no trainable parameters: call learn.unfreeze(), or check its "
-                         "requires_grad.")
+    raise CantDistribute("The model has no trainable parameters: call learn.unfreeze(), or check "
+                         "its requires_grad.")
