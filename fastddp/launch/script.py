@@ -15,11 +15,11 @@ from .lines import banner, summary, what_ran
 # %% ../../nbs/launch/512_script.ipynb #397f4f65
 class NoNotebook:
     "Stands for a rank's `Context` where no notebook asks how far the rank has come"
-    away = False    # nothing has to go home
     def __init__(self): self.rank = group.rank()
     def beat(self, *args, **kwargs): pass
     def mark(self, what): pass
     def reserve(self, size): pass
+    def saves_below(self, folder): pass
 
 @contextlib.contextmanager
 def script_lines(
