@@ -10,7 +10,6 @@ __all__ = ['MODULES_STAY', 'dump_snapshot', 'offloaded', 'sync_streams', 'wherea
 # %% ../../nbs/launch/510_session.ipynb #69847da5
 import contextlib, functools, pickle, sys, time, warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 
 from ..base import group
