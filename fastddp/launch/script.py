@@ -10,7 +10,7 @@ import contextlib, os, sys, time
 
 from ..output.notice import print_line
 from ..base import group, rendezvous
-from .lines import banner, summary, what_ran
+from .report import banner, summary, what_ran
 
 # %% ../../nbs/launch/512_script.ipynb #397f4f65
 class NoNotebook:

@@ -18,10 +18,10 @@ from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.interrupts import ending_undisturbed, undisturbed
 from ..base.rng import CommonRNG
 from ..base.scoped import own_attrs
-from ..base.timing import Timings
+from .report import Timings
 from .engine import Job
-from .lines import banner, start_of, stopped, summary, what_ran
-from .placement import engine_for, in_launched_group, nested
+from .report import banner, start_of, stopped, summary, what_ran
+from .options import engine_for, in_launched_group, nested
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
 from ..payload.changes import fingerprint

@@ -160,9 +160,9 @@ def _backend(self:Machines):
 
 # %% ../../nbs/machines/614_machines.ipynb #cdefe05e
 @patch
-def run(self:Machines, job, nprocs, on_event=lambda rank,e: None, refs=(), here=None):
+def run(self:Machines, job, nprocs, on_event=lambda rank,e: None, refs=()):
     "As `Local.run`; an error that no rank caused is the network's"
-    try: return Local.run(self, job, nprocs, on_event, refs, here)
+    try: return Local.run(self, job, nprocs, on_event, refs)
     except RankRaised as e:
         f = e.failure
         if len(self.counts) < 2 or not is_echo(f): raise
@@ -174,9 +174,8 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None, refs=(), here=
     raise err
 
 @patch
-def submit(self:Machines, job, nprocs, here=None, interrupts=None, mark=lambda phase: None):
+def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None):
     "As `Local.submit`"
-    if here: raise CantDistribute("With several machines the notebook can't be a rank itself.")
     self._get_workers(nprocs)
     mark('fork')
     self._block = self._block or Block()
