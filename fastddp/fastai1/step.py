@@ -97,8 +97,8 @@ class GlobalLoss:
         if group.world_size() == 1 or not self.losses.is_gathered(self.f): return None
         batch = LocalBatch(out, yb, self.count, self.positions)
         self.count = batch.count        # a callback may have left items out
-        nbytes,counts,kinds,*_ = zip(*self.ranks.meet(batch.nbytes, batch.count, batch.kind()))
-        return self.losses.of_all_ranks(self.f, batch, nbytes, counts, kinds)
+        rows = self.ranks.meet(batch.nbytes, batch.count, batch.kind())
+        return self.losses.of_all_ranks(self.f, batch, *[*zip(*rows)][:3])
 
     def __call__(self, out, *yb):
         loss = self._whole(out, yb)

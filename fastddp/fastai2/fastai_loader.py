@@ -184,10 +184,8 @@ def _batch(self:ShardedDL, items, # This rank's items, None where one was skippe
     yield b, (len(items),step.total), pos
 
 _SKIPPED = ("an item of the training data was skipped (SkipItemException). One process fills its "
-            "batch up from the "
-            """items that follow; workers that build only their own items can't. Leave such items
-            out of the dataset"""
-            "beforehand.")
+            "batch up from the items that follow; workers that build only their own items can't. "
+            "Leave such items out of the dataset beforehand.")
 
 def _is_own(dl, k): return k in vars(dl) or getattr(type(dl),k) is not getattr(DataLoader,k)
 

@@ -104,10 +104,8 @@ class NoInput(tuple):
     "Stands for `learn.xb` while batches are replayed"
     def _refuse(self, *_):
         raise ValueError("Inputs are not kept for a metric that is replayed over all workers' "
-                         "batches: learn.xb "
-            """can't be read in its `accumulate`. Give the metric a method `merge(states)`, and its
-            state is brought"""
-            "together instead.")
+                         "batches: learn.xb can't be read in its `accumulate`. Give the metric a "
+                         "method `merge(states)`, and its state is brought together instead.")
     __getitem__ = __iter__ = __len__ = _refuse
 
 class Phase:

@@ -300,10 +300,10 @@ def _print_unused(names):
 
 @patch
 def _go_flat(self:StepSync):
-    if group.rank() == 0: warnings.warn("fastddp: the model checkpoints activations with use_reentrant=True, "
-        """which DDP can't follow, so gradients are averaged after the backward pass instead of
-        during it."""
-        "use_reentrant=False gives the same results, faster.")
+    if group.rank() == 0: warnings.warn("fastddp: the model checkpoints activations with "
+                                        "use_reentrant=True, which DDP can't follow, so gradients "
+                                        "are averaged after the backward pass instead of during "
+                                        "it. use_reentrant=False gives the same results, faster.")
     self.passes.flat = self.always_flat = True
     self.overlapped.close()
 
@@ -388,8 +388,8 @@ def check_ddp(options, # What the user asks DDP for, by name
               opt      # The learner's optimizer
 ):
     "Raises `CantDistribute` for what DDP would do with `options`, but not with the optimizer `opt`"
-    if options.get('gradient_as_bucket_view') and not isinstance(opt, OptimWrapper): raise CantDistribute(
-        """gradient_as_bucket_view: fastai's own optimizers detach gradients in place, which torch
-        refuses for views of"""
-        "DDP's buckets. Leave it out, or take a torch optimizer: "
-        "opt_func=partial(OptimWrapper, opt=torch.optim.AdamW).")
+    if options.get('gradient_as_bucket_view') and not isinstance(opt, OptimWrapper):
+        raise CantDistribute(
+            "gradient_as_bucket_view: fastai's own optimizers detach gradients in place, which torch "
+            "refuses for views of DDP's buckets. Leave it out, or take a torch optimizer: "
+            "opt_func=partial(OptimWrapper, opt=torch.optim.AdamW).")

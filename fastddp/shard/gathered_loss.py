@@ -183,10 +183,9 @@ def check_loss(loss # The option
     "Raises `CantDistribute` for a wrong one"
     if loss in LOSS_KINDS: return
     raise CantDistribute(f"loss={loss!r}: 'auto' (known losses are weighted by what they are a "
-                         "mean over, any "
-        """other is computed over the predictions of all workers), 'mean' over items, 'sum' over
-        items, or 'gather'"""
-        "(computed over the predictions and targets of all workers).")
+                         "mean over, any other is computed over the predictions of all workers), "
+                         "'mean' over items, 'sum' over items, or 'gather' (computed over the "
+                         "predictions and targets of all workers).")
 
 _WORDS = dict(mean="a mean over items", sum="a sum over items", average="an average of averages",
               gather="computed over the predictions and targets of all workers")

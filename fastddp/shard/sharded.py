@@ -115,10 +115,8 @@ def no_step_missing(epoch):
     "Raise if a loader ended before the steps that its epoch has: the other ranks go on"
     if epoch.done >= len(epoch.counts): return
     raise RuntimeError(f"The DataLoader ended after {epoch.done} of {len(epoch.counts)} batches. "
-                       "One of its processes "
-                       """lost the others. With num_workers=0 the batches are made in the rank
-                       itself, and the error"""
-                       "shows.")
+                       "One of its processes lost the others. With num_workers=0 the batches are "
+                       "made in the rank itself, and the error shows.")
 
 def _show(dl, epoch):
     # Again for each step: a loader may use these names itself while it builds a batch.
@@ -295,9 +293,8 @@ def why_not_stream(dataset, # One without indices
 ):
     "Why a stream can't be sharded, with the remedy, or None"
     if num_workers>0: return (
-        """with `num_workers>0` each worker reads a dataset without indices on its own, in an order
-        that can't be"""
-        "sharded. Use `num_workers=0`, or a dataset with indices.")
+        "with `num_workers>0` each worker reads a dataset without indices on its own, in an order "
+        "that can't be sharded. Use `num_workers=0`, or a dataset with indices.")
     if shards_itself(dataset) and bs and bs%n: return (
         f"a dataset with `set_shard` takes turns of {n} items, which doesn't divide batches of "
         f"{bs}. Choose a batch size that is a multiple of {n}, or `batch='per_worker'`.")

@@ -201,9 +201,8 @@ def why_not_torch(dl, # A torch `DataLoader`
         "indices.")
     if dl.batch_sampler is None: return no_batches('batch_size')
     if any(isinstance(o,DistributedSampler) and o.num_replicas>1 for o in samplers_of(dl)): return (
-        """its `DistributedSampler` has already taken one rank's part. Leave it out: use
-        `shuffle=True` or a plain"""
-        "sampler, and the loader is sharded for you.")
+        "its `DistributedSampler` has already taken one rank's part. Leave it out: use "
+        "`shuffle=True` or a plain sampler, and the loader is sharded for you.")
     if is_stream(dl): return why_not_stream(dl.dataset, dl.num_workers, n, bs)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #60b2c2e8
