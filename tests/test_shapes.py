@@ -10,8 +10,8 @@ from fastai.data.core import Pipeline, Transform
 from fastcore.foundation import L
 from fastcore.test import equals
 from PIL import Image
+from fastddp.payload.columns import Columns, Rows
 from fastddp.payload.pickling import dump, load
-from fastddp.payload.strings import Later, Rows
 from parity import assert_same, fit_both, learner, seed, alone_like, warm
 
 N = 1200
@@ -38,6 +38,9 @@ SHAPES = {
     'tensors': (lambda x, y: x.clone(), lambda o: (o, (o.sum() > 0).long()))}
 
 
+LAZY = {'tensors of their own', 'tensors of a class', 'paths and labels'}     # made when they are asked for
+
+
 def made(shape): return [SHAPES[shape][0](x, y) for x, y in zip(xs(), ys())]
 
 
@@ -48,10 +51,10 @@ class Items:
     def __getitem__(self, i): return SHAPES[self.shape][1](self.items[i])
 
 
-def packed(o):
+def packed(o, columns=None):
     "`o` as a worker has it"
-    p = dump(o, pack_lists=True)
-    return load(p.meta, [b.whole() if isinstance(b, Later) else bytearray(b) for b in p.buffers])
+    p = dump(o, columns=columns or Columns())
+    return load(p.meta, p.copied_buffers())
 
 
 def same(a, b):
@@ -66,7 +69,7 @@ def test_a_list_is_a_list_over_a_column(shape):
     p = packed(dict(items=items, again=[items], many=L(items, use_list=None)))
     o = p['items']
     assert p['again'][0] is o and p['many'].items is o
-    assert isinstance(o, list) and (type(o) is Rows) == (shape not in ('numbers', 'tensors'))
+    assert isinstance(o, list) and (type(o) is Rows) == (shape in LAZY)
     assert same(list(o), items) and same(list(o), items) and same(o[3], items[3]) and same(o[-1], items[-1])
     assert same(o[5:9], items[5:9]) and same(o[9:2:-3], items[9:2:-3])
     assert same(list(p['many'][[4, 2]]), [items[4], items[2]])
@@ -78,14 +81,11 @@ def test_a_list_is_a_list_over_a_column(shape):
 
 
 def test_a_list_that_changed_goes_again():
-    known, items = {}, made('paths and labels')
-    def dumped():
-        p = dump(items, pack_lists=True, known=known)
-        return load(p.meta, [b.whole() if isinstance(b, Later) else bytearray(b) for b in p.buffers])
+    columns, items = Columns(), made('paths and labels')
     def put(): items[7] = Path('b'), '1'
     for change in list, put, items.pop, lambda: items.extend(items[:9]):
         change()
-        assert list(dumped()) == items and known
+        assert list(packed(items, columns)) == items
 
 
 def test_tuples_stay_tuples():
@@ -96,7 +96,7 @@ def test_tuples_stay_tuples():
 @pytest.mark.parametrize('shape', ['tensors of their own', 'tensors of a class', 'tensors'])
 def test_short_lists_of_tensors_are_plain_lists_made_of_one_buffer_each(shape):
     items = made(shape)[:200]
-    assert len(dump(items, pack_lists=True).buffers) < 10
+    assert len(dump(items, columns=Columns()).buffers) < 10
     o = packed(dict(a=items, again=items))
     assert type(o['a']) is list and o['a'] is o['again'] and same(o['a'], items)
 
@@ -123,7 +123,7 @@ def test_a_closed_image_is_named():
 def test_what_two_lists_have_in_common():
     rows = made('dicts')
     a, b = packed([rows, list(rows)])
-    assert type(a) is type(b) is Rows and a is not b and a[5] is b[5]
+    assert a == b == rows and a is not b and a[5] is b[5]
     a, b = packed([rows, rows[:1100]])
     assert a[5] is b[5]
     ts = made('tensors of their own')
@@ -190,7 +190,7 @@ def test_it_trains_as_in_one_process_also_what_was_changed_in_place(shape, launc
     before = [p.clone() for p in learn.model.parameters()]
     cb = Has()
     assert_same(*fit_both(learn, 2, launcher, 1, cbs=[cb]))
-    assert cb.kind == ('list' if shape in ('numbers', 'tensors') else 'Rows')
+    assert cb.kind == ('Rows' if shape in LAZY else 'list')
     assert cb.shared == shape.startswith('tensors')
     CHANGES[shape](learn.dls.train_ds.items)
     for p, old in zip(learn.model.parameters(), before): p.data.copy_(old)

@@ -33,7 +33,7 @@ class InferCall(Call):
         state = self.learn,callbacks,metrics
         self.callbacks,self.sent = callbacks,sent
         self.refs,self.owners = persistent_refs(*state),owners(*state)
-    def snapshot(self): return snapshot(self.learn, self.callbacks, self.session.known, **self.sent)
+    def snapshot(self): return snapshot(self.learn, self.callbacks, self.session.columns, **self.sent)
     def apply(self, meta, buffers): apply(self.learn, self.owners, self.refs, meta, buffers)
     def offloaded(self): return offloaded(self.learn.model, torch_opt(self.learn))
 

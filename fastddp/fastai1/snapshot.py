@@ -53,14 +53,14 @@ def _roots(learn, callbacks):
     return classes | res | {'learn': learn}
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1b2414a0
-def snapshot(learn, callbacks, known=None, **call):
-    "Learner and `call` as a `Payload`; `NotPicklable` names what can't travel; `known` as of `dump`"
+def snapshot(learn, callbacks, columns=None, **call):
+    "Learner and `call` as a `Payload`; `NotPicklable` names what can't travel; `columns` as of `dump_snapshot`"
     bars = [without_attrs(cb, 'pbar') for cb in callbacks]
     without = [picklable_preloaders(), without_attrs(learn, *OVERRIDES), *bars]
     obj = dict(learn=learn, callbacks=list(callbacks), opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=hooks_of(_hooked(learn)), **call)
     named = _roots(learn, callbacks) | {'the hooks of parameters and optimizer': obj['hooks'][1]}
-    return dump_snapshot(obj, named, *without, known=known)
+    return dump_snapshot(obj, named, *without, columns=columns)
 
 def _hooked(learn): return hooked(learn, loss_module(learn.loss_func))
 

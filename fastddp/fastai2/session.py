@@ -42,7 +42,7 @@ class FitCall(Call):
         self.sent = {}      # what the ranks get besides the learner
     def snapshot(self):
         call = dict(self.sent, first=self.resume_point.first, lists=dropped_lists(self.learn, self.cbs))
-        return snapshot(self.learn, self.cbs, call, *self.session.factories, known=self.session.known)
+        return snapshot(self.learn, self.cbs, call, *self.session.factories, columns=self.session.columns)
     def apply(self, meta, buffers): apply(self.learn, self.cbs, meta, buffers, whole=False)
     def offloaded(self): return offloaded(self.learn.model, self.learn.opt)
     def keeps_epoch(self, last): return True
@@ -108,7 +108,7 @@ class InferCall(Call):
     def snapshot(self):
         own = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), None)
         call = dict(dl=self.dl if own is None else own)
-        return snapshot(self.learn, (), call, *self.session.factories, training=False, known=self.session.known)
+        return snapshot(self.learn, (), call, *self.session.factories, training=False, columns=self.session.columns)
     def apply(self, meta, buffers):
         apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl), whole=False)
     def offloaded(self): return offloaded(self.learn.model, self.learn.opt)

@@ -67,7 +67,7 @@ def snapshot(
     call, # What the job is to do with it: a dict
     model_factory=None, dls_factory=None, # What they make in the workers doesn't travel
     training=True, # Is the optimizer's state needed?
-    known=None, # As of `dump`
+    columns=None, # As of `dump_snapshot`
 ):
     "A `Payload`; raises `NotPicklable`, which names what can't travel"
     objs = hooked(learn, loss_module(learn.loss_func)) if training and not model_factory else ()
@@ -82,7 +82,7 @@ def snapshot(
     if not training: without.append(without_state(learn.opt))
     if dls_factory: without.insert(0, _without_dataset(learn, call))     # while the learner has its loaders
     named = {} if away else roots(learn, cbs) | {'the hooks of parameters and optimizer': obj['hooks'][1]}
-    return dump_snapshot(obj, named, *without, known=known)
+    return dump_snapshot(obj, named, *without, columns=columns)
 
 def _without_iterator(dl): return without_attrs(dl, 'it') if isinstance(dl, DataLoader) else contextlib.nullcontext()
 

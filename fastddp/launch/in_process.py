@@ -16,7 +16,6 @@ from .engine import Launcher, Outcome
 from .rank import Context, call
 from ..payload.pickling import load
 from ..process.cleanup import private_folder
-from ..payload.strings import Later
 
 # %% ../../nbs/launch/506_in_process.ipynb #4fa0af63
 @contextlib.contextmanager
@@ -28,13 +27,9 @@ def _group_of_one(device):
         try: yield
         finally: rendezvous.leave()
 
-def _writable_copies(payload):
-    "Private writable copies of a payload's buffers"
-    return [b.whole() if isinstance(b, Later) else bytearray(b) for b in payload.buffers]
-
 def _keep_in(kept):
     "A `Context.put`: what is put is copied at once, since the job goes on to change it"
-    def put(name, payload): kept[name] = payload.meta, _writable_copies(payload)
+    def put(name, payload): kept[name] = payload.meta, payload.copied_buffers()
     return put
 
 # %% ../../nbs/launch/506_in_process.ipynb #d6b9d3d3
@@ -58,12 +53,12 @@ class InProcess(Launcher):
         device,put = self._use_device(),{}
         ctx = Context(0, 1, device, lambda e: on_event(0, e), _keep_in(put), lambda: False)
         with disturbed(), _group_of_one(device):
-            try: res = call(job.work, ctx, job.payload.meta, _writable_copies(job.payload))
+            try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
                 e.epoch = put.get('epoch')
                 e.state = put.get('state') or e.epoch
                 raise
-        results = [load(res.meta, _writable_copies(res), refs=refs)]
+        results = [load(res.meta, res.copied_buffers(), refs=refs)]
         state = put.get('state') or put.get('cut')
         return Outcome(results, False, state, put.get('epoch'), (*ctx.marks,))
     def _use_device(self):

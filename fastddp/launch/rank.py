@@ -52,10 +52,10 @@ def call(
     work, # The function's `address`
     ctx, # A `Context`
     meta, buffers, # Of the payload
-    settle=False, # Is this a process of its own, in whose `__main__` pickle finds the notebook's classes?
+    define=False, # Is this a process of its own, in whose `__main__` pickle finds the notebook's classes?
 ):
     "Loads the payload, calls the job and returns its result as a `Payload`"
-    obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), settle=settle)
+    obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), define=define)
     ctx.mark('load')
     res = function_at(work)(ctx, obj)
     return res if isinstance(res, Payload) else dump(res)
@@ -144,7 +144,7 @@ def run_on_rank(
         if spec.backend: _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
         ctx.marks += [('join', joined), ('ship', began)] if joined else [('ship', began), ('join', time.time())]
-        try: return call(spec.work, ctx, meta, buffers, settle=True)
+        try: return call(spec.work, ctx, meta, buffers, define=True)
         finally: _finish(channel, ctx)
 
 def _finish(channel, ctx):

@@ -16,6 +16,7 @@ from ..base.timing import Timings
 from .engine import Job
 from .lines import banner, start_of, stopped, summary, what_ran
 from .placement import engine_for, in_launched_group, nested
+from ..payload.columns import Columns
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..shard.batchnorm import bn_note
 
@@ -186,7 +187,7 @@ class Session:
         self.learn,self.launcher,self.n,self.gpus = learn,launcher,n,gpus
         self.options,self.restarts = options,restarts
         self.fit_job,self.infer_job = fit_job,infer_job
-        self.last_banner,self.known = None,{}       # `known`: what the last snapshot packed, as of `dump`
+        self.last_banner,self.columns = None,Columns()
     # What each fastai fills in
     def overrides(self):
         "Name -> what takes the place of the learner's method for the time of the block"

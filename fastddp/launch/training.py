@@ -18,6 +18,7 @@ from ..payload.patches import collect_patches
 from ..payload.changes import fingerprint
 from ..payload.host_copy import HostCopies
 from ..payload.blame import dump_or_blame
+from ..payload.columns import Columns
 from ..payload.pickling import dump, load
 from ..payload.state import model_tensors, move_opt
 
@@ -26,14 +27,14 @@ def dump_snapshot(
     obj, # The learner, its callbacks, the call: a dict
     roots, # Path -> object, most telling first: where to look for what can't travel
     *without, # Context managers: inside, the learner is as it is to travel
-    known=None, # As of `dump`
+    columns=None, # `Columns` that snapshots of one block have in common
 ):
     "`obj`, random streams and what cells patched, as a `Payload`; raises `NotPicklable`, which names what can't travel"
     patches = collect_patches()
     obj = dict(patches=patches, rng=CommonRNG.capture().state(), **obj)
     with contextlib.ExitStack() as stack:
         for o in without: stack.enter_context(o)
-        return dump_or_blame(obj, roots | patches.roots(), pack_lists=True, known=known)
+        return dump_or_blame(obj, roots | patches.roots(), columns=columns or Columns())
 
 # %% ../../nbs/launch/511_training.ipynb #97a7e208
 @contextlib.contextmanager

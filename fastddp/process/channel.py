@@ -103,7 +103,7 @@ class Pipe:
 class BlockPair:
     "A worker's two blocks for results, or for states, written by turns"
     def __init__(self,
-        announce, # `announce(number, size, fd=)` tells the notebook of a block that it doesn't know
+        announce, # `announce(number, fd=)` tells the notebook of a block that it doesn't know
     ):
         self.announce = announce
         self.blocks = {}    # number -> `Block`
@@ -119,13 +119,13 @@ class BlockPair:
         if size < _LARGE or (free_memory() or 0) < 4*size: return
         for i in (self.turn, 1-self.turn):
             self._block(i).reserve(size)
-            self._announce_new(i, size)
+            self._announce_new(i)
     def _block(self, i):
         if i not in self.blocks: self.blocks[i] = Block()
         return self.blocks[i]
-    def _announce_new(self, i, size=0):
+    def _announce_new(self, i):
         block = self.blocks[i]
-        if block.fresh: self.announce(i, size, fd=block.fd)
+        if block.fresh: self.announce(i, fd=block.fd)
         block.fresh = False
 
 # %% ../../nbs/process/403_channel.ipynb #b40da885

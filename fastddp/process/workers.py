@@ -209,10 +209,9 @@ def _keep_latest(self:Workers, r, kind, pair, number, packed):
     return kind
 
 @patch
-def _keep_block(self:Workers, r, pair, number, size, fd):
+def _keep_block(self:Workers, r, pair, number, fd):
     if old := self._blocks.get((r,pair,number)): old.close()
-    block = self._blocks[r,pair,number] = Block(fd)
-    block.reserve(size)
+    self._blocks[r,pair,number] = Block(fd)
 
 # %% ../../nbs/process/406_workers.ipynb #095f55ef
 @patch
