@@ -160,6 +160,7 @@ class _Pickler(pickle.Pickler):
 
 # What makes plain values, beside Python's own literals: as `torch.load(weights_only=True)` has it
 _PLAIN = {(_Pickler.__module__, '_tensor'), ('collections', 'OrderedDict'), ('numpy', 'dtype'),
+          ('fastcore.foundation', 'L'),     # in the state of fastai's optimizers
           ('numpy', 'ndarray'), *((f'numpy.{o}.multiarray', name) for o in ('core', '_core')
                                   for name in ('scalar', '_reconstruct')),
           ('numpy._core.numeric', '_frombuffer'), ('numpy.core.numeric', '_frombuffer'),
