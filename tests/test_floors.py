@@ -31,7 +31,7 @@ KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'), 'base.g
              'payload': ('fastai', 'multiprocessing', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
-             'report': ('fastai', 'torch.distributed'), 'machines': ('fastai', 'torch.distributed'), 'machines.route': ('fastai',),
+             'report': ('fastai', 'torch.distributed'), 'machines': ('fastai', 'torch.distributed'), 'machines.meeting': ('fastai',),
              'cluster': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
              'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data',
                          'fastai.torch_basics'),

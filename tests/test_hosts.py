@@ -46,7 +46,7 @@ def shared():
     shutil.rmtree(path)
 
 
-def agent_of(launcher, i): return psutil.Process(launcher.machines[i].way.proc.pid).children()[0]
+def agent_of(launcher, i): return psutil.Process(launcher.machines[i].conn.proc.pid)
 
 
 def gone(procs, seconds):

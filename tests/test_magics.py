@@ -464,11 +464,6 @@ def test_timeout(group):
     assert 'Out[0:' in group.run('%%dip\n1')
 
 
-def workers(kernel):
-    return [p for p in psutil.Process(kernel.pid()).children(recursive=True)
-            if 'resource_tracker' not in ' '.join(p.cmdline())]
-
-
 def test_kill(group):
     group.run('%dipper d')
     pids = eval(group.run('list(d.pids)'))

@@ -46,25 +46,9 @@ def test_gpus_that_torch_does_not_find(cluster, reserved, asked, gpus):
     "Ray is asked for one for each rank. What it gives is no good: one line for each machine, and nobody trains"
     with pytest.raises(CantDistribute) as caught: learner().distrib_fit(1, launcher=ray_of(**asked))
     lines = str(caught.value).splitlines()
-    assert [o.split(':')[0] for o in lines[:-1]] == ['localhost', cluster.other]
-    assert all(f'Ray gave {gpus} GPU' in o for o in lines[:-1]) and 'Ray(gpus=0) takes the CPU' in lines[-1], lines
+    assert [o.split(':')[0] for o in lines] == ['localhost', cluster.other]
+    assert all(f'Ray gave {gpus} GPU' in o and 'Ray(gpus=0) takes the CPU' in o for o in lines), lines
     assert reserved() == [{'CPU': gpus, 'GPU': gpus}]*2
-
-
-class Lenient(Ray):
-    "Takes what Ray gives, whether torch finds it or not"
-    def _check_gpus(self): self.seen = self._own
-
-
-@needs_ray
-def test_gpus_at_home(cluster, monkeypatch):
-    "Which of them are ours, Ray says; the notebook has numbers of its own for them"
-    for visible, own in (None, [0, 1]), ('1', [0]), ('1,0', [1, 0]):
-        if visible: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
-        launcher = ray_of(Lenient, nodes=1)
-        launcher.place()
-        assert (launcher.seen, launcher.has_home, launcher.on_gpu) == (own, True, False)
-        launcher.close()
 
 
 @needs_ray

@@ -1,14 +1,14 @@
 """Workers start where the helper process can't, and data is shared where no memory file can be made. What the
 system refuses is told in words, and the next start is as if nothing had been. The first call in a kernel
 says at once what it waits for, the stop button ends it, and the next call is fine."""
-import contextlib, errno, json, os, resource, shutil, signal, socket, subprocess, sys, tempfile
+import contextlib, errno, json, os, resource, shutil, signal, subprocess, sys, tempfile
 import textwrap, warnings
 from pathlib import Path
 import multiprocessing, pytest, torch
 from fastai.callback.core import Callback
 from jupyter_client.manager import KernelManager
 from fastddp.all import *
-from fastddp.base import group, rendezvous
+from fastddp.base import group
 from fastddp.launch import local
 from fastddp.launch.engine import Job
 from fastddp.process import helper
@@ -249,26 +249,6 @@ def test_processes_of_a_callback(how, code):
     learn = make_learner(cbs=[Forks(how)])
     learn.distrib_fit(1, nprocs=2, timeout=60)
     assert len(learn.recorder.values) == 1 and learn.forks.codes == [code]
-
-
-def other_connections(ctx, _):
-    "Connections of another thread's, made while the group is joined, are not the group's"
-    server, made, real = socket.create_server(('127.0.0.1', 0)), [], rendezvous._connect
-    def connect(*args):
-        made.append(socket.create_connection(server.getsockname()))
-        return real(*args)
-    rendezvous.leave()
-    rendezvous._connect = connect
-    try: rendezvous.join(os.path.join(os.path.dirname(ctx._channel.folder+'/'), 'again'), ctx.rank, ctx.world_size)
-    finally: rendezvous._connect = real
-    theirs, own = {o.fileno() for o in made}, {fd for fd, _ in rendezvous._own_sockets}
-    res = bool(theirs & own), len(own) > 1
-    for o in (server, *made): o.close()
-    return res
-
-
-def test_only_the_groups_own_connections_are_ours():
-    assert Local(gpus=[]).run(Job.of(other_connections, None), 2).results == [(False, True)]*2
 
 
 @pytest.mark.parametrize('method', long_but(['forkserver', 'spawn'], 'forkserver'))

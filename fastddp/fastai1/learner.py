@@ -5,20 +5,20 @@
 # %% auto #0
 __all__ = ['OPTIONS']
 
-# %% ../../nbs/fastai1/808_learner.ipynb #d1856409
+# %% ../../nbs/fastai1/808_learner.ipynb #eb1d3515
 import fastai.train     # patches fit_one_cycle and lr_find onto Learner
 from fastai.basic_train import Learner
 from fastcore.basics import patch
 
 from ..base.group import under_launcher
-from .in_place import at_home, in_place, mend_barrier, train_in_place
-from .jobs import fit_job, infer_job
-from .session import Session, wants_no_lines
+from .session import Session, in_place, mend_barrier, wants_no_lines
+# the app's two, for a standing cluster
+from .session import at_home, train_in_place
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
 from ..shard.gathered_loss import check_loss
 
-# %% ../../nbs/fastai1/808_learner.ipynb #9b31f49a
+# %% ../../nbs/fastai1/808_learner.ipynb #d9b11a6f
 @patch
 @with_block
 def distrib_ctx(self:Learner,
@@ -33,24 +33,26 @@ def distrib_ctx(self:Learner,
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
     **unknown # Refused, with what was probably meant
 ):
-    "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
+    """Inside the block all training and inference of this learner runs on workers, which stay warm
+    from call to call."""
     given = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
     options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # what the ranks are told
-    def session(engine, n, gpus): return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job)
-    def here(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
+    def overrides(*found): return Session(self, *found, options, restarts).overrides()
+    def group_stands(): return in_place(self, options, given)
+    with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
 
 OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'])
 
 def _missing(self, k): raise no_attribute(self, k)
 
-Learner.__getattr__ = _missing      # not by `@patch`, which would leave the name in this module: modules have one, too
+# not by `@patch`, which would leave the name in this module: modules have one, too
+Learner.__getattr__ = _missing
 
-# %% ../../nbs/fastai1/808_learner.ipynb #8f5cd7a3
+# %% ../../nbs/fastai1/808_learner.ipynb #d1c50d32
 if under_launcher(): mend_barrier()
 
-# %% ../../nbs/fastai1/808_learner.ipynb #8f5cd7a4
+# %% ../../nbs/fastai1/808_learner.ipynb #c432cd81
 @patch
 def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any other that ends in a fit or a validation
@@ -62,7 +64,7 @@ def distrib(self:Learner,
     OPTIONS.refuse_unknown(type(self), name, kwargs)
     with self.distrib_ctx(**options): return getattr(self, name)(*args, **kwargs)
 
-# %% ../../nbs/fastai1/808_learner.ipynb #b6cf4fa6
+# %% ../../nbs/fastai1/808_learner.ipynb #16a07f09
 _AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the call
 if there was none; the error's `kept` says which. After an interrupt it holds what was trained until then."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
@@ -71,7 +73,8 @@ for _name in ('fit','fit_one_cycle','lr_find'):
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
 for _name in ('validate','get_preds'):
     _none = 'batch','sync_bn','loss','restarts'
-    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
+    setattr(Learner, f'distrib_{_name}',
+            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
 OPTIONS.document(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)

@@ -5,18 +5,19 @@
 # %% auto #0
 __all__ = ['apply']
 
-# %% ../../nbs/fastai2/723_apply.ipynb #b7480049
+# %% ../../nbs/fastai2/723_apply.ipynb #059c625a
 import warnings
 
-from .loaders import set_dl_state
-from ..shard.loss import loss_module
 from ..base.rng import CommonRNG
-from ..launch.training import load_state
-from ..payload.changes import update_objects
-from ..payload.state import apply_grads, apply_model, apply_opt, model_tensors, opt_owners, update_attrs
+from .loaders import set_dl_state
 from .snapshot import all_cbs, parts, persistent_refs
+from ..launch.session import load_state
+from ..payload.changes import update_objects
+from ..payload.state import (apply_grads, apply_model, apply_opt, model_tensors, opt_owners,
+                                   update_attrs)
+from ..shard.loss import loss_module
 
-# %% ../../nbs/fastai2/723_apply.ipynb #553e04c8
+# %% ../../nbs/fastai2/723_apply.ipynb #a4dbbffc
 def apply(learn, cbs, meta, buffers, refs=None,
           whole=True # Also what callbacks hold that is as it was? Not right after the fit
 ):
@@ -30,18 +31,22 @@ def apply(learn, cbs, meta, buffers, refs=None,
     if state['tensors']: apply_grads(learn.model, state['grads'])
     if state['loss']: apply_model(loss_module(learn.loss_func), state['loss'])
     if state['opt'] and learn.opt: apply_opt(learn.opt, *state['opt'])
-    for o,attrs in zip(opt_owners(learn.opt), rest.get('opt_attrs', ())): update_attrs(o, attrs, whole)
+    for o,attrs in zip(opt_owners(learn.opt), rest['opt']): update_attrs(o, attrs, whole)
     update_attrs(learn, rest['learn'])
     for cb,attrs in zip(callbacks, rest['cbs']): update_attrs(cb, attrs, whole)
     for dl,st in zip(learn.dls.loaders, rest['dls']): set_dl_state(dl, st)
-    _apply_cbs(learn, rest)
+    before = list(learn.cbs)
+    for i in rest['left']:
+        if i < len(before): learn.remove_cb(before[i])
+    for cb in rest['come']: learn.add_cb(cb)
     if rest['rng']: CommonRNG(rest['rng']).install()
 
 def _apply_structure(learn, rest, state):
-    "Modules and parts; do the weights fit then? A learner that they don't fit is left as it was, with a warning"
-    undo,before = update_objects(parts(learn), rest.get('parts', ())),{k:getattr(learn, k) for k in _WHOLE}
-    for k in _WHOLE:
-        if rest.get(f'new_{k}') is not None: setattr(learn, k, rest[f'new_{k}'])
+    """Modules and parts; do the weights fit then? A learner that they don't fit is left as it was,
+    with a warning"""
+    undo,before = update_objects(parts(learn), rest['parts']),{k:getattr(learn, k)
+                                                               for k in rest['new']}
+    for k,v in rest['new'].items(): setattr(learn, k, v)
     unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]
     if not unknown: return True
     undo()
@@ -50,26 +55,15 @@ def _apply_structure(learn, rest, state):
                   "the learner is as before the fit.")
     return False
 
-_WHOLE = 'model','opt','dls'
-
-def _apply_cbs(learn, rest):
-    "Callbacks that left in the fit leave here, and those that came come"
-    before = list(learn.cbs)
-    for i in rest.get('left', ()):
-        if i < len(before): learn.remove_cb(before[i])
-    for cb in rest.get('come', ()): learn.add_cb(cb)
-
 def _load_rest(load_rest):
     "What came besides weights and optimizer; with a warning about what didn't"
     try: rest = load_rest()
     except Exception as e:
         warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are as before it, "
                       f"since something that a callback holds can't be loaded here ({type(e).__name__}: {e}).")
-        return dict(learn={}, cbs=[], rng=None, dls=[])
-    if rest.get('lost'): _warn_of_lost([' '.join(o.split()) for o in rest['lost']])
+        return dict(learn={}, cbs=[], opt=[], parts=[], new={}, left=[], come=[], rng=None, dls=[])
+    if lost := [' '.join(o.split()) for o in rest.get('lost', ())]:
+        verb = 'is' if len(lost) == 1 else 'are'
+        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and {verb} in the "
+                      "notebook as before the fit. Everything else of the fit is there.")
     return rest
-
-def _warn_of_lost(lost):
-    verb = 'is' if len(lost) == 1 else 'are'
-    warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and {verb} in the notebook "
-                  "as before the fit. Everything else of the fit is there.")

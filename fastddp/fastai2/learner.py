@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['OPTIONS']
 
-# %% ../../nbs/fastai2/730_learner.ipynb #fa0e030a
+# %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
 import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Learner
 from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .step import DDP_CHECKS
-from .in_place import at_home, in_place, train_in_place      # the app's two, for a standing cluster
-from .jobs import fit_job, infer_job
+# the app's two, for a standing cluster
+from .jobs import at_home, in_place, train_in_place
 from .resume import UserCall, calling
 from .rank0 import wants_no_lines
 from .session import Session
@@ -20,7 +20,7 @@ from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
 from ..shard.gathered_loss import check_loss
 
-# %% ../../nbs/fastai2/730_learner.ipynb #1d3f8f91
+# %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d
 @patch
 @with_block
 def distrib_ctx(self:Learner,
@@ -38,32 +38,35 @@ def distrib_ctx(self:Learner,
     in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
-    "Inside the block all training and inference of this learner runs on workers, which stay warm from call to call."
+    """Inside the block all training and inference of this learner runs on workers, which stay warm
+    from call to call."""
     given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
     check_loss(loss)
-    options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)      # what the ranks are told
-    def session(engine, n, gpus):
-        return Session(self, engine, n, gpus, options, restarts, fit_job, infer_job,
-                       factories=(model_factory,dls_factory), asked_for=OPTIONS.asked_for(given))
-    def here(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, here, session, wants_no_lines): yield self
+    # what the ranks are told
+    options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
+    def overrides(engine, n, gpus):
+        session = Session(self, engine, n, gpus, options, restarts,
+                          factories=(model_factory,dls_factory),
+                          asked_for=OPTIONS.asked_for(given))
+        return dict(fit=session.fit, _do_epoch_validate=session.validate)
+    def group_stands(): return in_place(self, options, given)
+    with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
 
 OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
-# %% ../../nbs/fastai2/730_learner.ipynb #e5b082b1
+# %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 _getstate = Learner.__getstate__
-_OVERRIDES = 'fit','get_preds','_do_epoch_validate','_call_one','all_batches','_do_grad_opt','_do_one_batch'
-
-def _is_ours(k, v):
-    "Is `v` what overrides the learner's method `k`, or the block that it is in?"
-    return k == 'distrib_session' or k in _OVERRIDES and (getattr(v, '__module__', None) or '').startswith('fastddp.')
 
 @patch
 def __getstate__(self:Learner):
-    "As fastai's, without our overrides"
-    return {k:v for k,v in _getstate(self).items() if not _is_ours(k, v)}
+    "As fastai's, without the block that the learner is in and our overrides of its methods"
+    def is_ours(k, v):
+        overrides = callable(getattr(Learner, k, None)) and (getattr(v, '__module__', None)
+                                                             or '').startswith('fastddp.')
+        return k == 'distrib_session' or overrides
+    return {k:v for k,v in _getstate(self).items() if not is_ours(k, v)}
 
-# %% ../../nbs/fastai2/730_learner.ipynb #a15771f6
+# %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
 _asks_model = Learner.__getattr__
 
 def _missing(self, k):
@@ -71,9 +74,10 @@ def _missing(self, k):
     if k.startswith('distrib'): raise no_attribute(self, k)
     return _asks_model(self, k)
 
-Learner.__getattr__ = _missing      # not by `@patch`, which would leave the name in this module: modules have one, too
+# not by `@patch`, which would leave the name in this module: modules have one, too
+Learner.__getattr__ = _missing
 
-# %% ../../nbs/fastai2/730_learner.ipynb #5e217da1
+# %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
 @patch
 def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any `fit_*` that was patched in
@@ -84,9 +88,10 @@ def distrib(self:Learner,
     options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.refuse_unknown(type(self), name, kwargs)
     user_call = UserCall(name, args, kwargs, options)
-    with self.distrib_ctx(**options), calling(self, user_call): return getattr(self, name)(*args, **kwargs)
+    with self.distrib_ctx(**options), calling(self, user_call):
+        return getattr(self, name)(*args, **kwargs)
 
-# %% ../../nbs/fastai2/730_learner.ipynb #cf1cde84
+# %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
 _FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
 _INFERS = 'validate','get_preds','tta'
 _AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the fit
@@ -97,7 +102,8 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 for _name in _FITS: setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
 for _name in _INFERS:
     _none = 'batch','sync_bn','loss','restarts','ddp_kwargs'
-    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
+    setattr(Learner, f'distrib_{_name}',
+            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
 OPTIONS.document(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)

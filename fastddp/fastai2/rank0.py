@@ -6,8 +6,8 @@
 __all__ = ['sync_load', 'sync_opt', 'one_tmp_file', 'alone_on_rank0', 'notebook_run', 'open_run', 'apply_settings',
            'as_one_process', 'wants_no_lines']
 
-# %% ../../nbs/fastai2/726_rank0.ipynb #9f0ccafd
-import contextlib, hashlib, sys
+# %% ../../nbs/fastai2/726_rank0.ipynb #de07c8e8
+import contextlib, functools, sys
 
 from fastai.callback.core import _inner_loop
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
@@ -23,11 +23,10 @@ from .together import own_events
 from .inference import inner_inference
 from .together import LOAD
 from ..launch.rank0_only import is_kind, is_rank0_only
-from ..payload.pickling import dump
 
-# %% ../../nbs/fastai2/726_rank0.ipynb #393153ef
+# %% ../../nbs/fastai2/726_rank0.ipynb #1bf87b74
 def _check_load(together):
-    "Raises `CantDistribute` unless all ranks load"
+    "Refuse a load that not all ranks make"
     if together.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks "
         "would go on with other weights. Load in a callback without `rank0_only`.")
     if together.mid_batch: raise CantDistribute("learn.load was called between a batch's forward and backward pass, "
@@ -40,7 +39,7 @@ def _check_load(together):
 def sync_load(learn,
               together=None # Of the fit, if there is one
 ):
-    "Inside, `learn.load` reads on rank 0 and gives model and optimizer to all; raises `CantDistribute` unless all load"
+    "Inside, `learn.load` reads on rank 0 and sends model and optimizer to all; `CantDistribute` unless all load"
     def load(*args, **kwargs):
         if together: _check_load(together)
         if group.rank() == 0: type(learn).load(learn, *args, **kwargs)
@@ -49,93 +48,79 @@ def sync_load(learn,
         return learn
     with own_attrs(learn, load=load): yield
 
-# %% ../../nbs/fastai2/726_rank0.ipynb #7f5c078a
-def _digest(opt):
-    "A number that tells optimizers apart"
-    p = dump(opt.state_dict() if opt else None)
-    h = hashlib.blake2b(p.meta, digest_size=6)
-    for b in p.buffers: h.update(b)
-    return int.from_bytes(h.digest(), 'big')
-
+# %% ../../nbs/fastai2/726_rank0.ipynb #0edfb766
 def sync_opt(learn):
     "Rank 0's optimizer on every rank"
     if group.world_size() == 1: return
-    digests,there = zip(*group.all_gather_object([_digest(learn.opt), bool(learn.opt)]))
-    if len(set(digests)) == 1: return
-    if not there[0]:
-        learn.opt = None       # the fit makes one
+    if not group.all_gather_object(bool(learn.opt))[0]:
+        learn.opt = None      # the fit makes one
         return
     if not learn.opt: learn.create_opt()
     opt_from_rank0(learn)
 
-# %% ../../nbs/fastai2/726_rank0.ipynb #a4992707
+# %% ../../nbs/fastai2/726_rank0.ipynb #24f33416
 @contextlib.contextmanager
 def one_tmp_file(learn, cbs # All callbacks of the fit
 ):
     "Inside, an `LRFinder` writes on rank 0 only"
     finders = [cb for cb in cbs if isinstance(cb, LRFinder)] if group.rank() else []
-    with contextlib.ExitStack() as stack:
-        for cb in finders: stack.enter_context(_without_file(cb, learn))
-        yield
-
-def _without_file(cb, learn):
-    "Inside, the `LRFinder` `cb` does what it does elsewhere than on rank 0"
-    def before_fit():
+    def before_fit(cb):
         ParamScheduler.before_fit(cb)
         cb.best_loss = float('inf')
     def after_fit():
         learn.opt.zero_grad()
         learn.load('')
-    return own_attrs(cb, before_fit=before_fit, after_fit=after_fit)
+    with contextlib.ExitStack() as stack:
+        for cb in finders:
+            stack.enter_context(own_attrs(cb, before_fit=functools.partial(before_fit, cb),
+                                          after_fit=after_fit))
+        yield
 
-# %% ../../nbs/fastai2/726_rank0.ipynb #82a00002
+# %% ../../nbs/fastai2/726_rank0.ipynb #00fabeec
 @contextlib.contextmanager
 def _without_ours(learn, ours):
-    "`learn.cbs` without the callbacks `ours`; what is added meanwhile is rank 0's own"
+    "`learn.cbs` without the callbacks `ours`; those that are added meanwhile act on rank 0 only"
     old,ids = learn.cbs,{id(cb) for cb in ours}
     others = [cb for cb in old if id(cb) not in ids]
     learn.cbs = L([*others])     # an `L` keeps the list that it is given
     try: yield
     finally:
         now = list(learn.cbs)
-        _mark_rank0_only(now, others)
+        for cb in now:
+            if not any(cb is o for o in others): vars(cb)['rank0_only'] = True
         # the same object where nothing changed: fastai, and `own_events`, go on with it
         learn.cbs = old if now == others else L([*now, *(cb for cb in old if id(cb) in ids)])
 
-def _mark_rank0_only(cbs, known):
-    "Those of `cbs` that are not `known` act on rank 0 only"
-    ids = {id(cb) for cb in known}
-    for cb in cbs:
-        if id(cb) not in ids: vars(cb)['rank0_only'] = True
-
-# %% ../../nbs/fastai2/726_rank0.ipynb #f544b891
+# %% ../../nbs/fastai2/726_rank0.ipynb #eb35ce43
 _SIMPLE = {ProgressCallback, ShowGraphCallback, CSVLogger}      # they only tell
 
 def _needs_care(cb): return type(cb) not in _SIMPLE and is_rank0_only(cb)
 
-class _AloneCall:
-    "Called in the place of a callback of rank 0's own"
-    def __init__(self, cb, learn, together): self.cb,self.learn,self.together = cb,learn,together
-    def __call__(self, event_name):
-        cb,together = self.cb,self.together
-        if together.alone: return cb(event_name)       # called by one that is alone already
-        with own_attrs(together, alone=True), _without_ours(self.learn, together.ours):
-            if event_name in _inner_loop: return cb(event_name)     # keeping the streams costs too much in each batch
-            with kept_streams(self.learn, together.common): cb(event_name)
+def _alone(cb, learn, together):
+    "A function that calls the callback `cb` while the other ranks don't"
+    def call(event_name):
+        if together.alone: return cb(event_name)       # called by another one that is alone
+        with own_attrs(together, alone=True), _without_ours(learn, together.ours):
+            # keeping the streams costs too much in each batch
+            if event_name in _inner_loop: return cb(event_name)
+            with kept_streams(learn, together.common): cb(event_name)
+    return call
 
 @contextlib.contextmanager
 def alone_on_rank0(learn,
                    together # Of the fit
 ):
-    "Inside, events of rank 0's own callbacks neither wait for the other ranks nor draw from what all have in common"
+    """Inside, events of rank 0's own callbacks neither wait for the other ranks nor draw from what
+    all have in common"""
     if group.world_size() == 1 or group.rank():
         yield
         return
-    def asked(cb): return _AloneCall(cb, learn, together) if _needs_care(cb) else cb
+    def asked(cb): return _alone(cb, learn, together) if _needs_care(cb) else cb
     with own_events(learn, asked), _alone_in_batches(learn, together): yield
 
-# %% ../../nbs/fastai2/726_rank0.ipynb #82a00006
-_PHASE = {'training','dl','iter','n_iter','xb','yb','pred','loss','loss_grad'}      # of a learner in a phase
+# %% ../../nbs/fastai2/726_rank0.ipynb #c895c1c8
+# of a learner in a phase
+_PHASE = {'training','dl','iter','n_iter','xb','yb','pred','loss','loss_grad'}
 
 @contextlib.contextmanager
 def _kept_phase(learn):
@@ -157,10 +142,10 @@ def _alone_in_batches(learn, together):
         with _kept_phase(learn), kept_streams(learn, together.common): return infer(*args, **kwargs)
     with own_attrs(learn, _do_epoch_validate=validate): yield
 
-# %% ../../nbs/fastai2/726_rank0.ipynb #575f9d57
+# %% ../../nbs/fastai2/726_rank0.ipynb #bc588695
 def notebook_run(cbs # Callbacks
 ):
-    "The id of the W&B run that is open here, if a callback logs to it, else None"
+    "The id of the W&B run that is open in this process, if a callback logs to it, else None"
     wandb = sys.modules.get('wandb')
     if wandb is None or wandb.run is None: return None
     return wandb.run.id if any(is_kind(cb, ['WandbCallback']) for cb in cbs) else None
@@ -168,7 +153,7 @@ def notebook_run(cbs # Callbacks
 @contextlib.contextmanager
 def open_run(run_id # As `notebook_run` gives it
 ):
-    "Rank 0 logs to the notebook's run; yields a function that says what settings the run has by then"
+    "Attach rank 0 to the notebook's run; yields a function that returns the run's current settings"
     if run_id is None or group.rank():
         yield lambda: None
         return
@@ -182,7 +167,7 @@ def apply_settings(settings # A dict, or None
     "Gives the notebook's run the settings that it has by now"
     if settings: sys.modules['wandb'].run.config.update(settings, allow_val_change=True)
 
-# %% ../../nbs/fastai2/726_rank0.ipynb #cad5d120
+# %% ../../nbs/fastai2/726_rank0.ipynb #6464513b
 @contextlib.contextmanager
 def as_one_process(learn,
                    cbs,      # Those that are given to `fit`
@@ -197,7 +182,7 @@ def as_one_process(learn,
         yield
         together.depart()
 
-# %% ../../nbs/fastai2/726_rank0.ipynb #402988a3
+# %% ../../nbs/fastai2/726_rank0.ipynb #74fbcca9
 def wants_no_lines(learn):
     "Is `learn` inside of `no_bar()` and `no_logging()`?"
     silent = getattr(learn.logger, '__name__', '') == 'noop'

@@ -211,10 +211,9 @@ def _specs(self:Local, nprocs, work):
     backend = group.backend_for('cpu' if gpus[0] is None else accelerator()) if self.backend is None else self.backend
     threads,store = self.threads or max(1, visible_cores()//nprocs),self._rendezvous_file()
     settings = self.settings()
-    self._remove_files('heartbeat-*')
     def spec(r):
         display,log = self.display_of(r),self.workers.log_path(r)
-        return RankSpec(nprocs, gpus[r], backend, threads, store, display, log, self.workers.heartbeat_path(r), work, settings)
+        return RankSpec(nprocs, gpus[r], backend, threads, store, display, log, work, settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch

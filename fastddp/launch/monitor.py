@@ -6,7 +6,7 @@
 __all__ = ['Ends', 'Monitor']
 
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
-import os, pickle, signal, time
+import os, pickle, re, signal, time
 
 from fastcore.basics import patch
 
@@ -14,7 +14,6 @@ from .engine import Outcome
 from ..base.errors import GroupTimeout, RankDied, RankRaised
 from ..base.failure import first_failure, is_echo, is_timeout
 from ..process.helper import HELPER_ENDED
-from ..process.heartbeat import job_stack, odd_one
 from ..output.streams import tail
 from ..output.replay import Replay
 from ..payload.pickling import load
@@ -123,7 +122,7 @@ def _log(self:Monitor, r, n=3000):
 # %% ../../nbs/launch/503_monitor.ipynb #9dd501a6
 @patch
 def _beats(self:Monitor):
-    "The last `Beat` of each rank that is still at work"
+    "The last `Heartbeat` of each rank that is still at work"
     return {r:self.workers.beat(r) for r in self.workers.ranks if r in self.ends.at_work}
 
 @patch
@@ -141,6 +140,26 @@ def ask_to_stop(self:Monitor):
     self.asked_to_stop = time.monotonic()
     self.workers.ask_stop()
 
+# %% ../../nbs/launch/503_monitor.ipynb #d1623b00
+def _job_stack(text):
+    "Of all threads in a report of faulthandler's the one that runs the job; empty when there is none"
+    threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', text)
+    return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
+
+# Where a rank is that waits for the others: in a collective, or in a backward pass whose all-reduce isn't through
+_WAITS = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
+          '_engine_run_backward','torch/autograd/graph.py')
+
+def _awaited_rank(
+    stacks,     # Rank -> its `_job_stack`
+    stopped=(), # Ranks that a signal has stopped
+    awaited=(), # Ranks that another one waits for at the board
+):
+    """The rank that keeps the others waiting: the stopped one, else one without a stack, else one that others
+    wait for at the board, else one whose two innermost frames don't wait for other ranks"""
+    def waits(stack): return any(w in line for line in stack.split('\n')[1:3] for w in _WAITS)
+    return min(stacks, key=lambda r: (r not in stopped, bool(stacks[r]), r not in awaited, waits(stacks[r]), r))
+
 # %% ../../nbs/launch/503_monitor.ipynb #e86dfb87
 @patch
 def _check_for_hang(self:Monitor):
@@ -155,16 +174,16 @@ def hang(self:Monitor):
     beats = self._beats()
     stacks = self._stacks(beats)
     stopped = [r for r in beats if self.workers.is_stopped(r)]
-    odd = odd_one(stacks, stopped, {b.waits_for for b in beats.values()})
-    in_order = sorted(beats, key=lambda r: r != odd)
+    awaited = _awaited_rank(stacks, stopped, {b.waits_for for b in beats.values()})
+    in_order = sorted(beats, key=lambda r: r != awaited)
     lines = [_stack_of(r, beats[r], stacks[r], r in stopped) for r in in_order]
-    return self._with_state(GroupTimeout(odd, beats[odd].where, self.local.timeout, lines))
+    return self._with_state(GroupTimeout(awaited, beats[awaited].where, self.local.timeout, lines))
 
 @patch
 def _stacks(self:Monitor, ranks):
     "rank -> the Python stack of its job, as text; '' for one that didn't write any within five seconds"
     starts = {r:self._log_size(r) for r in ranks}
-    def read(r): return job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
+    def read(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
     self.workers.ask_stacks(ranks)
     end = time.monotonic()+5.
     while time.monotonic() < end and not all(read(r) or self.workers.is_stopped(r) for r in ranks):

@@ -14,7 +14,6 @@ from ..base.device import device_module, is_accelerator
 from .settings import take_settings, warn_of_left
 from ..process.malloc import give_pages_back, keep_pages
 from ..process.channel import nothing
-from ..process.heartbeat import Heartbeat
 from ..output.streams import fd_log
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, function_at, load
@@ -70,7 +69,6 @@ class RankSpec(NamedTuple):
     store:str           # File or address of the group's rendezvous
     display:DisplaySettings
     log:str             # File that gets what is written outside Python
-    heartbeat:str       # File of its `Heartbeat`
     work:str            # `Job.work`
     settings:dict={}    # `notebook_settings`
 
@@ -83,10 +81,17 @@ class _WorkerContext(Context):
         super().__init__(channel.rank, spec.world_size, device, self._emit, channel.put, channel.stop_requested)
         self._channel,self.where = channel,channel.where
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
-        heart = Heartbeat(spec.heartbeat)
-        self.beat,self.reserve,board.on_wait = heart.beat,channel.reserve,heart.waits_for
+        self.reserve,board.on_wait = channel.reserve,self._waits_for
+        self._heartbeats,self._last = channel.heartbeats(),board.Heartbeat()
         channel.where,channel.items = lambda: _now(self.where),lambda: _now(self.items)
     def _emit(self, event): self._channel.emit(('event', event))
+    def beat(self, where='', leaving=False):
+        now,last = time.monotonic(),self._last
+        longest = max(last.longest, now-last.at) if last.at else 0.
+        self._last = board.Heartbeat(now, longest, leaving, -1, where)
+        self._heartbeats.write(self.local_rank, self._last)
+    def _waits_for(self, rank):
+        self._heartbeats.write(self.local_rank, self._last._replace(waits_for=rank))
     @contextlib.contextmanager
     def interruptible(self):
         main,old = threading.main_thread().ident,signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -107,7 +112,11 @@ def _join_group(channel, spec, device):
     if group.in_group() and _rendezvous == spec.store: return
     rendezvous.leave(broken=True)
     rendezvous.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
-    _rendezvous,channel.on_break = spec.store,lambda: rendezvous.leave(broken=True)
+    _rendezvous,channel.on_break = spec.store,_break_group
+
+def _break_group():
+    rendezvous.hang_up()
+    rendezvous.leave(broken=True)
 
 # %% ../../nbs/launch/502_rank.ipynb #2991bb14
 _joined_early = None      # Time at which `join_early` was through; the job that follows takes it

@@ -6,9 +6,7 @@
 __all__ = ['SETTINGS', 'Setting', 'notebook_settings', 'take_settings', 'warn_of_left']
 
 # %% ../../nbs/launch/501_settings.ipynb #b15717c3
-import contextlib, os, sys, warnings
-try: import resource
-except ImportError: resource = None     # not on Windows
+import contextlib, sys, warnings
 from typing import NamedTuple
 
 import cloudpickle, numpy as np, torch
@@ -63,23 +61,9 @@ _FORMATS = {'numpy.set_printoptions': Setting(np.get_printoptions, lambda v: np.
             'pandas.set_option': Setting(_pandas_changes, _change_pandas)}
 
 # %% ../../nbs/launch/501_settings.ipynb #700ef6b4
-def _umask():
-    with open('/proc/self/status') as f: return next(int(l.split()[1], 8) for l in f if l.startswith('Umask'))
+_PYTHON = {'sys.setrecursionlimit': Setting(sys.getrecursionlimit, sys.setrecursionlimit)}
 
-def _set_cores(cores):
-    for thread in os.listdir('/proc/self/task'):
-        with contextlib.suppress(ProcessLookupError): os.sched_setaffinity(int(thread), cores)
-
-def _limit(k):
-    which = getattr(resource, k)
-    def write(v): resource.setrlimit(which, (v, resource.getrlimit(which)[1]))
-    return Setting(lambda: resource.getrlimit(which)[0], write)
-
-_PROCESS = {'umask': Setting(_umask, os.umask), 'CPU affinity': Setting(lambda: os.sched_getaffinity(0), _set_cores),
-            'sys.setrecursionlimit': Setting(sys.getrecursionlimit, sys.setrecursionlimit),
-            **{f'resource.{k}': _limit(k) for k in dir(resource) if k.startswith('RLIMIT_')}}
-
-SETTINGS = _TORCH | _FORMATS | _PROCESS
+SETTINGS = _TORCH | _FORMATS | _PYTHON
 
 # %% ../../nbs/launch/501_settings.ipynb #60e97d13
 _PLAIN = bool,int,str,tuple,set,torch.dtype

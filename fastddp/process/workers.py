@@ -12,12 +12,12 @@ from multiprocessing import connection
 import cloudpickle
 from fastcore.basics import patch
 
+from ..base.board import Heartbeats
 from ..base.errors import CantDistribute
 from ..payload.pickling import address
 from ..payload.shared_memory import Block
-from .channel import Pipe, Surroundings
+from .channel import HEARTBEATS, Pipe, Surroundings
 from .cleanup import new_folder, remove_folder
-from .heartbeat import read_beat
 from .helper import (HelperEnded, end_helper, is_new, lasts, preload, start_method,
                                     start_worker, warm, without_helper)
 from .helper import is_stopped as process_is_stopped
@@ -77,6 +77,7 @@ class Workers:
         self._blocks = {}               # (rank, pair, number) -> `Block`, see `BlockPair`
         self._dead = set()              # ranks whose death was reported
         try:
+            self._heartbeats = Heartbeats(os.path.join(self.dir, HEARTBEATS), max(self.ranks)-self.first+1)
             for r in self.ranks:
                 self._start_one(r)
                 self._mark('helper' if len(self.procs) == 1 else 'fork')
@@ -96,12 +97,9 @@ class Workers:
     def log_path(self, rank):
         "The file for what rank `rank` writes outside Python"
         return os.path.join(self.dir, f'rank{rank}.log')
-    def heartbeat_path(self, rank):
-        "The file in which rank `rank` notes where it is, as `Heartbeat` does"
-        return os.path.join(self.dir, f'heartbeat-{rank}')
     def beat(self, rank):
-        "The `Beat` that rank `rank` noted last"
-        return read_beat(self.heartbeat_path(rank))
+        "The last `Heartbeat` of rank `rank`"
+        return self._heartbeats.read(rank-self.first)
     def are(self, ranks):
         "Are these the ranks, do all of them live, and is their folder there? People clean their temporary folders"
         return self.ranks == ranks and len(self.alive()) == self.n and os.path.isdir(self.dir)
@@ -120,6 +118,7 @@ def submit(self:Workers,
 ):
     "Every rank calls `entry`; `poll` tells how it goes, `latest` has the results"
     self.latest.clear()
+    self._heartbeats.clear()
     self._send_each('job', entry, configs, env, packed, fd=block.fd)
 
 @patch

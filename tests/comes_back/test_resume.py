@@ -66,12 +66,12 @@ def test_goes_on(cut, tmp_path, undisturbed):
 @pytest.mark.parametrize('cut', ['interrupt in an epoch', 'death'])
 def test_a_second_interrupt_while_the_place_is_noted(cut, tmp_path, undisturbed, monkeypatch):
     *fault, raised, _, _ = CUTS[cut]
-    learn, noted = learner(tmp_path, *fault), resume.ResumePoint.noted
+    learn, noted = learner(tmp_path, *fault), resume.ResumePoint.save
     def interrupted(*args):
         signal.raise_signal(signal.SIGINT)
         return noted(*args)
     with monkeypatch.context() as m:
-        m.setattr(resume.ResumePoint, 'noted', interrupted)
+        m.setattr(resume.ResumePoint, 'save', interrupted)
         with pytest.raises(raised): train(learn)
     learn.distrib_resume()
     assert history(learn) == undisturbed

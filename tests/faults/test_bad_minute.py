@@ -209,7 +209,7 @@ def test_another_learners_fit_in_a_block_says_where_it_trains(launcher):
     mine, other = make_learner(n=64), make_learner(n=64)
     plain = Learner.fit
     with mine.distrib_ctx(nprocs=2, launcher=launcher):
-        with pytest.warns(UserWarning, match="trains in the notebook: .* another learner's. learn.distrib_fit"):
+        with pytest.warns(UserWarning, match='belongs to a different learner. Call learn.distrib_fit'):
             other.fit_one_cycle(1)
         mine.fit(1)
         with other.distrib_ctx(launcher=InProcess()): other.fit(1)

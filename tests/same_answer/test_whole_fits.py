@@ -1,5 +1,5 @@
 "Whole fits with data and learners that lessons don't have: one process's answer, or an error that names the reason."
-import os, resource, signal, warnings
+import os, signal, warnings
 import numpy as np, pandas as pd, pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
@@ -18,7 +18,7 @@ from fastddp.base import group
 from fastddp.launch.engine import Job
 from fastddp.launch.local import Local
 from fastddp.launch.placement import engine_for
-from fastddp.launch.settings import SETTINGS, notebook_settings, take_settings
+from fastddp.launch.settings import notebook_settings, take_settings
 from fastddp.payload.pickling import dump
 from parity import Warm, assert_same, fit_both, items, learner, mlp, seed, values, warm
 
@@ -339,35 +339,30 @@ class Notes(Callback):
     def before_fit(self): self.numbers = str(np.full(1, 1/3)), str(pd.Series([1/3]).iloc[:1].to_list())
     def after_fit(self):
         own = [torch.get_float32_matmul_precision() == 'high', torch.are_deterministic_algorithms_enabled(),
-               torch.backends.cudnn.benchmark, torch.get_default_dtype() == torch.float64, SETTINGS['umask'].read(),
-               len(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+               torch.backends.cudnn.benchmark, torch.get_default_dtype() == torch.float64,
                pd.get_option('display.precision')]
         self.ranks = [t.tolist() for t in group.all_gather_object(torch.tensor([own], dtype=torch.float64))]
 
 
 def test_what_the_notebook_set(two):
-    before, mask, cores = notebook_settings(), SETTINGS['umask'].read(), os.sched_getaffinity(0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = notebook_settings()
     def fit():
         learn = learner(train=8, cbs=Notes())
         learn.distrib_fit(1, nprocs=2, launcher=two)
         return learn
     try:
-        os.umask(0o27)
-        os.sched_setaffinity(0, {min(cores)})
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft-1, hard))
         np.set_printoptions(precision=2)
         pd.set_option('display.precision', 2)
         torch.set_float32_matmul_precision('high')
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = True
         learn = fit()
-        assert learn.notes.ranks == [[[1, 1, 1, 0, 0o27, 1, soft-1, 2]]]*2
+        assert learn.notes.ranks == [[[1, 1, 1, 0, 2]]]*2
         assert learn.notes.numbers[0] == '[0.33]'
     finally:
         take_settings(before)
         pd.reset_option('display.precision')
-    assert fit().notes.ranks == [[[0, 0, 0, 0, mask, len(cores), soft, 6]]]*2
+    assert fit().notes.ranks == [[[0, 0, 0, 0, 6]]]*2
 
 
 def dtype_there(ctx, _): return str(torch.get_default_dtype())
