@@ -151,8 +151,9 @@ def sum_(t):
 
 # %% ../../nbs/base/009_group.ipynb #6f188fae
 class _Pickler(pickle.Pickler):
-    "Pickles tensors of any device as bytes, and their class by its name"
+    "Pickles tensors of any device as bytes and their class by its name, named tuples as tuples"
     def reducer_override(self, o):
+        if isinstance(o, tuple): return tuple, (list(o),)
         if not isinstance(o, torch.Tensor): return NotImplemented
         t = o.detach().as_subclass(torch.Tensor)
         return _tensor, (bytes_of(t).cpu().numpy().tobytes(), str(t.dtype), [*t.shape],
@@ -164,7 +165,7 @@ _PLAIN = {(_Pickler.__module__, '_tensor'), ('collections', 'OrderedDict'), ('nu
           ('numpy', 'ndarray'), *((f'numpy.{o}.multiarray', name) for o in ('core', '_core')
                                   for name in ('scalar', '_reconstruct')),
           ('numpy._core.numeric', '_frombuffer'), ('numpy.core.numeric', '_frombuffer'),
-          *(('builtins', o) for o in ('bytearray', 'complex', 'range', 'set', 'slice'))}
+          *(('builtins', o) for o in ('bytearray', 'complex', 'range', 'set', 'slice', 'tuple'))}
 
 class _Unpickler(pickle.Unpickler):
     "Loads plain values and tensors, and refuses everything else"
