@@ -16,11 +16,11 @@ from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, own_attrs
 from .loaders import counts_now, global_batches, own_loader, place_now, shard, torch_dl
-from .step import GlobalLoss, Ranks, other_params
+from .step import GlobalLoss, Ranks, trained_beside
 from .validate import Validation
 from ..output.notice import print_line
 from ..shard.batchnorm import sync_buffers, synced_bn
-from ..shard.drift import SameWeights, has_own_code, hooks_of, of_the_user
+from ..shard.drift import SameWeights
 from ..shard.gathered_loss import Losses
 from ..shard.sharded import outside_loop
 
@@ -62,13 +62,8 @@ class SameModel(Callback):
         "One set of buffers, and one of weights, whoever changed them"
         learn = self.learn
         sync_buffers(learn.model, self.average_bn)
-        self.same(self.ranks, self.epoch, lambda: _opt_from_rank0(learn.opt.opt), self._suspects)
-    def _suspects(self):
-        "What has code that is neither fastai's nor torch's, in words"
-        opt,cbs = self.learn.opt.opt,self.ranks.handler.callbacks
-        found = [f"callback {type(cb).__name__}" for cb in cbs if has_own_code(cb)]
-        found += [f"the optimizer ({type(opt).__name__})"]*has_own_code(opt)
-        return found + ["a hook on the model"]*any(map(of_the_user, hooks_of(self.learn.model)))
+        beside = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.beside()))
+        if self.same([*learn.model.named_parameters(), *beside], self.epoch): _opt_from_rank0(learn.opt.opt)
 
 def _own_loaders(data):
     data.train_dl = own_loader(data.train_dl)
@@ -175,7 +170,7 @@ def distributed_v1(learn,
 ): # Yields (`Ranks`, callbacks to add)
     "Inside, `basic_train.fit` of `learn` is one with the other ranks'; afterwards all is as it was"
     n,ranks,data = group.world_size(),Ranks(learn.model, stop_requested),learn.data
-    ranks.more = lambda: other_params(learn)
+    ranks.beside = lambda: trained_beside(learn)
     on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
     losses = Losses(loss, print_line)
     same = SameModel(learn, ranks, sync_bn and not on_gpu)

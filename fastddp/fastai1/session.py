@@ -26,7 +26,7 @@ from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
 from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs,
                                       place, snapshot,
                                       unpack)
-from .step import Ranks, other_params
+from .step import Ranks, trained_beside
 from .validate import Validation
 from ..launch.rank0_only import cbs_of_rank
 from ..launch.script import NoNotebook, launched_group, script_lines
@@ -187,7 +187,7 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     sync_streams()
     common = CommonRNG.capture()
     def from_rank0():
-        group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *other_params(learn)])
+        group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *trained_beside(learn)])
     from_rank0()
     callbacks,noted = callbacks or [],NoteProgress(NoNotebook(), learn)
     lines = script_lines(noted.progress,

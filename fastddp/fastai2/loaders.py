@@ -7,7 +7,7 @@ __all__ = ['loaders_in', 'ShardedWrapper', 'OneRank', 'why_not', 'global_bs', 's
            'dl_state', 'set_dl_state', 'follow_original']
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #4c11c085
-import numbers, random
+import contextlib, numbers, random
 from inspect import signature
 
 from fastai.data.load import DataLoader
@@ -16,13 +16,13 @@ from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchLoader
 
 from ..base.rng import CommonRNG
-from .fastai_loader import (changed_bs, fastai_len, n_items, set_text_order,
-                                           shard_fastai, text_order, why_not_fastai, with_bs)
-from ..shard.sharded import (Shard, Sharded, account, clone_loader, generator_states,
+from .fastai_loader import (changed_bs, n_items, set_text_order,
+                                           shard_fastai, text_order, why_not_fastai)
+from ..shard.sharded import (Shard, Sharded, account, generator_states,
                                    original, outside_loop, reading, set_generator, sharded_clone,
                                    track_changes, write_back)
 from ..shard.split import CantShard, global_batch_size, refuse_loader, too_few
-from ..shard.torch_loader import (batching_of, is_stream, samplers_of, shard_torch, torch_bs,
+from ..shard.torch_loader import (is_stream, samplers_of, shard_torch, torch_bs,
                                         torch_size, why_not_torch)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #3c3f3391
@@ -31,11 +31,6 @@ def _is_dl(o): return isinstance(o, (DataLoader,TorchLoader))
 def _size_of(dl):
     "Items of an epoch, or batches where a batch sampler decides"
     return n_items(dl) if isinstance(dl,DataLoader) else torch_size(dl)
-
-def _len_one(dl, rank, n, batch, train):
-    "Steps of `rank` in an epoch of one loader"
-    if isinstance(dl, DataLoader): return fastai_len(dl, rank, n, batch, train)
-    return batching_of(dl, n, batch).n_steps(rank, n, train)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #2b47339a
 def _are_dls(v): return isinstance(v, (list,tuple,L)) and len(v) and all(map(_is_dl,v))
@@ -152,23 +147,6 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`, or an object that ite
     if world_size==1: return OneRank(dl)
     return _shard_one(dl, rank, world_size, batch, train, common or CommonRNG.capture())
 
-# %% ../../nbs/fastai2/702_loaders.ipynb #67601904
-class _Sized:
-    "Stands for a sharded loader where only its length is asked"
-    def __init__(self, dl, length): self._dl,self._length = dl,length
-    def __len__(self): return self._length
-    def __getattr__(self, k):
-        if k.startswith('_'): raise AttributeError(k)
-        return getattr(self._dl, k)
-
-def _stand_in(dl, *args):
-    like = with_bs(dl, global_bs(dl,*args[1:3])) if isinstance(dl,DataLoader) else dl
-    return _Sized(like, _len_one(dl,*args))
-
-def _len_wrapper(dl, *args):
-    res = clone_loader(dl, object.__new__(type(dl)))
-    return len(_replace_loaders(res, dl, {id(o): _stand_in(o,*args) for o in _inner(dl)}))
-
 # %% ../../nbs/fastai2/702_loaders.ipynb #65f68494
 def n_batches(dl,         # A fastai or torch `DataLoader`, or an object that iterates over such
               world_size, # Number of ranks
@@ -176,11 +154,8 @@ def n_batches(dl,         # A fastai or torch `DataLoader`, or an object that it
               train=True, # In training all ranks make the same steps; in validation nothing is there twice
               rank=0      # Whose steps? In validation no rank has more than the first
 ):
-    "Steps of an epoch, without drawing anything; raises `CantShard` as `shard_dl`, TypeError if there is no length"
-    dl = original(dl)
-    if why := why_not(dl, world_size, batch): refuse_loader('This loader', world_size, why)
-    if world_size==1: return len(dl)
-    return (_len_one if _is_dl(dl) else _len_wrapper)(dl, rank, world_size, batch, train)
+    "Steps of an epoch; raises `CantShard` as `shard_dl`, TypeError if there is no length"
+    return len(shard_dl(dl, rank, world_size, batch, train, contextlib.nullcontext()))
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #e2539f65
 def check_dl(dl,         # A loader, or an object that iterates over such

@@ -36,7 +36,7 @@ def unwrapped(loss_func):
         else: return loss_func,kw
 
 def loss_module(loss_func):
-    "The module that does the work, which may have parameters of its own; None if it is no module"
+    "The module that computes the loss, which may have parameters; None if it is no module"
     f,_ = unwrapped(loss_func)
     return f if isinstance(f, nn.Module) else None
 
@@ -51,7 +51,7 @@ def is_known(loss_func):
     return is_known(other) if other is not None else _says_how(*unwrapped(loss_func))
 
 def _mixed(loss_func):
-    "The loss that mixup's own stands for, None for any other loss"
+    "The loss that mixup replaces, None for any other loss"
     f,_ = unwrapped(loss_func)
     return getattr(getattr(f,'__self__',None), 'old_lf', None)
 
@@ -95,32 +95,31 @@ def loss_divisor(loss_func,
     if found is None or not _is_classes(yb): return y.numel()*share
     (weight,ignore),y = found,y.as_subclass(torch.Tensor)   # fastai's kinds of tensors make each operation slower
     kept = y != ignore
-    if weight is None: own = kept
-    else: own = torch.where(kept, weight.to(y.device)[torch.where(kept,y,0).long()], 0.)
-    return own.sum()*share
+    if weight is None: return kept.sum()*share
+    return torch.where(kept, weight.to(y.device)[torch.where(kept,y,0).long()], 0.).sum()*share
 
 def _is_classes(yb): return len(yb)==1 and isinstance(yb[0],torch.Tensor) and not yb[0].dtype.is_floating_point
 
 # %% ../../nbs/shard/304_loss.ipynb #1663fb35
 class LossPart(NamedTuple):
     "This rank's part in the loss of a global batch"
-    own:object  # What its loss was divided by, a number or a tensor on a GPU. 0: none of its items count
+    divisor:object # Of its mean: a number, or a tensor on a GPU. 0: none of its items count
     sums:bool   # Is the loss a sum over items?
     def scale(self,
-        total, # Sum of `own` over ranks
+        total, # Sum of `divisor` over ranks
         n      # Number of ranks
     ):
         "Factor on this rank's loss, so that the mean over ranks is that of the global batch"
-        if self.sums: return n*self.own
-        if isinstance(total, torch.Tensor): return torch.where(total > 0, n*self.own/total, 0.)
-        return loss_weight(self.own, total, n)
+        if self.sums: return n*self.divisor
+        if isinstance(total, torch.Tensor): return torch.where(total > 0, n*self.divisor/total, 0.)
+        return loss_weight(self.divisor, total, n)
     def value(self, loss):
         "What this rank adds to the sum that makes the global loss"
         # the mean over nothing is not a number
-        if isinstance(self.own, torch.Tensor): return torch.where(self.own > 0, loss, 0.)*self.own
-        return loss*self.own if self.own else loss.new_zeros(()) if isinstance(loss, torch.Tensor) else 0.
+        if isinstance(self.divisor, torch.Tensor): return torch.where(self.divisor > 0, loss, 0.)*self.divisor
+        return loss*self.divisor if self.divisor else loss.new_zeros(()) if isinstance(loss, torch.Tensor) else 0.
     def whole(self, value, total):
-        "The global loss, from the sums over ranks of `value` and `own`"
+        "The global loss, from the sums over ranks of `value` and `divisor`"
         if self.sums: return value
         return value/total if isinstance(total, torch.Tensor) or total else float('nan')
 
@@ -141,10 +140,10 @@ def loss_part(loss_func, # The learner's
     share = share_of(count, train)
     if by == 'sum' or not by and sums_up(loss_func): return LossPart(float(share), True)
     if by: return LossPart(float(count), False)
-    own = loss_divisor(loss_func, yb, share)
-    if not isinstance(own, torch.Tensor): return LossPart(own, False)
-    if read is None: read = own.device.type == 'cpu'
-    return LossPart(own.item() if read else own, False)
+    divisor = loss_divisor(loss_func, yb, share)
+    if not isinstance(divisor, torch.Tensor): return LossPart(divisor, False)
+    if read is None: read = divisor.device.type == 'cpu'
+    return LossPart(divisor.item() if read else divisor, False)
 
 # %% ../../nbs/shard/304_loss.ipynb #53bb10c5
 def loss_and_divisor(loss_func, # The learner's
@@ -155,7 +154,7 @@ def loss_and_divisor(loss_func, # The learner's
 ): # `(loss times divisor, divisor)`; the divisor is 0. for a loss that sums up
     "What this rank adds to a batch's loss in validation"
     part,loss = loss_part(loss_func, yb, count, by, train=False),loss.detach().mean().double()
-    return (loss, 0.) if part.sums else (part.value(loss), part.own)
+    return (loss, 0.) if part.sums else (part.value(loss), part.divisor)
 
 def batch_losses(rows # This rank's `(number of the global batch, loss times divisor, divisor, items)`
 ): # `[(number, loss, items)]`, in the order of numbers; the same on every rank

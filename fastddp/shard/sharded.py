@@ -116,11 +116,9 @@ def _show(dl, epoch):
     dl._shard.epoch,dl.counts,dl.idxs = epoch,epoch.counts,epoch.idxs
 
 # %% ../../nbs/shard/301_sharded.ipynb #4d2f90c8
-def is_sharded(dl,
-               train=None # If given: and for training (or for validation)?
-):
+def is_sharded(dl):
     "Does `dl` yield one rank's shard?"
-    return isinstance(dl, Sharded) and train in (None, dl._shard.train if dl._shard.n>1 else train)
+    return isinstance(dl, Sharded)
 
 def original(dl):
     "The user's loader: `dl`, or what `dl` was made from if it is sharded"

@@ -32,11 +32,11 @@ class OnDevice(Callback):
         for cb in self.learn.cbs:
             if isinstance(cb, StepSync): self._move(cb)
     def _move(self, sync):
-        sum_there, sync.on_device = sync._sum_there, yes
+        sum_there, sync.on_device = sync._sum_on_device, yes
         def counted(*args):
             self.n_sums += 1
             return sum_there(*args)
-        sync._sum_there = counted
+        sync._sum_on_device = counted
 
 
 class Idle(nn.Module):

@@ -165,4 +165,4 @@ def test_weights_that_drift_become_rank_0s_with_one_warning(tmp_path, capfd):
     learn.distrib_fit(2, 1e-2, callbacks=[noise], nprocs=2)
     said = ' '.join(capfd.readouterr().err.split())
     assert len({*noise.seen}) == 1 and said.count('drifted apart') == 1, said
-    assert 'the end of epoch 0.' in said and 'callback Noise' in said
+    assert 'the end of epoch 0 (' in said
