@@ -43,7 +43,7 @@ class NoteProgress(OurCallback):
     """Before each batch, tell the notebook where this rank is; count batches and items, and time
     them"""
     order = -2_000_000
-    def __init__(self, ctx, folder='.'):
+    def __init__(self, ctx, folder=None):
         self.ctx,self.progress = ctx,Progress(ctx, folder)
         self.in_batch = self.stepped = False
         # of fits; to fastai, a callback's `learn.validate` is one

@@ -30,7 +30,6 @@ from .snapshot import all_cbs, loader_refs, snapshot
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..output.notice import hushed, print_line
 from ..payload.state import own_copy
-from ..report.cost import Report
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
 class FitCall(Call):
@@ -202,6 +201,6 @@ class Session(_Session):
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    """Where the time of the last call on the workers went, in seconds by phase (a `Report`); None
+    """Where the time of the last call on the workers went, in seconds by phase (a `Timings`); None
     before the first"""
-    return Report(_reports[self]) if self in _reports else None
+    return _reports.get(self)

@@ -56,13 +56,11 @@ class Launcher:
         nprocs, # Ranks, 1 or more
         on_event=lambda rank,e: None, # Called for what a rank gave to `ctx.emit`; must not raise
         refs=(), # Persistent refs: results that mention the i-th of the job's come back with the i-th of these
-        here=None, # `(rank, fn)`: a rank without a process of its own, for which `fn()` is called in the calling thread
     )->Outcome:
         """Runs `job` on all ranks, shows what they show, and waits for all of them.
         Raises `CantDistribute` for what this engine can't do; the first failure: `RankRaised`, `RankDied` or
         `GroupTimeout`; `KeyboardInterrupt` if a rank didn't stop when it was asked to. Their `state` is what rank 0
-        left last, as `Outcome.state`, or its `epoch`, or None; `cut`: was it put as 'cut'? What `fn` of `here` raises
-        is raised as it is"""
+        left last, as `Outcome.state`, or its `epoch`, or None; `cut`: was it put as 'cut'?"""
         raise NotImplementedError
     def close(self,
         grace=2., # Seconds that processes have to end by themselves

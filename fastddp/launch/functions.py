@@ -6,11 +6,12 @@
 __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spawned', 'spawn']
 
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
-import ast, contextlib, os, re, sys, threading
+import ast, contextlib, ctypes, functools, os, re, signal, sys, threading, time
 
-from ..base import group
+from ..base import group, rendezvous
 from ..base.checks import CONTEXT, Check, check_all, is_whole, whole
 from ..base.errors import CantDistribute
+from ..base.failure import failure_of, is_echo, is_timeout
 from .local import Local
 from ..base.scoped import environment
 from .engine import Job
@@ -94,12 +95,103 @@ def _call_in_notebook(fn, args, kwargs, rank, nprocs, ctx, imports, store):
     who = environment(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nprocs))
     with who, _with_store(store), ctx or contextlib.nullcontext(): return fn(*args, **kwargs)
 
-def _run(job, nprocs, see, here=None):
-    "Runs a job without a group of ours, each rank on its own GPU if there are enough; an interrupt is one here too"
+def _run(job, nprocs, see, engine=Local):
+    "Runs a job without a group of ours, each rank on its own GPU if there are enough; Ctrl-C is raised here"
     gpus = None if group.n_gpus() >= nprocs else []
-    out = Local(gpus=gpus, backend='', see=see).run(job, nprocs, here=here)
+    out = engine(gpus=gpus, backend='', see=see).run(job, nprocs)
     if out.interrupted: raise KeyboardInterrupt
     return out.results
+
+# %% ../../nbs/launch/514_functions.ipynb #4a110002
+class _Watch(threading.Thread):
+    "Watches the workers while the calling thread computes; `error` is the failure that ended it for all"
+    def __init__(self, monitor):
+        super().__init__(daemon=True, name='fastddp-watch')
+        self.monitor,self.error,self.over = monitor,None,False
+        self.caller,self.computes = threading.current_thread(),True
+        self.in_main = self.caller is threading.main_thread()
+        self.came,self.handled,self.since = 0,0,None    # SIGINTs: to the process, in Python; time of one not handled
+    def run(self):
+        ends = self.monitor.ends
+        while not (self.over or ends.all or ends.bad or self._is_unheard()): self.monitor._turn()
+        if ends.bad: self.error = self.monitor._failure()
+        elif not (self.over or ends.all): self.error = KeyboardInterrupt()
+        else: return
+        # The caller may be joining the group, where neither Ctrl-C nor a death is noticed.
+        rendezvous.wait_connected(10)
+        self.monitor.workers.stop(0)        # a collective that waits for them fails
+        self.monitor.replay.close()
+        if ends.bad: self.interrupt_caller()
+    def interrupt_caller(self):
+        "Raises KeyboardInterrupt in the calling thread; in the main one also out of a system call"
+        if not self.computes: return
+        ident = self.caller.ident
+        if self.in_main: return signal.pthread_kill(ident, signal.SIGINT)
+        interrupt = ctypes.py_object(KeyboardInterrupt)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), interrupt)
+    def _on_interrupt(self, *_):
+        self.handled += 1
+        if self.computes: raise KeyboardInterrupt
+    def _is_unheard(self):
+        "Did Ctrl-C come, and Python hasn't handled it within `interrupt_grace` seconds?"
+        if not self.in_main: return False
+        self._read_signals()
+        if self.came <= self.handled: self.since = None
+        elif self.since is None: self.since = time.monotonic()
+        return self.since is not None and time.monotonic()-self.since > self.monitor.local.interrupt_grace
+    def _read_signals(self):
+        with contextlib.suppress(BlockingIOError):
+            signals = os.read(self.read, 4096)
+            self.came += signals.count(signal.SIGINT)
+            if self.others != -1: os.write(self.others, signals)        # for the listener before
+    @contextlib.contextmanager
+    def hearing_signals(self):
+        if not self.in_main:
+            yield
+            return
+        self.read,write = os.pipe()
+        for fd in (self.read, write): os.set_blocking(fd, False)
+        self.others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGINT, self._on_interrupt)
+        try: yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            signal.set_wakeup_fd(self.others)
+            self._read_signals()
+            for fd in (self.read, write): os.close(fd)
+
+# %% ../../nbs/launch/514_functions.ipynb #4a110003
+def _call_watched(monitor, fn):
+    "`fn()`, called in this thread; the first failure, here or of a worker, ends all and is raised"
+    watch = _Watch(monitor)
+    with watch.hearing_signals():
+        watch.start()
+        try: res = fn()
+        except BaseException as e:
+            watch.computes = False
+            watch.join(0 if isinstance(e, KeyboardInterrupt) else 1)    # an echo comes before its cause
+            watch.over = True
+            watch.join()
+            if watch.error is None and is_timeout(str(e)) and monitor.ends.at_work: raise monitor.hang() from e
+            if watch.error is None or (_is_echo(watch.error) and not _is_echo(e)): raise
+            raise watch.error from watch.error.__cause__
+        watch.computes = False
+    watch.over = True
+    watch.join()
+    if watch.error is not None: raise watch.error
+    return res
+
+def _is_echo(e): return is_echo(getattr(e, 'failure', None) or failure_of(e, 0))
+
+class _NotebookIsRank(Local):
+    "Runs a job on workers but for one rank, for which it calls `fn()` in this process"
+    def __init__(self, rank, fn, **kwargs):
+        super().__init__(**kwargs)
+        self.rank,self.fn = rank,fn
+    def worker_ranks(self, nprocs): return [r for r in range(nprocs) if r != self.rank]
+    def wait(self, monitor, refs):
+        res = _call_watched(monitor, self.fn)
+        return monitor.wait(refs, {self.rank:res})
 
 # %% ../../nbs/launch/514_functions.ipynb #a8046ec4
 def ranch(
@@ -124,8 +216,8 @@ def ranch(
         if caller_rank is not None and nprocs == 1: results = [call()]
         else:
             request = _request(fn, args, kwargs, ctx=ctx, need=needed, imports=imports, gather=gather, store=store)
-            here = None if caller_rank is None else (caller_rank, call)
-            results = _run(Job.of(call_job, request), nprocs, (0,), here)
+            engine = Local if caller_rank is None else functools.partial(_NotebookIsRank, caller_rank, call)
+            results = _run(Job.of(call_job, request), nprocs, (0,), engine)
     if gather: return results
     return None if caller_rank is None else results[caller_rank]
 

@@ -15,23 +15,22 @@ from ..base import group
 from ..base.checks import SEE, check
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
-from .settings import notebook_settings
+from .rank import notebook_settings
 from .rank import RankSpec, join_early, run_on_rank
 from ..output.notice import Status
 from ..output.replay import display_settings, frontend
 from ..base.device import accelerator
-from ..base.timing import Timings
+from .report import Timings
 from ..payload.pickling import Payload
 from ..base.interrupts import Interrupts, undisturbed
 from .monitor import Monitor
-from .watcher import run_while_watching
 from ..process.helper import is_new
 from ..process.workers import Workers, without_helper
 
 # %% ../../nbs/launch/505_local.ipynb #ce508ea8
 class Local(Launcher):
     "Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager that keeps them warm"
-    places = False      # Does it say itself where ranks run? Otherwise `launch.placement` does
+    places = False      # Does it say itself where ranks run? Otherwise `launch.options` does
     def __init__(self,
         gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, or the CPU without any
         backend=None, # 'gloo', that of the GPUs ('nccl'), '' for no group; None: what fits the device
@@ -72,17 +71,16 @@ class Local(Launcher):
 
 # %% ../../nbs/launch/505_local.ipynb #c63e39b7
 @patch
-def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=None)->Outcome:
+def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=())->Outcome:
     """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises `RankRaised`, `RankDied` or
     `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop, with rank 0's newest state as their `state`"""
     interrupts,timings,monitor = Interrupts(),Timings(),None
     with interrupts.noted(), self._busy:
         self._stay()
         try:
-            self.submit(job, nprocs, here, interrupts, timings.mark)
+            self.submit(job, nprocs, interrupts, timings.mark)
             monitor = Monitor(self, on_event, interrupts)
-            results_here = {here[0]: run_while_watching(monitor, here[1])} if here else {}
-            outcome = monitor.wait(refs, results_here)
+            outcome = self.wait(monitor, refs)
         except BaseException:
             self.after_failure(job, monitor)
             raise
@@ -91,19 +89,27 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch
+def worker_ranks(self:Local, nprocs):
+    "Ranks that run in a worker"
+    return list(range(nprocs))
+
+@patch
+def wait(self:Local, monitor, refs):
+    "The job's `Outcome`; raises as `Monitor.wait`"
+    return monitor.wait(refs)
+
+@patch
 def submit(self:Local,
     job, # A `Job`
     nprocs, # Ranks
-    here=None, # `(rank, fn)`: one of them has no process
     interrupts=None, # `Interrupts`: with one of them, nothing is waited for
     mark=lambda phase: None, # Called when a phase of the start ends
 ):
     "Gets workers for a job and gives it to them"
-    ranks = [r for r in range(nprocs) if here is None or r != here[0]]
-    self._get_workers(ranks, nprocs, interrupts or Interrupts(), mark)
+    self._get_workers(self.worker_ranks(nprocs), nprocs, interrupts or Interrupts(), mark)
     new = self._rendezvous is None
     specs,env = self._specs(nprocs, job.work),dict(LOCAL_WORLD_SIZE=str(nprocs))
-    if new and here is None and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
+    if new and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
     packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
     self.workers.submit(run_on_rank, packed, self._block, specs, **env)
 

@@ -10,16 +10,16 @@ import contextlib, os, sys, time
 
 from ..output.notice import print_line
 from ..base import group, rendezvous
-from .lines import banner, summary, what_ran
+from .report import banner, summary, what_ran
 
 # %% ../../nbs/launch/512_script.ipynb #397f4f65
 class NoNotebook:
     "Stands for a rank's `Context` where no notebook asks how far the rank has come"
-    away = False    # nothing has to go home
     def __init__(self): self.rank = group.rank()
     def beat(self, *args, **kwargs): pass
     def mark(self, what): pass
     def reserve(self, size): pass
+    def saves_below(self, folder): pass
 
 @contextlib.contextmanager
 def script_lines(

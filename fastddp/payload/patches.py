@@ -5,83 +5,31 @@
 # %% auto #0
 __all__ = ['Patches', 'collect_patches']
 
-# %% ../../nbs/payload/105_patches.ipynb #8221ab40
-import functools, importlib, operator, os, sys, types, uuid
+# %% ../../nbs/payload/105_patches.ipynb #48937501
+import importlib, os, sys, types, uuid
 
-# %% ../../nbs/payload/105_patches.ipynb #7da2c55b
-# Of torch only what people patch: all of it has 5,000 classes.
-_PATCHED = ('fastai','fastcore','fasttransform','fastprogress','torchvision',
-            'torch.nn','torch.optim','torch.utils.data','torch._tensor')
-
-def _is_patched(name): return name == 'torch' or name.startswith(_PATCHED)
-
-def _same(a, b): return len(a) == len(b) and all(map(operator.is_, a, b))
-
-class _Namespace:
-    "The namespace of a module or of a class, and what was found there when it was looked into last"
-    def __init__(self, owner, mod, cls=None):
-        self.owner,self.mod,self.cls = owner,mod,cls
-        self.ns = owner.__dict__
-        self.values = None      # of all names; None: to be looked into whatever stands there
-        self.functions = []     # `(name, function)` of a cell's
-        self.tables = []        # `(name, dispatch function)`
-        self.classes = []       # of a module: the namespaces of its own classes
-    def refresh(self, kinds):
-        "Looks into the namespace, if anything changed there"
-        values = list(self.ns.values())
-        if self._as_before(values): return
-        found = [(k,v,kinds[type(v)][0]) for k,v in list(self.ns.items()) if type(v) in kinds]
-        self.functions = [(k,v) for k,v,kind in found if kind == 'set' and _function(v) is not None]
-        self.tables = [(k,v) for k,v,kind in found if kind != 'set']
-        self.values = None if self.functions else values        # the same function may get another name
-        if self.cls is None: self._own_classes(values)
-    def _as_before(self, values):
-        return self.values is not None and _same(self.values, values) and not (self.tables and self._renamed())
-    def _renamed(self): return any(self.ns.get(k) is not v for k,v in self.tables)
-    def _own_classes(self, values):
-        old = {id(p.owner):p for p in self.classes}
-        own = [c for c in values if issubclass(type(c), type) and c.__module__ == self.mod]
-        self.classes = [old.get(id(c)) or _Namespace(c, self.mod, c.__qualname__) for c in own]
-
-# %% ../../nbs/payload/105_patches.ipynb #4b2a1019
-class _Modules:
-    "The namespaces of all modules that a cell may have patched"
-    def __init__(self): self.names,self.found = None,[]     # of all modules when they were looked for last
-    def namespaces(self):
-        names = list(sys.modules)
-        if names != self.names or any(sys.modules[p.mod] is not p.owner for p in self.found): self._find(names)
-        return self.found
-    def _find(self, names):
-        old = {(p.mod,id(p.owner)):p for p in self.found}
-        mods = [(n,m) for n in names if _is_patched(n) and isinstance(m := sys.modules[n], types.ModuleType)]
-        self.names,self.found = names,[old.get((n,id(m))) or _Namespace(m, n) for n,m in mods]
-
-_modules = _Modules()
-
-# %% ../../nbs/payload/105_patches.ipynb #9c64fa69
+# %% ../../nbs/payload/105_patches.ipynb #edecac81
 _WRAPPED = {property:'fget', staticmethod:'__func__', classmethod:'__func__'}
 
-def _of_cell(f):
+def _is_cells(f):
+    "Did a cell of the notebook define the function `f`?"
     if type(f) is not types.FunctionType: return False
     return f.__module__ == '__main__' or f.__globals__ is vars(sys.modules['__main__'])
 
-def _by_value(f):
-    "`f`, or a copy that doesn't pretend to be a library's"
-    if f.__module__ == '__main__': return f
-    copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
-    copy.__kwdefaults__,copy.__module__ = f.__kwdefaults__,'__main__'
-    copy.__dict__.update(f.__dict__)
+def _function(v):
+    "What is sent of attribute `v`: None unless a cell made it"
+    if type(v) in _WRAPPED: return v if _is_cells(getattr(v, _WRAPPED[type(v)])) else None
+    if not _is_cells(v): return None
+    if v.__module__ == '__main__': return v
+    copy = types.FunctionType(v.__code__, v.__globals__, v.__name__, v.__defaults__, v.__closure__)
+    copy.__kwdefaults__,copy.__module__ = v.__kwdefaults__,'__main__'     # doesn't pretend to be a library's
+    copy.__dict__.update(v.__dict__)
     return copy
 
-def _function(v):
-    "What is to be sent of attribute `v`: nothing unless a cell made it"
-    if type(v) is types.FunctionType: return _by_value(v) if _of_cell(v) else None
-    return v if _of_cell(getattr(v, _WRAPPED[type(v)])) else None
-
-# %% ../../nbs/payload/105_patches.ipynb #fbf3f059
+# %% ../../nbs/payload/105_patches.ipynb #69e930de
 _NOTHING = object()
 
-def _put(owner, attr, v):
+def _set(owner, attr, v):
     "Sets an attribute; returns what undoes it, unless another has been set by then"
     old = vars(owner).get(attr, _NOTHING)
     setattr(owner, attr, v)
@@ -91,13 +39,13 @@ def _put(owner, attr, v):
         else: setattr(owner, attr, old)
     return undo
 
-# %% ../../nbs/payload/105_patches.ipynb #61947f01
+# %% ../../nbs/payload/105_patches.ipynb #e3ae3763
 def _plum_added(fn):
     "`(implementation, signature)` for what cells registered with plum function `fn`"
-    regs = [o for o in [*fn._resolved, *fn._pending] if _of_cell(o[0])]
+    regs = [o for o in [*fn._resolved, *fn._pending] if _is_cells(o[0])]
     if not regs: return None
     try: live = {id(m.implementation) for m in fn.methods}
-    except NameError: return None       # an annotation that nobody can resolve: it can't be called here either
+    except NameError: return None       # an annotation that can't be resolved: it can't be called here either
     sig = sys.modules['plum'].Signature
     return [(f, s or sig.from_callable(f, precedence=prec)) for f,s,prec in regs if id(f) in live] or None
 
@@ -111,11 +59,11 @@ def _plum_add(owner, attr, regs):
         fn.clear_cache()
     return undo
 
-# %% ../../nbs/payload/105_patches.ipynb #92fe72ae
+# %% ../../nbs/payload/105_patches.ipynb #4fd8e4fd
 def _typed_added(fn):
     "The implementations that cells registered with `TypeDispatch` `fn`"
     fs = [f for t in fn.funcs.d.values() for f in t.d.values()]
-    return list({id(f):f for f in fs if _of_cell(getattr(f, '__func__', f))}.values()) or None
+    return list({id(f):f for f in fs if _is_cells(getattr(f, '__func__', f))}.values()) or None
 
 def _typed_add(owner, attr, fs):
     "Registers these; returns what takes them away"
@@ -130,65 +78,58 @@ def _typed_add(owner, attr, fs):
         fn.funcs._reset()
     return undo
 
-# %% ../../nbs/payload/105_patches.ipynb #f2879f8a
-_ADD = dict(set=_put, plum=_plum_add, typed=_typed_add)
-_DISPATCH = [('plum','Function','plum',_plum_added), ('fastcore.dispatch','TypeDispatch','typed',_typed_added)]
+# %% ../../nbs/payload/105_patches.ipynb #61fe5e7e
+_imported = uuid.uuid4().hex    # of this process; a forked one has it, too
 
-def _kinds():
-    "Type of an attribute -> its kind, and the function that says what is to be sent of it"
-    res = dict.fromkeys([types.FunctionType, *_WRAPPED], ('set',_function))
-    for module,name,kind,added in _DISPATCH:
-        if (cls := getattr(sys.modules.get(module), '__dict__', {}).get(name)): res[cls] = kind,added
-    return res
+def _this_process(): return _imported,os.getpid()
 
-# %% ../../nbs/payload/105_patches.ipynb #f93ef8d6
-class _Installed:
-    "The patches that came to this process with the last payload"
-    def __init__(self): self.undo = []      # what takes them away, in the order in which they came
-    def replace(self, items):
-        "Takes them away, and puts `items` where they were found"
-        while self.undo: self.undo.pop()()
-        for mod,cls,attr,kind,v in items: self.undo.append(_ADD[kind](_owner(mod, cls), attr, v))
-
-def _owner(mod, cls):
-    "The module `mod`, or the class `cls` in it"
-    owner = sys.modules.get(mod) or importlib.import_module(mod)
-    for part in cls.split('.') if cls else (): owner = getattr(owner, part)
-    return owner
-
-@functools.cache
-def _name_of(pid):
-    "A name for the process `pid`, no other's on any machine"
-    return uuid.uuid4().hex
-
-_installed = _Installed()
+_undo = []      # functions that take away the patches that came with the last payload, in order
 
 def _install(sender, items):
-    "What loading `Patches` does"
-    if sender != _name_of(os.getpid()): _installed.replace(items)
+    "What loading `Patches` does: takes away the last ones, and puts these where they were found"
+    if sender == _this_process(): return
+    while _undo: _undo.pop()()
+    for mod,cls,attr,add,v in items:
+        owner = importlib.import_module(mod)
+        for part in cls.split('.') if cls else (): owner = getattr(owner, part)
+        _undo.append(add(owner, attr, v))
 
 class Patches(list):
-    "`(module, class or None, attribute, kind, what)` for each patch; loading it puts them in place"
-    def __reduce__(self): return _install, (_name_of(os.getpid()), list(self))
+    "`(module, class or None, attribute, function that adds it, what)` for each; loading puts them in place"
+    def __reduce__(self): return _install, (_this_process(), list(self))
     def roots(self):
         "Path -> what was patched there, to name what can't be pickled"
         return {f"the patch {cls or mod}.{attr}":v for mod,cls,attr,_,v in self}
 
-# %% ../../nbs/payload/105_patches.ipynb #79f2e29a
+# %% ../../nbs/payload/105_patches.ipynb #0d47c377
+# Of torch only what people patch: all of it has 5,000 classes.
+_PATCHED = ('fastai','fastcore','fasttransform','fastprogress','torchvision',
+            'torch.nn','torch.optim','torch.utils.data','torch._tensor')
+
+def _namespaces():
+    "`(module, class or None, names in it)` for all that a cell may have patched"
+    for name,mod in list(sys.modules.items()):
+        if name != 'torch' and not name.startswith(_PATCHED) or not isinstance(mod, types.ModuleType): continue
+        names = dict(vars(mod))
+        yield name, None, names
+        for c in names.values():
+            if issubclass(type(c), type) and c.__module__ == name: yield name, c.__qualname__, dict(vars(c))
+
 def collect_patches():
     "What cells patched onto the classes, modules and dispatch functions that training uses, as `Patches`"
-    res,kinds,seen = Patches(),_kinds(),set()
-    for mod in _modules.namespaces():
-        res.extend(_patches_in(mod, kinds, seen))
-        for cls in mod.classes: res.extend(_patches_in(cls, kinds, seen))
+    function,main = types.FunctionType,vars(sys.modules['__main__'])
+    kinds = dict.fromkeys([function, *_WRAPPED], (_set,_function))
+    for module,name,add,added in (('plum','Function',_plum_add,_plum_added),
+                                  ('fastcore.dispatch','TypeDispatch',_typed_add,_typed_added)):
+        if cls := getattr(sys.modules.get(module), '__dict__', {}).get(name): kinds[cls] = add,added
+    res,seen = Patches(),set()
+    for mod,cls,names in _namespaces():
+        found = [(k,v) for k,v in names.items() if type(v) in kinds
+                 and (type(v) is not function or v.__globals__ is main or v.__module__ == '__main__')]
+        for k,v in found:
+            add,added = kinds[type(v)]
+            if add is not _set:
+                if id(v) in seen: continue      # a dispatch function has many homes
+                seen.add(id(v))
+            if (what := added(v)) is not None: res.append((mod, cls, k, add, what))
     return res
-
-def _patches_in(place, kinds, seen):
-    "The patches in one namespace; `seen` has the ids of dispatch functions, which have many homes"
-    place.refresh(kinds)
-    for k,v in place.functions: yield place.mod, place.cls, k, 'set', _function(v)
-    for k,v in place.tables:
-        if id(v) in seen: continue
-        seen.add(id(v))
-        kind,added = kinds[type(v)]
-        if (what := added(v)) is not None: yield place.mod, place.cls, k, kind, what

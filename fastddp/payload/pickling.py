@@ -90,12 +90,14 @@ def attr_of(module, name):
     "What has `name` in `module`, which is imported if need be"
     return getattr(importlib.import_module(module), name)
 
+_MAIN = '__main__','__mp_main__'     # the second is the first's name in `multiprocess`
+
 def _class(pickler, cls):
     name,module = cls.__name__,sys.modules.get(cls.__module__)
     if cls.__module__ == '__main__' or module is None or getattr(module, name, None) is cls or '.' in cls.__qualname__:
         return _by_cloudpickle(pickler, cls)
     for k,m in list(sys.modules.items()):
-        if k != '__main__' and getattr(m, '__dict__', {}).get(name) is cls: return attr_of, (k,name)
+        if k not in _MAIN and getattr(m, '__dict__', {}).get(name) is cls: return attr_of, (k,name)
     return _by_cloudpickle(pickler, cls)
 
 def _function(pickler, f):
