@@ -151,12 +151,29 @@ def sum_(t):
 
 # %% ../../nbs/base/009_group.ipynb #6f188fae
 class _Pickler(pickle.Pickler):
-    "Pickles tensors of any device as bytes, and their class by its name"
+    "Pickles tensors of any device as bytes and their class by its name, named tuples as tuples"
     def reducer_override(self, o):
+        if isinstance(o, tuple): return tuple, (list(o),)
         if not isinstance(o, torch.Tensor): return NotImplemented
         t = o.detach().as_subclass(torch.Tensor)
-        return _tensor, (bytes_of(t).cpu().numpy().tobytes(), t.dtype, [*t.shape], type(o).__module__,
-                         type(o).__qualname__)
+        return _tensor, (bytes_of(t).cpu().numpy().tobytes(), str(t.dtype), [*t.shape],
+                         type(o).__module__, type(o).__qualname__)
+
+# What makes plain values, beside Python's own literals: as `torch.load(weights_only=True)` has it
+_PLAIN = {(_Pickler.__module__, '_tensor'), ('collections', 'OrderedDict'), ('numpy', 'dtype'),
+          ('fastcore.foundation', 'L'),     # in the state of fastai's optimizers
+          ('numpy', 'ndarray'), *((f'numpy.{o}.multiarray', name) for o in ('core', '_core')
+                                  for name in ('scalar', '_reconstruct')),
+          ('numpy._core.numeric', '_frombuffer'), ('numpy.core.numeric', '_frombuffer'),
+          *(('builtins', o) for o in ('bytearray', 'complex', 'range', 'set', 'slice', 'tuple'))}
+
+class _Unpickler(pickle.Unpickler):
+    "Loads plain values and tensors, and refuses everything else"
+    def find_class(self, module, name):
+        if (module, name) in _PLAIN: return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"ranks exchange tensors and plain values, not {module}.{name}")
+
+def _loads(data): return _Unpickler(io.BytesIO(data)).load()
 
 def bytes_of(t):
     "The bytes of tensor `t` as a flat plain tensor (uint8)"
@@ -164,7 +181,9 @@ def bytes_of(t):
 
 def _tensor(data, dtype, shape, module, name):
     "A tensor on the CPU, of the class of that name if it is loaded; a parameter becomes a tensor"
-    t = (torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
+    kind = getattr(torch, dtype.removeprefix('torch.'))
+    t = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
+    t = t.reshape(shape)
     cls = getattr(sys.modules.get(module), name, None)
     is_tensor = isinstance(cls, type) and issubclass(cls, torch.Tensor) and cls is not torch.nn.Parameter
     return t.as_subclass(cls) if is_tensor else t
@@ -178,16 +197,16 @@ def _gather_bytes(raw,  # A flat tensor (uint8)
     return [part[:n] for part,n in zip(all_gather(padded), sizes)]
 
 def all_gather_object(
-    o, # Anything that can be pickled
+    o, # Tensors, arrays, numbers and strings, in lists, tuples and dicts
 ):
     "The `o` of every rank as a list, in rank order, with tensors on the CPU"
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(o)
     data = buffer.getvalue()
-    if world_size() == 1: return [pickle.loads(data)]
+    if world_size() == 1: return [_loads(data)]
     sizes = [int(n) for n in all_gather(torch.tensor([len(data)], device=own_device()))]
     parts = _gather_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes)
-    return [pickle.loads(part.cpu().numpy()) for part in parts]
+    return [_loads(part.cpu().numpy()) for part in parts]
 
 def all_gather_tensors(
     tensors, # This rank's

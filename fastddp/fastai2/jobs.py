@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NoteProgress', 'EndOfBatch', 'KeepState', 'fit_job', 'infer_job', 'fit_args', 'finds_lr', 'enough_epochs', 'in_place',
-           'train_in_place', 'at_home']
+           'train_in_place']
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #bd6f0e52
 import contextlib, functools, inspect
@@ -40,7 +40,7 @@ class NoteProgress(OurCallback):
     """Before each batch, tell the notebook where this rank is; count batches and items, and time
     them"""
     order = -2_000_000
-    def __init__(self, ctx, folder='.'):
+    def __init__(self, ctx, folder=None):
         self.ctx,self.progress = ctx,Progress(ctx, folder)
         self.in_batch = self.stepped = False
         # of fits; to fastai, a callback's `learn.validate` is one
@@ -252,8 +252,3 @@ def _with_all_ranks(plain, stop_requested):
         if stop_requested(): raise KeyboardInterrupt
         return res
     return method
-
-def at_home(obj, device):
-    "A learner that was pulled, on the notebook's own device"
-    if isinstance(obj, Learner): place(obj, device or torch.device('cpu'))
-    return obj

@@ -36,7 +36,6 @@ class Context:
         self.where = ''     # What the job is doing, e.g. `epoch 2, batch 17`, or a function that says it
         self.items = ()     # Dataset indices of the batch at hand, or a function that says them
         self.marks = []     # `(phase, time of its end)`
-        self.away = False   # Is rank 0 on another machine than the notebook?
     def mark(self, phase):
         "A phase of the job ends now"
         self.marks.append((phase, time.time()))
@@ -44,6 +43,8 @@ class Context:
         "A step is about to begin, at `where`; `leaving`: the job has heard the wish to stop"
     def reserve(self, nbytes):
         "States of about `nbytes` will be put: memory for them is taken meanwhile, if it is much"
+    def saves_below(self, folder):
+        "The job will save files below `folder`"
     def interruptible(self):
         "Inside, the notebook's wish to stop is a KeyboardInterrupt here; for code that doesn't ask `stop_requested`"
         return contextlib.nullcontext()

@@ -17,7 +17,6 @@ from ..base.scoped import own_attrs
 from .engine import Job
 from .report import Timings, banner, start_of, stopped, summary, what_ran
 from .options import engine_for, in_launched_group, nested
-from .training import write_files
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
 from ..payload.columns import Columns
@@ -211,7 +210,6 @@ class Session:
             self.print_banner()
             out = self.run_with_restarts(call)
             result = out.results[0]
-            write_files(self.learn, result['files'])
             if out.interrupted or any(r['interrupted'] for r in out.results):
                 raise call.interrupted(result)
             if result['begun'] is None or not result['seconds']: return

@@ -4,15 +4,12 @@
 
 # %% auto #0
 __all__ = ['RANK0_ONLY', 'MODULES_STAY', 'is_kind', 'is_rank0_only', 'cbs_of_rank', 'sync_streams', 'whereabouts', 'Progress',
-           'write_files', 'until_interrupted', 'Baseline', 'model_state', 'dump_state', 'load_state', 'EpochStates',
-           'NoNotebook', 'script_lines', 'tell_once', 'launched_group']
+           'until_interrupted', 'Baseline', 'model_state', 'dump_state', 'load_state', 'EpochStates', 'NoNotebook',
+           'script_lines', 'tell_once', 'launched_group']
 
 # %% ../../nbs/launch/510_training.ipynb #a349c4b5
 import contextlib, os, pickle, sys, time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-from fastcore.xtras import globtastic
 
 from ..base import group, rendezvous
 from ..base.device import is_accelerator
@@ -68,13 +65,14 @@ def whereabouts(epoch, batch=None, train=True):
 
 class Progress:
     "Count batches, items and seconds of a fit on this rank"
-    def __init__(self, ctx, folder='.'):
-        self.ctx,self.folder,self.made = ctx,Path(folder).absolute(),time.time()
+    def __init__(self, ctx,
+        folder=None, # `learn.path`, below which callbacks save files
+    ):
+        self.ctx = ctx
         self.begun,self.where = None,''         # when the first batch began, and where the last one
         self.seconds,self.items = 0.,0          # of training, on all ranks
         self.steps,self.epochs = 0,0            # batches of training that began, epochs that ended
-        self.has_files = ctx.away and ctx.rank == 0
-        if self.has_files: self.folder.mkdir(parents=True, exist_ok=True)
+        if folder is not None: ctx.saves_below(folder)
     def at_batch(self, where, train=True):
         "A batch begins at `where`"
         if self.begun is None: self.begun = time.time()
@@ -93,25 +91,7 @@ class Progress:
     def result(self, interrupted=False, **more):
         "What the fit's job returns to the notebook"
         return dict(interrupted=interrupted, begun=self.begun, where=self.where, steps=self.steps,
-                    epochs=self.epochs, seconds=self.seconds, items=self.items,
-                    files=self.new_files() if self.has_files else {}, **more)
-    def new_files(self):
-        """Relative path -> bytes of files written since the fit began, without hidden folders and
-        caches"""
-        res = {}
-        for p in map(Path, globtastic(self.folder, symlinks=False, skip_folder_re=r'^(\.|__)')):
-            with contextlib.suppress(OSError):      # removed by now, or not readable
-                # the clock of a file system may be late
-                if p.is_file() and p.stat().st_mtime > self.made-.1:
-                    res[str(p.relative_to(self.folder))] = p.read_bytes()
-        return res
-
-def write_files(learn, files):
-    "Write `Progress.new_files` below the notebook's `learn.path`"
-    for path,data in files.items():
-        p = Path(learn.path)/path
-        p.parent.mkdir(parents=True, exist_ok=True)
-        p.write_bytes(data)
+                    epochs=self.epochs, seconds=self.seconds, items=self.items, **more)
 
 # %% ../../nbs/launch/510_training.ipynb #fb828cf3
 def until_interrupted(ctx, fit, leave):
@@ -223,11 +203,11 @@ class EpochStates:
 # %% ../../nbs/launch/510_training.ipynb #4c7d8b67
 class NoNotebook:
     "Stands for a rank's `Context` where no notebook asks how far the rank has come"
-    away = False    # nothing has to go home
     def __init__(self): self.rank = group.rank()
     def beat(self, *args, **kwargs): pass
     def mark(self, what): pass
     def reserve(self, size): pass
+    def saves_below(self, folder): pass
 
 @contextlib.contextmanager
 def script_lines(

@@ -8,6 +8,7 @@ __all__ = ['HOME', 'differs', 'files_among', 'Machines']
 # %% ../../nbs/machines/614_machines.ipynb #a9ad9e03
 import os, socket, time
 from functools import partial
+from pathlib import Path
 
 from fastcore.basics import patch
 
@@ -21,7 +22,7 @@ from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
 from .stream import Pieces
 from ..output.notice import Status
-from ..payload.pickling import Payload
+from ..payload.pickling import Payload, load
 from ..payload.shared_memory import Block
 
 # %% ../../nbs/machines/614_machines.ipynb #7281f6d9
@@ -214,6 +215,18 @@ def _show_sending(self:Machines, interrupts, much=1<<26):
             status.show(f"sending data to {len(self.machines)} machines: {n/2**20:,.0f} MB left")
         time.sleep(.05)
     status.show('')
+
+@patch
+def after_success(self:Machines, job):
+    "As `Local`; files that rank 0 saved on another machine are written here"
+    if found := self.workers.latest.get((0,'files')):
+        block,packed = found
+        for folder,files in load(packed.meta, block.read(packed)).items():
+            for path,data in files.items():
+                p = Path(folder)/path
+                p.parent.mkdir(parents=True, exist_ok=True)
+                p.write_bytes(data)
+    Local.after_success(self, job)
 
 @patch
 def after_failure(self:Machines, job, monitor):
