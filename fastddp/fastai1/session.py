@@ -9,7 +9,6 @@ __all__ = ['NoteProgress', 'KeepState', 'fit_job', 'infer_job', 'wants_no_lines'
 # %% ../../nbs/fastai1/805_session.ipynb #88173223
 import contextlib, sys
 
-import torch
 from fastai import basic_train, torch_core
 from fastai.basic_train import Recorder
 from fastai.callback import AverageMetric, Callback, CallbackHandler

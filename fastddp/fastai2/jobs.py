@@ -9,7 +9,6 @@ __all__ = ['NoteProgress', 'EndOfBatch', 'KeepState', 'fit_job', 'infer_job', 'f
 # %% ../../nbs/fastai2/727_jobs.ipynb #bd6f0e52
 import contextlib, functools, inspect
 
-import torch
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
 from fastai.torch_core import default_device
