@@ -8,8 +8,7 @@ __all__ = ['load', 'unload']
 # %% ../nbs/902_magics.ipynb #168e4d68
 from .early import preload_learners
 from .process import workers
-from .cluster.cells import default_app
-from .cluster.magics import DipMagics
+from .cluster.magics import DipMagics, default_app
 
 # %% ../nbs/902_magics.ipynb #1507eaaa
 _MAGICS = dict(line=('makedip','autodip','dipush','dipull','dipper','dipstat'), cell=('dip',))
