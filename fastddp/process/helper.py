@@ -273,7 +273,10 @@ def _forked(helper, status, waiting):
             try_again = True
         waiting(time.monotonic()-began)
     number = os.read(status, _NUMBER.size)
-    if not number: raise HelperEnded(try_again)
+    if not number:
+        helper.popen.kill()
+        helper.popen.wait()
+        raise HelperEnded(try_again)
     pid, = _NUMBER.unpack(number)
     if pid < 0: raise OSError(-pid, os.strerror(-pid))
     return pid

@@ -18,7 +18,7 @@ from ..payload.pickling import address
 from ..payload.shared_memory import Block
 from .channel import HEARTBEATS, Pipe, Surroundings
 from .cleanup import new_folder, remove_folder
-from .helper import (HelperEnded, end_helper, is_new, lasts, preload, start_method,
+from .helper import (HelperEnded, is_new, lasts, preload, start_method,
                                     start_worker, warm, without_helper)
 from .helper import is_stopped as process_is_stopped
 from .worker import worker_main
@@ -69,7 +69,6 @@ class Workers:
             try: return self._start()
             except HelperEnded as e:
                 if not e.try_again: break
-                end_helper()
         without_helper(_HELPER_ENDED)
         self.method = 'spawn'
         self._start()
@@ -211,19 +210,15 @@ def _read(self:Workers, r, *most):
 # %% ../../nbs/process/406_workers.ipynb #ffc2ff38
 @patch
 def _received(self:Workers, r, what, *values):
-    if what == 'put': return what, self._keep_latest(r, *values)
-    if what == 'block': self._keep_block(r, *values)
+    if what == 'put':
+        kind,pair,number,packed = values
+        self.latest[r,kind] = self._blocks[r,pair,number], packed
+        return what, kind
+    if what == 'block':
+        pair,number,fd = values
+        if old := self._blocks.get((r,pair,number)): old.close()
+        self._blocks[r,pair,number] = Block(fd)
     return what, *values
-
-@patch
-def _keep_latest(self:Workers, r, kind, pair, number, packed):
-    self.latest[r,kind] = self._blocks[r,pair,number], packed
-    return kind
-
-@patch
-def _keep_block(self:Workers, r, pair, number, fd):
-    if old := self._blocks.get((r,pair,number)): old.close()
-    self._blocks[r,pair,number] = Block(fd)
 
 # %% ../../nbs/process/406_workers.ipynb #095f55ef
 @patch
