@@ -92,16 +92,9 @@ class _CountAll(Callback):
         self.acc.acc_samples += self.ranks.all_reduce(self.own)[0]-self.own
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #2d192350
-_ASKED = ('on_backward_begin','on_backward_end','on_step_end','on_batch_end')
-
-def _of_the_user(cb): return type(cb).__module__.split('.')[0] not in ('fastai','fastddp')
-
-def _overrides(cb, event): return getattr(type(cb), event, None) is not getattr(Callback, event)
-
 class AgreeingHandler(CallbackHandler):
     "A `CallbackHandler` that stops something only if all ranks do"
     ranks = None        # the `Ranks` of the fit: see `of`
-    asks = frozenset()  # events in which callbacks may return something else on each rank
 
     @classmethod
     def of(cls, ranks # `Ranks`
@@ -116,24 +109,22 @@ class AgreeingHandler(CallbackHandler):
         "Does any rank say so?"
         return bool(self.ranks.all_reduce(float(bool(flag)))[0])
 
-    def _agreed(self, event, flag):
-        "`flag`, or what the ranks agree on where it may differ"
-        return self._any(flag) if event in self.asks and self.state_dict['train'] else flag
+    def _agreed(self, flag):
+        "`flag`, or what the ranks of the fit agree on in training"
+        return self._any(flag) if self.is_of_the_fit() and self.state_dict['train'] else flag
 
     def on_train_begin(self, *args, **kwargs):
         self.ranks.handler = self.ranks.handler or self
-        users = [cb for cb in self.callbacks if _of_the_user(cb)] if self.is_of_the_fit() else []
-        self.asks = {event for event in _ASKED if any(_overrides(cb, event) for cb in users)}
         super().on_train_begin(*args, **kwargs)
 
     def on_backward_begin(self, loss):
         loss,skip = super().on_backward_begin(loss)
-        return loss, self._agreed('on_backward_begin', skip)
+        return loss, self._agreed(skip)
 
-    def on_backward_end(self): return self._agreed('on_backward_end', super().on_backward_end())
+    def on_backward_end(self): return self._agreed(super().on_backward_end())
 
-    def on_step_end(self): return self._agreed('on_step_end', super().on_step_end())
-    def on_batch_end(self, loss): return self._agreed('on_batch_end', super().on_batch_end(loss))
+    def on_step_end(self): return self._agreed(super().on_step_end())
+    def on_batch_end(self, loss): return self._agreed(super().on_batch_end(loss))
 
     def on_epoch_end(self, val_loss):
         stop = super().on_epoch_end(val_loss)
