@@ -53,7 +53,7 @@ class ShardLoaders(Callback):
 
 class SameModel(Callback):
     "One model for all ranks at the end of an epoch's training"
-    _order = _FIRST     # before anybody saves or looks at it
+    _order = _FIRST     # before other callbacks save or read it
     def __init__(self, learn, ranks, average_bn):
         self.learn,self.ranks,self.average_bn = learn,ranks,average_bn
         self.same,self.epoch = SameWeights(),0
@@ -63,7 +63,7 @@ class SameModel(Callback):
         self.ranks.passes.close()
         _own_loaders(self.learn.data)
     def sync(self):
-        "One set of buffers, and one of weights, whoever changed them"
+        "One set of buffers and weights for all ranks"
         learn = self.learn
         sync_buffers(learn.model, self.average_bn)
         beside = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.beside()))
@@ -106,7 +106,7 @@ class AgreeingHandler(CallbackHandler):
     def is_of_the_fit(self): return self.ranks.handler is self
 
     def _any(self, flag):
-        "Does any rank say so?"
+        "True if any rank says so"
         return bool(self.ranks.all_reduce(float(bool(flag)))[0])
 
     def _agreed(self, flag):
@@ -158,8 +158,6 @@ def _loss_batch(real, learn, ranks, losses):
         return real(model, xb, yb, loss_func, opt, cb_handler)
     return loss_batch
 
-def _own_dls(data): return [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]
-
 @contextlib.contextmanager
 def distributed_v1(learn,
                    common, # `CommonRNG` from which orders are drawn
@@ -182,8 +180,8 @@ def distributed_v1(learn,
         return validation(*args, **kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
-        for dl in _own_dls(data) if batch == 'per_worker' else ():
-            stack.enter_context(global_batches(dl, n))
+        dls = [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]
+        for dl in dls if batch == 'per_worker' else (): stack.enter_context(global_batches(dl, n))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(own_attrs(learn, load=_load_together(learn, ranks)))
         loss_batch = _loss_batch(basic_train.loss_batch, learn, ranks, losses)

@@ -74,7 +74,7 @@ def own_steps(dl, cls,  # The loader, and the class whose `__len__` says how man
               steps,    # Global batches of an epoch
               bs,       # Items of a full one
               rank, n): # This rank, and how many there are
-    "In how many of these `steps` of a validation has `rank` an item?"
+    "The number of these `steps` of a validation in which `rank` has an item"
     if is_lm(dl): return steps                                  # a row of each batch for every rank
     total = n_items(dl, cls)
     # a `__len__` that has nothing to do with `bs`

@@ -72,11 +72,9 @@ def stays_here(dl,     # What to predict: a loader, or a list of batches
     if is_lm(dl) and model and has_state_of(model, dl.bs):
         return f"the model has a state of {dl.bs} rows."
     if takes_whole(dl): return None
-    if any(_wants_batches(cb) for cb in cbs if isinstance(cb, GatherPredsCallback)):
+    gather = [cb for cb in cbs if isinstance(cb, GatherPredsCallback)]
+    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None for cb in gather):
         return "its batches are divided by rows, so they can't be saved or concatenated as asked."
-
-def _wants_batches(cb):
-    return cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None
 
 # %% ../../nbs/fastai2/725_inference.ipynb #5fdc168c
 class Part(NamedTuple):
