@@ -29,13 +29,15 @@ def facts():
     "What the notebook has to know of this machine, in plain numbers and strings"
     versions = {o:_version(o) for o in ('torch','fastai','fastddp')}
     python = '.'.join(map(str, sys.version_info[:2]))
-    return dict(versions=dict(Python=python, **versions), gpus=group.n_gpus(), cores=visible_cores(),
+    return dict(versions=dict(Python=python, **versions), gpus=group.n_gpus(),
+                cores=visible_cores(),
                 free=free_memory())
 
 # %% ../../nbs/machines/612_agent.ipynb #36343a1b
-_OF_THE_MACHINE = re.compile('(PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|TMPDIR|PWD|OLDPWD|LD_.*|VIRTUAL_ENV|CONDA_.*|'
-                             'PYTHONHOME|PYTHONPATH|CUDA_.*|NVIDIA_.*|SSH_.*|SLURM.*|PMI.*|DISPLAY|XDG_.*|'
-                             'KUBERNETES_.*|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME)$')
+_OF_THE_MACHINE = re.compile(
+    '(PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|TMPDIR|PWD|OLDPWD|LD_.*|VIRTUAL_ENV|CONDA_.*|PYTHONHOME|'
+    'PYTHONPATH|CUDA_.*|NVIDIA_.*|SSH_.*|SLURM.*|PMI.*|DISPLAY|XDG_.*|KUBERNETES_.*|'
+    'GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME)$')
 
 def merged_env(
     notebook, # The notebook's environment
@@ -44,7 +46,8 @@ def merged_env(
 ):
     "The environment of the workers of this machine"
     stays = lambda k: k in names or _OF_THE_MACHINE.match(k)
-    return {k:v for k,v in notebook.items() if not stays(k)} | {k:v for k,v in own.items() if stays(k)}
+    return {k:v for k,v in notebook.items() if not stays(k)} | {k:v for k,v in own.items()
+                                                                if stays(k)}
 
 def merged_path(notebook, own):
     "The notebook's import path as far as it exists here, and what else this machine has"
@@ -52,10 +55,12 @@ def merged_path(notebook, own):
     return there+[o for o in own if o not in there]
 
 # %% ../../nbs/machines/612_agent.ipynb #bebe2fb0
-_is_own = functools.cache(is_own_line)      # following a file's links takes longer than the rest of a job's start
+# following a file's links takes longer than the rest of a job's start
+_is_own = functools.cache(is_own_line)
 
 def own_modules():
-    "File below an import path -> its path here, for the modules that were imported from files of the user's own"
+    """File below an import path -> its path here, for the modules that were imported from files of
+    the user's own"""
     res = {}
     for name,m in list(sys.modules.items()):
         file,rel = getattr(m, '__file__', None) or '',name.replace('.', '/')
@@ -82,7 +87,7 @@ class Agent:
     "Has the workers of one machine; `run` until the notebook is gone, or ends it"
     def __init__(self,
         read_fd, write_fd, # Of the stream
-        names=(), # Of environment variables that workers here have from this machine, and not from the notebook
+        names=(), # Environment variables that workers here have from this machine
     ):
         self.block,self.workers,self.over = Block(),None,False
         self.listener,self.store,self.names = None,None,names
@@ -95,7 +100,8 @@ class Agent:
         "Does what it is told, until the end"
         try:
             while not (self.over or self.stream.ended or self.stream.silent_for() > _SILENCE):
-                connection.wait([self.stream, *(self.workers.waitables() if self.workers else ())], _TURN)
+                connection.wait([self.stream, *(self.workers.waitables() if self.workers else ())],
+                                _TURN)
                 for what,*values in self.stream.received(): getattr(self, what)(*values)
                 if self.workers: self._report()
         except Exception: self.stream.send_in_order('trouble', traceback.format_exc())
@@ -142,7 +148,8 @@ class Agent:
         ws,self.states = self.workers,set()
         self.sent = {r:(self._log_size(r),None) for r in ws.ranks}
         threads = max(1, visible_cores()//len(specs))
-        specs = [s._replace(log=ws.log_path(r), threads=s.threads or threads) for r,s in zip(ws.ranks, specs)]
+        specs = [s._replace(log=ws.log_path(r), threads=s.threads or threads)
+                 for r,s in zip(ws.ranks, specs)]
         ws.submit(entry, packed, block, specs, **env)
     def _enter(self, env, cwd, path, filters, *more):
         "Takes the notebook's surroundings, as far as they can be had here"
@@ -195,7 +202,8 @@ def _end_soon():
 
 # %% ../../nbs/machines/612_agent.ipynb #d2ef2d50
 def main():
-    "Runs an agent on standard input and output: `python -m fastddp.machines.agent [name of a variable of its own]...`"
+    """Runs an agent on standard input and output: `python -m fastddp.machines.agent [name of a
+    variable of its own]...`"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     read_fd,write_fd,null = os.dup(0),os.dup(1),os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -203,5 +211,6 @@ def main():
     Agent(read_fd, write_fd, sys.argv[1:]).run()
 
 if __name__ == '__main__' and globals().get('__spec__'):
-    from fastddp.machines import agent     # what is pickled here belongs to the module, not to `__main__`
+    # what is pickled here belongs to the module, not to `__main__`
+    from fastddp.machines import agent
     agent.main()
