@@ -53,7 +53,7 @@ def tell_once(
 def launched_group():
     "Inside, this process is in the group that its launcher made; yields its device. Leaves it only if it joined it"
     if group.in_group():
-        yield group.own_device()
+        yield group.comm_device()
         return
     device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None)
     rendezvous.join_launched(device)
