@@ -100,7 +100,8 @@ def push_job(ctx, obj):
 def pull_job(ctx, obj):
     """The objects named in `obj['names']`, as a pickle and its buffers: where they are loaded "
     "is the notebook's affair.
-    None on other ranks than `obj['rank']`; refuses names that aren't there, and what can't be pickled"""
+    None on other ranks than `obj['rank']`; refuses names that aren't there, and what can't be
+    pickled"""
     if ctx.rank != obj['rank']: return None
     with as_left(ctx) as ns:
         missing = [o for o in obj['names'] if o not in ns]

@@ -116,7 +116,8 @@ class Cluster:
         self.local = None
     def __repr__(self):
         if not self.alive: return f"A group of {self.n} that ended"
-        where = f"GPU {', '.join(map(str,self.gpus))} ({group.native_backend()})" if self.gpus else 'CPU (gloo)'
+        where = 'CPU (gloo)'
+        if self.gpus: where = f"GPU {', '.join(map(str,self.gpus))} ({group.native_backend()})"
         return f"{self.n} rank{'s' if self.n > 1 else ''} on {where}, app {self.app}"
 
 # %% ../../nbs/cluster/651_cluster.ipynb #374ab568

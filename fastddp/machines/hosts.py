@@ -56,7 +56,7 @@ class Hosts(Machines):
         per_node=None, # Ranks on each; None: its GPUs, or one where there are none
         command='ssh -o BatchMode=yes {host} {run}', # Starts `{run}` on `{host}`
         python=None, # The interpreter there; None: the path of the notebook's
-        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`, `see`
+        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
         check_all(dict(hosts=hosts, per_node=per_node, command=command, python=python), _CHECKS)
         super().__init__(per_node=per_node, **kwargs)

@@ -238,9 +238,9 @@ class Ray(Machines):
         gpus=None, # GPUs to ask for on each; None: one for each rank if there are any; 0: the CPU
         cpus=None, # Cores to ask for on each; None: one for each rank
         resources=None, # Other resources of Ray's that each has to have: name -> how much
-        runtime_env=None, # As for Ray's actors; for the other machines, instead of the notebook's variables
+        runtime_env=None, # As for Ray's actors; for all machines but the notebook's
         wait=0., # Seconds to wait for resources that others have at the moment
-        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`, `see`
+        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
         _refuse_client(address)
         super().__init__(per_node=per_node, **kwargs)
@@ -311,7 +311,8 @@ class Ray(Machines):
             return f"Ray couldn't make its runtime_env= there ({last})"
         if "No module named 'fastddp" not in said and 'No module named fastddp' not in said:
             return last
-        return f"has no fastddp for this Python: install it there, or name it in runtime_env= ({last})"
+        return ("has no fastddp for this Python: install it there, or name it in runtime_env= "
+                f"({last})")
     def close(self, grace=2.):
         "Ends ranks and agents, and gives all resources back; harmless when repeated"
         super().close(grace)
