@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..base.group import under_launcher
 from .session import Session, in_place, mend_barrier, wants_no_lines
 # the app's two, for a standing cluster
-from .session import at_home, train_in_place
+from .session import train_in_place
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
 from ..shard.gathered_loss import check_loss

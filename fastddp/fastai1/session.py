@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NoteProgress', 'KeepState', 'fit_job', 'infer_job', 'wants_no_lines', 'finds_lr', 'LearnerCall', 'Session',
-           'overrides', 'in_place', 'train_in_place', 'at_home', 'mend_barrier']
+           'overrides', 'in_place', 'train_in_place', 'mend_barrier']
 
 # %% ../../nbs/fastai1/805_session.ipynb #88173223
 import contextlib, sys
@@ -264,11 +264,6 @@ def train_in_place(ctx):
     for k,v in overrides(ctx.stop_requested, voting).items(): setattr(basic_train, k, v)
     basic_train.fit.plain,defaults.device = plain,ctx.device
     old_numpy()
-
-def at_home(obj, device):
-    "A learner that was pulled, on the notebook's own device"
-    if isinstance(obj, basic_train.Learner): place(obj, device or torch.device('cpu'))
-    return obj
 
 def mend_barrier():
     """In a script under torchrun, `load` and its kin wait for rank 0 in a group, which between fits there is none:

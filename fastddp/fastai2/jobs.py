@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NoteProgress', 'EndOfBatch', 'KeepState', 'fit_job', 'infer_job', 'fit_args', 'finds_lr', 'enough_epochs', 'in_place',
-           'train_in_place', 'at_home']
+           'train_in_place']
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #bd6f0e52
 import contextlib, functools, inspect
@@ -248,8 +248,3 @@ def _with_all_ranks(plain, stop_requested):
         if stop_requested(): raise KeyboardInterrupt
         return res
     return method
-
-def at_home(obj, device):
-    "A learner that was pulled, on the notebook's own device"
-    if isinstance(obj, Learner): place(obj, device or torch.device('cpu'))
-    return obj

@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from .step import DDP_CHECKS
 # the app's two, for a standing cluster
-from .jobs import at_home, in_place, train_in_place
+from .jobs import in_place, train_in_place
 from .resume import UserCall, calling
 from .rank0 import wants_no_lines
 from .session import Session

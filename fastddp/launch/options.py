@@ -59,7 +59,8 @@ def check_method(learn, name):
     raise CantDistribute(f"Learner has no method {name!r} to run on workers.{hint}")
 
 def no_attribute(learn, name):
-    "The `AttributeError` for an attribute that a learner doesn't have, with what was probably meant"
+    """The `AttributeError` for an attribute that a learner doesn't have, with what was probably
+    meant"""
     likely = near(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
     return AttributeError(f"Learner has no attribute {name!r}." + (f" Did you mean {likely}?" if likely else ''))
 
@@ -115,14 +116,17 @@ class Options:
         more={}, # What came as `**kwargs`
         ours=(), # Names there that only we give
     ):
-        "Those of `values` that are options, and `more`; refuses, in one sentence, a name or a value that can't be"
+        """Those of `values` that are options, and `more`; refuses, in one sentence, a name or a
+        value that can't be"""
         given = {k:values[k] for k in self.names} | more
         for k in more:
             if k not in self.further and k not in ours: self.refuse_name(k)
         check_all(given, self.checks)
-        return {k:v.tolist() if hasattr(v, 'tolist') else v for k,v in given.items()}      # arrays can't be compared
+        # arrays can't be compared
+        return {k:v.tolist() if hasattr(v, 'tolist') else v for k,v in given.items()}
     def refuse_name(self, name, of='distrib_ctx', own=()):
-        "Raises `CantDistribute` for an option or argument that the method `of`, with arguments `own`, doesn't have"
+        """Raises `CantDistribute` for an option or argument that the method `of`, with arguments
+        `own`, doesn't have"""
         likely = near(name, [*own, *self.names, *self.further], _ALIASES)
         end = f"Did you mean {likely}=?" if likely else self._list_options(of, own)
         raise CantDistribute(f"No option {name}. {end}")
@@ -131,7 +135,8 @@ class Options:
         passed = f", and passes on to DistributedDataParallel: {', '.join(self.further)}" if self.further else ''
         return f"{of} {args} {', '.join(self.names)}{passed}."
     def refuse_unknown(self, cls, name, kwargs):
-        "Refuses those of `kwargs` that are no arguments of the method `name` of `cls`; in doubt they are"
+        """Refuses those of `kwargs` that are no arguments of the method `name` of `cls`; in doubt
+        they are"""
         try: params = inspect.signature(getattr(cls, name)).parameters.values()
         except (TypeError,ValueError): return
         own,doubt = [p.name for p in params if p.name != 'self'],any(p.kind == p.VAR_KEYWORD for p in params)
@@ -180,7 +185,8 @@ def workers_for(
     nprocs=None, # As the user gave it
     gpus=None, # The same
 ):
-    "`(number of workers, GPU of each or None for the CPU)`; raises `CantDistribute`, with a remedy, for what can't be"
+    """`(number of workers, GPU of each or None for the CPU)`; raises `CantDistribute`, with a
+    remedy, for what can't be"""
     have = group.n_gpus()
     if isinstance(gpus, str): gpus = _all_gpus(have)
     if gpus is not None: return _chosen(list(gpus), nprocs, have)
@@ -231,7 +237,8 @@ def local_reason(nprocs, gpus, launcher):
 
 # %% ../../nbs/launch/508_options.ipynb #6c0e5a11
 def in_launched_group():
-    "Does a group stand, or wait to be joined, that a fit may run in? Refuses one that no launcher made"
+    """Does a group stand, or wait to be joined, that a fit may run in? Refuses one that no launcher
+    made"""
     if group.under_launcher(): return True
     if not group.in_group(): return False
     if 'RANK' in os.environ and 'WORLD_SIZE' in os.environ: return True
@@ -244,7 +251,8 @@ def engine_for(
     given, # Options of the block: `nprocs`, `gpus`, `launcher`, `see` and `timeout`
     defaults, # What they are if nobody says anything
 ):
-    "Yields `(launcher, number of workers, GPU of each)`, open; or prints why this process trains, and yields None"
+    """Yields `(launcher, number of workers, GPU of each)`, open; or prints why this process trains,
+    and yields None"""
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
     if why := local_reason(nprocs, gpus, launcher):
         print_line(why)
@@ -275,7 +283,8 @@ def _gpus_of(local, gpus):
 _plain = Local()
 
 def _option(local, k, given, defaults):
-    "What the block says; what it doesn't say, the engine of the user's may; else the block's default"
+    """What the block says; what it doesn't say, the engine of the user's may; else the block's
+    default"""
     own = getattr(local, k)
     return own if given[k] == defaults[k] and own != getattr(_plain, k) else given[k]
 
@@ -286,7 +295,8 @@ def nested(
     given, # Options of this block
     defaults, # What they are if nobody says anything
 ):
-    "Inside another block of the same learner: that block's workers; refuses other options than it has"
+    """Inside another block of the same learner: that block's workers; refuses other options than it
+    has"""
     other = [k for k,v in given.items() if v != defaults.get(k) and v != outer.get(k)]
     if other: raise CantDistribute(f"Already inside a distrib_ctx of this learner, and {', '.join(other)} can't change "
                                    "there. Leave the options out, or leave the block first.")

@@ -28,12 +28,13 @@ class Context:
         world_size, # Ranks of this job
         device, # Where the job's tensors are loaded
         emit, # `emit(event)` sends a small picklable event to the notebook, in order
-        put, # `put(name, payload)` leaves a `Payload` there, as the newest of its name: 'state', 'epoch', 'cut'
+        put, # `put(name, payload)` leaves a `Payload` there: 'state', 'epoch' or 'cut'
         stop_requested, # `stop_requested()`: does the notebook want the job to stop?
     ):
         self.rank,self.world_size,self.device,self.local_rank = rank,world_size,device,rank
         self.emit,self.put,self.stop_requested = emit,put,stop_requested
-        self.where = ''     # What the job is doing, e.g. `epoch 2, batch 17`, or a function that says it
+        # What the job is doing, e.g. `epoch 2, batch 17`, or a function that says it
+        self.where = ''
         self.items = ()     # Dataset indices of the batch at hand, or a function that says them
         self.marks = []     # `(phase, time of its end)`
     def mark(self, phase):
@@ -46,7 +47,8 @@ class Context:
     def saves_below(self, folder):
         "The job will save files below `folder`"
     def interruptible(self):
-        "Inside, the notebook's wish to stop is a KeyboardInterrupt here; for code that doesn't ask `stop_requested`"
+        """Inside, the notebook's wish to stop is a KeyboardInterrupt here; for code that doesn't
+        ask `stop_requested`"""
         return contextlib.nullcontext()
 
 # %% ../../nbs/launch/502_rank.ipynb #aa1a5d92
@@ -54,7 +56,7 @@ def call(
     work, # The function's `address`
     ctx, # A `Context`
     meta, buffers, # Of the payload
-    define=False, # Is this a process of its own, in whose `__main__` pickle finds the notebook's classes?
+    define=False, # Does pickle find the notebook's classes in this process's `__main__`?
 ):
     "Loads the payload, calls the job and returns its result as a `Payload`"
     obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), define=define)
@@ -81,13 +83,13 @@ def _now(o): return o() if callable(o) else o
 class _WorkerContext(Context):
     "A context over a worker's `Channel`; where the job is goes into failure reports"
     def __init__(self, channel, spec, device):
-        super().__init__(channel.rank, spec.world_size, device, self._emit, channel.put, channel.stop_requested)
+        super().__init__(channel.rank, spec.world_size, device, lambda e: channel.emit(('event', e)),
+                         channel.put, channel.stop_requested)
         self._channel,self.where = channel,channel.where
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
         self.reserve,board.on_wait = channel.reserve,self._waits_for
         self._heartbeats,self._last = channel.heartbeats(),board.Heartbeat()
         channel.where,channel.items = lambda: _now(self.where),lambda: _now(self.items)
-    def _emit(self, event): self._channel.emit(('event', event))
     def beat(self, where='', leaving=False):
         now,last = time.monotonic(),self._last
         longest = max(last.longest, now-last.at) if last.at else 0.
@@ -97,7 +99,8 @@ class _WorkerContext(Context):
         self._heartbeats.write(self.local_rank, self._last._replace(waits_for=rank))
     @contextlib.contextmanager
     def interruptible(self):
-        main,old = threading.main_thread().ident,signal.signal(signal.SIGINT, signal.default_int_handler)
+        main = threading.main_thread().ident
+        old = signal.signal(signal.SIGINT, signal.default_int_handler)
         self._channel.on_stop = lambda: signal.pthread_kill(main, signal.SIGINT)
         try:
             if self.stop_requested(): raise KeyboardInterrupt
@@ -122,7 +125,7 @@ def _break_group():
     rendezvous.leave(broken=True)
 
 # %% ../../nbs/launch/502_rank.ipynb #2991bb14
-_joined_early = None      # Time at which `join_early` was through; the job that follows takes it
+_joined_early = None      # time at which `join_early` was through; the job that follows resets it
 
 def join_early(channel, spec):
     "Device and group, before the job that is submitted next"
@@ -132,11 +135,6 @@ def join_early(channel, spec):
         if spec.backend: _join_group(channel, spec, device)
     _joined_early = time.time()
 
-def _taken_join():
-    "The time at which `join_early` was through, or None; asked once"
-    global _joined_early
-    res,_joined_early = _joined_early,None
-    return res
 
 # %% ../../nbs/launch/502_rank.ipynb #5e1bea55
 def run_on_rank(
@@ -147,7 +145,8 @@ def run_on_rank(
 ):
     "The entry of every worker's job; returns its result as a `Payload`"
     meta,*buffers = buffers
-    joined,began = _taken_join(),time.time()
+    global _joined_early
+    began,joined,_joined_early = time.time(),_joined_early,None
     device = group.use_device(spec.gpu, spec.threads)
     if device.type == 'cpu': keep_pages()
     left = take_settings(spec.settings)
@@ -155,12 +154,14 @@ def run_on_rank(
         if channel.rank == 0: warn_of_left(left)
         if spec.backend: _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
-        ctx.marks += [('join', joined), ('ship', began)] if joined else [('ship', began), ('join', time.time())]
+        if joined: ctx.marks += [('join', joined), ('ship', began)]
+        else: ctx.marks += [('ship', began), ('join', time.time())]
         try: return call(spec.work, ctx, meta, buffers, define=True)
         finally: _finish(channel, ctx)
 
 def _finish(channel, ctx):
-    "Reports where the time went; on a GPU memory is freed at once, since the notebook's model may go back to it"
+    """Reports where the time went; on a GPU memory is freed at once, since the notebook's model may
+    go back to it"""
     if ctx.rank == 0: channel.emit(('marks', ctx.marks))
     if is_accelerator(ctx.device): _free_memory(ctx.device)
     else: channel.on_idle = lambda: _free_memory(ctx.device)
@@ -180,13 +181,6 @@ class Setting(NamedTuple):
 def _attr(o, k): return Setting(lambda: getattr(o, k), lambda v: setattr(o, k, v))
 
 # %% ../../nbs/launch/502_rank.ipynb #013f26ff
-def _deterministic():
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-def _anomalies(): return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-def _print_options(): return dict(vars(torch._tensor_str.PRINT_OPTS))
-
 _CUDNN = 'enabled','benchmark','deterministic','allow_tf32','benchmark_limit'
 _MATMUL = 'allow_fp16_reduced_precision_reduction','allow_bf16_reduced_precision_reduction'
 
@@ -195,9 +189,15 @@ _TORCH = {
     'torch.get_float32_matmul_precision': Setting(torch.get_float32_matmul_precision,
                                                   torch.set_float32_matmul_precision),
     'torch.use_deterministic_algorithms': Setting(
-        _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])),
-    'torch.autograd.set_detect_anomaly': Setting(_anomalies, lambda v: torch.autograd.set_detect_anomaly(*v)),
-    'torch.set_printoptions': Setting(_print_options, lambda v: vars(torch._tensor_str.PRINT_OPTS).update(v)),
+        lambda: (torch.are_deterministic_algorithms_enabled(),
+                 torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])),
+    'torch.autograd.set_detect_anomaly': Setting(
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda v: torch.autograd.set_detect_anomaly(*v)),
+    'torch.set_printoptions': Setting(
+        lambda: dict(vars(torch._tensor_str.PRINT_OPTS)),
+        lambda v: vars(torch._tensor_str.PRINT_OPTS).update(v)),
     **{f'torch.backends.cudnn.{k}': _attr(torch.backends.cudnn, k) for k in _CUDNN},
     **{f'torch.backends.cuda.matmul.{k}': _attr(torch.backends.cuda.matmul, k) for k in _MATMUL}}
 
@@ -216,7 +216,8 @@ def _change_pandas(new):
     for k in _pandas_changes().keys()-new.keys(): pd.reset_option(k)
     for k,v in new.items(): pd.set_option(k, v)
 
-_FORMATS = {'numpy.set_printoptions': Setting(np.get_printoptions, lambda v: np.set_printoptions(**v)),
+_set_numpy = lambda v: np.set_printoptions(**v)
+_FORMATS = {'numpy.set_printoptions': Setting(np.get_printoptions, _set_numpy),
             'numpy.seterr': Setting(np.geterr, lambda v: np.seterr(**v)),
             'pandas.set_option': Setting(_pandas_changes, _change_pandas)}
 
@@ -239,7 +240,8 @@ def notebook_settings():
     "What this process has set, for `take_settings`"
     res = {}
     for k,s in SETTINGS.items():
-        with contextlib.suppress(Exception): res[k] = _travelling(s.read())     # libraries and systems differ
+        # libraries and systems differ
+        with contextlib.suppress(Exception): res[k] = _travelling(s.read())
     return res
 
 def _take(setting, v):

@@ -14,13 +14,15 @@ RANK0_ONLY = {
     'ProgressCallback','ShowGraphCallback','TensorBoardBaseCallback','TensorBoardCallback',
     'TensorBoardProjectorCallback',
     'NeptuneCallback','CometCallback','CaptumInterpretation',       # fastai 2
-    'LearnerTensorboardWriter','GANTensorboardWriter','ImageGenTensorboardWriter','MLFlowTracker','NeptuneMonitor',
+    'LearnerTensorboardWriter','GANTensorboardWriter','ImageGenTensorboardWriter','MLFlowTracker',
+    'NeptuneMonitor',
     'ShowGraph','TrackEpochCallback'}   # fastai v1
 
 def is_kind(cb,    # A callback
             names  # Names of classes
 ):
-    "Is `cb` of one of these classes, or derived from one? They are known by name, so that none need be imported"
+    """Is `cb` of one of these classes, or derived from one? They are known by name, so that none
+    need be imported"""
     return any(c.__name__ in names for c in type(cb).__mro__)
 
 def is_rank0_only(cb # A callback

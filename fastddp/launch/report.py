@@ -26,7 +26,8 @@ PHASES = {
     'failed': "runs that failed before this one"}
 
 class Timings:
-    "Seconds of one call on the workers, by phase; shown as a table. The first phase begins when this is made"
+    """Seconds of one call on the workers, by phase; shown as a table. The first phase begins when
+    this is made"""
     def __init__(self,
         what='', # What was called, e.g. 'fit'
     ):
@@ -60,9 +61,11 @@ class Timings:
 def several(n, what): return f"{n:,} {what}{'s' if n != 1 else ''}"
 
 def banner(n, gpus, total, steps=None, where=None):
-    "What runs, as one line: `n` workers take `total` items per step, or None: what a batch sampler gives"
+    """What runs, as one line: `n` workers take `total` items per step, or None: what a batch
+    sampler gives"""
     s = 's' if n > 1 else ''
-    here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for(accelerator())}" if gpus else 'cpu, gloo'
+    here = 'cpu, gloo'
+    if gpus: here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for(accelerator())}"
     who = f"{several(n, 'worker')} ({where or here})"
     per_epoch = '' if steps is None else f", {several(steps, 'step')} per epoch"
     if total is None: return f"{who}, batches of the batch sampler{per_epoch}"
@@ -70,11 +73,13 @@ def banner(n, gpus, total, steps=None, where=None):
     return f"{who} x batch {each} = {total} per step{per_epoch}"
 
 # %% ../../nbs/launch/501_report.ipynb #6e3b0f27
-_START = dict(failed='runs that failed', snapshot='snapshot', helper='helper process', fork='other workers',
+_START = dict(failed='runs that failed', snapshot='snapshot', helper='helper process',
+              fork='other workers',
               ship='shared memory', join='process group', load='loading')
 
 def start_of(timings, begun):
-    "How long it took until the first batch, at the time `begun`; after a second or more also what took it"
+    """How long it took until the first batch, at the time `begun`; after a second or more also what
+    took it"""
     total,phases = begun-timings.began,timings.phases
     if total < 1: return f"start {total:.1f} s"
     parts = {name:phases[k] for k,name in _START.items() if k in phases}
@@ -96,7 +101,8 @@ def summary(
     "How long it took, as one line"
     all_ranks = result['items']/result['seconds']
     each = f" ({n} x {rate(all_ranks/n)})" if n > 1 else ''
-    return f"{what} in {time.time()-began:.1f} s{f' ({start})' if start else ''}, {rate(all_ranks)} items/s{each}"
+    start = f" ({start})" if start else ''
+    return f"{what} in {time.time()-began:.1f} s{start}, {rate(all_ranks)} items/s{each}"
 
 def what_ran(result, iterations=False):
     "Epochs; or steps, where these count (`lr_find`) or no epoch came to its end"

@@ -29,11 +29,13 @@ def script_lines(
     iterations=False, # Is it told in steps, rather than in epochs? See `what_ran`
 ):
     "Under torchrun rank 0 says in one line what runs inside, and in another one how long it took"
-    tells,n,began = group.under_launcher() and group.rank() == 0 and not quiet,group.world_size(),time.time()
+    tells = group.under_launcher() and group.rank() == 0 and not quiet
+    n,began = group.world_size(),time.time()
     if tells: print_line(banner(n, (), *sizes, where=f'torchrun, {group.backend()}'))
     yield
     result = progress.result(False)
-    if tells and result['seconds']: print_line(summary(what_ran(result, iterations), n, result, began))
+    if tells and result['seconds']:
+        print_line(summary(what_ran(result, iterations), n, result, began))
 
 # %% ../../nbs/launch/512_script.ipynb #375a87d9
 def tell_once(
@@ -45,15 +47,17 @@ def tell_once(
     others = sys.excepthook
     def hook(kind, value, traceback):
         if value is not e: return others(kind, value, traceback)
-        line = f"rank {rank} ended with rank {first}, whose error is the one to look at ({kind.__name__})"
+        line = (f"rank {rank} ended with rank {first}, whose error is the one to look at "
+                f"({kind.__name__})")
         print(line, file=sys.stderr)
     sys.excepthook = hook
 
 @contextlib.contextmanager
 def launched_group():
-    "Inside, this process is in the group that its launcher made; yields its device. Leaves it only if it joined it"
+    """Inside, this process is in the group that its launcher made; yields its device. Leaves it
+    only if it joined it"""
     if group.in_group():
-        yield group.own_device()
+        yield group.comm_device()
         return
     device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None)
     rendezvous.join_launched(device)
