@@ -20,11 +20,13 @@ _APPS = {1: ('fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab'),
          2: ('fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'fastai.collab')}
 
 def preload_learners(
-    typed=True # Is somebody typing, so that nobody knows yet which of fastai's applications it will be?
+    # Is somebody typing, so that nobody knows yet which of fastai's applications it will be?
+    typed=True
 ):
     "Tells the helper what workers need that train learners"
     gen = fastai_generation()
-    preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline', f'fastddp.fastai{gen}.learner')
+    preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline',
+            f'fastddp.fastai{gen}.learner')
     preload(*_APPS[gen], if_imported=not typed)
     preload('fastddp.base.group:import_for_ddp')
 

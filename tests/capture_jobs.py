@@ -88,6 +88,9 @@ def quiet():
 
 def _main(conn):
     "The child: a job's name and `DisplaySettings` come in, events and 'done' go out"
+    # A DataLoader forks processes here, as in a worker
+    multiprocessing.process.current_process()._config['daemon'] = False
+    multiprocessing.set_start_method('fork', force=True)
     while (order := conn.recv()) is not None:
         name, settings = order
         with capture_output(conn.send, settings): globals()[name]()

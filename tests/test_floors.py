@@ -14,14 +14,13 @@ BELOW = {
     'shard': ('base',),
     'process': ('base', 'payload', 'output'),
     'launch': ('base', 'payload', 'output', 'shard', 'process'),
-    'report': ('base', 'payload', 'output', 'shard', 'process', 'launch'),
     # annexes: they stand on `launch`, and nothing but the front doors knows them
     'machines': ('base', 'payload', 'output', 'process', 'launch'),
     'cluster': ('base', 'payload', 'output', 'process', 'launch'),
-    'fastai2': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
-    'fastai1': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report'),
+    'fastai2': ('base', 'payload', 'output', 'shard', 'process', 'launch'),
+    'fastai1': ('base', 'payload', 'output', 'shard', 'process', 'launch'),
     # the front doors
-    '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'report', 'fastai2', 'fastai1', 'machines',
+    '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'fastai2', 'fastai1', 'machines',
          'cluster')}
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
 KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'), 'base.group': ('fastai', 'multiprocessing'),
@@ -31,7 +30,7 @@ KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'), 'base.g
              'payload': ('fastai', 'multiprocessing', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
-             'report': ('fastai', 'torch.distributed'), 'machines': ('fastai', 'torch.distributed'), 'machines.meeting': ('fastai',),
+             'machines': ('fastai', 'torch.distributed'), 'machines.meeting': ('fastai',),
              'cluster': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
              'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data',
                          'fastai.torch_basics'),
@@ -110,7 +109,7 @@ def violations(module, source, modules=NUMBERS):
 
 
 # What these say of CUDA is about CUDA: its settings, and variables that it reads
-OF_CUDA = {'launch.settings': {'torch.backends.cuda'}}
+OF_CUDA = {'launch.rank': {'torch.backends.cuda'}}
 
 
 def kinds_named(module, source):

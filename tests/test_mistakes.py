@@ -63,7 +63,7 @@ def test_it_says_what_the_page_says(code, row, shell):
 
 def test_all_gpus_in_a_word(monkeypatch):
     "People type it"
-    from fastddp.launch.placement import workers_for
+    from fastddp.launch.options import workers_for
     monkeypatch.setattr(group, 'n_gpus', lambda: 2)
     assert workers_for(None, 'all') == workers_for(2, 'all') == (2, [0, 1])
 

@@ -45,7 +45,8 @@ class Page:
 
 # %% ../../nbs/base/010_board.ipynb #b289ef44
 _LONG = 1.      # seconds after which waiting is worth a word
-on_wait = noop  # called with the rank that this one waits for, each time that it looks again after `_LONG`
+# called with the rank that this one waits for, each time that it looks again after `_LONG`
+on_wait = noop
 
 class Board:
     "Where all ranks meet"
@@ -63,7 +64,8 @@ class Board:
         numbers, # At most `SIZE`
         limit=None # Seconds to wait; then a RuntimeError says who is missing. None: for ever
     ):
-        "What each rank says at this meeting: a tuple of `SIZE` numbers for each, in rank order. Every rank calls it"
+        """What each rank says at this meeting: a tuple of `SIZE` numbers for each, in rank order.
+        Every rank calls it"""
         if self.n == 1: return [tuple(map(float, numbers)) + (0.,)*(SIZE-len(numbers))]
         group.check_group()
         self.no += 1
@@ -79,7 +81,8 @@ class Board:
             for r in ranks:
                 if rows.get(r) is None: rows[r] = self.page.read(r, self.no)
             if None not in rows.values(): return [rows[r] for r in ranks]
-            if self.closed: raise RuntimeError("Connection closed by peer: the ranks' meeting was ended")
+            if self.closed:
+                raise RuntimeError("Connection closed by peer: the ranks' meeting was ended")
             now = time.perf_counter()
             began = began or now
             if limit and now-began > limit: self._raise_timeout(ranks, limit)
@@ -98,7 +101,8 @@ class Board:
         for r,row in enumerate(rows.tolist()):
             if r not in self.here: self.page.write(r, self.no, row)
 
-_SPIN,_LONGEST = 2e-3,5e-3     # seconds in which others get the core in turn, seconds of the longest pause
+# seconds in which others get the core in turn, seconds of the longest pause
+_SPIN,_LONGEST = 2e-3,5e-3
 
 def _pause(waited):
     if waited > _SPIN: time.sleep(min(waited/20, _LONGEST))
@@ -154,8 +158,10 @@ def close():
     _board = _of = None
 
 def _host():
-    "This machine's name, and its first rank: several machines of a simulated cluster may share a name"
-    first = int(os.environ.get('RANK', 0)) - int(os.environ.get('LOCAL_RANK', os.environ.get('RANK', 0)))
+    """This machine's name, and its first rank: several machines of a simulated cluster may share a
+    name"""
+    rank = int(os.environ.get('RANK', 0))
+    first = rank - int(os.environ.get('LOCAL_RANK', rank))
     return f'{platform.node()}/{_boot_id()}/{first}'
 
 def _boot_id():
@@ -175,7 +181,8 @@ def _make():
     return Board(rank, n, page, here, between if rank in leaders else None)
 
 def _shared_page(here, n):
-    "`(Page, here)` for the ranks `here` of one host; None for the page if it can't be opened. A collective"
+    """`(Page, here)` for the ranks `here` of one host; None for the page if it can't be opened. A
+    collective"""
     path,page = '',None
     if here[0] == group.rank():
         fd,path = tempfile.mkstemp(prefix='fastddp-board-')

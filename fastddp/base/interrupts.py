@@ -33,7 +33,8 @@ def _counting():
 # %% ../../nbs/base/014_interrupts.ipynb #46227cf0
 @contextlib.contextmanager
 def undisturbed():
-    "A block in which Ctrl-C is put off; KeyboardInterrupt is raised at the end of the outermost one"
+    """A block in which Ctrl-C is put off; KeyboardInterrupt is raised at the end of the outermost
+    one"""
     if _counting() is not None:
         yield
         return
@@ -62,7 +63,8 @@ def ending_undisturbed():
     finally:
         try:
             with undisturbed(): stack.close()
-        finally: stack.close()      # Ctrl-C came just before the line above took hold; else there is nothing to do
+        # Ctrl-C came just before the line above took hold; else there is nothing to do
+        finally: stack.close()
 
 # %% ../../nbs/base/014_interrupts.ipynb #79782114
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ def _wait_for_all(store, rank, world_size, what):
     "Waits until all ranks have said `what` at the `store`: here Ctrl-C is heard"
     everybody,pause = [f'fastddp/{r}/{what}' for r in range(world_size)],.0005
     store.set(everybody[rank], what)
-    if not hasattr(store, 'check'): return store.wait(everybody, datetime.timedelta(seconds=300))     # torch before 2.3
+    # torch before 2.3
+    if not hasattr(store, 'check'): return store.wait(everybody, datetime.timedelta(seconds=300))
     while not store.check(everybody):
         time.sleep(pause)
         pause = min(2*pause, .01)
@@ -26,8 +27,8 @@ _connected = threading.Event()    # not connecting to the others just now
 _connected.set()
 
 def wait_connected(timeout):
-    """Waits, `timeout` seconds at most, until this process isn't connecting to the others (any more): who is missing
-    then would keep it in torch for ever. True if that is so"""
+    """Waits, `timeout` seconds at most, until this process isn't connecting to the others, where it
+    waits in torch for ever if one is missing; True if it isn't"""
     return _connected.wait(timeout)
 
 # %% ../../nbs/base/011_rendezvous.ipynb #affe6f49
@@ -51,7 +52,7 @@ def join(
     world_size,     # Number of processes
     backend='gloo', # 'gloo', or that of the accelerators
     device=None,    # This rank's GPU, which their backend wants to know
-    timeout=None,   # Seconds that torch waits in one operation (None: for ever; the notebook watches)
+    timeout=None,   # Seconds that torch waits in one operation; None: no limit, the notebook watches
 ):
     "Joins the group whose rendezvous is `store`; an error of torch's if a neighbour dies meanwhile"
     if isinstance(store, (str, os.PathLike)):
@@ -101,16 +102,19 @@ def join_launched(
     _joined_last = next(_n_joined)
     store = torch.distributed.PrefixStore(f'fastddp/{_joined_last}', store)
     _count_from_zero()
-    torch.distributed.init_process_group(group.backend_for(device), store=store, rank=rank, world_size=world_size)
+    torch.distributed.init_process_group(group.backend_for(device), store=store, rank=rank,
+                                         world_size=world_size)
 
 def first_to_fail():
-    "The rank that called this first since `join_launched`, to tell an error; None if the launcher doesn't answer"
+    """The rank that called this first since `join_launched`, to tell an error; None if the launcher
+    doesn't answer"""
     store,rank,_ = _launcher_store()
     try: return int(store.compare_set(f'fastddp/failed/{_joined_last}', '', str(rank)))
     except RuntimeError: return None
 
 def _listener(addr, port):
-    "A socket that listens at `addr` alone, where torch's would at every address; None if `addr` is none of this host's"
+    """A socket that listens at `addr` alone, where torch's would at every address; None if `addr`
+    is none of this host's"""
     family,*_,where = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0]
     try: return socket.create_server(where[:2], family=family, backlog=128)
     except OSError as e:
@@ -118,7 +122,8 @@ def _listener(addr, port):
         return None
 
 def join_at(addr, port, rank, world_size, backend='gloo', device=None, timeout=None):
-    "Joins the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; else as `join`"
+    """Joins the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; else
+    as `join`"""
     own = _listener(addr, int(port)) if rank == 0 else None
     listen = dict(master_listen_fd=own.detach()) if own else {}
     store = torch.distributed.TCPStore(addr, int(port), world_size, is_master=rank == 0, **listen)
@@ -130,7 +135,8 @@ def _ends_with_the_lock():
     return tuple(map(int, torch.__version__.split('.')[:2])) < (2,15) and group.backend() == 'gloo'
 
 def hang_up():
-    "In a worker: shuts down the connections to other ranks, so that a collective fails, here or there"
+    """In a worker: shuts down the connections to other ranks, so that a collective fails, here or
+    there"""
     for fd,_ in sockets() & _connections:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
             s.getpeername()         # not the one that listens: gloo would end the process
@@ -146,5 +152,6 @@ def leave(
     abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
     if broken and abort and group.backend() == group.native_backend(): abort()
     else:
-        if _ends_with_the_lock(): time.sleep(.3 if broken else .02)      # after a failure nobody is in a hurry
+        # after a failure nobody is in a hurry
+        if _ends_with_the_lock(): time.sleep(.3 if broken else .02)
         torch.distributed.destroy_process_group()

@@ -26,12 +26,14 @@ def _set_streams(s):
 
 # %% ../../nbs/base/013_rng.ipynb #fb1c521a
 class CommonRNG:
-    "The random streams that all ranks have in common: `with common:` makes them the global ones, for drawing an order"
+    """The random streams that all ranks have in common: `with common:` makes them the global ones,
+    for drawing an order"""
     def __init__(self,
         state, # What `state()` of another one returned
     ):
         self._state,self._depth = state,0
-        self.alone = False      # True: the global streams *are* the common ones, since there is one rank
+        # True: the global streams *are* the common ones, since there is one rank
+        self.alone = False
     @classmethod
     def capture(cls):
         "A `CommonRNG` that goes on from this process's global streams as they are now"
@@ -40,7 +42,8 @@ class CommonRNG:
     @property
     def _installed(self): return self.alone or self._depth > 0
     def state(self):
-        "The state of the common streams now: what `set_state` and `CommonRNG(...)` take; it can be pickled"
+        """The state of the common streams now: what `set_state` and `CommonRNG(...)` take; it can
+        be pickled"""
         return self.capture()._state if self._installed else self._state
     def set_state(self, state):
         "Sets the common streams to a `state()`, also while they are the global ones"
@@ -68,7 +71,8 @@ def seed_rank(
     common,     # A `CommonRNG`; it is not advanced
     epoch=0,    # Number of the epoch that begins
 ):
-    "Seeds this process's global streams for `rank` (torch's include those of its GPUs, now or once they start)"
+    """Seeds this process's global streams for `rank` (torch's include those of its GPUs, now or
+    once they start)"""
     if world_size == 1:
         common.install()
         common.alone = True

@@ -15,7 +15,8 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, own_attrs
-from .loaders import counts_now, global_batches, own_loader, place_now, shard, torch_dl
+from .loaders import (counts_now, global_batches, own_loader, place_now, shard,
+                                     torch_dl)
 from .step import GlobalLoss, Ranks, trained_beside
 from .validate import Validation
 from ..output.notice import print_line
@@ -34,22 +35,25 @@ class ShardLoaders(Callback):
     def on_train_begin(self, **kwargs):
         data = self.learn.data
         data.train_dl = self._shard(data.train_dl, True)
-        if not data.empty_val: data.valid_dl = self._shard(data.valid_dl, False)    # `Validation` shards it by itself
+        # `Validation` shards it by itself
+        if not data.empty_val: data.valid_dl = self._shard(data.valid_dl, False)
     def _shard(self, dl, train):
         res = shard(dl, group.rank(), group.world_size(), train, self.common)
         torch_dl(res)._shard.outside = self._loop
         return res
-    def on_epoch_begin(self, **kwargs): torch_dl(self.learn.data.train_dl)._shard.due = True     # the fit's own loop
+    # the fit's own loop
+    def on_epoch_begin(self, **kwargs): torch_dl(self.learn.data.train_dl)._shard.due = True
     def _loop(self, dl):
         "What a callback gets that loops over a loader: all of it"
         state = None if self.learn.model.training else self.common.state()
         try: yield from outside_loop(dl, self.common)
         finally:
-            if state: self.common.set_state(state)      # ranks may have different numbers of validation batches
+            # ranks may have different numbers of validation batches
+            if state: self.common.set_state(state)
 
 class SameModel(Callback):
     "One model for all ranks at the end of an epoch's training"
-    _order = _FIRST     # before anybody saves or looks at it
+    _order = _FIRST     # before other callbacks save or read it
     def __init__(self, learn, ranks, average_bn):
         self.learn,self.ranks,self.average_bn = learn,ranks,average_bn
         self.same,self.epoch = SameWeights(),0
@@ -59,11 +63,12 @@ class SameModel(Callback):
         self.ranks.passes.close()
         _own_loaders(self.learn.data)
     def sync(self):
-        "One set of buffers, and one of weights, whoever changed them"
+        "One set of buffers and weights for all ranks"
         learn = self.learn
         sync_buffers(learn.model, self.average_bn)
         beside = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.beside()))
-        if self.same([*learn.model.named_parameters(), *beside], self.epoch): _opt_from_rank0(learn.opt.opt)
+        if self.same([*learn.model.named_parameters(), *beside], self.epoch):
+            _opt_from_rank0(learn.opt.opt)
 
 def _own_loaders(data):
     data.train_dl = own_loader(data.train_dl)
@@ -74,7 +79,8 @@ def _opt_from_rank0(opt):
     if group.rank(): opt.load_state_dict(state)
 
 class _CountAll(Callback):
-    "Lets `AccumulateScheduler` count the global batch's items; it divides by what it counts, validation included"
+    """Lets `AccumulateScheduler` count the global batch's items; it divides by what it counts,
+    validation included"""
     def __init__(self, learn, ranks, acc):
         self.learn,self.ranks,self.acc = learn,ranks,acc
         self._order = acc._order-.5     # right before it counts this rank's
@@ -82,50 +88,43 @@ class _CountAll(Callback):
     def on_batch_begin(self, last_input, train, **kwargs):
         if train: self.acc.acc_samples += counts_now(self.learn.data.train_dl)[1]-len(last_input)
         else: self.own += len(last_input)
-    def on_epoch_end(self, **kwargs): self.acc.acc_samples += self.ranks.all_reduce(self.own)[0]-self.own
+    def on_epoch_end(self, **kwargs):
+        self.acc.acc_samples += self.ranks.all_reduce(self.own)[0]-self.own
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #2d192350
-_ASKED = ('on_backward_begin','on_backward_end','on_step_end','on_batch_end')
-
-def _of_the_user(cb): return type(cb).__module__.split('.')[0] not in ('fastai','fastddp')
-
-def _overrides(cb, event): return getattr(type(cb), event, None) is not getattr(Callback, event)
-
 class AgreeingHandler(CallbackHandler):
     "A `CallbackHandler` that stops something only if all ranks do"
     ranks = None        # the `Ranks` of the fit: see `of`
-    asks = frozenset()  # events in which callbacks may return something else on each rank
 
     @classmethod
     def of(cls, ranks # `Ranks`
     ):
-        "The class for one fit. v1 makes one more in each batch, as a default; so no argument is added to those of v1"
+        """The class for one fit. v1 makes one more in each batch, as a default; so no argument is
+        added to those of v1"""
         return type(cls.__name__, (cls,), dict(ranks=ranks))
 
     def is_of_the_fit(self): return self.ranks.handler is self
 
     def _any(self, flag):
-        "Does any rank say so?"
+        "True if any rank says so"
         return bool(self.ranks.all_reduce(float(bool(flag)))[0])
 
-    def _agreed(self, event, flag):
-        "`flag`, or what the ranks agree on where it may differ"
-        return self._any(flag) if event in self.asks and self.state_dict['train'] else flag
+    def _agreed(self, flag):
+        "`flag`, or what the ranks of the fit agree on in training"
+        return self._any(flag) if self.is_of_the_fit() and self.state_dict['train'] else flag
 
     def on_train_begin(self, *args, **kwargs):
         self.ranks.handler = self.ranks.handler or self
-        users = [cb for cb in self.callbacks if _of_the_user(cb)] if self.is_of_the_fit() else []
-        self.asks = {event for event in _ASKED if any(_overrides(cb, event) for cb in users)}
         super().on_train_begin(*args, **kwargs)
 
     def on_backward_begin(self, loss):
         loss,skip = super().on_backward_begin(loss)
-        return loss, self._agreed('on_backward_begin', skip)
+        return loss, self._agreed(skip)
 
-    def on_backward_end(self): return self._agreed('on_backward_end', super().on_backward_end())
+    def on_backward_end(self): return self._agreed(super().on_backward_end())
 
-    def on_step_end(self): return self._agreed('on_step_end', super().on_step_end())
-    def on_batch_end(self, loss): return self._agreed('on_batch_end', super().on_batch_end(loss))
+    def on_step_end(self): return self._agreed(super().on_step_end())
+    def on_batch_end(self, loss): return self._agreed(super().on_batch_end(loss))
 
     def on_epoch_end(self, val_loss):
         stop = super().on_epoch_end(val_loss)
@@ -154,11 +153,10 @@ def _loss_batch(real, learn, ranks, losses):
             dl = learn.data.train_dl
             loss_func = GlobalLoss(loss_func, ranks, counts_now(dl)[0], losses, place_now(dl)[1])
             ranks.passes.open()
-        elif cb_handler is not None and opt is not None: raise RuntimeError("fastddp: training without a loss function")
+        elif cb_handler is not None and opt is not None:
+            raise RuntimeError("fastddp: training without a loss function")
         return real(model, xb, yb, loss_func, opt, cb_handler)
     return loss_batch
-
-def _own_dls(data): return [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]
 
 @contextlib.contextmanager
 def distributed_v1(learn,
@@ -166,7 +164,8 @@ def distributed_v1(learn,
                    batch='per_worker', # Is the loader's batch one worker's, or the `'global'` one?
                    sync_bn=True,       # One batch norm for all ranks?
                    stop_requested=lambda: False, # Was this rank asked to stop?
-                   loss='auto'         # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
+                   # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
+                   loss='auto'
 ): # Yields (`Ranks`, callbacks to add)
     "Inside, `basic_train.fit` of `learn` is one with the other ranks'; afterwards all is as it was"
     n,ranks,data = group.world_size(),Ranks(learn.model, stop_requested),learn.data
@@ -181,11 +180,13 @@ def distributed_v1(learn,
         return validation(*args, **kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
-        for dl in _own_dls(data) if batch == 'per_worker' else (): stack.enter_context(global_batches(dl, n))
+        dls = [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]
+        for dl in dls if batch == 'per_worker' else (): stack.enter_context(global_batches(dl, n))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(own_attrs(learn, load=_load_together(learn, ranks)))
-        stack.enter_context(own_attrs(basic_train, validate=validate, CallbackHandler=AgreeingHandler.of(ranks),
-                                      loss_batch=_loss_batch(basic_train.loss_batch, learn, ranks, losses)))
+        loss_batch = _loss_batch(basic_train.loss_batch, learn, ranks, losses)
+        stack.enter_context(own_attrs(basic_train, validate=validate, loss_batch=loss_batch,
+                                      CallbackHandler=AgreeingHandler.of(ranks)))
         if n > 1: stack.enter_context(ranks.passes.wrapped())
         seed_rank(group.rank(), n, common)
         try: yield ranks, [ShardLoaders(learn, common), same]
@@ -198,4 +199,5 @@ def counting(learn,
              callbacks # Those of the fit
 ):
     "Callbacks to add that put others' counts right"
-    return [_CountAll(learn, ranks, cb) for cb in callbacks if type(cb).__name__ == 'AccumulateScheduler']
+    return [_CountAll(learn, ranks, cb) for cb in callbacks
+            if type(cb).__name__ == 'AccumulateScheduler']

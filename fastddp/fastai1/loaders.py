@@ -16,7 +16,8 @@ from fastai.basic_data import DeviceDataLoader
 
 from ..shard.sharded import original
 from ..shard.split import global_batch_size, refuse_loader, too_few
-from ..shard.torch_loader import batching_of, is_stream, shard_torch, torch_bs, torch_size, why_not_torch
+from ..shard.torch_loader import (batching_of, is_stream, shard_torch, torch_bs, torch_size,
+                                        why_not_torch)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
 def _objects(xs):
@@ -36,8 +37,10 @@ def _or_objects(f):
 
 def old_numpy():
     "Puts back what fastai v1 expects of numpy, in this process"
-    for k,v in dict(int=int, float=float, bool=bool, object=object, str=str).items(): vars(np).setdefault(k, v)
-    if not hasattr(np.random.permutation, 'old'): np.random.permutation = _or_objects(np.random.permutation)
+    for k,v in dict(int=int, float=float, bool=bool, object=object, str=str).items():
+        vars(np).setdefault(k, v)
+    if not hasattr(np.random.permutation, 'old'):
+        np.random.permutation = _or_objects(np.random.permutation)
     array = core.array
     if not hasattr(array, 'old'): core.array = _or_objects(array)
     for m in [o for k,o in sys.modules.items() if k.startswith('fastai')]:
@@ -48,7 +51,8 @@ def torch_dl(dl):
     "The torch loader below v1's `DeviceDataLoader`, or `dl` itself"
     return dl.dl if isinstance(dl, DeviceDataLoader) else dl
 
-def _preloader_class(): return getattr(sys.modules.get('fastai.text.data'), 'LanguageModelPreLoader', None)
+def _preloader_class():
+    return getattr(sys.modules.get('fastai.text.data'), 'LanguageModelPreLoader', None)
 
 def streams_of(dl):
     "The language model's `LanguageModelPreLoader` below `dl`, or None"
@@ -82,14 +86,16 @@ def _lay_out(pre):
     pre.idx.idx = order
 
 def mend_streams(dl):
-    "As many streams as `dl` has rows: where the environment tells of ranks, v1 has multiplied them already"
+    """As many streams as `dl` has rows: where the environment tells of ranks, v1 has multiplied
+    them already"""
     pre = streams_of(dl)
     if pre is None or pre.bs == (bs := torch_dl(dl).batch_size): return
     pre.bs = bs
     _lay_out(pre)
 
 def text_order(dl):
-    "What the next epoch of a language model depends on: its texts' order as an array, None for other loaders"
+    """What the next epoch of a language model depends on: its texts' order as an array, None for
+    other loaders"""
     pre = streams_of(dl)
     return None if pre is None or pre.idx is None else np.array(pre.idx.idx)
 
@@ -139,7 +145,8 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, with the batches of
     return res
 
 def can_be_whole(dl):
-    "Can whole batches of `dl` go to different ranks? Not a stream's, and a language model's state lives across batches"
+    """Can whole batches of `dl` go to different ranks? Not a stream's, and a language model's state
+    lives across batches"""
     return streams_of(dl) is None and not is_stream(torch_dl(dl))
 
 def own_loader(dl):
@@ -154,7 +161,8 @@ def _draw_together(pre, common):
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
 def counts_now(dl):
-    "`(items of this rank that count, items of the global batch)` of the batch that a sharded `dl` gave last"
+    """`(items of this rank that count, items of the global batch)` of the batch that a sharded `dl`
+    gave last"""
     own = torch_dl(dl)
     return own.counts[own._shard.epoch.done-1]
 
@@ -173,7 +181,8 @@ def check_v1(data, # A `DataBunch`
     "Raises `CantShard`, naming the loader, before anything is started"
     global_batch_size(None, n, batch)       # refuses another word
     if n == 1: return
-    dls = {'data.train_dl': data.train_dl} | ({} if data.empty_val else {'data.valid_dl': data.valid_dl})
+    dls = {'data.train_dl': data.train_dl}
+    if not data.empty_val: dls['data.valid_dl'] = data.valid_dl
     for name,dl in dls.items():
         why = _why_not(torch_dl(dl), n, batch, dl is data.train_dl)
         if why: refuse_loader(name, n, why)
@@ -189,7 +198,8 @@ def _why_not(own, n, batch, train):
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #41ad1466
 def steps_per_epoch(dl, n, batch):
-    "Steps that `n` workers take in an epoch of the training loader `dl`; None for a stream of unknown length"
+    """Steps that `n` workers take in an epoch of the training loader `dl`; None for a stream of
+    unknown length"""
     own = torch_dl(dl)
     if streams_of(dl) is not None:
         pre,bs = streams_of(dl),own.batch_size*(n if batch == 'per_worker' else 1)

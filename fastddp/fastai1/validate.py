@@ -23,13 +23,13 @@ from ..shard.sharded import has_state_of
 from ..shard.torch_loader import torch_bs
 
 # %% ../../nbs/fastai1/802_validate.ipynb #1940b65c
-_NAMES = ('accuracy','accuracy_thresh','top_k_accuracy','error_rate','mean_absolute_error','mean_squared_error',
-          'mean_squared_logarithmic_error','fbeta')
+_NAMES = ('accuracy','accuracy_thresh','top_k_accuracy','error_rate','mean_absolute_error',
+          'mean_squared_error','mean_squared_logarithmic_error','fbeta')
 _ITEM_MEANS = {getattr(_metrics, k) for k in _NAMES if hasattr(_metrics, k)}
 
 def is_item_mean(m # A metric, as v1 keeps it: a callback
 ):
-    "Is metric `m` a mean over items, whatever the batches?"
+    "True if metric `m` is a mean over items, whatever the batches"
     return type(m) is AverageMetric and getattr(m.func, 'func', m.func) in _ITEM_MEANS
 
 def _sum_up(m):
@@ -80,7 +80,8 @@ class Validation:
         self.real,self.losses = basic_train.validate,losses or Losses()
         self.ranks,self.common,self.whole = ranks,common,whole
 
-    def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
+    def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
+                 n_batch=None):
         "As v1's; the same on every rank"
         handler = cb_handler or CallbackHandler()
         if self.whole and has_state_of(model, torch_bs(torch_dl(dl))):     # on each rank, then
@@ -89,16 +90,19 @@ class Validation:
         others = [m for m in handler.metrics if not is_item_mean(m)]
         note = _NoteLoss(loss_func, mine, self.losses.by(loss_func)) if loss_func else None
         # a loss that needs all of a batch is computed anew at the end
-        parts = note and self.losses.is_gathered(loss_func) and not getattr(mine.dl._shard, 'whole', False)
+        whole = getattr(mine.dl._shard, 'whole', False)
+        parts = note and self.losses.is_gathered(loss_func) and not whole
         keep = _Keep(mine, bool(others) or bool(parts))
         with self._in_their_place(handler, keep), self._stopping(handler):
-            outs = self.real(model, mine, note, handler, pbar, average=False, n_batch=self._own_n_batch(n_batch, mine))
+            outs = self.real(model, mine, note, handler, pbar, average=False,
+                             n_batch=self._own_n_batch(n_batch, mine))
         self.ranks.all_reduce()
         for m in handler.metrics:
             if is_item_mean(m): _sum_up(m)
         if others: _replay(handler, others, keep.kept)
         if not note: return _pairs(outs, keep.kept, n_batch)
-        losses = _whole_losses(model, loss_func, keep.kept, n_batch) if parts else note.losses(n_batch)
+        if parts: losses = _whole_losses(model, loss_func, keep.kept, n_batch)
+        else: losses = note.losses(n_batch)
         return _average(losses) if average else [torch.tensor(loss) for _,loss,_ in losses]
 
     def _own_n_batch(self, n_batch, mine):
@@ -116,7 +120,8 @@ class Validation:
 
     @contextlib.contextmanager
     def _stopping(self, handler):
-        "Inside, a request to stop ends the loop after the current batch; all ranks agree on it at the next sync point"
+        """Inside, a request to stop ends the loop after the current batch; all ranks agree on it at
+        the next sync point"""
         plain = handler.on_batch_end
         handler.on_batch_end = lambda loss: plain(loss) or self.ranks.stop_requested()
         try: yield
@@ -136,20 +141,24 @@ def _whole_losses(model, loss_func, kept, n_batch):
         res.append((no, sum(loss*m for loss,m in zip(losses, items))/sum(items), sum(items)))
     return res
 
-def _average(losses): return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
+def _average(losses):
+    return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
 
-_SEEN = ('last_output','last_target','last_loss','last_input','train')      # of a handler's state, by a metric
+# of a handler's state, by a metric
+_SEEN = ('last_output','last_target','last_loss','last_input','train')
 
 def _replay(handler, metrics, kept):
     "Shows `metrics` all ranks' batches as one process would have made them"
     old = {k:v for k,v in handler.state_dict.items() if k in _SEEN}
     for _,parts in by_batch(kept):
         for out,target,loss in whole_batch(parts):
-            handler.state_dict.update(last_output=out, last_target=target, last_loss=loss, last_input=None, train=False)
+            handler.state_dict.update(last_output=out, last_target=target, last_loss=loss,
+                                      last_input=None, train=False)
             for m in metrics: handler._call_and_update(m, 'batch_end')
     handler.state_dict.update(old)
 
 def _pairs(outs, kept, n_batch):
     "fastai's pairs of output and target, batch by batch"
-    own = [(k.number, k.positions, _cpu(out)) for k,out in zip(kept, outs) if not n_batch or k.number < n_batch]
+    own = [(k.number, k.positions, _cpu(out)) for k,out in zip(kept, outs)
+           if not n_batch or k.number < n_batch]
     return [tuple(pair) for _,parts in by_batch(own) for pair in whole_batch(parts)]

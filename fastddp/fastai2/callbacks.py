@@ -20,7 +20,7 @@ from .loaders import OneRank, dl_state, follow_original, set_dl_state, shard_dl
 from .metrics import ReduceMetrics
 from .step import CountGlobalItems, GatherLoss, StepSync
 from .together import _FIRST, _LAST, OurCallback, Together, TogetherLast, own_events
-from ..launch.rank0_only import is_rank0_only
+from ..launch.training import is_rank0_only
 from ..output.notice import print_line
 from ..payload.state import move_opt
 from ..shard.batchnorm import sync_buffers, synced_bn
@@ -52,8 +52,8 @@ class SameModel(OurCallback):
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #669e5ec3
 def shard_to_validate(model, dl, batch, common):
-    """What this rank validates of `dl`. A model that keeps state may have the batch size built into it: where rows are
-    streams, each rank has them all. An `LMDataLoader` lays out more of them"""
+    """What this rank validates of `dl`. A model that keeps state may have the batch size built into
+    it: where rows are streams, each rank has them all. An `LMDataLoader` lays out more of them"""
     if rows_are_streams(dl, model): return OneRank(dl, common)
     batch = 'global' if keeps_state(model) and not is_lm(dl) else batch
     return shard_dl(dl, group.rank(), group.world_size(), batch, train=False, common=common)
@@ -135,10 +135,12 @@ def distributed(learn,
                 stop_requested=lambda: False, # Was this rank asked to stop?
                 shard_dls=True,     # Shard the loaders of `learn.dls`?
                 alike=False,        # Did all ranks load the same weights?
-                loss='auto',        # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
+                # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
+                loss='auto',
                 **ddp_kwargs        # What the user asks DDP for: `DDP_OPTIONS`
 ): # Yields the `Together`
-    "Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it is as it was"
+    """Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it
+    is as it was"""
     common,together,losses = CommonRNG.capture(),Together(stop_requested),Losses(loss, print_line)
     on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
     step,metrics = StepSync(together, losses, alike, **ddp_kwargs),ReduceMetrics(losses)
@@ -149,7 +151,8 @@ def distributed(learn,
     together.depart = lambda: _depart(together, step, same)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
-        if shard_dls: stack.enter_context(sharded_dls(learn, batch, common, whole_loops(learn, together)))
+        if shard_dls:
+            stack.enter_context(sharded_dls(learn, batch, common, whole_loops(learn, together)))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(quiet(learn))
         learn.add_cbs(cbs)
@@ -165,7 +168,8 @@ def distributed(learn,
             common.install()
 
 def _depart(together, step, same):
-    "The last meeting of a fit. Gradients that no step took become those of all, and so do weights of a cut epoch"
+    """The last meeting of a fit. Gradients that no step took become those of all, and so do weights
+    of a cut epoch"""
     said = together.meet_last(grads=step.has_grads(), cancelled=not same.compared)
     together.grads_left = said.sum('grads') > 0
     if together.grads_left: average_grads(list(step.learn.model.parameters()))
@@ -173,7 +177,8 @@ def _depart(together, step, same):
 
 @contextlib.contextmanager
 def sharded_dls(learn, batch, common, outside):
-    "The learner's loaders, each giving this rank its shard, and other loops than the fit's what `outside` yields"
+    """The learner's loaders, each giving this rank its shard, and other loops than the fit's what
+    `outside` yields"""
     dls,old = learn.dls,list(learn.dls.loaders)      # a callback may exchange them
     train = shard_dl(old[0], group.rank(), group.world_size(), batch, common=common)
     dls.loaders = [train, *(shard_to_validate(learn.model, dl, batch, common) for dl in old[1:])]

@@ -10,7 +10,7 @@ __all__ = ['changed_bs', 'is_lm', 'keeps_state', 'rows_are_streams', 'lay_out', 
 import copy, itertools, sys, weakref
 
 from fastai.data.load import DataLoader, SkipItemException, _loaders
-from fastai.torch_core import find_bs, to_device
+from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch.utils.data import SequentialSampler
 
@@ -24,16 +24,19 @@ from ..shard.torch_loader import reporting
 
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #3dd6833d
 def is_lm(dl):
-    "Is `dl` an `LMDataLoader`? Asks without importing fastai.text: who has such a loader has imported it"
+    """Is `dl` an `LMDataLoader`? Asks without importing fastai.text: who has such a loader has
+    imported it"""
     mod = sys.modules.get('fastai.text.data')
     return mod is not None and isinstance(dl, mod.LMDataLoader)
 
 def keeps_state(model):
-    "Does `model` keep state from batch to batch? Then it has a `reset`, for fastai's `ModelResetter`"
+    """Does `model` keep state from batch to batch? Then it has a `reset`, for fastai's
+    `ModelResetter`"""
     return callable(getattr(model, 'reset', None))
 
 def rows_are_streams(dl, model):
-    "Do batches of `dl` seem to go on where the last one ended, for a `model` that keeps state? Then all are full"
+    """Do batches of `dl` seem to go on where the last one ended, for a `model` that keeps state?
+    Then all are full"""
     if is_lm(dl) or not keeps_state(model): return False
     if isinstance(dl, DataLoader):
         in_order = dl.indexed and not dl.shuffle and type(dl).get_idxs is DataLoader.get_idxs
@@ -71,28 +74,33 @@ def own_steps(dl, cls,  # The loader, and the class whose `__len__` says how man
               steps,    # Global batches of an epoch
               bs,       # Items of a full one
               rank, n): # This rank, and how many there are
-    "In how many of these `steps` of a validation has `rank` an item?"
+    "The number of these `steps` of a validation in which `rank` has an item"
     if is_lm(dl): return steps                                  # a row of each batch for every rank
     total = n_items(dl, cls)
-    if n_chunks(total, bs, dl.drop_last)!=steps: return steps   # a `__len__` that has nothing to do with `bs`
+    # a `__len__` that has nothing to do with `bs`
+    if n_chunks(total, bs, dl.drop_last)!=steps: return steps
     return n_own_batches(total, bs, rank, n, dl.drop_last)
 
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #8045284f
-changed_bs = weakref.WeakKeyDictionary()        # a user's loader -> its batch size, if a callback changed it
+# a user's loader -> its batch size, if a callback changed it
+changed_bs = weakref.WeakKeyDictionary()
 
 class ShardedDL(Sharded):
-    "Mixed in before the class of a fastai `DataLoader`; its `bs` is that of the global batches, from epoch to epoch"
+    """Mixed in before the class of a fastai `DataLoader`; its `bs` is that of the global batches,
+    from epoch to epoch"""
     @property
     def bs(self): return self._shard.bs
     @bs.setter
     def bs(self, v):
         s = self._shard
         if v == s.bs: return
-        s.orig.bs = changed_bs[s.orig] = max(1, v*s.orig.bs//s.bs)      # a callback's goes into the user's loader, too
+        # a callback's goes into the user's loader, too
+        s.orig.bs = changed_bs[s.orig] = max(1, v*s.orig.bs//s.bs)
         s.bs = v
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
     def one_batch(self):
-        with self._shard.orig.fake_l.no_multiproc(): return super().one_batch()     # it may be of the original's
+        # it may be of the original's
+        with self._shard.orig.fake_l.no_multiproc(): return super().one_batch()
     def __len__(self):
         s = self._shard
         if s.whole: return len(s.orig)      # what a progress bar counts to
@@ -135,8 +143,8 @@ def _batches(self:ShardedDL, epoch):
     no_step_missing(epoch)
 
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #57224826
-_NOT_ITERATED = ("this loader's batches are taken past its `__iter__`, so its epoch has no order to shard. "
-                 "Iterate over it with `iter` or `for`.")
+_NOT_ITERATED = ("this loader's batches are taken past its `__iter__`, so its epoch has no order "
+                 "to shard. Iterate over it with `iter` or `for`.")
 
 @patch
 def sample(self:ShardedDL):
@@ -171,23 +179,13 @@ def _batch(self:ShardedDL, items, # This rank's items, None where one was skippe
     if s.train:
         if len(items) < len(step.own): raise CantShard(_SKIPPED)
         feed,_ = pad_shard(items, () if items else _borrow(map(build,step.spare)), s.n)
-    b = self.do_batch(feed) if feed else None
-    if s.train: _check_size(self, b, len(feed))
-    yield b, (len(items),step.total), pos
+    yield (self.do_batch(feed) if feed else None), (len(items),step.total), pos
 
-_SKIPPED = ("an item of the training data was skipped (SkipItemException). One process fills its batch up from the "
-            "items that follow; workers that build only their own items can't. Leave such items out of the dataset "
-            "beforehand.")
+_SKIPPED = ("an item of the training data was skipped (SkipItemException). One process fills its "
+            "batch up from the items that follow; workers that build only their own items can't. "
+            "Leave such items out of the dataset beforehand.")
 
 def _is_own(dl, k): return k in vars(dl) or getattr(type(dl),k) is not getattr(DataLoader,k)
-
-def _check_size(dl, b, n):
-    "Refuse a `before_batch` that left out some of `n` items; a `create_batch` of the user's may make anything of them"
-    if any(_is_own(dl._shard.orig, k) for k in ('do_batch','create_batch')): return
-    try: m = find_bs(b)
-    except (TypeError,AttributeError,IndexError,KeyError): return
-    if m%n: raise CantShard(f"`before_batch` made {m} items of {n}, so nobody knows what the whole batch has, of which "
-                            "each worker has a part. Leave items out of the dataset, or in `get_idxs`.")
 
 def _borrow(spare):
     res = list(itertools.islice((o for o in spare if o is not None), 2))
@@ -224,18 +222,22 @@ def _build(self:ShardedStreamDL, raw):
     s = self._shard
     s.raw = [raw]
     res = self.do_item(None)
-    if s.raw: raise CantShard(f"`{type(s.orig).__name__}.do_item` doesn't take its items from `create_item`, so they "
-                              "can't be sharded. Read in `create_item`, or use a dataset with indices.")
+    if s.raw:
+        raise CantShard(f"`{type(s.orig).__name__}.do_item` doesn't take its items from "
+                        "`create_item`, so they can't be sharded. Read in `create_item`, or use "
+                        "a dataset with indices.")
     return res
 
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #ba9268dd
 def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
                  rank, n, # This rank, and how many there are
                  batch,   # Is the loader's batch one worker's ('per_worker'), or the 'global' one?
-                 train,   # In training all ranks take every step; in validation nothing is there twice
+                 # In training all ranks take every step; in validation nothing is there twice
+                 train,
                  common   # `CommonRNG`, alike on all ranks
 ):
-    "The clone of `dl` that yields the shard of `rank`; `why_not_fastai` says beforehand if there can be none"
+    """The clone of `dl` that yields the shard of `rank`; `why_not_fastai` says beforehand if there
+    can be none"""
     s = Shard(dl, rank, n, global_batch_size(dl.bs, n, batch), train, common)
     res = sharded_clone(ShardedDL if dl.indexed else ShardedStreamDL, s)
     res.bs = s.bs
@@ -263,8 +265,9 @@ def why_not_fastai(dl, # A fastai `DataLoader`, not sharded itself
 ):
     "Why `dl` can't be sharded over `n` ranks, with the remedy, or None"
     if own := next((k for k in _WAY if _is_own(dl,k)), None): return (
-        f"its own `{own}` decides which batches it makes, so they can't be sharded. Override `get_idxs`, "
-        "`create_item` or `create_batch` instead, or use a `batch_sampler` in a torch DataLoader.")
+        f"its own `{own}` decides which batches it makes, so they can't be sharded. Override "
+        "`get_idxs`, `create_item` or `create_batch` instead, or use a `batch_sampler` in a "
+        "torch DataLoader.")
     if dl.bs is None: return no_batches('bs')
     if not dl.indexed: return why_not_stream(dl.dataset, dl.fake_l.num_workers, n, bs)
     if dl.n is None: return "it has no length. Give the dataset a `__len__`, or the loader `n=`."

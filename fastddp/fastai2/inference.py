@@ -25,14 +25,15 @@ from ..base.scoped import own_attrs
 from .fastai_loader import is_lm, rows_are_streams
 from .loaders import (OneRank, dl_state, follow_original, set_dl_state, shard_dl,
                                      why_not)
-from ..launch.rank0_only import is_kind, is_rank0_only
+from ..launch.training import is_kind, is_rank0_only
 from ..shard.sharded import has_state_of, is_sharded, original
 from ..shard.split import restore_order
 
 # %% ../../nbs/fastai2/725_inference.ipynb #0d0195c9
 def takes_whole(dl # A loader as the user made it
 ):
-    "Can whole batches of `dl` go to different ranks? Streams can't, and a language model's state lives across batches"
+    """Can whole batches of `dl` go to different ranks? Streams can't, and a language model's state
+    lives across batches"""
     if isinstance(dl, DataLoader): return dl.indexed and not is_lm(dl)
     return isinstance(dl, TorchLoader) and not isinstance(dl.dataset, IterableDataset)
 
@@ -40,7 +41,8 @@ def shard_batches(dl,      # A fastai or torch loader, sharded or not
                   rank, n, # This rank, and how many there are
                   common=None # `CommonRNG` from which an order is drawn
 ):
-    "The loader that yields the part of `dl` that `rank` predicts: whole batches where that can be, else rows of each"
+    """The loader that yields the part of `dl` that `rank` predicts: whole batches where that can
+    be, else rows of each"""
     dl = original(dl)
     res = shard_dl(dl, rank, n, 'global', train=False, common=common)
     if n > 1 and takes_whole(dl): res.give_whole_batches()
@@ -56,20 +58,23 @@ def stays_here(dl,     # What to predict: a loader, or a list of batches
                n=2,    # Number of ranks
                model=None # What predicts
 ):
-    "Why `dl` is predicted by one process, or None; the empty string where that needs no explanation"
+    """Why `dl` is predicted by one process, or None; the empty string where that needs no
+    explanation"""
     dl = original(dl)
     if not hasattr(type(dl), '__iter__') or isinstance(dl, (list,tuple,L)): return ''
     if why := why_not(dl, n, 'global'): return why
     if len(dl) < 2: return ''
     if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in cbs):
-        return "TensorBoardProjectorCallback writes what the model makes of every batch, from one process."
-    if rows_are_streams(dl, model): return "the model keeps state from batch to batch (it has a `reset`)."
-    if is_lm(dl) and model and has_state_of(model, dl.bs): return f"the model has a state of {dl.bs} rows."
+        return ("TensorBoardProjectorCallback writes what the model makes of every batch, from one "
+                "process.")
+    if rows_are_streams(dl, model):
+        return "the model keeps state from batch to batch (it has a `reset`)."
+    if is_lm(dl) and model and has_state_of(model, dl.bs):
+        return f"the model has a state of {dl.bs} rows."
     if takes_whole(dl): return None
-    if any(_wants_batches(cb) for cb in cbs if isinstance(cb, GatherPredsCallback)):
-        return "its batches are shared out by rows, so they can't be saved or concatenated as asked."
-
-def _wants_batches(cb): return cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None
+    gather = [cb for cb in cbs if isinstance(cb, GatherPredsCallback)]
+    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None for cb in gather):
+        return "its batches are divided by rows, so they can't be saved or concatenated as asked."
 
 # %% ../../nbs/fastai2/725_inference.ipynb #5fdc168c
 class Part(NamedTuple):
@@ -90,12 +95,14 @@ def run_part(learn, # Validates as the user set it up, metrics and callbacks inc
     number = (lambda k: k*n+rank) if takes_whole(dl) else (lambda k: k)
     with contextlib.ExitStack() as stack:
         for o in gather: stack.enter_context(own_attrs(o, after_validate=noop))
-        stack.enter_context(own_attrs(learn, all_batches=lambda: _all_batches(learn, own, number, starts)))
+        def all_batches(): _all_batches(learn, own, number, starts)
+        stack.enter_context(own_attrs(learn, all_batches=all_batches))
         type(learn)._do_epoch_validate(learn, dl=own)
     return Part(starts, list(own.idxs), [_pop_lists(o) for o in gather])
 
 def _all_batches(learn, own, number, starts):
-    "`Learner.all_batches`; those of `own` have the numbers of one process, and `starts` gets where they begin"
+    """`Learner.all_batches`; those of `own` have the numbers of one process, and `starts` gets
+    where they begin"""
     if learn.dl is not own: return type(learn).all_batches(learn)
     learn.n_iter,seen = len(own),0
     for k,b in enumerate(own):
@@ -160,7 +167,8 @@ def preds_in_one_order(learn,
                        common=contextlib.nullcontext(), # `CommonRNG` of a fit
                        alone=lambda: False # Does rank 0 act for itself just now?
 ):
-    "Inside, `learn.get_preds`, called by all ranks, predicts items in one order, and draws from `common`"
+    """Inside, `learn.get_preds`, called by all ranks, predicts items in one order, and draws from
+    `common`"""
     def get_preds(ds_idx=1, dl=None, *args, **kwargs):
         def plain(): return type(learn).get_preds(learn, ds_idx, dl, *args, **kwargs)
         if alone(): return plain()
@@ -182,15 +190,17 @@ def infer_in_group(learn, # The same on all ranks
         return
     order_from_rank0(dl)
     gather = gatherers(learn)
-    parts = group.all_gather_object(run_part(learn, dl, common))
+    parts = [Part(*o) for o in group.all_gather_object(run_part(learn, dl, common))]
     if is_sharded(given): follow_original(given)
     give(gather, join_parts(parts, takes_whole(dl)))
 
 @contextlib.contextmanager
 def inner_inference(learn, together):
-    "Inside, what callbacks of a distributed `learn` validate or predict by themselves is whole on every rank"
+    """Inside, what callbacks of a distributed `learn` validate or predict by themselves is whole on
+    every rank"""
     def validate(ds_idx=1, dl=None):
-        if dl is None and ds_idx == 1 and not together.alone: return type(learn)._do_epoch_validate(learn)
+        if dl is None and ds_idx == 1 and not together.alone:
+            return type(learn)._do_epoch_validate(learn)
         if dl is None: dl = learn.dls[ds_idx]
         if together.alone: return type(learn)._do_epoch_validate(learn, dl=OneRank(original(dl)))
         with together.aside(): infer_in_group(learn, dl, together.common)
@@ -203,7 +213,8 @@ def without_outside(learn):
     "`learn` without the callbacks that act on files and servers, and without log lines"
     old,logger = learn.cbs,learn.logger
     away = {id(cb) for cb in old if is_rank0_only(cb) and not isinstance(cb, ProgressCallback)}
-    names = {cb.name:learn.__dict__.pop(cb.name) for cb in old if id(cb) in away and cb.name in learn.__dict__}
+    names = [cb.name for cb in old if id(cb) in away and cb.name in learn.__dict__]
+    names = {k:learn.__dict__.pop(k) for k in names}
     learn.cbs,learn.logger = L(cb for cb in old if id(cb) not in away),noop
     try: yield
     finally:

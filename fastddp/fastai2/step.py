@@ -20,7 +20,8 @@ from ..base import group
 from ..base.checks import flag, number
 from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
-from .together import BATCH, GATHER, PASS, VALUE, _FIRST, _LAST, OurCallback, runs_user_code
+from .together import (BATCH, GATHER, PASS, VALUE, _FIRST, _LAST, OurCallback,
+                                      runs_user_code)
 from ..output.notice import print_line
 from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
 from ..shard.gradients import (Overlapped, Passes, graph_of, is_reentrant, leaves_of,
@@ -57,8 +58,10 @@ class StepSync(OurCallback):
     ):
         self.together,self.losses,self.n = together,losses,group.world_size()
         self.overlapped = Overlapped(lambda: self.learn.model, self.params, alike, **ddp_kwargs)
-        self.passes = Passes(self.params, self.weigh, self.agree, self.overlapped, self.is_loss_of_learner)
-        self.on_device = is_accelerator     # `on_device(device)`: are numbers there summed without the host?
+        self.passes = Passes(self.params, self.weigh, self.agree, self.overlapped,
+                             self.is_loss_of_learner)
+        # `on_device(device)`: are numbers there summed without the host?
+        self.on_device = is_accelerator
         self.accumulating = None    # the `GradientAccumulation`, if there is one
         # How the model's gradients can be averaged
         self.always_flat = False    # DDP can't follow the model
@@ -68,17 +71,20 @@ class StepSync(OurCallback):
         self._begin()
 
     def _begin(self):
-        self.last_loss = vars(self.learn).get('loss') if self.learn else None    # of the batch before
+        # of the batch before
+        self.last_loss = vars(self.learn).get('loss') if self.learn else None
         self.met = self.loss_is_whole = self.together.mid_batch = False
         self.part,self.scale = None,1.  # this rank's `LossPart`, and the factor on its loss
         self.made = None        # node of what the loss function made, and nodes of the predictions
         self.gathered = None    # items of this rank in a loss that was gathered
-        self.user_loss = self.gathering = None  # the learner's loss function, and the one in its place
+        # the learner's loss function, and the one in its place
+        self.user_loss = self.gathering = None
         self._params = None     # what this batch trains
 
     def params(self):
         "What is trained; asked once in a batch"
-        if self._params is None: self._params = [*self.learn.model.parameters(), *self.overlapped.beside]
+        if self._params is None:
+            self._params = [*self.learn.model.parameters(), *self.overlapped.beside]
         return self._params
     def is_loss_of_learner(self, loss): return loss is vars(self.learn).get('loss_grad')
     def is_flat(self): return self.always_flat or self.accumulating is not None
@@ -95,7 +101,9 @@ class StepSync(OurCallback):
         self.passes.flat = self.is_flat()
     def after_pred(self): self.together.mid_batch = self.n > 1
     def after_loss(self):
-        if not self.checked: self.made = getattr(self.loss_grad, 'grad_fn', None),_nodes_of(self.pred)
+        if not self.checked:
+            nodes = {t.grad_fn for t in tensors_in(self.pred) if t.grad_fn is not None}
+            self.made = getattr(self.loss_grad, 'grad_fn', None),nodes
     def after_batch(self):
         if self.n == 1: return
         if not self.met and not self.together.left_batch: self.attend()
@@ -109,10 +117,9 @@ class StepSync(OurCallback):
         self.restore_loss()
 
     def previous_loss(self):
-        "The ranks leave this batch: `learn.loss` is that of the one before, as on a rank that left before its loss"
+        """The ranks leave this batch: `learn.loss` is that of the one before, as on a rank that
+        left before its loss"""
         if self.last_loss is not None: self.learn.loss = self.last_loss
-
-def _nodes_of(pred): return {t.grad_fn for t in tensors_in(pred) if t.grad_fn is not None}
 
 # %% ../../nbs/fastai2/714_step.ipynb #ea31b2c3
 @patch
@@ -152,25 +159,27 @@ def weigh(self:StepSync, loss, first):
         if first and self._has_weights(): self._without_nan(divisor)
         return torch.where(divisor > 0, loss, 0.)*scale
     if divisor: return loss if isinstance(scale, float) and scale == 1. else loss*scale
-    # None of this rank's items counts: its loss may be no number, and class weights of zero no gradients
+    # None of this rank's items counts: its loss may be no number, and class weights of zero no
+    # gradients
     if self._has_weights(): return zero_loss(self.params())
     return torch.where(loss.new_zeros(()) > 0, loss, 0.)
 
 @patch
 def _has_weights(self:StepSync):
-    "Has the loss class weights?"
+    "True if the loss has class weights"
     weights = weighting(self.user_loss or self.learn.loss_func)
     return bool(weights) and weights[0] is not None
 
 @patch
 def _without_nan(self:StepSync, divisor):
-    "Where `divisor` is zero the gradient of the predictions is: a weighted mean would divide zero by zero"
+    """Where `divisor` is zero the gradient of the predictions is: a weighted mean would divide zero
+    by zero"""
     for t in tensors_in(self.learn.pred):
         if t.requires_grad: t.register_hook(lambda g: torch.where(divisor > 0, g, 0.))
 
 @patch
 def _has_loss(self:StepSync):
-    "Is `learn.loss` this batch's?"
+    "True if `learn.loss` is that of this batch"
     return self.learn.loss is not self.last_loss and isinstance(self.learn.loss, torch.Tensor)
 
 @patch
@@ -178,7 +187,8 @@ def _meet(self:StepSync, loss):
     if not self.checked: self._check_terms(loss)
     self.part,self.passes.gathers = self._loss_part(),not self.reduces()
     numbers,on_device = self._numbers(self.learn.loss if self._has_loss() else loss)
-    said = self.together.meet(BATCH, self.learn.iter, backward=1., **self._of_graph(loss), **numbers)
+    said = self.together.meet(BATCH, self.learn.iter, backward=1., **self._of_graph(loss),
+                              **numbers)
     self.met,self.together.mid_batch = True,False
     self._decide(said)
     self._use(said, on_device)
@@ -192,12 +202,14 @@ def _share_loss(self:StepSync, loss):
 def _loss_part(self:StepSync):
     learn,f = self.learn,self.user_loss or self.learn.loss_func
     if self.gathered is not None: return loss_part(f, learn.yb, self.gathered, by='mean')
-    return loss_part(f, learn.yb, true_counts(learn)[0], self.losses.by(f), read=not self._on_device())
+    return loss_part(f, learn.yb, true_counts(learn)[0], self.losses.by(f),
+                     read=not self._on_device())
 
 @patch
 def _numbers(self:StepSync, loss):
     "What the others need of this rank's loss: for the board, and for an all-reduce on the device"
-    loss = loss.detach().as_subclass(torch.Tensor)      # fastai's kinds of tensors make each operation slower
+    # fastai's kinds of tensors make each operation slower
+    loss = loss.detach().as_subclass(torch.Tensor)
     if loss.ndim: loss = loss.float().mean()
     if self._on_device(): return {}, (self.part.value(loss.float()), self.part.divisor)
     return dict(divisor=self.part.divisor, loss=self.part.value(loss.item())), None
@@ -225,7 +237,8 @@ def _on_device(self:StepSync): return self.on_device(self._device())
 def _sum_on_device(self:StepSync, value=0., divisor=0.):
     "Sums over ranks of two numbers, on the device where the model lies"
     sums = torch.zeros(2, dtype=torch.float64, device=self._device())
-    for place,o in zip(sums, (value,divisor)): place.copy_(o) if isinstance(o, torch.Tensor) else place.fill_(o)
+    for place,o in zip(sums, (value,divisor)):
+        place.copy_(o) if isinstance(o, torch.Tensor) else place.fill_(o)
     group.sum_(sums)
     return sums.float()
 
@@ -261,7 +274,8 @@ def _of_graph(self:StepSync, loss):
     if not over.checked:
         over.checked,named = True,over.trainable()
         self.reentrant = is_reentrant(graph_of(loss))
-        if not over.find_unused: over.missing = names_of(unused_params(loss, [p for _,p in named]), named)
+        if not over.find_unused:
+            over.missing = names_of(unused_params(loss, [p for _,p in named]), named)
     return dict(unused=bool(over.missing), reentrant=self.reentrant)
 
 @patch
@@ -273,27 +287,28 @@ def _decide(self:StepSync, said):
 
 @patch
 def _search(self:StepSync):
-    names = [k for ks in group.all_gather_object(self.overlapped.missing) for k in ks]
-    if not self.named: _print_unused([*dict.fromkeys(names)])
+    ranks = group.all_gather_object(self.overlapped.missing)
+    names = [*dict.fromkeys(k for names in ranks for k in names)]
+    few = ', '.join(names[:5]) + (f' and {len(names)-5} more' if len(names)>5 else '')
+    if not self.named:
+        print_line(f"No gradient for {few} in a step: find_unused_parameters is now enabled, which "
+                   "adds some overhead per step.")
     self.named = self.passes.flat_batch = True
     self.overlapped.search()
 
-def _print_unused(names):
-    few = ', '.join(names[:5]) + (f' and {len(names)-5} more' if len(names)>5 else '')
-    print_line(f"No gradient for {few} in a step: find_unused_parameters is now enabled, which adds some "
-               "overhead per step.")
-
 @patch
 def _go_flat(self:StepSync):
-    if group.rank() == 0: warnings.warn("fastddp: the model checkpoints activations with use_reentrant=True, "
-        "which DDP can't follow, so gradients are averaged after the backward pass instead of during it. "
-        "use_reentrant=False gives the same results, faster.")
+    if group.rank() == 0: warnings.warn("fastddp: the model checkpoints activations with "
+                                        "use_reentrant=True, which DDP can't follow, so gradients "
+                                        "are averaged after the backward pass instead of during "
+                                        "it. use_reentrant=False gives the same results, faster.")
     self.passes.flat = self.always_flat = True
     self.overlapped.close()
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d328
 class GatherLoss(OurCallback):
-    "What begins after every other callback's say: a phase of training, and a loss that needs the whole batch"
+    """What begins after every other callback's say: a phase of training, and a loss that needs the
+    whole batch"""
     order = _LAST       # every other callback may have exchanged the loss function
     run_valid = False
     def __init__(self, sync): self.sync = sync
@@ -318,7 +333,8 @@ def gather(self:StepSync, f, pred, yb):
     if not learn.training: return f(pred, *yb)
     count = true_counts(learn)[0]
     batch = LocalBatch(pred, yb, count, getattr(learn.dl,'idxs',())[-count:] if count else ())
-    said = self.together.meet_aside(GATHER, nbytes=batch.nbytes, items=batch.count, layout=batch.kind())
+    said = self.together.meet_aside(GATHER, nbytes=batch.nbytes, items=batch.count,
+                                    layout=batch.kind())
     whole = said and self.losses.of_all_ranks(f, batch, *map(said.of, ('nbytes','items','layout')))
     if whole is None: return f(pred, *yb)
     self.gathered = batch.count
@@ -356,20 +372,22 @@ def has_grads(self:StepSync):
 
 # %% ../../nbs/fastai2/714_step.ipynb #75a00003
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-_OURS = ('module','device_ids','output_device','dim','process_group','device_mesh','broadcast_buffers',
-         'forward_sync_buffers','init_sync','delay_all_reduce_named_params','param_to_hook_all_reduce',
-         'mixed_precision','check_reduction')
+_OURS = ('module','device_ids','output_device','dim','process_group','device_mesh',
+         'broadcast_buffers','forward_sync_buffers','init_sync','delay_all_reduce_named_params',
+         'param_to_hook_all_reduce','mixed_precision','check_reduction')
 
 DDP_OPTIONS = (*(k for k in _PARAMS if k not in _OURS), 'comm_hook')
 # Name -> `Check`, or None
-DDP_CHECKS = {k: flag() if k in _PARAMS and isinstance(_PARAMS[k].default, bool) else None for k in DDP_OPTIONS}
+DDP_CHECKS = {k: flag() if k in _PARAMS and isinstance(_PARAMS[k].default, bool) else None
+              for k in DDP_OPTIONS}
 DDP_CHECKS['bucket_cap_mb'] = number("the size of DDP's buckets in megabytes", none=True)
 
 def check_ddp(options, # What the user asks DDP for, by name
               opt      # The learner's optimizer
 ):
     "Raises `CantDistribute` for what DDP would do with `options`, but not with the optimizer `opt`"
-    if options.get('gradient_as_bucket_view') and not isinstance(opt, OptimWrapper): raise CantDistribute(
-        "gradient_as_bucket_view: fastai's own optimizers detach gradients in place, which torch refuses for views of "
-        "DDP's buckets. Leave it out, or take a torch optimizer: "
-        "opt_func=partial(OptimWrapper, opt=torch.optim.AdamW).")
+    if options.get('gradient_as_bucket_view') and not isinstance(opt, OptimWrapper):
+        raise CantDistribute(
+            "gradient_as_bucket_view: fastai's own optimizers detach gradients in place, which torch "
+            "refuses for views of DDP's buckets. Leave it out, or take a torch optimizer: "
+            "opt_func=partial(OptimWrapper, opt=torch.optim.AdamW).")

@@ -22,10 +22,12 @@ from ..base.scoped import own_attrs
 # %% ../../nbs/fastai2/705_together.ipynb #6be54914
 class OurCallback(Callback):
     "Base of the callbacks that make a fit a distributed one: called without detours"
-    # fastai asks learner and model about each name that is set; at each step that takes as long as a small layer
+    # fastai asks learner and model about each name that is set; at each step that takes as long as
+    # a small layer
     __setattr__ = object.__setattr__
     def __call__(self, event_name):
-        if event_name in _inner_loop and not (self.run_train if self.learn.training else self.run_valid): return
+        runs = self.run_train if self.learn.training else self.run_valid
+        if event_name in _inner_loop and not runs: return
         f = getattr(type(self), event_name, None)
         if f is not None: f(self)
 
@@ -34,10 +36,11 @@ def speaks(cb,        # A callback
 ):
     "Would `cb` do anything at `event_name`? Yes, in doubt"
     if type(cb).__call__ not in (Callback.__call__, OurCallback.__call__): return True
-    return event_name == 'after_fit' or getcallable(cb, event_name) is not noop     # after a fit fastai sets `run` back
+    # after a fit fastai sets `run` back
+    return event_name == 'after_fit' or getcallable(cb, event_name) is not noop
 
 def runs_user_code(cb, event_name):
-    "Would `cb` run code at `event_name` that is neither fastai's nor ours?"
+    "True if `cb` runs code at `event_name` that is neither fastai's nor ours"
     if not speaks(cb, event_name): return False
     modules = type(cb).__module__,getattr(getcallable(cb, event_name), '__module__', None)
     return any((m or '').split('.')[0] not in ('fastai','fastcore','fastddp') for m in modules)
@@ -45,17 +48,20 @@ def runs_user_code(cb, event_name):
 # %% ../../nbs/fastai2/705_together.ipynb #195ec236
 # Events of every step; at all others the list is made anew
 _OFTEN = {'after_pred', 'after_loss',
-          *(f'{when}_{what}' for what in ('batch','backward','step') for when in ('before','after','after_cancel'))}
+          *(f'{when}_{what}' for what in ('batch','backward','step')
+            for when in ('before','after','after_cancel'))}
 
-_STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls it, this would end the "
-            "event for the callbacks behind it without a word, and the ranks would go different ways.")
+_STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
+            "it, this would end the event for the callbacks behind it silently, and the "
+            "ranks would go different ways.")
 
 class OwnEvents:
     "Takes the place of `learn._call_one`"
     def __init__(self, learn, asked=noop):
         self.learn,self.asked = learn,asked
         self.pid = os.getpid()
-        self.cbs,self.speakers = [],{}      # the callbacks for which the list holds; event -> what is called
+        # the callbacks for which the list holds; event -> what is called
+        self.cbs,self.speakers = [],{}
     def __call__(self, event_name):
         cbs = self.learn.cbs.items
         if event_name not in _OFTEN or self.cbs != cbs: self.cbs,self.speakers = [*cbs],{}
@@ -64,7 +70,8 @@ class OwnEvents:
             for cb in self._find(event_name) if speakers is None else speakers: cb(event_name)
         except StopIteration as e: raise RuntimeError(_STOPPED.format(event_name)) from e
         except BaseException as e:
-            if os.getpid() != self.pid: end_fork(e)     # before it ends the loader's processes, which its parent needs
+            # before it ends the loader's processes, which its parent needs
+            if os.getpid() != self.pid: end_fork(e)
             raise
     def _find(self, event_name):
         if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
@@ -74,22 +81,24 @@ class OwnEvents:
 
 @contextlib.contextmanager
 def own_events(learn,
-               asked=noop # Callback -> what is called with the event's name in its place; by default itself
+               # Callback -> what is called with the event's name in its place; by default itself
+               asked=noop
 ):
     "Inside, each callback of `learn` is asked only for its own events"
     with own_attrs(learn, _call_one=OwnEvents(learn, asked)): yield
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
-_RAISES = dict(backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException,
-               train=CancelTrainException, valid=CancelValidException, epoch=CancelEpochException,
-               fit=CancelFitException, interrupt=KeyboardInterrupt)
+_RAISES = dict(backward=CancelBackwardException, step=CancelStepException,
+               batch=CancelBatchException, train=CancelTrainException, valid=CancelValidException,
+               epoch=CancelEpochException, fit=CancelFitException, interrupt=KeyboardInterrupt)
 LEFT = tuple(_RAISES)       # what a rank can leave, from weakest to strongest
 _PARTS = 'backward','step'  # of a batch
 
 # Numbers that ranks tell each other. Of a loss: see `shard.loss_part`
 FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
           'backward',           # does it make a backward pass in this batch?
-          'unused','reentrant','new',   # has it parameters without gradients, what DDP can't follow, other parameters?
+          # has it parameters without gradients, what DDP can't follow, other parameters?
+          'unused','reentrant','new',
           'mask',               # of the parameters with gradients, after a flat pass
           'nbytes','items','layout',    # of its predictions and targets: see `shard.gathered_loss`
           'cancelled',          # was this phase cancelled?
@@ -128,7 +137,8 @@ class Together(OurCallback):
         self.alone = False      # does rank 0 act for itself just now?
         self.grads_left = False # at the end of the fit: had some rank gradients that no step took?
         self._begin()
-        self.depth = 0          # of fits: a callback may call `learn.validate`, which has a `before_fit` of its own
+        # of fits: a callback may call `learn.validate`, which has a `before_fit` of its own
+        self.depth = 0
 
     def _begin(self):
         self.phase = 'start'    # 'start', 'train', 'between', 'validate' or 'end'
@@ -139,7 +149,8 @@ class Together(OurCallback):
         self.followed = None    # what this rank is about to leave because another one did
         self.left_batch = False # did this rank leave the batch at hand?
         self.cancelled = False  # was this phase cancelled on this rank?
-        self.mid_batch = False  # is this rank between the forward and the backward pass of a training batch?
+        # is this rank between the forward and the backward pass of a training batch?
+        self.mid_batch = False
         self.meets_late = False # do the ranks meet before each step of this phase, too?
 
     def before_fit(self):
@@ -167,13 +178,16 @@ class Together(OurCallback):
         if not self.depth: self.meet_at((_OVER,0,0,0), final=True)
 
     def _end_phase(self, stage, flag):
-        "All ranks end a phase; fastai's Recorder leaves out the metrics of one that was cancelled, `flag` tells it so"
+        """All ranks end a phase; fastai's Recorder leaves out the metrics of one that was
+        cancelled, `flag` tells it so"""
         said = self.meet(stage, cancelled=self.cancelled)
-        if said.sum('cancelled') and hasattr(self.learn, 'recorder'): setattr(self.recorder, flag, True)
+        if said.sum('cancelled') and hasattr(self.learn, 'recorder'):
+            setattr(self.recorder, flag, True)
 
     def leave(self, kind # One of `LEFT`
     ):
-        "This rank leaves something: the others hear of it at its next meeting, unless it only followed one of them"
+        """This rank leaves something: the others hear of it at its next meeting, unless it only
+        followed one of them"""
         self.mid_batch = False
         followed,self.followed = self.followed,None
         if kind == followed: return
@@ -198,13 +212,15 @@ class Together(OurCallback):
 
     @contextlib.contextmanager
     def aside(self):
-        "Inside, a callback validates by itself; afterwards this rank is in the phase in which it was"
+        """Inside, a callback validates by itself; afterwards this rank is in the phase in which it
+        was"""
         before = self.phase,self.cancelled,[*self.back_to]
         try: yield
         finally: self.phase,self.cancelled,self.back_to = before
 
     def meet(self, stage, batch=-.5, **numbers):
-        "`Said` of all ranks at a stage of this epoch; raises what another rank left, or KeyboardInterrupt"
+        """`Said` of all ranks at a stage of this epoch; raises what another rank left, or
+        KeyboardInterrupt"""
         return self.meet_at(self._place_of(stage, batch+.5), **numbers)
 
     def meet_aside(self, kind, **numbers):
@@ -218,15 +234,15 @@ class Together(OurCallback):
 
     def _begin_at(self, stage, batch):
         "Details that come now are those of another batch, or epoch"
-        here = (self._epoch(), stage, batch, 0)
-        if self.depth < 2 and here > self.place: self.place,self.n_details = here,0
+        place = (self._epoch(), stage, batch, 0)
+        if self.depth < 2 and place > self.place: self.place,self.n_details = place,0
 
     def _epoch(self): return float(getattr(self.learn, 'epoch', None) or 0)
 
     def _place_of(self, stage, batch):
-        here = (self._epoch(), stage, batch, 0)
+        place = (self._epoch(), stage, batch, 0)
         inner = stage >= BEFORE_VALID and self.back_to and self.back_to[-1] != 'end'
-        if self.depth < 2 and not inner and here > self.place: return here
+        if self.depth < 2 and not inner and place > self.place: return place
         if stage in (BEFORE_TRAIN,BATCH): self.n_details += 1
         return self._detail(NESTED_BATCH if stage < BEFORE_VALID else stage-BEFORE_VALID)
 
@@ -252,17 +268,18 @@ class Together(OurCallback):
         if left:
             kind = LEFT[left-1]
             at_step = self.place[3]%_KINDS == STEP
-            # elsewhere in the midst of a batch, only the whole batch can be left
+            # elsewhere within a batch, only the whole batch can be left
             if optional and kind in _PARTS and not (kind == 'step' and at_step): kind = 'batch'
             self.followed = kind
             raise _RAISES[kind]()
         if optional: return None
-        raise RuntimeError(f"Other ranks have gone on to {_words(ahead[0])} while rank {group.rank()} was at "
-            f"{_words(self.place)}: not all ranks do the same. A loader that gives them different numbers of "
-            "batches, or a callback that validates on one rank only, may be why.")
+        raise RuntimeError(f"Other ranks have gone on to {_words(ahead[0])} while rank "
+                           f"{group.rank()} was at {_words(self.place)}: not all ranks do the "
+                           "same. A loader that gives them different numbers of batches, or a "
+                           "callback that validates on one rank only, may be why.")
 
-_STAGES = ('the beginning of training','batch {}','the end of training','the beginning of validation',
-           'the end of validation','the end of validation')
+_STAGES = ('the beginning of training','batch {}','the end of training',
+           'the beginning of validation','the end of validation','the end of validation')
 
 def _words(place):
     epoch,stage,batch = place[:3]
@@ -282,7 +299,8 @@ class TogetherLast(OurCallback):
     def __init__(self, together): self.together = together
     def before_train(self):
         t = self.together
-        t.meets_late = t.meet(BEFORE_TRAIN, late=any(map(acts_late, self.learn.cbs))).sum('late') > 0
+        said = t.meet(BEFORE_TRAIN, late=any(map(acts_late, self.learn.cbs)))
+        t.meets_late = said.sum('late') > 0
         t.phase = 'train'
     def before_step(self):
         if self.together.meets_late: self.together.meet_aside(STEP)

@@ -12,25 +12,28 @@ from ..payload.pickling import Payload, address, dump
 
 # %% ../../nbs/launch/500_engine.ipynb #a58ba397
 class Job(NamedTuple):
-    "What runs on every rank: the function at `work` is called as `work(ctx, obj)`, with `obj` loaded from `payload`"
+    """What runs on every rank: the function at `work` is called as `work(ctx, obj)`, with `obj`
+    loaded from `payload`"""
     work:str|bytes      # The function's `address`
     payload:Payload
     @classmethod
     def of(cls,
-        fn, # Called on each rank as `fn(ctx, obj)`; one that workers can't import is pickled by value
+        fn, # Called on each rank as `fn(ctx, obj)`; pickled by value if workers can't import it
         payload, # A `Payload`, or any object, which is dumped
     ):
-        "The job that calls `fn`; raises `TypeError` or `PicklingError` for an object that can't be dumped"
+        """The job that calls `fn`; raises `TypeError` or `PicklingError` for an object that can't
+        be dumped"""
         return cls(address(fn), payload if isinstance(payload, Payload) else dump(payload))
 
 # %% ../../nbs/launch/500_engine.ipynb #e8bd1bb5
 class Outcome(NamedTuple):
     "What a run gave"
     results:list            # What the job returned on each rank, in rank order
-    interrupted:bool        # Did the user interrupt it? All ranks ended well all the same, as the job wished
-    state:tuple|None=None   # What rank 0 put last as 'state' or 'cut': `(meta, buffers)`; read-only, until the next run
-    epoch:tuple|None=None   # The same for the name 'epoch': the state at the end of the last complete epoch
-    marks:tuple=()          # `(phase, time of its end)` of the engine and of rank 0, as `Timings` takes them
+    interrupted:bool        # Did the user interrupt it, and all ranks ended well?
+    # `(meta, buffers)` of what rank 0 put last as 'state' or 'cut'; read-only, until the next run
+    state:tuple|None=None
+    epoch:tuple|None=None   # The same for 'epoch', the end of the last complete one
+    marks:tuple=()          # `(phase, time of its end)` of the engine and of rank 0, for `Timings`
 
 # %% ../../nbs/launch/500_engine.ipynb #6188ea01
 class Launcher:
@@ -40,7 +43,8 @@ class Launcher:
         nprocs, # Ranks, as the user gave it
         gpus, # The same
     ):
-        "`(number of ranks, GPU of each or None)`; raises `CantDistribute`, with a remedy, for what can't be"
+        """`(number of ranks, GPU of each or None)`; raises `CantDistribute`, with a remedy, for
+        what can't be"""
         return nprocs or 1, gpus
     def again(self,
         nprocs, # Ranks of the job that failed
@@ -50,19 +54,18 @@ class Launcher:
         return nprocs, gpus
     def check_items(self,
         datasets, # Sequences of what their items are made from, paths perhaps
-    ): "Refuses, with a `CantDistribute`, data of which the ranks wouldn't have the files; here they have"
+    ): "Refuses data of which the ranks don't have the files, with a `CantDistribute`"
     def run(self,
         job, # A `Job`
         nprocs, # Ranks, 1 or more
         on_event=lambda rank,e: None, # Called for what a rank gave to `ctx.emit`; must not raise
-        refs=(), # Persistent refs: results that mention the i-th of the job's come back with the i-th of these
-        here=None, # `(rank, fn)`: a rank without a process of its own, for which `fn()` is called in the calling thread
+        refs=(), # Persistent refs: results that mention the job's i-th come back with the i-th
     )->Outcome:
         """Runs `job` on all ranks, shows what they show, and waits for all of them.
-        Raises `CantDistribute` for what this engine can't do; the first failure: `RankRaised`, `RankDied` or
-        `GroupTimeout`; `KeyboardInterrupt` if a rank didn't stop when it was asked to. Their `state` is what rank 0
-        left last, as `Outcome.state`, or its `epoch`, or None; `cut`: was it put as 'cut'? What `fn` of `here` raises
-        is raised as it is"""
+        Raises `CantDistribute` for what this engine can't do; the first failure: `RankRaised`,
+        `RankDied` or `GroupTimeout`; `KeyboardInterrupt` if a rank didn't stop when it was asked
+        to. Their `state` is what rank 0 left last, as `Outcome.state`, or its `epoch`, or None;
+        `cut`: was it put as 'cut'?"""
         raise NotImplementedError
     def close(self,
         grace=2., # Seconds that processes have to end by themselves

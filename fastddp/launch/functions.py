@@ -6,11 +6,12 @@
 __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spawned', 'spawn']
 
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
-import ast, contextlib, os, re, sys, threading
+import ast, contextlib, ctypes, functools, os, re, signal, sys, threading, time
 
-from ..base import group
+from ..base import group, rendezvous
 from ..base.checks import CONTEXT, Check, check_all, is_whole, whole
 from ..base.errors import CantDistribute
+from ..base.failure import failure_of, is_echo, is_timeout
 from .local import Local
 from ..base.scoped import environment
 from .engine import Job
@@ -23,7 +24,8 @@ def global_imports(
     imports, # Import statements: a string of lines, or a list of them
     globals=None, # Namespace that gets the names; default: `__main__`'s
 ):
-    "Runs import statements in a namespace; refuses anything else, and raises what the imports raise"
+    """Runs import statements in a namespace; refuses anything else, and raises what the imports
+    raise"""
     tree = _parsed(imports)
     namespace = vars(sys.modules['__main__']) if globals is None else globals
     exec(compile(tree, '<imports>', 'exec'), namespace)
@@ -31,13 +33,18 @@ def global_imports(
 _IMPORTS = ast.Import,ast.ImportFrom
 
 def _parsed(imports):
-    "The syntax tree of `imports`; refuses what is no text, what doesn't parse, and other statements"
+    """The syntax tree of `imports`; refuses what is no text, what doesn't parse, and other
+    statements"""
     lines = imports.split('\n') if isinstance(imports, str) else imports
-    try: tree = ast.parse('\n'.join(o.strip() for o in lines))      # users indent them with their code
+    # users indent them with their code
+    try: tree = ast.parse('\n'.join(o.strip() for o in lines))
     except SyntaxError as e: why = f"line {e.lineno} doesn't parse ({e.msg})"
     except (TypeError,AttributeError): why = "lines of text are meant"
-    else: why = next((f"{ast.unparse(o)!r} is none" for o in tree.body if not isinstance(o, _IMPORTS)), None)
-    if why: raise CantDistribute(f"imports={imports!r}: {why}. Give import statements, such as 'import torch'.")
+    else:
+        others = [o for o in tree.body if not isinstance(o, _IMPORTS)]
+        why = f"{ast.unparse(others[0])!r} is none" if others else None
+    if why: raise CantDistribute(f"imports={imports!r}: {why}. Give import statements, such as "
+                                 "'import torch'.")
     return tree
 
 def import_star(
@@ -53,7 +60,8 @@ def _needed(need):
     ns = vars(sys.modules['__main__'])
     names = [o for o in re.split(r'[\s,]+', need) if o]
     missing = [o for o in names if o not in ns]
-    if missing: raise CantDistribute(f"need={need!r}: {', '.join(missing)} is not defined in the notebook.")
+    if missing: raise CantDistribute(f"need={need!r}: {', '.join(missing)} is not defined in the "
+                                     "notebook.")
     return {o:ns[o] for o in names}
 
 def _request(fn, args, kwargs,
@@ -66,8 +74,8 @@ def _request(fn, args, kwargs,
 ):
     "One call as a `Payload` for `call_job`; refuses what can't be pickled, by name"
     patches = collect_patches()
-    request = dict(patches=patches, fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need, imports=imports,
-                   gather=gather, ranked=ranked, store=store)
+    request = dict(patches=patches, fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
+                   imports=imports, gather=gather, ranked=ranked, store=store)
     roots = {'the function': fn, 'args': args, 'kwargs': kwargs, 'ctx=': ctx, 'need=': need}
     return dump_or_blame(request, roots | patches.roots())
 
@@ -79,7 +87,8 @@ def call_job(
     obj, # As `_request` makes it
 ):
     "A worker's part of `ranch` or `spawn`: what the function returned, or None if nobody wants it"
-    os.environ.pop('RANK', None)    # without a group it is nobody's rank: with RANK=1 fastai doesn't save
+    # without a group it is nobody's rank: with RANK=1 fastai doesn't save
+    os.environ.pop('RANK', None)
     main = vars(sys.modules['__main__'])
     global_imports(obj['imports'], main)
     main.update(obj['need'])
@@ -94,12 +103,109 @@ def _call_in_notebook(fn, args, kwargs, rank, nprocs, ctx, imports, store):
     who = environment(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(nprocs))
     with who, _with_store(store), ctx or contextlib.nullcontext(): return fn(*args, **kwargs)
 
-def _run(job, nprocs, see, here=None):
-    "Runs a job without a group of ours, each rank on its own GPU if there are enough; an interrupt is one here too"
+def _run(job, nprocs, see, engine=Local):
+    """Runs a job without a group of ours, each rank on its own GPU if there are enough; Ctrl-C is
+    raised here"""
     gpus = None if group.n_gpus() >= nprocs else []
-    out = Local(gpus=gpus, backend='', see=see).run(job, nprocs, here=here)
+    out = engine(gpus=gpus, backend='', see=see).run(job, nprocs)
     if out.interrupted: raise KeyboardInterrupt
     return out.results
+
+# %% ../../nbs/launch/514_functions.ipynb #4a110002
+class _Watch(threading.Thread):
+    """Watches the workers while the calling thread computes; `error` is the failure that ended it
+    for all"""
+    def __init__(self, monitor):
+        super().__init__(daemon=True, name='fastddp-watch')
+        self.monitor,self.error,self.over = monitor,None,False
+        self.caller,self.computes = threading.current_thread(),True
+        self.in_main = self.caller is threading.main_thread()
+        # SIGINTs: to the process, in Python; time of one not handled
+        self.came,self.handled,self.since = 0,0,None
+    def run(self):
+        ends = self.monitor.ends
+        while not (self.over or ends.all or ends.bad or self._is_unheard()): self.monitor._turn()
+        if ends.bad: self.error = self.monitor._failure()
+        elif not (self.over or ends.all): self.error = KeyboardInterrupt()
+        else: return
+        # The caller may be joining the group, where neither Ctrl-C nor a death is noticed.
+        rendezvous.wait_connected(10)
+        self.monitor.workers.stop(0)        # a collective that waits for them fails
+        self.monitor.replay.close()
+        if ends.bad: self.interrupt_caller()
+    def interrupt_caller(self):
+        "Raises KeyboardInterrupt in the calling thread; in the main one also out of a system call"
+        if not self.computes: return
+        ident = self.caller.ident
+        if self.in_main: return signal.pthread_kill(ident, signal.SIGINT)
+        interrupt = ctypes.py_object(KeyboardInterrupt)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), interrupt)
+    def _on_interrupt(self, *_):
+        self.handled += 1
+        if self.computes: raise KeyboardInterrupt
+    def _is_unheard(self):
+        "Did Ctrl-C come, and Python hasn't handled it within `interrupt_grace` seconds?"
+        if not self.in_main: return False
+        self._read_signals()
+        if self.came <= self.handled: self.since = None
+        elif self.since is None: self.since = time.monotonic()
+        grace = self.monitor.local.interrupt_grace
+        return self.since is not None and time.monotonic()-self.since > grace
+    def _read_signals(self):
+        with contextlib.suppress(BlockingIOError):
+            signals = os.read(self.read, 4096)
+            self.came += signals.count(signal.SIGINT)
+            if self.others != -1: os.write(self.others, signals)        # for the listener before
+    @contextlib.contextmanager
+    def hearing_signals(self):
+        if not self.in_main:
+            yield
+            return
+        self.read,write = os.pipe()
+        for fd in (self.read, write): os.set_blocking(fd, False)
+        self.others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGINT, self._on_interrupt)
+        try: yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            signal.set_wakeup_fd(self.others)
+            self._read_signals()
+            for fd in (self.read, write): os.close(fd)
+
+# %% ../../nbs/launch/514_functions.ipynb #4a110003
+def _call_watched(monitor, fn):
+    "`fn()`, called in this thread; the first failure, here or of a worker, ends all and is raised"
+    watch = _Watch(monitor)
+    with watch.hearing_signals():
+        watch.start()
+        try: res = fn()
+        except BaseException as e:
+            watch.computes = False
+            # an echo comes before its cause
+            watch.join(0 if isinstance(e, KeyboardInterrupt) else 1)
+            watch.over = True
+            watch.join()
+            if watch.error is None and is_timeout(str(e)) and monitor.ends.at_work:
+                raise monitor.hang() from e
+            if watch.error is None or (_is_echo(watch.error) and not _is_echo(e)): raise
+            raise watch.error from watch.error.__cause__
+        watch.computes = False
+    watch.over = True
+    watch.join()
+    if watch.error is not None: raise watch.error
+    return res
+
+def _is_echo(e): return is_echo(getattr(e, 'failure', None) or failure_of(e, 0))
+
+class _NotebookIsRank(Local):
+    "Runs a job on workers but for one rank, for which it calls `fn()` in this process"
+    def __init__(self, rank, fn, **kwargs):
+        super().__init__(**kwargs)
+        self.rank,self.fn = rank,fn
+    def worker_ranks(self, nprocs): return [r for r in range(nprocs) if r != self.rank]
+    def wait(self, monitor, refs):
+        res = _call_watched(monitor, self.fn)
+        return monitor.wait(refs, {self.rank:res})
 
 # %% ../../nbs/launch/514_functions.ipynb #a8046ec4
 def ranch(
@@ -114,8 +220,8 @@ def ranch(
     **kwargs # Keyword arguments of `fn`
 ):
     """Calls `fn` on `nprocs` processes, which know their `LOCAL_RANK` and `LOCAL_WORLD_SIZE`.
-    Raises `CantDistribute` for what can't be, before anything is started; `RankRaised` or `RankDied` when another
-    process failed, and what `fn` raises here as it is"""
+    Raises `CantDistribute` for what can't be, before anything is started; `RankRaised` or `RankDied`
+    when another process failed, and what `fn` raises here as it is"""
     _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports)
     needed = _needed(need)
     with private_folder() as d:
@@ -123,9 +229,12 @@ def ranch(
         call = lambda: _call_in_notebook(fn, args, kwargs, caller_rank, nprocs, ctx, imports, store)
         if caller_rank is not None and nprocs == 1: results = [call()]
         else:
-            request = _request(fn, args, kwargs, ctx=ctx, need=needed, imports=imports, gather=gather, store=store)
-            here = None if caller_rank is None else (caller_rank, call)
-            results = _run(Job.of(call_job, request), nprocs, (0,), here)
+            request = _request(fn, args, kwargs, ctx=ctx, need=needed, imports=imports,
+                               gather=gather, store=store)
+            engine = Local
+            if caller_rank is not None:
+                engine = functools.partial(_NotebookIsRank, caller_rank, call)
+            results = _run(Job.of(call_job, request), nprocs, (0,), engine)
     if gather: return results
     return None if caller_rank is None else results[caller_rank]
 
@@ -134,12 +243,14 @@ CHECKS = dict(
     fn=Check("the function to call, then its arguments", callable),
     caller_rank=whole("the notebook's own rank; None leaves it out", none=True),
     ctx=CONTEXT,
-    need=Check("names of notebook objects in one string, such as 'x, y'", lambda v: isinstance(v, str)))
+    need=Check("names of notebook objects in one string, such as 'x, y'",
+               lambda v: isinstance(v, str)))
 
 def _check_call(nprocs, fn, caller_rank=None, imports='', **others):
     "Refuses, before anything starts, what `ranch` can't be called with"
     if callable(nprocs) and is_whole(fn):
-        raise CantDistribute(f"The number of processes comes first: ranch({fn}, {getattr(nprocs, '__name__', 'fn')}).")
+        name = getattr(nprocs, '__name__', 'fn')
+        raise CantDistribute(f"The number of processes comes first: ranch({fn}, {name}).")
     check_all(dict(nprocs=nprocs, fn=fn, caller_rank=caller_rank, **others), CHECKS)
     _parsed(imports)
     if caller_rank is None or 0 <= caller_rank < nprocs: return
@@ -148,10 +259,12 @@ def _check_call(nprocs, fn, caller_rank=None, imports='', **others):
 
 # %% ../../nbs/launch/514_functions.ipynb #c71a06f4
 class Spawned:
-    "What `spawn(join=False)` returns: processes at work. After `join`, `result` is the list of results by rank"
+    """What `spawn(join=False)` returns: processes at work. After `join`, `result` is the list of
+    results by rank"""
     def __init__(self, run):
         self.result,self.error = None,None
-        self._thread = threading.Thread(target=self._keep, args=(run,), daemon=True, name='fastddp-spawn')
+        self._thread = threading.Thread(target=self._keep, args=(run,), name='fastddp-spawn')
+        self._thread.daemon = True
         self._thread.start()
     def _keep(self, run):
         try: self.result = run()
@@ -159,8 +272,8 @@ class Spawned:
     def join(self,
         timeout=None, # Seconds to wait; None: no limit
     ):
-        """True once all processes ended well, False when `timeout` was too short; raises `RankRaised` or `RankDied` for
-        one that failed"""
+        """True once all processes ended well, False when `timeout` was too short; raises `RankRaised`
+        or `RankDied` for one that failed"""
         self._thread.join(timeout)
         if self.error is not None: raise self.error
         return not self._thread.is_alive()
@@ -168,8 +281,8 @@ class Spawned:
 _SPAWN = dict(
     nprocs=whole("at least one process, and torch.cuda.device_count() is 0 without a GPU", 1, 1024),
     fn=Check("the function to call as fn(rank, *args)", callable),
-    args=Check("a tuple of the function's arguments behind the rank", lambda v: isinstance(v, (tuple,list)),
-               lambda v: f"({v!r},)"))
+    args=Check("a tuple of the function's arguments behind the rank",
+               lambda v: isinstance(v, (tuple,list)), lambda v: f"({v!r},)"))
 
 def spawn(
     fn, # Called as `fn(rank, *args)`
@@ -179,8 +292,8 @@ def spawn(
     daemon=False, # Accepted for code written for torch; processes always end with the notebook
     start_method='spawn', # Accepted for code written for torch
 ):
-    """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises `CantDistribute` for what can't
-    be pickled, `RankRaised` or `RankDied` when a process failed"""
+    """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises
+    `CantDistribute` for what can't be pickled, `RankRaised` or `RankDied` when a process failed"""
     check_all(dict(nprocs=nprocs, fn=fn, args=args), CHECKS | _SPAWN)
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
     run = lambda: _run(job, nprocs, 'all')

@@ -43,13 +43,12 @@ class InProcess(Launcher):
         nprocs=1, # 1
         on_event=lambda rank,e: None, # Called at once, for what the job gives to `ctx.emit`
         refs=(), # As for `Launcher.run`
-        here=None, # `(0, fn)`: `fn()` is the rank, and `job` isn't run
     )->Outcome:
-        """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with what it put last as
-        its `state`; `CantDistribute` for more than one rank"""
+        """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with
+        what it put last as its `state`; `CantDistribute` for more than one rank"""
         if nprocs != 1:
-            raise CantDistribute(f"InProcess runs one rank, not {nprocs}: pass nprocs=1 or leave the launcher out.")
-        if here is not None: return Outcome([here[1]()], False)
+            raise CantDistribute(f"InProcess runs one rank, not {nprocs}: pass nprocs=1 or leave the "
+                                 "launcher out.")
         device,put = self._use_device(),{}
         ctx = Context(0, 1, device, lambda e: on_event(0, e), _keep_in(put), lambda: False)
         with disturbed(), _group_of_one(device):

@@ -15,38 +15,39 @@ from ..base import group
 from ..base.checks import SEE, check
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
-from .settings import notebook_settings
+from .rank import notebook_settings
 from .rank import RankSpec, join_early, run_on_rank
 from ..output.notice import Status
 from ..output.replay import display_settings, frontend
 from ..base.device import accelerator
-from ..base.timing import Timings
+from .report import Timings, several
 from ..payload.pickling import Payload
 from ..base.interrupts import Interrupts, undisturbed
 from .monitor import Monitor
-from .watcher import run_while_watching
 from ..process.helper import is_new
 from ..process.workers import Workers, without_helper
 
 # %% ../../nbs/launch/505_local.ipynb #ce508ea8
 class Local(Launcher):
-    "Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager that keeps them warm"
-    places = False      # Does it say itself where ranks run? Otherwise `launch.placement` does
+    """Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager
+    that keeps them warm"""
+    places = False      # Does it say itself where ranks run? Otherwise `launch.options` does
     def __init__(self,
-        gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, or the CPU without any
-        backend=None, # 'gloo', that of the GPUs ('nccl'), '' for no group; None: what fits the device
+        gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, or the CPU
+        backend=None, # 'gloo', the GPUs' ('nccl'), '' for no group; None: what fits the device
         threads=None, # CPU threads per rank; None: the cores divided by the ranks
         see=(0,), # Ranks whose output is shown, or 'all'
-        interrupt_grace=2., # Seconds that ranks have to answer an interrupt, beyond the longest step so far
-        timeout=None, # Seconds without a step of any rank before the run is given up as hanging; None: never
+        interrupt_grace=2., # Seconds to answer an interrupt, beyond the longest step so far
+        timeout=None, # Seconds without a step of any rank that count as hanging; None: no limit
         live=True, # Show output while it happens, or all of it in the end
-        idle=600., # Seconds after which workers of a block that have nothing to do leave; the next job starts new ones
+        idle=600., # Seconds after which idle workers of a block exit; the next job starts new ones
     ):
         check('see', see, SEE)
         self.gpus,self.backend,self.threads,self.see,self.live = gpus,backend,threads,see,live
         self.interrupt_grace,self.timeout,self.idle = interrupt_grace,timeout,idle
         self.workers,self._block,self._rendezvous,self._timer = None,None,None,None
-        self._blocks,self._busy = 0,threading.RLock()       # how many blocks, one in the other, it is entered for
+        # how many blocks, one in the other, it is entered for
+        self._blocks,self._busy = 0,threading.RLock()
     @property
     def _warm(self): return self._blocks > 0
     def __enter__(self):
@@ -72,17 +73,17 @@ class Local(Launcher):
 
 # %% ../../nbs/launch/505_local.ipynb #c63e39b7
 @patch
-def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=None)->Outcome:
-    """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises `RankRaised`, `RankDied` or
-    `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop, with rank 0's newest state as their `state`"""
+def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=())->Outcome:
+    """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises `RankRaised`,
+    `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop, with rank 0's
+    newest state as their `state`"""
     interrupts,timings,monitor = Interrupts(),Timings(),None
     with interrupts.noted(), self._busy:
         self._stay()
         try:
-            self.submit(job, nprocs, here, interrupts, timings.mark)
+            self.submit(job, nprocs, interrupts, timings.mark)
             monitor = Monitor(self, on_event, interrupts)
-            results_here = {here[0]: run_while_watching(monitor, here[1])} if here else {}
-            outcome = monitor.wait(refs, results_here)
+            outcome = self.wait(monitor, refs)
         except BaseException:
             self.after_failure(job, monitor)
             raise
@@ -91,19 +92,27 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=(), here=Non
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch
+def worker_ranks(self:Local, nprocs):
+    "Ranks that run in a worker"
+    return list(range(nprocs))
+
+@patch
+def wait(self:Local, monitor, refs):
+    "The job's `Outcome`; raises as `Monitor.wait`"
+    return monitor.wait(refs)
+
+@patch
 def submit(self:Local,
     job, # A `Job`
     nprocs, # Ranks
-    here=None, # `(rank, fn)`: one of them has no process
     interrupts=None, # `Interrupts`: with one of them, nothing is waited for
     mark=lambda phase: None, # Called when a phase of the start ends
 ):
     "Gets workers for a job and gives it to them"
-    ranks = [r for r in range(nprocs) if here is None or r != here[0]]
-    self._get_workers(ranks, nprocs, interrupts or Interrupts(), mark)
+    self._get_workers(self.worker_ranks(nprocs), nprocs, interrupts or Interrupts(), mark)
     new = self._rendezvous is None
     specs,env = self._specs(nprocs, job.work),dict(LOCAL_WORLD_SIZE=str(nprocs))
-    if new and here is None and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
+    if new and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
     packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
     self.workers.submit(run_on_rank, packed, self._block, specs, **env)
 
@@ -114,12 +123,14 @@ def _get_workers(self:Local, ranks, nprocs, interrupts, mark):
     if self.workers and not self.workers.are(ranks):
         self.workers.stop()
         self.workers,self._rendezvous = None,None
-    if self.workers is None: self.workers = start_workers(ranks, bool(self._gpus(nprocs)), interrupts, mark)
+    if self.workers is None:
+        self.workers = start_workers(ranks, bool(self._gpus(nprocs)), interrupts, mark)
 
 # %% ../../nbs/launch/505_local.ipynb #49cd4296
 def _new_workers(ranks, interrupts, mark, first):
     "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
-    status,what = Status(),f"starting {len(ranks)} worker{'s' if len(ranks) != 1 else ''}{_first_time()} ..."
+    what = f"starting {several(len(ranks), 'worker')}{_first_time()} ..."
+    status = Status()
     def waiting(secs):
         if interrupts.n: raise KeyboardInterrupt
         if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
@@ -129,10 +140,9 @@ def _new_workers(ranks, interrupts, mark, first):
 def _first_time():
     "Why the first start takes longer, in brackets"
     if not is_new(): return ''
-    here,libraries = 'kernel' if frontend() == 'notebook' else 'process',[o for o in _SLOW if o in sys.modules]
+    here = 'kernel' if frontend() == 'notebook' else 'process'
+    libraries = [o for o in ('torch','fastai') if o in sys.modules]
     return f" (first time in this {here}: importing {' and '.join(libraries)})"
-
-_SLOW = 'torch','fastai'
 
 def start_workers(
     ranks, # Their ranks
@@ -208,7 +218,8 @@ def _gpus(self:Local, nprocs):
 def _specs(self:Local, nprocs, work):
     "The `RankSpec` of each rank that has a worker"
     gpus = self._gpus(nprocs) or [None]*nprocs
-    backend = group.backend_for('cpu' if gpus[0] is None else accelerator()) if self.backend is None else self.backend
+    backend = self.backend
+    if backend is None: backend = group.backend_for('cpu' if gpus[0] is None else accelerator())
     threads,store = self.threads or max(1, visible_cores()//nprocs),self._rendezvous_file()
     settings = self.settings()
     def spec(r):

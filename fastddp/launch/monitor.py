@@ -51,31 +51,39 @@ class Monitor:
         self.ends = Ends(self.workers.ranks)
         self.replay,self.marks = Replay(see=local.see, live=local.live),[]
         self.began,self.asked_to_stop = time.monotonic(),None       # times; None: nobody was
-        self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}     # what is there now is of earlier jobs
+        # what is there now is of earlier jobs
+        self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
     def wait(self,
         refs, # Persistent refs for the results
         results_here={}, # rank -> result of a rank without a process of its own
     ):
-        """Waits until all ranks are done and returns their `Outcome`; the first failure ends it for all and is raised
-        (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the newest state as its `state`"""
+        """Waits until all ranks are done and returns their `Outcome`; the first failure ends it for all
+        and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the newest
+        state as its `state`"""
         try:
-            try: self._until_over()
+            try:
+                while not self._is_over():
+                    self._turn()
+                    if self.local.timeout: self._check_for_hang()
+                if self.ends.bad: raise self._failure()
             finally: self.replay.close()
-            results = results_here | {r:self._result(r, refs) for r in self.workers.ranks}
-        except BaseException as e:      # the notebook's own failures, too: nobody reads its output any more, say
+            results = {**results_here}
+            for r in self.workers.ranks:
+                block,packed = self.workers.latest[r,'result']
+                results[r] = load(packed.meta, block.read(packed, copy=True), refs=refs)
+        # the notebook's own failures, too: nobody reads its output any more, say
+        except BaseException as e:
             self._with_state(e)
             raise
         state = self._newest('state') or self._newest('cut')
         in_order = [results[r] for r in sorted(results)]
-        return Outcome(in_order, bool(self.interrupts.n), state, self._newest('epoch'), (*self.marks,))
-    def _until_over(self):
-        while not self._is_over():
-            self._turn()
-            if self.local.timeout: self._check_for_hang()
-        if self.ends.bad: raise self._failure()
+        interrupted = bool(self.interrupts.n)
+        return Outcome(in_order, interrupted, state, self._newest('epoch'), (*self.marks,))
     def _is_over(self):
-        "Nothing to wait for? After an interrupt ranks end one by one, each with a KeyboardInterrupt of its own"
-        return self.ends.all or self.ends.died or not all(self._is_answer(f) for f in self.ends.failed)
+        """Nothing to wait for? After an interrupt ranks end one by one, each with a
+        KeyboardInterrupt of its own"""
+        ends = self.ends
+        return ends.all or ends.died or not all(self._is_answer(f) for f in ends.failed)
     def _is_answer(self, failure):
         "Is it how a rank answers the wish to stop?"
         return self.asked_to_stop is not None and failure.kind == 'KeyboardInterrupt'
@@ -84,19 +92,13 @@ class Monitor:
         self.replay.flush()
         if self.interrupts.n: self._interrupted()
     def _handle(self, rank, what, *rest):
-        if what == 'event': self._handle_event(rank, *rest[0])
-        else: self.ends.note(rank, what, *rest[:1])
-    def _handle_event(self, rank, kind, e):
+        if what != 'event': return self.ends.note(rank, what, *rest[:1])
+        kind,e = rest[0]
         if kind == 'show': self.replay.add(rank, e)
         elif kind == 'marks': self.marks += e
         else: self.on_event(rank, e)
 
 # %% ../../nbs/launch/503_monitor.ipynb #be3295d5
-@patch
-def _result(self:Monitor, r, refs):
-    block,packed = self.workers.latest[r,'result']
-    return load(packed.meta, block.read(packed, copy=True), refs=refs)
-
 @patch
 def _newest(self:Monitor, kind):
     "`(meta, buffers)` of what rank 0 put last as `kind`, or None"
@@ -106,13 +108,16 @@ def _newest(self:Monitor, kind):
 
 @patch
 def _with_state(self:Monitor, err):
-    "Puts what rank 0 left last onto the exception, as `err.state`: of the whole job, of a cut one, or of an epoch"
+    """Puts what rank 0 left last onto the exception, as `err.state`: of the whole job, of a cut
+    one, or of an epoch"""
     err.epoch,whole,cut = self._newest('epoch'),self._newest('state'),self._newest('cut')
     err.state,err.cut = whole or cut or err.epoch,bool(cut and not whole)
     return err
 
 @patch
-def _log_size(self:Monitor, r): return os.path.getsize(p) if os.path.exists(p := self.workers.log_path(r)) else 0
+def _log_size(self:Monitor, r):
+    path = self.workers.log_path(r)
+    return os.path.getsize(path) if os.path.exists(path) else 0
 
 @patch
 def _log(self:Monitor, r, n=3000):
@@ -142,11 +147,12 @@ def ask_to_stop(self:Monitor):
 
 # %% ../../nbs/launch/503_monitor.ipynb #d1623b00
 def _job_stack(text):
-    "Of all threads in a report of faulthandler's the one that runs the job; empty when there is none"
+    """Of all threads in a report of faulthandler's the one that runs the job; empty when there is
+    none"""
     threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', text)
     return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
 
-# Where a rank is that waits for the others: in a collective, or in a backward pass whose all-reduce isn't through
+# Where a rank waits for the others: in a collective, or in a backward pass during its all-reduce
 _WAITS = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
           '_engine_run_backward','torch/autograd/graph.py')
 
@@ -155,10 +161,12 @@ def _awaited_rank(
     stopped=(), # Ranks that a signal has stopped
     awaited=(), # Ranks that another one waits for at the board
 ):
-    """The rank that keeps the others waiting: the stopped one, else one without a stack, else one that others
-    wait for at the board, else one whose two innermost frames don't wait for other ranks"""
+    """The rank that keeps the others waiting: the stopped one, else one without a stack, else one
+    that others wait for at the board, else one whose two innermost frames don't wait for others"""
     def waits(stack): return any(w in line for line in stack.split('\n')[1:3] for w in _WAITS)
-    return min(stacks, key=lambda r: (r not in stopped, bool(stacks[r]), r not in awaited, waits(stacks[r]), r))
+    def priority(r):
+        return r not in stopped, bool(stacks[r]), r not in awaited, waits(stacks[r]), r
+    return min(stacks, key=priority)
 
 # %% ../../nbs/launch/503_monitor.ipynb #e86dfb87
 @patch
@@ -181,7 +189,8 @@ def hang(self:Monitor):
 
 @patch
 def _stacks(self:Monitor, ranks):
-    "rank -> the Python stack of its job, as text; '' for one that didn't write any within five seconds"
+    """rank -> the Python stack of its job, as text; '' for one that didn't write any within five
+    seconds"""
     starts = {r:self._log_size(r) for r in ranks}
     def read(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
     self.workers.ask_stacks(ranks)
@@ -193,13 +202,15 @@ def _stacks(self:Monitor, ranks):
 def _stack_of(rank, beat, stack, stopped):
     "What `GroupTimeout` says about a rank"
     who = f"Rank {rank}{' (stopped by a signal)' if stopped else ''}"
-    return f"{who}, {beat.where or 'before its first step'}:\n{stack or '  no stack: it does not react'}"
+    where,stack = beat.where or 'before its first step',stack or '  no stack: it does not react'
+    return f"{who}, {where}:\n{stack}"
 
 # %% ../../nbs/launch/503_monitor.ipynb #8dc7c349
 @patch
 def _failure(self:Monitor):
     "The exception for the first failure"
-    self._let_others_speak(.5)
+    end = time.monotonic()+.5       # the others may have something to say
+    while (left := end-time.monotonic()) > 0 and not self.ends.all: self._turn(left)
     failed = first_failure([f for f in self.ends.failed if not self._is_answer(f)])
     if not (failed or self.ends.died): return self._with_state(KeyboardInterrupt())
     if failed and is_timeout(failed[0].message) and self.ends.at_work: return self.hang()
@@ -207,11 +218,6 @@ def _failure(self:Monitor):
     else: err,others = self._raised(failed[0]),failed[1:]
     err.others = tuple(str(f) for f in others)
     return self._with_state(err)
-
-@patch
-def _let_others_speak(self:Monitor, secs):
-    end = time.monotonic()+secs
-    while (left := end-time.monotonic()) > 0 and not self.ends.all: self._turn(left)
 
 @patch
 def _death(self:Monitor):
@@ -228,7 +234,7 @@ def _raised(self:Monitor, failure):
     err = RankRaised(failure)
     err.log = self._log(err.rank, 1000)
     try: err.__cause__ = pickle.loads(failure.original) if failure.original else None
-    # Its class may exist in the worker only, and what is pickled may exit here; the text of the failure says it all
+    # Its class may exist in the worker only, and what is pickled may exit here.
     except BaseException: pass
     return err
 

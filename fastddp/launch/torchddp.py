@@ -22,15 +22,17 @@ from .local import visible_cores
 
 # %% ../../nbs/launch/515_torchddp.ipynb #566aef3a
 _CHECKS = dict(
-    world_size=whole("the number of ranks on all hosts together; leave it out for those of this ranch", 1, none=True),
+    world_size=whole("the number of ranks on all hosts together; leave it out for those of this ranch",
+                     1, none=True),
     base_rank=whole("the rank of this host's first process, 0 or more", 0),
     use_gpu=flag(),
     port=whole("a port of rank 0's host, from 1 to 65535", 1, 65535, none=True),
     num_threads=whole("the CPU threads of each process", 1, none=True))
 
 class TorchDDPCtx(contextlib.AbstractContextManager):
-    """A process group, and a device of its own for each process of a `ranch`; afterwards each has its environment,
-    device and threads again. Raises `CantDistribute` for ranks or GPUs that can't be, and outside of a `ranch`"""
+    """A process group, and a device of its own for each process of a `ranch`; afterwards each has its
+    environment, device and threads again. Raises `CantDistribute` for ranks or GPUs that can't be,
+    and outside of a `ranch`"""
     def __init__(self, *args,
         world_size=None, # Ranks on all hosts together; default: those of this `ranch`
         base_rank=0, # Rank of this host's first process
@@ -38,10 +40,11 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         addr=None, # Host of rank 0, when several hosts take part
         port=None, # A port there; default: 29500
         num_threads=None, # CPU threads of each process; default: the cores divided by the processes
-        timeout=1800, # Seconds that a rank waits for others in one operation, as in torch; then it is an error
+        timeout=1800, # Seconds that a rank waits for others in one operation, as in torch
         **kwargs
     ):
-        given = dict(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu, port=port, num_threads=num_threads)
+        given = dict(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu, port=port,
+                     num_threads=num_threads)
         for k in kwargs:
             likely = near(k, [*given, 'addr', 'timeout'])
             if likely: raise CantDistribute(f"No option {k}. Did you mean {likely}=?")
@@ -63,7 +66,8 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
             raise
         return self
     def __exit__(self, *raised):
-        with undisturbed(): self._undo.__exit__(*raised)    # whoever watches the others may interrupt just now
+        # whoever watches the others may interrupt just now
+        with undisturbed(): self._undo.__exit__(*raised)
 
 def _leave(kind, *_):
     rendezvous.leave(broken=kind is not None)
@@ -73,7 +77,8 @@ def _leave(kind, *_):
 # %% ../../nbs/launch/515_torchddp.ipynb #569bdb33
 @patch
 def _environment(self:TorchDDPCtx, rank, world_size):
-    "The variables of torch's launchers; those of the last line are set by whoever joins a group, and undone here"
+    """The variables of torch's launchers; those of the last line are set by whoever joins a group,
+    and undone here"""
     return environment(RANK=str(rank), WORLD_SIZE=str(world_size),
                        MASTER_ADDR=self.addr, MASTER_PORT=self.port and str(self.port),
                        OMP_NUM_THREADS=None, GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
@@ -92,7 +97,8 @@ def _join(self:TorchDDPCtx, rank, world_size, device):
     backend,(_,n) = group.backend_for(device),_local_rank()
     if world_size == n or not (self.addr or self.port):
         return rendezvous.join(_next_store(), rank, world_size, backend, device, self.timeout)
-    rendezvous.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend, device, self.timeout)
+    rendezvous.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend,
+                       device, self.timeout)
 
 _n_joined = {}      # path -> groups that this process joined there
 
@@ -108,7 +114,8 @@ def _local_rank():
     "`(rank, number of processes)` on this host"
     try: return int(os.environ['LOCAL_RANK']), int(os.environ['LOCAL_WORLD_SIZE'])
     except KeyError as e: missing = e
-    raise CantDistribute(f"{missing} is not set: TorchDDPCtx goes around a function that ranch() runs, as ctx=.")
+    raise CantDistribute(f"{missing} is not set: TorchDDPCtx goes around a function that ranch() "
+                         "runs, as ctx=.")
 
 def _check_ranks(n, world_size, base, address):
     if not 0 <= base <= world_size-n:
@@ -124,8 +131,8 @@ def _check_ranks(n, world_size, base, address):
 def _check_gpus(n):
     have = group.n_gpus()
     if n <= have: return
-    raise CantDistribute(f"{n} processes, but {have} GPU{'s are' if have>1 else ' is'} visible: one process per GPU. "
-                         f"Pass nprocs={have} or less, or use_gpu=False.")
+    raise CantDistribute(f"{n} processes, but {have} GPU{'s are' if have>1 else ' is'} visible: one "
+                         f"process per GPU. Pass nprocs={have} or less, or use_gpu=False.")
 
 def in_torchddp(
     nprocs, # Processes on this host, the notebook is the first of them
@@ -139,10 +146,12 @@ def in_torchddp(
     imports="", # As for `ranch`
     **kwargs # Keyword arguments of `fn`
 ):
-    "Calls `fn` on all ranks of a process group and returns what it returned here; raises as `ranch` does"
+    """Calls `fn` on all ranks of a process group and returns what it returned here; raises as
+    `ranch` does"""
     check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _CHECKS)
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)
         _check_ranks(nprocs, world_size or nprocs, base_rank, ctx.addr)
         if use_gpu and group.n_gpus(): _check_gpus(nprocs)
-    return ranch(nprocs, fn, *args, caller_rank=0, gather=False, ctx=ctx, need=need, imports=imports, **kwargs)
+    return ranch(nprocs, fn, *args, caller_rank=0, gather=False, ctx=ctx, need=need,
+                 imports=imports, **kwargs)

@@ -44,7 +44,8 @@ class Surroundings(NamedTuple):
         os.chdir(self.cwd)
         sys.path[:],sys.argv[:] = self.path,self.argv
         warnings.filters[:] = pickle.loads(self.filters)
-        if hasattr(warnings, '_filters_mutated'): warnings._filters_mutated()   # a cache is valid no more
+        # a cache is valid no more
+        if hasattr(warnings, '_filters_mutated'): warnings._filters_mutated()
 
 # %% ../../nbs/process/403_channel.ipynb #d0392417
 _HEAD = struct.Struct('=Q?')    # bytes of the message, and whether a descriptor comes with it
@@ -78,7 +79,8 @@ class Pipe:
     def receive(self,
         most=64, # Reads, of a quarter of a megabyte at most: others may have something to say, too
     ):
-        "All messages that are complete by now, without waiting; their descriptors are the caller's to close"
+        """All messages that are complete by now, without waiting; their descriptors are the
+        caller's to close"""
         try:
             for _ in range(most): self._read()
         except BlockingIOError: pass    # nothing more just now
@@ -86,7 +88,8 @@ class Pipe:
         return [*iter(self._next, None)]
     def _read(self):
         # socket.recv_fds takes flags, too, but forgets them
-        data,with_it,*_ = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), socket.MSG_DONTWAIT|_CLOEXEC)
+        flags = socket.MSG_DONTWAIT|_CLOEXEC
+        data,with_it,*_ = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
         if not data: raise ConnectionResetError
         self._got += data
         for *_,fds in with_it: self._fds += array.array('i', fds)
@@ -110,13 +113,15 @@ class BlockPair:
         self.blocks = {}    # number -> `Block`
         self.turn = 0       # number of the block that is written next
     def write(self, payload):
-        "Copies the buffers of `payload` into the block whose turn it is; `(number of the block, Packed)`"
+        """Copies the buffers of `payload` into the block whose turn it is; `(number of the block,
+        Packed)`"""
         i,self.turn = self.turn,1-self.turn
         packed = self._block(i).write(payload)
         self._announce_new(i)
         return i, packed
     def reserve(self, size):
-        "Takes memory for `size` bytes in both, if they are many and four times as many are free: it is a convenience"
+        """Takes memory for `size` bytes in both, if they are many and four times as many are free:
+        it is a convenience"""
         if size < _LARGE or (free_memory() or 0) < 4*size: return
         for i in (self.turn, 1-self.turn):
             self._block(i).reserve(size)
@@ -153,15 +158,21 @@ class Channel:
         folder=None,    # Removed then, for the notebook had no time for it
     ):
         self.rank,self.folder,self.pid = rank,folder,os.getpid()
-        self.where = 'starting'     # where the job is, for a failure report; or a function that says it
+        # where the job is, for a failure report; or a function that says it
+        self.where = 'starting'
         self.items = ()             # dataset indices of its batch, in the same way
-        self.on_stop = nothing      # called in the inbox thread when the notebook wants the job to stop
+        # called in the inbox thread when the notebook wants the job to stop
+        self.on_stop = nothing
         self.on_break = nothing     # called there when some rank waits for others in vain
-        self.on_idle = nothing      # called once, by the worker, when the notebook has this job's result
+        # called once, by the worker, when the notebook has this job's result
+        self.on_idle = nothing
         self.tasks = queue.SimpleQueue()    # of `Task`; None: no more
         self._pipe,self._stop = Pipe(conn),threading.Event()
-        self._pairs = {o:BlockPair(functools.partial(self.send, 'block', o)) for o in ('results','states')}
-        threading.Thread(target=self._inbox, args=(parent_pid,), daemon=True, name='fastddp-inbox').start()
+        self._pairs = {o:BlockPair(functools.partial(self.send, 'block', o))
+                       for o in ('results','states')}
+        inbox = threading.Thread(target=self._inbox, args=(parent_pid,), name='fastddp-inbox')
+        inbox.daemon = True
+        inbox.start()
     def send(self, what, *values, fd=None):
         "Sends a message to `Workers.poll`, see the table above"
         self._pipe.send(what, *values, fd=fd)
@@ -169,12 +180,14 @@ class Channel:
         "Sends a small picklable `event`, in order"
         self.send('event', event)
     def put(self, kind, payload):
-        "Leaves `payload` with the notebook as the newest of its `kind`; it has it even if this process dies next"
+        """Leaves `payload` with the notebook as the newest of its `kind`; it has it even if this
+        process dies next"""
         pair = 'results' if kind == 'result' else 'states'
         number,packed = self._pairs[pair].write(payload)
         self.send('put', kind, pair, number, packed)
     def reserve(self, nbytes):
-        "States of about `nbytes` will be put: takes memory meanwhile, here and in the notebook, if it is much"
+        """States of about `nbytes` will be put: takes memory meanwhile, here and in the notebook,
+        if it is much"""
         self._pairs['states'].reserve(nbytes)
     def heartbeats(self):
         "The page on which this worker says where it is"

@@ -55,7 +55,8 @@ def new_folder():
 
 def remove_folder(path):
     "Removes a folder with all that is in it; harmless when repeated"
-    if (fd := _locks.pop(path, None)) is not None: os.close(fd)     # first: rmtree needs a descriptor, too
+    # first: rmtree needs a descriptor, too
+    if (fd := _locks.pop(path, None)) is not None: os.close(fd)
     shutil.rmtree(path, ignore_errors=True)
 
 @contextlib.contextmanager
@@ -84,8 +85,9 @@ def sweep():
     for lock in glob(os.path.join(escape(tempfile.gettempdir()), f'{_PREFIX}*', _LOCK)):
         folder = os.path.dirname(lock)
         with contextlib.suppress(OSError):
-            kinds = [(os.lstat(o), kind) for o,kind in ((folder, stat.S_ISDIR), (lock, stat.S_ISREG))]
-            if not all(kind(st.st_mode) and st.st_uid == os.getuid() for st,kind in kinds): continue
+            a,b = os.lstat(folder),os.lstat(lock)
+            if not (stat.S_ISDIR(a.st_mode) and stat.S_ISREG(b.st_mode)): continue
+            if {a.st_uid, b.st_uid} != {os.getuid()}: continue
             fd = os.open(lock, os.O_RDONLY|os.O_NOFOLLOW|os.O_NONBLOCK)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)    # an OSError if its process lives

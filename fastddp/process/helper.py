@@ -20,9 +20,9 @@ _in_worker = False      # is this process a worker, or the helper?
 
 def start_method():
     "'forkserver' with the helper, or 'spawn' where it is turned off or impossible"
-    # On macOS a process forked after its system libraries were loaded may crash: CPython itself spawns there
-    off = _unusable or os.environ.get('FASTDDP_PRELOAD') == '0' or not sys.platform.startswith('linux')
-    return 'spawn' if off else 'forkserver'
+    # On macOS a process forked after its system libraries were loaded may crash.
+    if _unusable or not sys.platform.startswith('linux'): return 'spawn'
+    return 'spawn' if os.environ.get('FASTDDP_PRELOAD') == '0' else 'forkserver'
 
 _SPAWN = ("fastddp: {}, so workers start by spawn, which takes seconds "
           "(FASTDDP_PRELOAD=0 does it without this line).")
@@ -63,9 +63,11 @@ def serve(
     if parent:
         end_with_parent()
         if os.getppid() != parent: os._exit(0)
-    os.environ['CUDA_VISIBLE_DEVICES'] = ''             # torch: no device, without asking the driver
+    # torch: no device, without asking the driver
+    os.environ['CUDA_VISIBLE_DEVICES'] = ''
     os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'   # torch.cuda.is_available(): no CUDA runtime
-    warnings.simplefilter('ignore')     # the notebook has shown them when it imported the same library
+    # the notebook has shown them when it imported the same library
+    warnings.simplefilter('ignore')
     for o in modules: _import(o)
     gc.collect()
     gc.freeze()
@@ -192,7 +194,8 @@ def end_helper():
     _helper.popen.wait()
 
 def _forget_helper():
-    "A forked child must not keep the socket open: the helper ends when the notebook's end is closed"
+    """A forked child must not keep the socket open: the helper ends when the notebook's end is
+    closed"""
     global _helper,_lock
     if _helper is not None: _helper.sock.close()
     _helper,_lock = None,threading.Lock()
@@ -225,7 +228,8 @@ class HelperEnded(Exception):
     def __init__(self, try_again): self.try_again = try_again
 
 def is_stopped(pid):
-    "Has a signal (SIGSTOP) or a debugger stopped the process? By its state in /proc, see proc_pid_stat(5); else False"
+    """Has a signal (SIGSTOP) or a debugger stopped the process? By its state in /proc, see
+    proc_pid_stat(5); else False"""
     try:
         with open(f'/proc/{pid}/stat') as f: return f.read().rpartition(')')[2].split()[0] in 'tT'
     except OSError: return False
@@ -236,14 +240,15 @@ def start_worker(
     conn,   # A socket, which is the worker's from now on
     entry,  # `module:function`, called there as `function(conn, *args)`
     args,   # Plain values
-    waiting=lambda secs: None, # Called while the helper isn't ready; what it raises gives the start up
+    waiting=lambda secs: None, # Called while the helper isn't ready; gives up by raising
 ):
     "A new `WorkerProcess`; raises `HelperEnded`, or an `OSError` for what the system refuses"
     read,write = os.pipe()
     try:
         if method == 'spawn':
             fds = [conn.fileno(), write]
-            return WorkerProcess(read, _start_python(f'run_spawned({fds[0]}, {write}, {entry!r}, {args!r})', fds))
+            call = f'run_spawned({fds[0]}, {write}, {entry!r}, {args!r})'
+            return WorkerProcess(read, _start_python(call, fds))
         helper,process = ensure_helper(),WorkerProcess(read)
         try: socket.send_fds(helper.sock, [pickle.dumps((entry, args))], [conn.fileno(), write])
         except ConnectionError: pass        # it has just ended; so will the status pipe
@@ -268,7 +273,10 @@ def _forked(helper, status, waiting):
             try_again = True
         waiting(time.monotonic()-began)
     number = os.read(status, _NUMBER.size)
-    if not number: raise HelperEnded(try_again)
+    if not number:
+        helper.popen.kill()
+        helper.popen.wait()
+        raise HelperEnded(try_again)
     pid, = _NUMBER.unpack(number)
     if pid < 0: raise OSError(-pid, os.strerror(-pid))
     return pid

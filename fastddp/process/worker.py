@@ -23,7 +23,8 @@ def worker_main(
     log,            # File for crash reports and stacks; its folder goes when the notebook dies
     lasts=False,    # Does the thread that started it live as long as the notebook?
 ):
-    "Runs in the new process: one task after the other, until the notebook wants it to exit; doesn't return"
+    """Runs in the new process: one task after the other, until the notebook wants it to exit;
+    doesn't return"""
     if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The helper forks in its only thread; the notebook may spawn in one that ends before it.
@@ -34,7 +35,8 @@ def worker_main(
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     process,folder = multiprocessing.current_process(),os.path.dirname(log)
-    process.name,process._config['tempdir'] = f'fastddp-{rank}',folder      # of the sockets of a DataLoader's processes
+    # of the sockets of a DataLoader's processes
+    process.name,process._config['tempdir'] = f'fastddp-{rank}',folder
     channel = Channel(sock, rank, parent_pid, folder)
     channel.send('ready', _gpu_touched())
     while (task := channel.tasks.get()) is not None:
@@ -82,7 +84,8 @@ def _send_failure(channel, e):
     channel.send('failed', failure_of(e, channel.rank, where, original, items))
 
 def _pickled(e):
-    "An exception as bytes, none where that can't be: its `__reduce__` may do anything, exit for one"
+    """An exception as bytes, none where that can't be: its `__reduce__` may do anything, exit for
+    one"""
     try: original = cloudpickle.dumps(e)
     except BaseException: return b''
     return original if len(original) <= _MOST_BYTES else b''

@@ -18,14 +18,15 @@ from ..payload.pickling import address
 from ..payload.shared_memory import Block
 from .channel import HEARTBEATS, Pipe, Surroundings
 from .cleanup import new_folder, remove_folder
-from .helper import (HelperEnded, end_helper, is_new, lasts, preload, start_method,
+from .helper import (HelperEnded, is_new, lasts, preload, start_method,
                                     start_worker, warm, without_helper)
 from .helper import is_stopped as process_is_stopped
 from .worker import worker_main
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
 _REMEDIES = {
-    errno.EMFILE: "This process has too many files open: close some, or raise the limit (`ulimit -n`)",
+    errno.EMFILE: "This process has too many files open: close some, or raise the limit "
+                  "(`ulimit -n`)",
     errno.ENFILE: "This machine has too many files open",
     errno.EAGAIN: "No more processes are allowed: end some, or raise the limit (`ulimit -u`)",
     errno.ENOMEM: "There is no memory for another process",
@@ -37,21 +38,23 @@ def _refusal(
     "What a `CantDistribute` says about it"
     folder = tempfile.gettempdir()
     if e.errno in _REMEDIES: remedy = _REMEDIES[e.errno]
-    elif os.path.isdir(folder): remedy = f"Is {folder} writable? TMPDIR chooses another temporary folder"
-    else: remedy = (f"The temporary folder {folder} is gone: make it again, or set `tempfile.tempdir` to "
-                    "another one")
+    elif os.path.isdir(folder):
+        remedy = f"Is {folder} writable? TMPDIR chooses another temporary folder"
+    else: remedy = (f"The temporary folder {folder} is gone: make it again, or set "
+                    "`tempfile.tempdir` to another one")
     return f"Workers can't be started: {e}. {remedy}."
 
 # %% ../../nbs/process/406_workers.ipynb #2b6ba769
-_HELPER_ENDED = "the helper process ended when it was asked for a worker (a library that it imports?)"
+_HELPER_ENDED = ("the helper process ended when it was asked for a worker (a library that it "
+                 "imports?)")
 
 class Workers:
     "The processes of some ranks: `submit` a job to all, `poll` for news, `stop` in any case"
     def __init__(self,
         n,                          # Ranks, 0 to n-1
         method=None,                # 'forkserver' or 'spawn'; None: `start_method()`
-        ranks=None,                 # Ranks that get a process, if not all: one of them may be the notebook itself
-        mark=lambda phase: None,    # Called at the end of each phase of the start, 'helper' and 'fork'
+        ranks=None,                 # Ranks that get a process, if not all
+        mark=lambda phase: None,    # Called at the end of the phases 'helper' and 'fork'
         first=0,                    # Rank whose `LOCAL_RANK` is 0: the first one on this machine
         waiting=lambda secs: None,  # Called while the helper isn't ready, see `start_worker`
     ):
@@ -66,18 +69,19 @@ class Workers:
             try: return self._start()
             except HelperEnded as e:
                 if not e.try_again: break
-                end_helper()
         without_helper(_HELPER_ENDED)
         self.method = 'spawn'
         self._start()
     def _start(self):
         self.dir = new_folder()         # for logs, and other files that go with these workers
         self.procs,self.pipes = {},{}   # rank -> `WorkerProcess`, and `Pipe` to it
-        self.latest = {}                # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind
+        # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind
+        self.latest = {}
         self._blocks = {}               # (rank, pair, number) -> `Block`, see `BlockPair`
         self._dead = set()              # ranks whose death was reported
         try:
-            self._heartbeats = Heartbeats(os.path.join(self.dir, HEARTBEATS), max(self.ranks)-self.first+1)
+            rows = max(self.ranks)-self.first+1
+            self._heartbeats = Heartbeats(os.path.join(self.dir, HEARTBEATS), rows)
             for r in self.ranks:
                 self._start_one(r)
                 self._mark('helper' if len(self.procs) == 1 else 'fork')
@@ -87,9 +91,11 @@ class Workers:
     def _start_one(self, r):
         ours,theirs = socket.socketpair()
         try:
-            for o in (ours, theirs): o.settimeout(None)     # `socket.setdefaulttimeout` is for the user's sockets
+            # `socket.setdefaulttimeout` is for the user's sockets
+            for o in (ours, theirs): o.settimeout(None)
             args = r, os.getpid(), self.log_path(r), lasts()
-            self.procs[r] = start_worker(self.method, theirs, address(worker_main), args, self._waiting)
+            main = address(worker_main)
+            self.procs[r] = start_worker(self.method, theirs, main, args, self._waiting)
         except BaseException:
             ours.close()
             raise
@@ -101,7 +107,8 @@ class Workers:
         "The last `Heartbeat` of rank `rank`"
         return self._heartbeats.read(rank-self.first)
     def are(self, ranks):
-        "Are these the ranks, do all of them live, and is their folder there? People clean their temporary folders"
+        """Are these the ranks, do all of them live, and is their folder there? People clean their
+        temporary folders"""
         return self.ranks == ranks and len(self.alive()) == self.n and os.path.isdir(self.dir)
     def alive(self):
         "Ranks whose process runs"
@@ -110,7 +117,7 @@ class Workers:
 # %% ../../nbs/process/406_workers.ipynb #ecdf3fb1
 @patch
 def submit(self:Workers,
-    entry,      # Function `(channel, meta, buffers, config)`, by name or itself; its result is a `Payload`
+    entry,      # Function `(channel, meta, buffers, config)`, which returns a `Payload`
     packed,     # Where the payload lies in `block`
     block,      # The `Block`, which stays the caller's
     configs,    # Each rank's own, in the order of `self.ranks`
@@ -123,15 +130,17 @@ def submit(self:Workers,
 
 @patch
 def early(self:Workers, entry, configs, **env):
-    "Every rank calls `entry(channel, config)` before the job that is submitted next; only a failure is heard of"
+    """Every rank calls `entry(channel, config)` before the job that is submitted next; only a
+    failure is heard of"""
     self._send_each('early', entry, configs, env)
 
 @patch
 def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
     entry = address(entry)
     for (r,pipe),config in zip(self.pipes.items(), configs):
-        surroundings = cloudpickle.dumps(Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first)))
-        with contextlib.suppress(OSError): pipe.send(what, entry, surroundings, config, *packed, fd=fd)
+        own = Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first))
+        with contextlib.suppress(OSError):
+            pipe.send(what, entry, cloudpickle.dumps(own), config, *packed, fd=fd)
 
 @patch
 def _send(self:Workers, r, *msg):
@@ -139,12 +148,14 @@ def _send(self:Workers, r, *msg):
 
 @patch
 def ask_stop(self:Workers):
-    "Sends every rank the wish to stop; `Channel.stop_requested` is then true, and `Channel.on_stop` is called"
+    """Sends every rank the wish to stop; `Channel.stop_requested` is then true, and
+    `Channel.on_stop` is called"""
     for r in self.alive(): self._send(r, 'stop')
 
 @patch
 def break_up(self:Workers):
-    "Tells every rank that some wait for others in vain: what they do about it is `Channel.on_break`"
+    """Tells every rank that some wait for others in vain: what they do about it is
+    `Channel.on_break`"""
     for r in self.alive(): self._send(r, 'break')
 
 @patch
@@ -183,7 +194,8 @@ def tell_again(self:Workers, ranks):
 def waitables(self:Workers):
     "What `poll` waits for, to wait for other things as well"
     there = [r for r in self.procs if r not in self._dead]
-    return [*(self.procs[r].sentinel for r in there), *(self.pipes[r] for r in there if not self.pipes[r].ended)]
+    pipes = [self.pipes[r] for r in there if not self.pipes[r].ended]
+    return [*(self.procs[r].sentinel for r in there), *pipes]
 
 @patch
 def host(self:Workers, r):
@@ -198,19 +210,15 @@ def _read(self:Workers, r, *most):
 # %% ../../nbs/process/406_workers.ipynb #ffc2ff38
 @patch
 def _received(self:Workers, r, what, *values):
-    if what == 'put': return what, self._keep_latest(r, *values)
-    if what == 'block': self._keep_block(r, *values)
+    if what == 'put':
+        kind,pair,number,packed = values
+        self.latest[r,kind] = self._blocks[r,pair,number], packed
+        return what, kind
+    if what == 'block':
+        pair,number,fd = values
+        if old := self._blocks.get((r,pair,number)): old.close()
+        self._blocks[r,pair,number] = Block(fd)
     return what, *values
-
-@patch
-def _keep_latest(self:Workers, r, kind, pair, number, packed):
-    self.latest[r,kind] = self._blocks[r,pair,number], packed
-    return kind
-
-@patch
-def _keep_block(self:Workers, r, pair, number, fd):
-    if old := self._blocks.get((r,pair,number)): old.close()
-    self._blocks[r,pair,number] = Block(fd)
 
 # %% ../../nbs/process/406_workers.ipynb #095f55ef
 @patch
@@ -243,10 +251,12 @@ def _free(self:Workers):
     survivors = [p.pid for p in self.procs.values() if p.is_alive()]
     for p in self.procs.values(): p.close()
     self.procs,self.pipes = {},{}
-    if survivors: warnings.warn(f"fastddp: processes {survivors} could not be ended; a GPU call may be stuck in them")
+    if survivors: warnings.warn(f"fastddp: processes {survivors} could not be ended; a GPU call "
+                                "may be stuck in them")
 
 def _end_rest(pid):
-    "Ends what a worker left in its group. If there is a process `pid`, nothing is left, and it is a stranger's"
+    """Ends what a worker left in its group. If there is a process `pid`, nothing is left, and it is
+    a stranger's"""
     try: os.kill(pid, 0)
     except ProcessLookupError: _signal_group(pid, signal.SIGKILL)
     except PermissionError: pass

@@ -18,11 +18,13 @@ _BN = nn.modules.batchnorm._BatchNorm
 def _batchnorms(model):
     "`(parent, name, module)` of each batch norm below `model` that is not synchronized yet"
     children = [(m,k,c) for m in model.modules() for k,c in m.named_children()]
-    return [(m,k,c) for m,k,c in children if isinstance(c,_BN) and not isinstance(c,nn.SyncBatchNorm)]
+    return [(m,k,c) for m,k,c in children
+            if isinstance(c,_BN) and not isinstance(c,nn.SyncBatchNorm)]
 
 @contextlib.contextmanager
 def synced_bn(model):
-    "Inside, `nn.SyncBatchNorm` is in place of every batch norm below `model`; the originals come back afterwards"
+    """Inside, `nn.SyncBatchNorm` is in place of every batch norm below `model`; the originals come
+    back afterwards"""
     old = _batchnorms(model)
     for m,k,c in old: setattr(m, k, nn.SyncBatchNorm.convert_sync_batchnorm(c))
     try: yield
@@ -32,8 +34,8 @@ def synced_bn(model):
             setattr(m, k, c)
 
 # %% ../../nbs/shard/310_batchnorm.ipynb #62d67dcd
-_NOTE = ("Batch norm: on the CPU each worker normalizes its own part of a batch; running statistics are averaged over "
-         "workers at the end of each epoch.")
+_NOTE = ("Batch norm: on the CPU each worker normalizes its own part of a batch; running "
+         "statistics are averaged over workers at the end of each epoch.")
 
 def bn_note(model,
             n # Number of CPU workers
@@ -44,7 +46,9 @@ def bn_note(model,
 
 # %% ../../nbs/shard/310_batchnorm.ipynb #6d8e93f9
 def sync_buffers(model,
-                 average_bn=True # Average batch norm's statistics? Where they are synchronized already, they are alike
+                 # Average batch norm's statistics? Where they are synchronized already, they are
+                 # alike
+                 average_bn=True
 ):
     "Give all ranks one set of buffers; every rank calls it"
     bn = {id(b) for m in model.modules() if isinstance(m,_BN) for b in m.buffers(recurse=False)}

@@ -43,11 +43,12 @@ def drift_warning(names, apart, # As of `sync_params`
     "What to tell about weights that differed"
     if apart <= 1e-6*max(scale, 1e-6): return None
     few = ', '.join(names[:4]) + (f' and {len(names)-4} more' if len(names) > 4 else '')
-    return (f"fastddp: the ranks' weights had drifted apart by up to {apart:.2g} by the end of epoch "
-            f"{epoch} ({few}). All ranks go on with rank 0's weights, now and in later epochs. A callback, an "
-            "optimizer or a hook changed them on each rank in its own way, or skipped a step on one rank only. "
-            "Each rank has a part of the batch and its own random streams; to draw the same numbers on all "
-            "ranks, use a generator with a fixed seed (torch.Generator().manual_seed(42)).")
+    return (f"fastddp: the ranks' weights had drifted apart by up to {apart:.2g} by the end of "
+            f"epoch {epoch} ({few}). All ranks go on with rank 0's weights, now and in later "
+            "epochs. A callback, an optimizer or a hook changed them on each rank in its own way, "
+            "or skipped a step on one rank only. Each rank has a part of the batch and its own "
+            "random streams; to draw the same numbers on all ranks, use a generator with a fixed "
+            "seed (torch.Generator().manual_seed(42)).")
 
 # %% ../../nbs/shard/311_drift.ipynb #2b8a3332
 class SameWeights:

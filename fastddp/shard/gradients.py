@@ -18,7 +18,8 @@ from .loss import loss_module
 
 # %% ../../nbs/shard/312_gradients.ipynb #96cd290c
 def graph_of(loss, until=()):
-    "The nodes of the autograd graph below `loss` (a tensor, or a node), without those at and below the nodes `until`"
+    """The nodes of the autograd graph below `loss` (a tensor, or a node), without those at and
+    below the nodes `until`"""
     seen,todo = {*until},[loss.grad_fn if isinstance(loss, torch.Tensor) else loss]
     while todo:
         node = todo.pop()
@@ -42,15 +43,18 @@ def names_of(params, named # `(name, parameter)`, all there are
     return [k for k,p in named if id(p) in ids]
 
 def is_reentrant(nodes):
-    "Does a node of the graph run a backward pass of its own (`checkpoint(use_reentrant=True)`)? DDP can't follow that"
+    """Does a node of the graph run a backward pass of its own (`checkpoint(use_reentrant=True)`)?
+    DDP can't follow that"""
     return any(node.name().startswith('CheckpointFunction') for node in nodes)
 
 def params_beside(model, loss_func, groups):
-    "What is trained beside `model`: parameters of the loss, and others in `groups` of the optimizer"
+    """What is trained beside `model`: parameters of the loss, and others in `groups` of the
+    optimizer"""
     module = loss_module(loss_func)
     params = [*(module.parameters() if module else ()), *(p for pg in groups for p in pg)]
     of_model = {id(p) for p in model.parameters()}
-    return [p for p in {id(p):p for p in params}.values() if id(p) not in of_model and p.requires_grad]
+    once = {id(p):p for p in params if id(p) not in of_model and p.requires_grad}
+    return [*once.values()]
 
 def zero_loss(params):
     "A loss that gives each of `params` a gradient of zeros"
@@ -64,7 +68,8 @@ def grads_mask(params):
 def average_grads(params,
                   same=False # Do all ranks have gradients for the same parameters?
 ):
-    "Gradients become their mean over ranks; a parameter without one on any rank has none afterwards"
+    """Gradients become their mean over ranks; a parameter without one on any rank has none
+    afterwards"""
     if group.world_size() == 1: return
     params = [p for p in params if p.requires_grad]
     has = [p.grad is not None for p in params]
@@ -79,14 +84,18 @@ class Passes:
     "Takes the place of `torch.autograd.backward` during a fit, inside of `wrapped()`"
     def __init__(self,
         params,     # Called without arguments: what is trained
-        weigh,      # `weigh(loss, first)`: what to run backward in its place; may raise what the ranks decided
-        agree,      # `agree(mask)`: all ranks' masks after a flat pass; None if other ranks don't make this pass
+        # `weigh(loss, first)`: what to run backward in its place; may raise what the ranks decided
+        weigh,
+        # `agree(mask)`: all ranks' masks after a flat pass; None if other ranks don't make this
+        # pass
+        agree,
         overlapped=None, # `Overlapped`; without it all passes are flat
         is_loss_of_learner=lambda loss: False # Then its graph isn't walked
     ):
         self.params,self.weigh,self.agree = params,weigh,agree
         self.overlapped,self.is_loss_of_learner = overlapped,is_loss_of_learner
-        self.batch = None       # number of passes that this batch had so far; None outside of a training batch
+        # number of passes that this batch had so far; None outside of a training batch
+        self.batch = None
         self.inside = False     # is one of these passes running?
         self.flat = overlapped is None
         self.flat_batch = False # is this batch flat?
@@ -101,18 +110,19 @@ class Passes:
     def open(self): self.batch,self.gathers,self.flat_batch = 0,False,False
     def close(self): self.batch = None
 
-    def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None,
-                  inputs=None):
+    def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False,
+                  grad_variables=None, inputs=None):
         loss = tensors[0] if isinstance(tensors, (tuple,list)) and len(tensors) == 1 else tensors
         more = dict(retain_graph=retain_graph, create_graph=create_graph)
         if not self._is_ours(loss, inputs):
-            return self.real(tensors, grad_tensors, grad_variables=grad_variables, inputs=inputs, **more)
+            return self.real(tensors, grad_tensors, grad_variables=grad_variables, inputs=inputs,
+                             **more)
         self.inside = True
         try: self._pass(loss, grad_tensors, inputs=inputs, **more)
         finally: self.inside = False
 
     def _is_ours(self, loss, inputs):
-        "Is it a pass of a training batch that changes gradients of what is trained?"
+        "True for a pass of a training batch that changes gradients of what is trained"
         if self.batch is None or self.inside or not isinstance(loss, torch.Tensor): return False
         if self.is_loss_of_learner(loss) and inputs is None: return True
         ids = {id(p) for p in self.params() if p.requires_grad}
@@ -124,8 +134,10 @@ class Passes:
         first,self.batch = self.batch == 0,self.batch+1
         # of fastai's kind of tensor, a product would be slower
         loss = self.weigh(loss.as_subclass(torch.Tensor), first)
-        flat = self.flat or self.flat_batch or self.gathers or inputs is not None or more['create_graph']
-        if first and not flat: return self.overlapped.backward(self.real, loss, grad_tensors, **more)
+        flat = (self.flat or self.flat_batch or self.gathers or inputs is not None
+                or more['create_graph'])
+        if first and not flat:
+            return self.overlapped.backward(self.real, loss, grad_tensors, **more)
         self.real(loss, grad_tensors, inputs=inputs, **more)
         if not self.gathers: self.average()
 
@@ -137,14 +149,16 @@ class Passes:
 
 # %% ../../nbs/shard/312_gradients.ipynb #c1d0dc04
 class _Hull(nn.Module):
-    "What DDP wraps: the model, whose loss passes through, and parameters that are trained beside it"
+    """What DDP wraps: the model, whose loss passes through, and parameters that are trained beside
+    it"""
     def __init__(self, model, more):
         super().__init__()
         self.model,self.more = model,nn.ParameterList(more)
     def forward(self, loss): return loss
 
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-# Its old name warns since torch 2.15. Buffers are synchronized once per epoch instead: see `shard.batchnorm`.
+# Its old name warns since torch 2.15. Buffers are synchronized once per epoch instead: see
+# `shard.batchnorm`.
 _NO_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers') if k in _PARAMS)
 
 # %% ../../nbs/shard/312_gradients.ipynb #a367ff8d
@@ -152,54 +166,64 @@ class Overlapped:
     "Averages the gradients of a backward pass over ranks, by DDP"
     def __init__(self,
         model,        # Called without arguments: the learner's model
-        params=None,  # Called without arguments: all that is trained; default: the model's parameters
+        # Called without arguments: all that is trained; default: the model's parameters
+        params=None,
         alike=False,  # Did all ranks load the same weights?
-        comm_hook=None, # `(state, bucket)`: a communication hook of DDP's, such as `bf16_compress_hook`
+        # `(state, bucket)`: a communication hook of DDP's, such as `bf16_compress_hook`
+        comm_hook=None,
         **ddp_kwargs  # What the user asks DDP for
     ):
         self.model,self.alike,self.ddp_kwargs = model,alike,ddp_kwargs
         self.params = params or (lambda: [*model().parameters()])
         self.comm_hook = comm_hook
-        self.beside = []        # parameters that are trained beside the model's: see `params_beside`
+        # parameters that are trained beside the model's: see `params_beside`
+        self.beside = []
         self.ddp = None         # the DDP module
         self.built_for = None   # what it was built for
         self.synced = None      # the model whose weights rank 0 has given to all
         self.find_unused = ddp_kwargs.get('find_unused_parameters', False)
         self.checked = False    # were unused parameters looked for since it was made?
-        self.missing = []       # names of parameters that got no gradient here and that DDP didn't look for
+        # names of parameters that got no gradient on this rank and that DDP didn't look for
+        self.missing = []
 
     def trainable(self):
-        "`(name, parameter)` of what the model trains; a parameter without elements has nothing to train"
-        named = [*self.model().named_parameters(), *((f'loss.{i}',p) for i,p in enumerate(self.beside))]
+        """`(name, parameter)` of what the model trains; a parameter without elements has nothing to
+        train"""
+        beside = ((f'loss.{i}',p) for i,p in enumerate(self.beside))
+        named = [*self.model().named_parameters(), *beside]
         return [(k,p) for k,p in named if p.requires_grad and p.numel()]
 
     def is_new(self):
-        "Is the DDP module, if there is one, made for something else than what is trained now?"
+        "True if there is no DDP module for what is trained now"
         return self.built_for != self.config()
 
     def config(self):
         "What a DDP module is made for"
-        return id(self.model()), [p.requires_grad for p in self.params()], [*map(id, self.beside)], self.find_unused
+        trainable = [p.requires_grad for p in self.params()]
+        return id(self.model()), trainable, [*map(id, self.beside)], self.find_unused
 
     def search(self):
-        "From the next pass on DDP searches for parameters without a gradient; on all ranks at the same moment"
+        """From the next pass on DDP searches for parameters without a gradient; on all ranks at the
+        same moment"""
         self.find_unused,self.missing = True,[]
 
     def backward(self, real, loss, *args, **kwargs):
-        "The backward pass of `loss`, by the function `real`; afterwards each gradient is the mean over ranks"
+        """The backward pass of `loss`, by the function `real`; afterwards each gradient is the mean
+        over ranks"""
         bare = [p for p in self.params() if p.grad is None]
         real(self.ddp(loss), *args, **kwargs)
         if not self._is_complete(): self._complete(real, loss, bare)
 
     def prepare(self):
-        """Makes the DDP module for what is trained now. A collective; not between forward and backward pass, since rank
-        0's weights are given to all the first time"""
+        """Makes the DDP module for what is trained now. A collective; not between forward and
+        backward pass, since rank 0's weights are given to all the first time"""
         if not self.is_new() or not self.trainable(): return
         self.close()
         self.checked = False
         model = self.model()
         hull = _Hull(model, self.beside)
-        # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would become a copy in each
+        # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would
+        # become a copy in each
         frozen = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
         empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
         known = self.alike or self.synced is model
@@ -212,7 +236,7 @@ class Overlapped:
         self.synced,self.built_for = model,self.config()
 
     def _is_complete(self):
-        "Has DDP averaged all gradients?"
+        "True if DDP has averaged all gradients"
         try: self.ddp.reducer._check_reducer_finalized()
         except RuntimeError: return False
         return True

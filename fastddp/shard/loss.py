@@ -21,18 +21,21 @@ from .split import loss_weight
 # %% ../../nbs/shard/304_loss.ipynb #0d0a5c01
 def _home(f):
     "The name of the module in which the code that a call of `f` runs was written"
-    f = getattr(type(f), 'forward' if isinstance(f, nn.Module) else '__call__', f) if not inspect.isroutine(f) else f
+    if not inspect.isroutine(f):
+        f = getattr(type(f), 'forward' if isinstance(f, nn.Module) else '__call__', f)
     return getattr(f, '__module__', None) or ''
 
 _OF_FASTAI = 'fastai.losses','fastai.layers','fastai.callback','fastai.vision.gan'
 
 def unwrapped(loss_func):
-    "`(f, keywords)`: what does the work inside wrappers of functools' and fastai's, and what it is called with"
+    """`(f, keywords)`: what does the work inside wrappers of functools' and fastai's, and what it
+    is called with"""
     kw = {}
     while True:
         if isinstance(loss_func, functools.partial) and not loss_func.args:
             loss_func,kw = loss_func.func,{**loss_func.keywords,**kw}
-        elif _home(loss_func) in _OF_FASTAI and 'func' in vars(loss_func): loss_func = loss_func.func
+        elif _home(loss_func) in _OF_FASTAI and 'func' in vars(loss_func):
+            loss_func = loss_func.func
         else: return loss_func,kw
 
 def loss_module(loss_func):
@@ -46,7 +49,7 @@ def name_of(loss_func):
     return getattr(f, '__name__', None) or type(f).__name__
 
 def is_known(loss_func):
-    "Is `loss_func` one of torch's or fastai's, whose attributes say how it puts items together?"
+    "True for torch's and fastai's losses, whose attributes say how they reduce items"
     other = _mixed(loss_func)
     return is_known(other) if other is not None else _says_how(*unwrapped(loss_func))
 
@@ -58,7 +61,8 @@ def _mixed(loss_func):
 def _says_how(f, kw):
     home = _home(f)
     if home == 'torch.nn.functional':
-        return 'reduction' in inspect.signature(f).parameters and not {'size_average','reduce'} & {*kw}
+        params = inspect.signature(f).parameters
+        return 'reduction' in params and not {'size_average','reduce'} & {*kw}
     return home == 'torch.nn.modules.loss' or home.startswith(_OF_FASTAI)
 
 def has_two_divisors(loss_func):
@@ -69,14 +73,15 @@ def has_two_divisors(loss_func):
 
 # %% ../../nbs/shard/304_loss.ipynb #1cefe757
 def weighting(loss_func):
-    "`(weight, ignore_index)` of a cross entropy that takes a weighted mean, None for any other loss"
+    """`(weight, ignore_index)` of a cross entropy that takes a weighted mean, None for any other
+    loss"""
     f,kw = unwrapped(loss_func)
     if not _says_how(f, kw): return None
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)): return f.weight, f.ignore_index
     if f in (F.cross_entropy, F.nll_loss): return kw.get('weight'), kw.get('ignore_index',-100)
 
 def sums_up(loss_func):
-    "Does a known `loss_func` give the sum over its items, instead of a mean?"
+    "True if a known `loss_func` is a sum over its items instead of a mean"
     other = _mixed(loss_func)
     if other is not None: return sums_up(other)
     f,kw = unwrapped(loss_func)
@@ -87,18 +92,22 @@ def loss_divisor(loss_func,
                  yb,      # Targets of what this rank fed its model: a tuple of tensors
                  share=1. # Which part of the fed items counts
 ):
-    "What the mean loss of this rank was divided by (a number or a scalar tensor), in proportion to other ranks'"
+    """What the mean loss of this rank was divided by (a number or a scalar tensor), in proportion
+    to other ranks'"""
     y = next((y for y in yb if isinstance(y, torch.Tensor) and y.ndim), None)
     if y is None or not share: return float(share)
-    if isinstance(unwrapped(loss_func)[0], nn.CTCLoss): return len(y)*share     # a mean over texts of any length
+    # a mean over texts of any length
+    if isinstance(unwrapped(loss_func)[0], nn.CTCLoss): return len(y)*share
     found = weighting(loss_func)
     if found is None or not _is_classes(yb): return y.numel()*share
-    (weight,ignore),y = found,y.as_subclass(torch.Tensor)   # fastai's kinds of tensors make each operation slower
+    # fastai's kinds of tensors make each operation slower
+    (weight,ignore),y = found,y.as_subclass(torch.Tensor)
     kept = y != ignore
     if weight is None: return kept.sum()*share
     return torch.where(kept, weight.to(y.device)[torch.where(kept,y,0).long()], 0.).sum()*share
 
-def _is_classes(yb): return len(yb)==1 and isinstance(yb[0],torch.Tensor) and not yb[0].dtype.is_floating_point
+def _is_classes(yb):
+    return len(yb)==1 and isinstance(yb[0],torch.Tensor) and not yb[0].dtype.is_floating_point
 
 # %% ../../nbs/shard/304_loss.ipynb #1663fb35
 class LossPart(NamedTuple):
@@ -116,15 +125,18 @@ class LossPart(NamedTuple):
     def value(self, loss):
         "What this rank adds to the sum that makes the global loss"
         # the mean over nothing is not a number
-        if isinstance(self.divisor, torch.Tensor): return torch.where(self.divisor > 0, loss, 0.)*self.divisor
-        return loss*self.divisor if self.divisor else loss.new_zeros(()) if isinstance(loss, torch.Tensor) else 0.
+        if isinstance(self.divisor, torch.Tensor):
+            return torch.where(self.divisor > 0, loss, 0.)*self.divisor
+        if self.divisor: return loss*self.divisor
+        return loss.new_zeros(()) if isinstance(loss, torch.Tensor) else 0.
     def whole(self, value, total):
         "The global loss, from the sums over ranks of `value` and `divisor`"
         if self.sums: return value
         return value/total if isinstance(total, torch.Tensor) or total else float('nan')
 
 def share_of(count, # Items of this rank that count
-             train=True # In training each rank is fed two items at least: see `shard.split.pad_shard`
+             # In training each rank is fed two items at least: see `shard.split.pad_shard`
+             train=True
 ):
     "Which part of the items that a rank was fed counts"
     return min(count/2, 1.) if train and group.world_size() > 1 else 1.
@@ -132,9 +144,12 @@ def share_of(count, # Items of this rank that count
 def loss_part(loss_func, # The learner's
               yb,        # Tuple of this rank's targets
               count,     # Items of this rank that count
-              by=None,   # 'mean' over items, or 'sum', whatever `loss_func` is; None: as it says itself
+              # 'mean' over items, or 'sum', whatever `loss_func` is; None: as it says itself
+              by=None,
               train=True,
-              read=None # Make a number of a sum of weights? None: on the CPU, where there is nothing to wait for
+              # Make a number of a sum of weights? None: on the CPU, where there is nothing to wait
+              # for
+              read=None
 ): # `LossPart`
     "This rank's part in the loss of a global batch"
     share = share_of(count, train)
@@ -156,7 +171,8 @@ def loss_and_divisor(loss_func, # The learner's
     part,loss = loss_part(loss_func, yb, count, by, train=False),loss.detach().mean().double()
     return (loss, 0.) if part.sums else (part.value(loss), part.divisor)
 
-def batch_losses(rows # This rank's `(number of the global batch, loss times divisor, divisor, items)`
+# This rank's `(number of the global batch, loss times divisor, divisor, items)`
+def batch_losses(rows
 ): # `[(number, loss, items)]`, in the order of numbers; the same on every rank
     "The losses of all global batches, from what each rank noted"
     sums = {}
@@ -171,7 +187,8 @@ def _saved(o):
     old = dict(vars(o))
     containers = [(v, v.copy()) for v in old.values() if isinstance(v, (list,dict))]
     values = [*old.values(), *old.get('_buffers', {}).values()]
-    tensors = [(t, t.clone()) for t in values if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
+    tensors = [(t, t.clone()) for t in values
+               if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
     def back():
         vars(o).clear()
         vars(o).update(old)

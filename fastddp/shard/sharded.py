@@ -21,30 +21,37 @@ from .split import (CantShard, Step, chunk, pad_shard, positions, shard_batch,
 # %% ../../nbs/shard/301_sharded.ipynb #f15aba19
 class Shard:
     "One rank's part in a loader: how it is divided, and where the current epoch stands"
-    whole = False           # Does each rank take whole batches of the original's, instead of some items of each?
-    steps = None            # The epoch's `Step`s of this rank (fastai's streams: what `get_idxs` gave); None before it
+    # Does each rank take whole batches of the original's, instead of some items of each?
+    whole = False
+    # The epoch's `Step`s of this rank (fastai's streams: what `get_idxs` gave); None before it
+    steps = None
     last = None             # fastai's: the `steps` of an epoch that is over, or was left
     epoch = None            # The `Epoch` that is read, or was read last
-    seen = None             # The sharded loader's attributes when `track_changes` looked at them last
-    source = None           # Streams: the `StreamSource` that this rank reads, None where there are indices
+    # The sharded loader's attributes when `track_changes` looked at them last
+    seen = None
+    # Streams: the `StreamSource` that this rank reads, None where there are indices
+    source = None
     read = None             # fastai's streams: the loader's own `create_item`
     raw = ()                # fastai's streams: what `create_item` gave, on its way to `do_item`
     batching = None         # torch: how the global batches come about, e.g. `CutBatches`
     inner = None            # torch: the loader that does the work
     sampler = None          # torch: the inner loader's batch sampler
     loaders = ()            # Wrappers: the sharded loaders that they hold
-    outside = None          # In a fit: function of the sharded loader that yields the batches of any other loop over it
+    # In a fit: function of the sharded loader that yields the batches of any other loop over it
+    outside = None
     due = False             # With `outside`: is the next loop the fit's own?
     def __init__(self, orig,   # The loader as the user made it
                  rank, n,      # This rank, and how many there are
                  bs,           # Items of a full global batch, None where a batch sampler decides
-                 train,        # In training all ranks take every step; in validation nothing is there twice
+                 # In training all ranks take every step; in validation nothing is there twice
+                 train,
                  common        # `CommonRNG`, alike on all ranks
     ):
         self.orig,self.rank,self.n = orig,rank,n
         self.bs,self.train,self.common = bs,train,common
     def __getstate__(self):
-        return {k:v for k,v in vars(self).items() if k != 'outside'}    # no business of a loader's process
+        # no business of a loader's process
+        return {k:v for k,v in vars(self).items() if k != 'outside'}
 
 # %% ../../nbs/shard/301_sharded.ipynb #1ce1ca55
 @patch
@@ -61,7 +68,7 @@ def feed(self:Shard, step):
 class Epoch:
     "What one iteration over a sharded loader knows and has yielded"
     def __init__(self, counts, # One pair for each step, as far as they are known
-                 around=None   # The `Epoch` in whose midst this one began
+                 around=None   # The `Epoch` in which this one began
     ):
         self.counts,self.around = counts,around
         self.idxs,self.done,self.running = [],0,True
@@ -107,9 +114,9 @@ def account(dl, epoch, # The loader, and its `Epoch`
 def no_step_missing(epoch):
     "Raise if a loader ended before the steps that its epoch has: the other ranks go on"
     if epoch.done >= len(epoch.counts): return
-    raise RuntimeError(f"The DataLoader ended after {epoch.done} of {len(epoch.counts)} batches. One of its processes "
-                       "lost the others. With num_workers=0 the batches are made in the rank itself, and the error "
-                       "shows.")
+    raise RuntimeError(f"The DataLoader ended after {epoch.done} of {len(epoch.counts)} batches. "
+                       "One of its processes lost the others. With num_workers=0 the batches are "
+                       "made in the rank itself, and the error shows.")
 
 def _show(dl, epoch):
     # Again for each step: a loader may use these names itself while it builds a batch.
@@ -117,7 +124,7 @@ def _show(dl, epoch):
 
 # %% ../../nbs/shard/301_sharded.ipynb #4d2f90c8
 def is_sharded(dl):
-    "Does `dl` yield one rank's shard?"
+    "True if `dl` yields one rank's shard"
     return isinstance(dl, Sharded)
 
 def original(dl):
@@ -129,7 +136,8 @@ _END = object()
 def outside_loop(dl,    # A sharded loader
                  common # `CommonRNG`, alike on all ranks
 ):
-    "Yields all batches of the original of `dl`; what making them draws is drawn from `common`, so ranks have the same"
+    """Yields all batches of the original of `dl`; what making them draws is drawn from `common`, so
+    ranks have the same"""
     with common: it = iter(original(dl))
     while True:
         with common: b = next(it, _END)
@@ -150,7 +158,8 @@ def clone_loader(dl, # The loader to take the attributes of
                  res # An object of a class like its own, without attributes yet
 ):
     "Give `res` all attributes of `dl`; returns `res`"
-    res.__dict__.update({k:MethodType(v.__func__,res) if _bound_to(v,dl) else v for k,v in vars(dl).items()})
+    for k,v in vars(dl).items():
+        res.__dict__[k] = MethodType(v.__func__, res) if _bound_to(v,dl) else v
     return res
 
 def sharded_clone(mixin, # Subclass of `Sharded` that goes before the original's class
@@ -171,9 +180,11 @@ def track_changes(dl):
 def write_back(dl):
     "Carry what changed in the sharded `dl` since `track_changes` into its original"
     seen = dl._shard.seen
-    if seen is None: return     # a torch loader's: its state lies in the original's sampler and generator
+    # a torch loader's: its state lies in the original's sampler and generator
+    if seen is None: return
     for k,v in vars(dl).items():
-        if k not in _OURS and seen.get(k,seen) is not v and not _bound_to(v,dl): vars(dl._shard.orig)[k] = v
+        if k not in _OURS and seen.get(k,seen) is not v and not _bound_to(v,dl):
+            vars(dl._shard.orig)[k] = v
     track_changes(dl)
 
 # %% ../../nbs/shard/301_sharded.ipynb #d30640d4
@@ -205,12 +216,13 @@ def generator_states(o):
 def no_batches(arg # 'bs' or 'batch_size'
 ):
     "Why a loader that makes no batches can't be sharded"
-    return (f"it makes no batches (`{arg}=None`), so the size of other ranks' batches would be unknown. Let the loader "
-            f"make the batches: give it a `{arg}` and a dataset of items.")
+    return (f"it makes no batches (`{arg}=None`), so the size of other ranks' batches would be "
+            f"unknown. Let the loader make the batches: give it a `{arg}` and a dataset of items.")
 
 # %% ../../nbs/shard/301_sharded.ipynb #16211711
 def has_state_of(model, bs):
-    "Does a module of `model` keep a state of `bs` rows? Those of fastai make a new one for another batch"
+    """Does a module of `model` keep a state of `bs` rows? Those of fastai make a new one for
+    another batch"""
     modules = [m for m in model.modules() if not type(m).__module__.startswith('fastai.')]
     held = [v for m in modules for v in (*vars(m).values(), *m._buffers.values())]
     states = [v for o in held for v in (o if isinstance(o, (list,tuple)) else [o])]
@@ -232,18 +244,20 @@ def read_all(items, # Iterator over the stream
 
 # %% ../../nbs/shard/301_sharded.ipynb #0be9bbd5
 def shards_itself(dataset):
-    "Does `dataset` take part, by a method `set_shard(rank, world_size)`?"
+    "True if `dataset` shards itself, by a method `set_shard(rank, world_size)`"
     return callable(getattr(dataset, 'set_shard', None))
 
-_ENDED = ("the dataset's stream ended before its length was reached, and the other ranks would wait for ever. After "
-          "`set_shard`, `len` must stay that of the whole, and each rank must get every world_size-th item.")
+_ENDED = ("the dataset's stream ended before its length was reached, and the other ranks would "
+          "wait for ever. After `set_shard`, `len` must stay that of the whole, and each rank "
+          "must get every world_size-th item.")
 
 def read_own(items, # Iterator over this rank's items
              s,     # This rank's `Shard`
              drop_last, # Leave out a last batch that is not full?
              total  # Items of the whole stream
 ):
-    "`read_all` where the dataset yields only this rank's items; raises `CantShard` if it yields too few"
+    """`read_all` where the dataset yields only this rank's items; raises `CantShard` if it yields
+    too few"""
     own = []
     for start,batch in zip(itertools.count(0,s.bs), chunk(range(total), s.bs, drop_last)):
         last,m = own,len(batch)
@@ -257,7 +271,9 @@ class StreamSource:
     "How one rank reads a dataset without indices"
     def __init__(self, dataset, # The user's
                  s,             # This rank's `Shard`
-                 size           # Function that gives the items of the whole; asked only where the dataset takes part
+                 # Function that gives the items of the whole; asked only where the dataset takes
+                 # part
+                 size
     ):
         self.dataset,self.total = dataset,None
         if not shards_itself(dataset): return
@@ -266,7 +282,8 @@ class StreamSource:
 
     def steps(self, items, s, drop_last):
         "This rank's `Step`s from an iterator over `dataset`"
-        return read_all(items, s, drop_last) if self.total is None else read_own(items, s, drop_last, self.total)
+        if self.total is None: return read_all(items, s, drop_last)
+        return read_own(items, s, drop_last, self.total)
 
 # %% ../../nbs/shard/301_sharded.ipynb #beedd6e0
 def why_not_stream(dataset, # One without indices
@@ -276,8 +293,8 @@ def why_not_stream(dataset, # One without indices
 ):
     "Why a stream can't be sharded, with the remedy, or None"
     if num_workers>0: return (
-        "with `num_workers>0` each worker reads a dataset without indices on its own, in an order that can't be "
-        "sharded. Use `num_workers=0`, or a dataset with indices.")
+        "with `num_workers>0` each worker reads a dataset without indices on its own, in an order "
+        "that can't be sharded. Use `num_workers=0`, or a dataset with indices.")
     if shards_itself(dataset) and bs and bs%n: return (
-        f"a dataset with `set_shard` takes turns of {n} items, which doesn't divide batches of {bs}. Choose a "
-        f"batch size that is a multiple of {n}, or `batch='per_worker'`.")
+        f"a dataset with `set_shard` takes turns of {n} items, which doesn't divide batches of "
+        f"{bs}. Choose a batch size that is a multiple of {n}, or `batch='per_worker'`.")

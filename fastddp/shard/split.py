@@ -24,12 +24,14 @@ def refuse_loader(name, # What the user calls it, e.g. 'learn.dls.train'
     raise CantShard(f"{name} can't be sharded over {n} workers: {why}")
 
 # %% ../../nbs/shard/300_split.ipynb #2488c55a
-def global_batch_size(bs, # The loader's own batch size, in items; None where a batch sampler decides
+# The loader's own batch size, in items; None where a batch sampler decides
+def global_batch_size(bs,
                       n,  # Number of ranks
                       batch='per_worker' # Is that one worker's batch, or the 'global' one?
 ):
     "Items of a full global batch (None if `bs` is); raises `CantShard` if `batch` is anything else"
-    if batch not in ('per_worker','global'): raise CantShard(f"batch={batch!r}: use 'per_worker' or 'global'")
+    if batch not in ('per_worker','global'):
+        raise CantShard(f"batch={batch!r}: use 'per_worker' or 'global'")
     return bs and bs*(n if batch=='per_worker' else 1)
 
 # %% ../../nbs/shard/300_split.ipynb #f633e8ff
@@ -50,7 +52,8 @@ def shard_batch(batch, # One global batch
                 rank,  # This rank, from 0
                 n      # Number of ranks
 ):
-    "This rank's items of a global `batch`. Sorted neighbours go to different ranks, so that no rank has all long texts"
+    """This rank's items of a global `batch`. Sorted neighbours go to different ranks, so that no
+    rank has all long texts"""
     return batch[rank::n]
 
 def shard_size(m,    # Items of a global batch
@@ -129,18 +132,20 @@ def whole_steps(batches, rank, n):
 
 # %% ../../nbs/shard/300_split.ipynb #c572caa3
 def n_own_batches(n_items, bs, rank, n, drop_last=False):
-    "In how many global batches of `bs` does `rank`, one of `n`, have an item?"
+    "The number of global batches of `bs` in which `rank`, one of `n`, has an item"
     full,rest = divmod(n_items, bs)
     return full*(rank<bs) + (rest>rank and not drop_last)
 
 def n_steps(n_items, # Items of an epoch, on all ranks together
             bs,      # Items of a full global batch
             rank, n, # This rank, and how many there are
-            train,   # In training all ranks take every step, in validation those in which they have an item
+            # In training all ranks take every step, in validation those in which they have an item
+            train,
             drop_last=False # Leave out a last batch that is not full?
 ):
     "How many steps `rank` takes in an epoch"
-    return n_chunks(n_items,bs,drop_last) if train else n_own_batches(n_items, bs, rank, n, drop_last)
+    if train: return n_chunks(n_items, bs, drop_last)
+    return n_own_batches(n_items, bs, rank, n, drop_last)
 
 # %% ../../nbs/shard/300_split.ipynb #af080e37
 def too_few(size, # Items of an epoch, or batches where a batch sampler decides
@@ -152,11 +157,13 @@ def too_few(size, # Items of an epoch, or batches where a batch sampler decides
     "Why training data would leave some rank without work, with the remedy, or None"
     if size==0: return "it is empty."
     if bs is None and batch=='global': return None
-    if size<n: return f"it has {size} {'items' if bs else 'batches'} for {n} workers. Use fewer workers."
+    if size<n:
+        return f"it has {size} {'items' if bs else 'batches'} for {n} workers. Use fewer workers."
     if bs is None: return None
-    if bs<n: return f"a global batch of {bs} is smaller than {n} workers. Use a larger batch, or fewer workers."
-    if not steps: return (f"its {size} items make no full batch of {bs}. Use a smaller batch, `batch='global'`, "
-                          "or `drop_last=False`.")
+    if bs<n: return (f"a global batch of {bs} is smaller than {n} workers. Use a larger batch, or "
+                     "fewer workers.")
+    if not steps: return (f"its {size} items make no full batch of {bs}. Use a smaller batch, "
+                          "`batch='global'`, or `drop_last=False`.")
 
 # %% ../../nbs/shard/300_split.ipynb #29387a34
 def workers_per_rank(num_workers, # The user's number, for one process

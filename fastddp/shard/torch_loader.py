@@ -12,11 +12,14 @@ from multiprocessing.queues import Queue
 
 from fastcore.basics import patch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
-from .sharded import (Shard, Sharded, account, clone_loader, draw_seed, no_batches, no_step_missing,
-                                   reading, sharded_clone)
-from .split import chunk, global_batch_size, n_steps, sharded_steps, whole_steps, workers_per_rank
-from .sharded import StreamSource, why_not_stream
+from torch.utils.data import (BatchSampler, DataLoader, DistributedSampler, IterDataPipe,
+                              IterableDataset, MapDataPipe)
+
+from .sharded import (Shard, Sharded, StreamSource, account, clone_loader, draw_seed,
+                                   no_batches, no_step_missing, reading, sharded_clone,
+                                   why_not_stream)
+from .split import (chunk, global_batch_size, n_steps, sharded_steps, whole_steps,
+                                 workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #254b7f98
 class CutBatches:
@@ -26,9 +29,11 @@ class CutBatches:
                  drop_last    # Leave out a last batch that is not full?
     ):
         self.items,self.bs,self.drop_last = items,bs,drop_last
-    def n_steps(self, rank, n, train): return n_steps(len(self.items), self.bs, rank, n, train, self.drop_last)
+    def n_steps(self, rank, n, train):
+        return n_steps(len(self.items), self.bs, rank, n, train, self.drop_last)
     def begin(self): "Torch's own sampler is begun with the first batch"
-    def steps(self, rank, n, begun=None): return sharded_steps(chunk([*self.items], self.bs, self.drop_last), rank, n)
+    def steps(self, rank, n, begun=None):
+        return sharded_steps(chunk([*self.items], self.bs, self.drop_last), rank, n)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #5beb1d6e
 class OwnBatches:
@@ -36,23 +41,27 @@ class OwnBatches:
     def __init__(self, batches): self.batches = batches
     def n_steps(self, rank, n, train): return len(self.batches)
     def begin(self):
-        "An iterator: torch begins the user's sampler, which may draw then, before it draws its processes' seed"
+        """An iterator: torch begins the user's sampler, which may draw then, before it draws its
+        processes' seed"""
         return iter(self.batches)
-    def steps(self, rank, n, begun=None): return sharded_steps([[*b] for b in begun or self.begin()], rank, n)
+    def steps(self, rank, n, begun=None):
+        return sharded_steps([[*b] for b in begun or self.begin()], rank, n)
 
 class WholeBatches(OwnBatches):
     "`n` consecutive batches are a global batch: one for each rank"
     def n_steps(self, rank, n, train): return n_steps(len(self.batches), n, rank, n, train)
-    def steps(self, rank, n, begun=None): return whole_steps([[*b] for b in begun or self.begin()], rank, n)
+    def steps(self, rank, n, begun=None):
+        return whole_steps([[*b] for b in begun or self.begin()], rank, n)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #99492afb
 def is_stream(dl):
-    "Has the torch loader `dl` a dataset that can only be read?"
+    "True if the dataset of the torch loader `dl` can only be iterated"
     return isinstance(dl.dataset, IterableDataset)
 
 def torch_bs(dl):
     "The batch size of the torch loader `dl`, or None where its own `batch_sampler` decides"
-    return dl.batch_size or (dl.batch_sampler.batch_size if type(dl.batch_sampler) is BatchSampler else None)
+    if dl.batch_size: return dl.batch_size
+    return dl.batch_sampler.batch_size if type(dl.batch_sampler) is BatchSampler else None
 
 def batching_of(dl, # A torch `DataLoader`
                 n,  # Number of ranks
@@ -61,7 +70,8 @@ def batching_of(dl, # A torch `DataLoader`
     "How the global batches of `dl` come about: `CutBatches`, `OwnBatches` or `WholeBatches`"
     own,bs = dl.batch_sampler,global_batch_size(torch_bs(dl), n, batch)
     if bs is None: return (WholeBatches if batch=='per_worker' else OwnBatches)(own)
-    return CutBatches(dl.dataset if is_stream(dl) else own.sampler, bs, dl.drop_last or getattr(own,'drop_last',False))
+    items = dl.dataset if is_stream(dl) else own.sampler
+    return CutBatches(items, bs, dl.drop_last or getattr(own,'drop_last',False))
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #0629f7f7
 class NextSteps:
@@ -73,7 +83,8 @@ class NextSteps:
 def _report(queue, # The one that a loader's process has its batches in
             e, what): # Why `what`, a batch and its number, can't be sent
     "Send the exception in the batch's place"
-    queue.put((what[0], ExceptionWrapper((type(e),e,e.__traceback__), 'in a process of the DataLoader')))
+    exc_info = type(e),e,e.__traceback__
+    queue.put((what[0], ExceptionWrapper(exc_info, 'in a process of the DataLoader')))
 
 def _in_loader_process(init, # The loader's own `worker_init_fn`, or None
                        worker_id):
@@ -81,7 +92,8 @@ def _in_loader_process(init, # The loader's own `worker_init_fn`, or None
     if init is not None: init(worker_id)
 
 def reporting(init):
-    "`init`, a `worker_init_fn` or None, as one for processes that report which batch can't be pickled"
+    """`init`, a `worker_init_fn` or None, as one for processes that report which batch can't be
+    pickled"""
     return partial(_in_loader_process, init)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #6499a74a
@@ -93,8 +105,10 @@ class ShardedTorch(Sharded):
             begun = s.batching.begin()
             if s.inner._iterator is None:       # workers that persist keep their seeds
                 draw_seed(self.generator)
-                if self.num_workers: begun = s.batching.begin()     # torch does so again when its processes are there
-            # torch's workers are given indices at once; without them the sampler waits for the first batch
+                # torch does so again when its processes are there
+                if self.num_workers: begun = s.batching.begin()
+            # torch's workers are given indices at once; without them the sampler waits for the
+            # first batch
             steps = self._plan(begun) if self.num_workers else None
         return self._batches(steps, begun)
 
@@ -114,7 +128,8 @@ def _plan(self:ShardedTorch, begun):
     if s.source: return []      # a stream's are added as they are read
     steps = s.wanted(s.batching.steps(s.rank, s.n, begun))
     s.sampler.now = [s.feed(o) for o in steps]
-    return [o._replace(spare=()) if o.own else o for o in steps]    # other ranks' indices are not kept
+    # other ranks' indices are not kept
+    return [o._replace(spare=()) if o.own else o for o in steps]
 
 @patch
 def _batches(self:ShardedTorch, steps, begun):
@@ -144,10 +159,12 @@ class _StepItems(IterableDataset):
 def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
                 rank, n, # This rank, and how many there are
                 batch,   # Is the loader's batch one worker's ('per_worker'), or the 'global' one?
-                train,   # In training all ranks take every step; in validation nothing is there twice
+                # In training all ranks take every step; in validation nothing is there twice
+                train,
                 common   # `CommonRNG`, alike on all ranks
 ):
-    "The clone of `dl` that yields the shard of `rank`; `why_not_torch` says beforehand if there can be none"
+    """The clone of `dl` that yields the shard of `rank`; `why_not_torch` says beforehand if there
+    can be none"""
     s = Shard(dl, rank, n, global_batch_size(torch_bs(dl), n, batch), train, common)
     s.batching,s.whole = batching_of(dl, n, batch),s.bs is None and batch=='per_worker'
     s.inner,s.sampler = clone_loader(dl, object.__new__(type(dl))),NextSteps()
@@ -164,9 +181,11 @@ def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
 # %% ../../nbs/shard/303_torch_loader.ipynb #a0c74782
 def samplers_of(dl):
     "The objects that draw a torch loader's order"
-    return [o for o in (dl.sampler, dl.batch_sampler, getattr(dl.batch_sampler,'sampler',None)) if o is not None]
+    samplers = dl.sampler,dl.batch_sampler,getattr(dl.batch_sampler,'sampler',None)
+    return [o for o in samplers if o is not None]
 
-def _is_plain(cls): return cls.__iter__ is DataLoader.__iter__ and cls._get_iterator is DataLoader._get_iterator
+def _is_plain(cls):
+    return cls.__iter__ is DataLoader.__iter__ and cls._get_iterator is DataLoader._get_iterator
 
 def why_not_torch(dl, # A torch `DataLoader`
                   n,  # Number of ranks
@@ -175,17 +194,20 @@ def why_not_torch(dl, # A torch `DataLoader`
     "Why `dl` can't be sharded over `n` ranks, with the remedy, or None"
     cls = type(dl)
     if not _is_plain(cls): return (
-        f"`{cls.__name__}` has its own `__iter__`, so nobody knows which batches it makes. Use a plain DataLoader.")
+        f"`{cls.__name__}` has its own `__iter__`, so its batches are unknown. Use a "
+        "plain DataLoader.")
     if isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): return (
-        "a datapipe shards itself by the process group. Use an IterableDataset, or a dataset with indices.")
+        "a datapipe shards itself by the process group. Use an IterableDataset, or a dataset with "
+        "indices.")
     if dl.batch_sampler is None: return no_batches('batch_size')
     if any(isinstance(o,DistributedSampler) and o.num_replicas>1 for o in samplers_of(dl)): return (
-        "its `DistributedSampler` has already taken one rank's part. Leave it out: use `shuffle=True` or a plain "
-        "sampler, and the loader is sharded for you.")
+        "its `DistributedSampler` has already taken one rank's part. Leave it out: use "
+        "`shuffle=True` or a plain sampler, and the loader is sharded for you.")
     if is_stream(dl): return why_not_stream(dl.dataset, dl.num_workers, n, bs)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #60b2c2e8
 def torch_size(dl):
-    "Items of an epoch of `dl`, or batches where a batch sampler decides; TypeError if it has no length"
+    """Items of an epoch of `dl`, or batches where a batch sampler decides; TypeError if it has no
+    length"""
     if is_stream(dl): return len(dl.dataset)
     return len(dl.batch_sampler.sampler if torch_bs(dl) else dl.batch_sampler)

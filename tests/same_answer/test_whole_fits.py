@@ -17,8 +17,8 @@ from fastddp.all import CantDistribute, RankRaised
 from fastddp.base import group
 from fastddp.launch.engine import Job
 from fastddp.launch.local import Local
-from fastddp.launch.placement import engine_for
-from fastddp.launch.settings import notebook_settings, take_settings
+from fastddp.launch.options import engine_for
+from fastddp.launch.rank import notebook_settings, take_settings
 from fastddp.payload.pickling import dump
 from parity import Warm, assert_same, fit_both, items, learner, mlp, seed, values, warm
 
