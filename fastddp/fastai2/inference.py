@@ -25,7 +25,7 @@ from ..base.scoped import own_attrs
 from .fastai_loader import is_lm, rows_are_streams
 from .loaders import (OneRank, dl_state, follow_original, set_dl_state, shard_dl,
                                      why_not)
-from ..launch.rank0_only import is_kind, is_rank0_only
+from ..launch.training import is_kind, is_rank0_only
 from ..shard.sharded import has_state_of, is_sharded, original
 from ..shard.split import restore_order
 
