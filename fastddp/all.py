@@ -9,7 +9,8 @@ __all__ = []
 import importlib.util
 
 from .early import ask_for_helper, fastai_generation
-ask_for_helper()    # first of all: it imports what this process imports next, and both do it side by side
+# first of all: it imports what this process imports next, and both do it side by side
+ask_for_helper()
 
 from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
 from .launch.in_process import InProcess
@@ -27,7 +28,8 @@ _OF_MACHINES = dict(Hosts='fastddp.machines.hosts', Ray='fastddp.machines.ray')
 
 def __getattr__(name):
     "`Hosts` or `Ray`, whose module is imported when it is asked for"
-    if name not in _OF_MACHINES: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _OF_MACHINES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_OF_MACHINES[name]), name)
 
 __all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local','TorchDDPCtx',

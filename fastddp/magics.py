@@ -16,13 +16,15 @@ _MAGICS = dict(line=('makedip','autodip','dipush','dipull','dipper','dipstat'), 
 def load(
     shell, # IPython's
 ):
-    "Registers the magics and starts the helper process, which imports what workers need; harmless when repeated"
+    """Registers the magics and starts the helper process, which imports what workers need; harmless
+    when repeated"""
     if 'DipMagics' in shell.magics_manager.registry: return
     magics = DipMagics(shell)
     shell.register_magics(magics)
     shell.input_transformers_cleanup.append(magics.transform)
     shell.set_hook('complete_command', magics.complete, str_key='%dipull')
-    workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline', 'fastddp.cluster.cluster')
+    workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline',
+                    'fastddp.cluster.cluster')
     if default_app() != 'none': preload_learners()
     workers.warm()
 

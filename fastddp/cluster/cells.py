@@ -30,7 +30,8 @@ def as_left(
     if _last is not None: _last.enter()
     rank,n = str(ctx.rank),str(ctx.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
-    if on is not None and len(on) < ctx.world_size: del os.environ['WORLD_SIZE']    # libraries would wait for others
+    # libraries would wait for others
+    if on is not None and len(on) < ctx.world_size: del os.environ['WORLD_SIZE']
     try: yield vars(sys.modules['__main__'])
     finally: _last = Surroundings.now()
 
@@ -45,7 +46,8 @@ def cell_job(
     ctx, # Its `where` is '': a cell has no steps
     obj, # `cell`: its text, `on`: ranks that run it, `name`: what tracebacks call it
 ):
-    "Runs a cell; returns the names that the namespace has afterwards, and on other ranks an empty list"
+    """Runs a cell; returns the names that the namespace has afterwards, and on other ranks an empty
+    list"""
     if ctx.rank not in obj['on']: return []
     from IPython import get_ipython
     ctx.where,shell = '',get_ipython()
@@ -54,7 +56,8 @@ def cell_job(
         with ctx.interruptible(): error = _error_of(shell.run_cell(obj['cell'], store_history=True))
         _let_go(shell)
         if error is not None: raise _from_the_cell(error)
-        return [k for k,v in ns.items() if not k.startswith('_') and not isinstance(v, types.ModuleType)]
+        return [k for k,v in ns.items() if not k.startswith('_')
+                and not isinstance(v, types.ModuleType)]
 
 def _dress(shell, rank, name):
     "The shell as a cell of the cluster needs it"
@@ -80,7 +83,8 @@ def _from_the_cell(e):
 # %% ../../nbs/cluster/650_cells.ipynb #1ee0fce6
 @contextlib.contextmanager
 def with_lists():
-    "Inside, lists that a class of fastai's keeps out of its pickles (`_stateattrs`) are pickled too"
+    """Inside, lists that a class of fastai's keeps out of its pickles (`_stateattrs`) are pickled
+    too"""
     old = Stateful.__getstate__
     def getstate(self):
         lists = {k:v for k,v in vars(self).items() if k in self._stateattrs and isinstance(v, list)}
@@ -94,12 +98,16 @@ def push_job(ctx, obj):
     with as_left(ctx) as ns: ns.update(obj['objs'])
 
 def pull_job(ctx, obj):
-    """The objects named in `obj['names']`, as a pickle and its buffers: where they are loaded is the notebook's affair.
-    None on other ranks than `obj['rank']`; refuses names that aren't there, and what can't be pickled"""
+    """The objects named in `obj['names']`, as a pickle and its buffers: where they are loaded "
+    "is the notebook's affair.
+    None on other ranks than `obj['rank']`; refuses names that aren't there, and what can't be
+    pickled"""
     if ctx.rank != obj['rank']: return None
     with as_left(ctx) as ns:
         missing = [o for o in obj['names'] if o not in ns]
-        if missing: raise CantDistribute(f"Rank {ctx.rank} has no variable {', '.join(map(repr, missing))}.")
+        if missing:
+            raise CantDistribute(
+                f"Rank {ctx.rank} has no variable {', '.join(map(repr, missing))}.")
         objs = {o:ns[o] for o in obj['names']}
         with with_lists(): p = dump_or_blame(objs, objs)
     return dump((p.meta, [pickle.PickleBuffer(b) for b in p.buffers]))

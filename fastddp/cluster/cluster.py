@@ -19,7 +19,8 @@ from ..base.errors import CantDistribute, RankDied, WorkerError
 from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
 from ..launch.engine import Job
-from .cells import cell_job, pull_job, push_job, run_job, start_job, stat_job, with_lists
+from .cells import (cell_job, pull_job, push_job, run_job, start_job, stat_job,
+                                   with_lists)
 from ..payload.patches import collect_patches
 from ..payload.blame import dump_or_blame
 from ..payload.pickling import function_at, load
@@ -30,14 +31,16 @@ APPS = dict(none='', fastai_v1='fastddp.fastai1', fastai_v2='fastddp.fastai2')
 def _check_app(app):
     "Refuses an app that doesn't exist, and that of a fastai that isn't installed"
     if app not in APPS:
-        hint = f" Did you mean {o}?" if (o := near(app, APPS, dict(v1='fastai_v1', v2='fastai_v2'))) else ''
+        hint = f" Did you mean {o}?" if (o := near(app, APPS,
+                                                   dict(v1='fastai_v1', v2='fastai_v2'))) else ''
         raise CantDistribute(f"app {app!r}: known are {', '.join(APPS)}.{hint}")
     if app == 'none': return
     try: has = version('fastai')
     except PackageNotFoundError: has = ''
     if has.startswith(f'{app[-1]}.'): return
     there = f'fastai {has} is' if has else 'no fastai is'
-    raise CantDistribute(f"app {app!r}: {there} installed. Leave the app out to get the one that fits.")
+    raise CantDistribute(
+        f"app {app!r}: {there} installed. Leave the app out to get the one that fits.")
 
 def _placed(app, obj, device):
     "What was pulled; a learner is moved to the notebook's own device"
@@ -59,7 +62,8 @@ class Standing(Local):
         if monitor is not None and self._come_to_rest(monitor): self.after_success(job)
         else: self.close(0)
     def _come_to_rest(self, monitor):
-        "Do all ranks live and wait for the next job? They have ten seconds, or a longer `interrupt_grace`"
+        """Do all ranks live and wait for the next job? They have ten seconds, or a longer
+        `interrupt_grace`"""
         ends,until = monitor.ends,time.monotonic()+max(10., self.interrupt_grace)
         if ends.died: return False
         if monitor.asked_to_stop is None and not ends.all: monitor.ask_to_stop()
@@ -81,7 +85,8 @@ class Cluster:
     ):
         _check_app(app)
         if nprocs != 0: check_all(dict(gpus=gpus, nprocs=nprocs, timeout=timeout), CHECKS)
-        if not gpus and not nprocs: raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")
+        if not gpus and not nprocs:
+            raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")
         self.app,(self.n,self.gpus) = app,workers_for(None if gpus else nprocs, gpus or [])
         self.local = Standing(gpus=self.gpus, timeout=timeout).__enter__()
         self._lock,self.running = threading.Lock(),''       # what the workers are doing
@@ -111,7 +116,8 @@ class Cluster:
         self.local = None
     def __repr__(self):
         if not self.alive: return f"A group of {self.n} that ended"
-        where = f"GPU {', '.join(map(str,self.gpus))} ({group.native_backend()})" if self.gpus else 'CPU (gloo)'
+        where = 'CPU (gloo)'
+        if self.gpus: where = f"GPU {', '.join(map(str,self.gpus))} ({group.native_backend()})"
         return f"{self.n} rank{'s' if self.n > 1 else ''} on {where}, app {self.app}"
 
 # %% ../../nbs/cluster/651_cluster.ipynb #374ab568
@@ -127,13 +133,15 @@ def _job(self:Cluster,
 ):
     "Runs one job on all ranks; results in rank order"
     if self.local is None: raise CantDistribute(_HAS_ENDED)
-    if not self._lock.acquire(blocking=False): raise CantDistribute(f"The group is busy: {self.running}")
+    if not self._lock.acquire(blocking=False):
+        raise CantDistribute(f"The group is busy: {self.running}")
     try:
         self._check_alive()
         self.running,self.local.see,self.local.live = what,see,live
         out = self.local.run(Job.of(fn, payload), self.n)
     except WorkerError as e:
-        if isinstance(e.__cause__, CantDistribute): raise e.__cause__ from None     # in its own words
+        # in its own words
+        if isinstance(e.__cause__, CantDistribute): raise e.__cause__ from None
         if self.local.workers is None: e.remedy = _HAS_ENDED
         raise
     finally:
@@ -163,12 +171,13 @@ def ranks(self:Cluster, spec, what='rank'):
     else: names = spec if isinstance(spec, (list,tuple)) else [spec]
     bad = [o for o in names if not str(o).isdigit() or int(o) >= self.n]
     if names and not bad: return [int(o) for o in names]
-    raise CantDistribute(f"{what} {', '.join(map(str,bad))}: the ranks are 0 to {self.n-1}, or 'all'.")
+    raise CantDistribute(
+        f"{what} {', '.join(map(str,bad))}: the ranks are 0 to {self.n-1}, or 'all'.")
 
 @patch
 def run_cell(self:Cluster,
     cell, # Its text
-    see='0', # Ranks whose output is shown: the first as if it ran here, others with a prefix; or 'all'
+    see='0', # Ranks whose output is shown, or 'all': all but the first with a prefix
     on='all', # Ranks that run it
     live=True, # Show output while it happens, or in the end
     name=None, # What tracebacks call it
@@ -183,14 +192,17 @@ def run_cell(self:Cluster,
 
 @patch
 def run(self:Cluster,
-    fn, # Called as `fn(*args, **kwargs)` on all ranks; looks up names that it didn't bring along in their namespaces
+    fn, # Called as `fn(*args, **kwargs)` on all ranks; finds names of their namespaces
     *args,
     see='0', # Ranks whose output is shown, as for `run_cell`
     **kwargs
 ):
-    "Calls a function on all ranks; returns the results in rank order. Refuses, by name, what can't be pickled"
-    payload = dump_or_blame((fn, args, kwargs), {'the function': fn, 'args': args, 'kwargs': kwargs})
-    return self._job(run_job, payload, getattr(fn, '__name__', 'a function'), self.ranks(see, 'see'))
+    """Calls a function on all ranks; returns the results in rank order. Refuses, by name, what
+    can't be pickled"""
+    payload = dump_or_blame((fn, args, kwargs),
+                            {'the function': fn, 'args': args, 'kwargs': kwargs})
+    return self._job(run_job, payload, getattr(fn, '__name__', 'a function'),
+                     self.ranks(see, 'see'))
 
 # %% ../../nbs/cluster/651_cluster.ipynb #b9abecc8
 @patch
@@ -198,9 +210,11 @@ def push(self:Cluster,
     objs=None, # A dict: name -> object
     **kwargs # The same, as keywords
 ):
-    "Copies objects, by name, into every worker's namespace. Refuses, by name, what can't be pickled"
+    """Copies objects, by name, into every worker's namespace. Refuses, by name, what can't be
+    pickled"""
     objs,patches = {**(objs or {}), **kwargs},collect_patches()
-    with with_lists(): payload = dump_or_blame(dict(patches=patches, objs=objs), objs | patches.roots())
+    with with_lists():
+        payload = dump_or_blame(dict(patches=patches, objs=objs), objs | patches.roots())
     self._job(push_job, payload, f"receiving {', '.join(objs)}")
     self.names = sorted({*self.names, *objs})
 
@@ -210,7 +224,8 @@ def pull(self:Cluster,
     rank=0, # Whose
     home=None, # Namespace in which functions among the objects look up names; None: `__main__`'s
 ):
-    "Copies of a worker's objects, as a dict by name; refuses names that aren't there, and what can't be pickled"
+    """Copies of a worker's objects, as a dict by name; refuses names that aren't there, and what
+    can't be pickled"""
     rank, = self.ranks(rank)
     results = self._job(pull_job, dict(names=names, rank=rank), f"sending {', '.join(names)}")
     meta,buffers = results[rank]
@@ -221,7 +236,8 @@ def pull(self:Cluster,
 # %% ../../nbs/cluster/651_cluster.ipynb #a73e390a
 @patch
 def stat(self:Cluster):
-    "One row per rank: rank, pid, device, memory as text, busy ('yes', 'no' or 'dead'), what it runs or ran last"
+    """One row per rank: rank, pid, device, memory as text, busy ('yes', 'no' or 'dead'), what it
+    runs or ran last"""
     running,alive = self.running,self._alive()
     ask = self.gpus and self.alive and not running
     on_gpu = self._job(stat_job, None, 'stat') if ask else [None]*self.n
@@ -240,7 +256,8 @@ def _memory(pid, gpu):
 @patch
 def table(self:Cluster):
     "`stat` as text"
-    rows = [('rank','pid','device','memory','busy','runs'), *[tuple(map(str, o)) for o in self.stat()]]
+    rows = [('rank','pid','device','memory','busy','runs'),
+            *[tuple(map(str, o)) for o in self.stat()]]
     widths = [max(map(len, o)) for o in zip(*rows)]
     return '\n'.join('  '.join(o.ljust(w) for o,w in zip(row, widths)).rstrip() for row in rows)
 

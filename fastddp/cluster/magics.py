@@ -19,7 +19,8 @@ from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
 
 # %% ../../nbs/cluster/652_magics.ipynb #c3110001
-PLACES = 'remote','local','everywhere'      # where a cell runs: in the group, in the notebook, in both
+# where a cell runs: in the group, in the notebook, in both
+PLACES = 'remote','local','everywhere'
 
 def default_app():
     "The app for the fastai that is installed"
@@ -27,7 +28,8 @@ def default_app():
     except PackageNotFoundError: return 'none'
 
 def gpus_of(words):
-    "GPUs of `-g`: 'all', or a list of numbers, separated by commas or spaces; None when it wasn't given"
+    """GPUs of `-g`: 'all', or a list of numbers, separated by commas or spaces; None when it wasn't
+    given"""
     if words is None: return None
     names = ','.join(words).replace(',', ' ').split()
     if names == ['all']: return 'all'
@@ -39,7 +41,8 @@ def run_in_notebook(shell, cell, silent=False):
     "Runs a cell in the notebook's own namespace; raises what it raises"
     shown = []
     with own_attrs(shell, _showtraceback=lambda etype, e, stb: shown.append(stb)):
-        coro = shell.run_cell_async(cell, silent=silent, transformed_cell=shell.transform_cell(cell))
+        coro = shell.run_cell_async(cell, silent=silent,
+                                    transformed_cell=shell.transform_cell(cell))
         result = _pseudo_sync_runner(coro)      # the loop is busy: it runs the cell around this one
     error = result.error_before_exec or result.error_in_exec
     if error is None: return
@@ -68,7 +71,8 @@ class DipMagics(Magics):
         self.cluster = None
 
     @magic_arguments()
-    @argument('-g', '--gpus', nargs='+', help="GPUs in order, one rank each: all, or numbers separated by commas.")
+    @argument('-g', '--gpus', nargs='+',
+              help="GPUs in order, one rank each: all, or numbers separated by commas.")
     @argument('-n', '--nprocs', type=int, help="Workers on the CPU.")
     @argument('-a', '--app', help=f"What makes training distributed: {', '.join(APPS)}. "
                                   "Default: for the fastai that is installed.")
@@ -95,21 +99,25 @@ class DipMagics(Magics):
     @argument('-s', '-S', '--see', nargs='+',
               help="Ranks whose output is shown: all, or numbers separated by commas. Default: 0.")
     @argument('-o', '--on', default='all', help="Ranks that run the cell. Default: all.")
-    @argument('-q', '--quiet', action='store_true', help="Show the output at the end, without what was transient.")
-    @argument('-a', '--appcmd', help="A line to run in the group before the cell, e.g. a command of the app.")
+    @argument('-q', '--quiet', action='store_true',
+              help="Show the output at the end, without what was transient.")
+    @argument('-a', '--appcmd',
+              help="A line to run in the group before the cell, e.g. a command of the app.")
     @cell_magic
     def dip(self, line, cell):
         "Runs the cell in the group of workers, in the notebook, or in both"
         args = parse_argstring(self.dip, line)
         see = args.see or ['0']
-        if len(see) > 1 and see[-1] in PLACES: args.place = see.pop()      # `--see` takes what follows
+        # `--see` takes what follows
+        if len(see) > 1 and see[-1] in PLACES: args.place = see.pop()
         if args.place != 'local': self.group()
         if args.place != 'remote':
             with own_attrs(self, in_notebook=True): run_in_notebook(self.shell, cell, args.quiet)
         if args.place == 'local': return
         if args.appcmd: cell = args.appcmd.strip('\'"')+'\n'+cell
         if self.verbose: print(f"%%dip: on {args.on}, see {','.join(see)}: {self.cluster!r}")
-        # registered with the notebook's compiler, so that a traceback from a worker names it, and shows its lines
+        # registered with the notebook's compiler, so that a traceback from a worker names it, and
+        # shows its lines
         name = self.shell.compile.cache(cell, self.shell.execution_count-1, raw_code=cell)
         self.cluster.run_cell(cell, see=','.join(see), on=args.on, live=not args.quiet, name=name)
 
@@ -136,7 +144,8 @@ class DipMagics(Magics):
         "Copies objects of the notebook to all workers"
         names,ns = parse_argstring(self.dipush, line).names,self.shell.user_ns
         cluster,missing = self.group(),[o for o in names if o not in ns]
-        if missing: raise CantDistribute(f"The notebook has no variable {', '.join(map(repr, missing))}.")
+        if missing:
+            raise CantDistribute(f"The notebook has no variable {', '.join(map(repr, missing))}.")
         cluster.push({o:ns[o] for o in names})
 
     @magic_arguments()
@@ -146,7 +155,8 @@ class DipMagics(Magics):
     def dipull(self, line=''):
         "Copies objects of a worker to the notebook"
         args = parse_argstring(self.dipull, line)
-        self.shell.user_ns.update(self.group().pull(*args.names, rank=args.rank, home=self.shell.user_ns))
+        self.shell.user_ns.update(self.group().pull(*args.names, rank=args.rank,
+                                                    home=self.shell.user_ns))
 
     @magic_arguments()
     @argument('name', help="Variable that gets the group.")
@@ -167,10 +177,13 @@ class DipMagics(Magics):
 def _wanted(self:DipMagics, args):
     "What group is asked for, as arguments of `Cluster`; None for none"
     gpus = gpus_of(args.gpus)
-    if gpus and args.nprocs: raise CantDistribute("-g is for GPUs, -n for workers on the CPU: one of them.")
-    if gpus or args.nprocs is not None: return dict(gpus=gpus, nprocs=args.nprocs, app=args.app or default_app())
+    if gpus and args.nprocs:
+        raise CantDistribute("-g is for GPUs, -n for workers on the CPU: one of them.")
+    if gpus or args.nprocs is not None:
+        return dict(gpus=gpus, nprocs=args.nprocs, app=args.app or default_app())
     if not args.restart: return None
-    if self.requested is None: raise CantDistribute("There was no group yet that could be started anew: say -g or -n.")
+    if self.requested is None:
+        raise CantDistribute("There was no group yet that could be started anew: say -g or -n.")
     return self.requested | ({'app': args.app} if args.app else {})
 
 @patch

@@ -192,7 +192,7 @@ def infer_in_group(learn, # The same on all ranks
         return
     order_from_rank0(dl)
     gather = gatherers(learn)
-    parts = group.all_gather_object(run_part(learn, dl, common))
+    parts = [Part(*o) for o in group.all_gather_object(run_part(learn, dl, common))]
     if is_sharded(given): follow_original(given)
     give(gather, join_parts(parts, takes_whole(dl)))
 

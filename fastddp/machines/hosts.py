@@ -19,8 +19,9 @@ class Command:
     "A command that runs an agent on its standard input and output, as a `Machine` takes it"
     def __init__(self, argv):
         self._errors = tempfile.TemporaryFile('w+')
-        self.proc = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-                                     start_new_session=True)        # Ctrl-C in a terminal is not for it
+        self.proc = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                     stderr=self._errors,
+                                     start_new_session=True)    # Ctrl-C is not for it
         self.read_fd = os.dup(self.proc.stdout.fileno())
         self.write,self.end = to_fd(os.dup(self.proc.stdin.fileno()))
         self.proc.stdin.close()
@@ -44,16 +45,18 @@ _CHECKS = dict(
                 lambda v: f"[{v!r}]" if v.strip() else None),
     per_node=whole("the ranks on each machine, a whole number from 1 on", 1, none=True),
     command=Check("a command with {host} and {run} in it, as text", lambda v: isinstance(v, str)),
-    python=Check("the path of the interpreter there, as text", lambda v: v is None or isinstance(v, str)))
+    python=Check("the path of the interpreter there, as text", lambda v: v is None
+                 or isinstance(v, str)))
 
 class Hosts(Machines):
-    "Runs jobs on the machines `hosts`, reached by a command; a context manager that keeps agents and workers warm"
+    """Runs jobs on the machines `hosts`, reached by a command; a context manager that keeps agents
+    and workers warm"""
     def __init__(self,
-        hosts, # Names that the command knows; 'localhost' or this machine's name: the notebook's own
+        hosts, # Names that the command knows; 'localhost' is the notebook's own machine
         per_node=None, # Ranks on each; None: its GPUs, or one where there are none
         command='ssh -o BatchMode=yes {host} {run}', # Starts `{run}` on `{host}`
         python=None, # The interpreter there; None: the path of the notebook's
-        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`, `see`, `timeout`
+        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
         check_all(dict(hosts=hosts, per_node=per_node, command=command, python=python), _CHECKS)
         super().__init__(per_node=per_node, **kwargs)
@@ -64,7 +67,8 @@ class Hosts(Machines):
         "The command for `host`, as a list; the notebook's own machine needs none"
         run = [self.python or sys.executable, '-m', 'fastddp.machines.agent']
         if host in HOME: return [sys.executable, *run[1:]]
-        words = [[o.replace('{host}', host)] if o != '{run}' else run for o in shlex.split(self.command)]
+        words = [[o.replace('{host}', host)] if o != '{run}' else run
+                 for o in shlex.split(self.command)]
         return [o for w in words for o in w]
     def connections(self, on_cpu):
         hosts = [o for o in self.hosts if o not in self.left_out]
@@ -80,8 +84,10 @@ class Hosts(Machines):
 _REASONS = [(("No module named 'fastddp", 'No module named fastddp'),
              "has no fastddp for this Python: install it there, or pass python="),
             (('Permission denied', 'password', 'Host key verification', 'passphrase'),
-             "wants a password or doesn't know your key (`ssh-copy-id` gives it; BatchMode never asks)"),
-            (('Could not resolve', 'Connection refused', 'No route', 'timed out', 'Network is unreachable',
+             "wants a password or doesn't know your key (`ssh-copy-id` gives it; BatchMode never "
+             "asks)"),
+            (('Could not resolve', 'Connection refused', 'No route', 'timed out',
+              'Network is unreachable',
               'not known', 'Cannot open network namespace'), "can't be reached"),
             (('No such file', 'not found'),
              "has no such program: pass python=, the interpreter there, or look at command=")]

@@ -28,15 +28,17 @@ class Machine:
     "One machine: the agent there, and what it said"
     def __init__(self,
         name, # As the user calls it
-        conn, # Called without arguments, starts an agent: `read_fd`, `write`, `end`, `said()`, `close(seconds)`
+        conn, # Starts an agent when called: `read_fd`, `write`, `end`, `said()`, `close(seconds)`
         silence=30., # Seconds without a sign of life after which it is lost
         home=False, # Is it the notebook's own?
     ):
         self.name,self.silence,self.home = name,silence,home
         self.ranks,self.dead,self.closed,self.trouble = [],set(),False,''
-        self.latest = {}                    # (rank, kind) -> `(Block, Packed)` of what the rank put last
+        # (rank, kind) -> `(Block, Packed)` of what the rank put last
+        self.latest = {}
         self.beats,self.stopped = {},set()  # rank -> `Heartbeat`; ranks that the system has stopped
-        self.files,self.facts = {},{}       # modules that were sent: file -> `(path, time)`; see `agent.facts`
+        # modules that were sent: file -> `(path, time)`; see `agent.facts`
+        self.files,self.facts = {},{}
         self._kept = []                     # messages that came while another one was waited for
         self.folder = new_folder()          # for logs
         self.conn = conn()
@@ -49,7 +51,8 @@ class Machine:
         "Why nothing will come any more, or None"
         why = f": {self.trouble.splitlines()[-1]}" if self.trouble else ''
         if self.closed or self.stream.ended: return f"the connection to {self.name} ended{why}"
-        if self.stream.silent_for() > self.silence: return f"no sign of life of {self.name} for {self.silence:g} s"
+        if self.stream.silent_for() > self.silence:
+            return f"no sign of life of {self.name} for {self.silence:g} s"
     def answer(self,
         what, # The message that is waited for
         until, # `time.monotonic()` then
@@ -74,9 +77,11 @@ class Machine:
         self.ranks,self.files = ranks,{}
         self.stream.send_in_order('start', ranks, on_gpu, helper.preloads(), _surroundings())
     def submit(self, entry, specs, card, packed, data):
-        "Every rank there calls `entry`; with modules of the user's own that are new, or have changed"
+        """Every rank there calls `entry`; with modules of the user's own that are new, or have
+        changed"""
         self.forget()
-        files = {rel:(o, os.path.getmtime(o)) for rel,o in own_modules().items() if os.path.exists(o)}
+        files = {rel:(o, os.path.getmtime(o)) for rel,o in own_modules().items()
+                 if os.path.exists(o)}
         new = {rel:Path(o[0]).read_bytes() for rel,o in files.items() if self.files.get(rel) != o}
         self.files |= files
         env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
@@ -90,7 +95,8 @@ class Machine:
         self.dead |= {r for r,what,*_ in res if what == 'died'}
         return res
     def _on_news(self, r, what, *values):
-        if what == 'failed': values = [values[0]._replace(at=time.time())]      # by the notebook's clock
+        # by the notebook's clock
+        if what == 'failed': values = [values[0]._replace(at=time.time())]
         return r, what, *values
     def _on_put(self, r, kind, packed, block=None):
         if old := self.latest.pop((r,kind), None): old[0].close()
@@ -107,7 +113,8 @@ class Machine:
         for block,_ in self.latest.values(): block.close()
         self.latest,self.beats,self.stopped = {},{},set()
     def end_workers(self, until):
-        "Waits until the ranks there have ended, and forgets what they said; False if nothing is heard of them"
+        """Waits until the ranks there have ended, and forgets what they said; False if nothing is
+        heard of them"""
         ended = self.answer('ended', until) is not None
         self.forget()
         self.ranks,self.dead,self._kept = [],set(),[]

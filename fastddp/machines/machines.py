@@ -44,21 +44,24 @@ def files_among(
         if isinstance(o, (tuple,list)):
             for x in o: look(x)
         elif isinstance(o, (str,os.PathLike)) and isinstance(path := os.fspath(o), str):
-            if os.sep in path and len(path) < 4096 and os.path.exists(path): found.append(os.path.abspath(path))
+            if os.sep in path and len(path) < 4096 and os.path.exists(path):
+                found.append(os.path.abspath(path))
     for i in sorted({*range(min(most, n)), n-1} if n else ()): look(get[i])
     return list(dict.fromkeys(found))
 
 # %% ../../nbs/machines/614_machines.ipynb #bee595fa
-HOME = {'localhost', '127.0.0.1', socket.gethostname(), socket.getfqdn()}     # the notebook's own machine
+# the notebook's own machine
+HOME = {'localhost', '127.0.0.1', socket.gethostname(), socket.getfqdn()}
 
 class Machines(Local):
-    "Runs jobs on several machines; a subclass says which ones, and how an agent is started: `connections`"
+    """Runs jobs on several machines; a subclass says which ones, and how an agent is started:
+    `connections`"""
     places = True
     def __init__(self,
         per_node=None, # Ranks on each machine; None: its GPUs, or one where there are none
         interface=None, # Network card; None: that of the best route between the machines
         start_timeout=120., # Seconds that a machine has to answer
-        link_timeout=30., # Seconds of silence after which a machine, or a connection between ranks, is lost
+        link_timeout=30., # Seconds of silence that break a connection to a machine or a rank
         **kwargs, # As for `Local`
     ):
         super().__init__(**kwargs)
@@ -66,9 +69,11 @@ class Machines(Local):
         self.start_timeout,self.link_timeout = start_timeout,link_timeout
         self.machines,self.where,self.on_gpu = [],None,False
         self.counts = {}                        # name of a machine -> its ranks
-        self.lost,self.left_out = set(),set()   # names: lost in the last job; left out until the outermost block ends
+        # names: lost in the last job; left out until the outermost block ends
+        self.lost,self.left_out = set(),set()
     def connections(self, on_cpu):
-        "Name of each machine not in `left_out` -> what starts an agent there, see `Machine`; `on_cpu`: without GPUs"
+        """Name of each machine not in `left_out` -> what starts an agent there, see `Machine`;
+        `on_cpu`: without GPUs"""
         raise NotImplementedError
     def why_not(self, said):
         "One line for a machine that has no agent, but said this; '' if there is nothing to say"
@@ -94,16 +99,21 @@ class Machines(Local):
         for m in machines: m.close(grace)
     def place(self, nprocs=None, gpus=None):
         "As `Launcher.place`: starts the agents, if they don't run, and asks them"
-        if gpus: raise CantDistribute("gpus= chooses those of one machine; per_node= says how many of each take part.")
+        if gpus:
+            raise CantDistribute(
+                "gpus= chooses those of one machine; per_node= says how many of each take part.")
         try:
             if not self.where: self._start_agents(nprocs, gpus == [])
-            elif nprocs not in (None, sum(self.counts.values())): raise CantDistribute(self._says_not(nprocs))
+            elif nprocs not in (None, sum(self.counts.values())):
+                raise CantDistribute(self._says_not(nprocs))
         except BaseException:
             self.close(0)
             raise
-        return sum(self.counts.values()), [i for n in self.counts.values() for i in range(n)] if self.on_gpu else None
+        return sum(self.counts.values()), [i for n in self.counts.values()
+                                           for i in range(n)] if self.on_gpu else None
     def again(self, nprocs, gpus):
-        "As `Launcher.again`: machines that were lost are left out, the others have as many ranks as before"
+        """As `Launcher.again`: machines that were lost are left out, the others have as many ranks
+        as before"""
         if not self.lost: return nprocs, gpus
         self.left_out |= self.lost
         self.close(0)
@@ -147,16 +157,19 @@ def _count(self:Machines, nprocs):
     for m in self.machines:
         have,n = self.gpus_on(m),self.counts[m.name]
         if self.on_gpu and n > have:
-            raise CantDistribute(f"{m.name} has {have} GPUs, not {n}: one rank per GPU. Say per_node={have}.")
+            raise CantDistribute(
+                f"{m.name} has {have} GPUs, not {n}: one rank per GPU. Say per_node={have}.")
 
 @patch
 def _says_not(self:Machines, nprocs):
-    return (f"nprocs={nprocs}, but there are {sum(self.counts.values())} ranks on {len(self.counts)} machines: "
+    return (f"nprocs={nprocs}, but there are {sum(self.counts.values())} ranks on "
+            f"{len(self.counts)} machines: "
             "leave nprocs out, or say per_node=.")
 
 @patch
 def _backend(self:Machines):
-    return (group.native_backend() if self.on_gpu else 'gloo') if self.backend is None else self.backend
+    return (group.native_backend() if self.on_gpu
+            else 'gloo') if self.backend is None else self.backend
 
 # %% ../../nbs/machines/614_machines.ipynb #cdefe05e
 @patch
@@ -166,7 +179,8 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None, refs=()):
     except RankRaised as e:
         f = e.failure
         if len(self.counts) < 2 or not is_echo(f): raise
-        said = f.message.split('. ')[0].partition('] ')     # gloo's begins with a place in its own source
+        # gloo's begins with a place in its own source
+        said = f.message.split('. ')[0].partition('] ')
         why = f"the network between the machines failed, as it seems: {said[2] or said[0]}"
         at = [name for name,n in self.counts.items() for _ in range(n)][f.rank]
         err = RankDied(f.rank, why, f.where, e.log, '' if at in HOME else at)
@@ -182,7 +196,8 @@ def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None)
     packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
     data,settings = self.pieces(self._block, packed.end),self.settings()
     def spec(r, gpu):
-        return RankSpec(nprocs, gpu, self._backend(), self.threads, self._rendezvous, self.display_of(r), '', job.work,
+        return RankSpec(nprocs, gpu, self._backend(), self.threads, self._rendezvous,
+                        self.display_of(r), '', job.work,
                         settings)
     entry = partial(run_on_machine, run_on_rank, self.link_timeout, not self.machines[0].home)
     for m in self.machines:
@@ -250,19 +265,22 @@ def check_items(self:Machines, datasets):
     if not paths: return
     for m in self.machines: m.stream.send_in_order('missing', paths)
     for m in self.machines:
-        for o in m.wait_for('missing', time.monotonic()+self.start_timeout)[0]: bad.setdefault(o, []).append(m.name)
+        for o in m.wait_for('missing', time.monotonic()+self.start_timeout)[0]:
+            bad.setdefault(o, []).append(m.name)
     if not bad: return
     lines = [f"{path} is missing on {', '.join(names)}" for path,names in list(bad.items())[:5]]
     lines.append("The items name these files: copy them there, to the same path, or mount it.")
     raise CantDistribute('\n'.join(lines))
 
-def _size(n): return '?' if n is None else f"{n/2**30:.1f} GB" if n >= 2**30 else f"{n/2**20:.0f} MB"
+def _size(n):
+    return '?' if n is None else f"{n/2**30:.1f} GB" if n >= 2**30 else f"{n/2**20:.0f} MB"
 
 @patch
 def preflight(self:Machines,
     model=None, # Its gradients have to travel in each step
 ):
-    "A table of all machines, as text: versions, GPUs, memory, network; starts nothing that stays, outside of a block"
+    """A table of all machines, as text: versions, GPUs, memory, network; starts nothing that stays,
+    outside of a block"""
     was_there = bool(self.where)
     self.place()
     heads = 'machine',*facts()['versions'],'GPUs','cores','free','card','link'
@@ -270,14 +288,17 @@ def preflight(self:Machines,
     for m in self.machines:
         o,route = m.facts,self.routes.get(m)
         card,link = (route.card, f'{_size(route.rate)}/s') if route else (self.card, '')
-        rows.append((m.name, *o['versions'].values(), o['gpus'], o['cores'], _size(o['free']), card, link))
+        rows.append((m.name, *o['versions'].values(), o['gpus'], o['cores'], _size(o['free']), card,
+                     link))
     widths = [max(len(str(o)) for o in column) for column in zip(*rows)]
     lines = [' '.join(str(o).ljust(w) for o,w in zip(row, widths)).rstrip() for row in rows]
     if model is not None and self.routes:
         nbytes = sum(p.numel()*p.element_size() for p in model.parameters() if p.requires_grad)
         n = len(self.machines)      # each one sends and receives 2 (n-1)/n of all gradients
         seconds = 2*(n-1)/n*nbytes/min(o.rate for o in self.routes.values())
-        lines.append(f"An all-reduce of {_size(nbytes)} of gradients takes about {seconds:.3f} s per step, as far as a "
+        lines.append(
+            f"An all-reduce of {_size(nbytes)} of gradients takes about {seconds:.3f} s per "
+            f"step, as far as a "
                      "megabyte there and back can tell.")
     if not (was_there or self._warm): self.close()
     return '\n'.join(lines)

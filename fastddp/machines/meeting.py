@@ -42,7 +42,8 @@ def interfaces(
 _SAMPLE = 1<<20     # bytes there and back
 
 class Listener:
-    "Listens at addresses of this machine, and answers those who know the `token`, until it is closed"
+    """Listens at addresses of this machine, and answers those who know the `token`, until it is
+    closed"""
     def __init__(self,
         token, # Bytes that others have to send first
         cards, # Name of a network card -> its address
@@ -93,7 +94,8 @@ def routes_to(
     source = (interfaces(only).get(only, ''), 0) if only else None
     found = []
     for _,addr,port in offers:
-        with contextlib.suppress(OSError), socket.create_connection((addr, port), 5, source_address=source) as conn:
+        with contextlib.suppress(OSError), socket.create_connection((addr, port), 5,
+                                                                    source_address=source) as conn:
             began = time.perf_counter()
             conn.sendall(token+bytes(_SAMPLE))
             _receive(conn, _SAMPLE)
@@ -105,7 +107,8 @@ def routes_to(
 def best_address(
     routes, # Of each other machine, its `Route`s to that of rank 0
 ):
-    "The address that all reach, or None; where there are several, the one whose slowest route is the fastest"
+    """The address that all reach, or None; where there are several, the one whose slowest route is
+    the fastest"""
     common = set.intersection(*({o.address for o in found} for found in routes))
     slowest = {a: min(o.rate for found in routes for o in found if o.address == a) for a in common}
     return max(sorted(slowest), key=slowest.get, default=None)
@@ -115,7 +118,8 @@ def meet(
     interface, # The card that the user named, or None
     until, # `time.monotonic()` at which all of it has to be done
 ):
-    """`(address, card of rank 0's machine, {other machine: its Route})`; raises `CantDistribute`, with what was tried,
+    """`(address, card of rank 0's machine, {other machine: its Route})`; raises "
+    "`CantDistribute`, with what was tried,
     where there is no such address"""
     first,*others = machines
     if not others: return '127.0.0.1', 'lo', {}
@@ -126,13 +130,17 @@ def meet(
     found = {m: [Route(*o) for o in m.wait_for('routes', until)[0]] for m in others}
     if bad := [m.name for m,routes in found.items() if not routes]:
         tried = ', '.join(o[1] for o in offers) or 'no address'
-        raise CantDistribute(f"{', '.join(bad)} can't reach {first.name} (tried {tried}): ranks need a network between "
+        raise CantDistribute(
+            f"{', '.join(bad)} can't reach {first.name} (tried {tried}): ranks need a network "
+            f"between "
                              "the machines without a firewall. interface= names the card.")
     addr = best_address(found.values())
-    if addr is None: raise CantDistribute(f"There is no address of {first.name} that all other machines reach. "
+    if addr is None:
+        raise CantDistribute(f"There is no address of {first.name} that all other machines reach. "
                                           "interface= names a card.")
     card = next(o[0] for o in offers if o[1] == addr)
-    return addr, card, {m: next(o for o in routes if o.address == addr) for m,routes in found.items()}
+    return addr, card, {m: next(o for o in routes if o.address == addr)
+                        for m,routes in found.items()}
 
 # %% ../../nbs/machines/611_meeting.ipynb #b833ba9f
 def host_store(
@@ -149,13 +157,15 @@ def host_store(
 def store_at(url):
     "The store that listens at `url`; the same object as long as a process asks for the same one"
     parts = urlsplit(url)
-    store = torch.distributed.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
+    store = torch.distributed.TCPStore(parts.hostname, parts.port, is_master=False,
+                                       wait_for_workers=False)
     return torch.distributed.PrefixStore(parts.path.strip('/'), store)
 
 # %% ../../nbs/machines/611_meeting.ipynb #ae7b22ea
 def _break_dead_links(seconds):
     "Connections of this process break when the other end is silent for so long (see tcp(7))"
-    options = dict(TCP_KEEPIDLE=seconds/2, TCP_KEEPINTVL=seconds/6, TCP_KEEPCNT=3, TCP_USER_TIMEOUT=seconds*1000)
+    options = dict(TCP_KEEPIDLE=seconds/2, TCP_KEEPINTVL=seconds/6, TCP_KEEPCNT=3,
+                   TCP_USER_TIMEOUT=seconds*1000)
     for fd,_ in sockets():
         blocking = os.get_blocking(fd)
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
@@ -163,18 +173,21 @@ def _break_dead_links(seconds):
             if s.family not in (socket.AF_INET, socket.AF_INET6): continue
             s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for k,v in options.items():
-                if hasattr(socket, k): s.setsockopt(socket.IPPROTO_TCP, getattr(socket, k), max(1, round(v)))
+                if hasattr(socket, k):
+                    s.setsockopt(socket.IPPROTO_TCP, getattr(socket, k), max(1, round(v)))
 
 def files_since(
     folder, # `learn.path`, say
     since, # `time.time()`
 ):
-    "Relative path -> bytes of the files below `folder` written since then, without hidden folders and caches"
+    """Relative path -> bytes of the files below `folder` written since then, without hidden folders
+    and caches"""
     res,root = {},Path(folder).absolute()
     for p in map(Path, globtastic(root, symlinks=False, skip_folder_re=r'^(\.|__)')):
         with contextlib.suppress(OSError):      # removed by now, or not readable
             # the clock of a file system may be late
-            if p.is_file() and p.stat().st_mtime > since-.1: res[str(p.relative_to(root))] = p.read_bytes()
+            if p.is_file() and p.stat().st_mtime > since-.1:
+                res[str(p.relative_to(root))] = p.read_bytes()
     return res
 
 def run_on_machine(

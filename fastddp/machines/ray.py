@@ -26,8 +26,10 @@ class Relay:
         "Starts the agent; it ends when this process ends, which closes its standard input"
         import ray
         own = ray.get_runtime_context().runtime_env.get('env_vars') or {}
-        self.proc = subprocess.Popen([sys.executable,'-m','fastddp.machines.agent',*own], bufsize=0, pipesize=_PIPE,
-                                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
+        self.proc = subprocess.Popen([sys.executable,'-m','fastddp.machines.agent',*own], bufsize=0,
+                                     pipesize=_PIPE,
+                                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                     stderr=self.errors)
     def write(self, i, data):
         "Gives the agent the `i`-th thing that was sent; calls may come in any order"
         self.early[i] = data
@@ -70,7 +72,8 @@ class RelayConnection:
         self._sent,self._n = collections.deque(),0
         self.read_fd,w = os.pipe()
         self._started = actor.start.remote()
-        self._thread = threading.Thread(target=self._read_all, args=(w,), daemon=True, name='fastddp-relay')
+        self._thread = threading.Thread(target=self._read_all, args=(w,), daemon=True,
+                                        name='fastddp-relay')
         self._thread.start()
     def _read_all(self, w):
         import ray
@@ -86,7 +89,8 @@ class RelayConnection:
         finally:
             os.close(w)
             self.ended.set()
-    def _call(self, name, *args): return getattr(self.actor, name).options(concurrency_group=name).remote(*args)
+    def _call(self, name, *args):
+        return getattr(self.actor, name).options(concurrency_group=name).remote(*args)
     def write(self,
         frame, # Bytes, or an `ObjectRef` of some
     ):
@@ -121,23 +125,27 @@ class StoredPieces(Pieces):
         "As `Pieces.frame`, but an `ObjectRef` instead of bytes"
         import numpy as np, ray
         with self._lock:
-            if at not in self._frames: self._frames[at] = ray.put(np.frombuffer(super().frame(at), np.uint8))
+            if at not in self._frames:
+                self._frames[at] = ray.put(np.frombuffer(super().frame(at), np.uint8))
             return self._frames[at]
 
 # %% ../../nbs/machines/616_ray.ipynb #7b68963f
 @contextlib.contextmanager
 def as_it_was():
-    "What Ray sets for the whole process when it is imported and when it connects is as before, afterwards"
+    """What Ray sets for the whole process when it is imported and when it connects is as before,
+    afterwards"""
     own,env = signal.getsignal(signal.SIGTERM),dict(os.environ)
     try: yield
     finally:
         os.environ.clear()
         os.environ.update(env)
-        with contextlib.suppress(ValueError,TypeError): signal.signal(signal.SIGTERM, own)     # in another thread
+        # in another thread
+        with contextlib.suppress(ValueError,TypeError): signal.signal(signal.SIGTERM, own)
 
 def _refuse_client(address):
     if str(address or '').startswith('ray://'):
-        raise CantDistribute(f"{address}: a Ray client has no part in the cluster. Run the notebook on a machine of "
+        raise CantDistribute(
+            f"{address}: a Ray client has no part in the cluster. Run the notebook on a machine of "
                              "it, and say Ray().")
 
 def connect(
@@ -146,7 +154,8 @@ def connect(
     "Connects to a cluster if the notebook isn't connected; returns whether it did"
     try:
         with as_it_was(): import ray
-    except ImportError: raise CantDistribute("Ray() needs Ray: pip install 'fastddp[ray]'.") from None
+    except ImportError:
+        raise CantDistribute("Ray() needs Ray: pip install 'fastddp[ray]'.") from None
     if ray.is_initialized():
         _refuse_client('ray://' if ray.util.client.ray.is_connected() else '')
         return False
@@ -158,12 +167,14 @@ def connect(
     except BaseException as e:
         ray.shutdown()
         if not isinstance(e, (OSError,RuntimeError,ValueError)): raise
-        raise CantDistribute(f"Ray has no cluster to connect to: {_sentence(e)} `ray start --head` on this machine "
+        raise CantDistribute(
+            f"Ray has no cluster to connect to: {_sentence(e)} `ray start --head` on this machine "
                              "begins one; Ray(address='host:port') names one.") from None
     return True
 
 def _try_to_reach(address):
-    "Raises an OSError or ValueError if nothing listens there: Ray itself would try for many minutes"
+    """Raises an OSError or ValueError if nothing listens there: Ray itself would try for many
+    minutes"""
     host,_,port = address.rpartition(':')
     if not (host and port.isdigit()): raise ValueError(f"{address!r} is not 'host:port'")
     try: socket.create_connection((host.strip('[]'), int(port)), 10).close()
@@ -186,48 +197,58 @@ def bundles_for(
     if gpus is None: gpus = per_node if any(o.get('GPU') for _,o in found) else 0
     def bundle(has):
         g = has.get('GPU', 0) if gpus is None else gpus
-        wanted = dict(GPU=g, CPU=(per_node or g or 1) if cpus is None else cpus, **(resources or {}))
+        wanted = dict(GPU=g, CPU=(per_node or g or 1) if cpus is None else cpus,
+                      **(resources or {}))
         return {k:v for k,v in wanted.items() if v}
-    def fits(has): return all(has.get(k, 0) >= v for k,v in bundle(has).items()) and (gpus == 0 or has.get('GPU'))
+    def fits(has):
+        return all(has.get(k, 0) >= v for k,v in bundle(has).items()) and (gpus == 0
+                                                                           or has.get('GPU'))
     able = [(address,bundle(has)) for address,has in found if fits(has)]
     if len(able) < (nodes or 1):
         most = max((bundle(has) for _,has in found), key=lambda b: b.get('GPU', 0))
-        raise CantDistribute(f"{len(able)} machines of the cluster have {_words(most)}, and Ray was asked for "
+        raise CantDistribute(
+            f"{len(able)} machines of the cluster have {_words(most)}, and Ray was asked for "
                              f"{nodes or 'at least 1'}. {_there(found)}")
     named = [b | {f'node:{address}': .001} for address,b in able]
     if nodes is None: return named
     return [*(n if address == found[0][0] else b for n,(address,b) in zip(named, able))][:nodes]
 
 def _words(bundle):
-    return ' and '.join(f"{v:g} {k}{'s' if k in ('GPU','CPU') and v != 1 else ''}" for k,v in bundle.items()
+    return ' and '.join(f"{v:g} {k}{'s' if k in ('GPU','CPU') and v != 1 else ''}"
+                        for k,v in bundle.items()
                         if not k.startswith('node:')) or 'nothing to offer'
 
 def _there(found):
-    each = [f"{address}: {_words({k:o[k] for k in ('GPU','CPU') if o.get(k)})}" for address,o in found]
+    each = [f"{address}: {_words({k:o[k] for k in ('GPU','CPU') if o.get(k)})}"
+            for address,o in found]
     return f"There are {'; '.join(each)}."
 
 # %% ../../nbs/machines/616_ray.ipynb #9db672ee
-_SOON = 10.     # seconds in which Ray can say that there is room: what was given back before may still be on its way
+# seconds in which Ray can say that there is room: what was given back before may still be on its
+# way
+_SOON = 10.
 
 class Ray(Machines):
-    "Runs jobs on the machines of a Ray cluster; a context manager that keeps agents and workers warm"
+    """Runs jobs on the machines of a Ray cluster; a context manager that keeps agents and workers
+    warm"""
     def __init__(self,
-        address=None, # Of the cluster; None: the one that the notebook is connected to, or that this machine is in
-        nodes=None, # Machines, the notebook's among them if it has what is asked for; None: all that have it
+        address=None, # Of the cluster; None: the one that the notebook or its machine is in
+        nodes=None, # Machines, the notebook's first; None: all that have what is asked for
         per_node=None, # Ranks on each; None: its GPUs, or one where there are none
-        gpus=None, # GPUs to ask for on each; None: one for each rank if the cluster has any; 0: the CPU
+        gpus=None, # GPUs to ask for on each; None: one for each rank if there are any; 0: the CPU
         cpus=None, # Cores to ask for on each; None: one for each rank
         resources=None, # Other resources of Ray's that each has to have: name -> how much
-        runtime_env=None, # As for Ray's actors; it is for the other machines, and its variables win over the notebook's
+        runtime_env=None, # As for Ray's actors; for all machines but the notebook's
         wait=0., # Seconds to wait for resources that others have at the moment
-        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`, `see`, `timeout`
+        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
         _refuse_client(address)
         super().__init__(per_node=per_node, **kwargs)
         self.cluster,self.nodes,self.wait,self.runtime_env = address,nodes,wait,runtime_env
         self.each = dict(gpus=gpus, cpus=cpus, resources=resources)
         self._group,self._connected = None,False
-        self._ids,self._gpus_given = {},{}     # name of a machine -> its node, and how many GPUs Ray gave there
+        # name of a machine -> its node, and how many GPUs Ray gave there
+        self._ids,self._gpus_given = {},{}
     def connections(self, on_cpu):
         "Reserves resources, and starts an actor on each of the machines"
         self._connected = connect(self.cluster)
@@ -240,44 +261,58 @@ class Ray(Machines):
         self._ids |= {name: o for o,name in names.items()}
         found = [(o['NodeManagerAddress'], o['Resources']) for o in nodes]
         n = min(self.nodes, len(nodes)) if gone and self.nodes else self.nodes
-        bundles = bundles_for(found, n, self.per_node, **self.each | (dict(gpus=0) if on_cpu else {}))
+        bundles = bundles_for(found, n, self.per_node, **self.each
+                              | (dict(gpus=0) if on_cpu else {}))
         self._reserve(bundles, found)
         placed = ray.util.placement_group_table(self._group)['bundles_to_node_id']
         self._gpus_given = {names[o]: math.ceil(bundles[i].get('GPU', 0)) for i,o in placed.items()}
-        return {names[o]: partial(RelayConnection, self._actor(i, bundles[i], o == home)) for i,o in placed.items()}
+        return {names[o]: partial(RelayConnection, self._actor(i, bundles[i], o == home))
+                for i,o in placed.items()}
     def _reserve(self, bundles, found):
         import ray
-        self._group = ray.util.placement_group(bundles, 'STRICT_SPREAD' if len(bundles) > 1 else 'PACK')
+        self._group = ray.util.placement_group(bundles, 'STRICT_SPREAD' if len(bundles) > 1
+                                               else 'PACK')
         until,status = time.monotonic()+max(self.wait, _SOON),Status()
         try:
             while not self._group.wait(1):
                 free = ray.available_resources()
-                why = (f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} each, and others use "
+                why = (f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} "
+                       f"each, and others use "
                        f"them: free are {_words({k:free.get(k, 0) for k in bundles[0]})}.")
                 if time.monotonic() >= until:
-                    raise CantDistribute(f"{why} {_there(found)} wait= says for how many seconds to wait.")
+                    raise CantDistribute(
+                        f"{why} {_there(found)} wait= says for how many seconds to wait.")
                 if self.wait: status.show(f"{why} Waiting for them")
         finally: status.show('')
     def _actor(self, i, bundle, is_home):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-        own = {k:v for k,v in bundle.items() if k not in ('GPU','CPU') and not k.startswith('node:')}
+        own = {k:v for k,v in bundle.items() if k not in ('GPU','CPU')
+               and not k.startswith('node:')}
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i)
-        try: return new_relay(num_cpus=bundle.get('CPU', 0), num_gpus=bundle.get('GPU', 0), resources=own,
-                              scheduling_strategy=where, runtime_env=None if is_home else self.runtime_env)
+        try:
+            return new_relay(num_cpus=bundle.get('CPU', 0), num_gpus=bundle.get('GPU', 0),
+                             resources=own,
+                              scheduling_strategy=where,
+                              runtime_env=None if is_home else self.runtime_env)
         except (TypeError,ValueError) as e:
-            raise CantDistribute(f"runtime_env= is not one for Ray's actors: {_sentence(e)}") from None
+            raise CantDistribute(
+                f"runtime_env= is not one for Ray's actors: {_sentence(e)}") from None
     def pieces(self, block, size): return StoredPieces(block, size)
     def gpus_on(self, m): return min(m.facts['gpus'], self._gpus_given[m.name])
     def problem_with(self, m):
         if why := super().problem_with(m): return why
         if not self._gpus_given[m.name] or m.facts['gpus']: return None
-        return (f"Ray gave {_words(dict(GPU=self._gpus_given[m.name]))}, and torch there finds none. Is it a torch for "
+        return (f"Ray gave {_words(dict(GPU=self._gpus_given[m.name]))}, and torch there finds "
+                f"none. Is it a torch for "
                 "GPUs, and may it see them? Ray(gpus=0) takes the CPU.")
     def why_not(self, said):
         last = super().why_not(said)
-        if 'runtime environment' in said: return f"Ray couldn't make its runtime_env= there ({last})"
-        if "No module named 'fastddp" not in said and 'No module named fastddp' not in said: return last
-        return f"has no fastddp for this Python: install it there, or name it in runtime_env= ({last})"
+        if 'runtime environment' in said:
+            return f"Ray couldn't make its runtime_env= there ({last})"
+        if "No module named 'fastddp" not in said and 'No module named fastddp' not in said:
+            return last
+        return ("has no fastddp for this Python: install it there, or name it in runtime_env= "
+                f"({last})")
     def close(self, grace=2.):
         "Ends ranks and agents, and gives all resources back; harmless when repeated"
         super().close(grace)
@@ -292,4 +327,5 @@ class Ray(Machines):
 def _names_of(nodes):
     "Node id -> its host's name, or its address where several have one name"
     hosts = [o['NodeManagerHostname'] for o in nodes]
-    return {o['NodeID']: h if hosts.count(h) == 1 else o['NodeManagerAddress'] for o,h in zip(nodes, hosts)}
+    return {o['NodeID']: h if hosts.count(h) == 1 else o['NodeManagerAddress']
+            for o,h in zip(nodes, hosts)}

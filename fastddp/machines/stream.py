@@ -126,7 +126,8 @@ class Stream:
         self._inbox.append(msg if kind == b'M' else self._read_data(*msg))
         self._ring_bell()
     def _read_data(self, size, msg):
-        "The rest of a message with data, complete or not at all; small messages may come in between"
+        """The rest of a message with data, complete or not at all; small messages may come in
+        between"""
         if not size: return msg
         block,at = self._new_block(),0
         block.make_room(size)

@@ -1,0 +1,82 @@
+"""Render docs/modules.md: each module, what it does, and its tests.
+
+    python tools/modules.py
+
+The sentence is the `>` line of the module's notebook.
+"""
+import json
+from pathlib import Path
+
+root = Path(__file__).resolve().parent.parent
+HEAD = '''# Modules
+
+Made by `make modules`. Each module is exported from the notebook of the same name, which is its first test; the last \
+column names the file in [tests](../tests) that most likely fails when the module breaks.
+'''
+# Module -> its test file; by the folder where a module isn't listed
+TESTS = {
+    'base': 'faults/test_faults.py', 'base/errors': 'test_troubles.py', 'base/checks': 'test_mistakes.py',
+    'base/scoped': 'test_capture.py', 'base/device': 'test_gpu_check.py', 'base/group': 'same_answer/test_parity.py',
+    'base/board': 'same_answer/test_on_device.py', 'base/rendezvous': 'faults/test_leaves_nothing.py',
+    'base/rng': 'same_answer/test_streams.py', 'base/interrupts': 'test_interrupt.py',
+    'payload': 'comes_back/test_comes_back.py', 'payload/host_copy': 'test_host_copy.py',
+    'payload/blame': 'test_refusals.py', 'payload/columns': 'test_shapes.py',
+    'payload/shared_memory': 'test_shapes.py', 'payload/changes': 'comes_back/test_warm.py',
+    'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
+    'output': 'test_capture.py', 'output/notice': 'test_lines.py',
+    'shard': 'test_data.py', 'shard/split': 'test_shard.py', 'shard/loss': 'same_answer/test_any_loss.py',
+    'shard/gathered_loss': 'same_answer/test_any_loss.py', 'shard/batchnorm': 'same_answer/test_parity.py',
+    'shard/drift': 'same_answer/test_drift.py', 'shard/gradients': 'same_answer/test_parity.py',
+    'process': 'faults/test_faults.py', 'process/cleanup': 'faults/test_leaves_nothing.py',
+    'process/helper': 'test_start.py',
+    'launch': 'test_start.py', 'launch/report': 'test_report.py', 'launch/rank': 'faults/test_faults.py',
+    'launch/monitor': 'faults/test_hangs.py', 'launch/in_process': 'same_answer/test_parity.py',
+    'launch/options': 'test_mistakes.py', 'launch/session': 'comes_back/test_comes_back.py',
+    'launch/script': 'test_scripts.py', 'launch/rank0_only': 'apps/test_callbacks.py',
+    'launch/functions': 'test_ranch.py', 'launch/torchddp': 'test_ranch.py',
+    'machines': 'test_hosts.py', 'machines/ray': 'test_ray.py',
+    'cluster': 'test_magics.py',
+    'fastai2': 'same_answer/test_parity.py', 'fastai2/fastai_loader': 'test_data.py',
+    'fastai2/loaders': 'test_data.py', 'fastai2/together': 'same_answer/test_decisions.py',
+    'fastai2/metrics': 'same_answer/test_metrics.py', 'fastai2/step': 'same_answer/test_trials.py',
+    'fastai2/callbacks': 'apps/test_callbacks.py', 'fastai2/snapshot': 'comes_back/test_comes_back.py',
+    'fastai2/apply': 'comes_back/test_comes_back.py', 'fastai2/resume': 'comes_back/test_resume.py',
+    'fastai2/inference': 'test_inference.py', 'fastai2/rank0': 'apps/test_callbacks.py',
+    'fastai2/session': 'comes_back/test_warm.py', 'fastai2/learner': 'test_shift_tab.py',
+    'fastai2/check': 'same_answer/test_check.py',
+    'fastai1': 'v1/test_v1_fit.py', 'fastai1/validate': 'v1/test_v1_callbacks.py',
+    'fastai1/callbacks': 'v1/test_v1_callbacks.py', 'fastai1/snapshot': 'v1/test_v1_comes_back.py',
+    'fastai1/session': 'v1/test_v1_life.py', 'fastai1/learner': 'v1/test_v1_shift_tab.py',
+    '': 'test_start.py', 'ranch': 'test_ranch.py', 'magics': 'test_magics.py'}
+
+
+def numbered(nbs=root/'nbs'):
+    "The numbered notebooks, in reading order"
+    return sorted(nbs.glob('**/[0-9]*_*.ipynb'), key=lambda o: int(o.name.split('_')[0]))
+
+
+def sentence(path):
+    "The `>` line of a notebook"
+    cells = json.loads(path.read_text(encoding='utf-8'))['cells']
+    lines = [o for c in cells if c['cell_type'] == 'markdown' for o in ''.join(c['source']).split('\n')]
+    return next((o[2:] for o in lines if o.startswith('> ')), '')
+
+
+def folder_of(path): return path.relative_to(root/'nbs').parent.as_posix().strip('.')
+
+
+def module_of(path): return f"{folder_of(path)}/{path.stem.partition('_')[2]}".strip('/')
+
+
+def render():
+    parts, last = [HEAD], None
+    for path in numbered():
+        folder, module = folder_of(path), module_of(path)
+        if folder != last: parts.append(f'\n## {folder or "front doors"}\n\n| module | | test |\n|---|---|---|\n')
+        last, test = folder, TESTS.get(module, TESTS[folder])
+        page = f'[{path.stem.partition("_")[2]}](../{path.relative_to(root).as_posix()})'
+        parts.append(f'| {page} | {sentence(path)} | [{test}](../tests/{test}) |\n')
+    return ''.join(parts)
+
+
+if __name__ == '__main__': (root/'docs'/'modules.md').write_text(render(), encoding='utf-8')
