@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ..base import group
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
-from ..base.interrupts import ending_undisturbed, undisturbed
+from ..base.scoped import ending_undisturbed, undisturbed
 from ..base.rng import CommonRNG
 from ..base.scoped import own_attrs
 from .report import Timings
