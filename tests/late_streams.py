@@ -4,7 +4,7 @@ import contextlib
 from types import SimpleNamespace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from fastddp.launch.session import EpochStates
+from fastddp.launch.training import EpochStates
 from fastddp.payload.host_copy import HostCopies
 
 

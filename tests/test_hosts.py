@@ -247,16 +247,17 @@ class Ballast(Callback):
     def __init__(self): self.much = torch.zeros(100_000_000)
 
 
-def kill_when_it_grows(agent, by):
-    start = agent.memory_info().rss
-    while agent.memory_info().rss < start+by: time.sleep(.002)
+def kill_midway(stream, agent, much=2e8):
+    "Kills the agent when a part of what is being sent to it has been"
+    while stream.unsent < much: time.sleep(.002)
+    while stream.unsent > much: time.sleep(.002)
     agent.kill()
 
 
 @pytest.mark.full
 def test_a_machine_dies_while_data_is_sent(hosts, net):
     agent = agent_of(hosts, 1)
-    killer = threading.Thread(target=kill_when_it_grows, args=(agent, 5e7))
+    killer = threading.Thread(target=kill_midway, args=(hosts.machines[1].stream, agent))
     killer.start()
     with pytest.raises(RankDied, match=f'on {net.b} died: the connection to {net.b} ended'):
         learner(cbs=[Ballast()]).distrib_fit(1, nprocs=4, launcher=hosts)

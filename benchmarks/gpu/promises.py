@@ -18,7 +18,7 @@ class Witness(Callback):
     def __init__(self): self.ranks = None
     def after_fit(self):
         own = next(self.learn.model.parameters()).device.index
-        self.ranks = [r.tolist() for r in group.all_gather_object(torch.tensor([-1. if own is None else own, *contexts()]))]
+        self.ranks = group.all_gather_object([-1. if own is None else float(own), *map(float, contexts())])
 
 
 def fit_and_look(table, name, expected, **options):

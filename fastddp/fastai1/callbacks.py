@@ -53,7 +53,7 @@ class ShardLoaders(Callback):
 
 class SameModel(Callback):
     "One model for all ranks at the end of an epoch's training"
-    _order = _FIRST     # before anybody saves or looks at it
+    _order = _FIRST     # before other callbacks save or read it
     def __init__(self, learn, ranks, average_bn):
         self.learn,self.ranks,self.average_bn = learn,ranks,average_bn
         self.same,self.epoch = SameWeights(),0
@@ -63,7 +63,7 @@ class SameModel(Callback):
         self.ranks.passes.close()
         _own_loaders(self.learn.data)
     def sync(self):
-        "One set of buffers, and one of weights, whoever changed them"
+        "One set of buffers and weights for all ranks"
         learn = self.learn
         sync_buffers(learn.model, self.average_bn)
         beside = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.beside()))
@@ -92,16 +92,9 @@ class _CountAll(Callback):
         self.acc.acc_samples += self.ranks.all_reduce(self.own)[0]-self.own
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #2d192350
-_ASKED = ('on_backward_begin','on_backward_end','on_step_end','on_batch_end')
-
-def _of_the_user(cb): return type(cb).__module__.split('.')[0] not in ('fastai','fastddp')
-
-def _overrides(cb, event): return getattr(type(cb), event, None) is not getattr(Callback, event)
-
 class AgreeingHandler(CallbackHandler):
     "A `CallbackHandler` that stops something only if all ranks do"
     ranks = None        # the `Ranks` of the fit: see `of`
-    asks = frozenset()  # events in which callbacks may return something else on each rank
 
     @classmethod
     def of(cls, ranks # `Ranks`
@@ -113,27 +106,25 @@ class AgreeingHandler(CallbackHandler):
     def is_of_the_fit(self): return self.ranks.handler is self
 
     def _any(self, flag):
-        "Does any rank say so?"
+        "True if any rank says so"
         return bool(self.ranks.all_reduce(float(bool(flag)))[0])
 
-    def _agreed(self, event, flag):
-        "`flag`, or what the ranks agree on where it may differ"
-        return self._any(flag) if event in self.asks and self.state_dict['train'] else flag
+    def _agreed(self, flag):
+        "`flag`, or what the ranks of the fit agree on in training"
+        return self._any(flag) if self.is_of_the_fit() and self.state_dict['train'] else flag
 
     def on_train_begin(self, *args, **kwargs):
         self.ranks.handler = self.ranks.handler or self
-        users = [cb for cb in self.callbacks if _of_the_user(cb)] if self.is_of_the_fit() else []
-        self.asks = {event for event in _ASKED if any(_overrides(cb, event) for cb in users)}
         super().on_train_begin(*args, **kwargs)
 
     def on_backward_begin(self, loss):
         loss,skip = super().on_backward_begin(loss)
-        return loss, self._agreed('on_backward_begin', skip)
+        return loss, self._agreed(skip)
 
-    def on_backward_end(self): return self._agreed('on_backward_end', super().on_backward_end())
+    def on_backward_end(self): return self._agreed(super().on_backward_end())
 
-    def on_step_end(self): return self._agreed('on_step_end', super().on_step_end())
-    def on_batch_end(self, loss): return self._agreed('on_batch_end', super().on_batch_end(loss))
+    def on_step_end(self): return self._agreed(super().on_step_end())
+    def on_batch_end(self, loss): return self._agreed(super().on_batch_end(loss))
 
     def on_epoch_end(self, val_loss):
         stop = super().on_epoch_end(val_loss)
@@ -167,8 +158,6 @@ def _loss_batch(real, learn, ranks, losses):
         return real(model, xb, yb, loss_func, opt, cb_handler)
     return loss_batch
 
-def _own_dls(data): return [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]
-
 @contextlib.contextmanager
 def distributed_v1(learn,
                    common, # `CommonRNG` from which orders are drawn
@@ -191,8 +180,8 @@ def distributed_v1(learn,
         return validation(*args, **kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
-        for dl in _own_dls(data) if batch == 'per_worker' else ():
-            stack.enter_context(global_batches(dl, n))
+        dls = [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]
+        for dl in dls if batch == 'per_worker' else (): stack.enter_context(global_batches(dl, n))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(own_attrs(learn, load=_load_together(learn, ranks)))
         loss_batch = _loss_batch(basic_train.loss_batch, learn, ranks, losses)

@@ -22,12 +22,12 @@ from ..shard.gathered_loss import check_loss
 @patch
 @with_block
 def distrib_ctx(self:Learner,
-    nprocs:int=None, # Workers: one per GPU; without GPUs, that many on the CPU. Default: all visible GPUs
+    nprocs:int=None, # Workers: one per GPU, or that many on the CPU. Default: all visible GPUs
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
-    batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
-    sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
-    loss:str='auto', # Workers' losses as one: 'mean' over items, 'sum', 'gather' all predictions; 'auto' finds out
-    launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine
+    batch:str='per_worker', # A batch for each worker and step; 'global': a part of one batch
+    sync_bn:bool=True, # Batch norm over all ranks (on the CPU: statistics averaged per epoch)
+    loss:str='auto', # Joins workers' losses: 'mean' over items, 'sum', 'gather' predictions, 'auto'
+    launcher=None, # Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
     see=(0,), # Ranks whose output is shown, or 'all'
     restarts:int=0, # After a failure, begin the fit anew that many times, with fresh workers
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
@@ -55,7 +55,7 @@ if under_launcher(): mend_barrier()
 # %% ../../nbs/fastai1/808_learner.ipynb #c432cd81
 @patch
 def distrib(self:Learner,
-    name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any other that ends in a fit or a validation
+    name:str, # A method of the learner that ends in a fit or a validation
     *args, **kwargs # Its arguments, and the options of `distrib_ctx`
 ):
     "`learn.name(*args, **kwargs)` on the workers."
@@ -65,8 +65,9 @@ def distrib(self:Learner,
     with self.distrib_ctx(**options): return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #16a07f09
-_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the call
-if there was none; the error's `kept` says which. After an interrupt it holds what was trained until then."""
+_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it
+was before the call if there was none; the error's `kept` says which. After an interrupt it holds
+what was trained until then."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in ('fit','fit_one_cycle','lr_find'):

@@ -29,7 +29,7 @@ _ITEM_MEANS = {getattr(_metrics, k) for k in _NAMES if hasattr(_metrics, k)}
 
 def is_item_mean(m # A metric, as v1 keeps it: a callback
 ):
-    "Is metric `m` a mean over items, whatever the batches?"
+    "True if metric `m` is a mean over items, whatever the batches"
     return type(m) is AverageMetric and getattr(m.func, 'func', m.func) in _ITEM_MEANS
 
 def _sum_up(m):

@@ -20,7 +20,7 @@ from .loaders import OneRank, dl_state, follow_original, set_dl_state, shard_dl
 from .metrics import ReduceMetrics
 from .step import CountGlobalItems, GatherLoss, StepSync
 from .together import _FIRST, _LAST, OurCallback, Together, TogetherLast, own_events
-from ..launch.rank0_only import is_rank0_only
+from ..launch.training import is_rank0_only
 from ..output.notice import print_line
 from ..payload.state import move_opt
 from ..shard.batchnorm import sync_buffers, synced_bn

@@ -19,7 +19,7 @@ from fastcore.basics import noop, patch
 from torch import nn
 
 from ..base import group
-from ..launch.rank0_only import is_rank0_only
+from ..launch.training import is_rank0_only
 from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step import StepSync
@@ -123,7 +123,8 @@ class Answer(list):
     @property
     def same(self): return all(r.same for r in self)
     def __str__(self):
-        lines = [f"{r.what:12} {r.largest:9.2g}  {'same' if r.same else r.why or 'no known reason: please report it'}"
+        unknown = 'no known reason: please report it'
+        lines = [f"{r.what:12} {r.largest:9.2g}  {'same' if r.same else r.why or unknown}"
                  for r in self]
         return '\n'.join([f"{'':12} {'apart by':>9}", *lines,
                           *([f"loss: {self.loss}"] if self.loss else [])])
@@ -135,11 +136,14 @@ class Answer(list):
 # %% ../../nbs/fastai2/731_check.ipynb #855bfc96
 def _compare(many, one, of_many, of_one, why, tol):
     "The rows of the table"
-    def params(learn): return [p.detach().cpu().flatten().tolist() for p in learn.model.parameters()]
-    def values(learn): return [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
+    def params(learn):
+        return [p.detach().cpu().flatten().tolist() for p in learn.model.parameters()]
+    def values(learn):
+        return [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
     def row(what, largest, tol, names=why):
         return Row(what, largest, tol, '; '.join(f"{o}: {why[o]}" for o in names if o in why))
-    res = Answer([row('batches', _apart(of_many.batches, of_one.batches), 1e-4, ('augmentation','padding')),
+    of_batches = 'augmentation','padding'
+    res = Answer([row('batches', _apart(of_many.batches, of_one.batches), 1e-4, of_batches),
                   row('losses', _apart(of_many.losses, of_one.losses), tol),
                   row('gradients', _apart(of_many.grads, of_one.grads), tol*10),
                   row('weights', max(map(_apart, params(many), params(one)), default=0.), tol),
@@ -157,7 +161,7 @@ def distrib_check(self:Learner,
     tol:float=1e-5, # Differences up to here are rounding
     show=True # Print the table?
 ):
-    "Compares a few steps on N workers with one process over the same global batches; the learner stays as it was."
+    "Compares a few steps on N workers with one process over the same global batches."
     n = nprocs or (len(gpus) if gpus else max(group.n_gpus(), 2))
     # torch's batch size is fixed
     if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): batch = 'global'
@@ -172,7 +176,8 @@ def distrib_check(self:Learner,
         one.fit(1, cbs=[of_one])
     finally: streams.install()
     why = reasons_for(self, gpus or group.n_gpus())
-    if 'average of averages' in of_many.loss_kind: why['loss'] = "the model's own number, averaged over workers"
+    if 'average of averages' in of_many.loss_kind:
+        why['loss'] = "the model's own number, averaged over workers"
     res = _compare(many, one, of_many, of_one, why, tol)
     if show: print(res)
     res.printed = show

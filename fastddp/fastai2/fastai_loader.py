@@ -10,7 +10,7 @@ __all__ = ['changed_bs', 'is_lm', 'keeps_state', 'rows_are_streams', 'lay_out', 
 import copy, itertools, sys, weakref
 
 from fastai.data.load import DataLoader, SkipItemException, _loaders
-from fastai.torch_core import find_bs, to_device
+from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch.utils.data import SequentialSampler
 
@@ -74,7 +74,7 @@ def own_steps(dl, cls,  # The loader, and the class whose `__len__` says how man
               steps,    # Global batches of an epoch
               bs,       # Items of a full one
               rank, n): # This rank, and how many there are
-    "In how many of these `steps` of a validation has `rank` an item?"
+    "The number of these `steps` of a validation in which `rank` has an item"
     if is_lm(dl): return steps                                  # a row of each batch for every rank
     total = n_items(dl, cls)
     # a `__len__` that has nothing to do with `bs`
@@ -179,26 +179,13 @@ def _batch(self:ShardedDL, items, # This rank's items, None where one was skippe
     if s.train:
         if len(items) < len(step.own): raise CantShard(_SKIPPED)
         feed,_ = pad_shard(items, () if items else _borrow(map(build,step.spare)), s.n)
-    b = self.do_batch(feed) if feed else None
-    if s.train: _check_size(self, b, len(feed))
-    yield b, (len(items),step.total), pos
+    yield (self.do_batch(feed) if feed else None), (len(items),step.total), pos
 
 _SKIPPED = ("an item of the training data was skipped (SkipItemException). One process fills its "
             "batch up from the items that follow; workers that build only their own items can't. "
             "Leave such items out of the dataset beforehand.")
 
 def _is_own(dl, k): return k in vars(dl) or getattr(type(dl),k) is not getattr(DataLoader,k)
-
-def _check_size(dl, b, n):
-    """Refuse a `before_batch` that left out some of `n` items; a `create_batch` of the user's may
-    make anything of them"""
-    if any(_is_own(dl._shard.orig, k) for k in ('do_batch','create_batch')): return
-    try: m = find_bs(b)
-    except (TypeError,AttributeError,IndexError,KeyError): return
-    if m%n:
-        raise CantShard(f"`before_batch` made {m} items of {n}, so nobody knows what the whole "
-                        "batch has, of which each worker has a part. Leave items out of the "
-                        "dataset, or in `get_idxs`.")
 
 def _borrow(spare):
     res = list(itertools.islice((o for o in spare if o is not None), 2))

@@ -25,7 +25,7 @@ from ..base.scoped import own_attrs
 from .fastai_loader import is_lm, rows_are_streams
 from .loaders import (OneRank, dl_state, follow_original, set_dl_state, shard_dl,
                                      why_not)
-from ..launch.rank0_only import is_kind, is_rank0_only
+from ..launch.training import is_kind, is_rank0_only
 from ..shard.sharded import has_state_of, is_sharded, original
 from ..shard.split import restore_order
 
@@ -72,11 +72,9 @@ def stays_here(dl,     # What to predict: a loader, or a list of batches
     if is_lm(dl) and model and has_state_of(model, dl.bs):
         return f"the model has a state of {dl.bs} rows."
     if takes_whole(dl): return None
-    if any(_wants_batches(cb) for cb in cbs if isinstance(cb, GatherPredsCallback)):
+    gather = [cb for cb in cbs if isinstance(cb, GatherPredsCallback)]
+    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None for cb in gather):
         return "its batches are divided by rows, so they can't be saved or concatenated as asked."
-
-def _wants_batches(cb):
-    return cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None
 
 # %% ../../nbs/fastai2/725_inference.ipynb #5fdc168c
 class Part(NamedTuple):

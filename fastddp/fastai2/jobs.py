@@ -9,7 +9,6 @@ __all__ = ['NoteProgress', 'EndOfBatch', 'KeepState', 'fit_job', 'infer_job', 'f
 # %% ../../nbs/fastai2/727_jobs.ipynb #bd6f0e52
 import contextlib, functools, inspect
 
-import torch
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
 from fastai.torch_core import default_device
@@ -30,12 +29,9 @@ from .loaders import batch_items, global_bs, n_batches
 from .rank0 import as_one_process, open_run, sync_opt, wants_no_lines
 from .resume import ResumeFit
 from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
-                                      place_dl, state_size,
-                                      unpack)
-from ..launch.rank0_only import cbs_of_rank
-from ..launch.script import NoNotebook, launched_group, script_lines
-from ..launch.session import (EpochStates, Progress, sync_streams, until_interrupted,
-                                    whereabouts)
+                                      place_dl, state_size, unpack)
+from ..launch.training import (EpochStates, NoNotebook, Progress, cbs_of_rank, launched_group,
+                                     script_lines, sync_streams, until_interrupted, whereabouts)
 from ..output.notice import hushed
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209
@@ -112,7 +108,8 @@ def _fit(learn, cbs, asked, ours):
     "fastai's own `fit`, with `ours` added and those of `cbs` that act on this rank"
     of_rank = cbs_of_rank(cbs)
     with learn.added_cbs(ours):
-        type(learn).fit(learn, **(dict(cbs=of_rank) if of_rank else {}), **asked)   # a `fit` of the user's may take none
+        # a `fit` of the user's may take no `cbs`
+        type(learn).fit(learn, **(dict(cbs=of_rank) if of_rank else {}), **asked)
 
 def fit_job(ctx, obj):
     "Train the learner of a snapshot on this rank"
@@ -124,15 +121,21 @@ def fit_job(ctx, obj):
     as_one = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
     epochs = EpochStates(ctx, lambda around: state(around=around))
-    hush = hushed(wants_no_lines(learn))
-    with hush, open_run(call['run']) as settings, as_one as together, as_one_process(learn, cbs, together), epochs:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hushed(wants_no_lines(learn)))
+        settings = stack.enter_context(open_run(call['run']))
+        together = stack.enter_context(as_one)
+        stack.enter_context(as_one_process(learn, cbs, together))
+        stack.enter_context(epochs)
         extra = [KeepState(epochs.put, together)] if ctx.rank == 0 else []
-        if call['first'] is not None: extra.append(ResumeFit(learn, base.callbacks, call['first'], call['lists'], refs))
+        if call['first'] is not None:
+            extra.append(ResumeFit(learn, base.callbacks, call['first'], call['lists'], refs))
         together.ours = [*together.ours, *extra]
         def fit():
             # The first two are not among `ours`, which are removed while rank 0 predicts alone
             try: _fit(learn, cbs, call['fit'], [noted, EndOfBatch(noted), *extra])
-            except (Exception,SystemExit):      # noted while the learner is in the state that it failed in
+            except (Exception,SystemExit):
+                # noted while the learner is in the state that it failed in
                 ctx.where,ctx.items = noted.where(),noted.items(learn)
                 raise
         interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))

@@ -24,16 +24,16 @@ from ..shard.gathered_loss import check_loss
 @patch
 @with_block
 def distrib_ctx(self:Learner,
-    nprocs:int=None, # Workers: one per GPU; without GPUs, that many on the CPU. Default: all visible GPUs
+    nprocs:int=None, # Workers: one per GPU, or that many on the CPU. Default: all visible GPUs
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
-    batch:str='per_worker', # 'per_worker': N workers take N batches per step; 'global': each has its part of one batch
-    sync_bn:bool=True, # Batch norm over all ranks (on the CPU: running statistics averaged at the end of each epoch)
-    loss:str='auto', # Workers' losses as one: 'mean' over items, 'sum', 'gather' all predictions; 'auto': as known
-    model_factory=None, # Called in every worker to make the model, when it can't or shouldn't be shipped
+    batch:str='per_worker', # A batch for each worker and step; 'global': a part of one batch
+    sync_bn:bool=True, # Batch norm over all ranks (on the CPU: statistics averaged per epoch)
+    loss:str='auto', # Joins workers' losses: 'mean' over items, 'sum', 'gather' predictions, 'auto'
+    model_factory=None, # Called in every worker to make the model, instead of sending it
     dls_factory=None, # Called in every worker to make the DataLoaders
-    launcher=None, # Runs the job, e.g. `InProcess()` for the debugger. Default: processes of this machine
+    launcher=None, # Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
     see=(0,), # Ranks whose output is shown, or 'all'
-    restarts:int=0, # After a failure, go on that many times by itself, from the last complete epoch, with fresh workers
+    restarts:int=0, # After a failure, go on that many times from the last complete epoch
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
     in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
@@ -94,9 +94,9 @@ def distrib(self:Learner,
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
 _FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
 _INFERS = 'validate','get_preds','tta'
-_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it was before the fit
-if there was none; the error's `kept` says which. After an interrupt it holds what was trained until then.
-`distrib_resume()` goes on from there."""
+_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it
+was before the fit if there was none; the error's `kept` says which. After an interrupt it holds
+what was trained until then. `distrib_resume()` goes on from there."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in _FITS: setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))

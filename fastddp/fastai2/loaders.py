@@ -33,13 +33,14 @@ def _size_of(dl):
     return n_items(dl) if isinstance(dl,DataLoader) else torch_size(dl)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #2b47339a
-def _are_dls(v): return isinstance(v, (list,tuple,L)) and len(v) and all(map(_is_dl,v))
+def _holds_dls(v):
+    return _is_dl(v) or isinstance(v, (list,tuple,L)) and len(v) and all(map(_is_dl,v))
 
 def loaders_in(dl):
     """The attributes of a wrapper that hold loaders: `{name: loader or list of loaders}`; empty for
     all else"""
     if _is_dl(dl) or isinstance(dl, (list,tuple,L)) or not hasattr(type(dl),'__iter__'): return {}
-    return {k:v for k,v in getattr(dl,'__dict__',{}).items() if _is_dl(v) or _are_dls(v)}
+    return {k:v for k,v in getattr(dl,'__dict__',{}).items() if _holds_dls(v)}
 
 def _inner(dl):
     held = [o for v in loaders_in(dl).values() for o in ([v] if _is_dl(v) else v)]
@@ -204,7 +205,7 @@ def batch_items(dl,  # A loader in the middle of an epoch
     far as they are known"""
     s = getattr(dl, '_shard', None)
     steps = getattr(s, 'steps', None) or getattr(s, 'last', None)
-    # nobody can name the items of a stream
+    # items of a stream have no indices
     if not isinstance(steps, list) or s.source: return ()
     i = s.epoch.done-in_batch if s.epoch else 0
     if not 0 <= i < len(steps): return ()
@@ -242,7 +243,7 @@ def set_dl_state(dl,   # A loader like the one whose state it is
 ):
     "Bring `dl` into that state; its next epoch is the one that the other loader would have had"
     for o,gens,counters in zip(_holders(dl), state['gens'], state['counters']):
-        # fastai makes a new `rng` for each epoch, so the old one may be anybody's
+        # fastai makes a new `rng` for each epoch, so the old one may be shared
         if isinstance(o,DataLoader) and 'rng' in gens: o.rng = random.Random()
         for k,st in gens.items(): set_generator(getattr(o,k), st)
         if counters: vars(o).update(counters)

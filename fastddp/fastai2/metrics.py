@@ -208,7 +208,7 @@ class Phase:
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #0ce40083
 def each_has_all(dl):
-    "Does each rank go over all of `dl`?"
+    "True if each rank goes over all of `dl`"
     return group.world_size() == 1 or is_sharded(dl) and dl._shard.n == 1
 
 class ReduceMetrics(OurCallback):

@@ -22,24 +22,27 @@ from .callbacks import opt_from_rank0
 from .together import own_events
 from .inference import inner_inference
 from .together import LOAD
-from ..launch.rank0_only import is_kind, is_rank0_only
+from ..launch.training import is_kind, is_rank0_only
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #1bf87b74
 def _check_load(together):
     "Refuse a load that not all ranks make"
-    if together.alone: raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks "
-        "would go on with other weights. Load in a callback without `rank0_only`.")
-    if together.mid_batch: raise CantDistribute("learn.load was called between a batch's forward and backward pass, "
-        "which would no longer fit each other. Load before or after the batch.")
-    if together.meet_aside(LOAD) is None: raise CantDistribute(f"Rank {group.rank()} called learn.load, but not "
-        "every rank did: the ranks would go on with different weights. Call it on all ranks; rank 0 reads the file, "
-        "the others get what it read.")
+    if together.alone:
+        raise CantDistribute("A callback that acts on rank 0 only called learn.load: the other ranks would "
+                             "go on with other weights. Load in a callback without `rank0_only`.")
+    if together.mid_batch:
+        raise CantDistribute("learn.load was called between a batch's forward and backward pass, which "
+                             "would no longer fit each other. Load before or after the batch.")
+    if together.meet_aside(LOAD) is None:
+        raise CantDistribute(f"Rank {group.rank()} called learn.load, but not every rank did: the ranks "
+                             "would go on with different weights. Call it on all ranks; rank 0 reads "
+                             "the file, the others get what it read.")
 
 @contextlib.contextmanager
 def sync_load(learn,
               together=None # Of the fit, if there is one
 ):
-    "Inside, `learn.load` reads on rank 0 and sends model and optimizer to all; `CantDistribute` unless all load"
+    "Inside, `learn.load` reads on rank 0 and sends model and optimizer to all"
     def load(*args, **kwargs):
         if together: _check_load(together)
         if group.rank() == 0: type(learn).load(learn, *args, **kwargs)

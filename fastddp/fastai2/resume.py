@@ -17,9 +17,8 @@ from fastcore.foundation import L
 
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
-from .apply import apply
 from .loaders import dl_state, set_dl_state
-from .snapshot import STAY, all_cbs, baseline, capture, persistent_refs
+from .snapshot import STAY, all_cbs, apply, baseline, capture, persistent_refs
 from ..payload.pickling import dump, load
 from ..payload.state import own_copy, picklable_attrs
 
@@ -34,8 +33,8 @@ class UserCall:
         self.name,self.args,self.kwargs = name,args,kwargs
         self.options,self.resume_point,self.fits = options,resume_point,0
     def next_fit(self):
-        """Where the next fit begins: `(epoch, state)`, each None where it begins as fastai's own `fit`; None for a fit
-        that was complete before the call was cut off"""
+        """Where the next fit begins: `(epoch, state)`, each None where it begins as fastai's own
+        `fit`; None for a fit that was complete before the call was cut off"""
         self.fits += 1
         point = self.resume_point
         if point is None: return None, None
@@ -98,22 +97,26 @@ def state_before(learn, cbs):
 
 @patch
 def distrib_resume(self:Learner):
-    """Continue the distributed fit that was interrupted or failed last: same call, same schedule, next epoch.
+    """Continue the distributed fit that was interrupted or failed last: same call, same schedule,
+    next epoch.
 
     Returns what that call returns. The learner is then as if nothing had cut the fit off.
 
     Raises
-        CantDistribute: there is no fit to continue, or model, loaders or callbacks are not those of the fit any more
-        RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call itself (see `distrib_fit`)
+        CantDistribute: there is no fit to continue, or model, loaders or callbacks are not those of
+            the fit any more
+        RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
 
     After a failure it can be called again: it continues from the last complete epoch."""
     point = resume_points.get(self)
     if point is None:
-        raise CantDistribute("Nothing to resume: the last distributed fit of this learner came to its end.")
+        raise CantDistribute("Nothing to resume: the last distributed fit of this learner came to "
+                             "its end.")
     now = parts_of(self, point.cbs)
     if len(now) != len(point.refs) or any(a is not b() for a,b in zip(now, point.refs)):
-        raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those of the fit any more. "
-                             "Train anew, with `start_epoch=` if the schedule is to go on.")
+        raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those of "
+                             "the fit any more. Train anew, with `start_epoch=` if the schedule is "
+                             "to go on.")
     first = point.first
     if point.state:
         apply(self, point.cbs, *point.state)

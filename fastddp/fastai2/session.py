@@ -15,18 +15,16 @@ from fastcore.basics import patch
 from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts, undisturbed
-from .apply import apply
 from .step import check_ddp
 from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
                                        without_outside)
 from .jobs import enough_epochs, finds_lr, fit_args, fit_job, infer_job
 from .fastai_loader import rows_are_streams
-from .loaders import set_dl_state
-from .loaders import check_dl, global_bs, n_batches
+from .loaders import check_dl, global_bs, n_batches, set_dl_state
 from .rank0 import apply_settings, notebook_run, wants_no_lines
 from .resume import (ResumePoint, UserCall, dropped_lists, resume_points,
                                     state_before, user_calls)
-from .snapshot import all_cbs, loader_refs, snapshot
+from .snapshot import all_cbs, apply, loader_refs, snapshot
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..output.notice import hushed, print_line
 from ..payload.state import own_copy
@@ -49,10 +47,12 @@ class FitCall(Call):
     def next_try(self): return f"Going on with epoch {self.resume_point.first or 0}"
     @property
     def stopped(self):
-        return self.holds() if self.iterations else "holds the last finished batch; learn.distrib_resume() goes on."
+        if self.iterations: return self.holds()
+        return "holds the last finished batch; learn.distrib_resume() goes on."
     def holds(self):
         if self.cut:
-            return "holds what was trained until the interrupt. learn.distrib_resume() goes on from there."
+            return ("holds what was trained until the interrupt. learn.distrib_resume() goes on "
+                    "from there.")
         first = self.resume_point.first
         if not (self.kept or first): return "is as it was before the fit."
         now = f"holds the end of epoch {self.learn.epoch}" if self.kept else \
@@ -119,7 +119,7 @@ class Session(_Session):
     "A `distrib_ctx` block of a fastai 2 learner"
     def __init__(self, *args,
         factories=(None,None), # Of the model, of the `DataLoaders`
-        asked_for={}, # The options that are not as they are by default: they open such a block again
+        asked_for={}, # The options that are not the defaults: they open such a block again
         **kwargs
     ):
         super().__init__(*args, **kwargs)
@@ -129,16 +129,18 @@ class Session(_Session):
         streams = self.n > 1 and any(rows_are_streams(dl, self.learn.model)
                                      for dl in self.learn.dls.loaders[1:])
         if streams:
-            return "The model keeps state from batch to batch: each worker validates all of it, no faster."
+            return ("The model keeps state from batch to batch: each worker validates all of it, "
+                    "no faster.")
     def check(self):
         if not self.factories[0]: refuse_untrainable(self.learn.model)
         if self.factories[1]: return
         batch = self.options['batch']
         if batch == 'per_worker' and self.n > 1 and rows_are_streams(self.learn.dls.train,
                                                                      self.learn.model):
-            warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), and batches of "
-                          f"{self.n} workers hold {self.n} of the loader's, one below the other, so they break its "
-                          "streams. batch='global' keeps them: each worker has its rows of each batch.")
+            warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), "
+                          f"and batches of {self.n} workers hold {self.n} of the loader's, one "
+                          "below the other, so they break its streams. batch='global' keeps "
+                          "them: each worker has its rows of each batch.")
         for i,dl in enumerate(self.learn.dls.loaders):
             name = ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
             check_dl(dl, self.n, batch, name, train=i==0)
@@ -201,6 +203,6 @@ class Session(_Session):
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    """Where the time of the last call on the workers went, in seconds by phase (a `Timings`); None
+    """Where the time of the last call on the workers went, in seconds by phase (`Timings`); None
     before the first"""
     return _reports.get(self)

@@ -102,7 +102,8 @@ class StepSync(OurCallback):
     def after_pred(self): self.together.mid_batch = self.n > 1
     def after_loss(self):
         if not self.checked:
-            self.made = getattr(self.loss_grad, 'grad_fn', None),_nodes_of(self.pred)
+            nodes = {t.grad_fn for t in tensors_in(self.pred) if t.grad_fn is not None}
+            self.made = getattr(self.loss_grad, 'grad_fn', None),nodes
     def after_batch(self):
         if self.n == 1: return
         if not self.met and not self.together.left_batch: self.attend()
@@ -119,8 +120,6 @@ class StepSync(OurCallback):
         """The ranks leave this batch: `learn.loss` is that of the one before, as on a rank that
         left before its loss"""
         if self.last_loss is not None: self.learn.loss = self.last_loss
-
-def _nodes_of(pred): return {t.grad_fn for t in tensors_in(pred) if t.grad_fn is not None}
 
 # %% ../../nbs/fastai2/714_step.ipynb #ea31b2c3
 @patch
@@ -167,7 +166,7 @@ def weigh(self:StepSync, loss, first):
 
 @patch
 def _has_weights(self:StepSync):
-    "Has the loss class weights?"
+    "True if the loss has class weights"
     weights = weighting(self.user_loss or self.learn.loss_func)
     return bool(weights) and weights[0] is not None
 
@@ -180,7 +179,7 @@ def _without_nan(self:StepSync, divisor):
 
 @patch
 def _has_loss(self:StepSync):
-    "Is `learn.loss` this batch's?"
+    "True if `learn.loss` is that of this batch"
     return self.learn.loss is not self.last_loss and isinstance(self.learn.loss, torch.Tensor)
 
 @patch
@@ -288,15 +287,14 @@ def _decide(self:StepSync, said):
 
 @patch
 def _search(self:StepSync):
-    names = [k for ks in group.all_gather_object(self.overlapped.missing) for k in ks]
-    if not self.named: _print_unused([*dict.fromkeys(names)])
+    ranks = group.all_gather_object(self.overlapped.missing)
+    names = [*dict.fromkeys(k for names in ranks for k in names)]
+    few = ', '.join(names[:5]) + (f' and {len(names)-5} more' if len(names)>5 else '')
+    if not self.named:
+        print_line(f"No gradient for {few} in a step: find_unused_parameters is now enabled, which "
+                   "adds some overhead per step.")
     self.named = self.passes.flat_batch = True
     self.overlapped.search()
-
-def _print_unused(names):
-    few = ', '.join(names[:5]) + (f' and {len(names)-5} more' if len(names)>5 else '')
-    print_line(f"No gradient for {few} in a step: find_unused_parameters is now enabled, which "
-               "adds some overhead per step.")
 
 @patch
 def _go_flat(self:StepSync):

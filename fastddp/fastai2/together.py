@@ -40,7 +40,7 @@ def speaks(cb,        # A callback
     return event_name == 'after_fit' or getcallable(cb, event_name) is not noop
 
 def runs_user_code(cb, event_name):
-    "Would `cb` run code at `event_name` that is neither fastai's nor ours?"
+    "True if `cb` runs code at `event_name` that is neither fastai's nor ours"
     if not speaks(cb, event_name): return False
     modules = type(cb).__module__,getattr(getcallable(cb, event_name), '__module__', None)
     return any((m or '').split('.')[0] not in ('fastai','fastcore','fastddp') for m in modules)
@@ -52,7 +52,7 @@ _OFTEN = {'after_pred', 'after_loss',
             for when in ('before','after','after_cancel'))}
 
 _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
-            "it, this would end the event for the callbacks behind it without a word, and the "
+            "it, this would end the event for the callbacks behind it silently, and the "
             "ranks would go different ways.")
 
 class OwnEvents:
@@ -234,15 +234,15 @@ class Together(OurCallback):
 
     def _begin_at(self, stage, batch):
         "Details that come now are those of another batch, or epoch"
-        here = (self._epoch(), stage, batch, 0)
-        if self.depth < 2 and here > self.place: self.place,self.n_details = here,0
+        place = (self._epoch(), stage, batch, 0)
+        if self.depth < 2 and place > self.place: self.place,self.n_details = place,0
 
     def _epoch(self): return float(getattr(self.learn, 'epoch', None) or 0)
 
     def _place_of(self, stage, batch):
-        here = (self._epoch(), stage, batch, 0)
+        place = (self._epoch(), stage, batch, 0)
         inner = stage >= BEFORE_VALID and self.back_to and self.back_to[-1] != 'end'
-        if self.depth < 2 and not inner and here > self.place: return here
+        if self.depth < 2 and not inner and place > self.place: return place
         if stage in (BEFORE_TRAIN,BATCH): self.n_details += 1
         return self._detail(NESTED_BATCH if stage < BEFORE_VALID else stage-BEFORE_VALID)
 
@@ -268,7 +268,7 @@ class Together(OurCallback):
         if left:
             kind = LEFT[left-1]
             at_step = self.place[3]%_KINDS == STEP
-            # elsewhere in the midst of a batch, only the whole batch can be left
+            # elsewhere within a batch, only the whole batch can be left
             if optional and kind in _PARTS and not (kind == 'step' and at_step): kind = 'batch'
             self.followed = kind
             raise _RAISES[kind]()

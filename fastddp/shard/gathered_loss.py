@@ -48,7 +48,7 @@ def layout_of(t, # A tensor
     return k if k < 2 else 2*k+bool(by_views)
 
 def rows_by_views(tensors, bs):
-    "Do several rows for each of `bs` items lie view by view?"
+    "True if several rows for each of `bs` items lie view by view"
     several = {len(t)//bs for t in tensors if t.ndim and bs and not len(t)%bs} - {0,1}
     return not any(t.ndim > 1 and len(t) == bs and t.shape[1] in several for t in tensors)
 
@@ -85,7 +85,7 @@ class LocalBatch:
         tensors = tensors_in(self.tree)
         fed = max(count, 2)         # see `shard.split.pad_shard`
         rows = next((len(t) for t in tensors_in(self.tree[1]) if t.ndim), 1)
-        # a callback left items out, or took others
+        # a callback left items out, or added some
         if rows == 0 or rows%fed: count,fed = rows,rows
         self.count = min(count, fed)
         self.positions = list(positions)
@@ -216,7 +216,7 @@ class Losses:
         return None if kind == 'known' else 'sum' if kind == 'sum' else 'mean'
 
     def is_gathered(self, f):
-        "Is `f` computed over the predictions of all ranks?"
+        "True if `f` is computed over the predictions of all ranks"
         return self.kind(f) == 'gather'
 
     def describe(self):

@@ -122,7 +122,7 @@ class Passes:
         finally: self.inside = False
 
     def _is_ours(self, loss, inputs):
-        "Is it a pass of a training batch that changes gradients of what is trained?"
+        "True for a pass of a training batch that changes gradients of what is trained"
         if self.batch is None or self.inside or not isinstance(loss, torch.Tensor): return False
         if self.is_loss_of_learner(loss) and inputs is None: return True
         ids = {id(p) for p in self.params() if p.requires_grad}
@@ -183,7 +183,7 @@ class Overlapped:
         self.synced = None      # the model whose weights rank 0 has given to all
         self.find_unused = ddp_kwargs.get('find_unused_parameters', False)
         self.checked = False    # were unused parameters looked for since it was made?
-        # names of parameters that got no gradient here and that DDP didn't look for
+        # names of parameters that got no gradient on this rank and that DDP didn't look for
         self.missing = []
 
     def trainable(self):
@@ -194,7 +194,7 @@ class Overlapped:
         return [(k,p) for k,p in named if p.requires_grad and p.numel()]
 
     def is_new(self):
-        "Is the DDP module, if there is one, made for something else than what is trained now?"
+        "True if there is no DDP module for what is trained now"
         return self.built_for != self.config()
 
     def config(self):
@@ -236,7 +236,7 @@ class Overlapped:
         self.synced,self.built_for = model,self.config()
 
     def _is_complete(self):
-        "Has DDP averaged all gradients?"
+        "True if DDP has averaged all gradients"
         try: self.ddp.reducer._check_reducer_finalized()
         except RuntimeError: return False
         return True

@@ -49,7 +49,7 @@ def name_of(loss_func):
     return getattr(f, '__name__', None) or type(f).__name__
 
 def is_known(loss_func):
-    "Is `loss_func` one of torch's or fastai's, whose attributes say how it puts items together?"
+    "True for torch's and fastai's losses, whose attributes say how they reduce items"
     other = _mixed(loss_func)
     return is_known(other) if other is not None else _says_how(*unwrapped(loss_func))
 
@@ -81,7 +81,7 @@ def weighting(loss_func):
     if f in (F.cross_entropy, F.nll_loss): return kw.get('weight'), kw.get('ignore_index',-100)
 
 def sums_up(loss_func):
-    "Does a known `loss_func` give the sum over its items, instead of a mean?"
+    "True if a known `loss_func` is a sum over its items instead of a mean"
     other = _mixed(loss_func)
     if other is not None: return sums_up(other)
     f,kw = unwrapped(loss_func)

@@ -68,7 +68,7 @@ def feed(self:Shard, step):
 class Epoch:
     "What one iteration over a sharded loader knows and has yielded"
     def __init__(self, counts, # One pair for each step, as far as they are known
-                 around=None   # The `Epoch` in whose midst this one began
+                 around=None   # The `Epoch` in which this one began
     ):
         self.counts,self.around = counts,around
         self.idxs,self.done,self.running = [],0,True
@@ -124,7 +124,7 @@ def _show(dl, epoch):
 
 # %% ../../nbs/shard/301_sharded.ipynb #4d2f90c8
 def is_sharded(dl):
-    "Does `dl` yield one rank's shard?"
+    "True if `dl` yields one rank's shard"
     return isinstance(dl, Sharded)
 
 def original(dl):
@@ -244,7 +244,7 @@ def read_all(items, # Iterator over the stream
 
 # %% ../../nbs/shard/301_sharded.ipynb #0be9bbd5
 def shards_itself(dataset):
-    "Does `dataset` take part, by a method `set_shard(rank, world_size)`?"
+    "True if `dataset` shards itself, by a method `set_shard(rank, world_size)`"
     return callable(getattr(dataset, 'set_shard', None))
 
 _ENDED = ("the dataset's stream ended before its length was reached, and the other ranks would "

@@ -132,7 +132,7 @@ def whole_steps(batches, rank, n):
 
 # %% ../../nbs/shard/300_split.ipynb #c572caa3
 def n_own_batches(n_items, bs, rank, n, drop_last=False):
-    "In how many global batches of `bs` does `rank`, one of `n`, have an item?"
+    "The number of global batches of `bs` in which `rank`, one of `n`, has an item"
     full,rest = divmod(n_items, bs)
     return full*(rank<bs) + (rest>rank and not drop_last)
 

@@ -55,7 +55,7 @@ class WholeBatches(OwnBatches):
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #99492afb
 def is_stream(dl):
-    "Has the torch loader `dl` a dataset that can only be read?"
+    "True if the dataset of the torch loader `dl` can only be iterated"
     return isinstance(dl.dataset, IterableDataset)
 
 def torch_bs(dl):
@@ -194,7 +194,7 @@ def why_not_torch(dl, # A torch `DataLoader`
     "Why `dl` can't be sharded over `n` ranks, with the remedy, or None"
     cls = type(dl)
     if not _is_plain(cls): return (
-        f"`{cls.__name__}` has its own `__iter__`, so nobody knows which batches it makes. Use a "
+        f"`{cls.__name__}` has its own `__iter__`, so its batches are unknown. Use a "
         "plain DataLoader.")
     if isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): return (
         "a datapipe shards itself by the process group. Use an IterableDataset, or a dataset with "
