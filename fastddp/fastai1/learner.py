@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from ..base.group import under_launcher
 from .session import Session, in_place, mend_barrier, wants_no_lines
-# the app's two, for a standing cluster
+# `train_in_place`: for the workers of a standing cluster
 from .session import train_in_place
 from ..launch.options import RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block

@@ -11,7 +11,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .step import DDP_CHECKS
-# the app's two, for a standing cluster
+# `train_in_place`: for the workers of a standing cluster
 from .jobs import in_place, train_in_place
 from .resume import UserCall, calling
 from .rank0 import wants_no_lines
