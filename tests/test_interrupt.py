@@ -7,7 +7,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 import fastddp.all
 from faults import OneFault, Slow
-from fastddp.base.interrupts import undisturbed
+from fastddp.base.scoped import undisturbed
 from fastddp.launch.local import Local
 from learners import make_learner
 

@@ -16,9 +16,9 @@ column names the file in [tests](../tests) that most likely fails when the modul
 # Module -> its test file; by the folder where a module isn't listed
 TESTS = {
     'base': 'faults/test_faults.py', 'base/errors': 'test_troubles.py', 'base/checks': 'test_mistakes.py',
-    'base/scoped': 'test_capture.py', 'base/device': 'test_gpu_check.py', 'base/group': 'same_answer/test_parity.py',
+    'base/scoped': 'test_interrupt.py', 'base/device': 'test_gpu_check.py', 'base/group': 'same_answer/test_parity.py',
     'base/board': 'same_answer/test_on_device.py', 'base/rendezvous': 'faults/test_leaves_nothing.py',
-    'base/rng': 'same_answer/test_streams.py', 'base/interrupts': 'test_interrupt.py',
+    'base/rng': 'same_answer/test_streams.py',
     'payload': 'comes_back/test_comes_back.py', 'payload/host_copy': 'test_host_copy.py',
     'payload/blame': 'test_refusals.py', 'payload/columns': 'test_shapes.py',
     'payload/shared_memory': 'test_shapes.py', 'payload/changes': 'comes_back/test_warm.py',

@@ -17,7 +17,7 @@ from fastai.torch_core import defaults
 
 from ..base import group
 from ..base.checks import check, whole
-from ..base.interrupts import voting
+from ..base.scoped import voting
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, own_attrs
 from .callbacks import counting, distributed_v1

@@ -17,7 +17,7 @@ from fastcore.foundation import L
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
-from ..base.interrupts import voting
+from ..base.scoped import voting
 from ..base.scoped import own_attrs
 from ..base.failure import item_name
 from .callbacks import distributed

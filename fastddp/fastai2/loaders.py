@@ -253,7 +253,7 @@ def set_dl_state(dl,   # A loader like the one whose state it is
 
 def follow_original(dl # A sharded loader
 ):
-    """Its next epoch is the one that its original would have by now, after somebody else went over
+    """Its next epoch is the one that its original would have by now, after another loop over
     that"""
     if isinstance(dl, DataLoader):
         # its own is that of the global batches

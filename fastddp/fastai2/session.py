@@ -14,7 +14,7 @@ from fastcore.basics import patch
 
 from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
-from ..base.interrupts import Interrupts, undisturbed
+from ..base.scoped import Interrupts, undisturbed
 from .step import check_ddp
 from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
                                        without_outside)

@@ -94,7 +94,7 @@ _RAISES = dict(backward=CancelBackwardException, step=CancelStepException,
 LEFT = tuple(_RAISES)       # what a rank can leave, from weakest to strongest
 _PARTS = 'backward','step'  # of a batch
 
-# Numbers that ranks tell each other. Of a loss: see `shard.loss_part`
+# Numbers that ranks tell each other. Of a loss: see `shard.loss`
 FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
           'backward',           # does it make a backward pass in this batch?
           # has it parameters without gradients, what DDP can't follow, other parameters?

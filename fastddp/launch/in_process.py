@@ -10,7 +10,7 @@ import contextlib, os
 
 from ..base import group, rendezvous
 from ..base.errors import CantDistribute
-from ..base.interrupts import disturbed
+from ..base.scoped import disturbed
 from ..base.scoped import environment
 from .engine import Launcher, Outcome
 from .rank import Context, call

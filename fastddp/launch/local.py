@@ -22,7 +22,7 @@ from ..output.replay import display_settings, frontend
 from ..base.device import accelerator
 from .report import Timings, several
 from ..payload.pickling import Payload
-from ..base.interrupts import Interrupts, undisturbed
+from ..base.scoped import Interrupts, undisturbed
 from .monitor import Monitor
 from ..process.helper import is_new
 from ..process.workers import Workers, without_helper

@@ -23,37 +23,46 @@ def _likely_gpus(v):
     numbers = re.findall(r'\d+', v)
     return f"[{', '.join(numbers)}]" if numbers else "'all'" if near(v, ['all']) else None
 
-def _is_launcher(v): return v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type)
+def _is_launcher(v):
+    return v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type)
 
 def _factory(what, example):
-    def fits(v): return v is None or callable(v) and not hasattr(v, 'named_parameters') and takes_nothing(v)
-    return Check(f"a function without arguments that makes the {what} in each worker, such as lambda: {example}", fits)
+    def fits(v):
+        return v is None or callable(v) and not hasattr(v, 'named_parameters') and takes_nothing(v)
+    return Check(f"a function without arguments that makes the {what} in each worker, such as "
+                 f"lambda: {example}", fits)
 
 CHECKS = dict(
-    nprocs=whole("a whole number of workers, 1 to 1024. Leave nprocs out to use all visible GPUs", 1, 1024, none=True),
+    nprocs=whole("a whole number of workers, 1 to 1024. Leave nprocs out to use all visible GPUs",
+                 1, 1024, none=True),
     gpus=Check("a list of GPU numbers, such as [0, 1], or 'all'; [] for workers on the CPU",
-               lambda v: v is None or isinstance(v, str) and v == 'all' or is_list(v) and all(map(is_whole, v)),
+               lambda v: (v is None or isinstance(v, str) and v == 'all'
+                          or is_list(v) and all(map(is_whole, v))),
                _likely_gpus),
     batch=one_of('per_worker','global'),
     sync_bn=flag(),
     model_factory=_factory('model', 'resnet34()'),
     dls_factory=_factory('DataLoaders', 'ImageDataLoaders.from_folder(path)'),
-    launcher=Check("what runs the job, such as InProcess(); leave it out for processes of this machine", _is_launcher,
-                   lambda v: f"{v.__name__}()" if hasattr(v, 'run') else None),
+    launcher=Check("what runs the job, such as InProcess(); leave it out for processes of this machine",
+                   _is_launcher, lambda v: f"{v.__name__}()" if hasattr(v, 'run') else None),
     see=SEE,
-    restarts=whole("how many times a fit that failed goes on by itself, a whole number from 0 on", 0),
-    timeout=number("seconds without a step after which a fit counts as hanging, above 0; None: no limit", none=True))
+    restarts=whole("how many times a fit that failed goes on by itself, a whole number from 0 on",
+                   0),
+    timeout=number("seconds without a step after which a fit counts as hanging, above 0; None: no limit",
+                   none=True))
 
 # What other tools call it
-_ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs', n_workers='nprocs', n_gpus='nprocs',
-                num_gpus='nprocs', device_ids='gpus', devices='gpus', sync_batchnorm='sync_bn', max_restarts='restarts',
+_ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs',
+                n_workers='nprocs', n_gpus='nprocs', num_gpus='nprocs', device_ids='gpus',
+                devices='gpus', sync_batchnorm='sync_bn', max_restarts='restarts',
                 retries='restarts', max_lr='lr_max', epochs='n_epoch')
 
 # %% ../../nbs/launch/508_options.ipynb #bc56a0a1
 def check_method(learn, name):
     "Refuses what is no method of `learn`'s class"
     if isinstance(name, str) and callable(getattr(type(learn), name, None)): return
-    methods = [o for o in dir(type(learn)) if not o.startswith(('_','distrib')) and callable(getattr(type(learn), o))]
+    methods = [o for o in dir(type(learn))
+               if not o.startswith(('_','distrib')) and callable(getattr(type(learn), o))]
     likely = near(name, methods)
     hint = f" Did you mean {likely!r}?" if likely else ''
     raise CantDistribute(f"Learner has no method {name!r} to run on workers.{hint}")
@@ -62,7 +71,8 @@ def no_attribute(learn, name):
     """The `AttributeError` for an attribute that a learner doesn't have, with what was probably
     meant"""
     likely = near(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
-    return AttributeError(f"Learner has no attribute {name!r}." + (f" Did you mean {likely}?" if likely else ''))
+    hint = f" Did you mean {likely}?" if likely else ''
+    return AttributeError(f"Learner has no attribute {name!r}.{hint}")
 
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
 def comments_of(fn):
@@ -109,7 +119,8 @@ class Options:
         self.params = {k:p for k,p in params.items() if k not in ignored}       # what is shown
         self.names = [k for k,p in self.params.items() if p.kind != p.VAR_KEYWORD]
         self.defaults = {k:self.params[k].default for k in self.names}
-        self.accepted,self.comments,self.module = {*self.names, *ignored, *further},comments_of(ctx),ctx.__module__
+        self.accepted = {*self.names, *ignored, *further}
+        self.comments,self.module = comments_of(ctx),ctx.__module__
         self.further,self.checks = further,CHECKS | {k:c for k,c in further.items() if c}
     def checked(self,
         values, # Name -> value, other names among them
@@ -132,18 +143,21 @@ class Options:
         raise CantDistribute(f"No option {name}. {end}")
     def _list_options(self, of, own):
         args = f"takes {', '.join(own)}, and the options" if own else "has"
-        passed = f", and passes on to DistributedDataParallel: {', '.join(self.further)}" if self.further else ''
+        passed = ', '.join(self.further)
+        if passed: passed = f", and passes on to DistributedDataParallel: {passed}"
         return f"{of} {args} {', '.join(self.names)}{passed}."
     def refuse_unknown(self, cls, name, kwargs):
         """Refuses those of `kwargs` that are no arguments of the method `name` of `cls`; in doubt
         they are"""
         try: params = inspect.signature(getattr(cls, name)).parameters.values()
         except (TypeError,ValueError): return
-        own,doubt = [p.name for p in params if p.name != 'self'],any(p.kind == p.VAR_KEYWORD for p in params)
+        own = [p.name for p in params if p.name != 'self']
+        doubt = any(p.kind == p.VAR_KEYWORD for p in params)
         if doubt: own += _inherited(cls, name)
         for k in kwargs:
-            if k in own or doubt and near(k, [*own, *self.names], _ALIASES) not in self.names: continue
-            self.refuse_name(k, name, own)
+            likely = near(k, [*own, *self.names], _ALIASES)
+            if k not in own and not (doubt and likely not in self.names):
+                self.refuse_name(k, name, own)
     def asked_for(self, given):
         "Those of `given` that are not as they are by default"
         return {k:v for k,v in given.items() if v != self.defaults.get(k)}
@@ -151,9 +165,9 @@ class Options:
         "Takes the options out of `kwargs`; refuses one that the method `name` of `learn` has, too"
         own = inspect.signature(getattr(type(learn), name)).parameters
         for k in kwargs.keys() & self.accepted & own.keys(): raise CantDistribute(
-            f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with learn.distrib_ctx(...): "
-            f"learn.{name}({k}=...)` gives it to the method, `with learn.distrib_ctx({k}=...): learn.{name}(...)` to "
-            "the workers.")
+            f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with "
+            f"learn.distrib_ctx(...): learn.{name}({k}=...)` gives it to the method, `with "
+            f"learn.distrib_ctx({k}=...): learn.{name}(...)` to the workers.")
         return {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
     def doc(self, text, intro, params, *more):
         "A docstring that lists `params`"
@@ -175,9 +189,10 @@ class Options:
         method.__signature__ = inspect.Signature([*own, *behind])
         method.__name__,method.__qualname__ = f'distrib_{name}',f'{cls.__name__}.distrib_{name}'
         method.__module__ = self.module
-        method.__doc__ = self.doc(f"`{name}` on workers, by default one per GPU. {wrapped.__doc__ or ''}".rstrip(),
-            f"Behind the arguments of `{name}`, by name:", shown,
-            f"Returns what `{name}` returns. The learner is then as after `{name}` in one process.", RAISES, afterwards)
+        about = f"`{name}` on workers, by default one per GPU. {wrapped.__doc__ or ''}".rstrip()
+        method.__doc__ = self.doc(about, f"Behind the arguments of `{name}`, by name:", shown,
+            f"Returns what `{name}` returns. The learner is then as after `{name}` in one process.",
+            RAISES, afterwards)
         return method
 
 # %% ../../nbs/launch/508_options.ipynb #b6c84c1d
@@ -192,7 +207,8 @@ def workers_for(
     if gpus is not None: return _chosen(list(gpus), nprocs, have)
     if nprocs is None: return max(have, 1), list(range(have)) or None
     if nprocs < 1:
-        raise CantDistribute(f"nprocs={nprocs}: at least one worker is needed. Leave nprocs out to use all GPUs.")
+        raise CantDistribute(f"nprocs={nprocs}: at least one worker is needed. Leave nprocs out to use "
+                             "all GPUs.")
     if have and nprocs > have:
         visible = f"{have} GPU{'s are' if have>1 else ' is'} visible"
         raise CantDistribute(f"nprocs={nprocs}, but {visible}: one worker per GPU. "
@@ -202,7 +218,8 @@ def workers_for(
 def _all_gpus(have):
     "What `gpus='all'` means"
     if have: return range(have)
-    raise CantDistribute("gpus='all': no GPU is visible here. Leave gpus out; nprocs=2 starts two workers on the CPU.")
+    raise CantDistribute("gpus='all': no GPU is visible here. Leave gpus out; nprocs=2 starts two "
+                         "workers on the CPU.")
 
 def _chosen(gpus, nprocs, have):
     "The same for GPUs that the user chose"
@@ -212,16 +229,19 @@ def _chosen(gpus, nprocs, have):
         raise CantDistribute(f"gpus={gpus}: no GPU is visible here. "
                              "Leave gpus out; nprocs=2 starts two workers on the CPU.")
     if bad:
-        raise CantDistribute(f"gpus={gpus}: {bad} not among the {have} visible GPUs (0 to {have-1}). "
-                             "CUDA_VISIBLE_DEVICES counts.")
-    if len(set(gpus)) < len(gpus): raise CantDistribute(f"gpus={gpus}: each GPU takes one worker; name each once.")
+        raise CantDistribute(f"gpus={gpus}: {bad} not among the {have} visible GPUs (0 to "
+                             f"{have-1}). CUDA_VISIBLE_DEVICES counts.")
+    if len(set(gpus)) < len(gpus):
+        raise CantDistribute(f"gpus={gpus}: each GPU takes one worker; name each once.")
     if nprocs not in (None, len(gpus)):
-        raise CantDistribute(f"nprocs={nprocs} with {len(gpus)} GPUs in gpus={gpus}: leave nprocs out.")
+        raise CantDistribute(f"nprocs={nprocs} with {len(gpus)} GPUs in gpus={gpus}: leave nprocs "
+                             "out.")
     return len(gpus), gpus
 
 def workers_on_cpu(nprocs):
     "`(nprocs, [])`; raises `CantDistribute` without a number"
-    if not nprocs or nprocs < 1: raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
+    if not nprocs or nprocs < 1:
+        raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
     return nprocs, []
 
 # %% ../../nbs/launch/508_options.ipynb #35f9d209
@@ -242,8 +262,9 @@ def in_launched_group():
     if group.under_launcher(): return True
     if not group.in_group(): return False
     if 'RANK' in os.environ and 'WORLD_SIZE' in os.environ: return True
-    raise CantDistribute("torch.distributed is already initialized in this process, and not by a launcher. Call "
-                         "torch.distributed.destroy_process_group() first, or start the script with torchrun.")
+    raise CantDistribute("torch.distributed is already initialized in this process, and not by a "
+                         "launcher. Call torch.distributed.destroy_process_group() first, or start the "
+                         "script with torchrun.")
 
 # %% ../../nbs/launch/508_options.ipynb #f5f1bd50
 @contextlib.contextmanager
@@ -298,6 +319,6 @@ def nested(
     """Inside another block of the same learner: that block's workers; refuses other options than it
     has"""
     other = [k for k,v in given.items() if v != defaults.get(k) and v != outer.get(k)]
-    if other: raise CantDistribute(f"Already inside a distrib_ctx of this learner, and {', '.join(other)} can't change "
-                                   "there. Leave the options out, or leave the block first.")
+    if other: raise CantDistribute("Already inside a distrib_ctx of this learner, and "
+                                   f"{', '.join(other)} can't change there. Leave the options out, or leave the block first.")
     yield

@@ -17,7 +17,7 @@ from fastcore.xtras import globtastic
 from ..base import group
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
-from ..base.interrupts import ending_undisturbed, undisturbed
+from ..base.scoped import ending_undisturbed, undisturbed
 from ..base.rng import CommonRNG
 from ..base.scoped import own_attrs
 from ..base.timing import Timings

@@ -15,7 +15,7 @@ from ..base import group, rendezvous
 from ..base.checks import check_all, flag, near, whole
 from ..base.device import device_module, is_started
 from ..base.errors import CantDistribute
-from ..base.interrupts import undisturbed
+from ..base.scoped import undisturbed
 from ..base.scoped import environment
 from .functions import CHECKS, ranch
 from .local import visible_cores
