@@ -14,12 +14,13 @@ from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import (old_numpy, picklable_preloaders, set_text_order, text_order,
                                      torch_dl)
-from ..launch.session import (MODULES_STAY, Baseline, dump_snapshot, dump_state, load_state,
-                                    model_state)
-from ..payload.state import (Changes, OPT_HOOKS, apply_grads, apply_hooks,
-                                   apply_model, hooked, hooks_of, model_grads,
-                                   model_tensors, move_opt, opt_attrs, opt_owners,
-                                   picklable_attrs, update_attrs, update_objects)
+from ..launch.session import dump_snapshot
+from ..launch.training import (MODULES_STAY, Baseline, dump_state, load_state, model_state)
+from ..payload.state import Changes, update_objects
+from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, hooked,
+                                   hooks_of, model_grads,
+                                   model_tensors, move_opt, opt_attrs, opt_owners, picklable_attrs,
+                                   update_attrs)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
@@ -54,8 +55,8 @@ def persistent_refs(learn, callbacks=(), metrics=()):
 def _hooked(learn): return hooked(learn, loss_module(learn.loss_func))
 
 def snapshot(learn, callbacks, columns=None, **call):
-    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `columns` as of
-    `dump`"""
+    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `columns` as
+    of `dump_snapshot`"""
     obj = dict(learn=learn, callbacks=list(callbacks),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=hooks_of(_hooked(learn)), **call)
@@ -102,7 +103,7 @@ def baseline(learn, callbacks=(), metrics=(), refs=None):
     return res
 
 def capture(learn, base, refs, rng=None, around=None,
-            left=True # May gradients have been left for the next step? Not where an interrupt cut a step
+            left=True # May gradients be left for the next step? Not where an interrupt cut a step
 ):
     """Everything that training changed, as a `Payload`: weights to be copied in place, the rest as
     a dump of its own"""
@@ -125,8 +126,8 @@ def apply(learn, owners, refs, meta, buffers):
         unknown += [k for k in state['loss']['tensors'] if k not in model_tensors(loss)]
     if unknown:
         undo()
-        warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be loaded here; "
-                      "the learner is as before the fit.")
+        warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
+                      "loaded here; the learner is as before the fit.")
         return
     apply_model(learn.model, state)
     apply_grads(learn.model, state['grads'])

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['STAY', 'all_cbs', 'persistent_refs', 'loader_refs', 'snapshot', 'place_dl', 'place', 'unpack', 'learner_state',
-           'state_size', 'baseline', 'parts', 'capture']
+           'state_size', 'baseline', 'parts', 'capture', 'apply']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
-import contextlib
+import contextlib, warnings
 
 import torch
 from fastai.callback.core import Callback
@@ -16,13 +16,16 @@ from fastai.data.load import DataLoader
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
-from .loaders import dl_state
-from ..launch.rank0_only import RANK0_ONLY, is_kind
-from ..launch.session import MODULES_STAY, Baseline, dump_snapshot, dump_state, model_state
-from ..payload.state import (Changes, OPT_STAYS, apply_grads, apply_hooks,
-                                   apply_model, apply_opt, hooked, hooks_of, model_grads,
-                                   model_tensors, move_opt, opt_attrs, opt_owners,
-                                   opt_state, opt_tensors, picklable_attrs, without_state)
+from .loaders import dl_state, set_dl_state
+from ..launch.session import dump_snapshot
+from ..launch.training import (MODULES_STAY, RANK0_ONLY, Baseline, dump_state, is_kind,
+                                     load_state,
+                                     model_state)
+from ..payload.state import Changes, update_objects
+from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
+                                   hooked, hooks_of, model_grads, model_tensors, move_opt,
+                                   opt_attrs, opt_owners, opt_state, opt_tensors,
+                                   picklable_attrs, update_attrs, without_state)
 from ..shard.loss import loss_module
 from ..shard.sharded import original
 
@@ -136,8 +139,9 @@ def _build_model(learn, factory, state):
               or ours[k].shape != theirs[k].shape]
     if differ:
         some = f"{', '.join(differ[:3])}{' ...' if differ[3:] else ''}"
-        raise CantDistribute(f"model_factory returned a {type(learn.model).__name__} whose weights aren't those of "
-                             f"learn.model: {some}. It must make the same model as the notebook has.")
+        raise CantDistribute(f"model_factory returned a {type(learn.model).__name__} whose weights "
+                             f"aren't those of learn.model: {some}. It must make the same model as "
+                             "the notebook has.")
     apply_model(learn.model, state)
     learn.create_opt()
     if state['opt']: apply_opt(learn.opt, *state['opt'])
@@ -156,15 +160,17 @@ def state_size(learn):
     return int(1.01*sum(t.nbytes for t in ts))+2**20
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
-STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad','distrib_session',
-         'pbar','mbar','_state','old_logger','scaler','autocast','_metrics','create_mbar'}
+STAY = {'learn','dls','model','opt','cbs','logger','lock','dl','xb','yb','pred','loss_grad',
+        'distrib_session','pbar','mbar','_state','old_logger','scaler','autocast','_metrics',
+        'create_mbar'}
 
 # fastai's loaders draw `_DataLoader__idxs`, the order of an epoch, anew in each
-_PARTS_STAY = MODULES_STAY | {'loaders','_device','device','_shard','it','rng','fake_l','_DataLoader__idxs'}
+_PARTS_STAY = MODULES_STAY | {'loaders','_device','device','_shard','it','rng','fake_l',
+                              '_DataLoader__idxs'}
 
 def baseline(learn, cbs,
              refs=None,  # `persistent_refs`, for a job: only what changed is sent then
-             made=False  # Was the model or were the loaders made in the worker, so that parts aren't the notebook's?
+             made=False  # Were model or loaders made in the worker? Then parts aren't the notebook's
 ):
     "The `Baseline` of learner, optimizer and callbacks"
     opts,callbacks = opt_owners(learn.opt),all_cbs(learn, cbs)
@@ -238,3 +244,55 @@ def _picklable(rest, cbs, refs):
                                 'learn').values()], new=of(rest['new'], 'learn'))
     if 'dls' in rest['new'] and 'dls' not in res['new']: res['dls'] = []
     return res | dict(lost=lost)
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #0988a298
+def apply(learn, cbs, meta, buffers, refs=None,
+          whole=True # Also what callbacks hold that is as it was? Not right after the fit
+):
+    "Puts a captured state into `learn` and its callbacks, in place"
+    refs,callbacks = refs or persistent_refs(learn, cbs),all_cbs(learn, cbs)
+    state,load_rest = load_state(meta, buffers, refs)
+    rest = _load_rest(load_rest)
+    if not _apply_structure(learn, rest, state): return
+    if state['epoch'] is not None: learn.epoch = state['epoch']
+    apply_model(learn.model, state)
+    if state['tensors']: apply_grads(learn.model, state['grads'])
+    if state['loss']: apply_model(loss_module(learn.loss_func), state['loss'])
+    if state['opt'] and learn.opt: apply_opt(learn.opt, *state['opt'])
+    for o,attrs in zip(opt_owners(learn.opt), rest['opt']): update_attrs(o, attrs, whole)
+    update_attrs(learn, rest['learn'])
+    for cb,attrs in zip(callbacks, rest['cbs']): update_attrs(cb, attrs, whole)
+    for dl,st in zip(learn.dls.loaders, rest['dls']): set_dl_state(dl, st)
+    before = list(learn.cbs)
+    for i in rest['left']:
+        if i < len(before): learn.remove_cb(before[i])
+    for cb in rest['come']: learn.add_cb(cb)
+    if rest['rng']: CommonRNG(rest['rng']).install()
+
+def _apply_structure(learn, rest, state):
+    """Modules and parts; do the weights fit then? A learner that they don't fit is left as it was,
+    with a warning"""
+    undo,before = update_objects(parts(learn), rest['parts']),{k:getattr(learn, k)
+                                                               for k in rest['new']}
+    for k,v in rest['new'].items(): setattr(learn, k, v)
+    unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]
+    if not unknown: return True
+    undo()
+    for k,v in before.items(): setattr(learn, k, v)
+    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
+                  "loaded here; the learner is as before the fit.")
+    return False
+
+def _load_rest(load_rest):
+    "What came besides weights and optimizer; with a warning about what didn't"
+    try: rest = load_rest()
+    except Exception as e:
+        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks are "
+                      "as before it, since something that a callback holds can't be loaded here "
+                      f"({type(e).__name__}: {e}).")
+        return dict(learn={}, cbs=[], opt=[], parts=[], new={}, left=[], come=[], rng=None, dls=[])
+    if lost := [' '.join(o.split()) for o in rest.get('lost', ())]:
+        verb = 'is' if len(lost) == 1 else 'are'
+        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and "
+                      f"{verb} in the notebook as before the fit. Everything else of the fit is there.")
+    return rest

@@ -16,7 +16,7 @@ from ..base.device import is_accelerator
 from ..base.rng import CommonRNG
 from .report import banner, summary, what_ran
 from ..output.notice import print_line
-from ..payload.changes import fingerprint
+from ..payload.state import fingerprint
 from ..payload.host_copy import HostCopies
 from ..payload.pickling import dump, load
 from ..payload.state import model_tensors
