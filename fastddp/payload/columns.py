@@ -119,7 +119,9 @@ class _Joined:
         step = max(1, len(self.tensors)*2**24//max(self.nbytes, 1))
         for i in range(0, len(self.tensors), step):
             with torch._C.DisableTorchFunctionSubclass():
-                flat = torch._utils._flatten_dense_tensors(self.tensors[i:i+step])
+                part = self.tensors[i:i+step]
+                join = torch.cat if part[0].dim() == 1 else torch._utils._flatten_dense_tensors
+                flat = join(part)       # `cat` is the quicker one
             yield memoryview(flat.view(torch.uint8).numpy())
 
 def _load_joined(buf):
@@ -149,7 +151,8 @@ def _tensors(ts):
         if dtype not in _DTYPES or not _is_plain(kind, dtype, ts): return None
         if any(map(attrgetter('is_nested'), ts)): return None
         if {*map(torch.Tensor.dim, ts)} != {dim}: return None
-        shapes = np.array([*map(tuple, map(attrgetter('shape'), ts))], np.int64).reshape(n, dim)
+        if dim == 1: shapes = np.fromiter(map(torch.Tensor.numel, ts), np.int64, n)[:,None]
+        else: shapes = np.array([*map(torch.Tensor.size, ts)], np.int64).reshape(n, dim)
         begin = np.fromiter(map(torch.Tensor.storage_offset, ts), np.int64, n)
         width,size = ts[0].element_size(),shapes.prod(1)
         storage_at = np.fromiter(map(torch.Tensor.data_ptr, ts), np.int64, n)-begin*width
