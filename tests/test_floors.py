@@ -147,9 +147,9 @@ def test_notebooks_mirror_the_folders():
     assert len({n for n, _ in numbers}) == len(numbers)
 
 
-HOUSE = {'base.errors': '00', 'base.group': '02', 'payload.pickling': '11', 'process.helper': '44', 'process.workers': '45',
-         'shard.split': '30', 'launch.local': '53', 'machines.hosts': '60', 'fastai2.session': '84', 'fastai2.learner': '86',
-         'fastai1.learner': '96'}
+HOUSE = {'base.errors': '00', 'base.group': '02', 'payload.pickling': '11', 'process.helper': '44', 'process.workers':
+         '45', 'shard.split': '30', 'launch.local': '53', 'machines.hosts': '60', 'fastai2.session': '84',
+         'fastai2.learner': '86', 'fastai1.learner': '96'}
 
 BAD = {
     ('process.workers', 'from ..fastai2.learner import snapshot'): 'process.workers imports fastai2.learner',

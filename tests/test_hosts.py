@@ -323,7 +323,8 @@ def test_preflight(hosts):
 
 @pytest.mark.parametrize('command,says', [
     ('ip netns exec {host}-not-there {run}', "can't be reached"),
-    ('env -C / -u PYTHONPATH PYTHONNOUSERSITE=1 /usr/bin/env python3 -I -S -m fastddp.machines.agent', 'has no fastddp'),
+    ('env -C / -u PYTHONPATH PYTHONNOUSERSITE=1 /usr/bin/env python3 -I -S -m fastddp.machines.agent',
+     'has no fastddp'),
     ('env no-such-program {run}', 'has no such program'),
     ('sh -c "echo Permission denied \\(publickey,password\\). >&2; exit 255"', 'wants a password')])
 def test_a_host_that_has_no_agent(command, says):
