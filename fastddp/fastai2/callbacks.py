@@ -23,8 +23,7 @@ from .together import _FIRST, _LAST, OurCallback, Together, TogetherLast, own_ev
 from ..launch.training import is_rank0_only
 from ..output.notice import print_line
 from ..payload.state import move_opt
-from ..shard.batchnorm import sync_buffers, synced_bn
-from ..shard.drift import SameWeights
+from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.gathered_loss import Losses
 from ..shard.gradients import average_grads
 from ..shard.sharded import is_sharded, outside_loop, write_back
@@ -32,7 +31,7 @@ from ..shard.sharded import is_sharded, outside_loop, write_back
 # %% ../../nbs/fastai2/720_callbacks.ipynb #08799249
 def opt_from_rank0(learn):
     "The optimizer's state of rank 0, on every rank"
-    state = group.all_gather_object(learn.opt.state_dict() if group.rank() == 0 else None)[0]
+    state = group.from_rank0(learn.opt.state_dict())
     if group.rank():
         learn.opt.load_state_dict(state)
         move_opt(learn.opt)     # they were gathered on the CPU
@@ -170,9 +169,12 @@ def distributed(learn,
 def _depart(together, step, same):
     """The last meeting of a fit. Gradients that no step took become those of all, and so do weights
     of a cut epoch"""
-    said = together.meet_last(grads=step.has_grads(), cancelled=not same.compared)
+    params = list(step.learn.model.parameters())
+    # what accumulation left in `p.grad` is one rank's
+    has_grads = any(p.grad is not None and bool(p.grad.any()) for p in params)
+    said = together.meet_last(grads=has_grads, cancelled=not same.compared)
     together.grads_left = said.sum('grads') > 0
-    if together.grads_left: average_grads(list(step.learn.model.parameters()))
+    if together.grads_left: average_grads(params)
     if said.sum('cancelled'): same.sync_weights()
 
 @contextlib.contextmanager

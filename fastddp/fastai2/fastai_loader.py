@@ -245,16 +245,13 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
     if not dl.indexed:
         s.source = StreamSource(dl.dataset, s, lambda: dl.n)
         s.read,res.create_item = res.create_item,res._next_raw
-    res.fake_l = _torch_side(dl, res, n)
+    # torch's side of a fastai loader
+    fl = res.fake_l = copy.copy(dl.fake_l)
+    fl.d,fl.default,fl.dataset = res,res,fl
+    fl.num_workers = workers_per_rank(fl.num_workers, n)
+    fl.worker_init_fn = reporting(fl.worker_init_fn)
     track_changes(res)
     return res
-
-def _torch_side(dl, res, n):
-    fl = copy.copy(dl.fake_l)
-    fl.d,fl.default = res,res
-    fl.dataset,fl.num_workers = fl,workers_per_rank(fl.num_workers,n)
-    fl.worker_init_fn = reporting(fl.worker_init_fn)
-    return fl
 
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #5b0c7d16
 _WAY = ('__iter__','sample','create_batches','chunkify')

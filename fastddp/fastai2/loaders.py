@@ -28,9 +28,6 @@ from ..shard.torch_loader import (is_stream, samplers_of, shard_torch, torch_bs,
 # %% ../../nbs/fastai2/702_loaders.ipynb #3c3f3391
 def _is_dl(o): return isinstance(o, (DataLoader,TorchLoader))
 
-def _size_of(dl):
-    "Items of an epoch, or batches where a batch sampler decides"
-    return n_items(dl) if isinstance(dl,DataLoader) else torch_size(dl)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #2b47339a
 def _holds_dls(v):
@@ -46,21 +43,10 @@ def _inner(dl):
     held = [o for v in loaders_in(dl).values() for o in ([v] if _is_dl(v) else v)]
     return list({id(o):o for o in held}.values())
 
-def _replace_loaders(res, dl, new):
-    "Put into `res`, a clone of the wrapper `dl`, what `new` has for the `id` of each loader"
-    for k,v in loaders_in(dl).items():
-        setattr(res, k, new[id(v)] if _is_dl(v) else type(v)([new[id(o)] for o in v]))
-    return res
-
 # %% ../../nbs/fastai2/702_loaders.ipynb #b8cdffa5
 _NOT_TOGETHER = ("an object that iterates over several loaders must take one batch of each in "
                  "every step, and these must be of the same size. Otherwise make one loader of "
                  "them, over a dataset that combines theirs.")
-
-def _check_together(i, epochs, before):
-    "Raise `CantShard` if these `Epoch`s of a wrapper's loaders are not all at step `i`"
-    moved = all(e is not old and e.done>i for e,old in zip(epochs,before))
-    if not moved or len({e.counts[i] for e in epochs})>1: raise CantShard(_NOT_TOGETHER)
 
 class ShardedWrapper(Sharded):
     "Mixed in before the class of an object that iterates over loaders in its attributes"
@@ -70,7 +56,9 @@ class ShardedWrapper(Sharded):
         with reading(self, []) as epoch:
             for i,b in enumerate(super(Sharded, self).__iter__()):     # the user's
                 inner = [o._shard.epoch for o in loaders]
-                _check_together(i, inner, before)
+                moved = all(e is not old and e.done>i for e,old in zip(inner,before))
+                if not moved or len({e.counts[i] for e in inner})>1:
+                    raise CantShard(_NOT_TOGETHER)
                 counts,start = inner[0].counts[i],len(epoch.idxs)
                 account(self, epoch, counts, inner[0].idxs[start:start+counts[0]])
                 yield b
@@ -86,7 +74,9 @@ def _shard_wrapper(dl, rank, n, batch, train, common):
     s = Shard(dl, rank, n, None, train, common)
     new = {id(o): _shard_one(o, rank, n, batch, train, common) for o in _inner(dl)}
     res,s.loaders = sharded_clone(ShardedWrapper,s),list(new.values())
-    track_changes(_replace_loaders(res, dl, new))
+    for k,v in loaders_in(dl).items():
+        setattr(res, k, new[id(v)] if _is_dl(v) else type(v)([new[id(o)] for o in v]))
+    track_changes(res)
     return res
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #c638a766
@@ -195,7 +185,8 @@ def _no_length(dl, n, batch):
 def _too_few(dl, n, batch):
     "Training data that gives some worker nothing to do"
     if loaders_in(dl): return next((w for o in _inner(dl) if (w:=_too_few(o,n,batch))), None)
-    return too_few(_size_of(dl), global_bs(dl,n,batch), n, n_batches(dl,n,batch), batch)
+    size = n_items(dl) if isinstance(dl,DataLoader) else torch_size(dl)
+    return too_few(size, global_bs(dl,n,batch), n, n_batches(dl,n,batch), batch)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #d0cc3295
 def batch_items(dl,  # A loader in the middle of an epoch

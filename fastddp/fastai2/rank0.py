@@ -17,11 +17,9 @@ from fastcore.foundation import L
 from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
-from .callbacks import kept_streams
-from .callbacks import opt_from_rank0
-from .together import own_events
+from .callbacks import kept_streams, opt_from_rank0
 from .inference import inner_inference
-from .together import LOAD
+from .together import LOAD, own_events
 from ..launch.training import is_kind, is_rank0_only
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #1bf87b74
@@ -55,7 +53,7 @@ def sync_load(learn,
 def sync_opt(learn):
     "Rank 0's optimizer on every rank"
     if group.world_size() == 1: return
-    if not group.all_gather_object(bool(learn.opt))[0]:
+    if not group.from_rank0(bool(learn.opt)):
         learn.opt = None      # the fit makes one
         return
     if not learn.opt: learn.create_opt()

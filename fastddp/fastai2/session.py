@@ -18,7 +18,7 @@ from ..base.scoped import Interrupts, undisturbed
 from .step import check_ddp
 from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
                                        without_outside)
-from .jobs import enough_epochs, finds_lr, fit_args, fit_job, infer_job
+from .jobs import enough_epochs, fit_args, fit_job, infer_job
 from .fastai_loader import rows_are_streams
 from .loaders import check_dl, global_bs, n_batches, set_dl_state
 from .rank0 import apply_settings, notebook_run, wants_no_lines
@@ -26,6 +26,7 @@ from .resume import (ResumePoint, UserCall, dropped_lists, resume_points,
                                     state_before, user_calls)
 from .snapshot import all_cbs, apply, loader_refs, snapshot
 from ..launch.session import Call, Session as _Session, refuse_untrainable
+from ..launch.training import finds_lr
 from ..output.notice import hushed, print_line
 from ..payload.state import own_copy
 

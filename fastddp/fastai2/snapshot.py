@@ -19,13 +19,12 @@ from ..base.scoped import without_attrs
 from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
 from ..launch.training import (MODULES_STAY, RANK0_ONLY, Baseline, dump_state, is_kind,
-                                     load_state,
-                                     model_state)
-from ..payload.state import Changes, update_objects
-from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
-                                   hooked, hooks_of, model_grads, model_tensors, move_opt,
-                                   opt_attrs, opt_owners, opt_state, opt_tensors,
-                                   picklable_attrs, update_attrs, without_state)
+                                     load_state, model_state)
+from ..payload.state import (OPT_STAYS, Changes, apply_grads, apply_hooks, apply_model,
+                                   apply_opt, hooked, hooks_of, model_grads, model_tensors,
+                                   move_opt, opt_attrs, opt_owners, opt_state, opt_tensors,
+                                   picklable_attrs, update_attrs, update_objects,
+                                   without_state)
 from ..shard.loss import loss_module
 from ..shard.sharded import original
 

@@ -156,7 +156,10 @@ def weigh(self:StepSync, loss, first):
     divisor,scale = self.part.divisor,self.scale
     if isinstance(divisor, torch.Tensor):
         # only the device knows whether the weights of this rank's items are all zero
-        if first and self._has_weights(): self._without_nan(divisor)
+        # where they are, a weighted mean divides zero by zero
+        if first and self._has_weights():
+            for t in tensors_in(self.learn.pred):
+                if t.requires_grad: t.register_hook(lambda g: torch.where(divisor > 0, g, 0.))
         return torch.where(divisor > 0, loss, 0.)*scale
     if divisor: return loss if isinstance(scale, float) and scale == 1. else loss*scale
     # None of this rank's items counts: its loss may be no number, and class weights of zero no
@@ -171,13 +174,6 @@ def _has_weights(self:StepSync):
     return bool(weights) and weights[0] is not None
 
 @patch
-def _without_nan(self:StepSync, divisor):
-    """Where `divisor` is zero the gradient of the predictions is: a weighted mean would divide zero
-    by zero"""
-    for t in tensors_in(self.learn.pred):
-        if t.requires_grad: t.register_hook(lambda g: torch.where(divisor > 0, g, 0.))
-
-@patch
 def _has_loss(self:StepSync):
     "True if `learn.loss` is that of this batch"
     return self.learn.loss is not self.last_loss and isinstance(self.learn.loss, torch.Tensor)
@@ -185,7 +181,12 @@ def _has_loss(self:StepSync):
 @patch
 def _meet(self:StepSync, loss):
     if not self.checked: self._check_terms(loss)
-    self.part,self.passes.gathers = self._loss_part(),not self.reduces()
+    learn,f = self.learn,self.user_loss or self.learn.loss_func
+    if self.gathered is not None: self.part = loss_part(f, learn.yb, self.gathered, by='mean')
+    else:
+        self.part = loss_part(f, learn.yb, true_counts(learn)[0], self.losses.by(f),
+                              read=not self._on_device())
+    self.passes.gathers = not self.reduces()
     numbers,on_device = self._numbers(self.learn.loss if self._has_loss() else loss)
     said = self.together.meet(BATCH, self.learn.iter, backward=1., **self._of_graph(loss),
                               **numbers)
@@ -197,13 +198,6 @@ def _meet(self:StepSync, loss):
 def _share_loss(self:StepSync, loss):
     numbers,on_device = self._numbers(loss)
     if (said := self.together.meet_aside(VALUE, **numbers)) is not None: self._use(said, on_device)
-
-@patch
-def _loss_part(self:StepSync):
-    learn,f = self.learn,self.user_loss or self.learn.loss_func
-    if self.gathered is not None: return loss_part(f, learn.yb, self.gathered, by='mean')
-    return loss_part(f, learn.yb, true_counts(learn)[0], self.losses.by(f),
-                     read=not self._on_device())
 
 @patch
 def _numbers(self:StepSync, loss):
@@ -363,12 +357,6 @@ def _name_callbacks(self:StepSync):
     cbs = [cb for cb in self.learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS)]
     names = ', '.join(type(cb).__name__ for cb in cbs)
     if names: self.losses.print_once(f"{names} changes the loss (loss_grad): {AVERAGED}", 'penalty')
-
-# %% ../../nbs/fastai2/714_step.ipynb #81c60e05
-@patch
-def has_grads(self:StepSync):
-    "Has this rank gradients that no step took? What accumulation left in `p.grad` is one rank's"
-    return any(p.grad is not None and bool(p.grad.any()) for p in self.learn.model.parameters())
 
 # %% ../../nbs/fastai2/714_step.ipynb #75a00003
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters

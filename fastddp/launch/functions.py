@@ -203,9 +203,9 @@ class _NotebookIsRank(Local):
         super().__init__(**kwargs)
         self.rank,self.fn = rank,fn
     def worker_ranks(self, nprocs): return [r for r in range(nprocs) if r != self.rank]
-    def wait(self, monitor, refs):
+    def wait(self, monitor):
         res = _call_watched(monitor, self.fn)
-        return monitor.wait(refs, {self.rank:res})
+        return monitor.wait({self.rank:res})
 
 # %% ../../nbs/launch/514_functions.ipynb #a8046ec4
 def ranch(

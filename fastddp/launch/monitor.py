@@ -54,7 +54,6 @@ class Monitor:
         # what is there now is of earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
     def wait(self,
-        refs, # Persistent refs for the results
         results_here={}, # rank -> result of a rank without a process of its own
     ):
         """Waits until all ranks are done and returns their `Outcome`; the first failure ends it for all
@@ -70,7 +69,7 @@ class Monitor:
             results = {**results_here}
             for r in self.workers.ranks:
                 block,packed = self.workers.latest[r,'result']
-                results[r] = load(packed.meta, block.read(packed, copy=True), refs=refs)
+                results[r] = load(packed.meta, block.read(packed, copy=True))
         # the notebook's own failures, too: nobody reads its output any more, say
         except BaseException as e:
             self._with_state(e)

@@ -11,18 +11,17 @@ import contextlib, functools, sys, warnings
 from ..base import group
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
-from ..base.scoped import ending_undisturbed, undisturbed
 from ..base.rng import CommonRNG
-from ..base.scoped import own_attrs
+from ..base.scoped import ending_undisturbed, own_attrs, undisturbed
 from .engine import Job
-from .report import Timings, banner, start_of, stopped, summary, what_ran
+from .report import Timings, banner, start_of, summary, what_ran
 from .options import engine_for, in_launched_group, nested
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
 from ..payload.columns import Columns
 from ..payload.patches import collect_patches
 from ..payload.state import model_tensors, move_opt
-from ..shard.batchnorm import bn_note
+from ..shard.same_model import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
 def dump_snapshot(
@@ -199,8 +198,8 @@ class Session:
             try: yield
             except KeyboardInterrupt as e:
                 end_line()
-                print_line(stopped(getattr(e, 'where', ''), getattr(e, 'kept', None)
-                                   or call.holds()))
+                where,kept = getattr(e, 'where', ''),getattr(e, 'kept', None) or call.holds()
+                print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
                 shorten(e)
                 raise
     def train(self, call):

@@ -15,8 +15,7 @@ from ..base import group, rendezvous
 from ..base.checks import check_all, flag, near, whole
 from ..base.device import device_module, is_started
 from ..base.errors import CantDistribute
-from ..base.scoped import undisturbed
-from ..base.scoped import environment
+from ..base.scoped import environment, undisturbed
 from .functions import CHECKS, ranch
 from .local import visible_cores
 
@@ -58,7 +57,11 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         self._undo = undo = contextlib.ExitStack()
         try:
             device = self._use_device(undo, local, n)
-            undo.enter_context(self._environment(rank, world_size))
+            # torch's launchers set the first four; joining a group sets the others
+            undo.enter_context(environment(
+                RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=self.addr,
+                MASTER_PORT=self.port and str(self.port), OMP_NUM_THREADS=None,
+                GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None))
             undo.push(_leave)
             self._join(rank, world_size, device)
         except BaseException:
@@ -75,14 +78,6 @@ def _leave(kind, *_):
     if is_started(): device_module().empty_cache()
 
 # %% ../../nbs/launch/515_torchddp.ipynb #569bdb33
-@patch
-def _environment(self:TorchDDPCtx, rank, world_size):
-    """The variables of torch's launchers; those of the last line are set by whoever joins a group,
-    and undone here"""
-    return environment(RANK=str(rank), WORLD_SIZE=str(world_size),
-                       MASTER_ADDR=self.addr, MASTER_PORT=self.port and str(self.port),
-                       OMP_NUM_THREADS=None, GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
-
 @patch
 def _use_device(self:TorchDDPCtx, undo, local, n):
     "This process's device; afterwards that of the notebook is the current one again"

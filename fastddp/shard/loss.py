@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['unwrapped', 'loss_module', 'name_of', 'is_known', 'has_two_divisors', 'weighting', 'sums_up', 'loss_divisor',
-           'LossPart', 'share_of', 'loss_part', 'loss_and_divisor', 'batch_losses', 'state_of']
+           'LossPart', 'loss_part', 'loss_and_divisor', 'batch_losses', 'state_of']
 
 # %% ../../nbs/shard/304_loss.ipynb #caaa3651
 import functools, inspect
@@ -99,15 +99,13 @@ def loss_divisor(loss_func,
     # a mean over texts of any length
     if isinstance(unwrapped(loss_func)[0], nn.CTCLoss): return len(y)*share
     found = weighting(loss_func)
-    if found is None or not _is_classes(yb): return y.numel()*share
+    classes = len(yb) == 1 and not y.dtype.is_floating_point
+    if found is None or not classes: return y.numel()*share
     # fastai's kinds of tensors make each operation slower
     (weight,ignore),y = found,y.as_subclass(torch.Tensor)
     kept = y != ignore
     if weight is None: return kept.sum()*share
     return torch.where(kept, weight.to(y.device)[torch.where(kept,y,0).long()], 0.).sum()*share
-
-def _is_classes(yb):
-    return len(yb)==1 and isinstance(yb[0],torch.Tensor) and not yb[0].dtype.is_floating_point
 
 # %% ../../nbs/shard/304_loss.ipynb #1663fb35
 class LossPart(NamedTuple):
@@ -134,13 +132,6 @@ class LossPart(NamedTuple):
         if self.sums: return value
         return value/total if isinstance(total, torch.Tensor) or total else float('nan')
 
-def share_of(count, # Items of this rank that count
-             # In training each rank is fed two items at least: see `shard.split.pad_shard`
-             train=True
-):
-    "Which part of the items that a rank was fed counts"
-    return min(count/2, 1.) if train and group.world_size() > 1 else 1.
-
 def loss_part(loss_func, # The learner's
               yb,        # Tuple of this rank's targets
               count,     # Items of this rank that count
@@ -152,7 +143,8 @@ def loss_part(loss_func, # The learner's
               read=None
 ): # `LossPart`
     "This rank's part in the loss of a global batch"
-    share = share_of(count, train)
+    # In training each rank is fed two items at least: see `shard.split.pad_shard`
+    share = min(count/2, 1.) if train and group.world_size() > 1 else 1.
     if by == 'sum' or not by and sums_up(loss_func): return LossPart(float(share), True)
     if by: return LossPart(float(count), False)
     divisor = loss_divisor(loss_func, yb, share)
