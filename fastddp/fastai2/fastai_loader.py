@@ -24,18 +24,17 @@ from ..shard.torch_loader import reporting
 
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #3dd6833d
 def is_lm(dl):
-    """Is `dl` an `LMDataLoader`? Asks without importing fastai.text: who has such a loader has
-    imported it"""
+    """True if `dl` is an `LMDataLoader`. Doesn't import fastai.text, which such a loader has
+    imported"""
     mod = sys.modules.get('fastai.text.data')
     return mod is not None and isinstance(dl, mod.LMDataLoader)
 
 def keeps_state(model):
-    """Does `model` keep state from batch to batch? Then it has a `reset`, for fastai's
-    `ModelResetter`"""
+    "True if `model` keeps state from batch to batch: it has a `reset`, for `ModelResetter`"
     return callable(getattr(model, 'reset', None))
 
 def rows_are_streams(dl, model):
-    """Do batches of `dl` seem to go on where the last one ended, for a `model` that keeps state?
+    """True if batches of `dl` continue where the last one ended, for a `model` that keeps state.
     Then all are full"""
     if is_lm(dl) or not keeps_state(model): return False
     if isinstance(dl, DataLoader):
@@ -231,7 +230,7 @@ def _build(self:ShardedStreamDL, raw):
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #ba9268dd
 def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
                  rank, n, # This rank, and how many there are
-                 batch,   # Is the loader's batch one worker's ('per_worker'), or the 'global' one?
+                 batch,   # Batch size of one worker, or the 'global' one
                  # In training all ranks take every step; in validation nothing is there twice
                  train,
                  common   # `CommonRNG`, alike on all ranks

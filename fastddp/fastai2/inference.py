@@ -32,8 +32,8 @@ from ..shard.split import restore_order
 # %% ../../nbs/fastai2/725_inference.ipynb #0d0195c9
 def takes_whole(dl # A loader as the user made it
 ):
-    """Can whole batches of `dl` go to different ranks? Streams can't, and a language model's state
-    lives across batches"""
+    """True if whole batches of `dl` can go to different ranks: not those of streams, nor those of a
+    language model, whose state lives across batches"""
     if isinstance(dl, DataLoader): return dl.indexed and not is_lm(dl)
     return isinstance(dl, TorchLoader) and not isinstance(dl.dataset, IterableDataset)
 
@@ -73,7 +73,8 @@ def stays_here(dl,     # What to predict: a loader, or a list of batches
         return f"the model has a state of {dl.bs} rows."
     if takes_whole(dl): return None
     gather = [cb for cb in cbs if isinstance(cb, GatherPredsCallback)]
-    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None for cb in gather):
+    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None
+           for cb in gather):
         return "its batches are divided by rows, so they can't be saved or concatenated as asked."
 
 # %% ../../nbs/fastai2/725_inference.ipynb #5fdc168c
@@ -110,7 +111,7 @@ def run_part(learn, # Validates as the user set it up, metrics and callbacks inc
 
 # %% ../../nbs/fastai2/725_inference.ipynb #e54ad9dd
 def join_parts(parts, # `Part` of each rank
-               whole  # Did each rank have whole batches? Else rows of each
+               whole  # Each rank had whole batches, else rows of each
 ):
     "The lists that each gatherer has in one process: dicts by name"
     join = _in_batch_order if whole else _in_row_order
@@ -159,7 +160,7 @@ def _drawn_alike(dl, common):
 
 def preds_in_one_order(learn,
                        common=contextlib.nullcontext(), # `CommonRNG` of a fit
-                       alone=lambda: False # Does rank 0 act for itself just now?
+                       alone=lambda: False # True while rank 0 acts without the others
 ):
     """Inside, `learn.get_preds`, called by all ranks, predicts items in one order, and draws from
     `common`"""

@@ -30,9 +30,9 @@ from ..process.workers import Workers, without_helper
 class Local(Launcher):
     """Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager
     that keeps them warm"""
-    places = False      # Does it say itself where ranks run? Otherwise `launch.options` does
+    places = False      # True for an engine that prints where ranks run; else `launch.options` does
     def __init__(self,
-        gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, or the CPU
+        gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, if any
         backend=None, # 'gloo', the GPUs' ('nccl'), '' for no group; None: what fits the device
         threads=None, # CPU threads per rank; None: the cores divided by the ranks
         see=(0,), # Ranks whose output is shown, or 'all'
@@ -73,8 +73,8 @@ class Local(Launcher):
 # %% ../../nbs/launch/505_local.ipynb #c63e39b7
 @patch
 def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
-    """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises `RankRaised`,
-    `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop, with rank 0's
+    """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises
+    `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop, with rank 0's
     newest state as their `state`"""
     interrupts,timings,monitor = Interrupts(),Timings(),None
     with interrupts.noted(), self._busy:
@@ -142,7 +142,7 @@ def _new_workers(ranks, interrupts, mark, first):
 
 def start_workers(
     ranks, # Their ranks
-    on_gpu, # Do they need a GPU?
+    on_gpu, # They need a GPU
     interrupts=None, # `Interrupts`: with one of them, nothing is waited for
     mark=lambda phase: None, # Called when a phase of the start ends
     first=0, # Rank whose `LOCAL_RANK` is 0

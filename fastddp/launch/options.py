@@ -10,7 +10,8 @@ __all__ = ['CHECKS', 'RAISES', 'check_method', 'no_attribute', 'comments_of', 'l
 import contextlib, inspect, os, re
 
 from ..base import group
-from ..base.checks import (SEE, Check, check_all, flag, is_list, is_whole, near, number, one_of,
+from ..base.checks import (SEE, Check, check_all, flag, is_list, is_whole, near, number,
+                                 one_of,
                                  takes_nothing, whole)
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs

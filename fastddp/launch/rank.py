@@ -29,7 +29,7 @@ class Context:
         device, # Where the job's tensors are loaded
         emit, # `emit(event)` sends a small picklable event to the notebook, in order
         put, # `put(name, payload)` leaves a `Payload` there: 'state', 'epoch' or 'cut'
-        stop_requested, # `stop_requested()`: does the notebook want the job to stop?
+        stop_requested, # `stop_requested()` is True once the notebook wants the job to stop
     ):
         self.rank,self.world_size,self.device,self.local_rank = rank,world_size,device,rank
         self.emit,self.put,self.stop_requested = emit,put,stop_requested
@@ -56,7 +56,7 @@ def call(
     work, # The function's `address`
     ctx, # A `Context`
     meta, buffers, # Of the payload
-    define=False, # Does pickle find the notebook's classes in this process's `__main__`?
+    define=False, # Pickle finds the notebook's classes in this process's `__main__`
 ):
     "Loads the payload, calls the job and returns its result as a `Payload`"
     obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), define=define)
@@ -83,7 +83,8 @@ def _now(o): return o() if callable(o) else o
 class _WorkerContext(Context):
     "A context over a worker's `Channel`; where the job is goes into failure reports"
     def __init__(self, channel, spec, device):
-        super().__init__(channel.rank, spec.world_size, device, lambda e: channel.emit(('event', e)),
+        super().__init__(channel.rank, spec.world_size, device,
+                         lambda e: channel.emit(('event', e)),
                          channel.put, channel.stop_requested)
         self._channel,self.where = channel,channel.where
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))

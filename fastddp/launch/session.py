@@ -62,7 +62,7 @@ def block(
     defaults, # As they are when nothing is said
     in_place, # Called in a group that stands: a context manager
     overrides, # Called as `overrides(launcher, n, gpus)`: the methods that override the learner's
-    quiet=lambda learn: False, # Does the learner want no line of ours?
+    quiet=lambda learn: False, # True for a learner that wants none of our lines
 ):
     "Inside, `learn` trains as `given` says"
     outer = vars(learn).get('distrib_session')
@@ -123,13 +123,12 @@ class Call:
     def __init__(self, session, job,
         what='', # What runs, for the report
         keeps='nothing', # Of failed runs: 'nothing', 'last' (the epoch of the last try), 'all'
-        iterations=False, # Is it counted in steps, rather than in epochs (`lr_find`)?
+        iterations=False, # It is counted in steps, not in epochs (`lr_find`)
     ):
         self.session,self.learn,self.job = session,session.learn,job
         self.keeps,self.iterations = keeps,iterations
         self.timings = Timings(what)
-        # Does the learner hold what the workers came to? Is that an interrupted fit, cut off in an
-        # epoch?
+        # The learner holds what the workers came to; that is a fit interrupted in an epoch
         self.kept = self.cut = False
     def holds(self):
         "What the learner holds, as an error says it"
@@ -188,7 +187,7 @@ class Session:
         self.options,self.restarts = options,restarts
         self.last_banner,self.columns = None,Columns()
     def datasets(self): return ()       # sequences of what items are made from, paths perhaps
-    def quiet(self): return False       # does the learner want no line of ours?
+    def quiet(self): return False       # True if the learner wants none of our lines
     def note(self): pass                # what else there is to say about the fit, as one line
     @contextlib.contextmanager
     def telling(self, call):

@@ -42,8 +42,7 @@ def bn_note(model,
 
 # %% ../../nbs/shard/310_same_model.ipynb #6d8e93f9
 def sync_buffers(model,
-                 # Average batch norm's statistics? Where they are synchronized already, they are
-                 # alike
+                 # Average batch norm's statistics, which differ unless they are synchronized
                  average_bn=True
 ):
     "Give all ranks one set of buffers; every rank calls it"
