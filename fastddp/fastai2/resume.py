@@ -115,8 +115,8 @@ def distrib_resume(self:Learner):
     now = parts_of(self, point.cbs)
     if len(now) != len(point.refs) or any(a is not b() for a,b in zip(now, point.refs)):
         raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those "
-                             "of the fit any more. Train anew, with `start_epoch=` if the schedule is "
-                             "to go on.")
+                             "of the fit any more. Train anew, with `start_epoch=` if the "
+                             "schedule is to go on.")
     first = point.first
     if point.state:
         apply(self, point.cbs, *point.state)

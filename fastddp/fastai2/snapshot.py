@@ -287,8 +287,8 @@ def _load_rest(load_rest):
     try: rest = load_rest()
     except Exception as e:
         warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks "
-                      "are as before it, since something that a callback holds can't be loaded here "
-                      f"({type(e).__name__}: {e}).")
+                      "are as before it, since something that a callback holds can't be loaded "
+                      f"here ({type(e).__name__}: {e}).")
         return dict(learn={}, cbs=[], opt=[], parts=[], new={}, left=[], come=[], rng=None, dls=[])
     if lost := [' '.join(o.split()) for o in rest.get('lost', ())]:
         verb = 'is' if len(lost) == 1 else 'are'

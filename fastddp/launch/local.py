@@ -74,8 +74,8 @@ class Local(Launcher):
 @patch
 def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
     """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises
-    `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop, with rank 0's
-    newest state as their `state`"""
+    `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
+    with rank 0's newest state as their `state`"""
     interrupts,timings,monitor = Interrupts(),Timings(),None
     with interrupts.noted(), self._busy:
         self._stay()
