@@ -123,8 +123,6 @@ def all_gather(
     with _until_released([t, *parts]): torch.distributed.all_gather(parts, t)
     return parts
 
-def _all_gather(t): return [p.cpu() for p in all_gather(t)]
-
 def all_sum(
     values, # Numbers, equally many on each rank
 ):
@@ -132,7 +130,8 @@ def all_sum(
     check_group()
     if world_size() == 1: return [float(v) for v in values]
     t = torch.tensor([float(v) for v in values], dtype=torch.float64, device=comm_device())
-    return torch.stack(_all_gather(t)).sum(0).tolist()
+    # on the CPU, so that the order of summation is the same on every rank
+    return torch.stack([o.cpu() for o in all_gather(t)]).sum(0).tolist()
 
 def barrier():
     "Wait for all ranks"
@@ -234,16 +233,12 @@ def all_gather_tensors(
             for part,ns,of_rank in zip(parts, sizes, shapes)]
 
 # %% ../../nbs/base/009_group.ipynb #5dbd1a3a
-def _flat_groups(tensors):
-    "The tensors grouped by dtype and device"
-    groups = {}
-    for t in tensors: groups.setdefault((t.dtype, t.device), []).append(t)
-    return groups.values()
-
 def _change_as_one(tensors, change):
     "Apply `change` in place to the `tensors` of each dtype and device as one flat tensor"
     check_group()
-    for ts in _flat_groups(tensors):
+    groups = {}
+    for t in tensors: groups.setdefault((t.dtype, t.device), []).append(t)
+    for ts in groups.values():
         flat = torch.cat([t.detach().reshape(-1) for t in ts])
         sent = flat.to(comm_device())
         with _until_released([sent]): change(sent)

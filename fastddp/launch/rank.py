@@ -11,11 +11,10 @@ import contextlib, gc, os, signal, sys, threading, time, warnings
 from typing import NamedTuple
 
 import cloudpickle, numpy as np, torch
+from fastcore.basics import noop
 
 from ..base import board, group, rendezvous
-from ..base.device import device_module, is_accelerator
-from ..process.channel import nothing
-from ..process.malloc import give_pages_back, keep_pages
+from ..base.device import device_module, give_pages_back, is_accelerator, keep_pages
 from ..output.streams import fd_log
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, function_at, load
@@ -107,7 +106,7 @@ class _WorkerContext(Context):
             if self.stop_requested(): raise KeyboardInterrupt
             yield
         finally:
-            self._channel.on_stop = nothing
+            self._channel.on_stop = noop
             signal.signal(signal.SIGINT, old)
 
 # %% ../../nbs/launch/500_rank.ipynb #080e4a9d
