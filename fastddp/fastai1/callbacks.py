@@ -68,15 +68,13 @@ class SameModel(Callback):
         sync_buffers(learn.model, self.average_bn)
         beside = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.beside()))
         if self.same([*learn.model.named_parameters(), *beside], self.epoch):
-            _opt_from_rank0(learn.opt.opt)
+            opt = learn.opt.opt
+            state = group.all_gather_object(opt.state_dict() if group.rank() == 0 else None)[0]
+            if group.rank(): opt.load_state_dict(state)
 
 def _own_loaders(data):
     data.train_dl = own_loader(data.train_dl)
     if not data.empty_val: data.valid_dl = own_loader(data.valid_dl)
-
-def _opt_from_rank0(opt):
-    state = group.all_gather_object(opt.state_dict() if group.rank() == 0 else None)[0]
-    if group.rank(): opt.load_state_dict(state)
 
 class _CountAll(Callback):
     """Lets `AccumulateScheduler` count the global batch's items; it divides by what it counts,
