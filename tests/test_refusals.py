@@ -72,7 +72,7 @@ def things():
 def test_what_cannot_travel_is_named(kind):
     held = things()
     thing = held[kind]
-    message = refused(make_learner(cbs=Holder(thing)), r'learn\.holder\.thing can.t travel', nprocs=2)
+    message = refused(make_learner(cbs=Holder(thing)), r'learn\.holder\.thing can.t be sent', nprocs=2)
     assert 'model_factory=' in message
     model = mlp()
     model[1].thing = thing

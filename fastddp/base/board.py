@@ -6,7 +6,7 @@
 __all__ = ['SIZE', 'on_wait', 'Page', 'Board', 'Heartbeat', 'Heartbeats', 'of_group', 'close']
 
 # %% ../../nbs/base/010_board.ipynb #9cf8c4e5
-import mmap, os, platform, struct, tempfile, time, zlib
+import contextlib, mmap, os, platform, struct, tempfile, time, zlib
 from typing import NamedTuple
 
 import torch
@@ -85,14 +85,11 @@ class Board:
                 raise RuntimeError("Connection closed by peer: the ranks' meeting was ended")
             now = time.perf_counter()
             began = began or now
-            if limit and now-began > limit: self._raise_timeout(ranks, limit)
-            if now-began > _LONG: self._tell(ranks)
+            if limit and now-began > limit:
+                who = ', '.join(map(str, self.missing(ranks)))
+                raise RuntimeError(f"Timed out waiting {limit:.0f} s for rank {who}")
+            if now-began > _LONG and (missing := self.missing(ranks)): on_wait(missing[0])
             _pause(now-began)
-    def _tell(self, ranks):
-        if missing := self.missing(ranks): on_wait(missing[0])
-    def _raise_timeout(self, ranks, limit):
-        who = ', '.join(map(str, self.missing(ranks)))
-        raise RuntimeError(f"Timed out waiting {limit:.0f} s for rank {who}")
     def _bring_other_hosts(self, limit):
         "The rows of this host for the other hosts, and theirs for this page"
         rows = torch.zeros(self.n, SIZE, dtype=torch.float64)
@@ -158,16 +155,13 @@ def close():
     _board = _of = None
 
 def _host():
-    """This machine's name, and its first rank: several machines of a simulated cluster may share a
-    name"""
-    rank = int(os.environ.get('RANK', 0))
+    "Identify this machine: its name, its boot id and its first rank"
+    boot_id,rank = '',int(os.environ.get('RANK', 0))
+    with contextlib.suppress(OSError), open('/proc/sys/kernel/random/boot_id') as f:
+        boot_id = f.read().strip()
+    # machines of a simulated cluster may share a name
     first = rank - int(os.environ.get('LOCAL_RANK', rank))
-    return f'{platform.node()}/{_boot_id()}/{first}'
-
-def _boot_id():
-    try:
-        with open('/proc/sys/kernel/random/boot_id') as f: return f.read().strip()
-    except OSError: return ''
+    return f'{platform.node()}/{boot_id}/{first}'
 
 def _make():
     rank,n = group.rank(),group.world_size()

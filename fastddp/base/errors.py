@@ -10,8 +10,7 @@ __all__ = ['TROUBLES', 'Trouble', 'trouble_of', 'remedy_for', 'CantDistribute', 
 import contextlib, re, shutil, signal, tempfile, traceback
 from typing import NamedTuple
 
-from .failure import (end_fork, Failure, failure_of, first_failure, from_loader,
-                                  is_echo, is_own_line, is_timeout, own_lines)
+from .failure import from_loader, is_own_line, own_lines
 
 # %% ../../nbs/base/001_errors.ipynb #461bafd1
 class Trouble(NamedTuple):
@@ -202,17 +201,14 @@ def _memory_figures():
 
 def _folder_figures():
     "Free space for temporary files and shared memory, as one sentence"
-    res = []
-    for o in dict.fromkeys((_temp_folder(), '/dev/shm')):
+    res,folders = [],['/dev/shm']
+    with contextlib.suppress(OSError): folders.insert(0, tempfile.gettempdir())
+    for o in dict.fromkeys(folders):
         with contextlib.suppress(OSError):
             used = shutil.disk_usage(o)
             full = ' (full)' if used.free < min(2**20, used.total/100) else ''
             res.append(f"{o} {used.free/2**20:,.1f} of {used.total/2**20:,.1f} MiB{full}")
     return f" Free: {', '.join(res)}." if res else ''
-
-def _temp_folder():
-    try: return tempfile.gettempdir()
-    except OSError: return '/tmp'       # not writable
 
 _FIGURES = {'out of memory':_memory_figures, 'killed by the system':_memory_figures,
             'disk is full':_folder_figures,
@@ -236,7 +232,7 @@ class NotPicklable(CantDistribute):
         self.path,self.why = path,why
         super().__init__(path, why)
     def __str__(self):
-        return (f"{self.path} can't travel to the workers ({self.why}). Remove it before the fit, "
+        return (f"{self.path} can't be sent to the workers ({self.why}). Remove it before the fit, "
                 f"open it lazily "
                 "where it is used, or build the object in the workers with `model_factory=` or "
                 "`dls_factory=`.")
@@ -328,8 +324,10 @@ class RankRaised(WorkerError):
         bad = ['', f"The item that failed: {_item(*f.bad)}"] if f.bad else []
         names = f.names or ['']*len(f.items)
         items = [_item(i, name) for i,name in zip(f.items, names)]
-        return bad + (['', f"Items of the batch at hand: {_first(items, 8 if any(names) else 20)}"]
-                      if items else [])
+        if not items: return bad
+        most = 8 if any(names) else 20
+        more = ', ...' if len(items) > most else ''
+        return [*bad, '', f"Items of the batch at hand: {', '.join(items[:most])}{more}"]
     def _variables(self, most=8):
         "The variables of the user's innermost function"
         own = [o for o in self.failure.locals if is_own_line(o[0])]
@@ -339,8 +337,6 @@ class RankRaised(WorkerError):
         return ['', f"Variables in {name}:", *first] if first else []
 
 def _item(i, name): return f"{i} ({name})" if name else f"{i}"
-def _first(items, most):
-    return ', '.join(map(str, items[:most])) + (', ...' if len(items) > most else '')
 
 # %% ../../nbs/base/001_errors.ipynb #e90b97bf
 class RankDied(WorkerError):

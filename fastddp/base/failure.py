@@ -21,14 +21,11 @@ def _strings(v, depth=2):
     inside = v.values() if isinstance(v, Mapping) else v if isinstance(v, (list,tuple,set)) else ()
     return [s for o in list(inside)[:100] for s in _strings(o, depth-1)] if depth else []
 
-def _entries(v):
-    "The entries or attributes of `v`: name -> value"
-    return v if isinstance(v, Mapping) else getattr(v, '__dict__', {})
-
 def _secrets_in(values, depth=2):
     for k,v in list(values.items())[:200]:
         if isinstance(k, str) and _SECRET.search(k): yield from _strings(v)
-        if depth: yield from _secrets_in(_entries(v), depth-1)
+        inside = v if isinstance(v, Mapping) else getattr(v, '__dict__', {})
+        if depth: yield from _secrets_in(inside, depth-1)
 
 def secrets_of(
     values, # A dict: name -> value
@@ -111,13 +108,6 @@ def is_own_line(file):
 def _lies_in(path, folder): return path.startswith(folder.rstrip(os.sep)+os.sep)
 
 def _is_ours(path): return bool(_OURS) and _lies_in(path, _OURS)
-
-def _outside(tb):
-    "The traceback without our frames at its beginning"
-    inner = tb
-    while inner is not None and _is_ours(os.path.realpath(inner.tb_frame.f_code.co_filename)):
-        inner = inner.tb_next
-    return inner or tb
 
 # %% ../../nbs/base/000_failure.ipynb #3ece4c31
 def own_lines(
@@ -237,7 +227,11 @@ def failure_of(
     items=(),     # Dataset indices of the batch at hand, or pairs of index and name
 ):
     "The `Failure` that describes `exc`"
-    tb = _outside(exc.__traceback__)
+    inner = tb = exc.__traceback__
+    # our own frames at the beginning are left out
+    while inner is not None and _is_ours(os.path.realpath(inner.tb_frame.f_code.co_filename)):
+        inner = inner.tb_next
+    tb = inner or tb
     frames = tuple((f.filename, f.lineno, f.name) for f in traceback.extract_tb(tb))
     kind,message,text = type(exc).__name__,_message(exc),_formatted(exc, tb)
     if inner := from_loader(message):

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key', 'native_backend',
            'backend_for', 'backend', 'comm_device', 'import_for_ddp', 'check_group', 'all_gather', 'all_sum', 'barrier',
-           'subgroup', 'sum_in', 'sum_', 'bytes_of', 'all_gather_object', 'all_gather_tensors', 'broadcast_',
-           'average_']
+           'subgroup', 'sum_in', 'sum_', 'bytes_of', 'all_gather_object', 'from_rank0', 'all_gather_tensors',
+           'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
 import collections, contextlib, importlib, io, math, operator, os, pickle, sys, time
@@ -123,8 +123,6 @@ def all_gather(
     with _until_released([t, *parts]): torch.distributed.all_gather(parts, t)
     return parts
 
-def _all_gather(t): return [p.cpu() for p in all_gather(t)]
-
 def all_sum(
     values, # Numbers, equally many on each rank
 ):
@@ -132,7 +130,8 @@ def all_sum(
     check_group()
     if world_size() == 1: return [float(v) for v in values]
     t = torch.tensor([float(v) for v in values], dtype=torch.float64, device=comm_device())
-    return torch.stack(_all_gather(t)).sum(0).tolist()
+    # on the CPU, so that the order of summation is the same on every rank
+    return torch.stack([o.cpu() for o in all_gather(t)]).sum(0).tolist()
 
 def barrier():
     "Wait for all ranks"
@@ -213,6 +212,10 @@ def all_gather_object(
     parts = _gather_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes)
     return [_loads(part.cpu().numpy()) for part in parts]
 
+def from_rank0(o):
+    "The `o` of rank 0, on every rank"
+    return all_gather_object(o if rank() == 0 else None)[0]
+
 def all_gather_tensors(
     tensors, # This rank's
     shapes,  # For each rank the shapes of its tensors; types are alike
@@ -230,16 +233,12 @@ def all_gather_tensors(
             for part,ns,of_rank in zip(parts, sizes, shapes)]
 
 # %% ../../nbs/base/009_group.ipynb #5dbd1a3a
-def _flat_groups(tensors):
-    "The tensors grouped by dtype and device"
-    groups = {}
-    for t in tensors: groups.setdefault((t.dtype, t.device), []).append(t)
-    return groups.values()
-
 def _change_as_one(tensors, change):
     "Apply `change` in place to the `tensors` of each dtype and device as one flat tensor"
     check_group()
-    for ts in _flat_groups(tensors):
+    groups = {}
+    for t in tensors: groups.setdefault((t.dtype, t.device), []).append(t)
+    for ts in groups.values():
         flat = torch.cat([t.detach().reshape(-1) for t in ts])
         sent = flat.to(comm_device())
         with _until_released([sent]): change(sent)

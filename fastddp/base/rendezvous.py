@@ -60,7 +60,14 @@ def join(
         store = torch.distributed.FileStore(os.fspath(store), world_size)
     _wait_for_all(store, rank, world_size, 'here')
     before = sockets()
-    _connect(backend, store, rank, world_size, device, timeout)
+    limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
+    on_gpu = dict(device_id=device) if backend == group.native_backend() else {}
+    _count_from_zero()
+    _connected.clear()
+    try:
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+                                             timeout=limit, **on_gpu)
+    finally: _connected.set()
     _connections.clear()
     _connections.update(sockets()-before)
     _wait_for_all(store, rank, world_size, 'in')
@@ -73,16 +80,6 @@ def sockets():
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK((st := os.fstat(int(fd))).st_mode): res.add((int(fd), st.st_ino))
     return res
-
-def _connect(backend, store, rank, world_size, device, timeout):
-    limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
-    on_gpu = dict(device_id=device) if backend == group.native_backend() else {}
-    _count_from_zero()
-    _connected.clear()
-    try:
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                                             timeout=limit, **on_gpu)
-    finally: _connected.set()
 
 # %% ../../nbs/base/011_rendezvous.ipynb #fde173fe
 @functools.cache

@@ -77,13 +77,12 @@ def seed_rank(
         common.install()
         common.alone = True
         return
-    seed = _hashed(rank, epoch, common.state())
+    # 64 bits made of the whole state, so that different states give different seeds
+    s = common.state()
+    python_and_rest = repr((rank, epoch, s['python'], s['numpy'][2:])).encode()
+    words = python_and_rest + s['numpy'][1].tobytes() + s['torch'].numpy().tobytes()
+    seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), 'little')
     random.seed(seed)
     np.random.seed(seed%2**32)
     torch.manual_seed(seed)
 
-def _hashed(rank, epoch, s):
-    "64 bits made of the whole state `s`: of streams that differ anywhere, the seeds differ as well"
-    python_and_rest = repr((rank, epoch, s['python'], s['numpy'][2:])).encode()
-    words = python_and_rest + s['numpy'][1].tobytes() + s['torch'].numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), 'little')

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['CHECKS', 'RAISES', 'check_method', 'no_attribute', 'comments_of', 'list_params', 'Options', 'workers_for',
-           'workers_on_cpu', 'local_reason', 'in_launched_group', 'engine_for', 'nested']
+           'local_reason', 'in_launched_group', 'engine_for', 'nested']
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
 import contextlib, inspect, os, re
 
 from ..base import group
-from ..base.checks import (SEE, Check, check_all, flag, is_list, is_whole, near, number, one_of,
+from ..base.checks import (SEE, Check, check_all, flag, is_list, is_whole, near, number,
+                                 one_of,
                                  takes_nothing, whole)
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
@@ -22,9 +23,6 @@ def _likely_gpus(v):
     if is_whole(v): return f"[{v}] (GPU {v})" + (f", or nprocs={v} ({v} workers)" if v else '')
     numbers = re.findall(r'\d+', v)
     return f"[{', '.join(numbers)}]" if numbers else "'all'" if near(v, ['all']) else None
-
-def _is_launcher(v):
-    return v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type)
 
 def _factory(what, example):
     def fits(v):
@@ -43,13 +41,14 @@ CHECKS = dict(
     sync_bn=flag(),
     model_factory=_factory('model', 'resnet34()'),
     dls_factory=_factory('DataLoaders', 'ImageDataLoaders.from_folder(path)'),
-    launcher=Check("what runs the job, such as InProcess(); leave it out for processes of this machine",
-                   _is_launcher, lambda v: f"{v.__name__}()" if hasattr(v, 'run') else None),
+    launcher=Check(
+        "a Launcher such as InProcess(). Leave launcher out to use local processes",
+        lambda v: v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type),
+        lambda v: f"{v.__name__}()" if hasattr(v, 'run') else None),
     see=SEE,
-    restarts=whole("how many times a fit that failed goes on by itself, a whole number from 0 on",
-                   0),
-    timeout=number("seconds without a step after which a fit counts as hanging, above 0; None: no limit",
-                   none=True))
+    restarts=whole("how many times a failed fit is resumed, a whole number from 0 on", 0),
+    timeout=number("seconds without a step after which a fit counts as hanging, above 0; "
+                   "None: no limit", none=True))
 
 # What other tools call it
 _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs',
@@ -59,7 +58,7 @@ _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs
 
 # %% ../../nbs/launch/508_options.ipynb #bc56a0a1
 def check_method(learn, name):
-    "Refuses what is no method of `learn`'s class"
+    "Raise `CantDistribute` unless `name` is a method of `learn`'s class"
     if isinstance(name, str) and callable(getattr(type(learn), name, None)): return
     methods = [o for o in dir(type(learn))
                if not o.startswith(('_','distrib')) and callable(getattr(type(learn), o))]
@@ -68,15 +67,14 @@ def check_method(learn, name):
     raise CantDistribute(f"Learner has no method {name!r} to run on workers.{hint}")
 
 def no_attribute(learn, name):
-    """The `AttributeError` for an attribute that a learner doesn't have, with what was probably
-    meant"""
+    "The `AttributeError` for a missing attribute of a learner, with the closest existing name"
     likely = near(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
     hint = f" Did you mean {likely}?" if likely else ''
     return AttributeError(f"Learner has no attribute {name!r}.{hint}")
 
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
 def comments_of(fn):
-    "Parameter -> the comment beside it; none where the source of `fn` isn't at hand"
+    "Parameter -> the comment beside it; empty without the source of `fn`"
     try: source = inspect.getsource(fn)
     except (OSError,TypeError): return {}
     head = re.split(r'\n\)|\):', source)[0]     # the signature
@@ -97,10 +95,10 @@ def list_params(
 
 # %% ../../nbs/launch/508_options.ipynb #696b0e52
 RAISES = """Raises
-    CantDistribute: before anything is started or changed; the message says why, and what to do instead
-    RankRaised: a rank raised an exception; the error shows your lines of it first, and says what to do
-    RankDied: a rank's process ended, killed for lack of memory, say
-    GroupTimeout: no rank took a step for `timeout` seconds; the error shows what each of them was doing
+    CantDistribute: before anything is started or changed; the message says why and what to do
+    RankRaised: a rank raised an exception; the error shows your lines first, and what to do
+    RankDied: a rank's process ended, for example killed for lack of memory
+    GroupTimeout: no training step for `timeout` seconds; the error shows the stack of each rank
     KeyboardInterrupt: you interrupted; all ranks stopped after the same batch"""
 
 def _inherited(cls, name):
@@ -203,27 +201,26 @@ def workers_for(
     """`(number of workers, GPU of each or None for the CPU)`; raises `CantDistribute`, with a
     remedy, for what can't be"""
     have = group.n_gpus()
-    if isinstance(gpus, str): gpus = _all_gpus(have)
+    if isinstance(gpus, str):       # 'all'
+        if not have: raise CantDistribute("gpus='all': no GPU is visible here. Leave gpus out; "
+                                          "nprocs=2 starts two workers on the CPU.")
+        gpus = range(have)
     if gpus is not None: return _chosen(list(gpus), nprocs, have)
     if nprocs is None: return max(have, 1), list(range(have)) or None
     if nprocs < 1:
-        raise CantDistribute(f"nprocs={nprocs}: at least one worker is needed. Leave nprocs out to use "
-                             "all GPUs.")
+        raise CantDistribute(f"nprocs={nprocs}: at least one worker is needed. Leave nprocs out "
+                             "to use all GPUs.")
     if have and nprocs > have:
         visible = f"{have} GPU{'s are' if have>1 else ' is'} visible"
         raise CantDistribute(f"nprocs={nprocs}, but {visible}: one worker per GPU. "
                              f"Pass nprocs={have} or less, or gpus=[] for workers on the CPU.")
     return nprocs, list(range(nprocs)) if have else None
 
-def _all_gpus(have):
-    "What `gpus='all'` means"
-    if have: return range(have)
-    raise CantDistribute("gpus='all': no GPU is visible here. Leave gpus out; nprocs=2 starts two "
-                         "workers on the CPU.")
-
 def _chosen(gpus, nprocs, have):
     "The same for GPUs that the user chose"
-    if not gpus: return workers_on_cpu(nprocs)
+    if not gpus:
+        if nprocs and nprocs > 0: return nprocs, []
+        raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
     bad = [g for g in gpus if not 0 <= g < have]
     if bad and not have:
         raise CantDistribute(f"gpus={gpus}: no GPU is visible here. "
@@ -238,15 +235,9 @@ def _chosen(gpus, nprocs, have):
                              "out.")
     return len(gpus), gpus
 
-def workers_on_cpu(nprocs):
-    "`(nprocs, [])`; raises `CantDistribute` without a number"
-    if not nprocs or nprocs < 1:
-        raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
-    return nprocs, []
-
 # %% ../../nbs/launch/508_options.ipynb #35f9d209
 def local_reason(nprocs, gpus, launcher):
-    "Why the fit runs in this very process, as a line for the user; None if it runs on workers"
+    "Why the fit runs in this process, as a line for the user; None if it runs on workers"
     if launcher is not None: return None
     if not group.has_distributed():
         return "This torch has no torch.distributed on this system: training in this process."
@@ -257,14 +248,13 @@ def local_reason(nprocs, gpus, launcher):
 
 # %% ../../nbs/launch/508_options.ipynb #6c0e5a11
 def in_launched_group():
-    """Does a group stand, or wait to be joined, that a fit may run in? Refuses one that no launcher
-    made"""
+    "True if a launcher made a group that a fit can run in; another group is refused"
     if group.under_launcher(): return True
     if not group.in_group(): return False
     if 'RANK' in os.environ and 'WORLD_SIZE' in os.environ: return True
-    raise CantDistribute("torch.distributed is already initialized in this process, and not by a "
-                         "launcher. Call torch.distributed.destroy_process_group() first, or start the "
-                         "script with torchrun.")
+    raise CantDistribute(
+        "torch.distributed is already initialized in this process, and not by a launcher. Call "
+        "torch.distributed.destroy_process_group() first, or start the script with torchrun.")
 
 # %% ../../nbs/launch/508_options.ipynb #f5f1bd50
 @contextlib.contextmanager
@@ -272,8 +262,7 @@ def engine_for(
     given, # Options of the block: `nprocs`, `gpus`, `launcher`, `see` and `timeout`
     defaults, # What they are if nobody says anything
 ):
-    """Yields `(launcher, number of workers, GPU of each)`, open; or prints why this process trains,
-    and yields None"""
+    "Context manager: `(open launcher, number of workers, GPU of each)`, or None to train locally"
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
     if why := local_reason(nprocs, gpus, launcher):
         print_line(why)
@@ -288,15 +277,13 @@ def engine_for(
         asked['gpus'] = gpus or []
     with own_attrs(launcher, **asked), launcher as engine:
         if places: n,gpus = engine.place(nprocs, gpus)
-        _check_see(asked.get('see', given['see']), n)
+        see = asked.get('see', given['see'])
+        if see != 'all' and any(r != 0 and r >= n for r in see):
+            raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")
         yield engine, n, gpus
 
-def _check_see(see, n):
-    bad = [r for r in see if r != 0 and r >= n] if see != 'all' else []
-    if bad: raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")
-
 def _gpus_of(local, gpus):
-    "What the block says, or else the engine; refuses two that differ"
+    "The GPUs of the block, or else of `local`; raises if both are given and differ"
     if None not in (gpus,local.gpus) and list(gpus) != list(local.gpus): raise CantDistribute(
         f"gpus={list(gpus)} with launcher=Local(gpus={list(local.gpus)}): say it once.")
     return local.gpus if gpus is None else gpus
@@ -304,10 +291,10 @@ def _gpus_of(local, gpus):
 _plain = Local()
 
 def _option(local, k, given, defaults):
-    """What the block says; what it doesn't say, the engine of the user's may; else the block's
-    default"""
-    own = getattr(local, k)
-    return own if given[k] == defaults[k] and own != getattr(_plain, k) else given[k]
+    "The value of the block, or of the user's `Local` if the block has its default"
+    of_local = getattr(local, k)
+    from_local = given[k] == defaults[k] and of_local != getattr(_plain, k)
+    return of_local if from_local else given[k]
 
 # %% ../../nbs/launch/508_options.ipynb #2d652059
 @contextlib.contextmanager
@@ -316,9 +303,9 @@ def nested(
     given, # Options of this block
     defaults, # What they are if nobody says anything
 ):
-    """Inside another block of the same learner: that block's workers; refuses other options than it
-    has"""
+    "Context manager for a block inside another one of the same learner: only its options are valid"
     other = [k for k,v in given.items() if v != defaults.get(k) and v != outer.get(k)]
     if other: raise CantDistribute("Already inside a distrib_ctx of this learner, and "
-                                   f"{', '.join(other)} can't change there. Leave the options out, or leave the block first.")
+                                   f"{', '.join(other)} can't change there. Leave the options out, "
+                                   "or leave the block first.")
     yield

@@ -234,8 +234,13 @@ def _use_figures(undo, shell, figures):
     "Make `shell` display figures as the notebook does; does nothing without matplotlib"
     try: import matplotlib, matplotlib_inline.backend_inline as inline
     except ImportError: return
+    from IPython.core.pylabtools import activate_matplotlib, select_figure_formats
     _hold_figures(undo, figures.rc)
-    _use_inline(shell, figures.formats)
+    activate_matplotlib(_INLINE)
+    inline.configure_inline_support(shell, _INLINE)
+    config = inline.InlineBackend.instance()
+    formats = figures.formats or config.figure_formats
+    select_figure_formats(shell, formats, **config.print_figure_kwargs)
     matplotlib.rcParams.update(figures.rc)
     undo.callback(inline.flush_figures)
 
@@ -251,14 +256,6 @@ def _hold_figures(undo, rc):
     hold(undo, vars(inline.configure_inline_support), 'current_backend')
     hold(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
 
-def _use_inline(shell, formats):
-    import matplotlib_inline.backend_inline as inline
-    from IPython.core.pylabtools import activate_matplotlib, select_figure_formats
-    activate_matplotlib(_INLINE)
-    inline.configure_inline_support(shell, _INLINE)
-    config = inline.InlineBackend.instance()
-    select_figure_formats(shell, formats or config.figure_formats, **config.print_figure_kwargs)
-
 # %% ../../nbs/output/203_capture.ipynb #98980705
 @contextlib.contextmanager
 def capture_output(
@@ -273,7 +270,9 @@ def capture_output(
         undo.callback(queue.close)
         use_streams(undo, queue, settings.isatty and terminal)
         change(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
-        if terminal: _use_size(undo, settings.width)
+        # libraries read the terminal's size here before they ask the terminal
+        if terminal: change(undo, os.environ, COLUMNS=str(settings.width),
+                            LINES=os.environ.get('LINES', '24'))
         if settings.shell: _enter_shell(undo, queue, settings, user_ns)
         use_bars(undo, settings.frontend)
         yield queue
@@ -284,10 +283,6 @@ def _enter_shell(undo, queue, settings, user_ns):
         return _use_shell(undo, queue, 'TerminalInteractiveShell', user_ns)
     shell = _use_shell(undo, queue, 'ZMQInteractiveShell', user_ns)
     _use_figures(undo, shell, settings.figures)
-
-def _use_size(undo, width):
-    "Set the terminal's size in the environment, which libraries read before they ask the terminal"
-    change(undo, os.environ, COLUMNS=str(width), LINES=os.environ.get('LINES', '24'))
 
 def _send_warning(queue, message, category, filename, lineno, file=None, line=None):
     "`warnings.showwarning`: sends warnings of ranks that aren't shown, and a library's once"

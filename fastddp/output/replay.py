@@ -11,8 +11,7 @@ import shutil, sys, time
 from fastcore.basics import patch
 
 from .capture import DisplaySettings, Figures
-from .streams import TICK, EventBuffer
-from .streams import overwritten
+from .streams import TICK, EventBuffer, overwritten
 
 # %% ../../nbs/output/204_replay.ipynb #1f8c5e81
 def _get_ipython(): return getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)()
@@ -89,16 +88,14 @@ class Replay:
 @patch
 def _show(self:Replay, rank, kind, *args):
     if kind == 'stream': self._show_text(rank, *args)
-    elif kind == 'once': self._show_once(rank, *args)
     elif kind == 'display': self._show_display(rank, *args)
-    elif kind == 'clear': self._clear(rank, *args)
+    elif kind == 'once':
+        if args[0] not in _shown_once: self._show_text(rank, 'stderr', *args)
+        _shown_once.update(args)
+    elif kind == 'clear' and rank == self.first and (shell := _get_ipython()):
+        shell.display_pub.clear_output(*args)
 
 _shown_once = set()     # 'once' texts of this process: new workers repeat their warnings
-
-@patch
-def _show_once(self:Replay, rank, text):
-    if text not in _shown_once: self._show_text(rank, 'stderr', text)
-    _shown_once.add(text)
 
 @patch
 def _show_text(self:Replay, rank, name, text):
@@ -124,22 +121,14 @@ def _flush_streams():
 def _show_display(self:Replay, rank, data, metadata, transient, update):
     shell,text = _get_ipython(),data.get('text/plain', '')
     if rank != self.first:
-        transient = _of_rank(transient, rank)
+        # all ranks use the same display ids
+        if 'display_id' in transient:
+            transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
         labelled = update or (shell and transient.get('named'))
         if not labelled: self._show_text(rank, 'stdout', '\n' if shell else f'{text}\n')
     elif not shell: _write('stdout', f'{text}\n')
     if shell:
         shell.display_pub.publish(data=data, metadata=metadata, transient=transient, update=update)
-
-def _of_rank(transient, rank):
-    "Add the rank to the display id, because all ranks use the same ids"
-    if 'display_id' not in transient: return transient
-    return {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
-
-@patch
-def _clear(self:Replay, rank, wait):
-    shell = _get_ipython()
-    if shell and rank == self.first: shell.display_pub.clear_output(wait)
 
 # %% ../../nbs/output/204_replay.ipynb #368b60b8
 @patch

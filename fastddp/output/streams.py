@@ -30,9 +30,13 @@ class EventBuffer:
 
     def add(self, event):
         "Append `event`, and remove the events that it makes invisible"
-        self._apply_clear(event)
+        if event == ('clear', False): self.events = []
+        elif self._last('clear') and not is_update(event): self.events = self.events[-1:]
         if event[0] == 'stream': return self._add_text(*event[1:])
-        if is_update(event): self._drop_updates(_display_id(event))
+        # a display without an id can't be updated, so it replaces nothing
+        if is_update(event) and (name := _display_id(event)):
+            self.events = [e for e in self.events
+                           if not (is_update(e) and _display_id(e) == name)]
         self.events.append(event)
 
     def drain(self,
@@ -46,11 +50,6 @@ class EventBuffer:
 
 # %% ../../nbs/output/201_streams.ipynb #9d081c53
 @patch
-def _apply_clear(self:EventBuffer, event):
-    if event == ('clear', False): self.events = []
-    elif self._last('clear') and not is_update(event): self.events = self.events[-1:]
-
-@patch
 def _last(self:EventBuffer, *begins):
     "The last event, if it begins like this"
     if self.events and self.events[-1][:len(begins)] == begins: return self.events[-1]
@@ -60,11 +59,6 @@ def _add_text(self:EventBuffer, name, text):
     self.chars += len(text)
     if last := self._last('stream', name): last[2].append(text)
     else: self.events.append(('stream', name, [text]))
-
-@patch
-def _drop_updates(self:EventBuffer, name):
-    "A display without a name can't be updated, so nothing is dropped for it"
-    if name: self.events = [e for e in self.events if not (is_update(e) and _display_id(e) == name)]
 
 # %% ../../nbs/output/201_streams.ipynb #2c83134c
 class ForkPipe:

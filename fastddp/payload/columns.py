@@ -37,10 +37,14 @@ def _encoded(items):
         if not (letters := ''.join(part)).isascii(): part = [o.encode(*_UTF8) for o in part]
         yield letters.encode(*_UTF8), list(map(len, part))
 
-class Texts:
-    "Strings or paths over their letters"
-    addresses = ()
+class _Column:
+    "The base of all columns, which have `len`, `one(i)` and `run(range)`"
+    addresses = ()      # of storages that are written with this column
     is_fixed = True     # items that are the same objects make the same column
+    def __iter__(self): return self.run(range(len(self)))
+
+class Texts(_Column):
+    "Strings or paths over their letters"
     def __init__(self,
         kind,    # `str`, or the class of the paths
         letters, # A buffer
@@ -74,7 +78,7 @@ class Texts:
             else: yield from map(self._item, [str(letters[a:b], *_UTF8) for a,b in zip(at, at[1:])])
 
 # %% ../../nbs/payload/103_columns.ipynb #50b9cb64
-class Tensors:
+class Tensors(_Column):
     "Tensors of one class and type, which lie in a few storages"
     is_fixed = False    # `x.data` and `x.numpy()` change memory past the counter of versions
     def __init__(self,
@@ -87,7 +91,7 @@ class Tensors:
     ):
         self._cls,self._dtype,self._storages = cls,dtype,storages
         self._which,self._offsets,self._shapes,self.addresses = which,offsets,shapes,addresses
-        self._bases = None      # each storage as one flat tensor, once somebody reads
+        self._bases = None      # each storage as one flat tensor, made by the first `run`
     def __reduce__(self):
         where = self._storages, self._which, self._offsets, self._shapes
         return Tensors, (self._cls, self._dtype, *where)
@@ -130,7 +134,7 @@ _DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch
            torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 def _is_plain(kind, dtype, ts):
-    "Are `ts`, all of class `kind`, of that type, in one piece each, and nothing but their numbers?"
+    "True if `ts`, all of class `kind`, are contiguous tensors of `dtype` without other attributes"
     held,cls = gc.get_referents(*ts),type(kind)
     if any(type(o) is not cls and (type(o) is not dict or o) for o in held): return False
     if {*map(attrgetter('dtype'), ts)} != {dtype}: return False
@@ -178,12 +182,11 @@ def _joined(ts, storage_at, size, width):
     return [_Joined(ts, int(ends[-1])*width)], None, ends-size, addresses
 
 # %% ../../nbs/payload/103_columns.ipynb #a5dda657
-class Numbers:
+class Numbers(_Column):
     "Python's or numpy's numbers over an array"
-    addresses,is_fixed = (),True
     def __init__(self,
         values,         # An array
-        are_pythons,    # Are the items Python's own numbers?
+        are_pythons,    # True for Python's numbers, False for numpy's
     ):
         self._values,self._are_pythons = values,are_pythons
     def __reduce__(self): return Numbers, (self._values, self._are_pythons)
@@ -193,7 +196,7 @@ class Numbers:
         part = self._values[ids.start:ids.stop]
         return iter(part.tolist() if self._are_pythons else part)
 
-class Tuples:
+class Tuples(_Column):
     "Tuples over a column for each of their places"
     def __init__(self, columns):
         self._columns,self.is_fixed = columns,all(c.is_fixed for c in columns)
@@ -228,7 +231,7 @@ def column(
 class Rows(MutableSequence):
     "A list over a column; once changed, a plain list of this process's own"
     def __init__(self,
-        column, # Anything with `len`, `one(i)` and `run(range)`
+        column, # Of `column`
     ):
         self._column,self._changed = column,None        # the plain list, once there is one
     @property
@@ -239,8 +242,7 @@ class Rows(MutableSequence):
         ids = range(len(self._column))[i]       # an IndexError, as a list has it
         if not isinstance(ids, range): return self._column.one(ids)
         return list(self._column.run(ids)) if ids.step == 1 else [self._column.one(o) for o in ids]
-    def __iter__(self):
-        return self._column.run(range(len(self))) if self._changed is None else iter(self._changed)
+    def __iter__(self): return iter(self._column if self._changed is None else self._changed)
     def _list(self):
         "The plain list that this becomes when it is changed"
         if self._changed is None: self._changed,self._column = self[:],None
@@ -265,9 +267,6 @@ class StandIn:
     def __init__(self, column, make): self.column,self.make = column,make
     def __reduce__(self): return self.make, (self.column,)
 
-def _as_list(column): return list(column.run(range(len(column))))
-def _as_tuple(column): return tuple(column.run(range(len(column))))
-
 # %% ../../nbs/payload/103_columns.ipynb #00001ed0
 _MANY = dict.fromkeys(_TEXTS|_NUMBERS, 10_000)  # items that make a column pay; 1,000 of other kinds
 _MANY_TENSORS = 100                             # and of tuples that begin with one
@@ -282,9 +281,9 @@ _CONTENTLESS = (str, bytes, int, float, complex, type(None), torch.Tensor, np.nd
 _CONTAINERS = {dict, list, tuple, set, frozenset}
 _MOST = 10_000      # items of one that are looked at
 
-def _long_sequences(obj, skip):
-    "The long lists and tuples in `obj`; what is in `skip` is not looked into"
-    res,seen,todo = [],{id(o):o for o in skip},[obj]
+def _long_sequences(obj):
+    "The long lists and tuples in `obj`"
+    res,seen,todo = [],{},[obj]     # `seen` keeps temporary objects alive, so that ids stay unique
     while todo:
         o = todo.pop()
         if id(o) in seen or isinstance(o, _CONTENTLESS): continue
@@ -298,10 +297,10 @@ def _long_sequences(obj, skip):
 class Columns:
     "The columns of one `dump` after the other; what can't have changed is not packed again"
     def __init__(self): self._packed = {}   # (length, ids of first and last item) -> items, column
-    def of(self, obj, skip=()):
+    def of(self, obj):
         "`([(sequence, StandIn)], addresses of storages in columns)` for what is in `obj`"
         packed,stand_ins,addresses = {},[],set()
-        for o in _long_sequences(obj, skip):
+        for o in _long_sequences(obj):
             like = len(o),id(o[0]),id(o[-1])
             items,c = packed.get(like) or self._packed.get(like) or ((),None)
             if len(items) != len(o) or not all(map(operator.is_, o, items)):
@@ -313,7 +312,7 @@ class Columns:
             addresses.update(c.addresses)
             # `torch.stack` wants a list
             at_once = isinstance(c, (Numbers,Tensors)) or len(o) < 1000
-            make = _as_tuple if type(o) is tuple else _as_list if at_once else Rows
+            make = tuple if type(o) is tuple else list if at_once else Rows
             stand_ins.append((o, StandIn(c, make)))
         self._packed = {k:v for k,v in packed.items() if v[1].is_fixed}
         return stand_ins, addresses

@@ -52,15 +52,15 @@ class HostCopies:
     def with_own(self, payload):
         "`payload` with copies of the other buffers, so that they stay as they are now"
         ours = {here.data_ptr() for _,here in self.held}
-        def own(b): return b if not len(b) or _address(b) in ours else memoryview(bytearray(b))
-        return payload._replace(buffers=[own(b) for b in payload.buffers])
+        def copied(b):
+            if not len(b) or np.frombuffer(b, np.uint8).ctypes.data in ours: return b
+            return memoryview(bytearray(b))
+        return payload._replace(buffers=[copied(b) for b in payload.buffers])
     def wait(self):
         "Returns when all bytes are there, in any thread; memory on the device is free from then on"
         self.module.set_device(self.device)     # a new thread might make a context on the first
         self.arrived.synchronize()
         self.held = [(None, here) for _,here in self.held]
-
-def _address(b): return np.frombuffer(b, np.uint8).ctypes.data
 
 def host_bytes(
     s, # A storage, on any device, with bytes in it

@@ -6,13 +6,15 @@
 __all__ = ['worker_main']
 
 # %% ../../nbs/process/405_worker.ipynb #e3e3d9f3
-import faulthandler, gc, multiprocessing, os, pickle, signal, sys
+import faulthandler, gc, multiprocessing, os, pickle, signal
 
 import cloudpickle
+from fastcore.basics import noop
 
+from ..base.device import used_before_fork
 from ..base.failure import end_fork, failure_of
 from ..payload.pickling import function_at
-from .channel import Channel, nothing
+from .channel import Channel
 from .cleanup import end_forks_with_us, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #e4575692
@@ -21,10 +23,9 @@ def worker_main(
     rank,           # Its rank
     parent_pid,     # The notebook's process
     log,            # File for crash reports and stacks; its folder goes when the notebook dies
-    lasts=False,    # Does the thread that started it live as long as the notebook?
+    lasts=False,    # True if the thread that started it lives as long as the notebook
 ):
-    """Runs in the new process: one task after the other, until the notebook wants it to exit;
-    doesn't return"""
+    "Run one task after the other in the new process until the notebook ends it; doesn't return"
     if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The helper forks in its only thread; the notebook may spawn in one that ends before it.
@@ -38,22 +39,16 @@ def worker_main(
     # of the sockets of a DataLoader's processes
     process.name,process._config['tempdir'] = f'fastddp-{rank}',folder
     channel = Channel(sock, rank, parent_pid, folder)
-    channel.send('ready', _gpu_touched())
+    channel.send('ready', used_before_fork())
     while (task := channel.tasks.get()) is not None:
         _run(channel, task)
-        on_idle,channel.on_idle = channel.on_idle,nothing
+        on_idle,channel.on_idle = channel.on_idle,noop
         on_idle()
     os._exit(0)     # no exit hooks: they belong to the helper this process was forked from
 
-def _gpu_touched():
-    "Did the helper touch a GPU, so that this process can't?"
-    if 'torch' not in sys.modules: return False
-    from fastddp.base.device import used_before_fork
-    return used_before_fork()
-
 # %% ../../nbs/process/405_worker.ipynb #d9bded48
 def _run(channel, task):
-    "Does a task; whatever is raised goes to the notebook"
+    "Run a task; its exception goes to the notebook"
     try: _do(channel, task)
     except BaseException as e:
         if os.getpid() != channel.pid: end_fork(e)
@@ -64,7 +59,7 @@ def _run(channel, task):
         if task.block: task.block.close()
 
 def _do(channel, task):
-    "Calls the function; its result goes to the notebook, unless there was no payload"
+    "Call the function; its result goes to the notebook, unless there was no payload"
     early = task.block is None
     channel.where,channel.items = 'starting' if early else 'loading',()
     pickle.loads(task.surroundings).enter()
@@ -84,13 +79,12 @@ def _send_failure(channel, e):
     channel.send('failed', failure_of(e, channel.rank, where, original, items))
 
 def _pickled(e):
-    """An exception as bytes, none where that can't be: its `__reduce__` may do anything, exit for
-    one"""
+    "An exception as bytes, empty if it can't be pickled; its `__reduce__` may even exit"
     try: original = cloudpickle.dumps(e)
     except BaseException: return b''
     return original if len(original) <= _MOST_BYTES else b''
 
 def _asked(o, default):
-    "A job may say where it is when it is asked, not at every step"
+    "`o`, or what it returns if it is a function, or `default` if that fails"
     try: return o() if callable(o) else o
     except Exception: return default

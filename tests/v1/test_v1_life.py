@@ -111,7 +111,7 @@ def test_refusals():
     with pytest.raises(Exception, match='no full batch of 8'): learn.distrib_fit(1, nprocs=2)
     learn = plain(4)
     learn.metrics.append((i for i in ()))
-    with pytest.raises(Exception, match="can't travel"): learn.distrib_fit(1, nprocs=2)
+    with pytest.raises(Exception, match="can't be sent"): learn.distrib_fit(1, nprocs=2)
     learn = plain(4)
     for p in learn.model.parameters(): p.requires_grad_(False)
     with pytest.raises(Exception, match='unfreeze'): learn.distrib_fit(1, nprocs=2)
