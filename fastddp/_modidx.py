@@ -403,6 +403,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'fastddp/fastai1/callbacks.py'),
                                            'fastddp.fastai1.callbacks._loss_batch': ( 'fastai1/callbacks.html#_loss_batch',
                                                                                       'fastddp/fastai1/callbacks.py'),
+                                           'fastddp.fastai1.callbacks._opt_from_rank0': ( 'fastai1/callbacks.html#_opt_from_rank0',
+                                                                                          'fastddp/fastai1/callbacks.py'),
                                            'fastddp.fastai1.callbacks._own_loaders': ( 'fastai1/callbacks.html#_own_loaders',
                                                                                        'fastddp/fastai1/callbacks.py'),
                                            'fastddp.fastai1.callbacks.counting': ( 'fastai1/callbacks.html#counting',
