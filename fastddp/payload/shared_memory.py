@@ -6,7 +6,7 @@
 __all__ = ['free_memory', 'Packed', 'Block']
 
 # %% ../../nbs/payload/104_shared_memory.ipynb #fe9f47b5
-import contextlib, mmap, os, tempfile, threading, warnings
+import contextlib, ctypes, mmap, os, tempfile, threading, warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -55,7 +55,8 @@ def _memory_file():
 _ALIGN = 64         # bytes
 _CHUNK = 1<<24      # bytes that one call takes or copies
 _LARGE = 1<<26      # bytes; from here on threads and a look at what memory is left pay
-_POPULATE_WRITE = 23    # madvise(2), since Linux 5.14
+# madvise(2), since Linux 5.14. Python's `mmap.madvise` would hold the interpreter's lock meanwhile.
+_POPULATE_WRITE = 23
 
 class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a block: `spans` are their `(offset, nbytes)`"
@@ -76,8 +77,16 @@ def _layout(buffers):
 
 def _take_pages(fd, m, size):
     "Takes memory for `size` bytes of the mapping `m` of `fd`; an OSError if there is none left"
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(m))
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    def take(at):
+        address,n = ctypes.c_void_p(begin+at),ctypes.c_size_t(min(_CHUNK, size-at))
+        if madvise(address, n, _POPULATE_WRITE): raise OSError(ctypes.get_errno(), 'madvise')
+    chunks = range(0, size, _CHUNK)
     try:
-        for at in range(0, size, _CHUNK): m.madvise(_POPULATE_WRITE, at, min(_CHUNK, size-at))
+        if size < _LARGE: [*map(take, chunks)]
+        else:
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: list(pool.map(take, chunks))
     except OSError:     # no memory, or not a word that this system knows
         if hasattr(os, 'posix_fallocate'): os.posix_fallocate(fd, 0, size)
 

@@ -53,10 +53,14 @@ def sync_buffers(model,
     group.broadcast_([b for b,mean in zip(buffers,averaged) if not mean])
 
 # %% ../../nbs/shard/310_same_model.ipynb #1e4eb990
-def _length(p):
-    "The length of `p` as a string, since a nan does not equal itself"
-    dtype = None if p.is_complex() else torch.float64
-    return repr(torch.linalg.vector_norm(p.detach().as_subclass(torch.Tensor), dtype=dtype).item())
+def _squares(params):
+    "The squared length of each parameter as a string, since a nan does not equal itself"
+    flat = [p.detach().as_subclass(torch.Tensor).reshape(-1) for p in params]
+    flat = [torch.view_as_real(t).reshape(-1) if t.is_complex() else t for t in flat]
+    # products in float32: a conversion to float64 would take longer than all the rest
+    flat = [t if t.dtype in (torch.float32,torch.float64) else t.float() for t in flat]
+    squares = [torch.dot(t, t).double() for t in flat]
+    return [*map(repr, torch.stack([o.to(squares[0].device) for o in squares]).tolist())]
 
 def _distance(a, b):
     d = (a-b).abs() if a.is_complex() else (a.float()-b.float()).abs()
@@ -67,7 +71,8 @@ def sync_params(named # `(name, parameter)`s
 ): # `(names of those that differed, by how much at most)`
     "Gives rank 0's parameters to all ranks where they differ; every rank calls it"
     named = [(k,p) for k,p in named if p.numel()]
-    ranks = group.all_gather_object([_length(p) for _,p in named])
+    if not named: return [],0.
+    ranks = group.all_gather_object(_squares(p for _,p in named))
     differ = [kp for kp,*lengths in zip(named, *ranks) if len({*lengths}) > 1]
     if not differ: return [],0.
     old = [p.detach().clone() for _,p in differ]
