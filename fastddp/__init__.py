@@ -11,7 +11,7 @@ def unload_ipython_extension(shell):
     unload(shell)
 
 def _ask_early():
-    "`import fastddp` in a cell: the helper process begins to import torch and fastai, while the next cells do"
+    "`import fastddp` in a cell: the helper process begins to import torch and fastai"
     import sys
     if 'IPython' not in sys.modules: return
     from . import early

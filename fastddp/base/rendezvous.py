@@ -52,7 +52,7 @@ def join(
     world_size,     # Number of processes
     backend='gloo', # 'gloo', or that of the accelerators
     device=None,    # This rank's GPU, which their backend wants to know
-    timeout=None,   # Seconds that torch waits in one operation; None: no limit, the notebook watches
+    timeout=None,   # Seconds that torch waits in one operation; None: no limit
 ):
     "Joins the group whose rendezvous is `store`; an error of torch's if a neighbour dies meanwhile"
     if isinstance(store, (str, os.PathLike)):

@@ -59,7 +59,8 @@ def cell_job(
         shell.set_hook('show_in_pager', page.as_hook(page.display_page))
         with ctx.interruptible(): result = shell.run_cell(obj['cell'], store_history=True)
         # These would keep the frames of a cell that failed
-        sys.last_value = sys.last_traceback = sys.last_exc = shell.last_execution_result = None
+        sys.last_value = sys.last_traceback = sys.last_exc = None
+        shell.last_execution_result = None
         error = result.error_before_exec or result.error_in_exec
         if error is not None: raise _from_the_cell(error)
         return [k for k,v in ns.items() if not k.startswith('_')

@@ -276,8 +276,9 @@ class Ray(Machines):
         try:
             while not self._group.wait(1):
                 free = ray.available_resources()
+                free = {k:free.get(k, 0) for k in bundles[0]}
                 why = (f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} "
-                       f"each, and others use them: free are {_words({k:free.get(k, 0) for k in bundles[0]})}.")
+                       f"each, and others use them: free are {_words(free)}.")
                 if time.monotonic() >= until:
                     raise CantDistribute(
                         f"{why} {_there(found)} wait= says for how many seconds to wait.")

@@ -109,8 +109,8 @@ def _class(pickler, cls):
 def _function(pickler, f):
     reduced = _by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple) or not _is_librarys(f): return reduced
-    make,(code,_,*rest),(attrs,more) = reduced[:3]
-    state = attrs, more|dict(__globals__={})
+    make,(code,_,*rest),state = reduced[:3]
+    state = state[0], state[1]|dict(__globals__={})
     return _library_function, (make,f.__module__,code,*rest), state, *reduced[3:]
 
 def _is_librarys(f):

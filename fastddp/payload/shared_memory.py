@@ -86,7 +86,8 @@ def _take_pages(fd, m, size):
     try:
         if size < _LARGE: [*map(take, chunks)]
         else:
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: list(pool.map(take, chunks))
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                list(pool.map(take, chunks))
     except OSError:     # no memory, or not a word that this system knows
         if hasattr(os, 'posix_fallocate'): os.posix_fallocate(fd, 0, size)
 

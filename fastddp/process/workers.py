@@ -211,8 +211,8 @@ def _read(self:Workers, r, *most):
 @patch
 def _received(self:Workers, r, what, *values):
     if what == 'put':
-        kind,pair,number,packed = values
-        self.latest[r,kind] = self._blocks[r,pair,number], packed
+        kind,*block,packed = values
+        self.latest[r,kind] = self._blocks[(r,*block)], packed
         return what, kind
     if what == 'block':
         pair,number,fd = values
