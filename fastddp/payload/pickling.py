@@ -109,9 +109,9 @@ def _class(pickler, cls):
 def _function(pickler, f):
     reduced = _by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple) or not _is_librarys(f): return reduced
-    make,(code,_,*rest),state = reduced[:3]
-    state = state[0], state[1]|dict(__globals__={})
-    return _library_function, (make,f.__module__,code,*rest), state, *reduced[3:]
+    make,args,(attrs,more) = reduced[:3]
+    args = make,f.__module__,args[0],*args[2:]      # without the globals
+    return _library_function, args, (attrs, more|dict(__globals__={})), *reduced[3:]
 
 def _is_librarys(f):
     "Can another process import the module of `f`, and is `f` no function's local one?"
