@@ -13,7 +13,7 @@ from .early import ask_for_helper, fastai_generation
 ask_for_helper()
 
 from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
-from .launch.in_process import InProcess
+from .launch.engine import InProcess
 from .launch.local import Local
 from .launch.torchddp import TorchDDPCtx, in_torchddp
 from .launch.functions import global_imports, import_star, ranch, spawn

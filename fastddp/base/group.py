@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key', 'native_backend',
            'backend_for', 'backend', 'comm_device', 'import_for_ddp', 'check_group', 'all_gather', 'all_sum', 'barrier',
-           'subgroup', 'sum_in', 'sum_', 'bytes_of', 'all_gather_object', 'all_gather_tensors', 'broadcast_',
-           'average_']
+           'subgroup', 'sum_in', 'sum_', 'bytes_of', 'all_gather_object', 'from_rank0', 'all_gather_tensors',
+           'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
 import collections, contextlib, importlib, io, math, operator, os, pickle, sys, time
@@ -211,6 +211,10 @@ def all_gather_object(
     sizes = [int(n) for n in all_gather(torch.tensor([len(data)], device=comm_device()))]
     parts = _gather_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes)
     return [_loads(part.cpu().numpy()) for part in parts]
+
+def from_rank0(o):
+    "The `o` of rank 0, on every rank"
+    return all_gather_object(o if rank() == 0 else None)[0]
 
 def all_gather_tensors(
     tensors, # This rank's

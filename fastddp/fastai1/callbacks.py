@@ -20,8 +20,7 @@ from .loaders import (counts_now, global_batches, own_loader, place_now, shard,
 from .step import GlobalLoss, Ranks, trained_beside
 from .validate import Validation
 from ..output.notice import print_line
-from ..shard.batchnorm import sync_buffers, synced_bn
-from ..shard.drift import SameWeights
+from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.gathered_loss import Losses
 from ..shard.sharded import outside_loop
 
@@ -75,7 +74,7 @@ def _own_loaders(data):
     if not data.empty_val: data.valid_dl = own_loader(data.valid_dl)
 
 def _opt_from_rank0(opt):
-    state = group.all_gather_object(opt.state_dict() if group.rank() == 0 else None)[0]
+    state = group.from_rank0(opt.state_dict())
     if group.rank(): opt.load_state_dict(state)
 
 class _CountAll(Callback):

@@ -24,18 +24,17 @@ from ..shard.torch_loader import reporting
 
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #3dd6833d
 def is_lm(dl):
-    """Is `dl` an `LMDataLoader`? Asks without importing fastai.text: who has such a loader has
-    imported it"""
+    """True if `dl` is an `LMDataLoader`. Doesn't import fastai.text, which such a loader has
+    imported"""
     mod = sys.modules.get('fastai.text.data')
     return mod is not None and isinstance(dl, mod.LMDataLoader)
 
 def keeps_state(model):
-    """Does `model` keep state from batch to batch? Then it has a `reset`, for fastai's
-    `ModelResetter`"""
+    "True if `model` keeps state from batch to batch: it has a `reset`, for `ModelResetter`"
     return callable(getattr(model, 'reset', None))
 
 def rows_are_streams(dl, model):
-    """Do batches of `dl` seem to go on where the last one ended, for a `model` that keeps state?
+    """True if batches of `dl` continue where the last one ended, for a `model` that keeps state.
     Then all are full"""
     if is_lm(dl) or not keeps_state(model): return False
     if isinstance(dl, DataLoader):
@@ -231,7 +230,7 @@ def _build(self:ShardedStreamDL, raw):
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #ba9268dd
 def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
                  rank, n, # This rank, and how many there are
-                 batch,   # Is the loader's batch one worker's ('per_worker'), or the 'global' one?
+                 batch,   # Batch size of one worker, or the 'global' one
                  # In training all ranks take every step; in validation nothing is there twice
                  train,
                  common   # `CommonRNG`, alike on all ranks
@@ -245,16 +244,13 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
     if not dl.indexed:
         s.source = StreamSource(dl.dataset, s, lambda: dl.n)
         s.read,res.create_item = res.create_item,res._next_raw
-    res.fake_l = _torch_side(dl, res, n)
+    # torch's side of a fastai loader
+    fl = res.fake_l = copy.copy(dl.fake_l)
+    fl.d,fl.default,fl.dataset = res,res,fl
+    fl.num_workers = workers_per_rank(fl.num_workers, n)
+    fl.worker_init_fn = reporting(fl.worker_init_fn)
     track_changes(res)
     return res
-
-def _torch_side(dl, res, n):
-    fl = copy.copy(dl.fake_l)
-    fl.d,fl.default = res,res
-    fl.dataset,fl.num_workers = fl,workers_per_rank(fl.num_workers,n)
-    fl.worker_init_fn = reporting(fl.worker_init_fn)
-    return fl
 
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #5b0c7d16
 _WAY = ('__iter__','sample','create_batches','chunkify')

@@ -32,8 +32,8 @@ from ..shard.split import restore_order
 # %% ../../nbs/fastai2/725_inference.ipynb #0d0195c9
 def takes_whole(dl # A loader as the user made it
 ):
-    """Can whole batches of `dl` go to different ranks? Streams can't, and a language model's state
-    lives across batches"""
+    """True if whole batches of `dl` can go to different ranks: not those of streams, nor those of a
+    language model, whose state lives across batches"""
     if isinstance(dl, DataLoader): return dl.indexed and not is_lm(dl)
     return isinstance(dl, TorchLoader) and not isinstance(dl.dataset, IterableDataset)
 
@@ -73,7 +73,8 @@ def stays_here(dl,     # What to predict: a loader, or a list of batches
         return f"the model has a state of {dl.bs} rows."
     if takes_whole(dl): return None
     gather = [cb for cb in cbs if isinstance(cb, GatherPredsCallback)]
-    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None for cb in gather):
+    if any(cb.concat_dim or cb.save_preds is not None or cb.save_targs is not None
+           for cb in gather):
         return "its batches are divided by rows, so they can't be saved or concatenated as asked."
 
 # %% ../../nbs/fastai2/725_inference.ipynb #5fdc168c
@@ -92,31 +93,25 @@ def run_part(learn, # Validates as the user set it up, metrics and callbacks inc
     "Runs fastai's validation over this rank's part of `dl`"
     rank,n = group.rank(),group.world_size()
     own,gather,starts = shard_batches(dl, rank, n, common),gatherers(learn),[]
-    number = (lambda k: k*n+rank) if takes_whole(dl) else (lambda k: k)
+    whole = takes_whole(dl)
+    def all_batches():      # with the numbers that the batches have in one process
+        if learn.dl is not own: return type(learn).all_batches(learn)
+        learn.n_iter,seen = len(own),0
+        for k,b in enumerate(own):
+            starts.append(own.idxs[seen])
+            seen = len(own.idxs)
+            learn.one_batch(k*n+rank if whole else k, b)
     with contextlib.ExitStack() as stack:
         for o in gather: stack.enter_context(own_attrs(o, after_validate=noop))
-        def all_batches(): _all_batches(learn, own, number, starts)
         stack.enter_context(own_attrs(learn, all_batches=all_batches))
         type(learn)._do_epoch_validate(learn, dl=own)
-    return Part(starts, list(own.idxs), [_pop_lists(o) for o in gather])
-
-def _all_batches(learn, own, number, starts):
-    """`Learner.all_batches`; those of `own` have the numbers of one process, and `starts` gets
-    where they begin"""
-    if learn.dl is not own: return type(learn).all_batches(learn)
-    learn.n_iter,seen = len(own),0
-    for k,b in enumerate(own):
-        starts.append(own.idxs[seen])
-        seen = len(own.idxs)
-        learn.one_batch(number(k), b)
-
-def _pop_lists(cb):
-    "The lists of a gatherer, which keeps nothing"
-    return {k:cb.__dict__.pop(k) for k in _GATHERED if isinstance(cb.__dict__.get(k), list)}
+    lists = [{k:vars(o).pop(k) for k in _GATHERED if isinstance(vars(o).get(k), list)}
+             for o in gather]
+    return Part(starts, list(own.idxs), lists)
 
 # %% ../../nbs/fastai2/725_inference.ipynb #e54ad9dd
 def join_parts(parts, # `Part` of each rank
-               whole  # Did each rank have whole batches? Else rows of each
+               whole  # Each rank had whole batches, else rows of each
 ):
     "The lists that each gatherer has in one process: dicts by name"
     join = _in_batch_order if whole else _in_row_order
@@ -145,7 +140,7 @@ def give(gather, # The gatherers of the learner that asked
 def order_from_rank0(dl):
     "The order of rank 0's loader, for that of each rank"
     if group.world_size() == 1 or not isinstance(dl, (DataLoader,TorchLoader)): return
-    state = group.all_gather_object(dl_state(dl) if group.rank() == 0 else None)[0]
+    state = group.from_rank0(dl_state(dl))
     if group.rank(): set_dl_state(dl, state)
 
 # %% ../../nbs/fastai2/725_inference.ipynb #4c0d3a13
@@ -165,7 +160,7 @@ def _drawn_alike(dl, common):
 
 def preds_in_one_order(learn,
                        common=contextlib.nullcontext(), # `CommonRNG` of a fit
-                       alone=lambda: False # Does rank 0 act for itself just now?
+                       alone=lambda: False # True while rank 0 acts without the others
 ):
     """Inside, `learn.get_preds`, called by all ranks, predicts items in one order, and draws from
     `common`"""

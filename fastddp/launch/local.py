@@ -15,8 +15,7 @@ from ..base import group
 from ..base.checks import SEE, check
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
-from .rank import notebook_settings
-from .rank import RankSpec, join_early, run_on_rank
+from .rank import RankSpec, join_early, notebook_settings, run_on_rank
 from ..output.notice import Status
 from ..output.replay import display_settings, frontend
 from ..base.device import accelerator
@@ -31,9 +30,9 @@ from ..process.workers import Workers, without_helper
 class Local(Launcher):
     """Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager
     that keeps them warm"""
-    places = False      # Does it say itself where ranks run? Otherwise `launch.options` does
+    places = False      # True for an engine that prints where ranks run; else `launch.options` does
     def __init__(self,
-        gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, or the CPU
+        gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, if any
         backend=None, # 'gloo', the GPUs' ('nccl'), '' for no group; None: what fits the device
         threads=None, # CPU threads per rank; None: the cores divided by the ranks
         see=(0,), # Ranks whose output is shown, or 'all'
@@ -73,17 +72,17 @@ class Local(Launcher):
 
 # %% ../../nbs/launch/505_local.ipynb #c63e39b7
 @patch
-def run(self:Local, job, nprocs, on_event=lambda rank,e: None, refs=())->Outcome:
-    """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises `RankRaised`,
-    `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop, with rank 0's
-    newest state as their `state`"""
+def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
+    """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises
+    `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
+    with rank 0's newest state as their `state`"""
     interrupts,timings,monitor = Interrupts(),Timings(),None
     with interrupts.noted(), self._busy:
         self._stay()
         try:
             self.submit(job, nprocs, interrupts, timings.mark)
             monitor = Monitor(self, on_event, interrupts)
-            outcome = self.wait(monitor, refs)
+            outcome = self.wait(monitor)
         except BaseException:
             self.after_failure(job, monitor)
             raise
@@ -97,9 +96,9 @@ def worker_ranks(self:Local, nprocs):
     return list(range(nprocs))
 
 @patch
-def wait(self:Local, monitor, refs):
+def wait(self:Local, monitor):
     "The job's `Outcome`; raises as `Monitor.wait`"
-    return monitor.wait(refs)
+    return monitor.wait()
 
 @patch
 def submit(self:Local,
@@ -129,24 +128,21 @@ def _get_workers(self:Local, ranks, nprocs, interrupts, mark):
 # %% ../../nbs/launch/505_local.ipynb #49cd4296
 def _new_workers(ranks, interrupts, mark, first):
     "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
-    what = f"starting {several(len(ranks), 'worker')}{_first_time()} ..."
-    status = Status()
+    what,status = f"starting {several(len(ranks), 'worker')}",Status()
+    if is_new():
+        here = 'kernel' if frontend() == 'notebook' else 'process'
+        libraries = ' and '.join(o for o in ('torch','fastai') if o in sys.modules)
+        what += f" (first time in this {here}: importing {libraries})"
+    what += " ..."
     def waiting(secs):
         if interrupts.n: raise KeyboardInterrupt
         if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
     try: return Workers(len(ranks), ranks=ranks, mark=mark, waiting=waiting, first=first)
     finally: status.show('')
 
-def _first_time():
-    "Why the first start takes longer, in brackets"
-    if not is_new(): return ''
-    here = 'kernel' if frontend() == 'notebook' else 'process'
-    libraries = [o for o in ('torch','fastai') if o in sys.modules]
-    return f" (first time in this {here}: importing {' and '.join(libraries)})"
-
 def start_workers(
     ranks, # Their ranks
-    on_gpu, # Do they need a GPU?
+    on_gpu, # They need a GPU
     interrupts=None, # `Interrupts`: with one of them, nothing is waited for
     mark=lambda phase: None, # Called when a phase of the start ends
     first=0, # Rank whose `LOCAL_RANK` is 0
@@ -171,27 +167,17 @@ def start_workers(
 @patch
 def after_success(self:Local, job):
     "Warm workers stay for a while, others end"
-    if self._warm: self._leave_later()
-    else: self.close()
+    if not self._warm: return self.close()
+    self._timer = timer = threading.Timer(self.idle, lambda: self._leave(timer))
+    timer.daemon = True
+    timer.start()
 
 @patch
 def after_failure(self:Local, job, monitor):
     "Ends the workers; `monitor` is None if the job wasn't even submitted"
     self.close(0)
 
-@patch
-def _remove_files(self:Local, pattern):
-    "Removes files of the workers' folder"
-    for o in glob(os.path.join(self.workers.dir, pattern)):
-        with contextlib.suppress(OSError): os.unlink(o)
-
 # %% ../../nbs/launch/505_local.ipynb #d48f6149
-@patch
-def _leave_later(self:Local):
-    self._timer = timer = threading.Timer(self.idle, lambda: self._leave(timer))
-    timer.daemon = True
-    timer.start()
-
 @patch
 def _leave(self:Local, timer):
     with self._busy:
@@ -220,11 +206,15 @@ def _specs(self:Local, nprocs, work):
     gpus = self._gpus(nprocs) or [None]*nprocs
     backend = self.backend
     if backend is None: backend = group.backend_for('cpu' if gpus[0] is None else accelerator())
-    threads,store = self.threads or max(1, visible_cores()//nprocs),self._rendezvous_file()
-    settings = self.settings()
+    if self._rendezvous is None:
+        for o in glob(os.path.join(self.workers.dir, 'rendezvous-*')):
+            with contextlib.suppress(OSError): os.unlink(o)
+        self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
+    threads,settings = self.threads or max(1, visible_cores()//nprocs),self.settings()
     def spec(r):
         display,log = self.display_of(r),self.workers.log_path(r)
-        return RankSpec(nprocs, gpus[r], backend, threads, store, display, log, work, settings)
+        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous, display, log, work,
+                        settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch
@@ -238,11 +228,3 @@ def display_of(self:Local, r):
     first = 0 if self.see == 'all' else next(iter(self.see), None)
     own = {} if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see)
     return display_settings()._replace(**own)
-
-# %% ../../nbs/launch/505_local.ipynb #903b0b3e
-@patch
-def _rendezvous_file(self:Local):
-    if self._rendezvous is None:
-        self._remove_files('rendezvous-*')
-        self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
-    return self._rendezvous

@@ -11,18 +11,17 @@ import contextlib, functools, sys, warnings
 from ..base import group
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
-from ..base.scoped import ending_undisturbed, undisturbed
 from ..base.rng import CommonRNG
-from ..base.scoped import own_attrs
+from ..base.scoped import ending_undisturbed, own_attrs, undisturbed
 from .engine import Job
-from .report import Timings, banner, start_of, stopped, summary, what_ran
+from .report import Timings, banner, start_of, summary, what_ran
 from .options import engine_for, in_launched_group, nested
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
 from ..payload.columns import Columns
 from ..payload.patches import collect_patches
 from ..payload.state import model_tensors, move_opt
-from ..shard.batchnorm import bn_note
+from ..shard.same_model import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
 def dump_snapshot(
@@ -63,7 +62,7 @@ def block(
     defaults, # As they are when nothing is said
     in_place, # Called in a group that stands: a context manager
     overrides, # Called as `overrides(launcher, n, gpus)`: the methods that override the learner's
-    quiet=lambda learn: False, # Does the learner want no line of ours?
+    quiet=lambda learn: False, # True for a learner that wants none of our lines
 ):
     "Inside, `learn` trains as `given` says"
     outer = vars(learn).get('distrib_session')
@@ -124,13 +123,12 @@ class Call:
     def __init__(self, session, job,
         what='', # What runs, for the report
         keeps='nothing', # Of failed runs: 'nothing', 'last' (the epoch of the last try), 'all'
-        iterations=False, # Is it counted in steps, rather than in epochs (`lr_find`)?
+        iterations=False, # It is counted in steps, not in epochs (`lr_find`)
     ):
         self.session,self.learn,self.job = session,session.learn,job
         self.keeps,self.iterations = keeps,iterations
         self.timings = Timings(what)
-        # Does the learner hold what the workers came to? Is that an interrupted fit, cut off in an
-        # epoch?
+        # The learner holds what the workers came to; that is a fit interrupted in an epoch
         self.kept = self.cut = False
     def holds(self):
         "What the learner holds, as an error says it"
@@ -189,7 +187,7 @@ class Session:
         self.options,self.restarts = options,restarts
         self.last_banner,self.columns = None,Columns()
     def datasets(self): return ()       # sequences of what items are made from, paths perhaps
-    def quiet(self): return False       # does the learner want no line of ours?
+    def quiet(self): return False       # True if the learner wants none of our lines
     def note(self): pass                # what else there is to say about the fit, as one line
     @contextlib.contextmanager
     def telling(self, call):
@@ -199,8 +197,8 @@ class Session:
             try: yield
             except KeyboardInterrupt as e:
                 end_line()
-                print_line(stopped(getattr(e, 'where', ''), getattr(e, 'kept', None)
-                                   or call.holds()))
+                where,kept = getattr(e, 'where', ''),getattr(e, 'kept', None) or call.holds()
+                print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
                 shorten(e)
                 raise
     def train(self, call):

@@ -173,9 +173,9 @@ def _backend(self:Machines):
 
 # %% ../../nbs/machines/614_machines.ipynb #cdefe05e
 @patch
-def run(self:Machines, job, nprocs, on_event=lambda rank,e: None, refs=()):
+def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
     "As `Local.run`; an error that no rank caused is the network's"
-    try: return Local.run(self, job, nprocs, on_event, refs)
+    try: return Local.run(self, job, nprocs, on_event)
     except RankRaised as e:
         f = e.failure
         if len(self.counts) < 2 or not is_echo(f): raise

@@ -27,7 +27,7 @@ def refuse_loader(name, # What the user calls it, e.g. 'learn.dls.train'
 # The loader's own batch size, in items; None where a batch sampler decides
 def global_batch_size(bs,
                       n,  # Number of ranks
-                      batch='per_worker' # Is that one worker's batch, or the 'global' one?
+                      batch='per_worker' # `bs` is that of one worker, or the 'global' one
 ):
     "Items of a full global batch (None if `bs` is); raises `CantShard` if `batch` is anything else"
     if batch not in ('per_worker','global'):
@@ -37,7 +37,7 @@ def global_batch_size(bs,
 # %% ../../nbs/shard/300_split.ipynb #f633e8ff
 def chunk(idxs, # What the loader drew for this epoch, in order
           bs,   # Items of a global batch
-          drop_last=False # Leave out a last batch that is not full?
+          drop_last=False # Leave out a last batch that is not full
 ):
     "`idxs` in global batches of `bs`: a list of lists"
     res = [idxs[i:i+bs] for i in range(0, len(idxs), bs)]
@@ -141,7 +141,7 @@ def n_steps(n_items, # Items of an epoch, on all ranks together
             rank, n, # This rank, and how many there are
             # In training all ranks take every step, in validation those in which they have an item
             train,
-            drop_last=False # Leave out a last batch that is not full?
+            drop_last=False # Leave out a last batch that is not full
 ):
     "How many steps `rank` takes in an epoch"
     if train: return n_chunks(n_items, bs, drop_last)

@@ -26,7 +26,7 @@ class CutBatches:
     "Global batches that are cut from a sampler's items, as torch's own `BatchSampler` does"
     def __init__(self, items, # The sampler; of a stream, the dataset that has its length
                  bs,          # Items of a full global batch
-                 drop_last    # Leave out a last batch that is not full?
+                 drop_last    # Leave out a last batch that is not full
     ):
         self.items,self.bs,self.drop_last = items,bs,drop_last
     def n_steps(self, rank, n, train):
@@ -65,7 +65,7 @@ def torch_bs(dl):
 
 def batching_of(dl, # A torch `DataLoader`
                 n,  # Number of ranks
-                batch='per_worker' # Is the loader's batch one worker's, or the 'global' one?
+                batch='per_worker' # Batch size of one worker, or the 'global' one
 ):
     "How the global batches of `dl` come about: `CutBatches`, `OwnBatches` or `WholeBatches`"
     own,bs = dl.batch_sampler,global_batch_size(torch_bs(dl), n, batch)
@@ -158,7 +158,7 @@ class _StepItems(IterableDataset):
 # %% ../../nbs/shard/303_torch_loader.ipynb #958a17d5
 def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
                 rank, n, # This rank, and how many there are
-                batch,   # Is the loader's batch one worker's ('per_worker'), or the 'global' one?
+                batch,   # Batch size of one worker, or the 'global' one
                 # In training all ranks take every step; in validation nothing is there twice
                 train,
                 common   # `CommonRNG`, alike on all ranks

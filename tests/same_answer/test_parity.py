@@ -11,7 +11,7 @@ from torch import nn
 import torch.nn.functional as F
 from fastddp.base import group
 from fastddp.base.errors import CantDistribute
-from fastddp.launch.in_process import InProcess
+from fastddp.launch.engine import InProcess
 from fastddp.output import notice
 from parity import (Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
                     alone_like,

@@ -10,7 +10,7 @@ from fastai.learner import Learner
 from fastai.metrics import accuracy
 from fastai.optimizer import OptimWrapper
 from torch import nn
-from fastddp.launch.in_process import InProcess
+from fastddp.launch.engine import InProcess
 from losses import RMSE, numbers
 from parity import Steps, assert_ranks_alike, assert_same, fit_both, learner, mlp, warm
 from test_drift import Sam
