@@ -213,9 +213,17 @@ class CutsTheLink(OneFault):
     def _go(self): Path(self.marker).touch()
 
 
-def test_the_link_goes_down(hosts, net, shared):
-    "In mid-step: the ranks wait for each other in vain, and no process ends by itself"
-    learn = learner(train=4000, cbs=[CutsTheLink('', 'before_batch/train', 0, 0, 3, marker=str(shared/'cut'))])
+class LateOnTheOtherHost(Callback):
+    "Lets the ranks of the first host wait for those of the second one in each meeting"
+    def before_batch(self): time.sleep(.3*(int(os.environ['RANK']) >= 2))
+
+
+@pytest.mark.parametrize('late', [[], [LateOnTheOtherHost()]], ids=['in a step', 'in a meeting'])
+def test_the_link_goes_down(hosts, net, shared, late):
+    "The ranks wait for each other in vain, and no process ends by itself; also in the first fit of new workers"
+    hosts.workers.stop(0)
+    sign = CutsTheLink('', 'before_batch/train', 0, 0, 3, marker=str(shared/'cut'))
+    learn = learner(train=4000, cbs=[sign, *late])
     cut = subprocess.Popen(['sh', '-c', f'until [ -e {shared}/cut ]; do sleep .01; done; '
                                         f'ip -n {net.a} link set eth0 down'])
     try:

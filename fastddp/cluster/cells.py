@@ -50,29 +50,20 @@ def cell_job(
     list"""
     if ctx.rank not in obj['on']: return []
     from IPython import get_ipython
-    ctx.where,shell = '',get_ipython()
+    from IPython.core import page
+    ctx.where,shell,name = '',get_ipython(),obj['name']
     with as_left(ctx, obj['on']) as ns:
-        _dress(shell, ctx.rank, obj['name'])
-        with ctx.interruptible(): error = _error_of(shell.run_cell(obj['cell'], store_history=True))
-        _let_go(shell)
+        shell.tells_errors = False      # the exception does
+        shell.displayhook.out = f'Out[{ctx.rank}:{shell.execution_count}]: '
+        if name: shell.compile.get_code_name = lambda *_: name
+        shell.set_hook('show_in_pager', page.as_hook(page.display_page))
+        with ctx.interruptible(): result = shell.run_cell(obj['cell'], store_history=True)
+        # These would keep the frames of a cell that failed
+        sys.last_value = sys.last_traceback = sys.last_exc = shell.last_execution_result = None
+        error = result.error_before_exec or result.error_in_exec
         if error is not None: raise _from_the_cell(error)
         return [k for k,v in ns.items() if not k.startswith('_')
                 and not isinstance(v, types.ModuleType)]
-
-def _dress(shell, rank, name):
-    "The shell as a cell of the cluster needs it"
-    from IPython.core import page
-    shell.tells_errors = False      # the exception does
-    shell.displayhook.out = f'Out[{rank}:{shell.execution_count}]: '
-    if name: shell.compile.get_code_name = lambda *_: name
-    shell.set_hook('show_in_pager', page.as_hook(page.display_page))
-
-def _let_go(shell):
-    "What would keep the frames of a cell that failed"
-    sys.last_value = sys.last_traceback = sys.last_exc = None
-    shell.last_execution_result = None
-
-def _error_of(result): return result.error_before_exec or result.error_in_exec
 
 def _from_the_cell(e):
     "`e` without the frames of IPython and ours above the user's own"
@@ -98,9 +89,8 @@ def push_job(ctx, obj):
     with as_left(ctx) as ns: ns.update(obj['objs'])
 
 def pull_job(ctx, obj):
-    """The objects named in `obj['names']`, as a pickle and its buffers: where they are loaded "
-    "is the notebook's affair.
-    None on other ranks than `obj['rank']`; refuses names that aren't there, and what can't be
+    """The objects named in `obj['names']`, as a pickle and its buffers, which the notebook loads;
+    None on other ranks than `obj['rank']`. Refuses names that aren't there, and what can't be
     pickled"""
     if ctx.rank != obj['rank']: return None
     with as_left(ctx) as ns:

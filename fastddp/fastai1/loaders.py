@@ -20,18 +20,15 @@ from ..shard.torch_loader import (batching_of, is_stream, shard_torch, torch_bs,
                                         why_not_torch)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
-def _objects(xs):
-    res = np.empty(len(xs), dtype=object)
-    res[:] = xs
-    return res
-
 def _or_objects(f):
     "`f`, which takes lists of different lengths as well"
     def g(a, *args, **kwargs):
         try: return f(a, *args, **kwargs)
         except ValueError:
             if not isinstance(a, (list,tuple)): raise
-            return f(_objects(a), *args, **kwargs)
+            objects = np.empty(len(a), dtype=object)
+            objects[:] = a
+            return f(objects, *args, **kwargs)
     g.old = f
     return g
 

@@ -7,7 +7,7 @@ __all__ = ['NoteProgress', 'KeepState', 'fit_job', 'infer_job', 'wants_no_lines'
            'in_place', 'train_in_place', 'mend_barrier']
 
 # %% ../../nbs/fastai1/805_session.ipynb #88173223
-import contextlib, sys
+import contextlib, functools, sys
 
 from fastai import basic_train, torch_core
 from fastai.basic_train import Recorder
@@ -136,14 +136,11 @@ class Session(_Session):
         self.check()
         for cb in callbacks:    # `lr_find` counted the batches of one process
             if isinstance(cb, LRFinder):
-                epochs = max(epochs, -(-cb.sched.n_iter//max(self._steps(), 1)))
+                epochs = max(epochs, -(-cb.sched.n_iter//(self.global_batch()[1] or 1)))
         sent = dict(epochs=epochs, options=self.options, metrics=metrics)
         call = LearnerCall(self, fit_job, callbacks, metrics, sent, keeps='last',
                            iterations=finds_lr(callbacks))
         self.train(call)
-    def _steps(self):
-        steps = len(self.learn.data.train_dl)
-        return steps//self.n if self.options['batch'] == 'per_worker' else steps
     def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "`basic_train.validate` on the workers"
@@ -160,6 +157,7 @@ class Session(_Session):
         """The learner's method, with this session's `fit` and `validate` under it, for this learner
         only"""
         method = getattr(type(self.learn), name)
+        @functools.wraps(method)
         def call(*args, **kwargs):
             real_fit,real_validate = basic_train.fit,basic_train.validate
             def fit(epochs, learn, callbacks=None, metrics=None):
@@ -171,7 +169,6 @@ class Session(_Session):
                                                                                        **kwargs)
             with own_attrs(basic_train, fit=fit, validate=validate):
                 return method(self.learn, *args, **kwargs)
-        call.__name__,call.__doc__ = method.__name__,method.__doc__
         return call
     def overrides(self): return {k:self.through(k) for k in ('fit','validate','get_preds')}
 

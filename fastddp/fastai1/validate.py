@@ -6,7 +6,6 @@
 __all__ = ['is_item_mean', 'Kept', 'Validation']
 
 # %% ../../nbs/fastai1/802_validate.ipynb #627189f4
-import contextlib
 from typing import NamedTuple
 
 import numpy as np, torch
@@ -16,6 +15,7 @@ from fastai.core import is_listy
 from fastai.torch_core import to_device
 
 from ..base import group
+from ..base.scoped import own_attrs
 from .loaders import place_now, shard, torch_dl
 from ..shard.gathered_loss import Losses, by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, loss_and_divisor
@@ -29,7 +29,7 @@ _ITEM_MEANS = {getattr(_metrics, k) for k in _NAMES if hasattr(_metrics, k)}
 
 def is_item_mean(m # A metric, as v1 keeps it: a callback
 ):
-    "True if metric `m` is a mean over items, whatever the batches"
+    "True if metric `m` is a mean over items, for any batches"
     return type(m) is AverageMetric and getattr(m.func, 'func', m.func) in _ITEM_MEANS
 
 def _sum_up(m):
@@ -93,39 +93,22 @@ class Validation:
         whole = getattr(mine.dl._shard, 'whole', False)
         parts = note and self.losses.is_gathered(loss_func) and not whole
         keep = _Keep(mine, bool(others) or bool(parts))
-        with self._in_their_place(handler, keep), self._stopping(handler):
-            outs = self.real(model, mine, note, handler, pbar, average=False,
-                             n_batch=self._own_n_batch(n_batch, mine))
+        means = [m for m in handler.metrics if is_item_mean(m)]
+        plain = handler.on_batch_end
+        # A request to stop ends this rank's loop; in `all_reduce` the ranks agree on it
+        def on_batch_end(loss): return plain(loss) or self.ranks.stop_requested()
+        mine_of = n_batch
+        if n_batch and whole: mine_of = len(range(group.rank(), n_batch, group.world_size())) or 1
+        with own_attrs(handler, metrics=[*means, keep], on_batch_end=on_batch_end):
+            outs = self.real(model, mine, note, handler, pbar, average=False, n_batch=mine_of)
         self.ranks.all_reduce()
-        for m in handler.metrics:
-            if is_item_mean(m): _sum_up(m)
+        for m in means: _sum_up(m)
         if others: _replay(handler, others, keep.kept)
         if not note: return _pairs(outs, keep.kept, n_batch)
         if parts: losses = _whole_losses(model, loss_func, keep.kept, n_batch)
         else: losses = note.losses(n_batch)
         return _average(losses) if average else [torch.tensor(loss) for _,loss,_ in losses]
 
-    def _own_n_batch(self, n_batch, mine):
-        "How many of the first `n_batch` batches are this rank's"
-        if not n_batch or not getattr(mine.dl._shard, 'whole', False): return n_batch
-        return len(range(group.rank(), n_batch, group.world_size())) or 1
-
-    @contextlib.contextmanager
-    def _in_their_place(self, handler, keep):
-        "Inside, `keep` stands for the metrics that are no means over items"
-        old = handler.metrics
-        handler.metrics = [m for m in old if is_item_mean(m)] + [keep]
-        try: yield
-        finally: handler.metrics = old
-
-    @contextlib.contextmanager
-    def _stopping(self, handler):
-        """Inside, a request to stop ends the loop after the current batch; all ranks agree on it at
-        the next sync point"""
-        plain = handler.on_batch_end
-        handler.on_batch_end = lambda loss: plain(loss) or self.ranks.stop_requested()
-        try: yield
-        finally: del handler.on_batch_end
 
 def _whole_losses(model, loss_func, kept, n_batch):
     "As `_NoteLoss.losses`, from all ranks' outputs and targets"

@@ -30,8 +30,7 @@ def facts():
     versions = {o:_version(o) for o in ('torch','fastai','fastddp')}
     python = '.'.join(map(str, sys.version_info[:2]))
     return dict(versions=dict(Python=python, **versions), gpus=group.n_gpus(),
-                cores=visible_cores(),
-                free=free_memory())
+                cores=visible_cores(), free=free_memory())
 
 # %% ../../nbs/machines/612_agent.ipynb #36343a1b
 _OF_THE_MACHINE = re.compile(
@@ -152,7 +151,7 @@ class Agent:
                  for r,s in zip(ws.ranks, specs)]
         ws.submit(entry, packed, block, specs, **env)
     def _enter(self, env, cwd, path, filters, *more):
-        "Takes the notebook's surroundings, as far as they can be had here"
+        "Sets environment, folder and import path as in the notebook, as far as they exist here"
         os.environ.clear()
         os.environ.update(merged_env(env, self.env, self.names))
         os.chdir(cwd if os.path.isdir(cwd) else self.folder)
@@ -195,7 +194,7 @@ class Agent:
         self.sent[r] = size,now
 
 def _end_soon():
-    "The notebook is gone: whatever the agent is doing, it ends, and the workers with it"
+    "The notebook is gone: ends the agent even if it is busy, and the workers with it"
     timer = threading.Timer(1.5, os._exit, (1,))
     timer.daemon = True
     timer.start()

@@ -87,7 +87,7 @@ _REASONS = [(("No module named 'fastddp", 'No module named fastddp'),
              "wants a password or doesn't know your key (`ssh-copy-id` gives it; BatchMode never "
              "asks)"),
             (('Could not resolve', 'Connection refused', 'No route', 'timed out',
-              'Network is unreachable',
-              'not known', 'Cannot open network namespace'), "can't be reached"),
+              'Network is unreachable', 'not known',
+              'Cannot open network namespace'), "can't be reached"),
             (('No such file', 'not found'),
              "has no such program: pass python=, the interpreter there, or look at command=")]

@@ -163,13 +163,11 @@ def _count(self:Machines, nprocs):
 @patch
 def _says_not(self:Machines, nprocs):
     return (f"nprocs={nprocs}, but there are {sum(self.counts.values())} ranks on "
-            f"{len(self.counts)} machines: "
-            "leave nprocs out, or say per_node=.")
+            f"{len(self.counts)} machines: leave nprocs out, or say per_node=.")
 
 @patch
 def _backend(self:Machines):
-    return (group.native_backend() if self.on_gpu
-            else 'gloo') if self.backend is None else self.backend
+    return self.backend or (group.native_backend() if self.on_gpu else 'gloo')
 
 # %% ../../nbs/machines/614_machines.ipynb #cdefe05e
 @patch
@@ -298,7 +296,6 @@ def preflight(self:Machines,
         seconds = 2*(n-1)/n*nbytes/min(o.rate for o in self.routes.values())
         lines.append(
             f"An all-reduce of {_size(nbytes)} of gradients takes about {seconds:.3f} s per "
-            f"step, as far as a "
-                     "megabyte there and back can tell.")
+            "step, as far as a megabyte there and back can tell.")
     if not (was_there or self._warm): self.close()
     return '\n'.join(lines)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import torch
 from fastcore.xtras import globtastic
 
+from ..base import board
 from ..base.errors import CantDistribute
 from ..base.rendezvous import sockets
 from ..payload.pickling import address, dump, function_at
@@ -118,9 +119,8 @@ def meet(
     interface, # The card that the user named, or None
     until, # `time.monotonic()` at which all of it has to be done
 ):
-    """`(address, card of rank 0's machine, {other machine: its Route})`; raises "
-    "`CantDistribute`, with what was tried,
-    where there is no such address"""
+    """`(address, card of rank 0's machine, {other machine: its Route})`; raises `CantDistribute`
+    with the addresses it tried if there is none that all machines reach"""
     first,*others = machines
     if not others: return '127.0.0.1', 'lo', {}
     token = secrets.token_bytes(16)
@@ -132,12 +132,11 @@ def meet(
         tried = ', '.join(o[1] for o in offers) or 'no address'
         raise CantDistribute(
             f"{', '.join(bad)} can't reach {first.name} (tried {tried}): ranks need a network "
-            f"between "
-                             "the machines without a firewall. interface= names the card.")
+            "between the machines without a firewall. interface= names the card.")
     addr = best_address(found.values())
     if addr is None:
         raise CantDistribute(f"There is no address of {first.name} that all other machines reach. "
-                                          "interface= names a card.")
+                             "interface= names a card.")
     card = next(o[0] for o in offers if o[1] == addr)
     return addr, card, {m: next(o for o in routes if o.address == addr)
                         for m,routes in found.items()}
@@ -201,6 +200,7 @@ def run_on_machine(
     return entry(channel, meta, buffers, spec._replace(store=store_at(spec.store), work=work))
 
 def _call(work, link_timeout, away, ctx, obj):
+    board.of_group()        # has connections between the machines, too
     _break_dead_links(link_timeout)
     folders,began = [],time.time()
     def saves_below(folder):

@@ -146,7 +146,7 @@ def _refuse_client(address):
     if str(address or '').startswith('ray://'):
         raise CantDistribute(
             f"{address}: a Ray client has no part in the cluster. Run the notebook on a machine of "
-                             "it, and say Ray().")
+            "it, and say Ray().")
 
 def connect(
     address, # As the user gave it
@@ -169,7 +169,7 @@ def connect(
         if not isinstance(e, (OSError,RuntimeError,ValueError)): raise
         raise CantDistribute(
             f"Ray has no cluster to connect to: {_sentence(e)} `ray start --head` on this machine "
-                             "begins one; Ray(address='host:port') names one.") from None
+            "begins one; Ray(address='host:port') names one.") from None
     return True
 
 def _try_to_reach(address):
@@ -208,7 +208,7 @@ def bundles_for(
         most = max((bundle(has) for _,has in found), key=lambda b: b.get('GPU', 0))
         raise CantDistribute(
             f"{len(able)} machines of the cluster have {_words(most)}, and Ray was asked for "
-                             f"{nodes or 'at least 1'}. {_there(found)}")
+            f"{nodes or 'at least 1'}. {_there(found)}")
     named = [b | {f'node:{address}': .001} for address,b in able]
     if nodes is None: return named
     return [*(n if address == found[0][0] else b for n,(address,b) in zip(named, able))][:nodes]
@@ -277,8 +277,7 @@ class Ray(Machines):
             while not self._group.wait(1):
                 free = ray.available_resources()
                 why = (f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} "
-                       f"each, and others use "
-                       f"them: free are {_words({k:free.get(k, 0) for k in bundles[0]})}.")
+                       f"each, and others use them: free are {_words({k:free.get(k, 0) for k in bundles[0]})}.")
                 if time.monotonic() >= until:
                     raise CantDistribute(
                         f"{why} {_there(found)} wait= says for how many seconds to wait.")
@@ -291,9 +290,8 @@ class Ray(Machines):
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i)
         try:
             return new_relay(num_cpus=bundle.get('CPU', 0), num_gpus=bundle.get('GPU', 0),
-                             resources=own,
-                              scheduling_strategy=where,
-                              runtime_env=None if is_home else self.runtime_env)
+                             resources=own, scheduling_strategy=where,
+                             runtime_env=None if is_home else self.runtime_env)
         except (TypeError,ValueError) as e:
             raise CantDistribute(
                 f"runtime_env= is not one for Ray's actors: {_sentence(e)}") from None
@@ -303,14 +301,12 @@ class Ray(Machines):
         if why := super().problem_with(m): return why
         if not self._gpus_given[m.name] or m.facts['gpus']: return None
         return (f"Ray gave {_words(dict(GPU=self._gpus_given[m.name]))}, and torch there finds "
-                f"none. Is it a torch for "
-                "GPUs, and may it see them? Ray(gpus=0) takes the CPU.")
+                "none. Is it a torch for GPUs, and may it see them? Ray(gpus=0) takes the CPU.")
     def why_not(self, said):
         last = super().why_not(said)
         if 'runtime environment' in said:
             return f"Ray couldn't make its runtime_env= there ({last})"
-        if "No module named 'fastddp" not in said and 'No module named fastddp' not in said:
-            return last
+        if 'No module named fastddp' not in said.replace("'", ''): return last
         return ("has no fastddp for this Python: install it there, or name it in runtime_env= "
                 f"({last})")
     def close(self, grace=2.):
