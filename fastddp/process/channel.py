@@ -69,7 +69,7 @@ class Pipe:
         *msg,       # What it is, and its values; anything that cloudpickle takes
         fd=None,    # A file descriptor, which will be the last of the values
     ):
-        "Sends a message; raises an OSError when nobody is at the other end"
+        "Send a message; raises an OSError when the other end is closed"
         data = cloudpickle.dumps(msg, protocol=5)
         head = _HEAD.pack(len(data), fd is not None)
         with self._lock:
@@ -190,7 +190,7 @@ class Channel:
         "The page on which this worker says where it is"
         return Heartbeats(os.path.join(self.folder, HEARTBEATS))
     def stop_requested(self):
-        "Does the notebook want this job to stop?"
+        "True if the notebook wants this job to stop"
         return self._stop.is_set()
 
 # %% ../../nbs/process/403_channel.ipynb #889a72ff

@@ -16,7 +16,7 @@ from .cleanup import end_with_parent
 
 # %% ../../nbs/process/404_helper.ipynb #d8d16bf7
 _unusable = []          # why this process can't use a helper
-_in_worker = False      # is this process a worker, or the helper?
+_in_worker = False      # True in a worker, and in the helper
 
 def start_method():
     "'forkserver' with the helper, or 'spawn' where it is turned off or impossible"
@@ -153,7 +153,7 @@ def _start_python(call, fds):
                             env={**os.environ, 'PYTHONPATH': path})
 
 def lasts():
-    "Does this thread live as long as its process?"
+    "True if this thread lives as long as its process"
     return threading.current_thread() is threading.main_thread()
 
 class _Helper:
@@ -184,7 +184,7 @@ def helper_pid():
     return _helper.popen.pid if _helper is not None else None
 
 def is_new():
-    "Has the helper forked no worker yet? Then it may still be importing"
+    "True if the helper has forked no worker yet, so it may still be importing"
     return start_method() == 'forkserver' and not (_helper is not None and _helper.has_forked)
 
 def end_helper():
@@ -228,8 +228,7 @@ class HelperEnded(Exception):
     def __init__(self, try_again): self.try_again = try_again
 
 def is_stopped(pid):
-    """Has a signal (SIGSTOP) or a debugger stopped the process? By its state in /proc, see
-    proc_pid_stat(5); else False"""
+    "True if a signal (SIGSTOP) or a debugger has stopped the process, see proc_pid_stat(5)"
     try:
         with open(f'/proc/{pid}/stat') as f: return f.read().rpartition(')')[2].split()[0] in 'tT'
     except OSError: return False

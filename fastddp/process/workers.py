@@ -107,8 +107,8 @@ class Workers:
         "The last `Heartbeat` of rank `rank`"
         return self._heartbeats.read(rank-self.first)
     def are(self, ranks):
-        """Are these the ranks, do all of them live, and is their folder there? People clean their
-        temporary folders"""
+        """True if these are the ranks, all of them live and their folder exists; users may clean
+        their temporary folders"""
         return self.ranks == ranks and len(self.alive()) == self.n and os.path.isdir(self.dir)
     def alive(self):
         "Ranks whose process runs"
@@ -166,7 +166,7 @@ def ask_stacks(self:Workers, ranks):
 
 @patch
 def is_stopped(self:Workers, r):
-    "Has a signal stopped the process of rank `r`?"
+    "True if a signal has stopped the process of rank `r`"
     return process_is_stopped(self.procs[r].pid)
 
 # %% ../../nbs/process/406_workers.ipynb #0e851299
@@ -255,8 +255,8 @@ def _free(self:Workers):
                                 "may be stuck in them")
 
 def _end_rest(pid):
-    """Ends what a worker left in its group. If there is a process `pid`, nothing is left, and it is
-    a stranger's"""
+    """Kill the rest of a worker's process group; a live process `pid` is another one with the same
+    number"""
     try: os.kill(pid, 0)
     except ProcessLookupError: _signal_group(pid, signal.SIGKILL)
     except PermissionError: pass
