@@ -221,7 +221,7 @@ class LateOnTheOtherHost(Callback):
 @pytest.mark.parametrize('late', [[], [LateOnTheOtherHost()]], ids=['in a step', 'in a meeting'])
 def test_the_link_goes_down(hosts, net, shared, late):
     "The ranks wait for each other in vain, and no process ends by itself; also in the first fit of new workers"
-    hosts.workers.stop(0)
+    if hosts.workers: hosts.workers.stop(0)
     sign = CutsTheLink('', 'before_batch/train', 0, 0, 3, marker=str(shared/'cut'))
     learn = learner(train=4000, cbs=[sign, *late])
     cut = subprocess.Popen(['sh', '-c', f'until [ -e {shared}/cut ]; do sleep .01; done; '
