@@ -34,12 +34,12 @@ def entry(t): return f'### {t.name}\n\n`{t.seen}`\n\n{t.cause}\n\n*What to do:* 
 def refusal():
     return ("### before anything is started\n\n`CantDistribute`, `CantShard`, `NotPicklable`\n\n"
             "What can't work is refused before any process is started, and nothing is changed.\n\n"
-            "*What to do:* the message says it; `NotPicklable` names the attribute that can't travel.")
+            "*What to do:* the message says it; `NotPicklable` names the attribute that can't be sent.")
 
 
 def lost():
     return ("### after a fit\n\n`UserWarning: fastddp: learn.my_callback.stream (TypeError: cannot pickle 'generator' "
-            "object) can't travel back from the workers ...`\n\n"
+            "object) can't be sent back from the workers ...`\n\n"
             "A callback made something in a worker that can't leave it: an open file, a connection, a generator. "
             "All else came back: weights, optimizer, recorder, the other attributes. An object that can be sent but "
             "not loaded again (exceptions with arguments of their own are known for that) costs what all callbacks "

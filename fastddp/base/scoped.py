@@ -76,8 +76,8 @@ class Interrupts:
     def _note(self, *_): self.n += 1
     @contextlib.contextmanager
     def noted(self):
-        """Context manager in which Ctrl-C is counted, beginning with the count of an enclosing one;
-        does nothing outside the main thread"""
+        """Context manager that counts Ctrl-C, including unhandled ones of an enclosing block; does
+        nothing outside the main thread"""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -94,8 +94,7 @@ def _counting():
 # %% ../../nbs/base/005_scoped.ipynb #46227cf0
 @contextlib.contextmanager
 def undisturbed():
-    """A block in which Ctrl-C is put off; KeyboardInterrupt is raised at the end of the outermost
-    one"""
+    "Context manager that delays Ctrl-C until the end of the outermost such block"
     if _counting() is not None:
         yield
         return
@@ -104,7 +103,7 @@ def undisturbed():
 
 @contextlib.contextmanager
 def disturbed():
-    "A block in which Ctrl-C is raised where it comes, also inside of `undisturbed`"
+    "Context manager in which Ctrl-C is raised at once, also inside `undisturbed`"
     if (outer := _counting()) is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,7 +129,7 @@ def ending_undisturbed():
 # %% ../../nbs/base/005_scoped.ipynb #79782114
 @contextlib.contextmanager
 def voting():
-    "A block in which Ctrl-C does nothing, so that no rank stops alone; for the main thread only"
+    "Context manager that ignores Ctrl-C, so that no rank stops alone; for the main thread only"
     old = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try: yield
     finally: signal.signal(signal.SIGINT, old)

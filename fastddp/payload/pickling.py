@@ -109,8 +109,9 @@ def _class(pickler, cls):
 def _function(pickler, f):
     reduced = _by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple) or not _is_librarys(f): return reduced
-    make,args,(attrs,more) = reduced[:3]
+    make,args,state = reduced[:3]
     args = make,f.__module__,args[0],*args[2:]      # without the globals
+    attrs,more = state
     return _library_function, args, (attrs, more|dict(__globals__={})), *reduced[3:]
 
 def _is_librarys(f):
