@@ -41,7 +41,7 @@ def test_the_docstring_says_what_is_returned_raised_and_left(name):
     doc = getattr(Learner, name).__doc__
     assert all(o in doc for o in RAISED)
     assert 'Returns' in doc or 'Yields' in doc
-    assert any(o in doc for o in ('After a failure', 'Model and optimizer stay', 'The learner is as it was'))
+    assert any(o in doc for o in ('After a failure', 'Model and optimizer stay', 'The learner is unchanged'))
     if name == 'distrib_resume': return
     assert 'nprocs=None: Workers' in doc and 'launcher=None: Runs the job' in doc
 

@@ -330,6 +330,7 @@ def test_many_runs_in_one_block_leave_no_files():
         assert descriptors() == fds
 
 
+@pytest.mark.full
 def test_many_fits_in_one_block_leave_no_files():
     learn, local = make_learner(n=64), Local(gpus=[], see=())
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2, launcher=local):
