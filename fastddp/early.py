@@ -20,7 +20,7 @@ _APPS = {1: ('fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab'),
          2: ('fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'fastai.collab')}
 
 def preload_learners(
-    # Is somebody typing, so that nobody knows yet which of fastai's applications it will be?
+    # True in an interactive session: it isn't known yet which of fastai's applications is used
     typed=True
 ):
     "Tells the helper what workers need that train learners"
@@ -32,12 +32,12 @@ def preload_learners(
 
 # %% ../nbs/900_early.ipynb #e8887678
 def _interactive():
-    "Is somebody typing? (IPython's shells and Jupyter kernels; a script isn't)"
+    "True in an interactive session: IPython's shells and Jupyter kernels, not a script"
     shell = getattr(sys.modules.get('IPython'), 'get_ipython', None)
     return shell is not None and shell() is not None
 
 def ask_for_helper():
-    "Starts the helper, with all that a learner needs, in the background where somebody is typing"
+    "Start the helper in the background, with all that a learner needs in an interactive session"
     typed = _interactive()
     preload_learners(typed)
     preload('fastddp.output.capture:rehearse')

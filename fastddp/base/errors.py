@@ -101,7 +101,7 @@ _SURROUNDINGS = [
     Trouble(
         'not permitted',
         "RankRaised: rank 1 raised PermissionError: [Errno 13] Permission denied: '/data/x.png'",
-        "The file or folder belongs to somebody else, or its rights don't allow it.",
+        "Another user owns the file or folder, or its permissions don't allow access.",
         "The system refuses access to that path: look at its owner and rights (ls -l). Workers run "
         "as the user of the "
         "notebook.",

@@ -148,6 +148,6 @@ def leave(
     abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
     if broken and abort and group.backend() == group.native_backend(): abort()
     else:
-        # after a failure nobody is in a hurry
+        # after a failure a delay doesn't matter
         if _ends_with_the_lock(): time.sleep(.3 if broken else .02)
         torch.distributed.destroy_process_group()

@@ -260,7 +260,7 @@ def in_launched_group():
 @contextlib.contextmanager
 def engine_for(
     given, # Options of the block: `nprocs`, `gpus`, `launcher`, `see` and `timeout`
-    defaults, # What they are if nobody says anything
+    defaults, # Their default values
 ):
     "Context manager: `(open launcher, number of workers, GPU of each)`, or None to train locally"
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
@@ -301,7 +301,7 @@ def _option(local, k, given, defaults):
 def nested(
     outer, # Options of the block around it
     given, # Options of this block
-    defaults, # What they are if nobody says anything
+    defaults, # Their default values
 ):
     "Context manager for a block inside another one of the same learner: only its options are valid"
     other = [k for k,v in given.items() if v != defaults.get(k) and v != outer.get(k)]
