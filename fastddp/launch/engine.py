@@ -13,7 +13,7 @@ from ..base import group, rendezvous
 from ..base.errors import CantDistribute
 from ..base.scoped import disturbed, environment
 from .rank import Context, call
-from ..payload.pickling import Payload, address, dump, load
+from ..payload.pickling import Payload, address, dump, load, own_classes
 from ..process.cleanup import private_folder
 
 # %% ../../nbs/launch/502_engine.ipynb #a58ba397
@@ -111,7 +111,7 @@ class InProcess(Launcher):
         def put(name, payload):     # copied at once, since the job goes on to change it
             left[name] = payload.meta, payload.copied_buffers()
         ctx = Context(0, 1, device, lambda e: on_event(0, e), put, lambda: False)
-        with disturbed(), _group_of_one(device):
+        with disturbed(), _group_of_one(device), own_classes():
             try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
                 e.epoch = left.get('epoch')
