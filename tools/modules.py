@@ -23,6 +23,7 @@ TESTS = {
     'payload/blame': 'test_refusals.py', 'payload/columns': 'test_shapes.py',
     'payload/shared_memory': 'test_shapes.py',
     'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
+    'payload/variables': 'comes_back/test_variables.py',
     'output': 'test_capture.py', 'output/notice': 'test_lines.py',
     'shard': 'test_data.py', 'shard/split': 'test_shard.py', 'shard/loss': 'same_answer/test_any_loss.py',
     'shard/gathered_loss': 'same_answer/test_any_loss.py', 'shard/same_model': 'same_answer/test_drift.py',

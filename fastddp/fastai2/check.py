@@ -24,6 +24,8 @@ from .fastai_loader import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step import StepSync
 from .learner import OPTIONS
+from ..base.scoped import own_attrs
+from . import snapshot
 from ..launch.options import RAISES, comments_of, list_params
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
@@ -171,7 +173,10 @@ def distrib_check(self:Learner,
         if is_lm(dl): lay_out(dl)
     try:
         of_many,of_one = NoteSteps(steps),NoteSteps(steps)
-        many.distrib('fit', 1, nprocs=n, gpus=gpus, batch=batch, launcher=launcher, cbs=[of_many])
+        # a counter in a global, say, begins alike in both
+        with own_attrs(snapshot, put_back=noop):
+            many.distrib('fit', 1, nprocs=n, gpus=gpus, batch=batch, launcher=launcher,
+                         cbs=[of_many])
         streams.install()
         one.fit(1, cbs=[of_one])
     finally: streams.install()

@@ -1,15 +1,9 @@
 """What cells write into their own variables in a fit is in the notebook afterwards: globals, closures, attributes."""
 import sys
-from collections import Counter
-import numpy as np, pandas as pd, pytest, torch
+import pytest
 from fastai.callback.core import Callback
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
-from torch import nn
-from torch.utils.data import DataLoader as TorchLoader, Dataset, Subset, WeightedRandomSampler
 from fastddp.all import *
-from parity import alone_like, items, learner, mlp, seed, warm
+from parity import alone_like, learner, seed, warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -115,5 +109,43 @@ def test_variables_of_cells_are_those_of_one_process(cell, two):
     for _ in range(2): one.fit(1)
     assert many == values(cell)
     assert losses == pytest.approx(cell['losses'], abs=1e-5) and best == pytest.approx(cell['best'], abs=1e-5)
-    learn.fit(1)        # in the notebook, on the notebook's objects
-    assert len(losses) == 10
+
+
+def test_predictions_write_too_and_the_next_call_sees_it(cell, two):
+    learn = learner(metrics=cell['rate'])
+    learn.model[0].register_forward_hook(cell['hook'])
+    outputs = cell['outputs']
+    with learn.distrib_ctx(nprocs=2, launcher=two):
+        learn.get_preds()
+        n = len(outputs)
+        outputs.append('mine')
+        learn.validate()
+    assert n and outputs[n] == 'mine' and len(outputs) == 2*n+1 and cell['rated']
+
+
+def test_in_process_the_notebooks_classes_stay_its_own(cell):
+    learn, Notes = learner(loss_func=cell['loss'], cbs=cell['Notes']()), cell['Notes']
+    method = Notes.after_batch
+    with learn.distrib_ctx(launcher=InProcess()): learn.fit(1)
+    assert Notes.after_batch is method and cell['n'] == Notes.steps == 10 and len(cell['losses']) == 10
+    learn.fit(1)
+    assert cell['n'] == Notes.steps == 20 and len(cell['calls']) == len(cell['losses']) == 20
+
+
+def test_a_check_writes_nothing(cell, two):
+    "But for its steps in this process"
+    learn = learner(loss_func=cell['loss'], cbs=cell['Notes']())
+    assert learn.distrib_check(3, nprocs=2, launcher=two, show=False).same
+    assert cell['n'] == len(cell['losses']) == 3
+
+
+def test_what_cannot_come_back_is_named(two):
+    held, kept = [], []
+    class Holds(Callback):
+        def after_epoch(self):
+            held.append(i for i in ())
+            kept.append(self.epoch)
+    learn = learner()
+    with pytest.warns(UserWarning, match="fastddp: held can't come back from the workers"):
+        learn.distrib_fit(1, nprocs=2, launcher=two, cbs=Holds())
+    assert (held, kept) == ([], [0])
