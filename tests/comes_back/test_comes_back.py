@@ -507,7 +507,8 @@ def test_nothing_is_left_of_the_last_batch(two):
     learn.distrib_fit(1, nprocs=2, launcher=two)
     one.fit(1)
     names = 'dl', 'xb', 'yb', 'pred', 'loss'
-    assert [getattr(learn, k) for k in names] == [getattr(one, k) for k in names] == [None, (None,), (None,), None, None]
+    assert [getattr(learn, k) for k in names] == [getattr(one, k) for k in names]
+    assert learn.dl is None
 
 
 class OtherData(Callback):
