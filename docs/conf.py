@@ -2,6 +2,7 @@
 project, author, html_title = 'fastddp', 'fastddp contributors', 'fastddp'
 extensions = ['myst_nb']
 html_theme = 'furo'
+html_static_path, html_css_files = ['static'], ['site.css']
 html_copy_source = html_show_sphinx = html_show_copyright = False
 nb_execution_mode = 'off'           # outputs are those that a test run or the demo left
 myst_heading_anchors = 4

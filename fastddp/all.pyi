@@ -30,7 +30,7 @@ class Learner(_Learner):
 
     def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, in_notebook: bool | None = None, **ddp_kwargs) -> ContextManager[Learner]:
         """Inside the block all training and inference of this learner runs on workers, which stay warm
-            from call to call.
+        from call to call.
 
         Options, by name:
             nprocs=None: Workers: one per GPU, or that many on the CPU. Default: all visible GPUs

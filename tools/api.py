@@ -26,7 +26,7 @@ def paragraphs(doc, listed=()):
     "A docstring's paragraphs; a list of what `listed` names is left out, and one of exceptions becomes a list"
     for part in filter(None, re.split(r'\n\s*\n', inspect.cleandoc(doc or ''))):
         head, *lines = part.split('\n')
-        if not lines or not lines[0].startswith('    '): yield part
+        if head != 'Raises' and not head.endswith(':'): yield part
         elif not {re.match(r'\W*(\w+)', lines[0])[1]} & {*listed}:
             yield f'{head}:\n\n' + '\n'.join(re.sub(r'^    (\w+): ?', r'- `\1`: ', o) for o in lines)
 

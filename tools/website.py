@@ -14,26 +14,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 import api, sidebar
 
 EXECUTED = root/'build'/'executed'
-FOLDERS = sidebar.folders()
 
 
 def tutorials(*names): return [f'nbs/tutorials/{o}.ipynb' for o in names]
 
 
-LISTED = tutorials('kaggle', 'two_machines')
-OTHERS = [f'nbs/{o}' for o in sidebar.sections()['tutorials'] if f'nbs/{o}' not in LISTED and o.stem != 'lesson']
+PLACES = tutorials('kaggle', 'two_machines')
+OTHERS = [f'nbs/{o}' for o in sidebar.sections()['tutorials'] if f'nbs/{o}' not in PLACES and o.stem != 'lesson']
 # A learner's order
 ORDER = {
     'Learn': ['nbs/lesson.ipynb', 'docs/how_it_works.md', *OTHERS],
     'Use': ['docs/vocabulary.md', 'docs/options.md', 'docs/learning_rate.md', 'docs/same_answer.md', *api.PAGES],
     'When things go wrong': ['nbs/troubles.ipynb', 'docs/long_fits.md'],
-    'Where it runs': ['docs/workstation.md', *LISTED, 'docs/several_machines.md', 'docs/torchrun.md', 'docs/gpus.md',
+    'Where it runs': ['docs/workstation.md', *PLACES, 'docs/several_machines.md', 'docs/torchrun.md', 'docs/gpus.md',
                       'nbs/security.ipynb'],
-    'Coming from': ['docs/coming_from.md', 'docs/course.md', 'docs/fastai_v1.md',
-                    *(f'nbs/{o}' for o in sidebar.sections()['tutorials for fastai v1'])],
-    'How it is built': ['CONTRIBUTING.md', 'docs/modules.md', *(f'nbs/{o}' for v in FOLDERS.values() for o in v),
-                        'docs/editors.md', 'docs/upstream.md', 'benchmarks/README.md', 'CHANGELOG.md', 'SECURITY.md']}
-PAGES = [o for v in ORDER.values() for o in v]
+    'Coming from': ['docs/coming_from.md', 'docs/course.md', 'docs/fastai_v1.md'],
+    'How it is built': ['CONTRIBUTING.md', 'docs/modules.md', 'docs/editors.md', 'docs/upstream.md',
+                        'benchmarks/README.md', 'CHANGELOG.md', 'SECURITY.md']}
+# Pages that others are filed under
+UNDER = {'docs/modules.md': [f'nbs/{o}' for v in sidebar.folders().values() for o in v],
+         'docs/fastai_v1.md': [f'nbs/{o}' for o in sidebar.sections()['tutorials for fastai v1']]}
+LISTED = {o for v in ORDER.values() for o in v}
+# A new document comes last, until it gets its place
+ORDER['Use'] += sorted(o for o in (f'docs/{p.name}' for p in (root/'docs').glob('*.md')) if o not in LISTED)
+PAGES = [o for v in (*ORDER.values(), *UNDER.values()) for o in v]
 SAME = {'README.md': 'index.md', 'nbs/index.ipynb': 'index.md'}
 
 
@@ -104,10 +108,10 @@ def for_site(nb, path, home=''):
                                                    language_info=dict(name='python'))}
 
 
-def toctrees():
-    trees = (f'```{{toctree}}\n:hidden:\n:caption: {caption}\n\n' + '\n'.join(o.rsplit('.', 1)[0] for o in pages)
-             + '\n```' for caption, pages in ORDER.items())
-    return '\n\n'.join(trees)
+def toctree(pages, caption=''):
+    names = '\n'.join('/' + o.rsplit('.', 1)[0] for o in pages)
+    caption = f':caption: {caption}\n' if caption else ''
+    return f'\n\n```{{toctree}}\n:hidden:\n{caption}\n{names}\n```\n'
 
 
 def assemble(folder):
@@ -123,9 +127,12 @@ def assemble(folder):
         if page.endswith('.ipynb'): target.write_text(json.dumps(for_site(with_outputs(page), page, home)))
         elif page not in api.PAGES:
             text = (root/page).read_text(encoding='utf-8')
-            target.write_text(drawn(linked(text, page, home), Path(page).parent), encoding='utf-8')
+            text = drawn(linked(text, page, home), Path(page).parent)
+            if page in UNDER: text += toctree(UNDER[page])
+            target.write_text(text, encoding='utf-8')
     readme = linked((root/'README.md').read_text(encoding='utf-8'), 'README.md', home)
-    (folder/'index.md').write_text(f'{readme}\n{toctrees()}\n', encoding='utf-8')
+    trees = ''.join(toctree(pages, caption) for caption, pages in ORDER.items())
+    (folder/'index.md').write_text(readme+trees, encoding='utf-8')
     for o in (root/'docs').glob('*.png'): shutil.copy(o, folder/'docs')
     return folder
 
