@@ -96,8 +96,8 @@ def test_links_lead_somewhere(site):
 
 @pytest.mark.full
 def test_a_dead_link_is_noticed(site):
-    (site/'bad.html').write_text('<a href="nowhere.html"></a><a href="index.html#nothing"></a><a href="index.html"></a>')
-    assert {o for _, o in dead_links(site)} == {'nowhere.html', 'index.html#nothing'}
+    (site/'bad.html').write_text(''.join(f'<a href="{o}"></a>' for o in ('nowhere.html', 'index.html#no', 'index.html')))
+    assert {o for _, o in dead_links(site)} == {'nowhere.html', 'index.html#no'}
     (site/'bad.html').unlink()
 
 
@@ -112,4 +112,4 @@ def test_an_error_is_found_by_its_text(site):
 def test_pages_of_what_is_called(site):
     "Signature, parameters, returns, raises"
     text = re.sub('<[^>]*>', '', (site/'docs'/'api'/'learner.html').read_text(encoding='utf-8'))
-    assert all(o in text for o in ('distrib_fit_one_cycle', 'batch=', 'Exactly these GPUs', 'Returns what', 'RankDied:'))
+    assert all(o in text for o in ('distrib_fit_one_cycle', 'batch=', 'Exactly these', 'Returns what', 'RankDied:'))

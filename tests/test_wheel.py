@@ -113,11 +113,12 @@ def empty(tmp_path):
     folder, tree = tmp_path/'env', copy_of_tree(tmp_path/'tree')
     done('-m', 'venv', folder, cwd=tmp_path)
     [packages] = folder.glob('lib/python*/site-packages')
+    for o in packages.glob('setuptools*'): shutil.rmtree(o)     # an old one, before Python 3.12
     # .pth files of that folder are not read, so an editable fastddp there is not found
     (packages/'others.pth').write_text('\n'.join(site.getsitepackages()))
     env = {k: v for k, v in os.environ.items() if k not in ('PYTHONPATH', 'PYTHONHOME')}
     env |= dict(PATH=f"{folder/'bin'}:{env['PATH']}", PIP_NO_INDEX='1', PIP_NO_BUILD_ISOLATION='0',
-                PIP_DISABLE_PIP_VERSION_CHECK='1')
+                PIP_DISABLE_PIP_VERSION_CHECK='1', PIP_FIND_LINKS='')
     def run(line):
         r = subprocess.run(['sh', '-ec', line], cwd=tree, env=env, capture_output=True, text=True, timeout=250)
         assert r.returncode == 0, r.stdout[-3000:]+r.stderr[-3000:]
