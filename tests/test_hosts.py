@@ -336,7 +336,7 @@ def test_preflight(hosts):
     ('env -C / -u PYTHONPATH PYTHONNOUSERSITE=1 /usr/bin/env python3 -I -S -m fastddp.machines.agent',
      'has no fastddp'),
     ('env no-such-program {run}', 'has no such program'), ('no-such-program {run}', 'has no such program'),
-    ('env /etc/hosts {run}', "can't run that program"), ('/etc/hosts {run}', "can't run that program"),
+    (f'env {__file__} {{run}}', "can't run that program"), (f'{__file__} {{run}}', "can't run that program"),
     ('sh -c "echo Permission denied \\(publickey,password\\). >&2; exit 255"', 'wants a password')])
 def test_a_host_that_has_no_agent(command, says):
     "One line for each, and nothing is started"
@@ -351,7 +351,7 @@ def test_two_clones_with_one_version(tmp_path):
     "Another machine's fastddp has the same version, and a line more"
     shutil.copytree(Path(fastddp.__file__).parent, tmp_path/'fastddp')
     with open(tmp_path/'fastddp'/'all.py', 'a') as f: f.write('\n')
-    there = Hosts(['there'], command=f'env PYTHONPATH={tmp_path} {{run}}', start_timeout=240.)
+    there = Hosts(['there'], command=f"env -C / PYTHONPATH={tmp_path} {{run}}", start_timeout=240.)
     with pytest.raises(CantDistribute, match=r'^there: has fastddp [^ ]+\+\w{8}, the notebook [^ ]+\+\w{8}; they have'):
         there.place()
 
@@ -359,7 +359,7 @@ def test_two_clones_with_one_version(tmp_path):
 def test_ctrl_c_while_agents_start_workers(tmp_path, monkeypatch):
     "The helper process there imports a module that takes for ever"
     (tmp_path/'slow_to_import.py').write_text(f"import time\nopen('{tmp_path}/begun', 'w').write('1')\ntime.sleep(1000)")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv('PYTHONPATH', f'{tmp_path}{os.pathsep}{os.environ.get("PYTHONPATH", "")}')
     monkeypatch.setattr(helper, '_preload', [*helper._preload, 'slow_to_import'])
     with Hosts(['localhost'], per_node=2, start_timeout=240.) as home:
         home.place()

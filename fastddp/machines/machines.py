@@ -134,14 +134,13 @@ class Machines(Local):
 # %% ../../nbs/machines/614_machines.ipynb #a9c5c5a4
 @patch
 def _start_agents(self:Machines, nprocs, on_cpu):
-    conns = self.connections(on_cpu)
+    conns,bad = self.connections(on_cpu),[]
     for name in sorted(conns, key=lambda o: o not in HOME):
-        try: m = Machine(name, conns[name], self.link_timeout, name in HOME)
-        except OSError as e: raise CantDistribute(f"{name}: {self.why_not(str(e))}") from None
-        self.machines.append(m)
+        try: self.machines.append(Machine(name, conns[name], self.link_timeout, name in HOME))
+        except OSError as e: bad.append(f"{name}: {self.why_not(str(e))}")
     until = time.monotonic()+self.start_timeout
-    if bad := [f"{m.name}: {why}" for m in self.machines if (why := self._facts_of(m, until))]:
-        raise CantDistribute('\n'.join(bad))
+    bad += [f"{m.name}: {why}" for m in self.machines if (why := self._facts_of(m, until))]
+    if bad: raise CantDistribute('\n'.join(bad))
     self.on_gpu = not on_cpu and all(self.gpus_on(m) for m in self.machines)
     self._count(nprocs)
     self.address,self.card,self.routes = meet(self.machines, self.interface, until)
