@@ -162,11 +162,14 @@ def infer_job(ctx, obj):
     return part, left, dl_state(dl)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #2e1be252
+# of fastai's `Learner.fit`, which a cell may have wrapped by one that takes `*args`
+_FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
+
 def fit_args(learn, args, kwargs):
     """What `learn.fit(*args, **kwargs)` gives by name to its class's `fit`, maybe the user's own;
     objects in `cbs`"""
     own,res = inspect.signature(type(learn).fit),{}
-    plain = [k for k in inspect.signature(Learner.fit).parameters if k not in own.parameters]
+    plain = [k for k in _FIT if k not in own.parameters]
     try: bound = own.bind(learn, *args, **kwargs)
     except TypeError as e: raise CantDistribute(f"fit can't be called like this: {e}.") from None
     for k,v in bound.arguments.items():
