@@ -121,8 +121,8 @@ class LearnerCall(Call):
         return snapshot(self.learn, self.callbacks, self.session.columns, **self.sent)
     def apply(self, meta, buffers): apply(self.learn, self.owners, self.refs, meta, buffers)
 
-_CALLBACKS = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
-                   lambda cbs: all(isinstance(o, Callback) for o in cbs))
+_CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
+                  lambda v: isinstance(v, Callback))
 
 class Session(_Session):
     "A `distrib_ctx` block of a fastai v1 learner"
@@ -136,7 +136,7 @@ class Session(_Session):
         "`basic_train.fit` on the workers; afterwards the learner is as after a local fit"
         check('epochs', epochs, whole("the number of epochs, a whole number", 0))
         callbacks,metrics = list(callbacks or []),list(metrics or [])
-        check('callbacks', callbacks, _CALLBACKS)
+        for cb in callbacks: check('callbacks', cb, _CALLBACK)
         self.check()
         for cb in callbacks:    # `lr_find` counted the batches of one process
             if isinstance(cb, LRFinder):

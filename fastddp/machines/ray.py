@@ -260,7 +260,8 @@ class Ray(Machines):
                        runtime_env=runtime_env, wait=wait), _CHECKS)
         _refuse_client(address)
         super().__init__(per_node, **kwargs)
-        self.cluster,self.nodes,self.wait,self.runtime_env = address,nodes,wait,runtime_env
+        self.cluster,self.nodes,self.runtime_env = address,nodes,runtime_env
+        self.patience = wait        # `wait` is a method of every engine
         self.each = dict(gpus=gpus, cpus=cpus, resources=resources)
         self._group,self._connected = None,False
         # name of a machine -> its node, and how many GPUs Ray gave there
@@ -288,7 +289,7 @@ class Ray(Machines):
         import ray
         self._group = ray.util.placement_group(bundles, 'STRICT_SPREAD' if len(bundles) > 1
                                                else 'PACK')
-        until,status = time.monotonic()+max(self.wait, _SOON),Status()
+        until,status = time.monotonic()+max(self.patience, _SOON),Status()
         try:
             while not self._group.wait(1):
                 free = ray.available_resources()
@@ -298,7 +299,7 @@ class Ray(Machines):
                 if time.monotonic() >= until:
                     raise CantDistribute(
                         f"{why} {_there(found)} wait= says for how many seconds to wait.")
-                if self.wait: status.show(f"{why} Waiting for them")
+                if self.patience: status.show(f"{why} Waiting for them")
         finally: status.show('')
     def _actor(self, i, bundle, is_home):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
