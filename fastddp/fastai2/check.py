@@ -27,6 +27,7 @@ from .together import runs_user_code
 from .learner import OPTIONS
 from ..launch.options import RAISES, comments_of, list_params
 from ..output.notice import hushed
+from ..payload.state import apply_hooks, hooked, hooks_of
 from ..shard.gathered_loss import map_tensors, tensors_in
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
@@ -132,6 +133,9 @@ _OF_CALLBACKS = ("{} acts on what a worker sees, its part of each batch, or draw
                  "and draw from a generator with a fixed seed "
                  "(torch.Generator().manual_seed(42)).")
 
+_HOOKS = ("hooks of {} act on each worker's gradient, before the mean over workers. One that is not "
+          "linear (a clamp) gives another result: change p.grad in a callback's before_step.")
+
 def _forward(learn, xb, yb):
     "What model and loss make of a batch"
     with torch.no_grad():
@@ -144,6 +148,9 @@ def _alike(a, b):
 
 def _own_reason(learn):
     "Why a copy of a learner differs without what is known to differ; '' if that isn't found"
+    if found := hooks_of([*learn.model.parameters()])[1]:
+        names = [k for k,_ in learn.model.named_parameters()]
+        return _HOOKS.format(', '.join(names[i] for i in found))
     learn.model.train()
     for m in learn.model.modules():
         if isinstance(m, _BN): m.eval()
@@ -171,6 +178,7 @@ def _copy(learn):
     res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb)
                     or isinstance(cb, (ProgressCallback,TrackerCallback))])
     res.logger = noop
+    apply_hooks(hooked(res, None), *hooks_of(hooked(learn, None)))
     return res
 
 def _apart(a, b,
