@@ -68,12 +68,16 @@ TROUBLES = {
     'tiny model': (dict(model=Model(0.), train=12000, bs=4), 'small', 'larger batch, or one worker'),
     'huge layer': (dict(model=Model(0., hidden=2500), train=160, bs=4), 'layer', 'layers.2.weight'),
     'competing program': (dict(model=Model(rank1=.05)), 'rank', 'for worker 1'),
-    'uneven texts': (dict(model=Model(of_items=.2)), 'sizes', 'SortedDL'),
+    'uneven texts': (dict(model=Model(of_items=.2), train=640), 'sizes', 'SortedDL'),
     'slow metric': (dict(metrics=slow_metric, valid=200), 'metrics', 'slow_metric'),
     'callback in each step': (dict(cbs=SavesEachStep()), 'callback', 'into SavesEachStep'),
     'long validation': (dict(valid=4000), 'validation', 'larger batches'),
     'start': (dict(start=4., train=64), 'start', 'of the time is the start'),
     'threads': (dict(model=Matrices()), 'threads', 'threads on')}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def helper(): learner(train=32).distrib_fit(1, nprocs=2)     # it has imported torch and fastai
 
 
 @pytest.mark.parametrize('name', TROUBLES)

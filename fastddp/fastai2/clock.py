@@ -90,6 +90,7 @@ class Clock:
         # batches that took much longer to come than others: seconds, and the longest with its place
         self.slow,self.slowest = 0.,(0.,0,0)
         self.last,self.waited = time.perf_counter(),self.board.waited
+        self.cpu = time.process_time()
     def enter(self, learn):
         "An event begins; False if a callback of another one called it"
         self.depth += 1
@@ -154,7 +155,7 @@ class Clock:
         if self.on_device: secs = as_on_device(secs, self.on_device.seconds())
         return dict(seconds=secs, callbacks=cbs,
                     waits=dict(self.waits), uneven=dict(self.uneven), slow=self.slow,
-                    slowest=self.slowest)
+                    slowest=self.slowest, cpu=time.process_time()-self.cpu)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def use_of(
@@ -171,6 +172,6 @@ def use_of(
     return dict(threads=torch.get_num_threads(), loaders=getattr(of_dl, 'num_workers', 0),
                 on_gpu=on_gpu, peak=peak,
                 gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,
-                cpu=time.process_time(), grads=sum(sizes.values()) if group.world_size() > 1 else 0,
+                grads=sum(sizes.values()) if group.world_size() > 1 else 0,
                 largest=(largest, sizes.get(largest, 0)),
                 metrics=[o.name for o in getattr(learn, 'metrics', ())])

@@ -129,8 +129,8 @@ def on_validation(fit):
 def on_start(fit):
     lost = fit.start
     if lost < 2 or not fit.epochs: return None
-    epoch = (fit.seconds-lost)/fit.epochs
-    gain = epoch*(fit.n*fit.compute/max(fit.seconds-lost, 1e-9)-1)
+    done = sum(map(fit.mean, ('data','forward','backward','optimizer','metrics','validation')))
+    gain = (fit.n*done-(fit.seconds-lost))/fit.epochs     # over one process, in each epoch
     pays = f"pays from epoch {math.ceil(lost/gain)} on" if gain > 0 else "doesn't pay here"
     return Advice('start', lost, f"{fit.share(lost)} of the time is the start, which {pays}: call "
                   "several fits in one distrib_ctx block, or train locally.")

@@ -15,8 +15,8 @@ from .report import Timings
 # %% ../../nbs/launch/507_picture.ipynb #e0afe343
 # What is shown of a rank: name -> what it says, and its colour, which is seen on white and on black
 PARTS = {'data':("waiting for data",'#d9822b'), 'forward':("forward",'#3f8ae0'),
-         'backward':("backward",'#2559a8'), 'optimizer':("optimizer",'#7a6fd0'),
-         'exchange':("exchange of gradients",'#c8377e'), 'waiting':("waiting for other ranks",'#c94a3b'),
+         'backward':("backward",'#2559a8'), 'optimizer':("optimizer",'#7fb2e8'),
+         'exchange':("exchange of gradients",'#b04ad0'), 'waiting':("waiting for other ranks",'#c94a3b'),
          'metrics':("metrics",'#3a9d8f'), 'callbacks':("callbacks",'#87a330'),
          'validation':("validation",'#5ba3b5'), 'other':("all else",'#8a8f98')}
 
@@ -66,9 +66,9 @@ class Report(Timings):
     def __repr__(self):
         table,*phases = super().__repr__().split('\n')
         parts = [k for k in PARTS if any(k in bar for bar in self.bars())]
-        def line(r, bar): return f"  rank {r:<5}" + ''.join(f"{bar.get(k, 0.):>12.3f}" for k in parts)
+        def line(r, bar): return f"  rank {r:<5}" + ''.join(f"{bar.get(k, 0.):>11.3f}" for k in parts)
         rows = [line(r, bar) for r,bar in enumerate(self.bars())]
-        head = [' '*12 + ''.join(f"{k:>12}" for k in parts)] if rows else []
+        head = [' '*12 + ''.join(f"{k:>11}" for k in parts)] if rows else []
         return '\n'.join([table, *(o.text for o in self.advice), *phases, *head, *rows,
                           *(f"  {o}" for o in self.facts())])
     def _repr_html_(self):
@@ -89,7 +89,7 @@ def _bars(bars):
         res.append(f'<div style="display:flex;align-items:center;margin:3px 0">'
                    f'<span style="width:60px">rank {r}</span><div style="display:flex;flex:1;'
                    f'height:18px">{parts}</div></div>')
-    seen = [k for k in PARTS if any(b.get(k, 0.) > longest/200 for b in bars)]
+    seen = [k for k in PARTS if any(b.get(k, 0.) > longest/50 for b in bars)]
     total = {k:sum(b.get(k, 0.) for b in bars)/len(bars) for k in seen}
     keys = ''.join(f'<span style="white-space:nowrap;margin-right:14px"><span style="display:inline-'
                    f'block;width:10px;height:10px;background:{PARTS[k][1]}"></span> {PARTS[k][0]} '
