@@ -34,7 +34,7 @@ def test_phases_of_a_fit_add_up():
     assert list(preds.phases) == ['snapshot', *['validate' if o == 'train' else o for o in STEPS]]
     assert all(secs > 0 for secs in first.phases.values())
     assert called <= first.began and first.began+first.total <= ended
-    assert abs(first.marks[-1][1]-first.began-first.total) < 1e-6       # nothing is missing, nothing counted twice
+    assert abs(first.marks[-1][1]-first.began-first.total) < 1e-6   # nothing is missing, nothing twice
     assert all(phase in repr(first) for phase in first.phases) and repr(first).startswith('1 epoch: ')
 
 
@@ -42,8 +42,8 @@ def test_phases_of_a_fit_add_up():
 
 def rank(secs=None, waits=None, **more):
     res = dict(seconds=dict(forward=3., backward=4., optimizer=1., data=.5, other=.5), waits=waits or {}, uneven={},
-               callbacks={}, slow=0., slowest=(0., 0, 0), loaders=0, threads=1, grads=2**20, largest=('0.weight', 2**19),
-               metrics=[], on_gpu=False, peak=2**30, gpu_peak=0, cpu=1.)
+               callbacks={}, slow=0., slowest=(0., 0, 0), loaders=0, threads=1, grads=2**20,
+               largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0, cpu=1.)
     return res | dict(seconds=res['seconds'] | (secs or {})) | more
 
 

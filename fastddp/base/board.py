@@ -61,7 +61,8 @@ class Board:
         self.no = 0             # of the last meeting
         self.closed = False     # does another thread end the waiting?
         self.waited = 0.        # seconds at all meetings
-        self.last = None        # the last rank to come to the last meeting, and how long this waited
+        # the last rank to come to the last meeting, and how long this waited
+        self.last = None
     def meet(self,
         numbers, # At most `SIZE`
         limit=None # Seconds to wait; then a RuntimeError says who is missing. None: for ever

@@ -71,7 +71,7 @@ class Bench(list):
                    key=lambda o: o.workers)
     def __str__(self):
         most,lines = self.best.rate if self.best else 1.,[]
-        head = f"{'workers':>7} {'batch':>6} {'num_workers':>11} {'items/s':>10} {'no loading':>10} "
+        head = "workers  batch num_workers    items/s no loading efficiency      epoch"
         for o in self:
             line = f"{o.workers:>7} {o.batch:>6} {o.num_workers:>11} "
             if o.error: lines.append(line+o.error)
@@ -80,7 +80,7 @@ class Bench(list):
                                f"{'█'*round(20*o.rate/most)}")
         if o := self.worth_it: lines.append(f"Worth it: {o.workers} workers, batch {o.batch}, "
                                             f"num_workers={o.num_workers}.")
-        return '\n'.join([f"{head}{'efficiency':>10} {'epoch':>10}", *lines])
+        return '\n'.join([head, *lines])
     __repr__ = __str__
 
 # %% ../../nbs/fastai2/732_bench.ipynb #21162f7c
@@ -88,7 +88,7 @@ def _several(v, default): return [*L(v)] if v is not None else default
 
 @patch
 def distrib_bench(self:Learner,
-    nprocs=None, # Numbers of workers, such as (1,2,4). Default: all powers of two, up to one per GPU
+    nprocs=None, # Numbers of workers, such as (1,2,4). Default: powers of two, up to one per GPU
     bs=None, # Batch sizes of one worker
     num_workers=None, # Loader processes of all workers
     steps:int=20, # Steps to time for each, after three to warm up
@@ -96,8 +96,8 @@ def distrib_bench(self:Learner,
     show=True # Print the table
 ):
     """Trains some steps with each choice and returns a `Bench`: items per second, also without
-    waiting for data, efficiency, seconds of an epoch, and how many workers are worth it. Learner and
-    random streams stay as they are"""
+    waiting for data, efficiency, seconds of an epoch, and how many workers are worth it. Learner
+    and random streams stay as they are"""
     dl,most = self.dls.loaders[0],group.n_gpus() or visible_cores()
     if not isinstance(dl, DataLoader) and (bs is not None or num_workers is not None):
         raise CantDistribute("bs and num_workers can be tried with fastai's DataLoader only.")

@@ -38,7 +38,9 @@ _ENDS = {'after_loss':'forward', 'after_backward':'backward', 'after_step':'opti
 
 class DeviceClock:
     "Seconds that the GPU computes, from some of the steps"
-    def __init__(self): self.steps,self.read,self.marks,self.sums = 0,0,[],defaultdict(float)
+    def __init__(self):
+        self.steps,self.read = 0,0      # all, and those that were measured
+        self.marks,self.sums = [],defaultdict(float)
     def mark(self, event_name):
         "An event of fastai's is over"
         if event_name == 'before_batch': self.steps += 1
@@ -84,7 +86,8 @@ class Clock:
         self.of_cbs = 0.            # seconds in callbacks and metrics
         self.said = self.told = (0.,0.)     # seconds of data and callbacks: until the last meeting,
                                             # and between the last two
-        self.waits = defaultdict(float)     # what this rank waited for: 'data', 'callbacks', 'uneven'
+        # what this rank waited for: 'data', 'callbacks', 'uneven'
+        self.waits = defaultdict(float)
         self.uneven = defaultdict(float)    # (rank, epoch) -> seconds that this one waited for it
         self.epoch,self.batches = 0,0
         # batches that took much longer to come than others: seconds, and the longest with its place

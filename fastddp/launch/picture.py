@@ -16,7 +16,8 @@ from .report import Timings
 # What is shown of a rank: name -> what it says, and its colour, which is seen on white and on black
 PARTS = {'data':("waiting for data",'#d9822b'), 'forward':("forward",'#3f8ae0'),
          'backward':("backward",'#2559a8'), 'optimizer':("optimizer",'#7fb2e8'),
-         'exchange':("exchange of gradients",'#b04ad0'), 'waiting':("waiting for other ranks",'#c94a3b'),
+         'exchange':("exchange of gradients",'#b04ad0'),
+         'waiting':("waiting for other ranks",'#c94a3b'),
          'metrics':("metrics",'#3a9d8f'), 'callbacks':("callbacks",'#87a330'),
          'validation':("validation",'#5ba3b5'), 'other':("all else",'#8a8f98')}
 
@@ -66,7 +67,8 @@ class Report(Timings):
     def __repr__(self):
         table,*phases = super().__repr__().split('\n')
         parts = [k for k in PARTS if any(k in bar for bar in self.bars())]
-        def line(r, bar): return f"  rank {r:<5}" + ''.join(f"{bar.get(k, 0.):>11.3f}" for k in parts)
+        def line(r, bar):
+            return f"  rank {r:<5}" + ''.join(f"{bar.get(k, 0.):>11.3f}" for k in parts)
         rows = [line(r, bar) for r,bar in enumerate(self.bars())]
         head = [' '*12 + ''.join(f"{k:>11}" for k in parts)] if rows else []
         return '\n'.join([table, *(o.text for o in self.advice), *phases, *head, *rows,
@@ -76,8 +78,9 @@ class Report(Timings):
         lines = [f'<b>{html.escape(title)}</b>', *(html.escape(o.text) for o in self.advice)]
         phases = ', '.join(f"{k} {v:.1f} s" for k,v in self.phases.items())
         small = [phases, *self.facts()]
-        return (f'<div style="max-width:720px;line-height:1.5">{"<br>".join(lines)}'
-                f'{_bars(self.bars())}<small style="opacity:.75">{"<br>".join(small)}</small></div>')
+        head,foot = '<br>'.join(lines),'<br>'.join(small)
+        return (f'<div style="max-width:720px;line-height:1.5">{head}{_bars(self.bars())}'
+                f'<small style="opacity:.75">{foot}</small></div>')
 
 def _bars(bars):
     "A stacked bar for each rank, and what its colours mean"
@@ -91,9 +94,9 @@ def _bars(bars):
                    f'height:18px">{parts}</div></div>')
     seen = [k for k in PARTS if any(b.get(k, 0.) > longest/50 for b in bars)]
     total = {k:sum(b.get(k, 0.) for b in bars)/len(bars) for k in seen}
-    keys = ''.join(f'<span style="white-space:nowrap;margin-right:14px"><span style="display:inline-'
-                   f'block;width:10px;height:10px;background:{PARTS[k][1]}"></span> {PARTS[k][0]} '
-                   f'{total[k]:.1f} s</span> ' for k in seen)
+    keys = ''.join(f'<span style="white-space:nowrap;margin-right:14px"><span style="color:'
+                   f'{PARTS[k][1]}">&#9632;</span> {PARTS[k][0]} {total[k]:.1f} s</span> '
+                   for k in seen)
     return f'<div style="margin:6px 0">{"".join(res)}</div><div>{keys}</div>'
 
 # %% ../../nbs/launch/507_picture.ipynb #d7d35b37

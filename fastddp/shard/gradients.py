@@ -257,7 +257,7 @@ class Overlapped:
         self.ddp,self.built_for,self.steps = None,None,0
 
     def _not_hidden(self):
-        "Seconds of a pass's exchange beyond its backward pass, as DDP measures it from time to time"
+        "Seconds of exchange beyond a backward pass, as DDP measures it from time to time"
         # a private method of torch's, which has numbers after the first steps
         try: data = self.ddp._get_ddp_logging_data()
         except (AttributeError,RuntimeError): return 0.
