@@ -7,7 +7,7 @@ __all__ = ['DDP_CHECKS', 'graph_of', 'leaves_of', 'unused_params', 'names_of', '
            'average_grads', 'Passes', 'check_ddp', 'Overlapped']
 
 # %% ../../nbs/shard/312_gradients.ipynb #c9b6c3db
-import contextlib, inspect, zlib
+import contextlib, inspect, time, zlib
 
 import torch
 from torch import nn
@@ -98,6 +98,7 @@ class Passes:
         self.flat = overlapped is None
         self.flat_batch = False # True if this batch is flat
         self.gathers = False    # gradients of this batch only accumulate (`GradientAccumulation`)
+        self.exchange = 0.      # seconds of all averages after a pass
 
     @contextlib.contextmanager
     def wrapped(self):
@@ -144,7 +145,10 @@ class Passes:
         params = self.params()
         # a number that tells which of them have a gradient
         masks = self.agree(float(zlib.crc32(bytes(p.grad is not None for p in params))))
-        if masks is not None: average_grads(params, same=len({*masks}) == 1)
+        if masks is None: return
+        began = time.perf_counter()
+        average_grads(params, same=len({*masks}) == 1)
+        self.exchange += time.perf_counter()-began
 
 # %% ../../nbs/shard/312_gradients.ipynb #c1d0dc04
 class _Hull(nn.Module):
@@ -206,6 +210,8 @@ class Overlapped:
         self.checked = False    # unused parameters were looked for since it was made
         # names of parameters that got no gradient on this rank and that DDP didn't look for
         self.missing = []
+        self.steps = 0          # passes since the module was made
+        self.exchange = 0.      # seconds of exchange that no backward pass has hidden
 
     def trainable(self):
         """`(name, parameter)` of what the model trains; a parameter without elements has nothing to
@@ -231,7 +237,7 @@ class Overlapped:
     def backward(self, real, loss, *args, **kwargs):
         """The backward pass of `loss`, by the function `real`; afterwards each gradient is the mean
         over ranks"""
-        bare = [p for p in self.params() if p.grad is None]
+        bare,self.steps = [p for p in self.params() if p.grad is None],self.steps+1
         real(self.ddp(loss), *args, **kwargs)
         try: return self.ddp.reducer._check_reducer_finalized()
         except RuntimeError: pass       # DDP has not averaged all gradients
@@ -269,5 +275,15 @@ class Overlapped:
 
     def close(self):
         "Takes DDP's hooks off the parameters"
-        if self.ddp is not None: self.ddp.reducer._remove_autograd_hooks()
-        self.ddp = self.built_for = None
+        if self.ddp is not None:
+            self.exchange += self.steps*self._not_hidden()
+            self.ddp.reducer._remove_autograd_hooks()
+        self.ddp,self.built_for,self.steps = None,None,0
+
+    def _not_hidden(self):
+        "Seconds of exchange beyond a backward pass, as DDP measures it from time to time"
+        # a private method of torch's, which has numbers after the first steps
+        try: data = self.ddp._get_ddp_logging_data()
+        except (AttributeError,RuntimeError): return 0.
+        all_of_it = data.get('avg_backward_comm_time', 0)
+        return max(all_of_it-data.get('avg_backward_compute_comm_overlap_time', 0), 0)/1e9
