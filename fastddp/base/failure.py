@@ -252,9 +252,8 @@ def is_echo(f):
     """True if the `Failure` `f` is a consequence of another rank's failure: an error of torch's from
     a collective. A user's own connections fail with the same words"""
     text,inner = f.message.lower(),f.frames[-1][0] if f.frames else '<string>'
-    torchs = f.kind == 'RuntimeError' or f.kind.startswith('Dist')
-    from_group = torchs and ('gloo' in text or 'nccl' in text or not is_own_line(inner))
-    return from_group and any(o in text for o in _ECHOES)
+    from_torch = f.kind == 'RuntimeError' and ('gloo' in text or not is_own_line(inner))
+    return (from_torch or f.kind.startswith('Dist')) and any(o in text for o in _ECHOES)
 
 def end_fork(
     e, # The exception
