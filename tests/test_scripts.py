@@ -189,8 +189,7 @@ def test_fastai_distributed_imported_before(tmp_path):
 def test_fastai_distributed_imported_afterwards(tmp_path):
     "It puts its own `distrib_ctx` in the place of ours; the other methods don't depend on that"
     pytest.importorskip('accelerate')
-    (tmp_path/'train.py').write_text("import fastddp.all\nimport fastai.distributed\nfrom fastai.learner import Learner\n"
-                                     + SCRIPT)
+    (tmp_path/'train.py').write_text("import fastddp.all\nimport fastai.distributed\n" + SCRIPT)
     done = run(tmp_path/'train.py')
     assert done.returncode == 0 and 'TRAINED 1' in done.stdout, done.stderr[-3000:]
 

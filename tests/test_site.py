@@ -96,7 +96,8 @@ def test_links_lead_somewhere(site):
 
 @pytest.mark.full
 def test_a_dead_link_is_noticed(site):
-    (site/'bad.html').write_text(''.join(f'<a href="{o}"></a>' for o in ('nowhere.html', 'index.html#no', 'index.html')))
+    targets = 'nowhere.html', 'index.html#no', 'index.html'
+    (site/'bad.html').write_text(''.join(f'<a href="{o}"></a>' for o in targets))
     assert {o for _, o in dead_links(site)} == {'nowhere.html', 'index.html#no'}
     (site/'bad.html').unlink()
 

@@ -10,7 +10,7 @@ import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Lea
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .step import DDP_CHECKS
+from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
 from .jobs import in_place, train_in_place
 from .resume import UserCall, calling
