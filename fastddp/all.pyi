@@ -25,6 +25,11 @@ class Learner(_Learner):
     def distrib(self, name: str, *args, **kwargs):
         """`learn.name(*args, **kwargs)` on the workers."""
 
+    def distrib_bench(self, nprocs = None, bs = None, num_workers = None, steps: int = 20, seconds: float = 5.0, show = True):
+        """Trains some steps with each choice and returns a `Bench`: items per second, also without
+        waiting for data, efficiency, seconds of an epoch, and how many workers are worth it. Learner
+        and random streams stay as they are"""
+
     def distrib_check(self, steps: int = 5, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', launcher = None, tol: float = 1e-05, show = True) -> Answer:
         """Compares a few steps on N workers with one process over the same global batches."""
 
@@ -82,8 +87,12 @@ class Learner(_Learner):
 
     @property
     def distrib_report(self):
-        """Where the time of the last call on the workers went, in seconds by phase (`Timings`); None
-before the first"""
+        """What would make the last call on the workers faster, and where its time went (a `Report`);
+None before the first"""
+
+    @property
+    def distrib_reports(self):
+        """The `Report` of each call of the last block, in order"""
 
     def distrib_resume(self):
         """Continue the distributed fit that was interrupted or failed last: same call, same schedule,
