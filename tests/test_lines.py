@@ -91,7 +91,7 @@ def test_a_warning_that_the_notebook_has_shown(two, tmp_path, monkeypatch, capsy
         monkeypatch.setattr(warnings, 'showwarning', shows)
         learner(cbs=Warns()).fit(1)
         learner(cbs=Warns()).distrib_fit(1, nprocs=2, launcher=two)
-    assert capsys.readouterr().err.count('I am old') == 1
+    assert capsys.readouterr().err.count('UserWarning: I am old') == 1
 
 
 def shows(*args): sys.stderr.write(warnings.formatwarning(*args[:4]))
