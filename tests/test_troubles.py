@@ -20,6 +20,7 @@ EXAMPLES = {
     'no keyboard': ('EOFError', 'EOF when reading a line'),
     'name not known': ('NameError', "name 'x' is not defined"),
     'WandbCallback': ('TypeError', 'Exception occured in `WandbCallback`: vars() argument must have __dict__ attribute'),
+    'batch size built in': ('RuntimeError', 'Expected hidden size (2, 16, 64), got [2, 8, 64]'),
     'sys.exit': ('SystemExit', '3'),
     'killed by the system': ('SIGKILL', ''), 'no room for a file in memory': ('SIGBUS', ''),
     'compiled code crashed': ('SIGSEGV', ''), 'exited': ('exit', ''),
