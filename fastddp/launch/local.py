@@ -59,8 +59,9 @@ class Local(Launcher):
     def leave(self):
         "Leaves all blocks: its processes end"
         self._blocks = 0
-        with self._busy: self._stay()
-        self.close()
+        with self._busy:    # a call of another thread may have its turn
+            self._stay()
+            self.close()
     def close(self,
         grace=2., # Seconds that processes have to end by themselves
     ):
@@ -77,7 +78,7 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
     `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
     with rank 0's newest state as their `state`"""
     interrupts,timings,monitor = Interrupts(),Timings(),None
-    with interrupts.noted(), self._busy:
+    with interrupts.noted(), self._turn(interrupts, timings.mark):
         self._stay()
         try:
             self.submit(job, nprocs, interrupts, timings.mark)
@@ -90,6 +91,24 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
     return outcome._replace(interrupted=bool(interrupts.n), marks=(*timings.marks, *outcome.marks))
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
+@patch
+@contextlib.contextmanager
+def _turn(self:Local, interrupts, mark):
+    "Inside, no other thread's call runs on these workers"
+    if not self._busy.acquire(blocking=False):
+        while not self._busy.acquire(timeout=.1):
+            if interrupts.n: raise KeyboardInterrupt
+        mark('turn')
+    try: yield
+    finally: self._busy.release()
+
+@patch
+def prepare(self:Local, nprocs):
+    "As `Launcher.prepare`"
+    with (interrupts := Interrupts()).noted(), self._turn(interrupts, lambda phase: None):
+        if not self.places:
+            self._get_workers(self.worker_ranks(nprocs), nprocs, interrupts, lambda phase: None)
+
 @patch
 def worker_ranks(self:Local, nprocs):
     "Ranks that run in a worker"
