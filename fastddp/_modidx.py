@@ -1459,6 +1459,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastddp/launch/functions.py'),
                                           'fastddp.launch.functions._parsed': ( 'launch/functions.html#_parsed',
                                                                                 'fastddp/launch/functions.py'),
+                                          'fastddp.launch.functions._ranch_later': ( 'launch/functions.html#_ranch_later',
+                                                                                     'fastddp/launch/functions.py'),
                                           'fastddp.launch.functions._request': ( 'launch/functions.html#_request',
                                                                                  'fastddp/launch/functions.py'),
                                           'fastddp.launch.functions._run': ('launch/functions.html#_run', 'fastddp/launch/functions.py'),

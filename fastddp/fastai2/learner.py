@@ -104,6 +104,7 @@ def distrib(self:Learner,
     options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.refuse_unknown(type(self), name, kwargs)
     wait,user_call = options.pop('wait', True),UserCall(name, args, kwargs, options)
+    check('wait', wait, OPTIONS.checks['wait'])
     if not wait: return start_job(self, user_call, name not in _INFERS)
     with self.distrib_ctx(**options), calling(self, user_call):
         return getattr(self, name)(*args, **kwargs)
