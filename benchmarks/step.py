@@ -10,7 +10,7 @@ with the communication inside it.
 import cProfile, json, os, pstats, statistics, sys, time
 from fastai.callback.core import Callback
 from fastddp.all import *
-from fastddp.shard.same_model import digest
+from fastddp.shard.same_model import _squares
 from cases import CASES
 from common import arguments, save, show
 from throughput import PLAIN, by_hand, one_epoch, run_self, torchrun
@@ -61,7 +61,7 @@ def digest_row(name):
     params, times = list(learn.model.parameters()), []
     for _ in range(20):
         at = time.perf_counter()
-        digest(params)
+        _squares(params)
         times.append(time.perf_counter()-at)
     ours = round(statistics.median(times)*1e6/len(learn.dls.train))
     return dict(where='digest of the weights, once an epoch', ours=ours, script=0)
@@ -90,6 +90,29 @@ def meet_row(name):
     return dict(where='the meeting, with waiting (in the rows above)', ours=ours, script=0)
 
 
+class ClockCost(Callback):
+    "Notes what the clock of `learn.distrib_report` costs in a step: its looks, times the seconds of one"
+    def before_fit(self):
+        self.looks, clock = 0, self.learn._call_one.clock
+        self.real = lap = clock.lap
+        def counted(kind):
+            self.looks += 1
+            return lap(kind)
+        clock.lap = counted
+    def after_fit(self):
+        clock, steps = self.learn._call_one.clock, 2*len(self.dls.train)
+        clock.lap = lap = self.__dict__.pop('real')
+        at = time.perf_counter()
+        for _ in range(10_000): lap('other')
+        self.seconds = (time.perf_counter()-at)/10_000*self.looks/steps
+
+
+def clock_row(name):
+    learn = CASES[name].learner(2).add_cb(ClockCost())
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(2, nprocs=2, launcher=Local(gpus=[], threads=1))
+    return dict(where='the clock of the report', ours=round(learn.clock_cost.seconds*1e6), script=0)
+
+
 def raw(name):
     with by_hand(name) as (_, s, model, opt, rank):
         one_epoch(s, model, opt, 0)
@@ -107,7 +130,7 @@ def main():
         places = sorted({p for s in sides.values() for p in s}, key=lambda p: -sides['ours'].get(p, 0))
         rows = [dict(where=p, **{k: round(v.get(p, 0)) for k, v in sides.items()}) for p in places]
         rows.append(dict(where='together', **{k: round(sum(v.values())) for k, v in sides.items()}))
-        rows += [digest_row(name), meet_row(name)]
+        rows += [digest_row(name), meet_row(name), clock_row(name)]
         show(f'{name}: microseconds per step on rank 0, under the profiler', rows)
         results[name] = dict(rows=rows)
     save('step', args.machine, unit='microseconds per step, profiled', **results)

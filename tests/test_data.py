@@ -13,7 +13,7 @@ from fastddp.fastai2 import fastai_loader
 from fastddp.fastai2.loaders import dl_state, set_dl_state
 from fastddp.fastai2.loaders import check_dl, global_bs, n_batches, shard_dl
 from fastddp.base.rng import CommonRNG, seed_rank
-from fastddp.shard import sharded, torch_loader
+from fastddp.shard import sharded, split, torch_loader
 from fastddp.shard.split import CantShard, shard_batch, restore_order, train_shard
 from fastddp.shard.sharded import is_sharded
 
@@ -403,7 +403,8 @@ def workers():
 
 
 @pytest.mark.parametrize('kind', ['fastai', 'torch', 'persistent'])
-def test_worker_processes_build_what_the_rank_needs(kind, workers):
+def test_worker_processes_build_what_the_rank_needs(kind, workers, monkeypatch):
+    monkeypatch.setattr(split, 'visible_cores', lambda: 4)
     def make(bs, k):
         if kind == 'fastai': return DataLoader(Noisy(), bs=bs, shuffle=True, num_workers=k)
         return TorchLoader(Noisy(), batch_size=bs, shuffle=True, num_workers=k, persistent_workers=kind == 'persistent')

@@ -1,7 +1,18 @@
 """What a fit says about where its time went."""
-import time
+import json, time
+import pytest
+from fastai.callback.core import Callback
 from fastddp.all import *
+from fastddp.launch import picture
+from fastddp.launch.advice import Fit, advice_for
 from learners import make_learner
+from parity import warm
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
+
 
 STEPS = ['ship', 'join', 'load', 'first step', 'train', 'back']
 
@@ -23,5 +34,104 @@ def test_phases_of_a_fit_add_up():
     assert list(preds.phases) == ['snapshot', *['validate' if o == 'train' else o for o in STEPS]]
     assert all(secs > 0 for secs in first.phases.values())
     assert called <= first.began and first.began+first.total <= ended
-    assert abs(first.marks[-1][1]-first.began-first.total) < 1e-6       # nothing is missing, nothing counted twice
+    assert abs(first.marks[-1][1]-first.began-first.total) < 1e-6   # nothing is missing, nothing twice
     assert all(phase in repr(first) for phase in first.phases) and repr(first).startswith('1 epoch: ')
+
+
+# What is slow, made up: numbers of ranks, and the first sentence
+
+def rank(secs=None, waits=None, **more):
+    res = dict(seconds=dict(forward=3., backward=4., optimizer=1., data=.5, other=.5), waits=waits or {}, uneven={},
+               callbacks={}, slow=0., slowest=(0., 0, 0), loaders=0, threads=1, grads=2**20,
+               largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0, cpu=1.)
+    return res | dict(seconds=res['seconds'] | (secs or {})) | more
+
+
+def fit(*ranks, cores=16, seconds=10., start=.1, steps=100, epochs=2):
+    ranks = ranks or (rank(),)
+    return Fit(seconds, start, cores, epochs, steps, [*ranks]*(2 if len(ranks) == 1 else 1))
+
+
+TROUBLES = {
+    'data': (fit(rank(dict(data=5.))), 'raise num_workers from 0 to 8'),
+    'no core for data': (fit(rank(dict(data=5.), loaders=1), cores=2), 'no core is free'),
+    'data on one rank in turn': (fit(rank(dict(data=3.), dict(data=2.))), '50 % of the time the workers wait for data'),
+    'item': (fit(rank(dict(data=5.), slow=4.5, slowest=(1.5, 2, 17))), 'batch 17 of epoch 2 took 1.5 s'),
+    'small': (fit(rank(dict(forward=1., backward=1., optimizer=1., exchange=2., other=4.)), steps=1000), 'one worker'),
+    'layer': (fit(rank(dict(exchange=4.), grads=2**28, largest=('head.weight', 2**27+1))), 'head.weight'),
+    'exchange': (fit(rank(dict(exchange=4.), grads=2**28, largest=('0.weight', 2**24))), 'bf16'),
+    'rank': (fit(rank(waits=dict(uneven=6.), uneven={(1, 0): .1, (1, 3): 5.9}), rank()), 'worker 1 since epoch 3'),
+    'sizes': (fit(rank(waits=dict(uneven=2.), uneven={(1, 0): 2.}), rank(waits=dict(uneven=2.), uneven={(0, 0): 2.})),
+              'SortedDL'),
+    'metrics': (fit(rank(dict(metrics=4.), metrics=['slow'])), '(slow)'),
+    'callback': (fit(rank(dict(callbacks=4.), callbacks=dict(Saves=4., Other=.1)), rank(waits=dict(callbacks=4.))),
+                 'into Saves'),
+    'validation': (fit(rank(dict(forward=.5, backward=.5, optimizer=.1, validation=8.))), 'val_bs'),
+    'start': (fit(seconds=30., start=22.), 'pays from epoch'),
+    'threads': (fit(rank(threads=8), cores=2), '16 threads on 2 cores')}
+
+
+@pytest.mark.parametrize('name', TROUBLES)
+def test_the_first_sentence_names_the_cause(name):
+    made_up, words = TROUBLES[name]
+    first = advice_for(made_up)[0]
+    assert words in first.text
+    if name in ('item', 'small', 'rank', 'sizes', 'start'): assert first.cause == name
+
+
+@pytest.mark.parametrize('innocent', [
+    fit(), fit(rank(), cores=2),
+    fit(rank(dict(forward=.01, data=.02, exchange=.02)), seconds=.1),      # too short for a word
+    fit(rank(dict(validation=3., metrics=.3, callbacks=.3), callbacks=dict(Recorder=.3)), seconds=13.),
+    fit(rank(waits=dict(uneven=.4), uneven={(1, 0): .4}), rank(waits=dict(uneven=.3), uneven={(0, 0): .3})),
+    fit(seconds=10., start=1.9)])
+def test_no_advice_without_need(innocent): assert advice_for(innocent) == []
+
+
+def test_at_most_three_sentences_the_best_first():
+    found = advice_for(fit(rank(dict(data=4., exchange=3., metrics=5., validation=2.)), seconds=20., start=6.))
+    assert [o.cause for o in found] == ['start', 'metrics', 'data']
+
+
+def test_reports_of_a_block(two):
+    "Each call has one; the numbers of each rank add up to its fit, and are plain values"
+    learn = make_learner()
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2, launcher=two):
+        learn.fit(1)
+        learn.fit(2)
+        learn.validate()
+        reports = learn.distrib_reports
+    assert [o.what for o in reports] == ['1 epoch', '2 epochs', 'inference'] and learn.distrib_report is reports[-1]
+    whole = json.loads(json.dumps(reports[1].to_dict()))
+    assert len(whole['ranks']) == 2 and reports[2].to_dict()['ranks'] == []
+    for r in whole['ranks']:
+        assert {'data', 'forward', 'backward', 'optimizer', 'validation', 'metrics'} <= {*r['seconds']}
+        assert 0 < sum(r['seconds'].values())+sum(r['waits'].values()) <= whole['seconds']
+        assert r['grads'] == sum(p.nbytes for p in learn.model.parameters()) and r['peak'] > 2**20
+    assert 'rank 1' in str(reports[1]) and 'waiting for data' in reports[1]._repr_html_()
+
+
+class Sleeps(Callback):
+    "After each step of rank 0, `secs`"
+    rank0_only = True
+    def __init__(self, secs): self.secs = secs
+    def after_step(self): time.sleep(self.secs)
+
+
+def test_a_slow_callback_of_one_rank_is_named(two):
+    "Rank 1 has waited for it"
+    learn = make_learner(cbs=Sleeps(.1))
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1, nprocs=2, launcher=two)
+    r = learn.distrib_report
+    assert 'into Sleeps' in r.advice[0].text
+    assert r.ranks[0]['callbacks']['Sleeps'] > .5 and r.ranks[1]['waits']['callbacks'] > .4
+
+
+def test_a_cause_is_named_once_in_a_session(monkeypatch):
+    monkeypatch.setattr(picture, '_said', set())
+    def line(seconds):
+        r = picture.Report('1 epoch')
+        r.mark('train', r.began+seconds)
+        r.take([dict(begun=r.began, epochs=1, steps=10, report=rank(dict(data=.6*seconds)))]*2)
+        return picture.closing_line(r)
+    assert line(2.) is None and 'wait for data' in line(20.) and line(20.) is None

@@ -92,8 +92,9 @@ def test_sharding_a_sorted_batch_never_costs_more_than_slicing_it(n, b, data):
 
 
 @given(st.integers(0, 64), ranks)
-def test_workers_are_divided_and_never_all_gone(k, n):
-    assert workers_per_rank(k, n)*n <= max(k, n) and (workers_per_rank(k, n) > 0) == (k > 0)
+def test_loader_processes_have_cores_and_are_never_all_gone(k, n):
+    each = workers_per_rank(k, n, 16)
+    assert each <= k and each*n <= max(16, n) and (each > 0) == (k > 0)
 
 
 @given(st.integers(1, 5), st.integers(2, 8))

@@ -60,6 +60,9 @@ class Board:
         self.here,self.hosts = here or range(n),hosts
         self.no = 0             # of the last meeting
         self.closed = False     # does another thread end the waiting?
+        self.waited = 0.        # seconds at all meetings
+        # the last rank to come to the last meeting, and how long this waited
+        self.last = None
     def meet(self,
         numbers, # At most `SIZE`
         limit=None # Seconds to wait; then a RuntimeError says who is missing. None: for ever
@@ -76,11 +79,14 @@ class Board:
         "Those of `ranks` that haven't come to the last meeting of this one"
         return [r for r in ranks if self.page.read(r, self.no) is None]
     def _wait_for(self, ranks, limit):
-        began,rows = None,{}
+        began,rows,last = None,{},None
         while True:
             for r in ranks:
                 if rows.get(r) is None: rows[r] = self.page.read(r, self.no)
-            if None not in rows.values(): return [rows[r] for r in ranks]
+            if None not in rows.values():
+                self._note_wait(began, last)
+                return [rows[r] for r in ranks]
+            last = next(r for r in ranks if rows[r] is None)
             if self.closed:
                 raise RuntimeError("Connection closed by peer: the ranks' meeting was ended")
             now = time.perf_counter()
@@ -90,6 +96,11 @@ class Board:
                 raise RuntimeError(f"Timed out waiting {limit:.0f} s for rank {who}")
             if now-began > _LONG and (missing := self.missing(ranks)): on_wait(missing[0])
             _pause(now-began)
+    def _note_wait(self, began, last):
+        "This rank waited since `began` (None: it was the last), in the end for the rank `last`"
+        secs = time.perf_counter()-began if began else 0.
+        self.waited += secs
+        self.last = (last, secs) if began else None
     def _bring_other_hosts(self, limit):
         "The rows of this host for the other hosts, and theirs for this page"
         rows = torch.zeros(self.n, SIZE, dtype=torch.float64)

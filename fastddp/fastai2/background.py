@@ -23,6 +23,7 @@ from .snapshot import apply, baseline, capture, persistent_refs, twin
 from ..launch.background import BackgroundJob, refuse_busy
 from ..launch.engine import InProcess
 from ..launch.options import in_launched_group
+from ..launch.session import refuse_untrainable
 from ..payload.pickling import dumped_instead
 from ..payload.state import opt_tensors, own_copy
 
@@ -149,7 +150,9 @@ def start_job(learn, user_call, trains, point=None):
     if 'distrib_session' in vars(learn):
         raise CantDistribute("wait=False inside a distrib_ctx block: call "
                              "learn.distrib_*(..., wait=False) outside of it.")
-    if trains: refuse_busy(learn)
+    if trains:
+        refuse_busy(learn)
+        if not user_call.options.get('model_factory'): refuse_untrainable(learn.model)
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
     return LearnerJob(learn, user_call, trains, point).start()
 

@@ -15,6 +15,7 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, own_attrs
+from .clock import DeviceClock
 from .fastai_loader import is_lm, keeps_state, rows_are_streams
 from .loaders import OneRank, dl_state, follow_original, set_dl_state, shard_dl
 from .metrics import ReduceMetrics
@@ -136,7 +137,7 @@ def distributed(learn,
                 alike=False,        # All ranks loaded the same weights
                 # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
                 loss='auto',
-                **ddp_kwargs        # What the user asks DDP for: `DDP_OPTIONS`
+                **ddp_kwargs        # What the user asks DDP for: `DDP_CHECKS`
 ): # Yields the `Together`
     """Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it
     is as it was"""
@@ -147,6 +148,7 @@ def distributed(learn,
     cbs = [together, TogetherLast(together), step, GatherLoss(step), CountGlobalItems(step),
            ShardData(common, batch), ShardedLoop(), SeedStreams(common, together), metrics, same]
     together.common,together.ours = common,cbs
+    if on_gpu: together.clock.on_device = DeviceClock()
     together.depart = lambda: _depart(together, step, same)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
@@ -156,13 +158,14 @@ def distributed(learn,
         stack.enter_context(quiet(learn))
         learn.add_cbs(cbs)
         stack.callback(learn.remove_cbs, cbs)
-        stack.enter_context(own_events(learn))
+        stack.enter_context(own_events(learn, clock=together.clock))
         if group.world_size() > 1: stack.enter_context(step.passes.wrapped())
         seed_rank(group.rank(), group.world_size(), common)
         try: yield together
         finally:
             step.close()
             step.overlapped.close()
+            together.clock.exchanged(step.passes.exchange+step.overlapped.exchange)
             metrics.end()
             common.install()
 

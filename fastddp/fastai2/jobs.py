@@ -20,6 +20,7 @@ from ..base.errors import CantDistribute
 from ..base.failure import item_name
 from ..base.scoped import own_attrs, voting
 from .callbacks import distributed
+from .clock import use_of
 from .together import OurCallback
 from .inference import (infer_in_group, leave_together, order_from_rank0,
                                        preds_in_one_order, run_part)
@@ -140,7 +141,8 @@ def fit_job(ctx, obj):
         interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
     ctx.mark('train')
     if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(grads=together.grads_left))
-    return noted.progress.result(interrupted, settings=settings())
+    report = together.clock.numbers() | use_of(learn, ctx.device)
+    return noted.progress.result(interrupted, settings=settings(), report=report)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #6cf3aab4
 def infer_job(ctx, obj):

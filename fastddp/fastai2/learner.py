@@ -14,7 +14,7 @@ from ..base.checks import check
 from ..base.errors import CantDistribute
 from .background import start_job
 from .checkpoint import EVERY, Checkpoints, seconds_of
-from .step import DDP_CHECKS
+from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
 from .jobs import in_place, train_in_place
 from .resume import UserCall, calling

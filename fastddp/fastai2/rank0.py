@@ -119,7 +119,7 @@ def alone_on_rank0(learn,
         yield
         return
     def asked(cb): return _alone(cb, learn, together) if _needs_care(cb) else cb
-    with own_events(learn, asked), _alone_in_batches(learn, together): yield
+    with own_events(learn, asked, together.clock), _alone_in_batches(learn, together): yield
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #c895c1c8
 # of a learner in a phase

@@ -15,7 +15,6 @@ from fastcore.basics import patch
 from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts, undisturbed
-from .step import check_ddp
 from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
                                        without_outside)
 from .jobs import enough_epochs, fit_args, fit_job, infer_job
@@ -30,6 +29,7 @@ from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr
 from ..output.notice import hushed, print_line
 from ..payload.state import own_copy
+from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
 class FitCall(Call):
@@ -117,7 +117,7 @@ class InferCall(Call):
 _CBS = Check("callbacks, such as [ReduceLROnPlateau()]",
              lambda cbs: all(isinstance(o, Callback) for o in cbs))
 _EPOCHS = whole("the number of epochs, a whole number", 0)
-_reports = weakref.WeakKeyDictionary()      # learner -> the timings of its last call on the workers
+_reports = weakref.WeakKeyDictionary()      # learner -> the reports of its last block
 
 class Session(_Session):
     "A `distrib_ctx` block of a fastai 2 learner"
@@ -127,7 +127,7 @@ class Session(_Session):
         **kwargs
     ):
         super().__init__(*args, **kwargs)
-        self.factories,self.asked_for = factories,asked_for
+        self.factories,self.asked_for,self.reports = factories,asked_for,[]
         self.on_epoch = []      # functions of a `FitCall` and an `EpochEnd`
     def quiet(self): return wants_no_lines(self.learn)
     def note(self):
@@ -179,7 +179,10 @@ class Session(_Session):
             if not self.factories[1]: enough_epochs(asked, cbs, lambda: self.global_batch()[1])
             call.sent = dict(options=self.options, fit=asked, run=notebook_run(all_cbs(learn, cbs)))
             self.train(call)
-        _reports[learn] = call.timings
+        self.keep(call.timings)
+    def keep(self, report):
+        self.reports.append(report)
+        _reports[self.learn] = self.reports
     def validate(self, ds_idx=1, dl=None):
         "`Learner._do_epoch_validate` on the workers; in this process where a launch wouldn't pay"
         learn = self.learn
@@ -201,7 +204,7 @@ class Session(_Session):
         call = InferCall(self, dl)
         with self.telling(call):
             out = call.run()
-            _reports[self.learn] = call.timings
+            self.keep(call.timings)
             if out.interrupted or any(left is KeyboardInterrupt for _,left,_ in out.results):
                 raise KeyboardInterrupt
         return out.results
@@ -212,6 +215,11 @@ def copy_report(twin, learn):
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    """Where the time of the last call on the workers went, in seconds by phase (`Timings`); None
-    before the first"""
-    return _reports.get(self)
+    """What would make the last call on the workers faster, and where its time went (a `Report`);
+    None before the first"""
+    return _reports.get(self, [None])[-1]
+
+@patch(as_prop=True)
+def distrib_reports(self:Learner):
+    "The `Report` of each call of the last block, in order"
+    return [*_reports.get(self, ())]

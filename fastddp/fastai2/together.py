@@ -16,6 +16,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
 from fastcore.basics import getcallable, noop
 
 from ..base import board, group
+from .clock import Clock, kind_of
 from ..base.failure import end_fork
 from ..base.scoped import own_attrs
 
@@ -56,36 +57,41 @@ _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Wher
             "ranks would go different ways.")
 
 class OwnEvents:
-    "Takes the place of `learn._call_one`"
-    def __init__(self, learn, asked=noop):
-        self.learn,self.asked = learn,asked
+    "Takes the place of `learn._call_one`; a `Clock` notes when events begin and end"
+    def __init__(self, learn, asked=noop, clock=None):
+        self.learn,self.asked,self.clock = learn,asked,clock or Clock()
         self.pid = os.getpid()
         # the callbacks for which the list holds; event -> what is called
         self.cbs,self.speakers = [],{}
     def __call__(self, event_name):
         cbs = self.learn.cbs.items
         if event_name not in _OFTEN or self.cbs != cbs: self.cbs,self.speakers = [*cbs],{}
-        speakers = self.speakers.get(event_name)
+        speakers,clock = self.speakers.get(event_name),self.clock
+        outermost = clock.enter(self.learn)
         try:
-            for cb in self._find(event_name) if speakers is None else speakers: cb(event_name)
+            for cb,kind in self._find(event_name) if speakers is None else speakers:
+                cb(event_name)
+                if outermost: clock.lap(kind)
         except StopIteration as e: raise RuntimeError(_STOPPED.format(event_name)) from e
         except BaseException as e:
             # before it ends the loader's processes, which its parent needs
             if os.getpid() != self.pid: end_fork(e)
             raise
+        finally: clock.leave(event_name)
     def _find(self, event_name):
         if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
         found = [cb for cb in self.learn.cbs.sorted('order') if speaks(cb, event_name)]
-        self.speakers[event_name] = [self.asked(cb) for cb in found]
+        self.speakers[event_name] = [(self.asked(cb), kind_of(cb)) for cb in found]
         return self.speakers[event_name]
 
 @contextlib.contextmanager
 def own_events(learn,
                # Callback -> what is called with the event's name in its place; by default itself
-               asked=noop
+               asked=noop,
+               clock=None # `Clock` that notes when events begin and end
 ):
     "Inside, each callback of `learn` is asked only for its own events"
-    with own_attrs(learn, _call_one=OwnEvents(learn, asked)): yield
+    with own_attrs(learn, _call_one=OwnEvents(learn, asked, clock)): yield
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
 _RAISES = dict(backward=CancelBackwardException, step=CancelStepException,
@@ -110,6 +116,9 @@ class Said(list):
     "What all ranks said at a meeting: a row for each"
     def of(self, field): return [row[_FIELDS+FIELDS.index(field)] for row in self]
     def sum(self, field): return sum(self.of(field))
+    def seconds(self):
+        "What `Clock.tell` gave on each rank"
+        return [row[_FIELDS+len(FIELDS):_FIELDS+len(FIELDS)+2] for row in self]
 
 # Stages of an epoch
 BEFORE_TRAIN,BATCH,AFTER_TRAIN,BEFORE_VALID,AFTER_VALID,END_VALID = range(6)
@@ -130,6 +139,7 @@ class Together(OurCallback):
                  at=None # The `Board`; default: that of this process's group
     ):
         self.stop_requested,self.board = stop_requested,at or board.of_group()
+        self.clock = Clock(self.board)
         self.limit = self.LIMIT if group.under_launcher() else None
         # What others set for the time of a fit
         self.ours = []          # callbacks that make the fit a distributed one
@@ -252,9 +262,11 @@ class Together(OurCallback):
         self.place = place
         if not place[3]: self.n_details = 0
         left = 0 if self.left is None else LEFT.index(self.left)+1
-        says = [*place, left, self.stop_requested(), *(numbers.get(k, 0.) for k in FIELDS)]
+        says = [*place, left, self.stop_requested(), *(numbers.get(k, 0.) for k in FIELDS),
+                *self.clock.tell()]
         while True:
             said = Said(self.board.meet(says, self.limit))
+            self.clock.hear(said.seconds())
             ahead = [row for row in said if row[:_PLACE] > place]
             if ahead: return None if final else self._follow(ahead, optional)
             if all(row[:_PLACE] == place for row in said): break

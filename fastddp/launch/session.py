@@ -15,7 +15,8 @@ from ..base.rng import CommonRNG
 from ..base.scoped import ending_undisturbed, in_background, own_attrs, undisturbed
 from .background import refuse_busy, refuse_overlap
 from .engine import Job
-from .report import Timings, banner, start_of, summary, what_ran
+from .picture import Report, closing_line
+from .report import banner, start_of, summary, what_ran
 from .options import engine_for, in_launched_group, nested
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
@@ -156,7 +157,7 @@ class Call:
     ):
         self.session,self.learn,self.job = session,session.learn,job
         self.keeps,self.iterations = keeps,iterations
-        self.timings = Timings(what)
+        self.timings = Report(what)
         # The learner holds what the workers came to; that is a fit interrupted in an epoch
         self.kept = self.cut = False
     def holds(self):
@@ -246,6 +247,8 @@ class Session:
             start = start_of(call.timings, result['begun'])
             print_line(summary(what_ran(result, call.iterations), self.n, result,
                                call.timings.began, start))
+            call.timings.take(out.results)
+            if line := closing_line(call.timings): print_line(line)
     def run_with_restarts(self, call):
         for left in reversed(range(self.restarts)):
             try: return call.run(last=False)

@@ -17,7 +17,7 @@ from ..base.device import device_module, is_started
 from ..base.errors import CantDistribute
 from ..base.scoped import environment, undisturbed
 from .functions import CHECKS, ranch
-from .local import visible_cores
+from ..base.device import visible_cores
 
 # %% ../../nbs/launch/515_torchddp.ipynb #566aef3a
 _CHECKS = dict(

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ..base import group
 from ..base.failure import is_own_line
-from ..launch.local import start_workers, visible_cores
+from ..base.device import visible_cores
+from ..launch.local import start_workers
 from .meeting import Listener, host_store, interfaces, routes_to
 from .stream import Pieces, Stream, to_fd
 from ..payload.pickling import Payload

@@ -8,8 +8,10 @@ __all__ = ['CantShard', 'refuse_loader', 'global_batch_size', 'chunk', 'n_chunks
            'n_own_batches', 'n_steps', 'too_few', 'workers_per_rank']
 
 # %% ../../nbs/shard/300_split.ipynb #8d0fdf3a
+import os
 from typing import NamedTuple
 
+from ..base.device import visible_cores
 from ..base.errors import CantDistribute
 
 # %% ../../nbs/shard/300_split.ipynb #567362d2
@@ -167,7 +169,9 @@ def too_few(size, # Items of an epoch, or batches where a batch sampler decides
 
 # %% ../../nbs/shard/300_split.ipynb #29387a34
 def workers_per_rank(num_workers, # The user's number, for one process
-                     n            # Number of ranks
+                     n,           # Number of ranks
+                     cores=None   # Of this machine; default: those that this process may use
 ):
-    "How many DataLoader workers each rank starts"
-    return max(1, num_workers//n) if num_workers else 0
+    "How many DataLoader workers each rank starts: as many, but no more than its part of the cores"
+    n = int(os.environ.get('LOCAL_WORLD_SIZE', n))      # on this machine
+    return max(1, min(num_workers, (cores or visible_cores())//n)) if num_workers else 0
