@@ -51,7 +51,8 @@ class LearnerJob(BackgroundJob):
         args = [*map(repr, user_call.args), *(f'{k}={v!r}' for k,v in user_call.kwargs.items())]
         what = f"{user_call.name}({', '.join(o if len(o) < 40 else '...' for o in args)})"
         super().__init__(what, self._open, self._call, learn if trains else None)
-        self.of,self.user_call,self.trains,self.point = learn,user_call,trains,point
+        self.of,self.trains = learn,trains
+        self.user_call,self.point = user_call,point
         self.cbs = _callbacks(user_call.args, user_call.kwargs)
         given = dict(args=user_call.args, kwargs=user_call.kwargs, cbs=self.cbs)
         if point: given['point'] = point.cbs, point.user_call.args, point.user_call.kwargs
@@ -135,7 +136,9 @@ def bring(self:LearnerJob, into=None, force=False):
                 grads=self.trains or None)
     apply(learn, self.cbs, *own_copy(p.meta, p.buffers))
     copy_report(twin, learn)
-    self.twin = self.given = self.base = self.refs = self.pairs = self.epoch = None     # memory
+    # memory, as long as a variable holds the job
+    self.twin = self.base = self.epoch = None
+    self.refs = self.pairs = self.given = None
     if not self.trains: return
     point,call = resume_points.get(twin),(self.point or self).user_call
     resume_points.pop(learn, None)

@@ -99,7 +99,8 @@ class Checkpoints:
     def __init__(self,
         every, # Seconds between two of them, as of `seconds_of`
     ):
-        self.every,self.last,self.writing = every,time.monotonic(),None
+        self.every,self.writing = every,None
+        self.last = time.monotonic()
         self.thread = ThreadPoolExecutor(1, 'fastddp-checkpoint')
     def at_epoch(self,
         call, # The `FitCall`

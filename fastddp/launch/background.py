@@ -6,7 +6,7 @@
 __all__ = ['refuse_overlap', 'refuse_busy', 'BackgroundJob']
 
 # %% ../../nbs/launch/509_background.ipynb #bd672174
-import asyncio, contextvars, itertools, threading, time, weakref
+import asyncio, contextvars, itertools, threading, time, traceback, weakref
 
 from fastcore.basics import patch
 
@@ -98,7 +98,10 @@ def _work(self:BackgroundJob):
             self._began = time.time()
             self._value = self._run()
             self._end(None)
-        except BaseException as e: self._end(e)
+        except BaseException as e:
+            # its frames hold memory that is shared with the workers
+            traceback.clear_frames(e.__traceback__)
+            self._end(e)
 
 @patch
 def _wait_for_turn(self:BackgroundJob):
