@@ -152,11 +152,11 @@ def test_refused(two):
 def test_gpus_of_a_job():
     job = background.BackgroundJob('fit(9)')
     job.gpus = 0, 1
-    background._jobs.add(job)
+    background._jobs.append(job)
     with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'): background.refuse_overlap([1, 2])
     background.refuse_overlap([2])
     background.refuse_overlap(None)
-    background._jobs.discard(job)
+    background._jobs.remove(job)
     background.refuse_overlap([1])
 
 

@@ -131,6 +131,6 @@ class Checkpoints:
 
 def load_checkpoint(learn, file):
     "`(what is known of the call, state of the epoch)`"
-    n,rest,meta,*buffers = read(checkpoint_path(learn, file), facts_of(learn))
-    k = int.from_bytes(n, 'little')
-    return load(rest, buffers[:k], refs=persistent_refs(learn)), (bytes(meta), buffers[k:])
+    n,rest,*left = read(checkpoint_path(learn, file), facts_of(learn))
+    k = 1+int.from_bytes(n, 'little')
+    return load(rest, left[1:k], refs=persistent_refs(learn)), (bytes(left[0]), left[k:])

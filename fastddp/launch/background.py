@@ -6,7 +6,7 @@
 __all__ = ['refuse_overlap', 'refuse_busy', 'BackgroundJob']
 
 # %% ../../nbs/launch/509_background.ipynb #bd672174
-import asyncio, contextvars, itertools, threading, time, traceback, weakref
+import asyncio, contextvars, itertools, threading, time, traceback
 
 from fastcore.basics import patch
 
@@ -18,19 +18,18 @@ from ..output.panel import Panel
 from ..output.replay import _get_ipython, frontend, shown_in
 
 # %% ../../nbs/launch/509_background.ipynb #63fdc617
-_jobs = weakref.WeakSet()                   # all that have not ended
-_learners = weakref.WeakKeyDictionary()     # learner -> the job that trains it
+_jobs = []      # all that have not ended
 
 def refuse_overlap(gpus):
     "Raises `CantDistribute` if a background job has one of `gpus`"
-    for job in list(_jobs):
+    for job in [*_jobs]:
         if common := sorted({*(gpus or ())} & {*job.gpus}):
             raise CantDistribute(f"{job.title()} has GPU {', '.join(map(str, common))}. Pass other "
                                  "gpus=, wait for job.result(), or queue with job.then(...).")
 
 def refuse_busy(learn):
     "Raises `CantDistribute` if a background job trains `learn`"
-    if job := _learners.get(learn):
+    for job in [o for o in _jobs if o.learn is learn]:
         raise CantDistribute(f"{job.title()} trains this learner. Wait for job.result(), or end it "
                              "with job.stop().")
 
@@ -70,15 +69,13 @@ class BackgroundJob:
 # %% ../../nbs/launch/509_background.ipynb #49aa18c2
 @patch
 def start(self:BackgroundJob):
-    if self.learn is not None:
-        refuse_busy(self.learn)
-        _learners[self.learn] = self
+    if self.learn is not None: refuse_busy(self.learn)
+    _jobs.append(self)
     with streams_apart() as self._streams: pass
     thread = threading.Thread(target=self._work, name=self.what, daemon=True)
     try:
         if not self.after: self._prepare()
         else: self._set(f'waiting for {self.after.what}')
-        _jobs.add(self)
         self.panel.show()
         thread.start()
         while not (self.after or self._started.wait(.1)): pass
@@ -119,8 +116,7 @@ def _end(self:BackgroundJob, e):
     self._set(ends if e is not None else 'done')
     self._started.set()
     if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
-    _jobs.discard(self)
-    if self.learn is not None: _learners.pop(self.learn, None)
+    if self in _jobs: _jobs.remove(self)
     self._ended.set()
     self.panel.refresh(force=True)
 
