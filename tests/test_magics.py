@@ -284,6 +284,12 @@ def test_syntax_error(group):
     assert name == 'RankRaised' and 'SyntaxError' in text and 'for in range' in text
 
 
+def test_a_name_of_the_notebook(group):
+    "How it gets there, and nothing of what IPython keeps in a namespace"
+    _, text = group.fails('%%dip\nprint(only_here)')
+    assert '%dipush' in text and '_ih' not in text and 'get_ipython' not in text
+
+
 def test_ranks_that_wait_for_the_failed_one_come_free(group):
     "The group meets again for the next cell, with what the ranks held"
     group.run('%%dip\nimport torch, torch.distributed as dist\nkept = rank + 1')
@@ -549,6 +555,21 @@ def test_a_single_rank_trains_alone(lesson):
         '%%dip --see all\nlearn.model.weight.sum().item(), [float(torch.as_tensor(learn.opt.state[p][k]).sum()) for k '
         'in ("step", "grad_avg") for p in learn.model.parameters()]'))
     assert len(found) == 2 and found[0] == found[1] and '[6.0, 6.0, ' in found[0], found
+
+
+def test_a_fit_that_a_cell_wraps(lesson):
+    "By a cell in the notebook, whose patches come with `%dipush`, and by one of the group: all ranks train together"
+    wrap = ('plain = Learner.fit\ndef fit(self, *args, **kwargs):\n    print("wrapped")\n'
+            '    return plain(self, *args, **kwargs)\nLearner.fit = fit')
+    lesson.run(f'from fastai.learner import *\n{wrap}\nnumber = 1')
+    lesson.run('%dipush number')
+    lesson.run('Learner.fit = plain\ndel fit, plain')
+    for more in '', f'{wrap}\n':
+        lesson.run(f'%%dip\n{LESSON}{more}')
+        assert 'wrapped' in lesson.run('%%dip\nlearn.fit(1)')
+        found = re.findall(r': (.*)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs), learn.model.weight.sum().item()'))
+        assert len(found) == 2 and found[0] == found[1] and found[0].startswith('(3, '), found
+    lesson.run('%dipush number')    # takes the patch away
 
 
 def test_interrupt_of_a_fit(lesson, folder):

@@ -63,6 +63,12 @@ class Holder(Callback):
     def __init__(self, thing): self.thing = thing
 
 
+def test_the_line_of_the_workers_comes_when_they_start(capsys):
+    "Not before a refusal"
+    with open(os.devnull) as fh: refused(make_learner(cbs=Holder(fh)), "can't be sent", nprocs=2)
+    assert 'workers' not in capsys.readouterr().out
+
+
 def things():
     fh, sock = open(os.devnull), socket.socket()
     return {'file': fh, 'generator': (i for i in range(3)), 'socket': sock, 'database': sqlite3.connect(':memory:')}
@@ -73,10 +79,10 @@ def test_what_cannot_travel_is_named(kind):
     held = things()
     thing = held[kind]
     message = refused(make_learner(cbs=Holder(thing)), r'learn\.holder\.thing can.t be sent', nprocs=2)
-    assert 'model_factory=' in message
+    assert 'Make it where it is used' in message and 'factory' not in message
     model = mlp()
     model[1].thing = thing
-    refused(make_learner(model=lambda: model), r'learn\.model.*thing', nprocs=2)
+    assert 'with model_factory=' in refused(make_learner(model=lambda: model), r'learn\.model.*thing', nprocs=2)
     for o in held.values(): getattr(o, 'close', lambda: None)()
 
 
@@ -168,7 +174,12 @@ def test_arguments_of_the_fit(args):
 @pytest.mark.parametrize('make,match', [
     (lambda: Local(see=1), r'Did you mean see=\(1,\)'), (lambda: TorchDDPCtx(prot=1), 'Did you mean port='),
     (lambda: Hosts('fxa'), r"Did you mean hosts=\['fxa'\]"), (lambda: Hosts(['a'], per_node=1.5), 'per_node=1.5'),
-    (lambda: Hosts(['a'], python=5), 'python=5'), (lambda: Hosts(5), 'hosts=5')])
+    (lambda: Hosts(['a'], python=5), 'python=5'), (lambda: Hosts(5), 'hosts=5'),
+    (lambda: Hosts(['a'], command=None), 'command=None'), (lambda: Hosts(['a'], link_timeout='5'), 'link_timeout=5'),
+    (lambda: Ray(nodes='2'), 'Did you mean nodes=2'), (lambda: Ray(per_node=0), 'per_node=0'),
+    (lambda: Ray(gpus='all'), "gpus='all'"), (lambda: Ray(cpus=-1), 'cpus=-1'), (lambda: Ray(5), 'address=5'),
+    (lambda: Ray(resources=['fast']), 'resources='), (lambda: Ray(runtime_env='x'), 'runtime_env='),
+    (lambda: Ray(wait='long'), 'wait='), (lambda: Ray(interface=0), 'interface=0')])
 def test_arguments_of_launchers(make, match):
     with pytest.raises(CantDistribute, match=match): make()
 

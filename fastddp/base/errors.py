@@ -7,10 +7,10 @@ __all__ = ['TROUBLES', 'Trouble', 'trouble_of', 'remedy_for', 'CantDistribute', 
            'RankRaised', 'RankDied', 'GroupTimeout']
 
 # %% ../../nbs/base/001_errors.ipynb #f62e5544
-import contextlib, re, shutil, signal, tempfile, traceback
+import contextlib, re, shutil, signal, sys, tempfile, traceback
 from typing import NamedTuple
 
-from .failure import from_loader, is_own_line, own_lines
+from .failure import from_loader, is_own_line, own_lines, place, recorded_traceback
 
 # %% ../../nbs/base/001_errors.ipynb #461bafd1
 class Trouble(NamedTuple):
@@ -121,6 +121,14 @@ _SURROUNDINGS = [
         "a name made by `exec` or a magic may be missing.",
         "The name isn't known in the worker: define it in a cell, or pass it as an argument.",
         lambda k,m: k == 'NameError'),
+    Trouble(
+        'WandbCallback',
+        'RankRaised: rank 0 raised TypeError: Exception occured in WandbCallback ... '
+        'vars() argument must have __dict__ attribute',
+        "`WandbCallback` of fastai 2.8.12 fails with fastcore 2.2, in a fit without workers, too.",
+        "WandbCallback fails in learn.fit, too: the installed fastai and fastcore don't fit together "
+        "there. Install another version of one of them, or leave the callback out.",
+        lambda k,m: 'WandbCallback' in m and 'vars() argument must have __dict__' in m),
     Trouble(
         'batch size built in',
         "RankRaised: rank 0 raised RuntimeError: Expected hidden size (2, 16, 64), got [2, 8, 64]",
@@ -237,13 +245,12 @@ class NotPicklable(CantDistribute):
         path,   # Its path, e.g. `learn.dls.train.dataset.items.fh`
         why='', # Pickle's message
     ):
-        self.path,self.why = path,why
+        self.path,self.why,self.factory = path,why,''
         super().__init__(path, why)
     def __str__(self):
-        return (f"{self.path} can't be sent to the workers ({self.why}). Remove it before the fit, "
-                f"open it lazily "
-                "where it is used, or build the object in the workers with `model_factory=` or "
-                "`dls_factory=`.")
+        built = f", or build it in the workers with {self.factory}=" if self.factory else ''
+        return (f"{self.path} can't be sent to the workers ({self.why}). Make it where it is used, "
+                f"in the function or method that runs on the workers{built}; or leave it out.")
 
 # %% ../../nbs/base/001_errors.ipynb #83a3982c
 class WorkerError(RuntimeError):
@@ -273,6 +280,8 @@ class WorkerError(RuntimeError):
 # %% ../../nbs/base/001_errors.ipynb #ae07d6dd
 _BLOCK = re.compile(r'^(?P<frame>  File "(?P<file>.+)", line \d+, in .*(?:\n    .*)*)', re.M)
 
+_FILE = re.compile(r'(?<=^  )File "(.+?)"')
+
 def _package(file):
     "The package that a library's file belongs to"
     for o in ('site-packages/','dist-packages/'):
@@ -282,7 +291,7 @@ def _package(file):
 def folded(
     text, # A traceback, as text
 ):
-    "Its lines, with the frames of libraries folded except the innermost"
+    "Its lines, with the frames of libraries folded except the innermost, and cells by their number"
     lines,run = [],[]
     def fold(keep=False):
         last = [run.pop()] if keep and run else []
@@ -303,7 +312,8 @@ def folded(
             lines.extend(m['frame'].split('\n')[:2])
         else: run.append((m['file'], m['frame']))
     fold(keep=True)
-    return lines + [o for o in text[end:].strip('\n').split('\n') if o]
+    lines += [o for o in text[end:].strip('\n').split('\n') if o]
+    return [_FILE.sub(lambda m: m[0] if place(m[1]) == m[1] else place(m[1]), o) for o in lines]
 
 # %% ../../nbs/base/001_errors.ipynb #21a5d073
 class RankRaised(WorkerError):
@@ -314,6 +324,15 @@ class RankRaised(WorkerError):
         super().__init__(failure)
         self.failure,self.rank,self.log = failure,failure.rank,''
         self.remedy = remedy_for(failure.kind, failure.message)
+        self.debug = (f"To look closer: %debug shows the recorded frames and variables of rank "
+                      f"{self.rank}. In code: err = sys.last_value; err.failure.locals, "
+                      "err.batch_items.")
+    def _render_traceback_(self):
+        # for `%debug`
+        frames = self.failure.locals
+        if tb := recorded_traceback([o for o in frames if is_own_line(o[0])] or frames):
+            self.__traceback__ = sys.last_traceback = tb
+        return self.lines()
     @property
     def batch_items(self):
         "Dataset indices of the failing rank's batch, as far as they are known"
@@ -375,6 +394,12 @@ class RankDied(WorkerError):
     def _details(self): return self._log_lines()
 
 # %% ../../nbs/base/001_errors.ipynb #d864a8f8
+_STACK = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
+
+def _frames_of(stack):
+    "`(file, line, function)` from outermost to innermost of a report of faulthandler's"
+    return [(file, int(n), name) for file,n,name in reversed(_STACK.findall(stack))]
+
 class GroupTimeout(WorkerError):
     "No training step for `timeout` seconds; the workers were terminated"
     def __init__(self,
@@ -390,4 +415,11 @@ class GroupTimeout(WorkerError):
         limit = f" for {self.timeout:g} s" if self.timeout else ''
         where = f" ({self.where})" if self.where else ''
         return f"no step{limit}: all ranks are waiting for rank {self.rank}{where}"
-    def _details(self): return [l for o in self.stacks for l in ('',*o.rstrip().split('\n'))]
+    def _details(self):
+        own = own_lines(_frames_of(self.stacks[0])) if self.stacks else []
+        res = ['', 'Your code:', *own] if own else []
+        for o in self.stacks:
+            who,_,rest = o.partition('\n')
+            frames = [(*f, None) for f in _frames_of(o)]
+            res += ['', who, *folded(''.join(traceback.format_list(frames)) or rest)]
+        return res

@@ -19,6 +19,7 @@ from ..process.channel import Surroundings
 
 # %% ../../nbs/cluster/650_cells.ipynb #59208a82
 _last = None    # `Surroundings` at the end of the last job of this process
+_train_in_place = None  # the app's function, called before each job: cells may patch the app
 
 @contextlib.contextmanager
 def as_left(
@@ -32,14 +33,15 @@ def as_left(
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
     # libraries would wait for others
     if on is not None and len(on) < ctx.world_size: del os.environ['WORLD_SIZE']
+    if _train_in_place: _train_in_place(ctx)
     try: yield vars(sys.modules['__main__'])
     finally: _last = Surroundings.now()
 
 def start_job(ctx, obj):
     "The first job: gets the app, the package `obj` or '', ready; returns `(pid, device)`"
-    with as_left(ctx):
-        if obj: function_at(f'{obj}.learner:train_in_place')(ctx)
-        return os.getpid(), str(ctx.device)
+    global _train_in_place
+    if obj: _train_in_place = function_at(f'{obj}.learner:train_in_place')
+    with as_left(ctx): return os.getpid(), str(ctx.device)
 
 # %% ../../nbs/cluster/650_cells.ipynb #c6c5b6d5
 def cell_job(
@@ -70,7 +72,7 @@ def _from_the_cell(e):
     "`e` without the frames of IPython and ours above the user's own"
     tb = e.__traceback__
     while tb is not None and not is_own_line(tb.tb_frame.f_code.co_filename): tb = tb.tb_next
-    return e.with_traceback(tb or e.__traceback__)
+    return e.with_traceback(None if isinstance(e, SyntaxError) else tb or e.__traceback__)
 
 # %% ../../nbs/cluster/650_cells.ipynb #1ee0fce6
 @contextlib.contextmanager
@@ -106,6 +108,7 @@ def pull_job(ctx, obj):
 def run_job(ctx, obj):
     "Calls a function: `obj` is `(fn, args, kwargs)`"
     fn,args,kwargs = obj
+    ctx.where = f"in {getattr(fn, '__name__', 'the function')}"
     with as_left(ctx), ctx.interruptible(): return fn(*args, **kwargs)
 
 def stat_job(ctx, obj):

@@ -16,7 +16,7 @@ from .jobs import in_place, train_in_place
 from .resume import UserCall, calling
 from .rank0 import wants_no_lines
 from .session import Session
-from ..launch.options import RAISES, Options, check_method, no_attribute
+from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
 from ..shard.gathered_loss import check_loss
 
@@ -52,7 +52,9 @@ def distrib_ctx(self:Learner,
     def group_stands(): return in_place(self, options, given)
     with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
 
-OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
+_ctx = Learner.distrib_ctx      # `import fastai.distributed` puts fastai's own in its place
+
+OPTIONS = Options(_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 _getstate = Learner.__getstate__
@@ -86,9 +88,9 @@ def distrib(self:Learner,
     "`learn.name(*args, **kwargs)` on the workers."
     check_method(self, name)
     options = OPTIONS.pop(kwargs, self, name)
-    OPTIONS.refuse_unknown(type(self), name, kwargs)
+    OPTIONS.check_call(type(self), name, args, kwargs)
     user_call = UserCall(name, args, kwargs, options)
-    with self.distrib_ctx(**options), calling(self, user_call):
+    with _ctx(self, **options), calling(self, user_call):
         return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
@@ -99,7 +101,8 @@ was before the fit if there was none; the error's `kept` says which. After an in
 what was trained until then. `distrib_resume()` goes on from there."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
-for _name in _FITS: setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
+for _name in _FITS:
+    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT, ITEMS))
 for _name in _INFERS:
     _none = 'batch','sync_bn','loss','restarts','ddp_kwargs'
     setattr(Learner, f'distrib_{_name}',

@@ -110,8 +110,8 @@ def distrib_resume(self:Learner):
     After a failure it can be called again: it continues from the last complete epoch."""
     point = resume_points.get(self)
     if point is None:
-        raise CantDistribute("Nothing to resume: the last distributed fit of this learner came to "
-                             "its end.")
+        raise CantDistribute("Nothing to resume: no fit of this learner on workers was cut off, or "
+                             "the last one is complete.")
     now = parts_of(self, point.cbs)
     if len(now) != len(point.refs) or any(a is not b() for a,b in zip(now, point.refs)):
         raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those "

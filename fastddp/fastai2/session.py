@@ -46,19 +46,20 @@ class FitCall(Call):
     def apply(self, meta, buffers): apply(self.learn, self.cbs, meta, buffers, whole=False)
     @property
     def next_try(self): return f"Going on with epoch {self.resume_point.first or 0}"
-    @property
-    def stopped(self):
+    def stopped(self, result):
         if self.iterations: return self.holds()
-        return "holds the last finished batch; learn.distrib_resume() goes on."
+        epoch = (self.resume_point.first or 0)+result['epochs']
+        return f"holds the last finished batch; learn.distrib_resume() begins epoch {epoch} again."
     def holds(self):
         if self.cut:
-            return ("holds what was trained until the interrupt. learn.distrib_resume() goes on "
-                    "from there.")
+            return ("holds what was trained until the interrupt. learn.distrib_resume() begins "
+                    f"epoch {self.learn.epoch} again.")
         first = self.resume_point.first
         if not (self.kept or first): return "is as it was before the fit."
         now = f"holds the end of epoch {self.learn.epoch}" if self.kept else \
               f"still holds the end of epoch {first-1}, as before this call"
-        return f"{now}. learn.distrib_resume() goes on from there."
+        after = self.learn.epoch+1 if self.kept else first
+        return f"{now}. learn.distrib_resume() goes on with epoch {after}."
     def failed(self, e, last):
         self.cut = getattr(e, 'cut', False)
         if self.cut: self.resume_after(e.epoch)

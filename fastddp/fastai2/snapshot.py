@@ -13,7 +13,7 @@ import torch
 from fastai.callback.core import Callback
 from fastai.data.load import DataLoader
 
-from ..base.errors import CantDistribute
+from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import dl_state, set_dl_state
@@ -59,6 +59,8 @@ def _roots(learn, cbs):
     classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *cbs)}
     return classes | res | {'learn': learn}
 
+_FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
+
 def snapshot(
     learn, cbs, # The learner, and the callbacks of this fit
     call, # What the job is to do with it: a dict
@@ -82,7 +84,10 @@ def snapshot(
     if dls_factory: without.insert(0, _without_dataset(learn, call))
     named = {} if made else _roots(learn,
                                    cbs) | {'the hooks of parameters and optimizer': obj['hooks'][1]}
-    return dump_snapshot(obj, named, *without, columns=columns)
+    try: return dump_snapshot(obj, named, *without, columns=columns)
+    except NotPicklable as e:
+        e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
+        raise
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #4a1dcf25
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ import contextlib, os
 from typing import NamedTuple
 
 from ..base import group, rendezvous
-from ..base.errors import CantDistribute
 from ..base.scoped import disturbed, environment
 from .rank import Context, call
+from ..output.notice import print_line, shortened
 from ..payload.pickling import Payload, address, dump, load
 from ..process.cleanup import private_folder
 
@@ -95,23 +95,26 @@ class InProcess(Launcher):
     def __init__(self,
         gpu=None, # Number of the GPU; None: the first one, or the CPU where there is none
     ): self.gpu = gpu
+    def place(self, nprocs, gpus):
+        "One rank, whatever is asked for, so that one option is enough to debug a call"
+        if gpus or nprocs not in (None,1):
+            print_line("InProcess() runs one rank, in this process: nprocs= and gpus= are ignored.")
+        gpu = self._gpu()
+        return 1, None if gpu is None else [gpu]
+    def _gpu(self): return 0 if self.gpu is None and group.n_gpus() else self.gpu
     def run(self,
         job, # A `Job`
         nprocs=1, # 1
         on_event=lambda rank,e: None, # Called at once, for what the job gives to `ctx.emit`
     )->Outcome:
         """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with
-        what it put last as its `state`; `CantDistribute` for more than one rank"""
-        if nprocs != 1:
-            raise CantDistribute(f"InProcess runs one rank, not {nprocs}: pass nprocs=1 or leave "
-                                 "the launcher out.")
-        first = 0 if group.n_gpus() else None
-        device = group.use_device(first if self.gpu is None else self.gpu)
+        what it put last as its `state`"""
+        device = group.use_device(self._gpu())
         left = {}
         def put(name, payload):     # copied at once, since the job goes on to change it
             left[name] = payload.meta, payload.copied_buffers()
         ctx = Context(0, 1, device, lambda e: on_event(0, e), put, lambda: False)
-        with disturbed(), _group_of_one(device):
+        with shortened(), disturbed(), _group_of_one(device):
             try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
                 e.epoch = left.get('epoch')

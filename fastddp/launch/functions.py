@@ -9,12 +9,13 @@ __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spaw
 import ast, contextlib, ctypes, functools, os, re, signal, sys, threading, time
 
 from ..base import group, rendezvous
-from ..base.checks import CONTEXT, Check, check_all, is_whole, whole
+from ..base.checks import CONTEXT, Check, bound, check_all, is_whole, whole
 from ..base.errors import CantDistribute
 from ..base.failure import failure_of, is_echo, is_timeout
 from .local import Local
 from ..base.scoped import environment
 from .engine import Job
+from ..output.notice import shortened
 from ..payload.patches import collect_patches
 from ..payload.blame import dump_or_blame
 from ..process.cleanup import private_folder
@@ -93,6 +94,8 @@ def call_job(
     global_imports(obj['imports'], main)
     main.update(obj['need'])
     args = (ctx.rank, *obj['args']) if obj['ranked'] else obj['args']
+    ctx.where = f"in {getattr(obj['fn'], '__name__', 'the function')}"
+    ctx.beat(ctx.where)
     with ctx.interruptible(), _with_store(obj['store']), obj['ctx'] or contextlib.nullcontext():
         res = obj['fn'](*args, **obj['kwargs'])
     return res if obj['gather'] else None
@@ -122,6 +125,7 @@ class _Watch(threading.Thread):
         self.in_main = self.caller is threading.main_thread()
         # SIGINTs: to the process, in Python; time of one not handled
         self.came,self.handled,self.since = 0,0,None
+        self.lock = threading.Lock()
     def run(self):
         ends = self.monitor.ends
         while not (self.over or ends.all or ends.bad or self._is_unheard()): self.monitor._turn()
@@ -145,8 +149,9 @@ class _Watch(threading.Thread):
         if self.computes: raise KeyboardInterrupt
     def _is_unheard(self):
         "True if Python has not handled a Ctrl-C within `interrupt_grace` seconds"
-        if not self.in_main: return False
-        self._read_signals()
+        with self.lock:
+            if not self.in_main: return False
+            self._read_signals()
         if self.came <= self.handled: self.since = None
         elif self.since is None: self.since = time.monotonic()
         grace = self.monitor.local.interrupt_grace
@@ -169,8 +174,10 @@ class _Watch(threading.Thread):
         finally:
             signal.signal(signal.SIGINT, handler)
             signal.set_wakeup_fd(self.others)
-            self._read_signals()
-            for fd in (self.read, write): os.close(fd)
+            with self.lock:     # the watch may be reading
+                self._read_signals()
+                for fd in (self.read, write): os.close(fd)
+                self.in_main = False
 
 # %% ../../nbs/launch/514_functions.ipynb #4a110003
 def _call_watched(monitor, fn):
@@ -185,9 +192,10 @@ def _call_watched(monitor, fn):
             watch.join(0 if isinstance(e, KeyboardInterrupt) else 1)
             watch.over = True
             watch.join()
-            if watch.error is None and is_timeout(str(e)) and monitor.ends.at_work:
+            if watch.error is None and is_timeout(_failure(e)) and monitor.ends.at_work:
                 raise monitor.hang() from e
-            if watch.error is None or (_is_echo(watch.error) and not _is_echo(e)): raise
+            first = watch.error and is_echo(_failure(watch.error)) and not is_echo(_failure(e))
+            if watch.error is None or first: raise
             raise watch.error from watch.error.__cause__
         watch.computes = False
     watch.over = True
@@ -195,7 +203,7 @@ def _call_watched(monitor, fn):
     if watch.error is not None: raise watch.error
     return res
 
-def _is_echo(e): return is_echo(getattr(e, 'failure', None) or failure_of(e, 0))
+def _failure(e): return getattr(e, 'failure', None) or failure_of(e, 0)
 
 class _NotebookIsRank(Local):
     "Runs a job on workers but for one rank, for which it calls `fn()` in this process"
@@ -224,7 +232,8 @@ def ranch(
     `RankDied` when another process failed, and what `fn` raises here as it is"""
     _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports)
     needed = _needed(need)
-    with private_folder() as d:
+    bound(fn, args, kwargs)
+    with private_folder() as d, shortened():
         store = os.path.join(d, 'rendezvous')
         call = lambda: _call_in_notebook(fn, args, kwargs, caller_rank, nprocs, ctx, imports, store)
         if caller_rank is not None and nprocs == 1: results = [call()]
@@ -295,6 +304,8 @@ def spawn(
     """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises
     `CantDistribute` for what can't be pickled, `RankRaised` or `RankDied` when a process failed"""
     check_all(dict(nprocs=nprocs, fn=fn, args=args), CHECKS | _SPAWN)
+    bound(fn, (0, *args), hint=" spawn passes the rank as the first argument.")
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
-    run = lambda: _run(job, nprocs, 'all')
+    def run():
+        with shortened(): return _run(job, nprocs, 'all')
     return run() if join else Spawned(run)

@@ -100,9 +100,10 @@ def summary(
 ):
     "How long it took, as one line"
     all_ranks = result['items']/result['seconds']
-    each = f" ({n} x {rate(all_ranks/n)})" if n > 1 else ''
+    each = f", {rate(all_ranks/n)} per worker" if n > 1 else ''
     start = f" ({start})" if start else ''
-    return f"{what} in {time.time()-began:.1f} s{start}, {rate(all_ranks)} items/s{each}"
+    return (f"{what} in {time.time()-began:.1f} s{start}, {rate(all_ranks)} items/s in training"
+            f"{each}")
 
 def what_ran(result, iterations=False):
     "Epochs; or steps, where these count (`lr_find`) or no epoch came to its end"

@@ -8,6 +8,8 @@ __all__ = ['dump_snapshot', 'offloaded', 'block', 'OpenBlock', 'with_block', 'Ca
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
 import contextlib, functools, sys, warnings
 
+from fastcore.basics import noop
+
 from ..base import group
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
@@ -120,7 +122,6 @@ class Call:
     A subclass has `snapshot()`, which returns a `Payload`, and `apply(meta, buffers)` for the
     state that rank 0 captured"""
     next_try = "The fit begins anew"    # What a restart does, for the line that says so
-    stopped = "holds the last finished batch."      # What the learner holds after an interrupt
     def __init__(self, session, job,
         what='', # What runs, for the report
         keeps='nothing', # Of failed runs: 'nothing', 'last' (the epoch of the last try), 'all'
@@ -128,17 +129,21 @@ class Call:
     ):
         self.session,self.learn,self.job = session,session.learn,job
         self.keeps,self.iterations = keeps,iterations
-        self.timings = Report(what)
+        self.timings,self.on_start = Report(what),noop
         # The learner holds what the workers came to; that is a fit interrupted in an epoch
         self.kept = self.cut = False
     def holds(self):
         "What the learner holds, as an error says it"
         if self.kept and self.keeps != 'nothing': return "holds the end of its last complete epoch."
         return "is as it was before the call."
+    def stopped(self, result):
+        "What the learner holds after an interrupt; `result` is rank 0's"
+        return "holds the last finished batch."
     def run(self, last=True):
         "Run it once: the `Outcome`; `last`: after a failure it isn't tried again"
         job = Job.of(self.job, self.snapshot())
         self.timings.mark('snapshot')
+        self.on_start()
         with undisturbed(), offloaded(self.learn):
             try: out = self.session.launcher.run(job, self.session.n)
             except BaseException as e:      # also the notebook's own: a closed output, say
@@ -157,7 +162,7 @@ class Call:
             self.kept = True
         e.kept = self.holds()
         if isinstance(e, RankRaised):
-            e.debug = "To step through it: launcher=InProcess(), then %debug."
+            e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
     def finished(self, out):
         "Put what the workers came to into the learner"
         if out.state: self.apply(*out.state)
@@ -168,7 +173,7 @@ class Call:
         `kept`"""
         e = KeyboardInterrupt()
         e.where = f"iteration {result['steps']} of lr_find" if self.iterations else result['where']
-        e.kept = self.stopped if result['begun'] else self.holds()
+        e.kept = self.stopped(result) if result['begun'] else self.holds()
         return e
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43
@@ -206,7 +211,7 @@ class Session:
         "Run the fit `call`, with lines before and after it"
         with self.telling(call):
             self.launcher.check_items(self.datasets())
-            self.print_banner()
+            call.on_start = self.print_banner
             out = self.run_with_restarts(call)
             result = out.results[0]
             if out.interrupted or any(r['interrupted'] for r in out.results):
@@ -226,7 +231,6 @@ class Session:
                 headline,s = ' '.join(e._headline().split()),'s' if left != 1 else ''
                 print_line(f"{type(e).__name__}: {headline}. {call.next_try} on fresh workers "
                            f"({left} restart{s} left).")
-                self.print_banner()
         return call.run()
     def place_again(self, e):
         """After the failure `e`: fewer workers if a machine is lost; raises `e` where the rest

@@ -90,12 +90,23 @@ def _show(self:Replay, rank, kind, *args):
     if kind == 'stream': self._show_text(rank, *args)
     elif kind == 'display': self._show_display(rank, *args)
     elif kind == 'once':
-        if args[0] not in _shown_once: self._show_text(rank, 'stderr', *args)
+        if not _is_shown(args[0]): self._show_text(rank, 'stderr', *args)
         _shown_once.update(args)
     elif kind == 'clear' and rank == self.first and (shell := _get_ipython()):
         shell.display_pub.clear_output(*args)
 
 _shown_once = set()     # 'once' texts of this process: new workers repeat their warnings
+
+def _is_shown(text):
+    "True if this process has shown the warning `text` of a worker, or its own of the same line"
+    if text in _shown_once: return True
+    file = text.partition(':')[0]
+    spaces = [getattr(m, '__dict__', {}) for m in [*sys.modules.values()]]
+    # Python notes there what `warnings.warn` has shown
+    noted = [k for ns in spaces if ns.get('__file__', file) == file
+             for k in ns.get('__warningregistry__', ()) if isinstance(k, tuple)]
+    return any(text.startswith(f"{file}:{line}: {kind.__name__}: {said}\n")
+               for said,kind,line in noted)
 
 @patch
 def _show_text(self:Replay, rank, name, text):
@@ -137,7 +148,7 @@ def _show_warnings(self:Replay, age):
     due = [o for o in self.warned if time.monotonic()-o[0] >= age]
     self.warned = self.warned[len(due):]
     for _,rank,text in due:
-        if text in self.shown or text in _shown_once: continue
+        if text in self.shown or _is_shown(text): continue
         self._remember(text)
         for o in text.rstrip('\n').split('\n'): _write('stderr', f"{self.prefix.format(rank)}{o}\n")
 
