@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAY', 'all_cbs', 'persistent_refs', 'parts_of_data', 'loader_refs', 'snapshot', 'place_dl', 'place', 'unpack',
-           'learner_state', 'state_size', 'baseline', 'parts', 'capture', 'apply']
+           'twin', 'learner_state', 'state_size', 'baseline', 'parts', 'capture', 'apply']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
 import contextlib, warnings
@@ -14,13 +14,14 @@ from fastai.callback.core import Callback
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
 
-from ..base.errors import CantDistribute
+from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
 from ..launch.training import (MODULES_STAY, RANK0_ONLY, Baseline, dump_state, is_kind,
                                      load_state, model_state)
+from ..payload.pickling import copied
 from ..payload.state import (OPT_STAYS, Changes, apply_grads, apply_hooks, apply_model,
                                    apply_opt, hooked, hooks_of, model_grads, model_tensors,
                                    move_opt, opt_attrs, opt_owners, opt_state, opt_tensors,
@@ -74,11 +75,14 @@ def _roots(learn, cbs):
     classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *cbs)}
     return classes | res | {'learn': learn}
 
+_FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
+
 def snapshot(
     learn, cbs, # The learner, and the callbacks of this fit
     call, # What the job is to do with it: a dict
     model_factory=None, dls_factory=None, # What they make in the workers isn't sent
     training=True, # Send the optimizer's state, too
+    dump=dump_snapshot,
     **kwargs # Of `dump_snapshot`
 ):
     "A `Payload`; `NotPicklable` names what can't be pickled"
@@ -97,7 +101,10 @@ def snapshot(
     if dls_factory: without.insert(0, _without_dataset(learn, call))
     named = {} if made else _roots(learn,
                                    cbs) | {'the hooks of parameters and optimizer': obj['hooks'][1]}
-    return dump_snapshot(obj, named, *without, **kwargs)
+    try: return dump(obj, named, *without, **kwargs)
+    except NotPicklable as e:
+        e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
+        raise
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #4a1dcf25
 @contextlib.contextmanager
@@ -159,6 +166,24 @@ def _build_model(learn, factory, state):
     apply_model(learn.model, state)
     learn.create_opt()
     if state['opt']: apply_opt(learn.opt, *state['opt'])
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #1d76f72d
+def twin(
+    learn,
+    call, # What is copied with it
+):
+    "A copy of both on the CPU, which shares the data sets with `learn`"
+    data = [o for dl in learn.dls.loaders if (o := getattr(dl, 'dataset', None)) is not None]
+    def copy(obj, roots, *without, columns=None):
+        with contextlib.ExitStack() as stack:
+            for o in without: stack.enter_context(o)
+            return copied(obj | dict(rng=CommonRNG.capture().state()), data)
+    try: obj = snapshot(learn, (), call, dump=copy)
+    except Exception:
+        snapshot(learn, (), call)       # names what can't be copied
+        raise
+    new,_,call = unpack(obj, 'cpu')
+    return new, call
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #2ae50f62
 def learner_state(learn, opt=True, weights=True):
