@@ -64,7 +64,7 @@ def fit_job(ctx, obj):
     "Train the learner of a snapshot on this rank, by fastai's own `fit`"
     unpack(obj, ctx.device)
     learn,callbacks,metrics = obj['learn'],obj['callbacks'],obj['metrics']
-    refs = [*persistent_refs(learn, callbacks, metrics), *obj['definitions']]
+    refs = persistent_refs(learn, callbacks, metrics)
     # it captures what comes back
     base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None, obj['definitions'])
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
@@ -87,7 +87,7 @@ def infer_job(ctx, obj):
     unpack(obj, ctx.device)
     learn,handler,call = obj['learn'],obj['handler'],obj['infer']
     state = learn,obj['callbacks'],handler.metrics
-    refs = [*persistent_refs(*state), *obj['definitions']]
+    refs = persistent_refs(*state)
     base = baseline(*state, refs if ctx.rank == 0 else None, obj['definitions'])
     common,ranks = CommonRNG.capture(),Ranks(learn.model, ctx.stop_requested)
     handler.callbacks = [*cbs_of_rank(handler.callbacks), NoteProgress(ctx, learn)]

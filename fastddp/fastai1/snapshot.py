@@ -127,7 +127,7 @@ def capture(learn, base, refs, rng=None, around=None,
 
 def apply(learn, owners, refs, meta, buffers, definitions=()):
     "Puts a captured state into the notebook's objects"
-    state,load_rest = load_state(meta, buffers, [*refs, *definitions])
+    state,load_rest = load_state(meta, buffers, refs)
     rest,loss = load_rest(),loss_module(learn.loss_func)
     undo = update_objects(_parts(learn), rest['parts'])
     unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]

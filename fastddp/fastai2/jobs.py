@@ -114,7 +114,7 @@ def _fit(learn, cbs, asked, ours):
 def fit_job(ctx, obj):
     "Train the learner of a snapshot on this rank"
     learn,cbs,call = unpack(obj, ctx.device)
-    refs,noted = [*persistent_refs(learn, cbs), *obj['definitions']],NoteProgress(ctx, learn.path)
+    refs,noted = persistent_refs(learn, cbs),NoteProgress(ctx, learn.path)
     # Rank 0 alone captures what comes back, so it alone looks into all that the callbacks hold
     base = baseline(learn, cbs, refs if ctx.rank == 0 else None, any(obj['factories']),
                     obj['definitions'])
@@ -152,7 +152,7 @@ def infer_job(ctx, obj):
     dl = learn.dls[call['dl']] if isinstance(call['dl'], int) else call['dl']
     if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
     place_dl(dl, ctx.device)
-    refs,noted = [*loader_refs(learn, dl), *obj['definitions']],NoteProgress(ctx)
+    refs,noted = loader_refs(learn, dl),NoteProgress(ctx)
     base = baseline(learn, (), refs if ctx.rank == 0 else None, definitions=obj['definitions'])
     ctx.where,ctx.items = noted.where,lambda: noted.items(learn)
     as_one = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)

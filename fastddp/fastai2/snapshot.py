@@ -241,7 +241,7 @@ def capture(
 ):
     """Everything that training changed, as a `Payload`: large state in place, the rest as a dump of
     its own"""
-    refs = refs or [*persistent_refs(learn, cbs), *base.variables.definitions]
+    refs = refs or persistent_refs(learn, cbs)
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
     # What overrides a method stays in the worker; callbacks come by themselves
     def stays(k, v):
@@ -297,7 +297,6 @@ def apply(learn, cbs, meta, buffers, refs=None,
 ):
     "Puts a captured state into `learn` and its callbacks, in place"
     refs,callbacks = refs or persistent_refs(learn, cbs),all_cbs(learn, cbs)
-    refs = [*refs, *definitions]
     state,load_rest = load_state(meta, buffers, refs)
     rest = _load_rest(load_rest)
     if not _apply_structure(learn, rest, state): return
@@ -314,7 +313,7 @@ def apply(learn, cbs, meta, buffers, refs=None,
     for i in rest['left']:
         if i < len(before): learn.remove_cb(before[i])
     for cb in rest['come']: learn.add_cb(cb)
-    put_back(definitions, rest['variables'])
+    if definitions: put_back(definitions, rest['variables'])
     if rest['rng']: CommonRNG(rest['rng']).install()
 
 def _apply_structure(learn, rest, state):

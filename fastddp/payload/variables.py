@@ -62,7 +62,7 @@ class Variables:
     def _mark(self, v):
         "`(contents, bytes)`; contents None: too much to compare; None: it can't be pickled"
         if isinstance(v, _PLAIN): return (type(v),v), 0
-        return fingerprint(v, self.refs or (), _MOST)
+        return fingerprint(v, [*(self.refs or ()), *self.definitions], _MOST)
     def changes(self,
         large=True, # Compare large values, too
     ):
