@@ -6,7 +6,7 @@
 __all__ = ['PLACES', 'gpus_of', 'run_in_notebook', 'DipMagics']
 
 # %% ../../nbs/cluster/652_magics.ipynb #e97e5485
-from fastcore.basics import noop, patch
+from fastcore.basics import patch
 from IPython.core.async_helpers import _pseudo_sync_runner
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -15,7 +15,6 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from .cluster import APPS, Cluster, default_app
 from ..base.errors import CantDistribute
 from ..base.scoped import own_attrs
-from ..output.notice import shorten
 
 # %% ../../nbs/cluster/652_magics.ipynb #c3110001
 # where a cell runs: in the group, in the notebook, in both
@@ -33,13 +32,15 @@ def gpus_of(words):
 
 def run_in_notebook(shell, cell, silent=False):
     "Runs a cell in the notebook's own namespace; raises what it raises"
-    with own_attrs(shell, _showtraceback=noop):     # what is raised is shown
+    shown = []
+    with own_attrs(shell, _showtraceback=lambda etype, e, stb: shown.append(stb)):
         coro = shell.run_cell_async(cell, silent=silent,
                                     transformed_cell=shell.transform_cell(cell))
         result = _pseudo_sync_runner(coro)      # the loop is busy: it runs the cell around this one
     error = result.error_before_exec or result.error_in_exec
     if error is None: return
-    shorten(error)
+    # IPython's own hook: it asks an exception how it is shown.
+    if shown: error._render_traceback_ = lambda: shown[-1]
     raise error
 
 # %% ../../nbs/cluster/652_magics.ipynb #53a5d9e6
