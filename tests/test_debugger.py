@@ -1,5 +1,5 @@
-"""`%debug` after an error of a worker and after `launcher=InProcess()`, and `pdb.set_trace()` under it, in a real kernel
-asked at its keyboard."""
+"""`%debug` after an error of a worker and after `launcher=InProcess()`, and `pdb.set_trace()` under it, in a real
+kernel asked at its keyboard."""
 import os, re
 import pytest
 from jupyter_client.manager import KernelManager
