@@ -154,3 +154,28 @@ def test_parameters_of_a_loss_are_trained_alike_and_come_back():
     same_weights(two, one)
     assert abs(one.loss_func.s.item()) > 1e-3
     torch.testing.assert_close(two.loss_func.s, one.loss_func.s, rtol=1e-5, atol=1e-5)
+
+
+def writer():
+    "A callback that writes into a variable of this function, its class and the data, and that variable"
+    losses = []
+    class Writes(LearnerCallback):
+        steps = 0
+        def on_batch_end(self, last_loss, train, **kwargs):
+            if not train: return
+            losses.append(float(last_loss))
+            Writes.steps += 1
+            self.learn.data.train_ds.difficulty = self.learn.loss_func.difficulty = Writes.steps
+    return Writes, losses
+
+
+def test_variables_and_attributes_that_callbacks_set_come_back():
+    written = {}
+    def run(learn):
+        Writes, losses = writer()
+        learn.fit(1, 1e-2, callbacks=[Writes(learn)])
+        learn.fit(1, 1e-2, callbacks=[Writes(learn)])
+        written[id(learn)] = losses, Writes.steps, learn.data.train_ds.difficulty, learn.loss_func.difficulty
+    two, one = pair(plain, run)
+    (losses, *many), (expected, *alone) = written[id(two)], written[id(one)]
+    assert losses == pytest.approx(expected, abs=1e-5) and many == alone == [len(expected)]*3
