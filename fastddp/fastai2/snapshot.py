@@ -52,7 +52,8 @@ def parts_of_data(dls):
     sets = [getattr(dl, 'dataset', None) for dl in loaders]
     inner = [vars(o).get('dataset') for o in sets if hasattr(o, '__dict__')]    # of a `Subset`
     samplers = [o for dl in loaders if isinstance(dl, TorchLoader) for o in samplers_of(dl)]
-    pipes = [getattr(dl, k, None) for dl in loaders
+    # of their own: where there is none, each look gives another bound method
+    pipes = [getattr(dl, '__dict__', {}).get(k) for dl in loaders
              for k in ('after_item','before_batch','after_batch')]
     tfms = [f for p in pipes for f in getattr(p, 'fs', ())]
     found = *sets, *inner, *samplers, *pipes, *tfms
