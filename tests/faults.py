@@ -1,6 +1,7 @@
 "Things that go wrong on purpose, at a chosen place and on a chosen rank; imported by the workers, too."
 import ctypes, os, signal, sys, time
 from pathlib import Path
+import torch
 from fastai.callback.core import Callback
 
 
@@ -85,6 +86,11 @@ def do(what):
     if what == 'out of memory': raise MemoryError('wrong on purpose')
     if what == 'loop':
         while True: time.sleep(.05)
+    if what == 'connect': torch.distributed.init_process_group = cant_connect
+
+
+def cant_connect(*args, **kwargs):
+    raise RuntimeError('Gloo connectFullMesh failed with [pair.cc:144] no error')
 
 
 class Broken:

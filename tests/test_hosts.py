@@ -12,10 +12,12 @@ from parity import assert_same, fit_both, learner, seed, alone_like
 from test_interrupt import AfterThat, number, wait_for
 from traces import running
 from two_hosts import Hosts, leaves_nothing, leaves_nothing_at_last, net
+import fastddp
 from fastddp.all import CantDistribute, RankDied, RankRaised
-from fastddp.base import board
+from fastddp.base import board, group
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
+from fastddp.process import helper
 from fastddp.process.cleanup import sweep
 
 # agents import torch and fastai twice each: long on a busy machine
@@ -333,7 +335,8 @@ def test_preflight(hosts):
     ('ip netns exec {host}-not-there {run}', "can't be reached"),
     ('env -C / -u PYTHONPATH PYTHONNOUSERSITE=1 /usr/bin/env python3 -I -S -m fastddp.machines.agent',
      'has no fastddp'),
-    ('env no-such-program {run}', 'has no such program'),
+    ('env no-such-program {run}', 'has no such program'), ('no-such-program {run}', 'has no such program'),
+    (f'env {__file__} {{run}}', "can't run that program"), (f'{__file__} {{run}}', "can't run that program"),
     ('sh -c "echo Permission denied \\(publickey,password\\). >&2; exit 255"', 'wants a password')])
 def test_a_host_that_has_no_agent(command, says):
     "One line for each, and nothing is started"
@@ -342,6 +345,47 @@ def test_a_host_that_has_no_agent(command, says):
         learn.distrib_fit(1, launcher=Hosts(['one', 'two'], per_node=1, command=command))
     lines = str(caught.value).splitlines()
     assert [o.split(':')[0] for o in lines] == ['one', 'two'] and all(says in o for o in lines), lines
+
+
+def test_two_clones_with_one_version(tmp_path):
+    "Another machine's fastddp has the same version, and a line more"
+    shutil.copytree(Path(fastddp.__file__).parent, tmp_path/'fastddp')
+    with open(tmp_path/'fastddp'/'all.py', 'a') as f: f.write('\n')
+    there = Hosts(['there'], command=f"env -C / PYTHONPATH={tmp_path} {{run}}", start_timeout=240.)
+    with pytest.raises(CantDistribute, match=r'^there: has fastddp [^ ]+\+\w{8}, the notebook [^ ]+\+\w{8}; they have'):
+        there.place()
+
+
+def test_ctrl_c_while_agents_start_workers(tmp_path, monkeypatch):
+    "The helper process there imports a module that takes for ever"
+    (tmp_path/'slow_to_import.py').write_text(f"import time\nopen('{tmp_path}/begun', 'w').write('1')\ntime.sleep(1000)")
+    monkeypatch.setenv('PYTHONPATH', f'{tmp_path}{os.pathsep}{os.environ.get("PYTHONPATH", "")}')
+    monkeypatch.setattr(helper, '_preload', [*helper._preload, 'slow_to_import'])
+    with Hosts(['localhost'], per_node=2, start_timeout=240.) as home:
+        home.place()
+        agent = agent_of(home, 0)
+        AfterThat(tmp_path/'begun')
+        with pytest.raises(KeyboardInterrupt): home.run(Job.of(where, torch.ones(1)), 2)
+        assert running(agent) and not home.machines[0].lost()   # it has heard it, and can start others
+
+
+def test_an_agent_that_is_asked_to_end_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv('TMPDIR', str(tmp_path))
+    with Hosts(['localhost'], per_node=2, start_timeout=240.) as home:
+        home.run(Job.of(where, torch.ones(1)), 2)
+        agent, of_agent = agent_of(home, 0), {*tmp_path.glob('fastddp-*')}
+        agent.terminate()
+        assert of_agent and gone([agent], 30) == [] and not {*tmp_path.glob('fastddp-*')}
+
+
+def connects(ctx, obj):
+    if ctx.rank == 3: raise ConnectionResetError(104, 'Connection reset by peer')
+    group.all_sum([1.])
+
+
+def test_a_connection_of_ones_own(hosts):
+    "It broke on one rank, and is not the network between the machines"
+    with pytest.raises(RankRaised, match='rank 3 raised ConnectionResetError'): hosts.run(Job.of(connects, None), 4)
 
 
 @pytest.mark.full

@@ -551,6 +551,21 @@ def test_a_single_rank_trains_alone(lesson):
     assert len(found) == 2 and found[0] == found[1] and '[6.0, 6.0, ' in found[0], found
 
 
+def test_a_fit_that_a_cell_wraps(lesson):
+    "By a cell in the notebook, whose patches come with `%dipush`, and by one of the group: all ranks train together"
+    wrap = ('plain = Learner.fit\ndef fit(self, *args, **kwargs):\n    print("wrapped")\n'
+            '    return plain(self, *args, **kwargs)\nLearner.fit = fit')
+    lesson.run(f'from fastai.learner import *\n{wrap}\nnumber = 1')
+    lesson.run('%dipush number')
+    lesson.run('Learner.fit = plain\ndel fit, plain')
+    for more in '', f'{wrap}\n':
+        lesson.run(f'%%dip\n{LESSON}{more}')
+        assert 'wrapped' in lesson.run('%%dip\nlearn.fit(1)')
+        found = re.findall(r': (.*)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs), learn.model.weight.sum().item()'))
+        assert len(found) == 2 and found[0] == found[1] and found[0].startswith('(3, '), found
+    lesson.run('%dipush number')    # takes the patch away
+
+
 def test_interrupt_of_a_fit(lesson, folder):
     marker = folder/'fitting'
     lesson.run(f'%%dip\n{LESSON}')      # equal on all ranks, with a fresh optimizer

@@ -74,6 +74,14 @@ def test_ci_runs_what_the_readme_says():
     assert lines == ['set -eu', 'cd "$(dirname "$0")/.."', 'make test', 'exec make test-v1']
 
 
+def test_the_workflow_is_make():
+    "A service runs what anyone can run: only targets that exist"
+    text = (root/'.github'/'workflows'/'test.yml').read_text(encoding='utf-8')
+    targets = re.findall(r'^ *- run: (.*)$', text, re.M)
+    there = {f'make {o}' for o in re.findall(r'^([\w-]+):', (root/'Makefile').read_text(encoding='utf-8'), re.M)}
+    assert targets and {*targets} <= there and 'make test' in targets
+
+
 # What make says: a fake interpreter in front of the real one, in a tree where nothing is installed yet.
 
 needs_make = pytest.mark.skipif(not shutil.which('make'), reason='make is not installed')

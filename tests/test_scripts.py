@@ -186,6 +186,15 @@ def test_fastai_distributed_imported_before(tmp_path):
 
 
 @pytest.mark.full
+def test_fastai_distributed_imported_afterwards(tmp_path):
+    "It puts its own `distrib_ctx` in the place of ours; the other methods don't depend on that"
+    pytest.importorskip('accelerate')
+    (tmp_path/'train.py').write_text("import fastddp.all\nimport fastai.distributed\n" + SCRIPT)
+    done = run(tmp_path/'train.py')
+    assert done.returncode == 0 and 'TRAINED 1' in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize('module', ['fastddp', 'fastddp.process.workers', 'fastddp.launch.local'])
 def test_low_floors_import_no_fastai(module):
     done = run('-c', f"import sys, {module}; assert not [m for m in sys.modules if m.split('.')[0] in ('fastai', "

@@ -1,6 +1,7 @@
 """Data of many small pieces travels as columns: it arrives as it was, trains as in one process, and never stale."""
 import copy, pickle
 from pathlib import Path
+from types import SimpleNamespace
 import numpy as np, pandas as pd, pytest, torch
 from fastai.callback.core import Callback
 from fastai.tabular.all import CategoryBlock, Categorify, Normalize, TabularDataLoaders, tabular_learner
@@ -38,7 +39,9 @@ SHAPES = {
     'tensors': (lambda x, y: x.clone(), lambda o: (o, (o.sum() > 0).long()))}
 
 
-LAZY = {'tensors of their own', 'tensors of a class', 'paths and labels'}     # made when they are asked for
+# what is made when it is asked for
+LAZY = {'tensors of their own', 'tensors of a class', 'paths and labels', 'lists of integers', 'images'}
+SHARED = ['tensors of their own', 'tensors of a class', 'tensors', 'lists of integers', 'images']
 
 
 def made(shape): return [SHAPES[shape][0](x, y) for x, y in zip(xs(), ys())]
@@ -130,6 +133,24 @@ def test_what_two_lists_have_in_common():
     a, b = packed([ts, ts[:1100]])
     a[5][0].zero_()
     assert not b[5][0].any()
+
+
+@pytest.mark.parametrize('shape', SHARED)
+@pytest.mark.parametrize('first', [True, False])
+def test_what_lies_in_two_lists_is_one_and_the_long_list_a_column(shape, first):
+    "A validation set of the first items, and a callback that holds one"
+    items = made(shape)
+    alone = dump(items, columns=Columns())
+    for n, others in (100, items[:100]), (700, items[:700]), (1, SimpleNamespace(sample=items[5])):
+        p = dump([others, items] if first else [items, others], columns=Columns())
+        assert len(p.buffers) < 20 and len(p.meta) < len(alone.meta)+800+60*n
+        assert p.nbytes < alone.nbytes*1.5+100*n
+        a, b = load(p.meta, p.copied_buffers())
+        if first: a, b = b, a
+        b = b.sample if n == 1 else b[5]
+        assert same(list(a), items) and same(b, items[5])
+        CHANGES[shape]([b])
+        assert not same(b, items[5]) and same(a[5], b)
 
 
 @pytest.mark.parametrize('odd', [object(), None, torch.ones(3, requires_grad=True), torch.ones(3).to_sparse(), print])

@@ -122,6 +122,14 @@ _SURROUNDINGS = [
         "The name isn't known in the worker: define it in a cell, or pass it as an argument.",
         lambda k,m: k == 'NameError'),
     Trouble(
+        'batch size built in',
+        "RankRaised: rank 0 raised RuntimeError: Expected hidden size (2, 16, 64), got [2, 8, 64]",
+        "The model keeps a state for as many rows as the loader's batch has; with "
+        "`batch='global'` a worker gets a part of these rows.",
+        "The model has a batch size built in. With batch='per_worker' each worker gets batches of "
+        "the loader's own size; with batch='global' it gets a part of them.",
+        lambda k,m: re.search(r'Expected hidden(\[\d\])? size', m)),
+    Trouble(
         'sys.exit', 'RankRaised: rank 0 raised SystemExit: 3', "Code of the fit called sys.exit.",
         "sys.exit ends a script, not a fit: raise an exception, or CancelFitException to stop "
         "early.",

@@ -249,8 +249,11 @@ _ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe
            'connection timed out', 'no route to host', 'network is unreachable')
 
 def is_echo(f):
-    "True if the `Failure` `f` is a consequence of another rank's failure"
-    return any(o in f.message.lower() for o in _ECHOES)
+    """True if the `Failure` `f` is a consequence of another rank's failure: an error of torch's from
+    a collective. A user's own connections fail with the same words"""
+    text,inner = f.message.lower(),f.frames[-1][0] if f.frames else '<string>'
+    from_torch = f.kind == 'RuntimeError' and ('gloo' in text or not is_own_line(inner))
+    return (from_torch or f.kind.startswith('Dist')) and any(o in text for o in _ECHOES)
 
 def end_fork(
     e, # The exception
@@ -260,9 +263,9 @@ def end_fork(
     if not isinstance(e, SystemExit): os.write(2, ''.join(traceback.format_exception(e)).encode())
     os._exit(code if isinstance(code, int) else int(code is not None))
 
-def is_timeout(message):
-    "True for the message of a collective that timed out"
-    return 'timed out waiting' in message.lower()
+def is_timeout(f):
+    "True if the `Failure` `f` is that of a collective that timed out"
+    return is_echo(f) and 'timed out waiting' in f.message.lower()
 
 def first_failure(failures):
     "A list of `Failure`, the headline first: echoes last, earlier before later"

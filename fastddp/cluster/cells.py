@@ -19,6 +19,7 @@ from ..process.channel import Surroundings
 
 # %% ../../nbs/cluster/650_cells.ipynb #59208a82
 _last = None    # `Surroundings` at the end of the last job of this process
+_train_in_place = None  # the app's function, called before each job: cells may patch the app
 
 @contextlib.contextmanager
 def as_left(
@@ -32,14 +33,15 @@ def as_left(
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
     # libraries would wait for others
     if on is not None and len(on) < ctx.world_size: del os.environ['WORLD_SIZE']
+    if _train_in_place: _train_in_place(ctx)
     try: yield vars(sys.modules['__main__'])
     finally: _last = Surroundings.now()
 
 def start_job(ctx, obj):
     "The first job: gets the app, the package `obj` or '', ready; returns `(pid, device)`"
-    with as_left(ctx):
-        if obj: function_at(f'{obj}.learner:train_in_place')(ctx)
-        return os.getpid(), str(ctx.device)
+    global _train_in_place
+    if obj: _train_in_place = function_at(f'{obj}.learner:train_in_place')
+    with as_left(ctx): return os.getpid(), str(ctx.device)
 
 # %% ../../nbs/cluster/650_cells.ipynb #c6c5b6d5
 def cell_job(

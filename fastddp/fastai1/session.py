@@ -16,7 +16,7 @@ from fastai.callbacks import LRFinder
 from fastai.torch_core import defaults
 
 from ..base import group
-from ..base.checks import check, whole
+from ..base.checks import Check, check, whole
 from ..base.scoped import voting
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, own_attrs
@@ -121,6 +121,9 @@ class LearnerCall(Call):
         return snapshot(self.learn, self.callbacks, self.session.columns, **self.sent)
     def apply(self, meta, buffers): apply(self.learn, self.owners, self.refs, meta, buffers)
 
+_CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
+                  lambda v: isinstance(v, Callback))
+
 class Session(_Session):
     "A `distrib_ctx` block of a fastai v1 learner"
     def check(self):
@@ -133,6 +136,7 @@ class Session(_Session):
         "`basic_train.fit` on the workers; afterwards the learner is as after a local fit"
         check('epochs', epochs, whole("the number of epochs, a whole number", 0))
         callbacks,metrics = list(callbacks or []),list(metrics or [])
+        for cb in callbacks: check('callbacks', cb, _CALLBACK)
         self.check()
         for cb in callbacks:    # `lr_find` counted the batches of one process
             if isinstance(cb, LRFinder):

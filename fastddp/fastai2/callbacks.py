@@ -137,7 +137,7 @@ def distributed(learn,
                 alike=False,        # All ranks loaded the same weights
                 # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
                 loss='auto',
-                **ddp_kwargs        # What the user asks DDP for: `DDP_OPTIONS`
+                **ddp_kwargs        # What the user asks DDP for: `DDP_CHECKS`
 ): # Yields the `Together`
     """Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it
     is as it was"""

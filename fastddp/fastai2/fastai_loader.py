@@ -7,7 +7,7 @@ __all__ = ['changed_bs', 'is_lm', 'keeps_state', 'rows_are_streams', 'lay_out', 
            'own_steps', 'ShardedDL', 'ShardedStreamDL', 'shard_fastai', 'why_not_fastai']
 
 # %% ../../nbs/fastai2/701_fastai_loader.ipynb #5f45c2ff
-import copy, itertools, sys, weakref
+import copy, itertools, sys, warnings, weakref
 
 from fastai.data.load import DataLoader, SkipItemException, _loaders
 from fastai.torch_core import to_device
@@ -178,7 +178,31 @@ def _batch(self:ShardedDL, items, # This rank's items, None where one was skippe
     if s.train:
         if len(items) < len(step.own): raise CantShard(_SKIPPED)
         feed,_ = pad_shard(items, () if items else _borrow(map(build,step.spare)), s.n)
+    feed = _Indices(feed) if _is_own(s.orig, 'create_batch') else feed
     yield (self.do_batch(feed) if feed else None), (len(items),step.total), pos
+    if isinstance(feed, _Indices) and feed.only_first: _warn_of_slice(s)
+
+class _Indices(list):
+    "What a loader's own `create_batch` gets: knows which of them it read"
+    first = others = False
+    def __getitem__(self, i):
+        if isinstance(i, int) and i == 0: self.first = True
+        else: self.others = True
+        return super().__getitem__(i)
+    def __iter__(self):
+        self.others = True
+        return super().__iter__()
+    @property
+    def only_first(self):
+        "True if they are indices, and only the first one was read"
+        return len(self) > 1 and self.first and not self.others and type(self[0]) is int
+
+def _warn_of_slice(shard):
+    if shard.rank: return
+    warnings.warn(f"fastddp: `{type(shard.orig).__name__}.create_batch` reads only the first of its "
+                  "indices, as for a slice that begins there. A worker's items don't follow each "
+                  "other, so losses and metrics are wrong: read all indices that it gets, such as "
+                  "self.dataset[b].")
 
 _SKIPPED = ("an item of the training data was skipped (SkipItemException). One process fills its "
             "batch up from the items that follow; workers that build only their own items can't. "

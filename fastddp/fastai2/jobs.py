@@ -164,11 +164,14 @@ def infer_job(ctx, obj):
     return part, left, dl_state(dl)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #2e1be252
+# of fastai's `Learner.fit`, which a cell may have wrapped by one that takes `*args`
+_FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
+
 def fit_args(learn, args, kwargs):
     """What `learn.fit(*args, **kwargs)` gives by name to its class's `fit`, maybe the user's own;
     objects in `cbs`"""
     own,res = inspect.signature(type(learn).fit),{}
-    plain = [k for k in inspect.signature(Learner.fit).parameters if k not in own.parameters]
+    plain = [k for k in _FIT if k not in own.parameters]
     try: bound = own.bind(learn, *args, **kwargs)
     except TypeError as e: raise CantDistribute(f"fit can't be called like this: {e}.") from None
     for k,v in bound.arguments.items():
@@ -231,22 +234,26 @@ def in_place(
         with ours, preds_in_one_order(learn): yield
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #e3ab0c43
+_ours = set()       # the methods that `train_in_place` gave to `Learner`
+
 def train_in_place(ctx):
     """From now on every learner of this process trains and validates as one with the ranks of its
-    group"""
-    if hasattr(Learner.fit, '__wrapped__'): return
+    group; called again, also by methods that a cell has put in the place of ours"""
+    if not _ours: default_device(is_accelerator(ctx.device))
     for name in ('fit','_do_epoch_validate','get_preds'):
-        setattr(Learner, name, _with_all_ranks(getattr(Learner, name), ctx.stop_requested))
-    default_device(is_accelerator(ctx.device))
+        if (plain := getattr(Learner, name)) in _ours: continue
+        method = _with_all_ranks(name, plain, ctx.stop_requested)
+        _ours.add(method)
+        setattr(Learner, name, method)
 
-def _with_all_ranks(plain, stop_requested):
-    "Learner's method `plain`, which opens a block"
+def _with_all_ranks(name, plain, stop_requested):
+    "Learner's method `name`, which is `plain` in a block"
     @functools.wraps(plain)
     def method(self, *args, **kwargs):
         if 'distrib_session' in vars(self) or not group.everyone():
             return plain(self, *args, **kwargs)
         with voting(), self.distrib_ctx(stop_requested=stop_requested):
-            res = getattr(self, plain.__name__)(*args, **kwargs)
+            res = getattr(self, name)(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt
         return res
     return method

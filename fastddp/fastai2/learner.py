@@ -10,7 +10,7 @@ import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Lea
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .step import DDP_CHECKS
+from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
 from .jobs import in_place, train_in_place
 from .resume import UserCall, calling
@@ -52,7 +52,9 @@ def distrib_ctx(self:Learner,
     def group_stands(): return in_place(self, options, given)
     with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
 
-OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
+_ctx = Learner.distrib_ctx      # `import fastai.distributed` puts fastai's own in its place
+
+OPTIONS = Options(_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 _getstate = Learner.__getstate__
@@ -88,7 +90,7 @@ def distrib(self:Learner,
     options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.refuse_unknown(type(self), name, kwargs)
     user_call = UserCall(name, args, kwargs, options)
-    with self.distrib_ctx(**options), calling(self, user_call):
+    with _ctx(self, **options), calling(self, user_call):
         return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61

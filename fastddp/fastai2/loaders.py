@@ -236,7 +236,7 @@ def set_dl_state(dl,   # A loader like the one whose state it is
     for o,gens,counters in zip(_holders(dl), state['gens'], state['counters']):
         # fastai makes a new `rng` for each epoch, so the old one may be shared
         if isinstance(o,DataLoader) and 'rng' in gens: o.rng = random.Random()
-        for k,st in gens.items(): set_generator(getattr(o,k), st)
+        for k,st in gens.items(): vars(o)[k] = set_generator(vars(o).get(k), st)
         if counters: vars(o).update(counters)
     for o,st in zip(_inner(dl), state['inner']): set_dl_state(o, st)
     if state['bs']: dl.bs = state['bs']

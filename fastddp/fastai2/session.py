@@ -15,7 +15,6 @@ from fastcore.basics import patch
 from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts, undisturbed
-from .step import check_ddp
 from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
                                        without_outside)
 from .jobs import enough_epochs, fit_args, fit_job, infer_job
@@ -29,6 +28,7 @@ from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr
 from ..output.notice import hushed, print_line
 from ..payload.state import own_copy
+from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
 class FitCall(Call):

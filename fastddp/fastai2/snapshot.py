@@ -217,7 +217,7 @@ def capture(
         rest['come'] = [cb for cb in learn.cbs if id(cb) not in then
                         and not type(cb).__module__.startswith('fastddp.')]
     state = learner_state(learn, weights=weights)
-    state |= dict(grads={} if grads is None else model_grads(learn.model, grads),
+    state |= dict(grads=model_grads(learn.model, grads),
                   loss=_loss_state(learn, refs) if weights else None)
     return dump_state(state, rest, lambda: _picklable(rest, base.callbacks, refs), refs, around)
 

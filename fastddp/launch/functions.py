@@ -185,9 +185,10 @@ def _call_watched(monitor, fn):
             watch.join(0 if isinstance(e, KeyboardInterrupt) else 1)
             watch.over = True
             watch.join()
-            if watch.error is None and is_timeout(str(e)) and monitor.ends.at_work:
+            if watch.error is None and is_timeout(_failure(e)) and monitor.ends.at_work:
                 raise monitor.hang() from e
-            if watch.error is None or (_is_echo(watch.error) and not _is_echo(e)): raise
+            first = watch.error and is_echo(_failure(watch.error)) and not is_echo(_failure(e))
+            if watch.error is None or first: raise
             raise watch.error from watch.error.__cause__
         watch.computes = False
     watch.over = True
@@ -195,7 +196,7 @@ def _call_watched(monitor, fn):
     if watch.error is not None: raise watch.error
     return res
 
-def _is_echo(e): return is_echo(getattr(e, 'failure', None) or failure_of(e, 0))
+def _failure(e): return getattr(e, 'failure', None) or failure_of(e, 0)
 
 class _NotebookIsRank(Local):
     "Runs a job on workers but for one rank, for which it calls `fn()` in this process"

@@ -15,7 +15,9 @@ from ..base import group
 from ..base.checks import SEE, check
 from ..payload.shared_memory import Block
 from .engine import Launcher, Outcome
-from .rank import RankSpec, join_early, notebook_settings, run_on_rank
+from ..base.errors import RankRaised
+from .rank import (RankSpec, could_not_connect, join_early, notebook_settings,
+                                 run_on_rank)
 from ..output.notice import Status
 from ..output.replay import display_settings, frontend
 from ..base.device import accelerator, visible_cores
@@ -76,18 +78,28 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
     """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises
     `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
     with rank 0's newest state as their `state`"""
-    interrupts,timings,monitor = Interrupts(),Timings(),None
+    interrupts = Interrupts()
     with interrupts.noted(), self._busy:
         self._stay()
-        try:
-            self.submit(job, nprocs, interrupts, timings.mark)
-            monitor = Monitor(self, on_event, interrupts)
-            outcome = self.wait(monitor)
-        except BaseException:
-            self.after_failure(job, monitor)
-            raise
+        try: outcome = self._run_once(job, nprocs, on_event, interrupts)
+        except RankRaised as e:
+            # no rank has begun the job
+            if not could_not_connect(e.failure): raise
+            outcome = self._run_once(job, nprocs, on_event, interrupts)
         self.after_success(job)
-    return outcome._replace(interrupted=bool(interrupts.n), marks=(*timings.marks, *outcome.marks))
+    return outcome._replace(interrupted=bool(interrupts.n))
+
+@patch
+def _run_once(self:Local, job, nprocs, on_event, interrupts):
+    timings,monitor = Timings(),None
+    try:
+        self.submit(job, nprocs, interrupts, timings.mark)
+        monitor = Monitor(self, on_event, interrupts)
+        outcome = self.wait(monitor)
+    except BaseException:
+        self.after_failure(job, monitor)
+        raise
+    return outcome._replace(marks=(*timings.marks, *outcome.marks))
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch

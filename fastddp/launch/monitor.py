@@ -212,7 +212,7 @@ def _failure(self:Monitor):
     while (left := end-time.monotonic()) > 0 and not self.ends.all: self._turn(left)
     failed = first_failure([f for f in self.ends.failed if not self._is_answer(f)])
     if not (failed or self.ends.died): return self._with_state(KeyboardInterrupt())
-    if failed and is_timeout(failed[0].message) and self.ends.at_work: return self.hang()
+    if failed and is_timeout(failed[0]) and self.ends.at_work: return self.hang()
     if self.ends.died and (not failed or is_echo(failed[0])): err,others = self._death(),failed
     else: err,others = self._raised(failed[0]),failed[1:]
     err.others = tuple(str(f) for f in others)

@@ -169,7 +169,8 @@ class Options:
         return {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
     def doc(self, text, intro, params, *more):
         "A docstring that lists `params`"
-        return '\n\n'.join([text or '', f"{intro}\n{list_params(params, self.comments)}", *more])
+        about = inspect.cleandoc(text or '')
+        return '\n\n'.join([about, f"{intro}\n{list_params(params, self.comments)}", *more])
     def document(self, f, *more):
         "The options for the docstring of `f`, which takes them"
         f.__doc__ = self.doc(f.__doc__, 'Options, by name:', self.params.values(), *more)

@@ -6,7 +6,7 @@
 __all__ = ['facts', 'merged_env', 'merged_path', 'own_modules', 'keep_missing', 'Agent', 'main']
 
 # %% ../../nbs/machines/612_agent.ipynb #0535b0b9
-import functools, os, re, signal, socket, sys, threading, time, traceback
+import contextlib, functools, hashlib, os, re, signal, sys, threading, time, traceback
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import connection
 from pathlib import Path
@@ -26,12 +26,19 @@ def _version(package):
     try: return version(package)
     except PackageNotFoundError: return None
 
+@functools.cache
+def _digest():
+    "Of this package's code, since two clones may have the same version"
+    res = hashlib.blake2b(digest_size=4)
+    package = Path(sys.modules['fastddp'].__file__).parent
+    for o in sorted(package.rglob('*.py')): res.update(o.read_bytes())
+    return res.hexdigest()
+
 def facts():
     "What the notebook has to know of this machine, in plain numbers and strings"
-    versions = {o:_version(o) for o in ('torch','fastai','fastddp')}
-    python = '.'.join(map(str, sys.version_info[:2]))
-    return dict(versions=dict(Python=python, **versions), gpus=group.n_gpus(),
-                cores=visible_cores(), free=free_memory())
+    versions = dict(Python='.'.join(map(str, sys.version_info[:2])), torch=_version('torch'),
+                    fastai=_version('fastai'), fastddp=f"{_version('fastddp')}+{_digest()}")
+    return dict(versions=versions, gpus=group.n_gpus(), cores=visible_cores(), free=free_memory())
 
 # %% ../../nbs/machines/612_agent.ipynb #36343a1b
 _OF_THE_MACHINE = re.compile(
@@ -134,7 +141,8 @@ class Agent:
         "Starts this machine's workers"
         self._enter(*surroundings)
         helper.preload(*preload)
-        self.workers = start_workers(ranks, on_gpu, first=ranks[0])
+        with contextlib.suppress(KeyboardInterrupt):
+            self.workers = start_workers(ranks, on_gpu, _CalledOff(self.stream), first=ranks[0])
     def end_workers(self, grace):
         "Ends this machine's workers; the agent stays, and the helper process that forks them"
         if self.workers: self.workers.stop(grace)
@@ -142,7 +150,7 @@ class Agent:
         self.stream.send_in_order('ended')
     def job(self, entry, specs, env, surroundings, files, packed, block):
         "Every rank here calls `entry`; `files` are modules of the user's own"
-        if self.workers is None: return     # it was given up while its data was sent
+        if self.workers is None: return     # it was given up meanwhile
         keep_missing(files, folder := os.path.join(self.workers.dir, 'modules'))
         self._enter(*surroundings, folder)
         ws,self.states = self.workers,set()
@@ -194,6 +202,12 @@ class Agent:
         if beat.at and now != last: self.stream.send('beat', r, time.monotonic()-beat.at, *now)
         self.sent[r] = size,now
 
+class _CalledOff:
+    "As `Interrupts` for `start_workers`: `n` counts when the notebook needs no workers any more"
+    def __init__(self, stream): self.stream = stream
+    @property
+    def n(self): return bool(self.stream.ended) or self.stream.has('end', 'end_workers')
+
 def _end_soon():
     "The notebook is gone: ends the agent even if it is busy, and the workers with it"
     timer = threading.Timer(1.5, os._exit, (1,))
@@ -201,10 +215,16 @@ def _end_soon():
     timer.start()
 
 # %% ../../nbs/machines/612_agent.ipynb #d2ef2d50
+def _leave(*_):
+    "Ends the agent in order, so that its folders go"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
 def main():
     """Runs an agent on standard input and output: `python -m fastddp.machines.agent [name of a
     variable of its own]...`"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
     read_fd,write_fd,null = os.dup(0),os.dup(1),os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)

@@ -9,9 +9,9 @@ __all__ = ['Command', 'Hosts']
 import contextlib, os, shlex, signal, subprocess, sys, tempfile
 from functools import partial
 
-from ..base.checks import Check, check_all, is_list, whole
+from ..base.checks import Check, check_all, is_list
 from ..base.errors import CantDistribute
-from .machines import HOME, Machines
+from .machines import HOME, Machines, is_text
 from .stream import to_fd
 
 # %% ../../nbs/machines/615_hosts.ipynb #08226ea2
@@ -43,10 +43,8 @@ _CHECKS = dict(
     hosts=Check("a list of names of machines, such as ['gpu1', 'gpu2']",
                 lambda v: is_list(v) and all(isinstance(o, str) for o in v),
                 lambda v: f"[{v!r}]" if v.strip() else None),
-    per_node=whole("the ranks on each machine, a whole number from 1 on", 1, none=True),
     command=Check("a command with {host} and {run} in it, as text", lambda v: isinstance(v, str)),
-    python=Check("the path of the interpreter there, as text", lambda v: v is None
-                 or isinstance(v, str)))
+    python=Check("the path of the interpreter there, as text", is_text))
 
 class Hosts(Machines):
     """Runs jobs on the machines `hosts`, reached by a command; a context manager that keeps agents
@@ -58,8 +56,8 @@ class Hosts(Machines):
         python=None, # The interpreter there; None: the path of the notebook's
         **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
-        check_all(dict(hosts=hosts, per_node=per_node, command=command, python=python), _CHECKS)
-        super().__init__(per_node=per_node, **kwargs)
+        check_all(dict(hosts=hosts, command=command, python=python), _CHECKS)
+        super().__init__(per_node, **kwargs)
         self.hosts,self.command,self.python = list(hosts),command,python
         if not self.hosts or len(set(self.hosts)) < len(self.hosts):
             raise CantDistribute(f"Hosts({self.hosts}): name each machine once.")
@@ -83,11 +81,14 @@ class Hosts(Machines):
 
 _REASONS = [(("No module named 'fastddp", 'No module named fastddp'),
              "has no fastddp for this Python: install it there, or pass python="),
-            (('Permission denied', 'password', 'Host key verification', 'passphrase'),
+            (('Permission denied (', 'password', 'Host key verification', 'passphrase'),
              "wants a password or doesn't know your key (`ssh-copy-id` gives it; BatchMode never "
              "asks)"),
             (('Could not resolve', 'Connection refused', 'No route', 'timed out',
               'Network is unreachable', 'not known',
               'Cannot open network namespace'), "can't be reached"),
+            (('Permission denied',),
+             "can't run that program: it lacks the right to be executed. Pass python=, the "
+             "interpreter there, or look at command="),
             (('No such file', 'not found'),
              "has no such program: pass python=, the interpreter there, or look at command=")]

@@ -40,8 +40,8 @@ class Machine:
         # modules that were sent: file -> `(path, time)`; see `agent.facts`
         self.files,self.facts = {},{}
         self._kept = []                     # messages that came while another one was waited for
-        self.folder = new_folder()          # for logs
         self.conn = conn()
+        self.folder = new_folder()          # for logs
         self.stream = Stream(self.conn.read_fd, self.conn.write, self.conn.end)
     def said(self):
         "What came that was not the agent's: errors of the command, or of Python there"

@@ -6,12 +6,13 @@
 __all__ = ['Relay', 'new_relay', 'RelayConnection', 'StoredPieces', 'as_it_was', 'connect', 'bundles_for', 'Ray']
 
 # %% ../../nbs/machines/616_ray.ipynb #40d4cadb
-import collections, contextlib, math, os, signal, socket, subprocess, sys, tempfile, threading, time
+import collections, contextlib, math, numbers, os, signal, socket, subprocess, sys, tempfile, threading, time
 from functools import partial
 from multiprocessing import connection
 
+from ..base.checks import Check, check_all, whole
 from ..base.errors import CantDistribute
-from .machines import Machines
+from .machines import Machines, is_text
 from .stream import Pieces
 from ..output.notice import Status
 
@@ -228,6 +229,19 @@ def _there(found):
 # way
 _SOON = 10.
 
+def _amount(meant):
+    return Check(f"{meant}, a number from 0 on",
+                 lambda v: v is None or isinstance(v, numbers.Real) and v >= 0)
+
+def _table(meant): return Check(meant, lambda v: v is None or isinstance(v, dict))
+
+_CHECKS = dict(
+    address=Check("the cluster's address as text, such as 'host:6379'", is_text),
+    nodes=whole("how many machines take part, a whole number from 1 on", 1, none=True),
+    gpus=_amount("GPUs on each machine"), cpus=_amount("cores on each machine"),
+    resources=_table("a dict: Ray's name of a resource -> how much of it"),
+    runtime_env=_table("a dict, as for Ray's actors"), wait=_amount("seconds to wait"))
+
 class Ray(Machines):
     """Runs jobs on the machines of a Ray cluster; a context manager that keeps agents and workers
     warm"""
@@ -242,9 +256,12 @@ class Ray(Machines):
         wait=0., # Seconds to wait for resources that others have at the moment
         **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
+        check_all(dict(address=address, nodes=nodes, gpus=gpus, cpus=cpus, resources=resources,
+                       runtime_env=runtime_env, wait=wait), _CHECKS)
         _refuse_client(address)
-        super().__init__(per_node=per_node, **kwargs)
-        self.cluster,self.nodes,self.wait,self.runtime_env = address,nodes,wait,runtime_env
+        super().__init__(per_node, **kwargs)
+        self.cluster,self.nodes,self.runtime_env = address,nodes,runtime_env
+        self.patience = wait        # `wait` is a method of every engine
         self.each = dict(gpus=gpus, cpus=cpus, resources=resources)
         self._group,self._connected = None,False
         # name of a machine -> its node, and how many GPUs Ray gave there
@@ -272,7 +289,7 @@ class Ray(Machines):
         import ray
         self._group = ray.util.placement_group(bundles, 'STRICT_SPREAD' if len(bundles) > 1
                                                else 'PACK')
-        until,status = time.monotonic()+max(self.wait, _SOON),Status()
+        until,status = time.monotonic()+max(self.patience, _SOON),Status()
         try:
             while not self._group.wait(1):
                 free = ray.available_resources()
@@ -282,7 +299,7 @@ class Ray(Machines):
                 if time.monotonic() >= until:
                     raise CantDistribute(
                         f"{why} {_there(found)} wait= says for how many seconds to wait.")
-                if self.wait: status.show(f"{why} Waiting for them")
+                if self.patience: status.show(f"{why} Waiting for them")
         finally: status.show('')
     def _actor(self, i, bundle, is_home):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -14,12 +14,13 @@ import cloudpickle
 from ..payload.shared_memory import Block
 
 # %% ../../nbs/machines/610_stream.ipynb #8fb1f305
-GREETING = b'\nfastddp agent, stream 3\n'
+GREETING = b'\nfastddp agent, stream 4\n'
 PIECE = 1<<20                   # bytes of data in one frame
-_HEAD = struct.Struct('<cI')    # kind, number of bytes
+_HEAD = struct.Struct('<3scI')  # mark, kind, number of bytes
+_MARK = b'\xfdDP'               # a text never has these bytes
 _PAUSE = 1.                     # seconds without a frame, at most
 
-def _frame(kind, data): return _HEAD.pack(kind, len(data))+data
+def _frame(kind, data): return _HEAD.pack(_MARK, kind, len(data))+data
 
 class Pieces:
     "The content of a `Block` as frames of data; it must not change until they are sent"
@@ -64,6 +65,9 @@ class Stream:
         "The messages that came, in order"
         if self._bell >= 0 and connection.wait([self._bell], 0): os.read(self._bell, 1<<16)
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
+    def has(self, *kinds):
+        "True if a message of one of these kinds has been received and not been taken yet"
+        return any(o[0] in kinds for o in list(self._inbox))
     def send(self, *msg):
         "Sends a small message, which may overtake data and the messages that wait behind it"
         with self._more:
@@ -110,14 +114,15 @@ class Stream:
             while not self.junk.endswith(GREETING): self.junk += self._read(1)
             del self.junk[-len(GREETING):]
             while True: self._handle(*self._read_frame())
-        except (EOFError, OSError) as e: self.ended = str(e) or type(e).__name__
+        # of what isn't a frame anything can come, also from pickle
+        except Exception as e: self.ended = str(e) or type(e).__name__
         finally:
             self._in.close()
             self._on_end()
             self._ring_bell()
     def _read_frame(self):
-        kind,n = _HEAD.unpack(self._read(_HEAD.size))
-        if kind not in b'MBDP': raise OSError("something else writes to the agent's output there")
+        mark,kind,n = _HEAD.unpack(self._read(_HEAD.size))
+        if mark != _MARK: raise OSError("something else writes to the agent's output there")
         data,self.heard = self._read(n),time.monotonic()
         return kind, data
     def _handle(self, kind, data):

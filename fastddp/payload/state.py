@@ -62,14 +62,10 @@ def model_tensors(model):
 def model_grads(model,
     left=True # False: gradient accumulation leaves nothing
 ):
-    """Name -> gradient that accumulation left; None for the zeros of a frozen parameter that was
-    trained before, which fastai's optimizers go on decaying"""
-    res = {}
-    for k,p in model.named_parameters():
-        if p.grad is None or p.requires_grad and not left: continue
-        if p.grad.any(): res[k] = p.grad
-        elif not p.requires_grad: res[k] = None
-    return res
+    """Name -> gradient that accumulation left; None for the zeros of a parameter that was trained
+    before, which fastai's optimizers go on decaying once it is frozen"""
+    grads = {k:p.grad for k,p in model.named_parameters() if p.grad is not None}
+    return {k: g if left and g.any() else None for k,g in grads.items()}
 
 def apply_grads(model,
     grads # As of `model_grads`; the others have none

@@ -15,6 +15,7 @@ from types import MethodType
 import numpy as np, torch
 from fastcore.basics import patch
 
+from ..base.device import accelerator
 from .split import (CantShard, Step, chunk, pad_shard, positions, shard_batch,
                                  shard_size)
 
@@ -202,10 +203,20 @@ def generator_state(v):
     if isinstance(v, torch.Generator): return v.get_state()
 
 def set_generator(v, state):
-    "Bring a generator into the state that `generator_state` gave of one of its kind"
+    """Bring a generator into the state that `generator_state` gave of one of its kind, and return
+    it; a new one where `v` is none yet, since a sampler may make its own when it needs it"""
+    if generator_state(v) is None: v = _new_generator(state)
     if isinstance(v, random.Random): v.setstate(state)
     elif isinstance(v, np.random.Generator): v.bit_generator.state = state
     else: v.set_state(state)
+    return v
+
+def _new_generator(state):
+    if isinstance(state, torch.Tensor):     # the CPU's has 5,056 bytes
+        return torch.Generator('cpu' if len(state) > 16 else accelerator())
+    if isinstance(state, dict):
+        return np.random.Generator(getattr(np.random, state['bit_generator'])())
+    return np.random.RandomState() if state[0] == 'MT19937' else random.Random()
 
 def generator_states(o):
     "`{name: state}` of the generators among the attributes of `o`"

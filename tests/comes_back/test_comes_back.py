@@ -1,7 +1,7 @@
 """After a distributed fit the notebook has what a local fit would have left, in every corner; and nothing else."""
-import os, signal
+import os, random, signal
 from functools import partial
-import pytest, torch
+import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation
@@ -186,6 +186,7 @@ def test_what_changes_between_two_fits_of_a_block_is_what_trains():
         workers = children()-others
         with torch.no_grad(): learn.model[0].weight.zero_()
         learn.model[0].weight.requires_grad_(False)
+        learn.model[0].weight.grad = None       # with zeros, fastai's Adam moves it on
         learn.fit(1, 0.01)
         assert len(workers) == 2 and children()-others == workers, 'the workers stay'
     assert not learn.model[0].weight.any() and not learn.model[0].weight.requires_grad
@@ -479,3 +480,30 @@ def test_callbacks_get_nothing_extra(two):
     learn.distrib_fit(1, nprocs=2, launcher=two)
     one.fit(1)
     assert [{*vars(cb)} for cb in learn.cbs] == [{*vars(cb)} for cb in one.cbs]
+
+
+class Lazily(torch.utils.data.Sampler):
+    "Makes its generator when it needs it"
+    def __init__(self, n, make, draw): self.n, self.make, self.draw, self.gen = n, make, draw, None
+    def __len__(self): return self.n
+    def __iter__(self):
+        if self.gen is None: self.gen = self.make()
+        return iter([int(o) for o in self.draw(self.gen, self.n)])
+
+
+LAZY = dict(torch=(lambda: torch.Generator().manual_seed(3), lambda g, n: torch.randperm(n, generator=g)),
+            numpy=(lambda: np.random.default_rng(3), lambda g, n: g.permutation(n)),
+            python=(lambda: random.Random(3), lambda g, n: g.sample(range(n), n)))
+
+
+@pytest.mark.parametrize('kind', LAZY)
+def test_a_generator_that_a_sampler_makes(kind):
+    "The notebook has none yet: it gets one, in the state of the worker's, and all else of the fit is there, too"
+    learn, alone = (make_learner() for _ in range(2))
+    for o in learn, alone:
+        ds = torch.utils.data.TensorDataset(torch.arange(64.).view(8, 8), torch.arange(8) % 2)
+        o.dls = DataLoaders(*(torch.utils.data.DataLoader(ds, 4, sampler=Lazily(8, *LAZY[kind])) for _ in range(2)))
+    learn.distrib_fit(2, launcher=InProcess())
+    alone.fit(2)
+    assert learn.recorder.values == alone.recorder.values and learn.epoch == 1
+    assert [*learn.dls.train.sampler] == [*alone.dls.train.sampler]

@@ -1,6 +1,7 @@
 """`learn.distrib_check`: the answer, the reasons, and a learner that stays as it was."""
 import copy, random
 import pytest, torch
+from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam
@@ -32,21 +33,58 @@ def test_same_answer_and_nothing_changed(two, capsys):
     assert str(was[1:]) == str(now[1:])
 
 
+EXPECTED = 'Not the same, for reasons that are expected: '
+
+
 @pytest.mark.parametrize('layer,why', [(nn.BatchNorm1d(8), 'batch norm'), (nn.Dropout(.5), 'dropout')])
 def test_differences_have_their_reason(two, layer, why):
     res = learner(model=nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3))).distrib_check(nprocs=2, launcher=two,
                                                                                               show=False)
     by = {r.what: r for r in res}
-    assert by['batches'].same and not by['losses'].same and why in by['losses'].why
+    assert by['batches'].same and not by['losses'].same and list(res.reasons) == [why]
+    assert res.verdict == f'{EXPECTED}{why}. Without it: same.'
+    assert str(res).count('each worker') == 1
 
 
-def test_a_difference_without_a_known_reason_is_reported(two):
-    class Odd(nn.Module):
-        "Its answer depends on the size of the batch"
-        def __init__(self): super().__init__(); self.m = mlp()
-        def forward(self, x): return self.m(x)*len(x)
-    res = learner(model=Odd()).distrib_check(nprocs=2, launcher=two, show=False)
-    assert not res.same and 'please report' in str(res)
+class Odd(nn.Module):
+    "Its answer depends on the size of the batch"
+    def __init__(self): super().__init__(); self.m = mlp()
+    def forward(self, x): return self.m(x)*len(x)
+
+
+class Compares(nn.Module):
+    "Attention over the items of a batch, behind dropout"
+    def __init__(self): super().__init__(); self.m, self.drop = mlp(), nn.Dropout(.3)
+    def forward(self, x): return self.m(x + torch.softmax(x@x.T, 1)@self.drop(x))
+
+
+class DrawsNoise(nn.Module):
+    def __init__(self): super().__init__(); self.m = mlp()
+    def forward(self, x): return self.m(x+torch.randn_like(x))
+
+
+class Skips(Callback):
+    def before_batch(self):
+        if self.training and random.random() < .5: raise CancelBatchException()
+
+
+def clamped(learn):
+    learn.model[0].weight.register_hook(lambda g: g.clamp(-.01, .01))
+    return learn
+
+
+OWN = {'size': (lambda: learner(model=Odd()), 'depends on the other items of its batch'),
+       'compares': (lambda: learner(model=Compares()), f'{EXPECTED}dropout. Without it, losses differ by'),
+       'draws': (lambda: learner(model=DrawsNoise()), 'draw random numbers by themselves'),
+       'callback': (lambda: learner(cbs=Skips()), 'Not the same: Skips acts on what a worker sees'),
+       'hook': (lambda: clamped(learner()), 'hooks of 0.weight')}
+
+
+@pytest.mark.parametrize('kind', OWN)
+def test_a_difference_of_a_learners_own_is_named(two, kind):
+    make, said = OWN[kind]
+    res = make().distrib_check(nprocs=2, launcher=two, show=False)
+    assert not res.same and said in res.verdict and 'report' not in res.verdict, res
 
 
 def test_torch_loaders(two):

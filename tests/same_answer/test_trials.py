@@ -1,18 +1,22 @@
 """What trials from outside found to differ from one process, in what a fit computes: each is the same answer now, or
 named."""
 import gc
+from functools import partial
 import pytest, torch
 import torch.nn.functional as F
 from fastai.callback.core import Callback, CancelEpochException
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.metrics import accuracy
-from fastai.optimizer import OptimWrapper
+from fastai.optimizer import Adam, OptimWrapper
 from torch import nn
 from fastddp.launch.engine import InProcess
 from losses import RMSE, numbers
-from parity import Steps, assert_ranks_alike, assert_same, fit_both, learner, mlp, warm
+from parity import (Steps, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
+                    warm)
 from test_drift import Sam
 
 pytestmark = pytest.mark.timeout(120)
@@ -189,12 +193,121 @@ class WithClosure(Learner):
         self.opt.opt.step(closure)
 
 
-def lbfgs(params, lr, **kwargs): return OptimWrapper(params, torch.optim.LBFGS, lr=lr, max_iter=3)
+def lbfgs(params, lr, line_search_fn=None, **kwargs):
+    return OptimWrapper(params, torch.optim.LBFGS, lr=lr, max_iter=3, line_search_fn=line_search_fn)
 
 
-def test_a_step_with_a_closure(ranks):
+@pytest.mark.parametrize('line_search', [None, 'strong_wolfe'])
+def test_a_step_with_a_closure(ranks, line_search):
+    "Where the loss of one worker decided, each would make passes of its own"
     n, launcher = ranks
-    learn, one = fit_both(learner(train=8*n, bs=4, kind=WithClosure, opt_func=lbfgs), n, launcher, 2)
+    opt_func, steps = partial(lbfgs, line_search_fn=line_search), Steps()
+    # more steps, and the search may decide by a rounding error
+    learn, one = fit_both(learner(train=8*n, bs=4, kind=WithClosure, opt_func=opt_func), n, launcher, 1, cbs=[steps])
+    assert_same_weights(learn, one)
+    assert largest(learn.recorder.losses, one.recorder.losses) < 1e-5
+    assert_ranks_alike(steps.ranks)
+    del learn, one
+    gc.collect()
+
+
+class SamOptimizer(torch.optim.Optimizer):
+    "In two steps: `first_step` goes uphill, `second_step` back and along the gradient that is there"
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=.9)
+    def params(self): return [p for g in self.param_groups for p in g['params'] if p.grad is not None]
+    @torch.no_grad()
+    def first_step(self):
+        norm = torch.stack([p.grad.norm() for p in self.params()]).norm()
+        for p in self.params():
+            self.state[p]['old'] = p.clone()
+            p.add_(p.grad*(.05/norm))
+        self.zero_grad()
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.params(): p.copy_(self.state[p]['old'])
+        self.base.step()
+        self.zero_grad()
+
+
+class InTwoSteps(Learner):
+    def _do_grad_opt(self):
+        self.loss_grad.backward()
+        self.opt.opt.first_step()
+        self.loss_func(self.model(*self.xb), *self.yb).backward()
+        self.opt.opt.second_step()
+
+
+def sam(params, lr, **kwargs): return OptimWrapper(params, SamOptimizer, lr=lr)
+
+
+@pytest.mark.parametrize('how', [{}, dict(regression(), loss_func=RMSE())], ids=['mean', 'gathered'])
+def test_sam_in_two_steps(ranks, how):
+    n, launcher = ranks
+    learn, one = fit_both(learner(kind=InTwoSteps, opt_func=sam, **how), n, launcher, 2)
+    assert_same_weights(learn, one)
+
+
+class KeepsGraph(Learner):
+    def _backward(self): self.loss_grad.backward(create_graph=True)
+
+
+@pytest.mark.filterwarnings('ignore:Using backward')
+def test_a_backward_pass_that_keeps_its_graph(ranks):
+    n, launcher = ranks
+    learn, one = fit_both(learner(kind=KeepsGraph), n, launcher, 2)
     assert_same_weights(learn, one)
     del learn, one
     gc.collect()
+
+
+# Between two fits
+
+def in_halves(model): return [list(model[0].parameters()), list(model[2].parameters())]
+
+
+def test_a_layer_that_was_trained_and_then_frozen_goes_on_being_decayed(ranks):
+    "Its gradient is zero, not None: in the next fit, on workers or in the notebook"
+    n, launcher = ranks
+    learn = learner(opt_func=Adam, wd=.1, splitter=in_halves)
+    one = alone_like(learn, n)
+    seed(1)
+    for l, fit in (learn, partial(learn.distrib_fit, nprocs=n, launcher=launcher)), (one, one.fit):
+        seed(1)
+        l.unfreeze()
+        fit(1)
+        l.freeze()
+        fit(1)
+    assert_same(learn, one)
+    assert learn.model[0].weight.grad is not None and not learn.model[0].weight.grad.any()
+    was = learn.model[0].weight.clone()
+    learn.fit(1)
+    assert not torch.equal(was, learn.model[0].weight)
+
+
+# Loaders
+
+class Rows:
+    def __init__(self, n): self.x, self.y = map(torch.stack, zip(*items(n)))
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i): return self.x[i], self.y[i]
+
+
+class ReadsSlices(DataLoader):
+    def create_item(self, i): return i
+    def create_batch(self, b): return tuple(t[b[0]:b[0]+self.bs] for t in (self.dataset.x, self.dataset.y))
+
+
+class ReadsAll(ReadsSlices):
+    def create_batch(self, b): return self.dataset.x[b], self.dataset.y[b]
+
+
+@pytest.mark.parametrize('kind', [ReadsSlices, ReadsAll])
+def test_a_loader_that_reads_slices_is_named(ranks, kind, capfd):
+    n, launcher = ranks
+    learn = learner()
+    learn.dls = DataLoaders(learn.dls.train, kind(Rows(21), bs=4))
+    learn.distrib_fit(1, nprocs=n, launcher=launcher)
+    said = capfd.readouterr().err.count('reads only the first of its indices')
+    assert said == (kind is ReadsSlices)

@@ -21,3 +21,9 @@ def test_it_says_what_the_page_says(code, row, monkeypatch):
         eval(code, dict(globals(), learn=learn, nan=float('nan')))
     said = f'{type(e.value).__name__}: {e.value}'
     assert re.fullmatch('.*'.join(map(re.escape, row.split(' ... '))), said, re.S), said
+
+
+@pytest.mark.parametrize('given,says', [(dict(callbacks=5), r'^callbacks=5: callbacks, such as'), (dict(cbs=5), '^No option cbs.')])
+def test_what_is_no_callback(given, says, monkeypatch):
+    monkeypatch.setattr(launch, 'Workers', None)
+    with pytest.raises(CantDistribute, match=says): plain().distrib_fit(1, nprocs=2, **given)
