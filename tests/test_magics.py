@@ -284,6 +284,12 @@ def test_syntax_error(group):
     assert name == 'RankRaised' and 'SyntaxError' in text and 'for in range' in text
 
 
+def test_a_name_of_the_notebook(group):
+    "How it gets there, and nothing of what IPython keeps in a namespace"
+    _, text = group.fails('%%dip\nprint(only_here)')
+    assert '%dipush' in text and '_ih' not in text and 'get_ipython' not in text
+
+
 def test_ranks_that_wait_for_the_failed_one_come_free(group):
     "The group meets again for the next cell, with what the ranks held"
     group.run('%%dip\nimport torch, torch.distributed as dist\nkept = rank + 1')

@@ -16,7 +16,7 @@ from fastcore.foundation import L
 
 from ..base import group
 from ..base.device import is_accelerator
-from ..base.errors import CantDistribute
+from ..base.checks import bound
 from ..base.failure import item_name
 from ..base.scoped import own_attrs, voting
 from .callbacks import distributed
@@ -172,9 +172,7 @@ def fit_args(learn, args, kwargs):
     objects in `cbs`"""
     own,res = inspect.signature(type(learn).fit),{}
     plain = [k for k in _FIT if k not in own.parameters]
-    try: bound = own.bind(learn, *args, **kwargs)
-    except TypeError as e: raise CantDistribute(f"fit can't be called like this: {e}.") from None
-    for k,v in bound.arguments.items():
+    for k,v in bound(type(learn).fit, (learn, *args), kwargs).arguments.items():
         kind = own.parameters[k].kind
         if kind == inspect.Parameter.VAR_POSITIONAL: res |= zip(plain, v)
         elif kind == inspect.Parameter.VAR_KEYWORD: res |= v
