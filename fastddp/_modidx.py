@@ -1437,6 +1437,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'fastddp/launch/functions.py'),
                                           'fastddp.launch.functions._Watch._read_signals': ( 'launch/functions.html#_watch._read_signals',
                                                                                              'fastddp/launch/functions.py'),
+                                          'fastddp.launch.functions._Watch.end': ( 'launch/functions.html#_watch.end',
+                                                                                   'fastddp/launch/functions.py'),
                                           'fastddp.launch.functions._Watch.hearing_signals': ( 'launch/functions.html#_watch.hearing_signals',
                                                                                                'fastddp/launch/functions.py'),
                                           'fastddp.launch.functions._Watch.interrupt_caller': ( 'launch/functions.html#_watch.interrupt_caller',

@@ -133,6 +133,9 @@ class _Watch(threading.Thread):
         self.monitor.workers.stop(0)        # a collective that waits for them fails
         self.monitor.replay.close()
         if ends.bad: self.interrupt_caller()
+    def end(self):
+        self.over = True
+        self.join()
     def interrupt_caller(self):
         "Raises KeyboardInterrupt in the calling thread; in the main one also out of a system call"
         if not self.computes: return
@@ -160,7 +163,7 @@ class _Watch(threading.Thread):
     def hearing_signals(self):
         if not self.in_main:
             yield
-            return
+            return self.end()
         self.read,write = os.pipe()
         for fd in (self.read, write): os.set_blocking(fd, False)
         self.others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -169,6 +172,7 @@ class _Watch(threading.Thread):
         finally:
             signal.signal(signal.SIGINT, handler)
             signal.set_wakeup_fd(self.others)
+            self.end()      # it reads them, too
             self._read_signals()
             for fd in (self.read, write): os.close(fd)
 
@@ -183,16 +187,13 @@ def _call_watched(monitor, fn):
             watch.computes = False
             # an echo comes before its cause
             watch.join(0 if isinstance(e, KeyboardInterrupt) else 1)
-            watch.over = True
-            watch.join()
+            watch.end()
             if watch.error is None and is_timeout(_failure(e)) and monitor.ends.at_work:
                 raise monitor.hang() from e
             first = watch.error and is_echo(_failure(watch.error)) and not is_echo(_failure(e))
             if watch.error is None or first: raise
             raise watch.error from watch.error.__cause__
         watch.computes = False
-    watch.over = True
-    watch.join()
     if watch.error is not None: raise watch.error
     return res
 
