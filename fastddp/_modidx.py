@@ -2808,6 +2808,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastddp.process.worker': { 'fastddp.process.worker._asked': ('process/worker.html#_asked', 'fastddp/process/worker.py'),
                                         'fastddp.process.worker._do': ('process/worker.html#_do', 'fastddp/process/worker.py'),
                                         'fastddp.process.worker._pickled': ('process/worker.html#_pickled', 'fastddp/process/worker.py'),
+                                        'fastddp.process.worker._remove_temporary': ( 'process/worker.html#_remove_temporary',
+                                                                                      'fastddp/process/worker.py'),
                                         'fastddp.process.worker._run': ('process/worker.html#_run', 'fastddp/process/worker.py'),
                                         'fastddp.process.worker._send_failure': ( 'process/worker.html#_send_failure',
                                                                                   'fastddp/process/worker.py'),
