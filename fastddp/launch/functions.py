@@ -12,11 +12,13 @@ from ..base import group, rendezvous
 from ..base.checks import CONTEXT, Check, bound, check_all, is_whole, whole
 from ..base.errors import CantDistribute
 from ..base.failure import failure_of, is_echo, is_timeout
+from .background import BackgroundJob
 from .local import Local
 from ..base.scoped import environment
 from .engine import Job
 from ..output.notice import shortened
 from ..payload.patches import collect_patches
+from ..payload.pickling import Definitions
 from ..payload.blame import dump_or_blame
 from ..process.cleanup import private_folder
 
@@ -76,7 +78,8 @@ def _request(fn, args, kwargs,
     "One call as a `Payload` for `call_job`; refuses what can't be pickled, by name"
     patches = collect_patches()
     request = dict(patches=patches, fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
-                   imports=imports, gather=gather, ranked=ranked, store=store)
+                   imports=imports, gather=gather, ranked=ranked, store=store,
+                   definitions=Definitions())       # the notebook's classes stay as they are
     roots = {'the function': fn, 'args': args, 'kwargs': kwargs, 'ctx=': ctx, 'need=': need}
     return dump_or_blame(request, roots | patches.roots())
 
@@ -225,15 +228,20 @@ def ranch(
     ctx=None, # Context manager around the call in each process
     need="", # Names of notebook objects to bring along; what `fn` refers to is brought anyway
     imports="", # Import statements, run in `__main__`
+    wait=True, # False: return a job at once, whose `result()` this is; with `caller_rank=None`
     **kwargs # Keyword arguments of `fn`
 ):
     """Calls `fn` on `nprocs` processes, which know their `LOCAL_RANK` and `LOCAL_WORLD_SIZE`.
     Raises `CantDistribute` for what can't be, before anything is started; `RankRaised` or
     `RankDied` when another process failed, and what `fn` raises here as it is"""
     _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports)
+    if not (wait or caller_rank is None):
+        raise CantDistribute("wait=False: the notebook is no rank of a background job. Pass "
+                             "caller_rank=None.")
     needed = _needed(need)
     bound(fn, args, kwargs)
-    with private_folder() as d, shortened():
+    with contextlib.ExitStack() as stack, shortened():
+        d = stack.enter_context(private_folder())
         store = os.path.join(d, 'rendezvous')
         call = lambda: _call_in_notebook(fn, args, kwargs, caller_rank, nprocs, ctx, imports, store)
         if caller_rank is not None and nprocs == 1: results = [call()]
@@ -243,9 +251,17 @@ def ranch(
             engine = Local
             if caller_rank is not None:
                 engine = functools.partial(_NotebookIsRank, caller_rank, call)
-            results = _run(Job.of(call_job, request), nprocs, (0,), engine)
+            job = Job.of(call_job, request)
+            if not wait: return _ranch_later(job, nprocs, fn, gather, stack.pop_all())
+            results = _run(job, nprocs, (0,), engine)
     if gather: return results
     return None if caller_rank is None else results[caller_rank]
+
+def _ranch_later(job, nprocs, fn, gather, folder):
+    def run():
+        with folder: res = _run(job, nprocs, (0,))
+        return res if gather else None
+    return BackgroundJob(f"ranch({nprocs}, {getattr(fn, '__name__', 'fn')})", run=run).start()
 
 CHECKS = dict(
     nprocs=whole("a whole number of processes, at least one and at most 1024", 1, 1024),

@@ -10,7 +10,7 @@ import os, pickle, re, signal, time
 
 from fastcore.basics import patch
 
-from .engine import Outcome
+from .engine import EpochEnd, Outcome
 from ..base.errors import GroupTimeout, RankDied, RankRaised
 from ..base.failure import first_failure, is_echo, is_timeout
 from ..process.helper import HELPER_ENDED
@@ -91,6 +91,8 @@ class Monitor:
         self.replay.flush()
         if self.interrupts.n: self._interrupted()
     def _handle(self, rank, what, *rest):
+        if what == 'put' and rest[0] == 'epoch':
+            self.on_event(rank, EpochEnd(*self._newest('epoch')))
         if what != 'event': return self.ends.note(rank, what, *rest[:1])
         kind,e = rest[0]
         if kind == 'show': self.replay.add(rank, e)

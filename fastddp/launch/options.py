@@ -47,7 +47,8 @@ CHECKS = dict(
     see=SEE,
     restarts=whole("how many times a failed fit is resumed, a whole number from 0 on", 0),
     timeout=number("seconds without a step after which a fit counts as hanging, above 0; "
-                   "None: no limit", none=True))
+                   "None: no limit", none=True),
+    wait=flag())
 
 # What other tools call it
 _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs',

@@ -14,6 +14,7 @@ from ..base.device import accelerator
 # %% ../../nbs/launch/501_report.ipynb #48c80a5d
 PHASES = {
     'snapshot': "learner and data pickled in the notebook",
+    'turn': "calls of other threads on the same workers",
     'helper': "the helper process got ready and forked the first worker",
     'fork': "the other workers",
     'ship': "buffers written into shared memory, until rank 0 began the job",
@@ -73,7 +74,8 @@ def banner(n, gpus, total, steps=None, where=None):
     return f"{who} x batch {each} = {total} per step{per_epoch}"
 
 # %% ../../nbs/launch/501_report.ipynb #6e3b0f27
-_START = dict(failed='runs that failed', snapshot='snapshot', helper='helper process',
+_START = dict(failed='runs that failed', snapshot='snapshot', turn='other calls',
+              helper='helper process',
               fork='other workers',
               ship='shared memory', join='process group', load='loading')
 

@@ -6,34 +6,34 @@
 __all__ = ['hushed', 'print_line', 'end_line', 'print_once', 'Status', 'shorten', 'shortened']
 
 # %% ../../nbs/output/206_notice.ipynb #8f96c18e
-import contextlib, sys, time
+import contextlib, contextvars, sys, time
 from types import TracebackType
 
 from ..base.failure import is_own_line
-from .replay import _get_ipython, frontend, in_terminal
+from .replay import _get_ipython, _write, frontend, in_terminal, publish
 
 # %% ../../nbs/output/206_notice.ipynb #a5ff0e9a
-_hushed = False     # are our lines suppressed?
+# are our lines suppressed?
+_hushed = contextvars.ContextVar('fastddp-hushed', default=False)
 
 @contextlib.contextmanager
 def hushed(
     quiet=True, # False: change nothing
 ):
-    "Context manager that suppresses the library's lines in this process"
-    global _hushed
-    old,_hushed = _hushed,_hushed or quiet
+    "Context manager that suppresses the library's lines in this thread"
+    token = _hushed.set(_hushed.get() or quiet)
     try: yield
-    finally: _hushed = old
+    finally: _hushed.reset(token)
 
 def print_line(
     text, # One line, or more
 ):
     "Print a line of the library"
-    if not _hushed: print(text)
+    if not _hushed.get(): _write('stdout', f'{text}\n')
 
 def end_line():
     "End an unfinished line in a terminal, such as that of a bar"
-    if not _hushed and frontend() == 'terminal': print()
+    if frontend() == 'terminal': print_line('')
 
 # %% ../../nbs/output/206_notice.ipynb #b5db82cf
 _printed = set()
@@ -42,7 +42,7 @@ def print_once(
     text, # One line
 ):
     "Print a line of the library that this process has not printed before"
-    if not _hushed and text not in _printed:
+    if not _hushed.get() and text not in _printed:
         _printed.add(text)
         print_line(text)
 
@@ -54,14 +54,13 @@ class Status:
         text, # Empty: remove the line
     ):
         "Show `text` in place of the last one"
-        if _hushed or text == self._text: return
+        if _hushed.get() or text == self._text: return
         if frontend() == 'notebook': self._display(text)
         elif in_terminal(): self._write(text)
         self._text = text
     def _display(self, text):
         # empty HTML takes no room
         data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}
-        publish = _get_ipython().display_pub.publish
         publish(data=data, metadata={}, transient={'display_id':self._id}, update=bool(self._text))
     def _write(self, text):
         # to the beginning of the line, of which the rest is erased
@@ -97,7 +96,8 @@ def _short_lines():
 def _user_frames(e):
     """The traceback of `e` without frames of IPython, ours, and those of libraries that they call,
     but for the innermost of an error"""
-    steps,tb,hidden,res = [],e.__traceback__,False,None
+    steps,hidden,res = [],False,None
+    tb = e.__traceback__
     while tb:
         package = tb.tb_frame.f_globals.get('__name__', '').split('.')[0]
         own = is_own_line(tb.tb_frame.f_code.co_filename)
