@@ -5,9 +5,14 @@
 #   make test-all  all there is, one part after the other, and a page of what came out (PARTS="full v1": these)
 #   make test-full  all tests and all notebooks, the long ones, too
 #   make test-oldest   the tests with fastai 2.7.19, in an environment of its own (.venv-oldest)
+#   make test-pythons  the tests with each Python from 3.10 on, one after the other (PYTHONS="3.12 3.13": these)
+#   make test-next     the tests with pre-releases of torch and fastai, where the index has them (.venv-next)
 #   make test-v1   the tests, notebooks and tutorials of fastai v1, in an environment of its own (.venv-v1)
 #   make bench     all benchmarks, and their tables in benchmarks/README.md (an hour; leave the machine alone meanwhile)
 #   make picture   docs/lesson.png, the README's picture of the lesson (runs it first)
+#   make docs      the site: build/site/index.html, with the outputs of notebooks that tests or the demo have run
+#   make wheel     dist/fastddp-*.whl, from this folder as it is
+#   make stubs     render fastddp/all.pyi, what editors complete
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
 #   make size      count tokens, modules, lines, private functions, and the modules that one fit passes through
@@ -35,7 +40,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-faults test-ray test-kaggle readme troubles modules sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-pythons test-next test-faults test-ray test-kaggle docs wheel stubs readme troubles modules sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -90,6 +95,23 @@ $(OLDEST)/.installed: tests/oldest.txt
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -r tests/oldest.txt
 	@touch $@
 
+# A Python is looked for under pyenv and on PATH. Each environment (6 GB) is removed when its tests have passed.
+PYTHONS ?= 3.10 3.11 3.12 3.13
+test-pythons:
+	@for v in $(PYTHONS); do \
+		p=$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$v.*/bin/python 2>/dev/null | tail -1); \
+		echo "== Python $$v: $${p:=python$$v}"; \
+		$(MAKE) test VENV=.venv-$$v PYTHON="$$p" && rm -rf .venv-$$v || exit 1; \
+	done
+
+NEXT ?= .venv-next
+test-next:
+	@test -x $(NEXT)/bin/python || $(PYTHON) -m venv --clear $(NEXT)
+	@$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --pre --upgrade \
+		torch torchvision fastai -e '.[dev]'
+	@$(NEXT)/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|fastai|fastcore|ipython|numpy) '
+	@$(NEXT)/bin/python -m pytest tests $(SELECT) --ignore=tests/v1 --ignore=tests/test_browser.py $(side_by_side)
+
 test-faults: venv
 	@$(PY) -m pytest tests/faults $(side_by_side)
 
@@ -116,6 +138,22 @@ bench: venv
 	@for b in $(BENCHES); do echo "== $$b"; $(PY) -W ignore benchmarks/$$b.py || exit 1; done
 	@$(PY) benchmarks/render.py
 	@$(PY) tools/readme.py
+
+DOCS := $(VENV)/.docs
+docs: venv $(DOCS)
+	@$(PY) tools/website.py
+
+$(DOCS): settings.ini
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[docs]'
+	@touch $@
+
+wheel:
+	@rm -rf build/lib
+	@'$(runner)' -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+stubs: venv
+	@$(PY) tools/stubs.py
 
 troubles: venv
 	@$(PY) tools/troubles.py
@@ -152,4 +190,4 @@ clean:
 	find fastddp nbs tests tools benchmarks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 distclean: clean
-	rm -rf $(VENV) $(V1) $(OLDEST)
+	rm -rf $(VENV) $(V1) $(OLDEST) $(NEXT) $(PYTHONS:%=.venv-%)

@@ -13,8 +13,13 @@ from .process.helper import preload, warm
 
 # %% ../nbs/900_early.ipynb #5a99afe9
 def fastai_generation():
-    "1 or 2: the fastai that is installed"
-    return 1 if version('fastai').startswith('1.') else 2
+    "1 or 2: the fastai that is installed; raises ImportError for one that is not supported"
+    found = version('fastai')
+    older = [int(o) for o in found.split('.')[:2]] < [2,8]
+    if older and found not in ('1.0.61','2.7.19'): raise ImportError(
+        f"fastddp needs fastai 2.7.19 or newer, or 1.0.61, and {found} is installed: "
+        "pip install -U fastai")
+    return 1 if found == '1.0.61' else 2
 
 _APPS = {1: ('fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab'),
          2: ('fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'fastai.collab')}

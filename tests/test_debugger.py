@@ -1,4 +1,5 @@
-"""`%debug` after `launcher=InProcess()`, and `pdb.set_trace()` under it, in a real kernel asked at its keyboard."""
+"""`%debug` after an error of a worker and after `launcher=InProcess()`, and `pdb.set_trace()` under it, in a real
+kernel asked at its keyboard."""
 import os, re
 import pytest
 from jupyter_client.manager import KernelManager
@@ -14,7 +15,7 @@ dls = DataLoaders(*(DataLoader(list(zip(x, x.sum(1, keepdim=True))), bs=4, num_w
 class Fails(Callback):
     def before_batch(self):
         answer = 6*7
-        if self.iter == 2 and self.training: {line}
+        if self.iter == 1 and self.training: {line}
 learn = Learner(dls, nn.Linear(3, 1), loss_func=nn.MSELoss(), cbs=Fails())
 '''
 
@@ -49,6 +50,21 @@ def test_debug_stands_in_the_users_frame(client):
     assert 'ValueError: ' in typed(client, 'learn.distrib_fit(1, launcher=InProcess())')
     said = typed(client, '%debug', ['p answer + 1', 'q'])
     assert 'ipdb> ' in said and 'raise ValueError("here")' in said and '43' in said, said
+
+
+def test_debug_shows_the_recorded_frames_of_a_worker(client):
+    typed(client, SETUP.format(line='raise ValueError("here")'))
+    assert 'RankRaised: ' in typed(client, 'learn.distrib_fit(1, nprocs=2)')
+    said = typed(client, '%debug', ['p answer', 'q'])
+    assert 'raise ValueError("here")' in said and '42' in said, said
+
+
+def test_a_stop_of_a_function_is_short(client):
+    wait = 'import os, signal, threading, time\nfrom fastddp.ranch import *\ndef wait(*_): time.sleep(60)\n'
+    press = 'threading.Timer(3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n'
+    for call in ('ranch(2, wait)', 'spawn(wait, nprocs=2)'):
+        said = typed(client, wait+press+call)
+        assert 'KeyboardInterrupt' in said and len(said.split('\n')) < 20, said
 
 
 def test_pdb_asks_in_the_notebook(client):

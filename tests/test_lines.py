@@ -1,5 +1,5 @@
 """The library's own lines: they say what happened, once, and not at all where the learner wants none."""
-import re, warnings
+import re, sys, warnings
 import pytest
 from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
@@ -8,6 +8,7 @@ from fastai.callback.tracker import EarlyStoppingCallback
 from fastai.callback.training import ShortEpochCallback
 from fastai.learner import Learner
 from torch import nn
+from fastddp.all import InProcess
 from fastddp.launch import session
 from fastddp.output import notice
 from learners import make_learner
@@ -56,6 +57,14 @@ def test_batch_norm_is_explained_once(two, capsys, monkeypatch):
     assert len(re.findall('Batch norm', capsys.readouterr().out)) == 1
 
 
+def test_in_process_is_one_rank_whatever_is_asked(capsys):
+    "One option is enough to debug a call"
+    learn = learner()
+    learn.distrib_fit(1, nprocs=2, launcher=InProcess())
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert 'runs one rank' in first and second.startswith('1 worker ') and len(learn.recorder.values) == 1
+
+
 class Warns(Callback):
     def before_fit(self):
         import old_and_tired
@@ -70,6 +79,22 @@ def test_a_librarys_warning_comes_once(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(folder))
     for _ in range(2): learner(cbs=Warns()).distrib_fit(1, nprocs=2)
     assert capsys.readouterr().err.count('UserWarning: this library is old') == 1
+
+
+def test_a_warning_that_the_notebook_has_shown(two, tmp_path, monkeypatch, capsys):
+    "Workers don't repeat it"
+    (tmp_path/'old_and_tired.py').write_text('import warnings\ndef warn(): warnings.warn("I am old")\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, 'old_and_tired', raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter('default')
+        monkeypatch.setattr(warnings, 'showwarning', shows)
+        learner(cbs=Warns()).fit(1)
+        learner(cbs=Warns()).distrib_fit(1, nprocs=2, launcher=two)
+    assert capsys.readouterr().err.count('UserWarning: I am old') == 1
+
+
+def shows(*args): sys.stderr.write(warnings.formatwarning(*args[:4]))
 
 
 def test_a_check_shows_its_table_once(two, capsys):

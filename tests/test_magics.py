@@ -284,6 +284,12 @@ def test_syntax_error(group):
     assert name == 'RankRaised' and 'SyntaxError' in text and 'for in range' in text
 
 
+def test_a_name_of_the_notebook(group):
+    "How it gets there, and nothing of what IPython keeps in a namespace"
+    _, text = group.fails('%%dip\nprint(only_here)')
+    assert '%dipush' in text and '_ih' not in text and 'get_ipython' not in text
+
+
 def test_ranks_that_wait_for_the_failed_one_come_free(group):
     "The group meets again for the next cell, with what the ranks held"
     group.run('%%dip\nimport torch, torch.distributed as dist\nkept = rank + 1')
@@ -569,7 +575,8 @@ def test_a_fit_that_a_cell_wraps(lesson):
     for more in '', f'{wrap}\n':
         lesson.run(f'%%dip\n{LESSON}{more}')
         assert 'wrapped' in lesson.run('%%dip\nlearn.fit(1)')
-        found = re.findall(r': (.*)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs), learn.model.weight.sum().item()'))
+        said = lesson.run('%%dip --see all\nlen(learn.recorder.lrs), learn.model.weight.sum().item()')
+        found = re.findall(r': (.*)', said)
         assert len(found) == 2 and found[0] == found[1] and found[0].startswith('(3, '), found
     lesson.run('%dipush number')    # takes the patch away
 

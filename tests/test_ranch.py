@@ -272,6 +272,12 @@ def test_caller_rank_that_is_none_of_them():
     with pytest.raises(CantDistribute, match='ranks 0 to 1'): ranch(2, me, caller_rank=2)
 
 
+def test_an_error_says_which_function_it_was_in():
+    def fails(rank): return [][rank]
+    with pytest.raises(RankRaised) as e: spawn(fails, nprocs=2)
+    assert e.value.failure.where == 'in fails' and 'batch_items' in e.value._render_traceback_()[-1]
+
+
 def test_need_that_is_not_there():
     with pytest.raises(CantDistribute, match='nosuch'): ranch(2, me, need='nosuch')
 

@@ -63,6 +63,12 @@ class Holder(Callback):
     def __init__(self, thing): self.thing = thing
 
 
+def test_the_line_of_the_workers_comes_when_they_start(capsys):
+    "Not before a refusal"
+    with open(os.devnull) as fh: refused(make_learner(cbs=Holder(fh)), "can't be sent", nprocs=2)
+    assert 'workers' not in capsys.readouterr().out
+
+
 def things():
     fh, sock = open(os.devnull), socket.socket()
     return {'file': fh, 'generator': (i for i in range(3)), 'socket': sock, 'database': sqlite3.connect(':memory:')}
@@ -73,10 +79,10 @@ def test_what_cannot_travel_is_named(kind):
     held = things()
     thing = held[kind]
     message = refused(make_learner(cbs=Holder(thing)), r'learn\.holder\.thing can.t be sent', nprocs=2)
-    assert 'model_factory=' in message
+    assert 'Make it where it is used' in message and 'factory' not in message
     model = mlp()
     model[1].thing = thing
-    refused(make_learner(model=lambda: model), r'learn\.model.*thing', nprocs=2)
+    assert 'with model_factory=' in refused(make_learner(model=lambda: model), r'learn\.model.*thing', nprocs=2)
     for o in held.values(): getattr(o, 'close', lambda: None)()
 
 

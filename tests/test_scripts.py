@@ -51,7 +51,7 @@ def test_first_and_last_line(launched):
     lines = launched[0].stdout.splitlines()
     said = [o.split('\r')[-1] for o in lines if 'workers (' in o or 'items/s' in o]
     first = r'2 workers \(torchrun, gloo\) x batch 16 = 32 per step, 7 steps per epoch'
-    last = r'{} in .*items/s \(2 x .*'
+    last = r'{} in .*items/s in training, .* per worker'
     wanted = [first, last.format('2 epochs'), first, last.format('1 epoch')]
     assert len(said) == 4 and all(re.search(w, o) for w, o in zip(wanted, said)), said
 
@@ -183,6 +183,15 @@ def test_fastai_distributed_imported_before(tmp_path):
     done = run(script)
     assert done.returncode == 0, done.stderr[-3000:]
     assert 'TRAINED 1' in done.stdout and 'PARAMS self nprocs gpus' in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.full
+def test_fastai_distributed_imported_afterwards(tmp_path):
+    "It puts its own `distrib_ctx` in the place of ours; the other methods don't depend on that"
+    pytest.importorskip('accelerate')
+    (tmp_path/'train.py').write_text("import fastddp.all\nimport fastai.distributed\n" + SCRIPT)
+    done = run(tmp_path/'train.py')
+    assert done.returncode == 0 and 'TRAINED 1' in done.stdout, done.stderr[-3000:]
 
 
 @pytest.mark.full

@@ -18,7 +18,11 @@ EXAMPLES = {
     'not writable': ('OSError', "[Errno 30] Read-only file system: 'models'"),
     'not permitted': ('PermissionError', "[Errno 13] Permission denied: '/data/x.png'"),
     'no keyboard': ('EOFError', 'EOF when reading a line'),
-    'name not known': ('NameError', "name 'x' is not defined"), 'sys.exit': ('SystemExit', '3'),
+    'name not known': ('NameError', "name 'x' is not defined"),
+    'WandbCallback': ('TypeError', 'Exception occured in `WandbCallback` when calling event `before_fit`:\n\t'
+                                   'vars() argument must have __dict__ attribute'),
+    'batch size built in': ('RuntimeError', 'Expected hidden size (2, 16, 64), got [2, 8, 64]'),
+    'sys.exit': ('SystemExit', '3'),
     'killed by the system': ('SIGKILL', ''), 'no room for a file in memory': ('SIGBUS', ''),
     'compiled code crashed': ('SIGSEGV', ''), 'exited': ('exit', ''),
     'machine or link lost': ('lost', ''),

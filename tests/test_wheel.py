@@ -1,5 +1,5 @@
 """The wheel has all modules, and works where nothing else of the tree is: imported and run from an empty folder."""
-import os, re, shutil, subprocess, sys, zipfile
+import os, re, shutil, site, subprocess, sys, tarfile, zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 import pytest
@@ -15,6 +15,7 @@ def setuptools_version():
 pytestmark = [pytest.mark.full,
               pytest.mark.skipif(setuptools_version() < (77,), reason='setuptools 77 or newer is not installed')]
 MODULES = sorted(o.relative_to(root).as_posix() for o in (root/'fastddp').rglob('*.py'))
+FOR_EDITORS = ['fastddp/all.pyi', 'fastddp/py.typed']
 
 
 def done(*cmd, cwd, **env):
@@ -28,9 +29,12 @@ def done(*cmd, cwd, **env):
 def pip(*args, cwd): return done('-m', 'pip', '--disable-pip-version-check', *args, cwd=cwd)
 
 
+DOCS = 'README.md', 'LICENSE', 'CHANGELOG.md', 'CITATION.cff', 'SECURITY.md'
+
+
 def copy_of_tree(tree):
     tree.mkdir(exist_ok=True)
-    for o in 'settings.ini', 'pyproject.toml', 'setup.py', 'README.md', 'LICENSE': shutil.copy(root/o, tree)
+    for o in 'settings.ini', 'pyproject.toml', 'setup.py', 'MANIFEST.in', 'Makefile', *DOCS: shutil.copy(root/o, tree)
     shutil.copytree(root/'fastddp', tree/'fastddp', ignore=shutil.ignore_patterns('__pycache__'))
     return tree
 
@@ -79,7 +83,64 @@ def test_an_address_gives_urls_and_links(tmp_path):
 
 def test_all_modules_are_in_the_wheel(wheel):
     with zipfile.ZipFile(wheel) as z: names = [o for o in z.namelist() if '.dist-info/' not in o]
-    assert sorted(names) == MODULES
+    assert sorted(names) == sorted(MODULES+FOR_EDITORS)
+
+
+def test_the_sdist_builds_the_same_wheel(wheel, tmp_path):
+    "It has what setup.py reads"
+    tree = copy_of_tree(tmp_path/'tree')
+    done('-c', f'from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})', cwd=tree)
+    [sdist] = tmp_path.glob('*.tar.gz')
+    with tarfile.open(sdist) as t: t.extractall(tmp_path/'out')
+    [unpacked] = (tmp_path/'out').iterdir()
+    assert metadata(built(unpacked)) == metadata(wheel)
+    with zipfile.ZipFile(wheel) as a, zipfile.ZipFile(next((unpacked/'dist').glob('*.whl'))) as b:
+        assert sorted(a.namelist()) == sorted(b.namelist())
+    pytest.importorskip('twine', reason='twine is not installed')
+    assert done('-m', 'twine', 'check', '--strict', sdist, wheel, cwd=tmp_path).count('PASSED') == 2
+
+
+def install_lines(path):
+    "The lines of the first block of shell commands of `path` that install"
+    block = re.search(r'```sh\n(.*?)```', (root/path).read_text(encoding='utf-8'), re.S)[1]
+    return [o.split('  #')[0] for o in block.split('\n') if 'pip install' in o]
+
+
+@pytest.fixture
+def empty(tmp_path):
+    """A new environment that has torch and fastai from this one's folder, and no fastddp; runs a line of a shell there.
+    Nothing is downloaded"""
+    folder, tree = tmp_path/'env', copy_of_tree(tmp_path/'tree')
+    done('-m', 'venv', folder, cwd=tmp_path)
+    [packages] = folder.glob('lib/python*/site-packages')
+    for o in packages.glob('setuptools*'): shutil.rmtree(o)     # an old one, before Python 3.12
+    # .pth files of that folder are not read, so an editable fastddp there is not found
+    (packages/'others.pth').write_text('\n'.join(site.getsitepackages()))
+    env = {k: v for k, v in os.environ.items() if k not in ('PYTHONPATH', 'PYTHONHOME')}
+    env |= dict(PATH=f"{folder/'bin'}:{env['PATH']}", PIP_NO_INDEX='1', PIP_NO_BUILD_ISOLATION='0',
+                PIP_DISABLE_PIP_VERSION_CHECK='1', PIP_FIND_LINKS='')
+    def run(line):
+        r = subprocess.run(['sh', '-ec', line], cwd=tree, env=env, capture_output=True, text=True, timeout=250)
+        assert r.returncode == 0, r.stdout[-3000:]+r.stderr[-3000:]
+        return r.stdout
+    return run
+
+
+WHICH = ("python -W ignore -c \"import torch, fastai; print(torch.__file__, torch.__version__, fastai.__file__, "
+         "fastai.__version__)\"")
+TRAINS = "cd / && python -W ignore -c \"import fastddp; print(fastddp.__file__); from fastddp.ranch import ranch; " \
+         "print(ranch(2, len, 'abc', caller_rank=None))\""
+
+
+@pytest.mark.parametrize('line', [*install_lines('README.md'), 'make wheel && mkdir -p input/mine && mv dist/*.whl '
+                                  'input/mine && pip install -q input/*/fastddp-*.whl'])
+def test_the_lines_that_install(empty, line):
+    "As the README and the page on Kaggle have them: torch and fastai stay what they are"
+    before = empty(WHICH)
+    empty(line)
+    assert empty(WHICH) == before
+    path, results = empty(TRAINS).splitlines()
+    assert '/env/lib/' in path and results == '[3, 3]'
 
 
 # Python's path begins with the folder of the wheel; an editable install adds a finder of its own, which would help out

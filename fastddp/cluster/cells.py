@@ -72,7 +72,7 @@ def _from_the_cell(e):
     "`e` without the frames of IPython and ours above the user's own"
     tb = e.__traceback__
     while tb is not None and not is_own_line(tb.tb_frame.f_code.co_filename): tb = tb.tb_next
-    return e.with_traceback(tb or e.__traceback__)
+    return e.with_traceback(None if isinstance(e, SyntaxError) else tb or e.__traceback__)
 
 # %% ../../nbs/cluster/650_cells.ipynb #1ee0fce6
 @contextlib.contextmanager
@@ -108,6 +108,7 @@ def pull_job(ctx, obj):
 def run_job(ctx, obj):
     "Calls a function: `obj` is `(fn, args, kwargs)`"
     fn,args,kwargs = obj
+    ctx.where = f"in {getattr(fn, '__name__', 'the function')}"
     with as_left(ctx), ctx.interruptible(): return fn(*args, **kwargs)
 
 def stat_job(ctx, obj):

@@ -13,12 +13,13 @@ import torch
 from fastcore.basics import patch
 
 from ..base import group
-from ..base.checks import check_all, near
+from ..base.checks import bound, check_all, near
 from ..base.device import current_device
 from ..base.errors import CantDistribute, RankDied, WorkerError
 from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
 from ..launch.engine import Job
+from ..output.notice import shortened
 from .cells import (cell_job, pull_job, push_job, run_job, start_job, stat_job,
                                    with_lists)
 from ..payload.patches import collect_patches
@@ -127,6 +128,10 @@ def _job(self:Cluster,
     live=True, # Show it while it happens
 ):
     "Runs one job on all ranks; results in rank order"
+    with shortened(): return self._locked_job(fn, payload, what, see, live)
+
+@patch
+def _locked_job(self:Cluster, fn, payload, what, see, live):
     if self.local is None: raise CantDistribute(_HAS_ENDED)
     if not self._lock.acquire(blocking=False):
         raise CantDistribute(f"The group is busy: {self.running}")
@@ -137,6 +142,9 @@ def _job(self:Cluster,
     except WorkerError as e:
         # in its own words
         if isinstance(e.__cause__, CantDistribute): raise e.__cause__ from None
+        if getattr(e, 'failure', None) and e.failure.kind == 'NameError':
+            e.remedy = ("The workers don't know this name: define it in a cell of %%dip, or copy "
+                        "it from the notebook with %dipush.")
         if self.local.workers is None: e.remedy = _HAS_ENDED
         raise
     finally:
@@ -194,6 +202,7 @@ def run(self:Cluster,
 ):
     """Calls a function on all ranks; returns the results in rank order. Refuses, by name, what
     can't be pickled"""
+    bound(fn, args, kwargs)
     payload = dump_or_blame((fn, args, kwargs),
                             {'the function': fn, 'args': args, 'kwargs': kwargs})
     return self._job(run_job, payload, getattr(fn, '__name__', 'a function'),

@@ -14,7 +14,7 @@ from ..base.group import under_launcher
 from .session import Session, in_place, mend_barrier, wants_no_lines
 # `train_in_place`: for the workers of a standing cluster
 from .session import train_in_place
-from ..launch.options import RAISES, Options, check_method, no_attribute
+from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
 from ..shard.gathered_loss import check_loss
 
@@ -22,7 +22,7 @@ from ..shard.gathered_loss import check_loss
 @patch
 @with_block
 def distrib_ctx(self:Learner,
-    nprocs:int=None, # Workers: one per GPU, or that many on the CPU. Default: all visible GPUs
+    nprocs:int=None, # Workers, which share `num_workers`: one per GPU, or so many on the CPU
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # A batch for each worker and step; 'global': a part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: statistics averaged per epoch)
@@ -61,7 +61,7 @@ def distrib(self:Learner,
     "`learn.name(*args, **kwargs)` on the workers."
     check_method(self, name)
     options = OPTIONS.pop(kwargs, self, name)
-    OPTIONS.refuse_unknown(type(self), name, kwargs)
+    OPTIONS.check_call(type(self), name, args, kwargs)
     with self.distrib_ctx(**options): return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #16a07f09
@@ -71,7 +71,7 @@ what was trained until then."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in ('fit','fit_one_cycle','lr_find'):
-    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
+    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT, ITEMS))
 for _name in ('validate','get_preds'):
     _none = 'batch','sync_bn','loss','restarts'
     setattr(Learner, f'distrib_{_name}',

@@ -25,6 +25,8 @@ from ..base.rng import CommonRNG
 from .step import StepSync
 from .together import runs_user_code
 from .learner import OPTIONS
+from ..base.scoped import own_attrs
+from . import snapshot
 from ..launch.options import RAISES, comments_of, list_params
 from ..output.notice import hushed
 from ..payload.state import apply_hooks, hooked, hooks_of
@@ -94,13 +96,13 @@ def _has_rand(dl):
 def _mixes(cb): return any(c.__name__ in ('MixHandler','MixUp','CutMix') for c in type(cb).__mro__)
 
 # What can be taken out
-_REMOVED = 'batch norm','dropout','augmentation','mixup'
+_REMOVED = 'batch norm on the CPU','dropout','augmentation','mixup'
 
 def reasons_for(learn, gpus):
     "What makes this learner's answers differ between one process and several workers, by name"
     ms,res = list(learn.model.modules()),{}
     if any(isinstance(m, _BN) for m in ms) and not gpus:
-        res['batch norm'] = "on the CPU each worker normalizes its own part of a batch"
+        res['batch norm on the CPU'] = "each worker normalizes its own part of a batch"
     if _dropouts(learn.model): res['dropout'] = "each worker draws its own"
     if _has_rand(learn.dls.train): res['augmentation'] = "each worker draws its own"
     if any(map(_mixes, learn.cbs)): res['mixup'] = "each worker mixes the items of its own part"
@@ -116,9 +118,10 @@ def _without(learns, reasons):
     "Inside, what can be removed of `reasons` is removed from copies of a learner"
     with contextlib.ExitStack() as stack:
         for learn in learns:
-            for m,k in _dropouts(learn.model): setattr(m, k, 0.)
+            # with 0, `WeightDropout` would take the parameter itself for a weight
+            for m,k in _dropouts(learn.model): setattr(m, k, 1e-30 if k == 'weight_p' else 0.)
             learn.remove_cbs([cb for cb in learn.cbs if _mixes(cb)])
-            if 'batch norm' in reasons: learn.add_cb(FixedBatchNorm())
+            if 'batch norm on the CPU' in reasons: learn.add_cb(FixedBatchNorm())
             ds = learn.dls.train.dataset if 'augmentation' in reasons else None
             if hasattr(ds, 'set_split_idx'): stack.enter_context(ds.set_split_idx(1))
         yield
@@ -133,8 +136,8 @@ _OF_CALLBACKS = ("{} acts on what a worker sees, its part of each batch, or draw
                  "and draw from a generator with a fixed seed "
                  "(torch.Generator().manual_seed(42)).")
 
-_HOOKS = ("hooks of {} act on each worker's gradient, before the mean over workers. One that is not "
-          "linear (a clamp) gives another result: change p.grad in a callback's before_step.")
+_HOOKS = ("hooks of {} act on each worker's gradient, before the mean over workers. One that is "
+          "not linear (a clamp) gives another result: change p.grad in a callback's before_step.")
 
 def _forward(learn, xb, yb):
     "What model and loss make of a batch"
@@ -174,7 +177,10 @@ def _own_callbacks(learn):
 def copy_of(learn):
     "A copy of `learn` over the same datasets, without callbacks that act outside"
     shared = {id(d):d for dl in learn.dls.loaders if (d := getattr(dl,'dataset',None)) is not None}
-    res = copy.deepcopy(learn, shared)
+    # what a layer has computed, as fastai's weight dropout does, can't be copied as it is
+    computed = [t for m in learn.model.modules() for o in vars(m).values() for t in tensors_in(o)
+                if not t.is_leaf]
+    res = copy.deepcopy(learn, shared | {id(t):t.detach().clone() for t in computed})
     res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb)
                     or isinstance(cb, (ProgressCallback,TrackerCallback))])
     res.logger = noop
@@ -201,8 +207,10 @@ class Row(NamedTuple):
     def same(self): return self.largest <= self.tolerance
     def __str__(self):
         if self.same: return f"{self.what:12} same"
-        by = f"{100*self.largest:.2g} %" if self.largest < float('inf') else "other shapes"
-        return f"{self.what:12} differ by {by}"
+        if self.largest == float('inf'): return f"{self.what:12} differ in shape"
+        percent = 100*self.largest
+        return f"{self.what:12} differ by {percent:.2g} %" if percent < 10 else \
+               f"{self.what:12} differ by {percent:.0f} %"
 
 class Answer(list):
     """The rows of a check; `same` if all of them are; `loss` says how the workers' losses make that
@@ -242,7 +250,8 @@ class _Comparison:
         "The `Answer`, without a verdict"
         a,b,tol = NoteSteps(self.steps),NoteSteps(self.steps),self.tol
         self.streams.install()
-        many.distrib('fit', 1, cbs=[a], **self.options)
+        # a counter in a global, say, begins alike in both
+        with own_attrs(snapshot, put_back=noop): many.distrib('fit', 1, cbs=[a], **self.options)
         self.streams.install()
         one.fit(1, cbs=[b])
         res = Answer([Row('batches', _apart(a.batches, b.batches, each=True), 1e-5),

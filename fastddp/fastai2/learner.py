@@ -10,13 +10,17 @@ import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Lea
 from fastai.learner import Learner
 from fastcore.basics import patch
 
+from ..base.checks import check
+from ..base.errors import CantDistribute
+from .background import start_job
+from .checkpoint import EVERY, Checkpoints, seconds_of
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
 from .jobs import in_place, train_in_place
 from .resume import UserCall, calling
 from .rank0 import wants_no_lines
 from .session import Session
-from ..launch.options import RAISES, Options, check_method, no_attribute
+from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.session import block, with_block
 from ..shard.gathered_loss import check_loss
 
@@ -24,7 +28,7 @@ from ..shard.gathered_loss import check_loss
 @patch
 @with_block
 def distrib_ctx(self:Learner,
-    nprocs:int=None, # Workers: one per GPU, or that many on the CPU. Default: all visible GPUs
+    nprocs:int=None, # Workers, which share `num_workers`: one per GPU, or so many on the CPU
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # A batch for each worker and step; 'global': a part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: statistics averaged per epoch)
@@ -35,24 +39,38 @@ def distrib_ctx(self:Learner,
     see=(0,), # Ranks whose output is shown, or 'all'
     restarts:int=0, # After a failure, go on that many times from the last complete epoch
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
+    wait:bool=True, # False: return a job at once, which trains in the background
+    checkpoint:str=None, # Save for `distrib_resume(file)`: at each 'epoch', or every '10min'
     in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
     """Inside the block all training and inference of this learner runs on workers, which stay warm
     from call to call."""
-    given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
+    given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested','in_job'])
+    in_job = ddp_kwargs.pop('in_job', False)
+    if not wait: raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, "
+                                      "wait=False). A block waits for its fits.")
     check_loss(loss)
+    check('checkpoint', checkpoint, EVERY)
     # what the ranks are told
     options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     def overrides(engine, n, gpus):
         session = Session(self, engine, n, gpus, options, restarts,
                           factories=(model_factory,dls_factory),
                           asked_for=OPTIONS.asked_for(given))
+        session.on_epoch += [saving.at_epoch] if saving else []
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     def group_stands(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
+    saving = Checkpoints(seconds_of(checkpoint)) if checkpoint else None
+    try:
+        with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines):
+            yield self
+    finally:
+        if saving: saving.finish()
 
-OPTIONS = Options(Learner.distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
+_ctx = Learner.distrib_ctx      # `import fastai.distributed` puts fastai's own in its place
+
+OPTIONS = Options(_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 _getstate = Learner.__getstate__
@@ -86,9 +104,11 @@ def distrib(self:Learner,
     "`learn.name(*args, **kwargs)` on the workers."
     check_method(self, name)
     options = OPTIONS.pop(kwargs, self, name)
-    OPTIONS.refuse_unknown(type(self), name, kwargs)
-    user_call = UserCall(name, args, kwargs, options)
-    with self.distrib_ctx(**options), calling(self, user_call):
+    OPTIONS.check_call(type(self), name, args, kwargs)
+    wait,user_call = options.pop('wait', True),UserCall(name, args, kwargs, options)
+    check('wait', wait, OPTIONS.checks['wait'])
+    if not wait: return start_job(self, user_call, name not in _INFERS)
+    with _ctx(self, **options), calling(self, user_call):
         return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
@@ -99,9 +119,10 @@ was before the fit if there was none; the error's `kept` says which. After an in
 what was trained until then. `distrib_resume()` goes on from there."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
-for _name in _FITS: setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT))
+for _name in _FITS:
+    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT, ITEMS))
 for _name in _INFERS:
-    _none = 'batch','sync_bn','loss','restarts','ddp_kwargs'
+    _none = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
     setattr(Learner, f'distrib_{_name}',
             OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
 

@@ -4,19 +4,18 @@
 
 # %% auto #0
 __all__ = ['user_calls', 'resume_points', 'UserCall', 'ResumePoint', 'parts_of', 'weakly', 'calling', 'state_before',
-           'dropped_lists', 'ResumeFit']
+           'point_from', 'resume', 'dropped_lists', 'ResumeFit']
 
 # %% ../../nbs/fastai2/724_resume.ipynb #5b71e88c
 import contextlib, functools, weakref
 from typing import NamedTuple
 
 from fastai.callback.core import Callback, CancelEpochException
-from fastai.learner import Learner
-from fastcore.basics import patch
 from fastcore.foundation import L
 
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
+from .checkpoint import load_checkpoint
 from .loaders import dl_state, set_dl_state
 from .snapshot import STAY, all_cbs, apply, baseline, capture, persistent_refs
 from ..payload.pickling import dump, load
@@ -53,6 +52,7 @@ class ResumePoint(NamedTuple):
     begun:bool=False    # `state` is the end of an epoch, else the beginning of the fit
     rng:dict|None=None  # The random streams then
     dls:tuple=()        # The loaders' state then
+    definitions:tuple=()    # What its variables hang on, as functions
     @classmethod
     def of(cls, learn, user_call, cbs, first):
         "For a fit that is about to begin"
@@ -90,49 +90,48 @@ def calling(learn, user_call):
     if point and point.user_call is user_call: del resume_points[learn]     # it came to its end
 
 # %% ../../nbs/fastai2/724_resume.ipynb #cb5aec54
-def state_before(learn, cbs):
+def state_before(learn, cbs, definitions=()):
     "The learner as it is, in the form in which workers send it"
-    p = capture(learn, cbs, baseline(learn, cbs), CommonRNG.capture().state())
+    base = baseline(learn, cbs, definitions=definitions)
+    p = capture(learn, cbs, base, CommonRNG.capture().state())
     return own_copy(p.meta, p.buffers)
 
-@patch
-def distrib_resume(self:Learner):
-    """Continue the distributed fit that was interrupted or failed last: same call, same schedule,
-    next epoch.
+def point_from(learn, file):
+    "The `ResumePoint` of a checkpoint"
+    if not learn.opt: learn.create_opt()
+    rest,state = load_checkpoint(learn, file)
+    call,cbs,done = UserCall(*rest['call']),rest['cbs'],rest['done']
+    call.fits = done+1
+    refs = [*map(weakly, parts_of(learn, cbs))]
+    return ResumePoint(call, cbs, refs, done=done, state=state, begun=True)
 
-    Returns what that call returns. The learner is then as if nothing had cut the fit off.
-
-    Raises
-        CantDistribute: there is no fit to continue, or model, loaders or callbacks are not those of
-            the fit any more
-        RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
-
-    After a failure it can be called again: it continues from the last complete epoch."""
-    point = resume_points.get(self)
+def resume(learn):
+    "Go on with the call of the learner's resume point"
+    point = resume_points.get(learn)
     if point is None:
-        raise CantDistribute("Nothing to resume: the last distributed fit of this learner came to "
-                             "its end.")
-    now = parts_of(self, point.cbs)
+        raise CantDistribute("Nothing to resume: no fit of this learner on workers was cut off, or "
+                             "the last one is complete.")
+    now = parts_of(learn, point.cbs)
     if len(now) != len(point.refs) or any(a is not b() for a,b in zip(now, point.refs)):
         raise CantDistribute("The learner's model, loaders, optimizer or callbacks are not those "
                              "of the fit any more. Train anew, with `start_epoch=` if the "
                              "schedule is to go on.")
     first = point.first
     if point.state:
-        apply(self, point.cbs, *point.state)
-        if point.begun: first = self.epoch+1
+        apply(learn, point.cbs, *point.state, definitions=[o() for o in point.definitions])
+        if point.begun: first = learn.epoch+1
     else:
         CommonRNG(point.rng).install()
-        for dl,st in zip(self.dls.loaders, point.dls): set_dl_state(dl, st)
-    if not self.opt: self.create_opt()
+        for dl,st in zip(learn.dls.loaders, point.dls): set_dl_state(dl, st)
+    if not learn.opt: learn.create_opt()
     call = point.user_call
     # What the call does before the fit that was cut off may change the learner; between two fits
     # all is as it should be
     again = point._replace(first=first, state=None if point.done == call.fits
-                           else state_before(self, point.cbs))
+                           else state_before(learn, point.cbs))
     user_call = UserCall(call.name, call.args, call.kwargs, call.options, again)
-    with self.distrib_ctx(**call.options), calling(self, user_call):
-        return getattr(self, call.name)(*call.args, **call.kwargs)
+    with learn.distrib_ctx(**call.options), calling(learn, user_call):
+        return getattr(learn, call.name)(*call.args, **call.kwargs)
 
 # %% ../../nbs/fastai2/724_resume.ipynb #2ce30520
 def dropped_lists(learn, cbs):

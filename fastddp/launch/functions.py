@@ -9,13 +9,16 @@ __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spaw
 import ast, contextlib, ctypes, functools, os, re, signal, sys, threading, time
 
 from ..base import group, rendezvous
-from ..base.checks import CONTEXT, Check, check_all, is_whole, whole
+from ..base.checks import CONTEXT, Check, bound, check_all, is_whole, whole
 from ..base.errors import CantDistribute
 from ..base.failure import failure_of, is_echo, is_timeout
+from .background import BackgroundJob
 from .local import Local
 from ..base.scoped import environment
 from .engine import Job
+from ..output.notice import shortened
 from ..payload.patches import collect_patches
+from ..payload.pickling import Definitions
 from ..payload.blame import dump_or_blame
 from ..process.cleanup import private_folder
 
@@ -75,7 +78,8 @@ def _request(fn, args, kwargs,
     "One call as a `Payload` for `call_job`; refuses what can't be pickled, by name"
     patches = collect_patches()
     request = dict(patches=patches, fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
-                   imports=imports, gather=gather, ranked=ranked, store=store)
+                   imports=imports, gather=gather, ranked=ranked, store=store,
+                   definitions=Definitions())       # the notebook's classes stay as they are
     roots = {'the function': fn, 'args': args, 'kwargs': kwargs, 'ctx=': ctx, 'need=': need}
     return dump_or_blame(request, roots | patches.roots())
 
@@ -93,6 +97,8 @@ def call_job(
     global_imports(obj['imports'], main)
     main.update(obj['need'])
     args = (ctx.rank, *obj['args']) if obj['ranked'] else obj['args']
+    ctx.where = f"in {getattr(obj['fn'], '__name__', 'the function')}"
+    ctx.beat(ctx.where)
     with ctx.interruptible(), _with_store(obj['store']), obj['ctx'] or contextlib.nullcontext():
         res = obj['fn'](*args, **obj['kwargs'])
     return res if obj['gather'] else None
@@ -122,6 +128,7 @@ class _Watch(threading.Thread):
         self.in_main = self.caller is threading.main_thread()
         # SIGINTs: to the process, in Python; time of one not handled
         self.came,self.handled,self.since = 0,0,None
+        self.lock = threading.Lock()
     def run(self):
         ends = self.monitor.ends
         while not (self.over or ends.all or ends.bad or self._is_unheard()): self.monitor._turn()
@@ -133,9 +140,6 @@ class _Watch(threading.Thread):
         self.monitor.workers.stop(0)        # a collective that waits for them fails
         self.monitor.replay.close()
         if ends.bad: self.interrupt_caller()
-    def end(self):
-        self.over = True
-        self.join()
     def interrupt_caller(self):
         "Raises KeyboardInterrupt in the calling thread; in the main one also out of a system call"
         if not self.computes: return
@@ -148,8 +152,9 @@ class _Watch(threading.Thread):
         if self.computes: raise KeyboardInterrupt
     def _is_unheard(self):
         "True if Python has not handled a Ctrl-C within `interrupt_grace` seconds"
-        if not self.in_main: return False
-        self._read_signals()
+        with self.lock:
+            if not self.in_main: return False
+            self._read_signals()
         if self.came <= self.handled: self.since = None
         elif self.since is None: self.since = time.monotonic()
         grace = self.monitor.local.interrupt_grace
@@ -163,7 +168,7 @@ class _Watch(threading.Thread):
     def hearing_signals(self):
         if not self.in_main:
             yield
-            return self.end()
+            return
         self.read,write = os.pipe()
         for fd in (self.read, write): os.set_blocking(fd, False)
         self.others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -172,9 +177,10 @@ class _Watch(threading.Thread):
         finally:
             signal.signal(signal.SIGINT, handler)
             signal.set_wakeup_fd(self.others)
-            self.end()      # it reads them, too
-            self._read_signals()
-            for fd in (self.read, write): os.close(fd)
+            with self.lock:     # the watch may be reading
+                self._read_signals()
+                for fd in (self.read, write): os.close(fd)
+                self.in_main = False
 
 # %% ../../nbs/launch/514_functions.ipynb #4a110003
 def _call_watched(monitor, fn):
@@ -187,13 +193,16 @@ def _call_watched(monitor, fn):
             watch.computes = False
             # an echo comes before its cause
             watch.join(0 if isinstance(e, KeyboardInterrupt) else 1)
-            watch.end()
+            watch.over = True
+            watch.join()
             if watch.error is None and is_timeout(_failure(e)) and monitor.ends.at_work:
                 raise monitor.hang() from e
             first = watch.error and is_echo(_failure(watch.error)) and not is_echo(_failure(e))
             if watch.error is None or first: raise
             raise watch.error from watch.error.__cause__
         watch.computes = False
+    watch.over = True
+    watch.join()
     if watch.error is not None: raise watch.error
     return res
 
@@ -219,14 +228,20 @@ def ranch(
     ctx=None, # Context manager around the call in each process
     need="", # Names of notebook objects to bring along; what `fn` refers to is brought anyway
     imports="", # Import statements, run in `__main__`
+    wait=True, # False: return a job at once, whose `result()` this is; with `caller_rank=None`
     **kwargs # Keyword arguments of `fn`
 ):
     """Calls `fn` on `nprocs` processes, which know their `LOCAL_RANK` and `LOCAL_WORLD_SIZE`.
     Raises `CantDistribute` for what can't be, before anything is started; `RankRaised` or
     `RankDied` when another process failed, and what `fn` raises here as it is"""
     _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports)
+    if not (wait or caller_rank is None):
+        raise CantDistribute("wait=False: the notebook is no rank of a background job. Pass "
+                             "caller_rank=None.")
     needed = _needed(need)
-    with private_folder() as d:
+    bound(fn, args, kwargs)
+    with contextlib.ExitStack() as stack, shortened():
+        d = stack.enter_context(private_folder())
         store = os.path.join(d, 'rendezvous')
         call = lambda: _call_in_notebook(fn, args, kwargs, caller_rank, nprocs, ctx, imports, store)
         if caller_rank is not None and nprocs == 1: results = [call()]
@@ -236,9 +251,17 @@ def ranch(
             engine = Local
             if caller_rank is not None:
                 engine = functools.partial(_NotebookIsRank, caller_rank, call)
-            results = _run(Job.of(call_job, request), nprocs, (0,), engine)
+            job = Job.of(call_job, request)
+            if not wait: return _ranch_later(job, nprocs, fn, gather, stack.pop_all())
+            results = _run(job, nprocs, (0,), engine)
     if gather: return results
     return None if caller_rank is None else results[caller_rank]
+
+def _ranch_later(job, nprocs, fn, gather, folder):
+    def run():
+        with folder: res = _run(job, nprocs, (0,))
+        return res if gather else None
+    return BackgroundJob(f"ranch({nprocs}, {getattr(fn, '__name__', 'fn')})", run=run).start()
 
 CHECKS = dict(
     nprocs=whole("a whole number of processes, at least one and at most 1024", 1, 1024),
@@ -297,6 +320,8 @@ def spawn(
     """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises
     `CantDistribute` for what can't be pickled, `RankRaised` or `RankDied` when a process failed"""
     check_all(dict(nprocs=nprocs, fn=fn, args=args), CHECKS | _SPAWN)
+    bound(fn, (0, *args), hint=" spawn passes the rank as the first argument.")
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
-    run = lambda: _run(job, nprocs, 'all')
+    def run():
+        with shortened(): return _run(job, nprocs, 'all')
     return run() if join else Spawned(run)

@@ -61,8 +61,9 @@ class Local(Launcher):
     def leave(self):
         "Leaves all blocks: its processes end"
         self._blocks = 0
-        with self._busy: self._stay()
-        self.close()
+        with self._busy:    # a call of another thread may have its turn
+            self._stay()
+            self.close()
     def close(self,
         grace=2., # Seconds that processes have to end by themselves
     ):
@@ -78,8 +79,8 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
     """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises
     `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
     with rank 0's newest state as their `state`"""
-    interrupts = Interrupts()
-    with interrupts.noted(), self._busy:
+    interrupts,timings = Interrupts(),Timings()
+    with interrupts.noted(), self._turn(interrupts, timings.mark):
         self._stay()
         try: outcome = self._run_once(job, nprocs, on_event, interrupts)
         except RankRaised as e:
@@ -87,7 +88,8 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
             if not could_not_connect(e.failure): raise
             outcome = self._run_once(job, nprocs, on_event, interrupts)
         self.after_success(job)
-    return outcome._replace(interrupted=bool(interrupts.n))
+    marks = *timings.marks, *outcome.marks
+    return outcome._replace(interrupted=bool(interrupts.n), marks=marks)
 
 @patch
 def _run_once(self:Local, job, nprocs, on_event, interrupts):
@@ -102,6 +104,24 @@ def _run_once(self:Local, job, nprocs, on_event, interrupts):
     return outcome._replace(marks=(*timings.marks, *outcome.marks))
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
+@patch
+@contextlib.contextmanager
+def _turn(self:Local, interrupts, mark):
+    "Inside, no other thread's call runs on these workers"
+    if not self._busy.acquire(blocking=False):
+        while not self._busy.acquire(timeout=.1):
+            if interrupts.n: raise KeyboardInterrupt
+        mark('turn')
+    try: yield
+    finally: self._busy.release()
+
+@patch
+def prepare(self:Local, nprocs):
+    "As `Launcher.prepare`"
+    with (interrupts := Interrupts()).noted(), self._turn(interrupts, lambda phase: None):
+        if not self.places:
+            self._get_workers(self.worker_ranks(nprocs), nprocs, interrupts, lambda phase: None)
+
 @patch
 def worker_ranks(self:Local, nprocs):
     "Ranks that run in a worker"

@@ -10,7 +10,7 @@ import os, pickle, re, signal, time
 
 from fastcore.basics import patch
 
-from .engine import Outcome
+from .engine import EpochEnd, Outcome
 from ..base.errors import GroupTimeout, RankDied, RankRaised
 from ..base.failure import first_failure, is_echo, is_timeout
 from ..process.helper import HELPER_ENDED
@@ -91,6 +91,8 @@ class Monitor:
         self.replay.flush()
         if self.interrupts.n: self._interrupted()
     def _handle(self, rank, what, *rest):
+        if what == 'put' and rest[0] == 'epoch':
+            self.on_event(rank, EpochEnd(*self._newest('epoch')))
         if what != 'event': return self.ends.note(rank, what, *rest[:1])
         kind,e = rest[0]
         if kind == 'show': self.replay.add(rank, e)
@@ -140,7 +142,8 @@ def _interrupted(self:Monitor):
 
 @patch
 def ask_to_stop(self:Monitor):
-    "Sends all ranks the wish to stop"
+    """Sends all ranks the wish to stop. By pipe, not on the board: the thread that reads the pipe
+    interrupts code that looks at no board (`ranch`, cells), and agents pass messages on"""
     self.asked_to_stop = time.monotonic()
     self.workers.ask_stop()
 

@@ -14,6 +14,7 @@ from ..base.device import accelerator
 # %% ../../nbs/launch/501_report.ipynb #48c80a5d
 PHASES = {
     'snapshot': "learner and data pickled in the notebook",
+    'turn': "calls of other threads on the same workers",
     'helper': "the helper process got ready and forked the first worker",
     'fork': "the other workers",
     'ship': "buffers written into shared memory, until rank 0 began the job",
@@ -73,7 +74,8 @@ def banner(n, gpus, total, steps=None, where=None):
     return f"{who} x batch {each} = {total} per step{per_epoch}"
 
 # %% ../../nbs/launch/501_report.ipynb #6e3b0f27
-_START = dict(failed='runs that failed', snapshot='snapshot', helper='helper process',
+_START = dict(failed='runs that failed', snapshot='snapshot', turn='other calls',
+              helper='helper process',
               fork='other workers',
               ship='shared memory', join='process group', load='loading')
 
@@ -100,9 +102,10 @@ def summary(
 ):
     "How long it took, as one line"
     all_ranks = result['items']/result['seconds']
-    each = f" ({n} x {rate(all_ranks/n)})" if n > 1 else ''
+    each = f", {rate(all_ranks/n)} per worker" if n > 1 else ''
     start = f" ({start})" if start else ''
-    return f"{what} in {time.time()-began:.1f} s{start}, {rate(all_ranks)} items/s{each}"
+    return (f"{what} in {time.time()-began:.1f} s{start}, {rate(all_ranks)} items/s in training"
+            f"{each}")
 
 def what_ran(result, iterations=False):
     "Epochs; or steps, where these count (`lr_find`) or no epoch came to its end"

@@ -6,13 +6,16 @@
 __all__ = ['dump_snapshot', 'offloaded', 'block', 'OpenBlock', 'with_block', 'Call', 'Session', 'refuse_untrainable']
 
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
-import contextlib, functools, sys, warnings
+import contextlib, functools, sys, threading, warnings
+
+from fastcore.basics import noop
 
 from ..base import group
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.rng import CommonRNG
-from ..base.scoped import ending_undisturbed, own_attrs, undisturbed
+from ..base.scoped import ending_undisturbed, in_background, own_attrs, undisturbed
+from .background import refuse_busy, refuse_overlap
 from .engine import Job
 from .picture import Report, closing_line
 from .report import banner, start_of, summary, what_ran
@@ -21,6 +24,7 @@ from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
 from ..payload.columns import Columns
 from ..payload.patches import collect_patches
+from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt
 from ..shard.same_model import bn_note
 
@@ -30,10 +34,12 @@ def dump_snapshot(
     roots, # Path -> object, most telling first: where to look for what can't be pickled
     *without, # Context managers: inside, the learner is as it is to be pickled
     columns=None, # `Columns` that snapshots of one block have in common
+    definitions=None, # `Definitions` that become those of the notebook which are sent
 ):
     "`obj`, random streams and what cells patched, as a `Payload`; `NotPicklable` names what fails"
     patches = collect_patches()
-    obj = dict(patches=patches, rng=CommonRNG.capture().state(), **obj)
+    obj = dict(patches=patches, rng=CommonRNG.capture().state(), **obj,
+               definitions=Definitions() if definitions is None else definitions)
     with contextlib.ExitStack() as stack:
         for o in without: stack.enter_context(o)
         return dump_or_blame(obj, roots | patches.roots(), columns=columns or Columns())
@@ -76,27 +82,55 @@ def block(
 def _on_workers(learn, given, defaults, overrides, quiet):
     with ending_undisturbed() as ending:
         with hushed(quiet(learn)): found = ending.enter_context(engine_for(given, defaults))
-        methods = overrides(*found) if found else {}
-        if found: ending.enter_context(_others_noticed(type(learn)))
+        if found and not getattr(found[0], 'places', True): refuse_overlap(found[2])
+        methods = _of_this_thread(overrides(*found)) if found else {}
+        # what the notebook trains beside a background job is meant so
+        if found and 'in_job' not in given: ending.enter_context(_others_noticed(type(learn)))
         ending.enter_context(own_attrs(learn, distrib_session=given, **methods))
         yield
 
 _ELSEWHERE = ("Training locally: the enclosing distrib_ctx belongs to a different learner. Call "
               "learn.distrib_fit(), or open a block for this learner, too.")
 
+def _of_this_thread(methods):
+    "Name -> method of `methods`, refused in another thread than that of the block"
+    opener = threading.current_thread()
+    def guarded(name, method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            if threading.current_thread() is opener or in_background():
+                return method(*args, **kwargs)
+            raise CantDistribute(f"{opener.name} has this learner on workers (a distrib_ctx block "
+                                 f"or a learn.distrib_* call): learn.{name} can't run beside it. "
+                                 "Wait until it ends.")
+        return call
+    return {k:guarded(k, v) for k,v in methods.items()}
+
+_patched = {}       # class -> its own `fit`, and how many blocks are open
+_patching = threading.Lock()
+
 @contextlib.contextmanager
 def _others_noticed(cls):
     "Inside, a fit of a learner without workers warns"
     cls = next(o for o in cls.__mro__ if 'fit' in vars(o))
-    plain = cls.fit
+    with _patching:
+        plain,blocks = _patched.get(cls) or (cls.fit, 0)
+        if not blocks: cls.fit = _noticing(plain)
+        _patched[cls] = plain,blocks+1
+    try: yield
+    finally:
+        with _patching:
+            plain,blocks = _patched.pop(cls)
+            if blocks > 1: _patched[cls] = plain,blocks-1
+            else: cls.fit = plain
+
+def _noticing(plain):
     @functools.wraps(plain)
     def fit(self, *args, **kwargs):
         if 'distrib_session' not in vars(self) and not group.in_group():
             warnings.warn(_ELSEWHERE, stacklevel=2)
         return plain(self, *args, **kwargs)
-    cls.fit = fit
-    try: yield
-    finally: cls.fit = plain
+    return fit
 
 _NO_WITH = ("distrib_ctx(...) does nothing by itself: write `with learn.distrib_ctx(...):` and "
             "indent the fits below it, or call learn.distrib_fit().")
@@ -120,7 +154,6 @@ class Call:
     A subclass has `snapshot()`, which returns a `Payload`, and `apply(meta, buffers)` for the
     state that rank 0 captured"""
     next_try = "The fit begins anew"    # What a restart does, for the line that says so
-    stopped = "holds the last finished batch."      # What the learner holds after an interrupt
     def __init__(self, session, job,
         what='', # What runs, for the report
         keeps='nothing', # Of failed runs: 'nothing', 'last' (the epoch of the last try), 'all'
@@ -128,19 +161,24 @@ class Call:
     ):
         self.session,self.learn,self.job = session,session.learn,job
         self.keeps,self.iterations = keeps,iterations
-        self.timings = Report(what)
+        self.timings,self.on_start = Report(what),noop
+        self.definitions = Definitions()
         # The learner holds what the workers came to; that is a fit interrupted in an epoch
         self.kept = self.cut = False
     def holds(self):
         "What the learner holds, as an error says it"
         if self.kept and self.keeps != 'nothing': return "holds the end of its last complete epoch."
         return "is as it was before the call."
+    def stopped(self, result):
+        "What the learner holds after an interrupt; `result` is rank 0's"
+        return "holds the last finished batch."
     def run(self, last=True):
         "Run it once: the `Outcome`; `last`: after a failure it isn't tried again"
         job = Job.of(self.job, self.snapshot())
         self.timings.mark('snapshot')
+        self.on_start()
         with undisturbed(), offloaded(self.learn):
-            try: out = self.session.launcher.run(job, self.session.n)
+            try: out = self.session.launcher.run(job, self.session.n, self.on_event)
             except BaseException as e:      # also the notebook's own: a closed output, say
                 if hasattr(e, 'state'): self.failed(e, last or not isinstance(e, WorkerError))
                 self.timings.mark('failed')
@@ -148,6 +186,8 @@ class Call:
             self.finished(out)
         self.timings.mark('back')
         return out
+    def on_event(self, rank, e):
+        "What a rank says meanwhile, and the end of an epoch as `EpochEnd`"
     def failed(self, e, last):
         "Put what is left of a failed fit into the learner, and into `e` what the learner holds"
         # they map memory, and an exception may live long
@@ -157,7 +197,7 @@ class Call:
             self.kept = True
         e.kept = self.holds()
         if isinstance(e, RankRaised):
-            e.debug = "To step through it: launcher=InProcess(), then %debug."
+            e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
     def finished(self, out):
         "Put what the workers came to into the learner"
         if out.state: self.apply(*out.state)
@@ -168,7 +208,7 @@ class Call:
         `kept`"""
         e = KeyboardInterrupt()
         e.where = f"iteration {result['steps']} of lr_find" if self.iterations else result['where']
-        e.kept = self.stopped if result['begun'] else self.holds()
+        e.kept = self.stopped(result) if result['begun'] else self.holds()
         return e
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43
@@ -204,9 +244,10 @@ class Session:
                 raise
     def train(self, call):
         "Run the fit `call`, with lines before and after it"
+        refuse_busy(self.learn)
         with self.telling(call):
             self.launcher.check_items(self.datasets())
-            self.print_banner()
+            call.on_start = self.print_banner
             out = self.run_with_restarts(call)
             result = out.results[0]
             if out.interrupted or any(r['interrupted'] for r in out.results):
@@ -226,7 +267,6 @@ class Session:
                 headline,s = ' '.join(e._headline().split()),'s' if left != 1 else ''
                 print_line(f"{type(e).__name__}: {headline}. {call.next_try} on fresh workers "
                            f"({left} restart{s} left).")
-                self.print_banner()
         return call.run()
     def place_again(self, e):
         """After the failure `e`: fewer workers if a machine is lost; raises `e` where the rest

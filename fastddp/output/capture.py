@@ -285,16 +285,13 @@ def _enter_shell(undo, queue, settings, user_ns):
     _use_figures(undo, shell, settings.figures)
 
 def _send_warning(queue, message, category, filename, lineno, file=None, line=None):
-    "`warnings.showwarning`: sends warnings of ranks that aren't shown, and a library's once"
+    """`warnings.showwarning`: sends warnings of ranks that aren't shown, and others once, as Python
+    shows them, but for those with an 'always' filter"""
     text = warnings.formatwarning(message, category, filename, lineno, line)
     if file is None and not queue.see: queue.put(('warning', text))
-    if file is None and queue.see and _is_of_library(category, filename): queue.once(text)
-    else: (file or sys.stderr).write(text)
-
-def _is_of_library(category, filename):
-    "True for a warning of installed code without an 'always' filter"
     always = any(f[0] == 'always' and issubclass(category, f[2]) for f in warnings.filters)
-    return not always and f"{os.sep}site-packages{os.sep}" in filename
+    if file is None and queue.see and not always: queue.once(text)
+    else: (file or sys.stderr).write(text)
 
 # %% ../../nbs/output/203_capture.ipynb #e4b0dde8
 def rehearse():

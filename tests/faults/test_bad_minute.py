@@ -97,7 +97,17 @@ def test_secrets_are_not_shown_and_libraries_are_folded(launcher):
     assert not any('hf_12345' in v for *_, vars_ in err.failure.locals for v in vars_.values())
     assert 'frames of fastai' in text and len(text.split('\n')) < 50
     assert 'learner.py' in err.failure.text and 'learner.py' not in text
-    assert text.endswith('To step through it: launcher=InProcess(), then %debug.')
+    assert 'err.failure.locals, err.batch_items' in text and text.endswith('in this process: %debug is live.')
+
+
+def test_the_debugger_finds_the_recorded_frames(launcher, monkeypatch):
+    "`%debug` walks the traceback that a cell's error has once it was shown"
+    monkeypatch.setattr(sys, 'last_traceback', None, raising=False)
+    err = failed(make_learner(n=64, cbs=Raises('before_batch', secretly)), launcher)
+    shown(err)
+    frames = [f for f, _ in traceback.walk_tb(err.__traceback__)]
+    assert sys.last_traceback is err.__traceback__ and frames[-1].f_code.co_name == '_go'
+    assert repr(frames[-1].f_locals['token']) == "'<not shown>'" and 64 < frames[-1].f_lineno < 70
 
 
 class Mute(Exception):

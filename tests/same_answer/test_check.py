@@ -5,6 +5,7 @@ from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam
+from fastai.text.models.awdlstm import WeightDropout
 from torch import nn
 from parity import items, learner, mlp, warm
 
@@ -36,12 +37,19 @@ def test_same_answer_and_nothing_changed(two, capsys):
 EXPECTED = 'Not the same, for reasons that are expected: '
 
 
-@pytest.mark.parametrize('layer,why', [(nn.BatchNorm1d(8), 'batch norm'), (nn.Dropout(.5), 'dropout')])
+class Awd(nn.Module):
+    "Its weights are computed, so no copy can be made of them"
+    def __init__(self): super().__init__(); self.rnn = WeightDropout(nn.LSTM(8, 8, batch_first=True), .5)
+    def forward(self, x): return self.rnn(x[:, None].repeat(1, 3, 1))[0][:, -1]
+
+
+@pytest.mark.parametrize('layer,why', [(nn.BatchNorm1d(8), 'batch norm on the CPU'), (nn.Dropout(.5), 'dropout'),
+                                       (Awd(), 'dropout')])
 def test_differences_have_their_reason(two, layer, why):
     res = learner(model=nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3))).distrib_check(nprocs=2, launcher=two,
                                                                                               show=False)
     by = {r.what: r for r in res}
-    assert by['batches'].same and not by['losses'].same and list(res.reasons) == [why]
+    assert by['batches'].same and not by['losses'].same and list(res.reasons) == [why], res
     assert res.verdict == f'{EXPECTED}{why}. Without it: same.'
     assert str(res).count('each worker') == 1
 

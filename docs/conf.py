@@ -1,0 +1,9 @@
+"Sphinx's settings for the site, which `make docs` builds from the folder that tools/website.py assembles."
+project, author, html_title = 'fastddp', 'fastddp contributors', 'fastddp'
+extensions = ['myst_nb']
+html_theme = 'furo'
+html_static_path, html_css_files = ['static'], ['site.css']
+html_copy_source = html_show_sphinx = html_show_copyright = False
+nb_execution_mode = 'off'           # outputs are those that a test run or the demo left
+myst_heading_anchors = 4
+suppress_warnings = ['myst-nb.unknown_mime_type', 'misc.highlighting_failure', 'myst.header']

@@ -1,0 +1,254 @@
+"""`wait=False`: a job beside the notebook, with the result of the same call in the foreground; and checkpoints."""
+import asyncio, contextlib, copy, os, random, signal, subprocess, sys, threading, time
+from pathlib import Path
+import pytest, torch
+from fastai.callback.core import Callback
+from torch import nn
+from fastddp.all import CantDistribute, InProcess, RankRaised, ranch
+from fastddp.fastai2 import checkpoint
+from fastddp.launch import background
+from fastddp.launch.engine import Job
+from parity import Warm, learner, mlp, seed, values, warm
+
+pytestmark = pytest.mark.filterwarnings('error:fastddp')
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield dict(nprocs=2, launcher=launcher)
+
+
+class Slow(Callback):
+    "Each batch takes a while, so that something can happen meanwhile"
+    def after_batch(self): time.sleep(.02)
+
+
+class Fails(Callback):
+    def after_epoch(self):
+        if self.epoch == 1: raise KeyError('in the second epoch')
+
+
+def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
+def same(a, b): return all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def until(cond):
+    end = time.monotonic()+60
+    while not cond() and time.monotonic() < end: time.sleep(.02)
+    assert cond()
+
+
+def first_epoch(job): until(lambda: job.epoch is not None or job.done())
+
+
+def test_result_is_that_of_the_foreground(two):
+    here, there = learner(), learner()
+    seed(1)
+    here.distrib_fine_tune(2, 1e-2, **two)
+    drawn = torch.rand(1)
+    seed(1)
+    before = weights(there)
+    job = there.distrib_fine_tune(2, 1e-2, wait=False, **two)
+    seed(7)     # the job has streams of its own
+    job._wait(60)
+    assert same(weights(there), before) and not hasattr(there.recorder, "lrs")
+    assert job.result() is None and job.done() and job.exception() is None
+    assert same(weights(here), weights(there)) and values(here) == values(there)
+    assert torch.equal(torch.rand(1), drawn)
+    assert here.opt.hypers == there.opt.hypers and there.distrib_report.what == here.distrib_report.what
+    assert '2 workers' in job.log and '2 epochs in' in job.log
+
+
+def test_the_notebook_meanwhile(capsys):
+    two = dict(nprocs=2)
+    learn = learner(cbs=[Slow()])
+    before = weights(learn)
+    job = learn.distrib_fit(50, wait=False, **two)
+    for fit, options in ((learn.fit, {}), (learn.fit_one_cycle, {}), (learn.distrib_fit, two)):
+        with pytest.raises(CantDistribute, match=r'job \d+: fit\(50\), running'): fit(1, **options)
+    learn.get_preds()
+    first_epoch(job)
+    assert same(weights(learn), before)
+    job.pull()
+    assert not same(weights(learn), before) and len(learn.recorder.values) == learn.epoch+1 >= 1
+    job.stop()
+    assert job.result(timeout=60) is None and job.state == 'stopped'
+    assert len(learn.recorder.values) < 50 and len(learn.recorder.lrs) > 0
+    assert capsys.readouterr().out == ''        # all of it is in the job's display
+    assert 'Stopped in epoch' in job.log
+    batches = len(learn.recorder.lrs)
+    again = learn.distrib_resume(wait=False)
+    until(lambda: again.epoch is not None)
+    again.stop()
+    again.result(timeout=60)
+    assert len(learn.recorder.lrs) > batches
+    learn.fit(1)        # the learner is the notebook's again
+
+
+def test_changed_meanwhile(two):
+    learn, other = learner(), learner()
+    job = learn.distrib_fit(1, wait=False, **two)
+    with torch.no_grad(): learn.model[0].weight.mul_(2)
+    with pytest.raises(CantDistribute, match='weights or optimizer of the learner were changed'): job.result(60)
+    mine = weights(learn)
+    job.result(into=other)
+    assert same(weights(learn), mine) and not same(weights(other), weights(learner()))
+    job = learn.distrib_fit(1, wait=False, **two)
+    learn.model[0].weight.data.mul_(2)
+    job.result(60, force=True)
+    assert not same(weights(learn), mine)
+
+
+def test_failure():
+    learn = learner(cbs=[Fails()])
+    before = weights(learn)
+    job = learn.distrib_fit(3, wait=False, nprocs=2)
+    assert isinstance(job.exception(60), RankRaised) and job.state == 'failed'
+    assert same(weights(learn), before) and "rank 0 raised KeyError" in job.log.replace('rank 1', 'rank 0')
+    for _ in range(2):
+        with pytest.raises(RankRaised, match='in the second epoch'): job.result()
+    assert not same(weights(learn), before) and len(learn.recorder.values) == 1
+    assert learn.epoch == 0
+    with pytest.raises(RankRaised, match='in the second epoch'): learn.distrib_resume(wait=False).result(60)
+
+
+def test_inference_and_lr_find(two):
+    learn = learner()
+    job = learn.distrib_get_preds(wait=False, **two)
+    assert all(torch.equal(a, b) for a, b in zip(job.result(60), learn.get_preds()))
+    async def awaited(): return await learn.distrib_lr_find(wait=False, **two)
+    assert asyncio.run(awaited()).valley > 0 and len(learn.recorder.lrs) > 50
+
+
+def test_queue(two):
+    a, b = learner(), learner()
+    first = a.distrib_fit(2, wait=False, cbs=Slow(), **two)
+    second = first.then(b.distrib_fit, 1, **two)
+    def last(wait): return background.BackgroundJob('last', run=lambda: (first.done(), second.done())).start()
+    third = second.then(last)
+    assert 'waiting for' in repr(second)
+    assert third.result(60) == (True, True)
+    for job in (first, second): job.result()
+    assert (len(a.recorder.values), len(b.recorder.values)) == (2, 1)
+
+
+def test_refused(two):
+    learn = learner()
+    for options, why in ((dict(nprocs=1), 'needs workers in processes of their own'),
+                         (dict(launcher=InProcess()), 'needs workers in processes of their own'),
+                         (dict(nprocs=2, wait='no'), 'True or False'),
+                         (dict(nprocs=2, checkpoint='often'), "'epoch', or the time")):
+        with pytest.raises(CantDistribute, match=why): learn.distrib_fit(1, **dict(wait=False) | options)
+    with pytest.raises(CantDistribute, match='A block waits'), learn.distrib_ctx(nprocs=2, wait=False): pass
+    with pytest.raises(CantDistribute, match='outside of it'), learn.distrib_ctx(**two):
+        learn.distrib_fit(1, wait=False)
+    # what a rank would refuse is refused in the call
+    with pytest.raises(CantDistribute, match='n_epoch'): learn.distrib_fit('x', wait=False, **two)
+    for p in learn.model.parameters(): p.requires_grad_(False)
+    with pytest.raises(CantDistribute, match='no trainable parameters'): learn.distrib_fit(1, wait=False, **two)
+    assert not background._jobs and not [k for k in vars(learn) if k == 'fit']
+
+
+def test_gpus_of_a_job():
+    job = background.BackgroundJob('fit(9)')
+    job.gpus = 0, 1
+    background._jobs.append(job)
+    with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'): background.refuse_overlap([1, 2])
+    background.refuse_overlap([2])
+    background.refuse_overlap(None)
+    background._jobs.remove(job)
+    background.refuse_overlap([1])
+
+
+def test_a_closure_means_the_twin(two):
+    "A loss that refers to the notebook's model is that of the model that trains"
+    def make():
+        seed()
+        model = mlp()
+        def loss(pred, y): return nn.functional.cross_entropy(pred, y) + .1*model[0].weight.square().mean()
+        return learner(model=model, loss_func=loss)
+    here, there = make(), make()
+    seed(1)
+    here.distrib_fit(1, loss='mean', **two)
+    seed(1)
+    there.distrib_fit(1, loss='mean', wait=False, **two).result(60)
+    assert same(weights(here), weights(there))
+
+
+def test_a_plain_fit_beside_a_thread(two):
+    "A block belongs to its thread: a fit in another one is refused, and names who trains"
+    learn, began, errors = learner(cbs=[Slow()]), threading.Event(), []
+    def train():
+        try: learn.distrib_fit(3, **two)
+        except BaseException as e: errors.append(e)
+    thread = threading.Thread(target=train, name='night')
+    thread.start()
+    until(lambda: 'distrib_session' in vars(learn))
+    with pytest.raises(CantDistribute, match='night has this learner on workers'): learn.fit(1)
+    thread.join(60)
+    assert not errors and len(learn.recorder.values) == 3
+    assert not hasattr(type(learn).fit, '__wrapped__')
+
+
+def rest(ctx, obj): time.sleep(obj)
+
+
+def test_two_threads_on_one_engine(two):
+    "The second waits for its turn, in a phase of its own"
+    launcher = two['launcher']
+    thread = threading.Thread(target=launcher.run, args=(Job.of(rest, .5), 2))
+    thread.start()
+    def taken():
+        if not launcher._busy.acquire(blocking=False): return True
+        launcher._busy.release()
+    until(taken)
+    out = launcher.run(Job.of(rest, 0), 2)
+    thread.join(60)
+    assert [k for k, _ in out.marks][0] == 'turn'
+
+
+def test_ranch():
+    job = ranch(2, os.getpid, caller_rank=None, wait=False)
+    assert len({*job.result(60), os.getpid()}) == 3
+    with pytest.raises(CantDistribute, match='caller_rank=None'): ranch(2, os.getpid, wait=False)
+
+
+class Cut(Callback):
+    "The kernel ends in the third epoch"
+    def before_epoch(self):
+        if self.epoch == 2: raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize('how', ['fit_one_cycle', pytest.param('fine_tune', marks=pytest.mark.full)])
+def test_checkpoint(how, two, tmp_path):
+    def make(**kwargs): return learner(path=tmp_path, opt_func=__import__('fastai.optimizer').optimizer.Adam, **kwargs)
+    whole, cut = make(), make()
+    seed(1)
+    whole.distrib(how, 4, 1e-2, **two)
+    seed(1)
+    # as a kernel that ends: nothing of the learner is left but the file
+    with pytest.raises(KeyboardInterrupt): cut.distrib(how, 4, 1e-2, checkpoint='epoch', cbs=Cut(), **two)
+    seed(99)
+    new = make()
+    with pytest.raises(KeyboardInterrupt): new.distrib_resume('distrib')     # the callback came along
+    other = learner(path=tmp_path, model=mlp(n_hid=9))
+    with pytest.raises(CantDistribute, match=r"another learner: its weights differ \(\['0.weight', \[8, 4\]\] there"):
+        other.distrib_resume('distrib')
+    with pytest.raises(CantDistribute, match='No checkpoint in'): new.distrib_resume('night')
+
+
+def test_checkpoint_goes_on(two, tmp_path):
+    def make(): return learner(path=tmp_path)
+    whole, cut = make(), make()
+    seed(1)
+    whole.distrib_fit_one_cycle(3, 1e-2, **two)
+    seed(1)
+    job = cut.distrib_fit_one_cycle(3, 1e-2, wait=False, checkpoint='epoch', **two)
+    job.result(60)
+    ckpt = tmp_path/'models'/'distrib.ckpt'
+    os.replace(ckpt.with_name('distrib.ckpt.1'), ckpt)      # the end of the second epoch
+    seed(99)
+    new = make()
+    new.distrib_resume('distrib', wait=False).result(60)
+    assert same(weights(new), weights(whole)) and values(new) == values(whole)
+    assert new.recorder.lrs == whole.recorder.lrs

@@ -1,0 +1,116 @@
+"""The site: which pages there are, what a page of it is made of, and that its links lead somewhere."""
+import html.parser, re, subprocess, sys
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+import pytest
+
+root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root/'tools'))
+import website
+
+
+def cell(kind, source): return dict(cell_type=kind, source=source, metadata={}, outputs=[])
+
+
+def test_every_page_is_listed_once():
+    "All documents and notebooks, but what is the index's"
+    there = {o.relative_to(root).as_posix() for folder in ('docs', 'nbs', 'benchmarks')
+             for kind in ('*.md', '*.ipynb') for o in (root/folder).rglob(kind)
+             if not any(p.startswith(('.', '_')) or p == 'results' for p in o.relative_to(root).parts)}
+    listed = [o for o in website.PAGES if o not in website.api.PAGES]
+    assert len(listed) == len({*listed})
+    assert there - {'nbs/index.ipynb'} == {o for o in listed if '/' in o}
+    assert [o for o in listed if not (root/o).exists()] == []
+
+
+def test_links_to_what_is_no_page():
+    "Become text, or lead to the address, if there is one"
+    text = '[a](../LICENSE) [b](options.md#platforms) [c](https://x.y) ![d](lesson.png) [e](../README.md) [f](#top)'
+    rest = '[b](options.md#platforms) [c](https://x.y) ![d](lesson.png) [e](../index.md) [f](#top)'
+    assert website.linked(text, 'docs/gpus.md') == f'a {rest}'
+    assert website.linked(text, 'docs/gpus.md', 'https://h/a') == f'[a](https://h/a/blob/main/LICENSE) {rest}'
+
+
+def test_a_notebooks_cells_without_nbdevs_words():
+    nb = dict(cells=[cell('code', '#| default_exp x'), cell('code', '#| export\nx = 1'), cell('code', '#| hide\ny'),
+                     cell('markdown', 'z'), cell('code', '#| slow\nw')])
+    assert [o['source'] for o in website.for_site(nb, 'nbs/x.ipynb')['cells']] == ['x = 1', 'z', 'w']
+
+
+def test_outputs_of_older_code_are_left_out(tmp_path, monkeypatch):
+    import json
+    path, ran = 'nbs/tutorials/vision.ipynb', tmp_path/'nbs'/'tutorials'/'vision.ipynb'
+    monkeypatch.setattr(website, 'EXECUTED', tmp_path)
+    nb = json.loads((root/path).read_text(encoding='utf-8'))
+    code = [o for o in nb['cells'] if o['cell_type'] == 'code']
+    for o in code: o['outputs'] = ['an output']
+    ran.parent.mkdir(parents=True)
+    def outputs(): return sum(len(o.get('outputs', ())) for o in website.with_outputs(path)['cells'])
+    assert outputs() == 0
+    ran.write_text(json.dumps(nb))
+    assert outputs() == len(code)
+    code[0]['source'] = 'other()'
+    ran.write_text(json.dumps(nb))
+    assert outputs() == 0
+
+
+class Links(html.parser.HTMLParser):
+    "The targets and the anchors of a page"
+    def __init__(self, path):
+        super().__init__()
+        self.targets, self.anchors = set(), set()
+        self.feed(path.read_text(encoding='utf-8'))
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.targets |= {attrs[k] for k in ('href', 'src') if attrs.get(k)}
+        self.anchors |= {attrs[k] for k in ('id', 'name') if attrs.get(k)}
+
+
+def dead_links(folder):
+    pages = {o.resolve(): Links(o) for o in folder.rglob('*.html')}
+    for path, page in pages.items():
+        for target in page.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc: continue
+            to = (path.parent/unquote(parts.path)).resolve() if parts.path else path
+            anchor = unquote(parts.fragment)
+            if not to.exists() or anchor and to in pages and anchor not in pages[to].anchors:
+                yield path.relative_to(folder.resolve()).as_posix(), target
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+    if not all(map(find_spec, ('sphinx', 'myst_nb', 'furo'))): pytest.skip("Sphinx is not installed: make docs")
+    folder = tmp_path_factory.mktemp('site')/'pages'
+    done = subprocess.run([sys.executable, '-W', 'ignore', root/'tools'/'website.py', folder], cwd=root, timeout=280,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]+done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.full
+def test_links_lead_somewhere(site):
+    assert [*dead_links(site)] == [] and len([*site.rglob('*.html')]) > 100
+
+
+@pytest.mark.full
+def test_a_dead_link_is_noticed(site):
+    targets = 'nowhere.html', 'index.html#no', 'index.html'
+    (site/'bad.html').write_text(''.join(f'<a href="{o}"></a>' for o in targets))
+    assert {o for _, o in dead_links(site)} == {'nowhere.html', 'index.html#no'}
+    (site/'bad.html').unlink()
+
+
+@pytest.mark.full
+def test_an_error_is_found_by_its_text(site):
+    "The search index has the words of each message"
+    index = (site/'searchindex.js').read_text(encoding='utf-8')
+    assert all(f'"{o}"' in index or f'{o}:' in index for o in ('notpickl', 'pickl', 'outofmemoryerror', 'errno'))
+
+
+@pytest.mark.full
+def test_pages_of_what_is_called(site):
+    "Signature, parameters, returns, raises"
+    text = re.sub('<[^>]*>', '', (site/'docs'/'api'/'learner.html').read_text(encoding='utf-8'))
+    assert all(o in text for o in ('distrib_fit_one_cycle', 'batch=', 'Exactly these', 'Returns what', 'RankDied:'))
