@@ -3,14 +3,28 @@ and nbdev.
 
     python tests/notebook_runner.py FLAGS       then one path a line on stdin; answers with one line of JSON each
 """
-import atexit, gc, json, os, signal, sys, tempfile, time, warnings
+import atexit, gc, json, os, pathlib, signal, sys, tempfile, time, warnings
 
 LIMIT = 280     # seconds for a notebook
+
+
+def keep_outputs(path):
+    "The notebook as it ran, with its outputs, goes into build/executed, for the site"
+    import nbdev.test
+    from fastcore.nbio import write_nb
+    target = pathlib.Path('build', 'executed', path).resolve()
+    class Shell(nbdev.test.CaptureShell):
+        def run_all(self, nb, *args, **kwargs):
+            super().run_all(nb, *args, **kwargs)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_nb(nb, target)
+    nbdev.test.CaptureShell = Shell
 
 
 def run_here(path, flags):
     "In the fork: the notebook's cells from top to bottom; the exit code"
     from nbdev.test import nbdev_test
+    if not os.path.isabs(path): keep_outputs(path)
     code = 0
     try: nbdev_test(path, flags=flags, n_workers=0, cell_timeout=200)
     except SystemExit as e: code = e.code if isinstance(e.code, int) else 1

@@ -1,4 +1,5 @@
-"""`%debug` after an error of a worker and after `launcher=InProcess()`, and `pdb.set_trace()` under it, in a real kernel asked at its keyboard."""
+"""`%debug` after an error of a worker and after `launcher=InProcess()`, and `pdb.set_trace()` under it, in a real
+kernel asked at its keyboard."""
 import os, re
 import pytest
 from jupyter_client.manager import KernelManager
@@ -14,7 +15,7 @@ dls = DataLoaders(*(DataLoader(list(zip(x, x.sum(1, keepdim=True))), bs=4, num_w
 class Fails(Callback):
     def before_batch(self):
         answer = 6*7
-        if self.iter == 2 and self.training: {line}
+        if self.iter == 1 and self.training: {line}
 learn = Learner(dls, nn.Linear(3, 1), loss_func=nn.MSELoss(), cbs=Fails())
 '''
 

@@ -1,5 +1,5 @@
 """The repository around the code: links, licence, the two commands and what they say where something is missing."""
-import os, re, runpy, shutil, subprocess, sys
+import json, os, re, runpy, shutil, subprocess, sys
 from pathlib import Path
 import pytest
 
@@ -72,6 +72,18 @@ def test_ci_runs_what_the_readme_says():
     lines = [l for l in script.read_text().split('\n') if l and not l.startswith('#')]
     assert os.access(script, os.X_OK)
     assert lines == ['set -eu', 'cd "$(dirname "$0")/.."', 'make test', 'exec make test-v1']
+
+
+IMPORTS = r'^(?:from fastai[\w.]* import \*\n)+from fastddp\.all import \*$'      # the other way round than advised
+
+
+@pytest.mark.parametrize('path', [*TEXTS, *root.glob('nbs/*.ipynb'), *root.glob('nbs/tutorials/**/*.ipynb')],
+                         ids=lambda o: o.relative_to(root).as_posix())
+def test_examples_import_fastddp_first(path):
+    "As docs/options.md advises: the helper then imports fastai while the notebook does"
+    text = path.read_text(encoding='utf-8')
+    parts = [''.join(o['source']) for o in json.loads(text)['cells']] if path.suffix == '.ipynb' else [text]
+    assert [o for o in parts if re.search(IMPORTS, o, re.M) and '#| hide' not in o] == []
 
 
 def test_the_workflow_is_make():

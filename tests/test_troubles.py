@@ -19,7 +19,8 @@ EXAMPLES = {
     'not permitted': ('PermissionError', "[Errno 13] Permission denied: '/data/x.png'"),
     'no keyboard': ('EOFError', 'EOF when reading a line'),
     'name not known': ('NameError', "name 'x' is not defined"),
-    'WandbCallback': ('TypeError', 'Exception occured in `WandbCallback`: vars() argument must have __dict__ attribute'),
+    'WandbCallback': ('TypeError', 'Exception occured in `WandbCallback` when calling event `before_fit`:\n\t'
+                                   'vars() argument must have __dict__ attribute'),
     'batch size built in': ('RuntimeError', 'Expected hidden size (2, 16, 64), got [2, 8, 64]'),
     'sys.exit': ('SystemExit', '3'),
     'killed by the system': ('SIGKILL', ''), 'no room for a file in memory': ('SIGBUS', ''),

@@ -276,8 +276,8 @@ _ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe
            'connection timed out', 'no route to host', 'network is unreachable')
 
 def is_echo(f):
-    """True if the `Failure` `f` is a consequence of another rank's failure: an error of torch's from
-    a collective. A user's own connections fail with the same words"""
+    """True if the `Failure` `f` is a consequence of another rank's failure: an error of torch's
+    from a collective. A user's own connections fail with the same words"""
     text,inner = f.message.lower(),f.frames[-1][0] if f.frames else '<string>'
     from_torch = f.kind == 'RuntimeError' and ('gloo' in text or not is_own_line(inner))
     return (from_torch or f.kind.startswith('Dist')) and any(o in text for o in _ECHOES)

@@ -66,10 +66,10 @@ def fit_job(ctx, obj):
     learn,callbacks,metrics = obj['learn'],obj['callbacks'],obj['metrics']
     refs = persistent_refs(learn, callbacks, metrics)
     # it captures what comes back
-    base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None)
+    base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None, obj['definitions'])
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
-    def state(around=None, left=True):
-        return capture(learn, base, refs, common.state(), around, left)
+    def state(around=None, left=True, large=False):
+        return capture(learn, base, refs, common.state(), around, left, large)
     as_one = distributed_v1(learn, common, stop_requested=ctx.stop_requested, **obj['options'])
     with as_one as (ranks,cbs), EpochStates(ctx, state) as epochs:
         extra = [*counting(learn, ranks, callbacks), *cbs, noted,
@@ -79,7 +79,7 @@ def fit_job(ctx, obj):
                             metrics=metrics)
             ranks.all_reduce()
         interrupted = until_interrupted(ctx, fit, ranks.leave)
-    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(left=not interrupted))
+    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(None, not interrupted, True))
     return noted.progress.result(interrupted)
 
 def infer_job(ctx, obj):
@@ -88,7 +88,7 @@ def infer_job(ctx, obj):
     learn,handler,call = obj['learn'],obj['handler'],obj['infer']
     state = learn,obj['callbacks'],handler.metrics
     refs = persistent_refs(*state)
-    base = baseline(*state, refs if ctx.rank == 0 else None)
+    base = baseline(*state, refs if ctx.rank == 0 else None, obj['definitions'])
     common,ranks = CommonRNG.capture(),Ranks(learn.model, ctx.stop_requested)
     handler.callbacks = [*cbs_of_rank(handler.callbacks), NoteProgress(ctx, learn)]
     with environment('WORLD_SIZE'):
@@ -118,8 +118,10 @@ class LearnerCall(Call):
         self.callbacks,self.sent = callbacks,sent
         self.refs,self.owners = persistent_refs(*state),owners(*state)
     def snapshot(self):
-        return snapshot(self.learn, self.callbacks, self.session.columns, **self.sent)
-    def apply(self, meta, buffers): apply(self.learn, self.owners, self.refs, meta, buffers)
+        return snapshot(self.learn, self.callbacks, self.session.columns, self.definitions,
+                        **self.sent)
+    def apply(self, meta, buffers):
+        apply(self.learn, self.owners, self.refs, meta, buffers, self.definitions)
 
 _CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
                   lambda v: isinstance(v, Callback))

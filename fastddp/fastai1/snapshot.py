@@ -21,6 +21,7 @@ from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, h
                                    hooks_of, model_grads,
                                    model_tensors, move_opt, opt_attrs, opt_owners, picklable_attrs,
                                    update_attrs)
+from ..payload.variables import Variables, put_back
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
@@ -40,6 +41,12 @@ def _modules_of_loss(learn):
     loss = loss_module(learn.loss_func)
     return list(loss.modules()) if loss else []
 
+def _parts(learn):
+    "Modules, data sets and the loss: whose attributes a callback may set"
+    data = [o for dl in loaders(learn.data) for o in (torch_dl(dl).dataset, torch_dl(dl).sampler)]
+    return [*learn.model.modules(), *_modules_of_loss(learn), learn.loss_func,
+            *{id(o):o for o in data}.values()]
+
 def persistent_refs(learn, callbacks=(), metrics=()):
     "The objects that notebook and workers have, in one order"
     inner = [o for dl in loaders(learn.data) for o in (dl, torch_dl(dl), torch_dl(dl).dataset)]
@@ -54,9 +61,9 @@ def persistent_refs(learn, callbacks=(), metrics=()):
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
 def _hooked(learn): return hooked(learn, loss_module(learn.loss_func))
 
-def snapshot(learn, callbacks, columns=None, **call):
-    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `columns` as
-    of `dump_snapshot`"""
+def snapshot(learn, callbacks, columns=None, definitions=None, **call):
+    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `columns` and
+    `definitions` as of `dump_snapshot`"""
     obj = dict(learn=learn, callbacks=list(callbacks),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=hooks_of(_hooked(learn)), **call)
@@ -69,7 +76,7 @@ def snapshot(learn, callbacks, columns=None, **call):
     roots |= {'learn': learn, 'the hooks of parameters and optimizer': obj['hooks'][1]}
     bars = [without_attrs(cb, 'pbar') for cb in callbacks]
     return dump_snapshot(obj, roots, picklable_preloaders(), without_attrs(learn, *OVERRIDES),
-                         *bars, columns=columns)
+                         *bars, columns=columns, definitions=definitions)
 
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"
@@ -94,33 +101,35 @@ _STAY = {'pbar',*OPT_HOOKS}
 _LEARNERS = {*_STAY,'data','model','layer_groups','callbacks','callback_fns','metrics','load',
              *OVERRIDES}
 
-def baseline(learn, callbacks=(), metrics=(), refs=None):
+def baseline(learn, callbacks=(), metrics=(), refs=None, definitions=()):
     "The `Baseline` of the learner and all that changes with it"
     others = [(o, _STAY) for o in owners(learn, callbacks, metrics)[1:]]
     res = Baseline(learn, others, refs, changing={'state','param_groups'})
-    res.modules = Changes([*learn.model.modules(), *_modules_of_loss(learn)], MODULES_STAY)
-    res.loss = loss_module(learn.loss_func)
+    res.parts,res.loss = Changes(_parts(learn), MODULES_STAY),loss_module(learn.loss_func)
+    res.variables = Variables(definitions, refs)
     return res
 
 def capture(learn, base, refs, rng=None, around=None,
-            left=True # May gradients be left for the next step? Not where an interrupt cut a step
+            left=True, # May gradients be left for the next step? Not where an interrupt cut a step
+            large=True # Compare large variables, too
 ):
     """Everything that training changed, as a `Payload`: weights to be copied in place, the rest as
     a dump of its own"""
-    changes,modules = base.changes(lambda k,v: k in _LEARNERS),base.modules.now()
-    rest = dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl), modules=modules)
+    changes,parts = base.changes(lambda k,v: k in _LEARNERS),base.parts.now()
+    rest = dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl), parts=parts,
+                variables=base.variables.changes(large))
     def picklable():
-        parts = [(i, picklable_attrs(new, refs), gone) for i,new,gone in modules]
-        return dict(rest, changes=[picklable_attrs(o, refs) for o in changes], modules=parts)
+        found = [(i, picklable_attrs(new, refs), *more) for i,new,*more in parts]
+        return dict(rest, changes=[picklable_attrs(o, refs) for o in changes], parts=found)
     state = model_state(learn.model) | dict(grads=model_grads(learn.model) if left else {},
                                             loss=model_state(base.loss) if base.loss else None)
     return dump_state(state, rest, picklable, refs, around)
 
-def apply(learn, owners, refs, meta, buffers):
+def apply(learn, owners, refs, meta, buffers, definitions=()):
     "Puts a captured state into the notebook's objects"
     state,load_rest = load_state(meta, buffers, refs)
     rest,loss = load_rest(),loss_module(learn.loss_func)
-    undo = update_objects([*learn.model.modules(), *_modules_of_loss(learn)], rest['modules'])
+    undo = update_objects(_parts(learn), rest['parts'])
     unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]
     if loss and state['loss']:
         unknown += [k for k in state['loss']['tensors'] if k not in model_tensors(loss)]
@@ -134,4 +143,5 @@ def apply(learn, owners, refs, meta, buffers):
     if loss and state['loss']: apply_model(loss, state['loss'])
     for o,attrs in zip(owners, rest['changes']): update_attrs(o, attrs, whole=False)
     set_text_order(learn.data.train_dl, rest['order'])
+    put_back(definitions, rest['variables'])
     if rest['rng']: CommonRNG(rest['rng']).install()

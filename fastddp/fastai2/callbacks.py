@@ -189,4 +189,6 @@ def sharded_dls(learn, batch, common, outside):
     dls.loaders = [train, *(shard_to_validate(learn.model, dl, batch, common) for dl in old[1:])]
     for dl in dls.loaders: dl._shard.outside = outside
     try: yield
-    finally: dls.loaders = old
+    finally:
+        for dl in filter(is_sharded, dls.loaders): write_back(dl)
+        dls.loaders = old

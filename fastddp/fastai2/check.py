@@ -25,6 +25,8 @@ from ..base.rng import CommonRNG
 from .step import StepSync
 from .together import runs_user_code
 from .learner import OPTIONS
+from ..base.scoped import own_attrs
+from . import snapshot
 from ..launch.options import RAISES, comments_of, list_params
 from ..output.notice import hushed
 from ..payload.state import apply_hooks, hooked, hooks_of
@@ -248,7 +250,8 @@ class _Comparison:
         "The `Answer`, without a verdict"
         a,b,tol = NoteSteps(self.steps),NoteSteps(self.steps),self.tol
         self.streams.install()
-        many.distrib('fit', 1, cbs=[a], **self.options)
+        # a counter in a global, say, begins alike in both
+        with own_attrs(snapshot, put_back=noop): many.distrib('fit', 1, cbs=[a], **self.options)
         self.streams.install()
         one.fit(1, cbs=[b])
         res = Answer([Row('batches', _apart(a.batches, b.batches, each=True), 1e-5),

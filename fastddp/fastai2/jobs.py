@@ -116,7 +116,8 @@ def fit_job(ctx, obj):
     learn,cbs,call = unpack(obj, ctx.device)
     refs,noted = persistent_refs(learn, cbs),NoteProgress(ctx, learn.path)
     # Rank 0 alone captures what comes back, so it alone looks into all that the callbacks hold
-    base = baseline(learn, cbs, refs if ctx.rank == 0 else None, made=any(obj['factories']))
+    base = baseline(learn, cbs, refs if ctx.rank == 0 else None, any(obj['factories']),
+                    obj['definitions'])
     ctx.where = noted.where
     as_one = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
@@ -152,7 +153,7 @@ def infer_job(ctx, obj):
     if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
     place_dl(dl, ctx.device)
     refs,noted = loader_refs(learn, dl),NoteProgress(ctx)
-    base = baseline(learn, (), refs if ctx.rank == 0 else None)
+    base = baseline(learn, (), refs if ctx.rank == 0 else None, definitions=obj['definitions'])
     ctx.where,ctx.items = noted.where,lambda: noted.items(learn)
     as_one = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)
     with as_one as together, learn.added_cbs([noted]):

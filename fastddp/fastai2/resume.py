@@ -52,6 +52,7 @@ class ResumePoint(NamedTuple):
     begun:bool=False    # `state` is the end of an epoch, else the beginning of the fit
     rng:dict|None=None  # The random streams then
     dls:tuple=()        # The loaders' state then
+    definitions:tuple=()    # What its variables hang on, as functions
     @classmethod
     def of(cls, learn, user_call, cbs, first):
         "For a fit that is about to begin"
@@ -89,9 +90,10 @@ def calling(learn, user_call):
     if point and point.user_call is user_call: del resume_points[learn]     # it came to its end
 
 # %% ../../nbs/fastai2/724_resume.ipynb #cb5aec54
-def state_before(learn, cbs):
+def state_before(learn, cbs, definitions=()):
     "The learner as it is, in the form in which workers send it"
-    p = capture(learn, cbs, baseline(learn, cbs), CommonRNG.capture().state())
+    base = baseline(learn, cbs, definitions=definitions)
+    p = capture(learn, cbs, base, CommonRNG.capture().state())
     return own_copy(p.meta, p.buffers)
 
 def point_from(learn, file):
@@ -116,7 +118,7 @@ def resume(learn):
                              "schedule is to go on.")
     first = point.first
     if point.state:
-        apply(learn, point.cbs, *point.state)
+        apply(learn, point.cbs, *point.state, definitions=[o() for o in point.definitions])
         if point.begun: first = learn.epoch+1
     else:
         CommonRNG(point.rng).install()

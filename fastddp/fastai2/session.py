@@ -22,7 +22,7 @@ from .fastai_loader import rows_are_streams
 from .loaders import check_dl, global_bs, n_batches, set_dl_state
 from .rank0 import apply_settings, notebook_run, wants_no_lines
 from .resume import (ResumePoint, UserCall, dropped_lists, resume_points,
-                                    state_before, user_calls)
+                                    state_before, user_calls, weakly)
 from .snapshot import all_cbs, apply, loader_refs, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as _Session, refuse_untrainable
@@ -43,8 +43,9 @@ class FitCall(Call):
         call = dict(self.sent, first=self.resume_point.first,
                     lists=dropped_lists(self.learn, self.cbs))
         return snapshot(self.learn, self.cbs, call, *self.session.factories,
-                        columns=self.session.columns)
-    def apply(self, meta, buffers): apply(self.learn, self.cbs, meta, buffers, whole=False)
+                        columns=self.session.columns, definitions=self.definitions)
+    def apply(self, meta, buffers):
+        apply(self.learn, self.cbs, meta, buffers, whole=False, definitions=self.definitions)
     @property
     def next_try(self): return f"Going on with epoch {self.resume_point.first or 0}"
     def stopped(self, result):
@@ -82,8 +83,10 @@ class FitCall(Call):
     def resume_after(self, epoch):
         """This fit was cut off in an epoch: it goes on from the last complete one, or from where it
         began"""
-        state = own_copy(*epoch) if epoch else state_before(self.learn, self.cbs)
-        self.resume_point = self.resume_point._replace(state=state, begun=epoch is not None)
+        before = state_before(self.learn, self.cbs, self.definitions) if not epoch else None
+        self.resume_point = self.resume_point._replace(
+            state=before or own_copy(*epoch), begun=epoch is not None,
+            definitions=[*map(weakly, self.definitions)])
     @contextlib.contextmanager
     def resumable(self):
         """A fit inside leaves a resume point, and when it is cut off the old optimizer if nothing
@@ -110,9 +113,10 @@ class InferCall(Call):
         index = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), None)
         call = dict(dl=self.dl if index is None else index)
         return snapshot(self.learn, (), call, *self.session.factories, training=False,
-                        columns=self.session.columns)
+                        columns=self.session.columns, definitions=self.definitions)
     def apply(self, meta, buffers):
-        apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl), whole=False)
+        apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl), whole=False,
+              definitions=self.definitions)
 
 # %% ../../nbs/fastai2/728_session.ipynb #b1593198
 _CBS = Check("callbacks, such as [ReduceLROnPlateau()]",

@@ -18,6 +18,7 @@ from ..base.scoped import environment
 from .engine import Job
 from ..output.notice import shortened
 from ..payload.patches import collect_patches
+from ..payload.pickling import Definitions
 from ..payload.blame import dump_or_blame
 from ..process.cleanup import private_folder
 
@@ -77,7 +78,8 @@ def _request(fn, args, kwargs,
     "One call as a `Payload` for `call_job`; refuses what can't be pickled, by name"
     patches = collect_patches()
     request = dict(patches=patches, fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
-                   imports=imports, gather=gather, ranked=ranked, store=store)
+                   imports=imports, gather=gather, ranked=ranked, store=store,
+                   definitions=Definitions())       # the notebook's classes stay as they are
     roots = {'the function': fn, 'args': args, 'kwargs': kwargs, 'ctx=': ctx, 'need=': need}
     return dump_or_blame(request, roots | patches.roots())
 

@@ -24,6 +24,7 @@ from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
 from ..payload.columns import Columns
 from ..payload.patches import collect_patches
+from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt
 from ..shard.same_model import bn_note
 
@@ -33,10 +34,12 @@ def dump_snapshot(
     roots, # Path -> object, most telling first: where to look for what can't be pickled
     *without, # Context managers: inside, the learner is as it is to be pickled
     columns=None, # `Columns` that snapshots of one block have in common
+    definitions=None, # `Definitions` that become those of the notebook which are sent
 ):
     "`obj`, random streams and what cells patched, as a `Payload`; `NotPicklable` names what fails"
     patches = collect_patches()
-    obj = dict(patches=patches, rng=CommonRNG.capture().state(), **obj)
+    obj = dict(patches=patches, rng=CommonRNG.capture().state(), **obj,
+               definitions=Definitions() if definitions is None else definitions)
     with contextlib.ExitStack() as stack:
         for o in without: stack.enter_context(o)
         return dump_or_blame(obj, roots | patches.roots(), columns=columns or Columns())
@@ -159,6 +162,7 @@ class Call:
         self.session,self.learn,self.job = session,session.learn,job
         self.keeps,self.iterations = keeps,iterations
         self.timings,self.on_start = Report(what),noop
+        self.definitions = Definitions()
         # The learner holds what the workers came to; that is a fit interrupted in an epoch
         self.kept = self.cut = False
     def holds(self):

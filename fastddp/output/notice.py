@@ -96,7 +96,8 @@ def _short_lines():
 def _user_frames(e):
     """The traceback of `e` without frames of IPython, ours, and those of libraries that they call,
     but for the innermost of an error"""
-    steps,tb,hidden,res = [],e.__traceback__,False,None
+    steps,hidden,res = [],False,None
+    tb = e.__traceback__
     while tb:
         package = tb.tb_frame.f_globals.get('__name__', '').split('.')[0]
         own = is_own_line(tb.tb_frame.f_code.co_filename)

@@ -70,15 +70,6 @@ class Texts(_Pieces):
         "The item of number `i`"
         return self._item(str(self._piece(i), *_UTF8))
     def _item(self, s): return s if self._kind is str else self._kind(s)
-    def run(self, ids):
-        "A chunk of letters at a time"
-        for i in range(ids.start, ids.stop, _CHUNK):
-            bounds = self._bounds[i:min(i+_CHUNK, ids.stop)+1]
-            letters,at = bytes(self._data[bounds[0]:bounds[-1]]),(bounds-bounds[0]).tolist()
-            if letters.isascii():       # most are, and text is cut quicker than bytes are decoded
-                text = letters.decode('ascii')
-                yield from map(self._item, [text[a:b] for a,b in zip(at, at[1:])])
-            else: yield from map(self._item, [str(letters[a:b], *_UTF8) for a,b in zip(at, at[1:])])
 
 # %% ../../nbs/payload/103_columns.ipynb #50b9cb64
 class Tensors(_Column):
@@ -89,7 +80,7 @@ class Tensors(_Column):
         storages,       # Where they lie: what is loaded as `TypedStorage`s
         which,          # The number of each one's storage
         offsets,        # Where in it each begins, in elements
-        shapes,         # An array with a row for each
+        shapes,         # An array with a column for each
     ):
         self._cls,self._dtype,self._storages = cls,dtype,storages
         self._which,self._offsets,self._shapes = which,offsets,shapes
@@ -100,19 +91,19 @@ class Tensors(_Column):
         empty = torch.tensor([], dtype=self._dtype)
         return [empty.set_(o._untyped_storage) for o in self._storages]
     def one(self, i):
-        shape = self._shapes[i].tolist()
-        t = self._flat[self._which[i]].narrow(0, int(self._offsets[i]), math.prod(shape)).view(shape)
+        shape,flat = self._shapes[:,i].tolist(),self._flat[self._which[i]]
+        t = flat.narrow(0, int(self._offsets[i]), math.prod(shape)).view(shape)
         return t if self._cls is torch.Tensor else t.as_subclass(self._cls)
     def run(self, ids):
         part = slice(ids.start, ids.stop)
-        begin,shapes = self._offsets[part],self._shapes[part]
-        sizes = shapes.prod(1)
+        begin,shapes = self._offsets[part],self._shapes[:,part]
+        sizes = shapes.prod(0)
         apart = len(self._flat) > 1 or (begin[1:]-begin[:-1] != sizes[:-1]).any()
         if apart or self._cls is not torch.Tensor: return map(self.one, ids)
         # one call makes all, of one dimension each
         flat = self._flat[0].narrow(0, int(begin[0]), int(sizes.sum()))
         found = flat.unsafe_split_with_sizes(sizes.tolist())
-        return iter(found) if shapes.shape[1] == 1 else map(_T.view, found, shapes.tolist())
+        return iter(found) if len(shapes) == 1 else map(_T.view, found, shapes.T.tolist())
 
 _SMALL = 1<<20      # bytes of a storage, at most, that is written one after the other with others
 
@@ -137,19 +128,18 @@ _T,_Storage = torch.Tensor,torch.UntypedStorage
 _AT_ONCE = 512      # tensors that are asked everything before the next: they stay in the cache
 
 def _asked(ts, kind, dtype, dim):
-    "Address and bytes of its storage, offset there; and shape of each; None if one isn't plain"
-    held,cls,n = gc.get_referents(*ts),type(kind),len(ts)
+    "Address and bytes of its storage, offset, shape: a column for each; None if one isn't plain"
+    held,cls = gc.get_referents(*ts),type(kind)
     if any(type(o) is not cls and (type(o) is not dict or o) for o in held): return None
     if {*map(attrgetter('dtype'), ts)} != {dtype} or {*map(_T.dim, ts)} != {dim}: return None
     if any(map(attrgetter('requires_grad'), ts)) or any(map(_T.is_neg, ts)): return None
     if not all(map(attrgetter('is_cpu'), ts)): return None
     try:
         if not all(map(_T.is_contiguous, ts)): return None
-        storages,sizes = [*map(_T.untyped_storage, ts)],chain.from_iterable(map(_T.size, ts))
-        shapes = np.fromiter(sizes, np.int64, n*dim).reshape(n, dim)
+        storages,shapes = [*map(_T.untyped_storage, ts)],[*zip(*map(_T.size, ts))]
     except RuntimeError: return None    # a sparse one has no storage, a nested one no size
-    asked = (_Storage.data_ptr, storages), (_Storage.nbytes, storages), (_T.storage_offset, ts)
-    return np.array([[*map(f, o)] for f,o in asked]).T, shapes
+    where = [*map(_Storage.data_ptr, storages)],[*map(_Storage.nbytes, storages)]
+    return np.array([*where, [*map(_T.storage_offset, ts)], *shapes])
 
 def _tensors(ts, places):
     "A column of tensors of one class; None if one is not plain memory, or not like the others"
@@ -159,28 +149,31 @@ def _tensors(ts, places):
     with torch._C.DisableTorchFunctionSubclass():
         parts = [ts[i:i+_AT_ONCE] for i in range(0, len(ts), _AT_ONCE)]
         asked = [_asked(part, kind, dtype, ts[0].dim()) for part in parts]
-        if None in asked: return None
-        numbers,shapes = map(np.concatenate, zip(*asked))
-        keys,is_whole = [*map(tuple, numbers[:,:2].tolist())],numbers[:,1] == shapes.prod(1)*width
-        found = _placed(dict(zip(keys, zip(ts, is_whole.tolist()))), places)
+        if any(o is None for o in asked): return None
+        asked = np.concatenate(asked, axis=1)
+        keys = [*zip(*asked[:2].tolist())]
+        found = _placed(dict(zip(keys, ts)), places)
     memories = {id(m):m for m,_ in found.values()}
     number = {k:i for i,k in enumerate(memories)}
     which = np.array([number[id(found[k][0])] for k in keys])
     starts = np.array([found[k][1] for k in keys])
-    if (starts%width).any() or (numbers[:,1]%width).any(): return None
-    return Tensors(kind, dtype, [*memories.values()], which, starts//width+numbers[:,2], shapes)
+    if (starts%width).any() or (asked[1]%width).any(): return None
+    return Tensors(kind, dtype, [*memories.values()], which, starts//width+asked[2], asked[3:])
 
 def _placed(storages, places):
-    """`{key: (memory, offset)}` for `storages`, whose values are a tensor there and whether it is
-    all of it; small ones are joined, but for those that lie in `places`"""
-    new = {k:o for k,o in storages.items() if k[1] <= _SMALL and k not in places}
+    """`{key: (memory, offset)}` for `storages`, whose values are a tensor there; small ones are
+    joined, but for those that lie in `places`"""
+    new = [k for k in storages if k[1] <= _SMALL and k not in places]
     ends = [*accumulate((n for _,n in new), initial=0)]
-    memory = _joined([t if is_whole else _whole(t) for t,is_whole in new.values()], ends[-1])
+    memory = _joined([_whole(storages[k], k[1]) for k in new], ends[-1])
     places.update((k, (memory, at)) for k,at in zip(new, ends))
     def typed(t): return load_typed(t.untyped_storage(), torch.uint8)
-    return {k:places.get(k) or (typed(t), 0) for k,(t,_) in storages.items()}
+    return {k:places.get(k) or (typed(t), 0) for k,t in storages.items()}
 
-def _whole(t): return torch.tensor([], dtype=t.dtype).set_(t.untyped_storage())
+def _whole(t, nbytes):
+    "The storage of `t` as a tensor"
+    if t.numel()*t.element_size() == nbytes: return t
+    return torch.tensor([], dtype=t.dtype).set_(t.untyped_storage())
 
 # %% ../../nbs/payload/103_columns.ipynb #a5dda657
 class Numbers(_Column):
@@ -285,7 +278,6 @@ def column(
     return None if None in columns else Tuples(columns)
 
 # %% ../../nbs/payload/103_columns.ipynb #bafdd887
-@functools.total_ordering
 class Rows(MutableSequence):
     "A list over a column; once changed, a plain list of this process's own"
     def __init__(self,
@@ -314,7 +306,6 @@ class Rows(MutableSequence):
     def __radd__(self, other): return list(other) + self[:]
     def __mul__(self, n): return self[:]*n
     def __eq__(self, other): return isinstance(other, list) and self[:] == other[:]
-    def __lt__(self, other): return self[:] < other[:]
     __hash__,__rmul__ = None,__mul__
     def __repr__(self): return repr(self[:])
     def __reduce__(self): return list, (self[:],)      # it goes on from here as a plain list

@@ -45,11 +45,9 @@ def _temp_file(why):
 
 def _memory_file():
     "An anonymous file in memory, as a descriptor; a temporary file where that can't be"
-    if not hasattr(os, 'memfd_create'):
-        return _temp_file("this system has no anonymous memory files")
     try: return os.memfd_create('fastddp', os.MFD_CLOEXEC)
-    except OSError as e:
-        return _temp_file(f"anonymous memory files can't be made here ({e.strerror})")
+    except (AttributeError,OSError) as e:       # not on every system
+        return _temp_file(f"anonymous memory files can't be made here ({e})")
 
 # %% ../../nbs/payload/104_shared_memory.ipynb #f414f448
 _ALIGN = 64         # bytes
@@ -75,6 +73,11 @@ def _layout(buffers):
         end += -(-buffers[i].nbytes//_ALIGN)*_ALIGN
     return tuple(spans[i] for i in range(len(buffers))), end
 
+def _each(f, parts, size):
+    "Calls `f` for each of `parts`, in several threads if they are many bytes"
+    if size < _LARGE: return [*map(f, parts)]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: return [*pool.map(f, parts)]
+
 def _take_pages(fd, m, size):
     "Takes memory for `size` bytes of the mapping `m` of `fd`; an OSError if there is none left"
     begin = ctypes.addressof(ctypes.c_char.from_buffer(m))
@@ -82,12 +85,7 @@ def _take_pages(fd, m, size):
     def take(at):
         address,n = ctypes.c_void_p(begin+at),ctypes.c_size_t(min(_CHUNK, size-at))
         if madvise(address, n, _POPULATE_WRITE): raise OSError(ctypes.get_errno(), 'madvise')
-    chunks = range(0, size, _CHUNK)
-    try:
-        if size < _LARGE: [*map(take, chunks)]
-        else:
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-                list(pool.map(take, chunks))
+    try: _each(take, range(0, size, _CHUNK), size)
     except OSError:     # no memory, or not a word that this system knows
         if hasattr(os, 'posix_fallocate'): os.posix_fallocate(fd, 0, size)
 
@@ -165,10 +163,7 @@ class Block:
         for b,(at,n) in zip(buffers, spans):
             if isinstance(b, LazyBytes): continue
             parts += [(view[at+i:at+min(i+_CHUNK, n)], b[i:i+_CHUNK]) for i in range(0, n, _CHUNK)]
-        if end < _LARGE: [*map(_copy, parts)]
-        else:
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-                list(pool.map(_copy, parts))
+        _each(_copy, parts, end)
         for at,b in self._lazy.items():
             if before.get(at) is b: continue        # it lies there
             for part in b.chunks():

@@ -17,7 +17,8 @@ from torch.utils.data import (BatchSampler, DataLoader, DistributedSampler, Iter
 
 from .sharded import (Shard, Sharded, StreamSource, account, clone_loader, draw_seed,
                                    no_batches, no_step_missing, reading, sharded_clone,
-                                   why_not_stream)
+                                   track_changes,
+                                   track_changes, why_not_stream)
 from .split import (chunk, global_batch_size, n_steps, sharded_steps, whole_steps,
                                  workers_per_rank)
 
@@ -176,6 +177,7 @@ def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
     workers = workers_per_rank(dl.num_workers, n)
     vars(s.inner).update(own, drop_last=False, generator=None, _iterator=None, num_workers=workers,
                          worker_init_fn=reporting(dl.worker_init_fn))
+    track_changes(res)
     return res
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #a0c74782

@@ -11,6 +11,7 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.optimizer import Lookahead, OptimWrapper, SGD
 from torch import nn
+from torch.utils.data import DataLoader as TorchLoader, Subset, WeightedRandomSampler
 from fastddp.all import *
 from traces import PASSING, children, environment, memfds
 from learners import make_learner, mlp, seed_all
@@ -450,18 +451,65 @@ def test_attributes_and_callbacks_that_come_and_go(two):
     learn.distrib_fit(1, nprocs=2, launcher=two)
     assert (learn.model.told, learn.dls.told) == ('model', ['dls'])
     assert cb not in learn.cbs and [type(o) for o in learn.cbs].count(Comes) == 1 and cb.file.closed
-    assert learn.dls.train_ds is ds and learn.dls.train.after_batch.fs[0].told == 'transform'
+    assert learn.dls.train_ds is ds and ds.told == 'dataset' and learn.dls.train.after_batch.fs[0].told == 'transform'
 
 
-@pytest.mark.xfail(strict=True, reason='attributes that a data set gets in a fit stay in the workers')
-def test_an_attribute_of_the_data_set_comes_back(two):
-    learn = learner(data=lambda *a, **k: Items(items(*a, **k)))
+class Curriculum(Callback):
+    "Goes on from what it left on the data, the loss and the loaders in the last fit"
+    def before_epoch(self):
+        for o in self.objects(): o.difficulty = getattr(o, 'difficulty', 0)+1
+        self.dls.train_ds.history.append(self.epoch)
+        sampler = self.dls.train.sampler
+        sampler.weights = sampler.weights*2
+        sampler.order[0] += 1
+    def objects(self):
+        dl = self.dls.train
+        return [self.dls.train_ds, self.dls.train_ds.dataset, self.learn.loss_func, self.learn.loss_func.inner, dl,
+                dl.sampler, dl.batch_sampler]
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss()
+    def forward(self, out, y): return self.inner(out, y)
+
+
+def test_attributes_of_data_sets_samplers_loss_and_torch_loaders_come_back(two):
+    data = Subset(Items(items(37)), range(37))
+    sampler = WeightedRandomSampler(torch.ones(37), 37)
+    data.history, sampler.order = [], np.zeros(3)
+    dls = DataLoaders(TorchLoader(data, 4, sampler=sampler), TorchLoader(items(9, s=1), 4))
+    learn = Learner(dls, nn.Linear(4, 3), loss_func=Weighted())
+    learn.logger = lambda *_: None
+    history = data.history
+    with learn.distrib_ctx(nprocs=2, launcher=two):
+        for _ in range(2): learn.fit(2, cbs=(cb := Curriculum()))
+    cb.learn = learn
+    assert [o.difficulty for o in cb.objects()] == [4]*7
+    assert learn.dls.train_ds is data and learn.dls.train.sampler is sampler
+    assert data.history is history == [0, 1]*2
+    assert (sampler.weights.tolist(), sampler.order[0]) == ([16.]*37, 4)
+
+
+def test_a_pipelines_attributes_come_back(two):
+    learn = learner()
+    learn.dls.train.after_batch = Pipeline([Transform(noop)])
     learn.distrib_fit(1, nprocs=2, launcher=two, cbs=SetsOne())
-    assert learn.dls.train_ds.told == 'dataset'
+    assert learn.dls.train.after_batch.told == 'pipeline' and learn.dls.train.told == 'loader'
 
 
 class SetsOne(Callback):
-    def before_fit(self): self.dls.train_ds.told = 'dataset'
+    def before_fit(self): self.dls.train.after_batch.told, self.dls.train.told = 'pipeline', 'loader'
+
+
+def test_nothing_is_left_of_the_last_batch(two):
+    learn, one = learner(), learner()
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    one.fit(1)
+    names = 'dl', 'xb', 'yb', 'pred', 'loss'
+    assert [getattr(learn, k) for k in names] == [getattr(one, k) for k in names]
+    assert learn.dl is None
 
 
 class OtherData(Callback):
@@ -507,3 +555,15 @@ def test_a_generator_that_a_sampler_makes(kind):
     alone.fit(2)
     assert learn.recorder.values == alone.recorder.values and learn.epoch == 1
     assert [*learn.dls.train.sampler] == [*alone.dls.train.sampler]
+
+
+def test_a_fit_that_a_cell_wraps(monkeypatch):
+    "It takes `*args`, from which fastai's own names can't be read"
+    plain, called = Learner.fit, []
+    def fit(self, *args, **kwargs):
+        called.append(args)
+        return plain(self, *args, **kwargs)
+    monkeypatch.setattr(Learner, 'fit', fit)
+    learn = make_learner()
+    learn.distrib_fit(2, .1, launcher=InProcess())
+    assert len(learn.recorder.values) == 2 and learn.recorder.lrs[-1] == .1

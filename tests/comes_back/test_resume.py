@@ -26,9 +26,22 @@ CUTS = {   # what, event, rank, epoch, batch, what is raised, complete epochs af
 def with_dropout(): return nn.Sequential(nn.Dropout(.2), *mlp())
 
 
+def writer():
+    "A callback that writes into a variable of this function, and that variable"
+    steps = []
+    class Writes(Callback):
+        def after_batch(self): steps.append((self.epoch, self.training, self.iter))
+    return Writes(), steps
+
+
+written = weakref.WeakKeyDictionary()       # learner -> the list of its callback
+
+
 def learner(tmp_path, *fault):
     marker = str(tmp_path/'fired')
-    learn = make_learner(cbs=[OneFault(*fault, marker=marker)] if fault else [], model=with_dropout)
+    cb, steps = writer()
+    learn = make_learner(cbs=[cb, *([OneFault(*fault, marker=marker)] if fault else [])], model=with_dropout)
+    written[learn] = steps
     learn.recorder.lrs, learn.recorder.values = [], []
     return learn
 
@@ -40,7 +53,7 @@ def history(learn):
     rec = learn.recorder
     return dict(lrs=rec.lrs, losses=[float(o) for o in rec.losses], values=[[*o] for o in rec.values], iters=rec.iters,
                 lr_plot=rec.hps['lr'], mom_plot=rec.hps['mom'], steps=learn.train_iter,
-                weights=[p.tolist() for p in learn.model.parameters()])
+                weights=[p.tolist() for p in learn.model.parameters()], written=written[learn])
 
 
 @pytest.fixture(scope='module')

@@ -1,0 +1,151 @@
+"""What cells write into their own variables in a fit is in the notebook afterwards: globals, closures, attributes."""
+import sys
+import pytest
+from fastai.callback.core import Callback
+from fastddp.all import *
+from parity import alone_like, learner, seed, warm
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
+
+
+CELL = '''
+import torch
+from collections import Counter
+from fastai.callback.core import Callback
+import torch.nn.functional as F
+import numpy as np, pandas as pd
+
+losses, seen, by_epoch, epochs, weights = [], set(), {}, Counter(), np.zeros(3)
+n, best, average, frame = 0, None, torch.zeros(2), pd.DataFrame(dict(loss=[]))
+
+class Meter:
+    def __init__(self): self.values = []
+    def add(self, v): self.values.append(v)
+meter = Meter()
+
+def note(cb):
+    global n, best
+    n += 1
+    best = min(best or 9., float(cb.loss))
+    losses.append(float(cb.loss))
+    meter.add(n)
+
+class Notes(Callback):
+    history, steps = [], 0
+    def after_batch(self):
+        if not self.training: return
+        note(self)
+        seen.add(self.epoch)
+        epochs.update([self.epoch])
+        by_epoch.setdefault(self.epoch, []).append(self.iter)
+        weights[1] += 1
+        average[0] += 1
+        frame.loc[len(frame)] = float(self.loss)
+        Notes.history.append(self.iter)
+        Notes.steps += 1
+
+def make_loss():
+    calls = []
+    def loss(out, y):
+        if torch.is_grad_enabled(): calls.append(len(calls))
+        loss.count = len(calls)
+        return F.cross_entropy(out, y)
+    return loss, calls
+loss, calls = make_loss()
+
+outputs = []
+def hook(module, args, out): outputs.append(len(out))
+rated = []
+def rate(out, y):
+    rated.append(len(rated))
+    return (out.argmax(-1) == y).float().mean()
+'''
+NAMES = ('losses seen by_epoch epochs weights n best average frame meter Notes calls loss outputs rated hook rate '
+         'Meter note make_loss').split()
+
+
+@pytest.fixture
+def cell():
+    "The namespace of a notebook in which the cell has run"
+    main = vars(sys.modules['__main__'])
+    before = dict(main)
+    exec(CELL, main)
+    yield main
+    for k in main.keys()-before.keys(): del main[k]
+    main.update(before)
+
+
+def values(ns):
+    Notes = ns['Notes']
+    res = [ns[k] for k in ('seen', 'by_epoch', 'epochs', 'n', 'calls')]
+    return [*res, ns['weights'].tolist(), ns['average'].tolist(), len(ns['frame']), ns['meter'].values, Notes.history,
+            Notes.steps, ns['loss'].count]
+
+
+def test_variables_of_cells_are_those_of_one_process(cell, two):
+    learn = learner(loss_func=cell['loss'], metrics=cell['rate'], cbs=cell['Notes']())
+    learn.model[0].register_forward_hook(cell['hook'])
+    one = alone_like(learn, 2)
+    held = {k: cell[k] for k in NAMES if k not in ('n', 'best')}
+    history, method = cell['Notes'].history, cell['Notes'].after_batch
+    seed(1)
+    with learn.distrib_ctx(nprocs=2, launcher=two):
+        learn.fit(1)
+        assert cell['n'] == 5 and len(cell['outputs']) == 8 and len(cell['rated']) > 0
+        learn.fit(1)
+    assert all(cell[k] is v for k, v in held.items())
+    assert cell['Notes'].history is history and cell['Notes'].after_batch is method
+    many, losses, best = values(cell), cell['losses'][:], cell['best']
+    exec(CELL, cell)
+    one.remove_cb(one.notes)
+    one.add_cb(cell['Notes']())
+    one.loss_func = cell['loss']
+    seed(1)
+    for _ in range(2): one.fit(1)
+    assert many == values(cell)
+    assert losses == pytest.approx(cell['losses'], abs=1e-5) and best == pytest.approx(cell['best'], abs=1e-5)
+
+
+def test_predictions_write_too_and_the_next_call_sees_it(cell, two):
+    learn = learner(metrics=cell['rate'])
+    learn.model[0].register_forward_hook(cell['hook'])
+    outputs = cell['outputs']
+    with learn.distrib_ctx(nprocs=2, launcher=two):
+        learn.get_preds()
+        n = len(outputs)
+        outputs.append('mine')
+        learn.validate()
+    assert n and outputs[n] == 'mine' and len(outputs) == 2*n+1 and cell['rated']
+
+
+def test_in_process_the_notebooks_classes_stay_its_own(cell):
+    learn, Notes = learner(loss_func=cell['loss'], cbs=cell['Notes']()), cell['Notes']
+    method = Notes.after_batch
+    with learn.distrib_ctx(launcher=InProcess()): learn.fit(1)
+    assert Notes.after_batch is method and cell['n'] == Notes.steps == 10 and len(cell['losses']) == 10
+    learn.fit(1)
+    assert cell['n'] == Notes.steps == 20 and len(cell['calls']) == len(cell['losses']) == 20
+
+
+def test_a_check_writes_nothing(cell, two):
+    "But for its steps in this process"
+    learn = learner(loss_func=cell['loss'], cbs=cell['Notes']())
+    assert learn.distrib_check(3, nprocs=2, launcher=two, show=False).same
+    assert cell['n'] == len(cell['losses']) == 3
+
+
+def test_what_cannot_come_back_is_named(two):
+    held, kept = [], []
+    class Holds(Callback):
+        def after_epoch(self):
+            held.append(i for i in ())
+            kept.append(self.epoch)
+    learn = learner()
+    with pytest.warns(UserWarning, match="fastddp: held can't come back from the workers"):
+        learn.distrib_fit(1, nprocs=2, launcher=two, cbs=Holds())
+    assert (held, kept) == ([], [0])
