@@ -6,7 +6,8 @@
 __all__ = ['Relay', 'new_relay', 'RelayConnection', 'StoredPieces', 'as_it_was', 'connect', 'bundles_for', 'Ray']
 
 # %% ../../nbs/machines/616_ray.ipynb #40d4cadb
-import collections, contextlib, math, numbers, os, signal, socket, subprocess, sys, tempfile, threading, time
+import collections, contextlib, math, numbers, os, signal, socket
+import subprocess, sys, tempfile, threading, time
 from functools import partial
 
 from ..base.checks import Check, check_all, whole
