@@ -10,6 +10,12 @@ def unload_ipython_extension(shell):
     from .magics import unload
     unload(shell)
 
+def __getattr__(name):
+    "`fastddp.doctor()`: what machine this is, and what to expect of it"
+    if name != 'doctor': raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+    return importlib.import_module('.doctor', __name__)
+
 def _ask_early():
     "`import fastddp` in a cell: the helper process begins to import torch and fastai"
     import sys

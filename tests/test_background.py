@@ -1,5 +1,5 @@
 """`wait=False`: a job beside the notebook, with the result of the same call in the foreground; and checkpoints."""
-import asyncio, contextlib, copy, os, random, signal, subprocess, sys, threading, time
+import asyncio, contextlib, os, random, signal, subprocess, sys, threading, time
 from pathlib import Path
 import pytest, torch
 from fastai.callback.core import Callback
@@ -252,3 +252,131 @@ def test_checkpoint_goes_on(two, tmp_path):
     new.distrib_resume('distrib', wait=False).result(60)
     assert same(weights(new), weights(whole)) and values(new) == values(whole)
     assert new.recorder.lrs == whole.recorder.lrs
+
+
+def test_after_import_of_fastais_own_distrib_ctx(two, monkeypatch):
+    "fastai.distributed puts a `distrib_ctx` of its own onto Learner"
+    def theirs(self, sync_bn=True): raise AssertionError('not ours')
+    learn = learner()
+    monkeypatch.setattr(type(learn), 'distrib_ctx', theirs)
+    learn.distrib_fit(1, wait=False, **two).result(60)
+    assert len(learn.recorder.values) == 1
+
+
+CELLS = ["""
+import sys, time
+sys.path.insert(0, 'TESTS')
+from fastddp.all import *
+from fastai.callback.core import Callback
+from learners import make_learner
+class Slow(Callback):
+    def after_batch(self): time.sleep(.02)
+learn = make_learner(cbs=Slow())
+""", "job = learn.distrib_fit(3, nprocs=2, wait=False)", "print('meanwhile', job.done())",
+"assert job.result() is None and len(learn.recorder.values) == 3", "job"]
+
+
+@pytest.mark.full
+def test_in_a_kernel(tmp_path):
+    "Output goes to the cell that began the job, while others run; the job in another cell shows the same"
+    import nbclient, nbformat
+    code = [c.replace('TESTS', str(Path(__file__).parent)) for c in CELLS]
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in code])
+    nbclient.NotebookClient(nb, timeout=200, resources=dict(metadata=dict(path=str(tmp_path)))).execute()
+    _, began, other, waited, shown = ([o for o in c.outputs if o.output_type != 'stream' or o.name == 'stdout']
+                                      for c in nb.cells)
+    began = [o for o in began if o.data.get('text/html')]       # a line about the start has left an empty one
+    assert [o.output_type for o in began] == ['display_data'] and not waited
+    assert [o.text for o in other] == ['meanwhile False\n']
+    html = began[0].data['text/html']
+    assert 'done' in html and html.count('<tr') == 4 and '3 epochs in' in html
+    assert shown[0].data['text/html'] == html
+
+
+SCRIPT = """
+import os, sys
+sys.path.insert(0, TESTS)
+from fastai.callback.core import Callback
+from parity import learner, seed
+class Ends(Callback):
+    "The kernel is killed in the third epoch"
+    def before_epoch(self):
+        if self.epoch == 2 and not os.path.exists('killed'):
+            open('killed', 'w').close()
+            os.kill(PARENT, 9)
+if __name__ == '__main__':
+    learn = learner(path='.', cbs=Ends())
+    seed(int(sys.argv[2]))
+    if sys.argv[1] == 'resume': learn.distrib_resume('distrib')
+    else: learn.distrib_fine_tune(4, 1e-2, nprocs=2, checkpoint='epoch')
+    print([p.flatten().tolist() for p in learn.model.parameters()], learn.recorder.values)
+"""
+
+
+@pytest.mark.full
+def test_the_kernel_is_killed(tmp_path):
+    def run(folder, *args):
+        folder.mkdir(exist_ok=True)
+        text = SCRIPT.replace('TESTS', repr(str(Path(__file__).parent))).replace('PARENT', 'os.getppid()*0+PID')
+        (folder/'script.py').write_text('PID = int(__import__("os").environ.setdefault("PID", str('
+                                        '__import__("os").getpid())))\n'+text)
+        env = {k: v for k, v in os.environ.items() if k != 'PID'}
+        return subprocess.run([sys.executable, 'script.py', *args], cwd=folder, env=env, capture_output=True, text=True)
+    whole, cut = tmp_path/'whole', tmp_path/'cut'
+    whole.mkdir()
+    (whole/'killed').touch()
+    expected = run(whole, 'fit', '1').stdout.splitlines()[-1]
+    assert run(cut, 'fit', '1').returncode == -signal.SIGKILL
+    res = run(cut, 'resume', '99')
+    assert res.returncode == 0, res.stderr
+    assert res.stdout.splitlines()[-1] == expected
+
+
+@pytest.mark.full
+def test_writing_is_killed_at_random(tmp_path):
+    "One of the two generations is always whole"
+    rnd, path = random.Random(0), tmp_path/'a.ckpt'
+    facts = dict(weights=[['w', [2]]])
+    checkpoint.write(path, facts, [b'first'])
+    for _ in range(200):
+        if not (pid := os.fork()):
+            try:
+                for i in range(10**6): checkpoint.write(path, facts, [bytes([i%256])*rnd.randrange(1, 10**6)])
+            finally: os._exit(1)
+        time.sleep(rnd.random()*.02)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        piece, = checkpoint.read(path, facts)
+        assert piece == b'first' or len({*piece}) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('s', range(20))
+def test_random_sequences(s):
+    rnd, learn = random.Random(s), learner(cbs=[Slow()])
+    job, edited = learn.distrib_fit(6, nprocs=2, wait=False), False
+    for _ in range(rnd.randrange(2, 7)):
+        time.sleep(rnd.random()*.3)
+        action = rnd.choice(['pull', 'stop', 'edit', 'second', 'predict'])
+        if action == 'pull':
+            with contextlib.suppress(CantDistribute):
+                job.pull()
+                assert not edited, 'an edit was overwritten'
+        elif action == 'stop': job.stop()
+        elif action == 'edit':
+            with torch.no_grad(): learn.model[0].weight.add_(1)
+            edited = True
+        elif action == 'second' and not job.done():
+            with contextlib.suppress(CantDistribute):
+                learn.fit(1)
+                assert job.done()
+                edited = True
+        elif action == 'predict': assert learn.get_preds()[0].shape == (21, 3)
+    job._wait(60)
+    if edited:
+        with pytest.raises(CantDistribute, match='were changed'): job.result()
+        job.result(force=True)
+    else: job.result()
+    assert job.state in ('done', 'stopped')
+    assert job.state == 'stopped' or len(learn.recorder.values) == 6
+    learn.fit(1)

@@ -358,7 +358,8 @@ def test_two_clones_with_one_version(tmp_path):
 
 def test_ctrl_c_while_agents_start_workers(tmp_path, monkeypatch):
     "The helper process there imports a module that takes for ever"
-    (tmp_path/'slow_to_import.py').write_text(f"import time\nopen('{tmp_path}/begun', 'w').write('1')\ntime.sleep(1000)")
+    slow = f"import time\nopen('{tmp_path}/begun', 'w').write('1')\ntime.sleep(1000)"
+    (tmp_path/'slow_to_import.py').write_text(slow)
     monkeypatch.setenv('PYTHONPATH', f'{tmp_path}{os.pathsep}{os.environ.get("PYTHONPATH", "")}')
     monkeypatch.setattr(helper, '_preload', [*helper._preload, 'slow_to_import'])
     with Hosts(['localhost'], per_node=2, start_timeout=240.) as home:

@@ -352,6 +352,14 @@ def test_objects_refused(group, cell, says):
 
 # The group object
 
+def test_ranch_in_a_cell(group):
+    "Each rank of the group has its own workers; a group in the group is refused, and nothing waits"
+    cell = '%%dip\nfrom fastddp.ranch import *\ndef two(): return 2\nranch(2, two)'
+    assert group.run(cell).endswith('[2, 2]\n')
+    for o in 'in_torchddp(2, two, use_gpu=False)', 'ranch(2, two, ctx=TorchDDPCtx(use_gpu=False))':
+        assert 'In a cell of %%dip use that group' in group.fails(f'%%dip --see all\n{o}')[1]
+
+
 def test_dipper(group):
     group.run('%dipper d')
     assert group.run('d.run(lambda x: x + kept, 1)') == '[2, 3, 4]\n'
@@ -567,7 +575,8 @@ def test_a_fit_that_a_cell_wraps(lesson):
     for more in '', f'{wrap}\n':
         lesson.run(f'%%dip\n{LESSON}{more}')
         assert 'wrapped' in lesson.run('%%dip\nlearn.fit(1)')
-        found = re.findall(r': (.*)', lesson.run('%%dip --see all\nlen(learn.recorder.lrs), learn.model.weight.sum().item()'))
+        said = lesson.run('%%dip --see all\nlen(learn.recorder.lrs), learn.model.weight.sum().item()')
+        found = re.findall(r': (.*)', said)
         assert len(found) == 2 and found[0] == found[1] and found[0].startswith('(3, '), found
     lesson.run('%dipush number')    # takes the patch away
 

@@ -411,6 +411,16 @@ def test_side_effects_stay_in_the_workers():
     assert res == [1, 1] and seen == []
 
 
+def test_temporary_folders_of_a_library():
+    "It keeps one as long as its process lives; wandb does"
+    def keep():
+        import sys, tempfile
+        sys.kept = tempfile.TemporaryDirectory()
+        return os.path.isdir(sys.kept.name), sys.kept.name
+    found = ranch(2, keep, caller_rank=None)
+    assert [there for there, _ in found] == [True]*2 and not any(os.path.exists(o) for _, o in found)
+
+
 def test_output_of_rank_0_only(capsys):
     ranch(2, lambda: print('I am', me()), caller_rank=None)
     assert capsys.readouterr().out == 'I am 0\n'

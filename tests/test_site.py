@@ -44,7 +44,7 @@ def test_outputs_of_older_code_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(website, 'EXECUTED', tmp_path)
     nb = json.loads((root/path).read_text(encoding='utf-8'))
     code = [o for o in nb['cells'] if o['cell_type'] == 'code']
-    for o in code: o['outputs'] = ['an output']
+    for o in code: o['outputs'] = [dict(name='stdout'), dict(name='stderr')]
     ran.parent.mkdir(parents=True)
     def outputs(): return sum(len(o.get('outputs', ())) for o in website.with_outputs(path)['cells'])
     assert outputs() == 0

@@ -34,7 +34,7 @@ TESTS = {
     'process': 'faults/test_faults.py', 'process/cleanup': 'faults/test_leaves_nothing.py',
     'process/helper': 'test_start.py',
     'launch': 'test_start.py', 'launch/report': 'test_report.py', 'launch/advice': 'test_report.py',
-    'launch/picture': 'test_report.py', 'launch/rank': 'faults/test_faults.py',
+    'launch/picture': 'test_report.py', 'launch/probe': 'test_doctor.py', 'launch/rank': 'faults/test_faults.py',
     'launch/monitor': 'faults/test_hangs.py', 'launch/engine': 'same_answer/test_parity.py',
     'launch/options': 'test_mistakes.py', 'launch/session': 'comes_back/test_comes_back.py',
     'launch/training': 'test_scripts.py',
@@ -52,7 +52,7 @@ TESTS = {
     'fastai1': 'v1/test_v1_fit.py', 'fastai1/validate': 'v1/test_v1_callbacks.py',
     'fastai1/callbacks': 'v1/test_v1_callbacks.py', 'fastai1/snapshot': 'v1/test_v1_comes_back.py',
     'fastai1/session': 'v1/test_v1_life.py', 'fastai1/learner': 'v1/test_v1_shift_tab.py',
-    '': 'test_start.py', 'ranch': 'test_ranch.py', 'magics': 'test_magics.py'}
+    '': 'test_start.py', 'ranch': 'test_ranch.py', 'doctor': 'test_doctor.py', 'magics': 'test_magics.py'}
 
 
 def numbered(nbs=root/'nbs'):

@@ -90,7 +90,7 @@ def with_outputs(path):
     if sources(done) != sources(nb): return nb
     outputs = iter([o['outputs'] for o in done['cells'] if o['cell_type'] == 'code'])
     for o in nb['cells']:
-        if o['cell_type'] == 'code': o['outputs'] = next(outputs)
+        if o['cell_type'] == 'code': o['outputs'] = [x for x in next(outputs) if x.get('name') != 'stderr']
     return nb
 
 

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['accelerator', 'device_module', 'is_accelerator', 'n_gpus', 'visible_cores', 'use_device', 'current_device',
-           'is_started', 'used_before_fork', 'keep_pages', 'give_pages_back']
+           'is_started', 'numa_nodes', 'binds_to_numa', 'bind_near', 'used_before_fork', 'keep_pages',
+           'give_pages_back']
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
-import contextlib, ctypes, os, sys
+import contextlib, ctypes, importlib.util, os, sys
 
 import torch
 
@@ -54,6 +55,32 @@ def current_device():
 def is_started():
     "True if this process has a context on its accelerator"
     return device_module().is_initialized()
+
+# %% ../../nbs/base/007_device.ipynb #b49c2766
+def numa_nodes():
+    "NUMA nodes of this machine, at least one"
+    folder = '/sys/devices/system/node'
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return max(sum(o.startswith('node') and o[4:].isdigit() for o in names), 1)
+
+def binds_to_numa():
+    "True if workers run on the cores near their GPUs"
+    return numa_nodes() > 1 and importlib.util.find_spec('torch.numa') is not None
+
+_bound = None       # the GPU that this process is bound to
+
+def bind_near(
+    gpu, # Index of the GPU; None: the CPU
+):
+    "This process runs on the cores near `gpu`, where the machine has several NUMA nodes"
+    global _bound
+    if gpu in (None,_bound) or not binds_to_numa(): return
+    from torch.numa import binding
+    # a private function of torch's
+    bind = getattr(binding, '_maybe_apply_numa_binding_to_current_process', None)
+    options = binding.NumaOptions(binding.AffinityMode.NODE, should_fall_back_if_binding_fails=True)
+    if bind: bind(device_index=gpu, numa_options=options)
+    _bound = gpu
 
 # %% ../../nbs/base/007_device.ipynb #3816bc73
 def used_before_fork():

@@ -69,7 +69,7 @@ class LearnerJob(BackgroundJob):
 @patch
 def _open(self:LearnerJob):
     with contextlib.ExitStack() as stack:
-        stack.enter_context(self.twin.distrib_ctx(**self.user_call.options, in_job=True))
+        stack.enter_context(self.twin._distrib_ctx(**self.user_call.options, in_job=True))
         fit = getattr(vars(self.twin).get('fit'), '__wrapped__', None)
         if fit is None or isinstance(fit.__self__.launcher, InProcess):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "

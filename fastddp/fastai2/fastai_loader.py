@@ -199,10 +199,10 @@ class _Indices(list):
 
 def _warn_of_slice(shard):
     if shard.rank: return
-    warnings.warn(f"fastddp: `{type(shard.orig).__name__}.create_batch` reads only the first of its "
-                  "indices, as for a slice that begins there. A worker's items don't follow each "
-                  "other, so losses and metrics are wrong: read all indices that it gets, such as "
-                  "self.dataset[b].")
+    name = type(shard.orig).__name__
+    warnings.warn(f"fastddp: `{name}.create_batch` reads only the first of its indices, as for a "
+                  "slice that begins there. A worker's items don't follow each other, so losses "
+                  "and metrics are wrong: read all indices that it gets, such as self.dataset[b].")
 
 _SKIPPED = ("an item of the training data was skipped (SkipItemException). One process fills its "
             "batch up from the items that follow; workers that build only their own items can't. "

@@ -68,9 +68,10 @@ def distrib_ctx(self:Learner,
     finally:
         if saving: saving.finish()
 
-_ctx = Learner.distrib_ctx      # `import fastai.distributed` puts fastai's own in its place
+# `import fastai.distributed` puts fastai's own in its place
+Learner._distrib_ctx = Learner.distrib_ctx
 
-OPTIONS = Options(_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
+OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 _getstate = Learner.__getstate__
@@ -108,7 +109,7 @@ def distrib(self:Learner,
     wait,user_call = options.pop('wait', True),UserCall(name, args, kwargs, options)
     check('wait', wait, OPTIONS.checks['wait'])
     if not wait: return start_job(self, user_call, name not in _INFERS)
-    with _ctx(self, **options), calling(self, user_call):
+    with self._distrib_ctx(**options), calling(self, user_call):
         return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61

@@ -130,7 +130,7 @@ def resume(learn):
     again = point._replace(first=first, state=None if point.done == call.fits
                            else state_before(learn, point.cbs))
     user_call = UserCall(call.name, call.args, call.kwargs, call.options, again)
-    with learn.distrib_ctx(**call.options), calling(learn, user_call):
+    with learn._distrib_ctx(**call.options), calling(learn, user_call):
         return getattr(learn, call.name)(*call.args, **call.kwargs)
 
 # %% ../../nbs/fastai2/724_resume.ipynb #2ce30520

@@ -14,16 +14,17 @@ from fastcore.basics import patch
 from ..base import group
 from ..base.checks import SEE, check
 from ..payload.shared_memory import Block
-from .engine import Launcher, Outcome
-from ..base.errors import RankRaised
+from .engine import Job, Launcher, Outcome
+from .probe import all_reduce_seconds
+from ..base.errors import RankRaised, WorkerError
 from .rank import (RankSpec, could_not_connect, join_early, notebook_settings,
                                  run_on_rank)
-from ..output.notice import Status
+from ..output.notice import Status, print_line
 from ..output.replay import display_settings, frontend
 from ..base.device import accelerator, visible_cores
 from .report import Timings, several
 from ..payload.pickling import Payload
-from ..base.scoped import Interrupts, undisturbed
+from ..base.scoped import Interrupts, own_attrs, undisturbed
 from .monitor import Monitor
 from ..process.helper import is_new
 from ..process.workers import Workers, without_helper
@@ -81,6 +82,7 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
     with rank 0's newest state as their `state`"""
     interrupts,timings = Interrupts(),Timings()
     with interrupts.noted(), self._turn(interrupts, timings.mark):
+        if self.is_unproven(nprocs): self.prove(nprocs)
         self._stay()
         try: outcome = self._run_once(job, nprocs, on_event, interrupts)
         except RankRaised as e:
@@ -102,6 +104,32 @@ def _run_once(self:Local, job, nprocs, on_event, interrupts):
         self.after_failure(job, monitor)
         raise
     return outcome._replace(marks=(*timings.marks, *outcome.marks))
+
+# %% ../../nbs/launch/505_local.ipynb #c03b8414
+_env = {}           # Environment of workers beyond this process's
+_proven = set()     # GPUs that have exchanged something
+_PATIENCE = 30.     # seconds, with the GPUs' own start
+
+@patch
+def is_unproven(self:Local, nprocs):
+    "True for several GPUs that have not exchanged anything yet"
+    gpus = self._gpus(nprocs) or []
+    # ranks on other machines have GPUs of their own
+    if len(gpus) < 2 or self.places or self.backend == '': return False
+    if 'NCCL_P2P_DISABLE' in os.environ: return False
+    return tuple(gpus) not in _proven
+
+@patch
+def prove(self:Local, nprocs):
+    """Has the workers exchange a megabyte; if they can't, they go on without P2P, and one line says
+    so"""
+    _proven.add(tuple(self._gpus(nprocs) or ()))
+    with self, own_attrs(self, timeout=_PATIENCE):      # they stay for the job
+        try: self.run(Job.of(all_reduce_seconds, (1,)), nprocs)
+        except WorkerError as e:
+            _env['NCCL_P2P_DISABLE'] = '1'
+            print_line(f"The GPUs can't exchange data directly ({type(e).__name__}): workers use "
+                       "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch
@@ -142,7 +170,7 @@ def submit(self:Local,
     "Gets workers for a job and gives it to them"
     self._get_workers(self.worker_ranks(nprocs), nprocs, interrupts or Interrupts(), mark)
     new = self._rendezvous is None
-    specs,env = self._specs(nprocs, job.work),dict(LOCAL_WORLD_SIZE=str(nprocs))
+    specs,env = self._specs(nprocs, job.work),dict(_env, LOCAL_WORLD_SIZE=str(nprocs))
     if new and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
     packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
     self.workers.submit(run_on_rank, packed, self._block, specs, **env)

@@ -142,7 +142,8 @@ def _interrupted(self:Monitor):
 
 @patch
 def ask_to_stop(self:Monitor):
-    "Sends all ranks the wish to stop"
+    """Sends all ranks the wish to stop. By pipe, not on the board: the thread that reads the pipe
+    interrupts code that looks at no board (`ranch`, cells), and agents pass messages on"""
     self.asked_to_stop = time.monotonic()
     self.workers.ask_stop()
 

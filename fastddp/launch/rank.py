@@ -14,7 +14,7 @@ import cloudpickle, numpy as np, torch
 from fastcore.basics import noop
 
 from ..base import board, group, rendezvous
-from ..base.device import device_module, give_pages_back, is_accelerator, keep_pages
+from ..base.device import bind_near, device_module, give_pages_back, is_accelerator, keep_pages
 from ..output.streams import fd_log
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, function_at, load
@@ -139,6 +139,7 @@ def join_early(channel, spec):
     global _joined_early
     with fd_log(spec.log):
         device = group.use_device(spec.gpu, spec.threads)
+        bind_near(spec.gpu)
         if spec.backend: _join_group(channel, spec, device)
     _joined_early = time.time()
 
@@ -155,6 +156,7 @@ def run_on_rank(
     global _joined_early
     began,joined,_joined_early = time.time(),_joined_early,None
     device = group.use_device(spec.gpu, spec.threads)
+    bind_near(spec.gpu)
     if device.type == 'cpu': keep_pages()
     left = take_settings(spec.settings)
     with fd_log(spec.log), capture_output(lambda e: channel.emit(('show', e)), spec.display):

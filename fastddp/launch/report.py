@@ -9,7 +9,7 @@ __all__ = ['PHASES', 'Timings', 'several', 'banner', 'start_of', 'rate', 'summar
 import time
 
 from ..base import group
-from ..base.device import accelerator
+from ..base.device import accelerator, binds_to_numa
 
 # %% ../../nbs/launch/501_report.ipynb #48c80a5d
 PHASES = {
@@ -66,7 +66,9 @@ def banner(n, gpus, total, steps=None, where=None):
     sampler gives"""
     s = 's' if n > 1 else ''
     here = 'cpu, gloo'
-    if gpus: here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for(accelerator())}"
+    if gpus:
+        here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for(accelerator())}"
+        if binds_to_numa(): here += ", on the cores near them"
     who = f"{several(n, 'worker')} ({where or here})"
     per_epoch = '' if steps is None else f", {several(steps, 'step')} per epoch"
     if total is None: return f"{who}, batches of the batch sampler{per_epoch}"

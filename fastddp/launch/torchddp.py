@@ -120,8 +120,9 @@ def _check_ranks(n, world_size, base, address):
         raise CantDistribute(f"world_size={world_size} with {n} processes here: "
                              "the others need addr= and port= to meet them.")
     if group.in_group():
-        raise CantDistribute("This process belongs to a process group already: "
-                             "call torch.distributed.destroy_process_group() first.")
+        raise CantDistribute("This process belongs to a process group already. In a cell of %%dip "
+                             "use that group, else call "
+                             "torch.distributed.destroy_process_group() first.")
 
 def _check_gpus(n):
     have = group.n_gpus()

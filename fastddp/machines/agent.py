@@ -6,7 +6,7 @@
 __all__ = ['facts', 'merged_env', 'merged_path', 'own_modules', 'keep_missing', 'Agent', 'main']
 
 # %% ../../nbs/machines/612_agent.ipynb #0535b0b9
-import contextlib, functools, hashlib, os, re, signal, sys, threading, time, traceback
+import contextlib, functools, hashlib, os, re, signal, sys, time, traceback
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import connection
 from pathlib import Path
@@ -101,7 +101,7 @@ class Agent:
         self.env,self.path,self.folder = dict(os.environ),list(sys.path),os.getcwd()
         self.states = set()     # kinds of rank 0's states that are newer than what the notebook has
         self.sent = {}          # rank -> bytes of its log, and its beat, that the notebook has
-        self.stream = Stream(read_fd, *to_fd(write_fd), lambda: self.block, _end_soon)
+        self.stream = Stream(read_fd, *to_fd(write_fd), lambda: self.block)
         self.stream.send_in_order('facts', facts())
     def run(self):
         "Does what it is told, until the end"
@@ -127,12 +127,12 @@ class Agent:
         self.stream.send_in_order('offers', self.listener.offers)
     def reach(self, offers, token, only):
         "Tries to reach another machine"
-        self.stream.send_in_order('routes', [tuple(o) for o in routes_to(offers, token, only)])
+        self.stream.send_in_order('routes', routes_to(offers, token, only))
     def meet_at(self, addr):
         "Listens for the ranks of a new group"
         if self.listener: self.listener.close()
-        url,self.store = host_store(addr)
-        self.stream.send_in_order('store', url)
+        where,self.store = host_store(addr)
+        self.stream.send_in_order('store', where)
     def missing(self, paths):
         "Says which of the notebook's files are not here"
         self.stream.send_in_order('missing', [o for o in paths if not os.path.exists(o)])
@@ -207,12 +207,6 @@ class _CalledOff:
     def __init__(self, stream): self.stream = stream
     @property
     def n(self): return bool(self.stream.ended) or self.stream.has('end', 'end_workers')
-
-def _end_soon():
-    "The notebook is gone: ends the agent even if it is busy, and the workers with it"
-    timer = threading.Timer(1.5, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
 
 # %% ../../nbs/machines/612_agent.ipynb #d2ef2d50
 def _leave(*_):

@@ -40,8 +40,9 @@ class Command:
 
 # %% ../../nbs/machines/615_hosts.ipynb #73186752
 _CHECKS = dict(
-    hosts=Check("a list of names of machines, such as ['gpu1', 'gpu2']",
-                lambda v: is_list(v) and all(isinstance(o, str) for o in v),
+    hosts=Check("a list of names of machines, each once, such as ['gpu1', 'gpu2']",
+                lambda v: (is_list(v) and all(isinstance(o, str) for o in v)
+                           and len({*v}) == len(v) > 0),
                 lambda v: f"[{v!r}]" if v.strip() else None),
     command=Check("a command with {host} and {run} in it, as text", lambda v: isinstance(v, str)),
     python=Check("the path of the interpreter there, as text", is_text))
@@ -59,36 +60,26 @@ class Hosts(Machines):
         check_all(dict(hosts=hosts, command=command, python=python), _CHECKS)
         super().__init__(per_node, **kwargs)
         self.hosts,self.command,self.python = list(hosts),command,python
-        if not self.hosts or len(set(self.hosts)) < len(self.hosts):
-            raise CantDistribute(f"Hosts({self.hosts}): name each machine once.")
     def _argv(self, host):
         "The command for `host`, as a list; the notebook's own machine needs none"
         run = [self.python or sys.executable, '-m', 'fastddp.machines.agent']
         if host in HOME: return [sys.executable, *run[1:]]
-        words = [[o.replace('{host}', host)] if o != '{run}' else run
-                 for o in shlex.split(self.command)]
-        return [o for w in words for o in w]
+        command = self.command.replace('{host}', host).replace('{run}', shlex.join(run))
+        return shlex.split(command)
     def connections(self, on_cpu):
         hosts = [o for o in self.hosts if o not in self.left_out]
         if not hosts: raise CantDistribute(f"None of the machines {', '.join(self.hosts)} is left.")
         return {o: partial(Command, self._argv(o)) for o in hosts}
-    def why_not(self, said):
-        "What commands say when they fail, and what to do about it"
-        last = super().why_not(said)
-        for texts,why in _REASONS:
-            if any(o.lower() in said.lower() for o in texts): return f"{why} ({last})"
-        return last
-
-_REASONS = [(("No module named 'fastddp", 'No module named fastddp'),
-             "has no fastddp for this Python: install it there, or pass python="),
-            (('Permission denied (', 'password', 'Host key verification', 'passphrase'),
-             "wants a password or doesn't know your key (`ssh-copy-id` gives it; BatchMode never "
-             "asks)"),
-            (('Could not resolve', 'Connection refused', 'No route', 'timed out',
-              'Network is unreachable', 'not known',
-              'Cannot open network namespace'), "can't be reached"),
-            (('Permission denied',),
-             "can't run that program: it lacks the right to be executed. Pass python=, the "
-             "interpreter there, or look at command="),
-            (('No such file', 'not found'),
-             "has no such program: pass python=, the interpreter there, or look at command=")]
+    reasons = [(("No module named 'fastddp", 'No module named fastddp'),
+                "has no fastddp for this Python: install it there, or pass python="),
+               (('Permission denied (', 'password', 'Host key verification', 'passphrase'),
+                "wants a password or doesn't know your key (`ssh-copy-id` gives it; BatchMode "
+                "never asks)"),
+               (('Could not resolve', 'Connection refused', 'No route', 'timed out',
+                 'Network is unreachable', 'not known', 'Cannot open network namespace'),
+                "can't be reached"),
+               (('Permission denied',),
+                "can't run that program: it lacks the right to be executed. Pass python=, the "
+                "interpreter there, or look at command="),
+               (('No such file', 'not found'),
+                "has no such program: pass python=, the interpreter there, or look at command=")]

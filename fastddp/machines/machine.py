@@ -37,8 +37,7 @@ class Machine:
         # (rank, kind) -> `(Block, Packed)` of what the rank put last
         self.latest = {}
         self.beats,self.stopped = {},set()  # rank -> `Heartbeat`; ranks that the system has stopped
-        # modules that were sent: file -> `(path, time)`; see `agent.facts`
-        self.files,self.facts = {},{}
+        self.facts = {}                     # see `agent.facts`
         self._kept = []                     # messages that came while another one was waited for
         self.conn = conn()
         self.folder = new_folder()          # for logs
@@ -74,19 +73,16 @@ class Machine:
     def log_path(self, r): return os.path.join(self.folder, f'rank{r}.log')
     def start(self, ranks, on_gpu):
         "Starts workers there; nothing is waited for"
-        self.ranks,self.files = ranks,{}
+        self.ranks = ranks
         self.stream.send_in_order('start', ranks, on_gpu, helper.preloads(), _surroundings())
     def submit(self, entry, specs, card, packed, data):
-        """Every rank there calls `entry`; with modules of the user's own that are new, or have
-        changed"""
+        "Every rank there calls `entry`; modules of the user's own go along"
         self.forget()
-        files = {rel:(o, os.path.getmtime(o)) for rel,o in own_modules().items()
-                 if os.path.exists(o)}
-        new = {rel:Path(o[0]).read_bytes() for rel,o in files.items() if self.files.get(rel) != o}
-        self.files |= files
+        files = {k:Path(o).read_bytes() for k,o in own_modules().items() if os.path.exists(o)}
         env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
         env['LOCAL_WORLD_SIZE'] = str(len(self.ranks))
-        self.stream.send_in_order('job', entry, specs, env, _surroundings(), new, packed, data=data)
+        self.stream.send_in_order('job', entry, specs, env, _surroundings(), files, packed,
+                                  data=data)
     def news(self):
         "Everything that is new, as news of `Workers.poll`"
         msgs,self._kept = [*self._kept, *self.stream.received()],[]
@@ -105,7 +101,7 @@ class Machine:
     def _on_log(self, r, data):
         with open(self.log_path(r), 'ab') as f: f.write(data)
     def _on_beat(self, r, age, beat, stopped):
-        self.beats[r] = Heartbeat(*beat)._replace(at=time.monotonic()-age)
+        self.beats[r] = beat._replace(at=time.monotonic()-age)
         self.stopped = self.stopped-{r} | ({r} if stopped else set())
     def _on_trouble(self, text): self.trouble = text.strip()
     def forget(self):
@@ -135,7 +131,6 @@ class Machine:
 # %% ../../nbs/machines/613_machine.ipynb #0af4b7dc
 class RemoteWorkers:
     "The ranks of several machines: to a `Monitor` what `Workers` are"
-    method = 'agent'
     def __init__(self,
         machines, # `Machine`s with their `ranks`
     ):

@@ -19,6 +19,7 @@ from ..base.failure import is_echo
 from ..base.scoped import disturbed
 from ..launch.local import Local
 from ..launch.rank import RankSpec, run_on_rank
+from ..launch.report import several
 from .agent import facts
 from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
@@ -67,6 +68,7 @@ class Machines(Local):
     """Runs jobs on several machines; a subclass says which ones, and how an agent is started:
     `connections`"""
     places = True
+    reasons = ()        # what a command says when it fails, in lists, each with what to do about it
     def __init__(self,
         per_node=None, # Ranks on each machine; None: its GPUs, or one where there are none
         interface=None, # Network card; None: that of the best route between the machines
@@ -89,7 +91,10 @@ class Machines(Local):
         raise NotImplementedError
     def why_not(self, said):
         "One line for a machine that has no agent, but said this; '' if there is nothing to say"
-        return said.splitlines()[-1].strip() if said else ''
+        last = said.splitlines()[-1].strip() if said else ''
+        for texts,why in self.reasons:
+            if any(o.lower() in said.lower() for o in texts): return f"{why} ({last})"
+        return last
     def gpus_on(self, m):
         "How many GPUs of the machine `m` may be used"
         return m.facts['gpus']
@@ -145,10 +150,10 @@ def _start_agents(self:Machines, nprocs, on_cpu):
     self._count(nprocs)
     self.address,self.card,self.routes = meet(self.machines, self.interface, until)
     counts = list(self.counts.values())
-    each = f"{counts[0]} " if len(set(counts)) == 1 else '+'.join(map(str, counts))+' '
-    kind = ('GPU' if counts[0] == 1 else 'GPUs') if self.on_gpu else 'on the CPU'
-    s = 's' if len(counts) != 1 else ''
-    self.where = f"{len(counts)} machine{s} x {each}{kind}, {self._backend()} over {self.card}"
+    each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
+    kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
+    self.where = (f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over "
+                  f"{self.card}")
 
 @patch
 def _facts_of(self:Machines, m, until):
@@ -190,9 +195,8 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
     except RankRaised as e:
         f = e.failure
         if len(self.counts) < 2 or not is_echo(f): raise
-        # gloo's begins with a place in its own source
-        said = f.message.split('. ')[0].partition('] ')
-        why = f"the network between the machines failed, as it seems: {said[2] or said[0]}"
+        said = f.message.split('. ')[0].rpartition('] ')[2]     # gloo's has a place in its source
+        why = f"the network between the machines failed, as it seems: {said}"
         at = [name for name,n in self.counts.items() for _ in range(n)][f.rank]
         err = RankDied(f.rank, why, f.where, e.log, '' if at in HOME else at)
         err.state,err.cut = e.state,e.cut
@@ -207,14 +211,12 @@ def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None)
     self._block = self._block or Block()
     packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
     data,settings = self.pieces(self._block, packed.end),self.settings()
-    def spec(r, gpu):
-        return RankSpec(nprocs, gpu, self._backend(), self.threads, self._rendezvous,
-                        self.display_of(r), '', job.work,
-                        settings)
     entry = partial(run_on_machine, run_on_rank, self.link_timeout, not self.machines[0].home)
     for m in self.machines:
         card = self.routes[m].card if m in self.routes else self.card
-        specs = [spec(r, i if self.on_gpu else None) for i,r in enumerate(m.ranks)]
+        specs = [RankSpec(nprocs, i if self.on_gpu else None, self._backend(), self.threads,
+                          self._rendezvous, self.display_of(r), '', job.work, settings)
+                 for i,r in enumerate(m.ranks)]
         m.submit(entry, specs, card, packed, data)
     self._show_sending(interrupts)
 
@@ -233,13 +235,12 @@ def _get_workers(self:Machines, nprocs):
     self._rendezvous, = self.machines[0].wait_for('store', time.monotonic()+self.start_timeout)
 
 @patch
-def _show_sending(self:Machines, interrupts, much=1<<26):
-    "Waits until at most `much` bytes are left to send; after a second a line says how many"
-    status,began = Status(),time.monotonic()
+def _show_sending(self:Machines, interrupts):
+    "Waits until at most 64 MB are left to send; a line says how many"
+    status = Status()
     def left(): return sum(m.stream.unsent for m in self.machines if not m.lost())
-    while (n := left()) > much and not (interrupts and interrupts.n):
-        if time.monotonic()-began > 1:
-            status.show(f"sending data to {len(self.machines)} machines: {n/2**20:,.0f} MB left")
+    while (n := left()) > 1<<26 and not (interrupts and interrupts.n):
+        status.show(f"sending data to {several(len(self.machines), 'machine')}: {_size(n)} left")
         time.sleep(.05)
     status.show('')
 
@@ -293,23 +294,23 @@ def preflight(self:Machines,
 ):
     """A table of all machines, as text: versions, GPUs, memory, network; starts nothing that stays,
     outside of a block"""
-    was_there = bool(self.where)
-    self.place()
-    heads = 'machine',*facts()['versions'],'GPUs','cores','free','card','link'
-    rows = [heads]
-    for m in self.machines:
-        o,route = m.facts,self.routes.get(m)
-        card,link = (route.card, f'{_size(route.rate)}/s') if route else (self.card, '')
-        rows.append((m.name, *o['versions'].values(), o['gpus'], o['cores'], _size(o['free']), card,
-                     link))
-    widths = [max(len(str(o)) for o in column) for column in zip(*rows)]
-    lines = [' '.join(str(o).ljust(w) for o,w in zip(row, widths)).rstrip() for row in rows]
-    if model is not None and self.routes:
-        nbytes = sum(p.numel()*p.element_size() for p in model.parameters() if p.requires_grad)
-        n = len(self.machines)      # each one sends and receives 2 (n-1)/n of all gradients
-        seconds = 2*(n-1)/n*nbytes/min(o.rate for o in self.routes.values())
-        lines.append(
-            f"An all-reduce of {_size(nbytes)} of gradients takes about {seconds:.3f} s per "
-            "step, as far as a megabyte there and back can tell.")
-    if not (was_there or self._warm): self.close()
-    return '\n'.join(lines)
+    with self:
+        self.place()
+        heads = 'machine',*facts()['versions'],'GPUs','cores','free','card','link'
+        rows = [heads]
+        for m in self.machines:
+            o,route = m.facts,self.routes.get(m)
+            card,link = (route.card, f'{_size(route.rate)}/s') if route else (self.card, '')
+            rows.append((m.name, *o['versions'].values(), o['gpus'], o['cores'], _size(o['free']),
+                         card,
+                         link))
+        widths = [max(len(str(o)) for o in column) for column in zip(*rows)]
+        lines = [' '.join(str(o).ljust(w) for o,w in zip(row, widths)).rstrip() for row in rows]
+        if model is not None and self.routes:
+            nbytes = sum(p.numel()*p.element_size() for p in model.parameters() if p.requires_grad)
+            n = len(self.machines)      # each one sends and receives 2 (n-1)/n of all gradients
+            seconds = 2*(n-1)/n*nbytes/min(o.rate for o in self.routes.values())
+            lines.append(
+                f"An all-reduce of {_size(nbytes)} of gradients takes about {seconds:.3f} s per "
+                "step, as far as a megabyte there and back can tell.")
+        return '\n'.join(lines)

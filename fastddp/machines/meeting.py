@@ -13,7 +13,6 @@ try: import fcntl
 except ImportError: fcntl = None    # not on Windows, where there are no workers
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import torch
 from fastcore.xtras import globtastic
@@ -59,24 +58,15 @@ class Listener:
             for s in connection.wait(self.sockets, .1):
                 threading.Thread(target=self._answer, args=(s.accept()[0],), daemon=True).start()
     def _answer(self, conn):
-        with contextlib.suppress(OSError), conn:
+        with contextlib.suppress(OSError), conn, conn.makefile('rb') as received:
             conn.settimeout(5)
-            if not hmac.compare_digest(_receive(conn, len(self.token)), self.token): return
-            conn.sendall(_receive(conn, _SAMPLE))
+            if not hmac.compare_digest(received.read(len(self.token)), self.token): return
+            conn.sendall(received.read(_SAMPLE))
     def close(self):
         "Listens no more"
         self.closed = True
         self.thread.join()
         for o in self.sockets: o.close()
-
-def _receive(conn, n):
-    "`n` bytes, or an OSError"
-    data = bytearray()
-    while len(data) < n:
-        more = conn.recv(min(n-len(data), 1<<16))
-        if not more: raise OSError('closed')
-        data += more
-    return bytes(data)
 
 # %% ../../nbs/machines/611_meeting.ipynb #26391d8f
 class Route(NamedTuple):
@@ -99,7 +89,8 @@ def routes_to(
                                                                     source_address=source) as conn:
             began = time.perf_counter()
             conn.sendall(token+bytes(_SAMPLE))
-            _receive(conn, _SAMPLE)
+            with conn.makefile('rb') as received:
+                if len(received.read(_SAMPLE)) < _SAMPLE: continue
             rate = 2*_SAMPLE/(time.perf_counter()-began)
             found.append(Route(addr, here.get(conn.getsockname()[0], 'lo'), rate))
     return found
@@ -127,7 +118,7 @@ def meet(
     first.stream.send_in_order('listen', token, interface)
     offers, = first.wait_for('offers', until)
     for m in others: m.stream.send_in_order('reach', offers, token, interface)
-    found = {m: [Route(*o) for o in m.wait_for('routes', until)[0]] for m in others}
+    found = {m: m.wait_for('routes', until)[0] for m in others}
     if bad := [m.name for m,routes in found.items() if not routes]:
         tried = ', '.join(o[1] for o in offers) or 'no address'
         raise CantDistribute(
@@ -145,20 +136,18 @@ def meet(
 def host_store(
     addr, # An address of this machine, which the other ranks reach
 ):
-    "`(address as `store_at` takes it, the store that listens there as long as it is referenced)`"
+    "`(address for `store_at`, the store that listens there as long as it is referenced)`"
     listener = socket.create_server((addr, 0))
     port = listener.getsockname()[1]
     store = torch.distributed.TCPStore(addr, port, is_master=True, wait_for_workers=False,
                                        master_listen_fd=listener.detach())
-    return f'tcp://{addr}:{port}/{secrets.token_hex(16)}', store
+    return f'{addr}:{port}', store
 
 @functools.lru_cache(1)
-def store_at(url):
-    "The store that listens at `url`; the same object as long as a process asks for the same one"
-    parts = urlsplit(url)
-    store = torch.distributed.TCPStore(parts.hostname, parts.port, is_master=False,
-                                       wait_for_workers=False)
-    return torch.distributed.PrefixStore(parts.path.strip('/'), store)
+def store_at(where):
+    "The store that listens there; the same object as long as a process asks for the same one"
+    addr,_,port = where.rpartition(':')
+    return torch.distributed.TCPStore(addr, int(port), is_master=False, wait_for_workers=False)
 
 # %% ../../nbs/machines/611_meeting.ipynb #ae7b22ea
 def _break_dead_links(seconds):

@@ -6,9 +6,9 @@
 __all__ = ['Relay', 'new_relay', 'RelayConnection', 'StoredPieces', 'as_it_was', 'connect', 'bundles_for', 'Ray']
 
 # %% ../../nbs/machines/616_ray.ipynb #40d4cadb
-import collections, contextlib, math, numbers, os, signal, socket, subprocess, sys, tempfile, threading, time
+import collections, contextlib, math, numbers, os, signal, socket
+import subprocess, sys, tempfile, threading, time
 from functools import partial
-from multiprocessing import connection
 
 from ..base.checks import Check, check_all, whole
 from ..base.errors import CantDistribute
@@ -17,12 +17,11 @@ from .stream import Pieces
 from ..output.notice import Status
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
-_MOST = 1<<22       # bytes that one call returns
-_PIPE = 1<<20       # bytes that a pipe holds
+_PIPE = 1<<20       # bytes that a pipe holds, and one call returns
 
 class Relay:
     "An actor that has an agent; `read` and `write` may go on at the same time"
-    def __init__(self): self.errors,self.turn,self.early = tempfile.TemporaryFile(),0,{}
+    def __init__(self): self.errors = tempfile.TemporaryFile()
     def start(self):
         "Starts the agent; it ends when this process ends, which closes its standard input"
         import ray
@@ -31,20 +30,13 @@ class Relay:
                                      pipesize=_PIPE,
                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                      stderr=self.errors)
-    def write(self, i, data):
-        "Gives the agent the `i`-th thing that was sent; calls may come in any order"
-        self.early[i] = data
-        while self.turn in self.early:
-            view = memoryview(self.early.pop(self.turn))
-            while view: view = view[os.write(self.proc.stdin.fileno(), view):]
-            self.turn += 1
+    def write(self, data):
+        "Gives it to the agent; an actor's calls come in order"
+        view = memoryview(data)
+        while view: view = view[os.write(self.proc.stdin.fileno(), view):]
     def read(self):
         "What the agent says, as soon as it says something; nothing when it has ended"
-        fd,res = self.proc.stdout.fileno(),[]
-        while data := os.read(fd, _PIPE):
-            res.append(data)
-            if sum(map(len, res)) >= _MOST or not connection.wait([fd], 0): break
-        return b''.join(res)
+        return os.read(self.proc.stdout.fileno(), _PIPE)
     def said(self):
         "What else came: errors of Python"
         self.errors.seek(0)
@@ -69,8 +61,8 @@ _AHEAD = 4      # calls that may be on their way
 class RelayConnection:
     "The connection to an agent that an actor has, as a `Machine` takes it"
     def __init__(self, actor):
-        self.actor,self.trouble,self.ended = actor,'',threading.Event()
-        self._sent,self._n = collections.deque(),0
+        self.actor,self.trouble = actor,''
+        self._sent = collections.deque()
         self.read_fd,w = os.pipe()
         self._started = actor.start.remote()
         self._thread = threading.Thread(target=self._read_all, args=(w,), daemon=True,
@@ -87,9 +79,7 @@ class RelayConnection:
                 while view: view = view[os.write(w, view):]
             self.trouble = ray.get(self.actor.said.remote(), timeout=10)
         except Exception as e: self.trouble = self.trouble or str(getattr(e, 'cause', None) or e)
-        finally:
-            os.close(w)
-            self.ended.set()
+        finally: os.close(w)
     def _call(self, name, *args):
         return getattr(self.actor, name).options(concurrency_group=name).remote(*args)
     def write(self,
@@ -98,8 +88,7 @@ class RelayConnection:
         "Sends it; an OSError when there is no actor any more"
         import ray
         try:
-            self._sent.append(self._call('write', self._n, frame))
-            self._n += 1
+            self._sent.append(self._call('write', frame))
             if len(self._sent) > _AHEAD: ray.get(self._sent.popleft())
         except Exception as e: raise OSError(str(e)) from None
     def end(self): "The actor's end is the agent's"
@@ -111,7 +100,7 @@ class RelayConnection:
     ):
         "Ends the actor, and with it the agent"
         import ray
-        self.ended.wait(seconds)
+        self._thread.join(seconds)
         with contextlib.suppress(Exception): ray.kill(self.actor)       # the cluster may be gone
         self._sent.clear()
         self._thread.join(10)
@@ -119,8 +108,9 @@ class RelayConnection:
 # %% ../../nbs/machines/616_ray.ipynb #62ddee37
 class StoredPieces(Pieces):
     "The content of a `Block` as frames in Ray's object store, for the streams to several machines"
+    most = 1<<24
     def __init__(self, block, size):
-        super().__init__(block, size, 1<<24)
+        super().__init__(block, size)
         self._frames,self._lock = {},threading.Lock()
     def frame(self, at):
         "As `Pieces.frame`, but an `ObjectRef` instead of bytes"
@@ -212,7 +202,7 @@ def bundles_for(
             f"{nodes or 'at least 1'}. {_there(found)}")
     named = [b | {f'node:{address}': .001} for address,b in able]
     if nodes is None: return named
-    return [*(n if address == found[0][0] else b for n,(address,b) in zip(named, able))][:nodes]
+    return [n if address == found[0][0] else b for n,(address,b) in zip(named, able)][:nodes]
 
 def _words(bundle):
     return ' and '.join(f"{v:g} {k}{'s' if k in ('GPU','CPU') and v != 1 else ''}"
@@ -229,18 +219,18 @@ def _there(found):
 # way
 _SOON = 10.
 
-def _amount(meant):
-    return Check(f"{meant}, a number from 0 on",
-                 lambda v: v is None or isinstance(v, numbers.Real) and v >= 0)
+def _is_amount(v): return v is None or isinstance(v, numbers.Real) and v >= 0
 
-def _table(meant): return Check(meant, lambda v: v is None or isinstance(v, dict))
+def _is_table(v): return v is None or isinstance(v, dict)
 
 _CHECKS = dict(
     address=Check("the cluster's address as text, such as 'host:6379'", is_text),
     nodes=whole("how many machines take part, a whole number from 1 on", 1, none=True),
-    gpus=_amount("GPUs on each machine"), cpus=_amount("cores on each machine"),
-    resources=_table("a dict: Ray's name of a resource -> how much of it"),
-    runtime_env=_table("a dict, as for Ray's actors"), wait=_amount("seconds to wait"))
+    gpus=Check("GPUs on each machine, a number from 0 on", _is_amount),
+    cpus=Check("cores on each machine, a number from 0 on", _is_amount),
+    resources=Check("a dict: Ray's name of a resource -> how much of it", _is_table),
+    runtime_env=Check("a dict, as for Ray's actors", _is_table),
+    wait=Check("seconds to wait, a number from 0 on", _is_amount))
 
 class Ray(Machines):
     """Runs jobs on the machines of a Ray cluster; a context manager that keeps agents and workers
@@ -320,13 +310,9 @@ class Ray(Machines):
         if not self._gpus_given[m.name] or m.facts['gpus']: return None
         return (f"Ray gave {_words(dict(GPU=self._gpus_given[m.name]))}, and torch there finds "
                 "none. Is it a torch for GPUs, and may it see them? Ray(gpus=0) takes the CPU.")
-    def why_not(self, said):
-        last = super().why_not(said)
-        if 'runtime environment' in said:
-            return f"Ray couldn't make its runtime_env= there ({last})"
-        if 'No module named fastddp' not in said.replace("'", ''): return last
-        return ("has no fastddp for this Python: install it there, or name it in runtime_env= "
-                f"({last})")
+    reasons = [(('runtime environment',), "Ray couldn't make its runtime_env= there"),
+               (("No module named 'fastddp", 'No module named fastddp'),
+                "has no fastddp for this Python: install it there, or name it in runtime_env=")]
     def close(self, grace=2.):
         "Ends ranks and agents, and gives all resources back; harmless when repeated"
         super().close(grace)

@@ -6,7 +6,7 @@
 __all__ = ['worker_main']
 
 # %% ../../nbs/process/405_worker.ipynb #e3e3d9f3
-import faulthandler, gc, multiprocessing, os, pickle, signal
+import contextlib, faulthandler, gc, multiprocessing, os, pickle, signal, tempfile
 
 import cloudpickle
 from fastcore.basics import noop
@@ -44,7 +44,14 @@ def worker_main(
         _run(channel, task)
         on_idle,channel.on_idle = channel.on_idle,noop
         on_idle()
+    _remove_temporary()
     os._exit(0)     # no exit hooks: they belong to the helper this process was forked from
+
+def _remove_temporary():
+    "Remove the temporary folders that libraries keep as long as their process lives, such as wandb"
+    for o in gc.get_objects():      # those of the helper are frozen, and not among these
+        if type(o) is tempfile.TemporaryDirectory:
+            with contextlib.suppress(OSError): o.cleanup()
 
 # %% ../../nbs/process/405_worker.ipynb #d9bded48
 def _run(channel, task):

@@ -555,3 +555,15 @@ def test_a_generator_that_a_sampler_makes(kind):
     alone.fit(2)
     assert learn.recorder.values == alone.recorder.values and learn.epoch == 1
     assert [*learn.dls.train.sampler] == [*alone.dls.train.sampler]
+
+
+def test_a_fit_that_a_cell_wraps(monkeypatch):
+    "It takes `*args`, from which fastai's own names can't be read"
+    plain, called = Learner.fit, []
+    def fit(self, *args, **kwargs):
+        called.append(args)
+        return plain(self, *args, **kwargs)
+    monkeypatch.setattr(Learner, 'fit', fit)
+    learn = make_learner()
+    learn.distrib_fit(2, .1, launcher=InProcess())
+    assert len(learn.recorder.values) == 2 and learn.recorder.lrs[-1] == .1
