@@ -15,7 +15,7 @@ import statistics, sys, time
 import torch
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
-from fastddp.process import workers
+from fastddp.process import helper
 from fastddp.all import *
 from torch import nn
 from common import arguments, data, save, seed_all, show, summary
@@ -76,7 +76,7 @@ def speed_up(one, two):
 def main():
     args = arguments(__doc__)
     torch.set_num_threads(1)
-    workers.warm()
+    helper.warm()
     learn = make(256 if args.small else 6144)
     with learn.no_bar(), learn.no_logging(): times = pairs(learn, args.repeats)
     rows = summary(times, 'get_preds, 1 rank')

@@ -8,7 +8,7 @@ all-reduce.
 """
 import os, time
 from fastai.callback.core import Callback
-from fastddp.process import workers
+from fastddp.process import helper
 from fastddp.all import *
 from common import arguments, learner, mlp, save, show, summary, take_turns
 from peers import installed
@@ -56,7 +56,7 @@ def leaving(): return block()[1]
 
 def main():
     args = arguments(__doc__)
-    workers.warm()
+    helper.warm()
     first_fit()     # the helper is ready after this
     times = take_turns({'first fit': first_fit, 'second fit in a block': second_fit, 'leaving the block': leaving,
                         'without the helper': without_helper, **installed()}, args.repeats)

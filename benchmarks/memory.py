@@ -18,7 +18,7 @@ import numpy as np, pandas as pd, psutil, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
-from fastddp.process import workers
+from fastddp.process import helper
 from fastddp.all import *
 from common import argument_parser, save, sgd, show, summary, take_turns
 
@@ -162,7 +162,7 @@ def main():
     p.add_argument('--megabytes', type=int, default=512)
     args = p.parse_args()
     n = 32<<20 if args.small else args.megabytes<<20
-    workers.warm()
+    helper.warm()
     ours(KINDS['tensor'], 4000, 2)
     cases = {f'{kind}, {nprocs} workers': (lambda make=make, nprocs=nprocs: multiple(ours, make, n, nprocs))
              for kind, make in KINDS.items() for nprocs in (2, 4)}

@@ -12,7 +12,7 @@ import numpy as np, pandas as pd, torch
 from fastai.data.core import DataLoaders, Datasets
 from fastai.learner import Learner
 from fastai.tabular.all import CategoryBlock, Categorify, Normalize, TabularDataLoaders, tabular_learner
-from fastddp.process import workers
+from fastddp.process import helper
 from fastddp.all import *
 from PIL import Image
 from torch import nn
@@ -110,7 +110,7 @@ def row(name, n, budget, turns):
 def main():
     args = arguments(__doc__, repeats=3, shapes=','.join(SHAPES))
     seed_all()
-    workers.warm()
+    helper.warm()
     rows, times = [], {}
     for name in args.shapes.split(','):
         make, n, budget = SHAPES[name]

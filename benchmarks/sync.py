@@ -14,7 +14,7 @@ import multiprocessing, os, time
 import numpy as np, torch
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
-from fastddp.process import workers
+from fastddp.process import helper
 from fastddp.all import *
 from common import argument_parser, save, seed_all, sgd, show, summary, take_turns
 
@@ -98,7 +98,7 @@ def main():
     p.add_argument('--megabytes', type=int, default=1024)
     args = p.parse_args()
     n = 32<<20 if args.small else args.megabytes<<20
-    workers.warm()
+    helper.warm()
     phases(learner())
     cases = {'one copy': lambda: copy(n), 'one copy into new shared memory': lambda: copy_anew(n),
              'ship, first fit': lambda: ship(n, 1), 'ship, second fit': lambda: ship(n, 2),

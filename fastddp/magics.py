@@ -7,7 +7,7 @@ __all__ = ['load', 'unload']
 
 # %% ../nbs/902_magics.ipynb #168e4d68
 from .early import preload_learners
-from .process import workers
+from .process import helper
 from .cluster.magics import DipMagics, default_app
 
 # %% ../nbs/902_magics.ipynb #1507eaaa
@@ -23,10 +23,10 @@ def load(
     shell.register_magics(magics)
     shell.input_transformers_cleanup.append(magics.transform)
     shell.set_hook('complete_command', magics.complete, str_key='%dipull')
-    workers.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline',
+    helper.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline',
                     'fastddp.cluster.cluster')
     if default_app() != 'none': preload_learners()
-    workers.warm()
+    helper.warm()
 
 def unload(shell):
     "Ends the group and takes everything out of the shell again; harmless when repeated"

@@ -210,8 +210,8 @@ def test_interrupt_button(lab, page):
 FIRST = """import os, sys
 os.environ['PYTHONPATH'] = os.pathsep.join([{folder!r}, os.environ.get('PYTHONPATH', '')])
 sys.path.insert(0, {tests!r})
-from fastddp.process import workers
-workers.preload('imports_for_long')
+from fastddp.process import helper
+helper.preload('imports_for_long')
 from fastai.basics import *
 from fastddp.all import *
 from learners import make_learner

@@ -19,16 +19,16 @@ from spread import long_but
 CRASH = '''
 import torch
 from fastddp.base import group
-from fastddp.process import workers
+from fastddp.process import helper
 from fastddp.launch.local import Local
 from fastddp.launch.engine import Job
 
 def add(ctx, obj): return group.all_sum([ctx.rank, obj.sum()])
 
 if __name__ == '__main__':
-    workers.preload('crashes')
+    helper.preload('crashes')
     for i in range(2): print('sums', Local(see=()).run(Job.of(add, torch.ones(3)), 1).results[0])
-    print(workers.start_method())
+    print(helper.start_method())
 '''
 
 
@@ -280,8 +280,8 @@ import os, sys, warnings
 warnings.simplefilter('ignore')
 sys.path.insert(0, {here!r})
 os.environ['PYTHONPATH'] = os.pathsep.join([{folder!r}, os.environ.get('PYTHONPATH', '')])
-from fastddp.process import workers
-workers.preload('imports_for_long')
+from fastddp.process import helper
+helper.preload('imports_for_long')
 from fastddp.all import *
 from learners import make_learner
 learn = make_learner()

@@ -75,16 +75,15 @@ class Board:
         self.page.write(self.rank, self.no, numbers)
         if self.hosts is not None: self._bring_other_hosts(limit)
         return self._wait_for(range(self.n), limit)
-    def missing(self, ranks):
-        "Those of `ranks` that haven't come to the last meeting of this one"
-        return [r for r in ranks if self.page.read(r, self.no) is None]
     def _wait_for(self, ranks, limit):
         began,rows,last = None,{},None
         while True:
             for r in ranks:
                 if rows.get(r) is None: rows[r] = self.page.read(r, self.no)
             if None not in rows.values():
-                self._note_wait(began, last)
+                secs = time.perf_counter()-began if began else 0.
+                self.waited += secs
+                self.last = (last, secs) if began else None
                 return [rows[r] for r in ranks]
             last = next(r for r in ranks if rows[r] is None)
             if self.closed:
@@ -92,15 +91,10 @@ class Board:
             now = time.perf_counter()
             began = began or now
             if limit and now-began > limit:
-                who = ', '.join(map(str, self.missing(ranks)))
+                who = ', '.join(str(r) for r in ranks if rows[r] is None)
                 raise RuntimeError(f"Timed out waiting {limit:.0f} s for rank {who}")
-            if now-began > _LONG and (missing := self.missing(ranks)): on_wait(missing[0])
+            if now-began > _LONG: on_wait(last)
             _pause(now-began)
-    def _note_wait(self, began, last):
-        "This rank waited since `began` (None: it was the last), in the end for the rank `last`"
-        secs = time.perf_counter()-began if began else 0.
-        self.waited += secs
-        self.last = (last, secs) if began else None
     def _bring_other_hosts(self, limit):
         "The rows of this host for the other hosts, and theirs for this page"
         rows = torch.zeros(self.n, SIZE, dtype=torch.float64)

@@ -109,28 +109,22 @@ def first_to_fail():
     try: return int(store.compare_set(f'fastddp/failed/{_joined_last}', '', str(rank)))
     except RuntimeError: return None
 
-def _listener(addr, port):
-    """A socket that listens at `addr` alone, where torch's would at every address; None if `addr`
-    is none of this host's"""
-    family,*_,where = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0]
-    try: return socket.create_server(where[:2], family=family, backlog=128)
-    except OSError as e:
-        if e.errno != errno.EADDRNOTAVAIL: raise
-        return None
-
 def join_at(addr, port, rank, world_size, backend='gloo', device=None, timeout=None):
     """Joins the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; else
     as `join`"""
-    own = _listener(addr, int(port)) if rank == 0 else None
-    listen = dict(master_listen_fd=own.detach()) if own else {}
+    listen = {}
+    if rank == 0:
+        family,*_,where = socket.getaddrinfo(addr, int(port), type=socket.SOCK_STREAM)[0]
+        try:
+            # at `addr` alone, where torch's socket would listen at every address
+            server = socket.create_server(where[:2], family=family, backlog=128)
+            listen['master_listen_fd'] = server.detach()
+        except OSError as e:
+            if e.errno != errno.EADDRNOTAVAIL: raise    # `addr` isn't one of this host's
     store = torch.distributed.TCPStore(addr, int(port), world_size, is_master=rank == 0, **listen)
     join(store, rank, world_size, backend, device, timeout)
 
 # %% ../../nbs/base/011_rendezvous.ipynb #b65acfdb
-def _ends_with_the_lock():
-    "True if this torch holds Python's lock while it waits for gloo's threads to end"
-    return tuple(map(int, torch.__version__.split('.')[:2])) < (2,15) and group.backend() == 'gloo'
-
 def hang_up():
     "In a worker: shut down the connections to other ranks, so that waiting collectives fail"
     for fd,_ in sockets() & _connections:
@@ -148,6 +142,8 @@ def leave(
     abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
     if broken and abort and group.backend() == group.native_backend(): abort()
     else:
-        # after a failure a delay doesn't matter
-        if _ends_with_the_lock(): time.sleep(.3 if broken else .02)
+        # torch before 2.15 holds Python's lock while it waits for gloo's threads to end; after a
+        # failure a delay doesn't matter
+        version = tuple(map(int, torch.__version__.split('.')[:2]))
+        if version < (2,15) and group.backend() == 'gloo': time.sleep(.3 if broken else .02)
         torch.distributed.destroy_process_group()

@@ -120,6 +120,7 @@ class Cluster:
 _HAS_ENDED = "The group has ended, with what it held. `%makedip -r` starts it anew."
 
 @patch
+@shortened()
 def _job(self:Cluster,
     fn, # One of `cluster.cells`
     payload, # A `Payload`, or an object
@@ -128,10 +129,6 @@ def _job(self:Cluster,
     live=True, # Show it while it happens
 ):
     "Runs one job on all ranks; results in rank order"
-    with shortened(): return self._locked_job(fn, payload, what, see, live)
-
-@patch
-def _locked_job(self:Cluster, fn, payload, what, see, live):
     if self.local is None: raise CantDistribute(_HAS_ENDED)
     if not self._lock.acquire(blocking=False):
         raise CantDistribute(f"The group is busy: {self.running}")

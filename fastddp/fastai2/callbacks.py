@@ -14,7 +14,7 @@ from fastcore.basics import noop
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
-from ..base.scoped import environment, own_attrs
+from ..base.scoped import environment
 from .clock import DeviceClock
 from .fastai_loader import is_lm, keeps_state, rows_are_streams
 from .loaders import OneRank, dl_state, follow_original, set_dl_state, shard_dl

@@ -188,26 +188,20 @@ _made = None    # (namespace, shell) of this process
 def _shell_for(ns, name):
     "The shell of this process for the namespace `ns`"
     global _made
-    if _made is None or _made[0] is not ns or type(_made[1]).__name__ != name:
-        _made = ns, _make_shell(ns, name)
-    return _made[1]
-
-def _make_shell(ns, name):
+    if _made and _made[0] is ns and type(_made[1]).__name__ == name: return _made[1]
+    from IPython.core import interactiveshell
     from traitlets.config import Config
     main,had = sys.modules['__main__'],dict(ns)
     config = Config(HistoryManager=dict(enabled=False, hist_file=':memory:'))
     with contextlib.ExitStack() as undo:
-        _without_database(undo)
+        # IPython 8 makes a database in the profile's folder, which this shell doesn't have
+        if hasattr(interactiveshell, 'PickleShareDB'):
+            change(undo, vars(interactiveshell), PickleShareDB=lambda path: {})
         shell = _shell_class(name)(config=config, user_module=main if ns is vars(main) else None,
                                    user_ns=ns)
     ns.update(had)      # names that the shell replaced
+    _made = ns, shell
     return shell
-
-def _without_database(undo):
-    "Keep IPython 8 from making a database in the profile's folder, which this shell doesn't have"
-    from IPython.core import interactiveshell
-    if hasattr(interactiveshell, 'PickleShareDB'):
-        change(undo, vars(interactiveshell), PickleShareDB=lambda path: {})
 
 # %% ../../nbs/output/203_capture.ipynb #1b60d495
 def _use_shell(undo, queue, name, user_ns):
@@ -275,7 +269,7 @@ def capture_output(
                             LINES=os.environ.get('LINES', '24'))
         if settings.shell: _enter_shell(undo, queue, settings, user_ns)
         use_bars(undo, settings.frontend)
-        yield queue
+        yield
 
 def _enter_shell(undo, queue, settings, user_ns):
     if importlib.util.find_spec('IPython') is None: return

@@ -74,11 +74,10 @@ class Replay:
         self.warned = []        # (time, rank, text) of warnings that are not shown yet
         self.shown = ''         # end of what stderr has shown; a warning in it isn't repeated
         self.results = []       # (rank, event) to show at the end
-    def _sees(self, rank): return self.see == 'all' or rank in self.see
     def add(self, rank, event):
         "Add an event of `rank`, to be shown by the next `flush`"
         if event[0] == 'warning': self.warned.append((time.monotonic(), rank, event[1]))
-        elif not self._sees(rank): return
+        elif self.see != 'all' and rank not in self.see: return
         elif event[0] == 'display' and event[3].get('named'): self.results.append((rank, event))
         else: self.buffers.setdefault(rank, EventBuffer()).add(event)
     def flush(self,

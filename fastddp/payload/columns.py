@@ -8,7 +8,7 @@ __all__ = ['Texts', 'Tensors', 'Numbers', 'Tuples', 'Changeable', 'column', 'Row
 # %% ../../nbs/payload/103_columns.ipynb #cbc9dfd7
 import functools, gc, marshal, math, operator, os, pathlib, sys, types
 from collections.abc import MutableSequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import attrgetter
 from pickle import PickleBuffer
 

@@ -59,7 +59,8 @@ def _run(channel, task):
     try: _do(channel, task)
     except BaseException as e:
         if os.getpid() != channel.pid: end_fork(e)
-        _send_failure(channel, e)
+        where,items = _asked(channel.where, ''),_asked(channel.items, ())
+        channel.send('failed', failure_of(e, channel.rank, where, _pickled(e), items))
         e.__traceback__ = None
         gc.collect()                # its frames hold what others may wait for: a process group
     finally:
@@ -79,11 +80,6 @@ def _do(channel, task):
 
 # %% ../../nbs/process/405_worker.ipynb #ccdcd785
 _MOST_BYTES = 2**20     # of an exception; more of it than this is nothing to read
-
-def _send_failure(channel, e):
-    original = _pickled(e)
-    where,items = _asked(channel.where, ''),_asked(channel.items, ())
-    channel.send('failed', failure_of(e, channel.rank, where, original, items))
 
 def _pickled(e):
     "An exception as bytes, empty if it can't be pickled; its `__reduce__` may even exit"

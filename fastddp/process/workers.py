@@ -18,8 +18,8 @@ from ..payload.pickling import address
 from ..payload.shared_memory import Block
 from .channel import HEARTBEATS, Pipe, Surroundings
 from .cleanup import new_folder, remove_folder
-from .helper import (HelperEnded, is_new, lasts, preload, start_method,
-                                    start_worker, warm, without_helper)
+from .helper import (HelperEnded, lasts, start_method, start_worker,
+                                    without_helper)
 from .helper import is_stopped as process_is_stopped
 from .worker import worker_main
 
@@ -233,18 +233,7 @@ def stop(self:Workers,
         for r in self.alive(): _signal_group(self.procs[r].pid, sig)
         if self.alive(): self._join(wait)
     for p in self.procs.values(): _end_rest(p.pid)
-    self._free()
-
-@patch
-def _join(self:Workers, seconds):
-    end = time.monotonic()+seconds
-    while (left := end-time.monotonic()) > 0 and self.alive(): self.poll(left)
-
-@patch
-def _free(self:Workers):
-    "Frees pipes, blocks and the folder; a process that lives even now can't be ended"
-    for p in self.pipes.values(): p.close()
-    for b in self._blocks.values(): b.close()
+    for o in (*self.pipes.values(), *self._blocks.values()): o.close()
     self._blocks.clear()
     self.latest.clear()
     remove_folder(self.dir)
@@ -253,6 +242,11 @@ def _free(self:Workers):
     self.procs,self.pipes = {},{}
     if survivors: warnings.warn(f"fastddp: processes {survivors} could not be ended; a GPU call "
                                 "may be stuck in them")
+
+@patch
+def _join(self:Workers, seconds):
+    end = time.monotonic()+seconds
+    while (left := end-time.monotonic()) > 0 and self.alive(): self.poll(left)
 
 def _end_rest(pid):
     """Kill the rest of a worker's process group; a live process `pid` is another one with the same
