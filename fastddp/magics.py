@@ -24,7 +24,7 @@ def load(
     shell.input_transformers_cleanup.append(magics.transform)
     shell.set_hook('complete_command', magics.complete, str_key='%dipull')
     helper.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline',
-                    'fastddp.cluster.cluster')
+                   'fastddp.cluster.cluster')
     if default_app() != 'none': preload_learners()
     helper.warm()
 
