@@ -53,11 +53,11 @@ class Board:
     def __init__(self,
         rank, n,   # This rank, and how many there are
         page=None, # The `Page` of this host; None: this rank is alone
-        here=None, # The ranks of this host; None: all
+        on_host=None, # The ranks of this host; None: all
         hosts=None, # In the first rank of each of several hosts: the group of these ranks
     ):
         self.rank,self.n,self.page = rank,n,page
-        self.here,self.hosts = here or range(n),hosts
+        self.on_host,self.hosts = on_host or range(n),hosts
         self.no = 0             # of the last meeting
         self.closed = False     # does another thread end the waiting?
         self.waited = 0.        # seconds at all meetings
@@ -98,10 +98,11 @@ class Board:
     def _bring_other_hosts(self, limit):
         "The rows of this host for the other hosts, and theirs for this page"
         rows = torch.zeros(self.n, SIZE, dtype=torch.float64)
-        for r,row in zip(self.here, self._wait_for(self.here, limit)): rows[r] = torch.tensor(row)
+        for r,row in zip(self.on_host, self._wait_for(self.on_host, limit)):
+            rows[r] = torch.tensor(row)
         group.sum_in(rows, self.hosts)
         for r,row in enumerate(rows.tolist()):
-            if r not in self.here: self.page.write(r, self.no, row)
+            if r not in self.on_host: self.page.write(r, self.no, row)
 
 # seconds in which others get the core in turn, seconds of the longest pause
 _SPIN,_LONGEST = 2e-3,5e-3
@@ -172,25 +173,25 @@ def _make():
     rank,n = group.rank(),group.world_size()
     if n == 1: return Board(0, 1)
     hosts = group.all_gather_object(_host())
-    page,here = _shared_page([r for r in range(n) if hosts[r] == hosts[rank]], n)
+    page,on_host = _shared_page([r for r in range(n) if hosts[r] == hosts[rank]], n)
     if max(group.all_sum([float(page is None)])):       # not what they seemed: a host for each rank
-        page,here = _shared_page([rank], n)
-    leaders = sorted({*group.all_gather_object(here[0])})
+        page,on_host = _shared_page([rank], n)
+    leaders = sorted({*group.all_gather_object(on_host[0])})
     between = group.subgroup(leaders) if len(leaders) > 1 else None
-    return Board(rank, n, page, here, between if rank in leaders else None)
+    return Board(rank, n, page, on_host, between if rank in leaders else None)
 
-def _shared_page(here, n):
-    """`(Page, here)` for the ranks `here` of one host; None for the page if it can't be opened. A
+def _shared_page(ranks, n):
+    """`(Page, ranks)` for the `ranks` of one host; None for the page if it can't be opened. A
     collective"""
     path,page = '',None
-    if here[0] == group.rank():
+    if ranks[0] == group.rank():
         fd,path = tempfile.mkstemp(prefix='fastddp-board-')
         with os.fdopen(fd, 'wb') as f: f.write(bytes(Page.nbytes(n)))
     try:
         paths = group.all_gather_object(path)
-        try: page = Page(paths[here[0]])
+        try: page = Page(paths[ranks[0]])
         except OSError: pass
         group.barrier()
     finally:
         if path: os.unlink(path)
-    return page,here
+    return page,ranks

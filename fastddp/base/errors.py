@@ -10,7 +10,7 @@ __all__ = ['TROUBLES', 'Trouble', 'trouble_of', 'remedy_for', 'CantDistribute', 
 import contextlib, re, shutil, signal, sys, tempfile, traceback
 from typing import NamedTuple
 
-from .failure import from_loader, is_own_line, own_lines, place, recorded_traceback
+from .failure import from_loader, is_user_file, user_lines, place, recorded_traceback
 
 # %% ../../nbs/base/001_errors.ipynb #461bafd1
 class Trouble(NamedTuple):
@@ -173,12 +173,12 @@ def trouble_of(
 def remedy_for(
     kind,       # Name of the exception's type, or of the signal, or 'exit'
     message='', # The exception's text
-    here=True,  # Did it occur on this machine?
+    local=True, # Did it occur on this machine?
 ):
     "The remedy for an error, or ''; with this machine's memory or disk figures where they matter"
     found = trouble_of(kind, message)
     if not found: return ''
-    return found.remedy + (_FIGURES[found.name]() if here and found.name in _FIGURES else '')
+    return found.remedy + (_FIGURES[found.name]() if local and found.name in _FIGURES else '')
 
 def _memory_figures():
     "The host's memory as one sentence, '' without `/proc/meminfo` (proc(5))"
@@ -209,7 +209,7 @@ class CantDistribute(ValueError):
     def _render_traceback_(self):
         "The lines that IPython shows: the user's frames and the message"
         frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(self.__traceback__)]
-        return [*own_lines(frames, around=0), f"{type(self).__name__}: {self}"]
+        return [*user_lines(frames, around=0), f"{type(self).__name__}: {self}"]
 
 # %% ../../nbs/base/001_errors.ipynb #a07147c7
 class NotPicklable(CantDistribute):
@@ -280,7 +280,7 @@ def folded(
             fold(keep=True)
             lines.extend(between.split('\n'))
         end = m.end()
-        if is_own_line(m['file']):
+        if is_user_file(m['file']):
             fold()
             lines.extend(m['frame'].split('\n')[:2])
         else: run.append((m['file'], m['frame']))
@@ -303,7 +303,7 @@ class RankRaised(WorkerError):
     def _render_traceback_(self):
         # for `%debug`
         frames = self.failure.locals
-        if tb := recorded_traceback([o for o in frames if is_own_line(o[0])] or frames):
+        if tb := recorded_traceback([o for o in frames if is_user_file(o[0])] or frames):
             self.__traceback__ = sys.last_traceback = tb
         return self.lines()
     @property
@@ -311,8 +311,8 @@ class RankRaised(WorkerError):
         "Dataset indices of the failing rank's batch, as far as they are known"
         return self.failure.items
     def _details(self):
-        own,f = own_lines(self.failure.frames),self.failure
-        res = ['', 'Your code:', *own] if own else []
+        user,f = user_lines(self.failure.frames),self.failure
+        res = ['', 'Your code:', *user] if user else []
         res += [*self._variables(), *self._items()]
         inner = from_loader(f.text)
         whose = f"{inner.process} of rank {self.rank}" if inner else f"rank {self.rank}"
@@ -330,9 +330,9 @@ class RankRaised(WorkerError):
         return [*bad, '', f"Items of the batch at hand: {', '.join(items[:most])}{more}"]
     def _variables(self, most=8):
         "The variables of the user's innermost function"
-        own = [o for o in self.failure.locals if is_own_line(o[0])]
-        if not own: return []
-        name,values = own[-1][2:]
+        user = [o for o in self.failure.locals if is_user_file(o[0])]
+        if not user: return []
+        name,values = user[-1][2:]
         first = [f"  {k} = {v}" for k,v in list(values.items())[:most]]
         return ['', f"Variables in {name}:", *first] if first else []
 
@@ -352,7 +352,7 @@ class RankDied(WorkerError):
         self.lost = exitcode if isinstance(exitcode, str) else ''
         self.rank,self.exitcode = rank,None if self.lost else exitcode
         self.where,self.log,self.host = where,log,host
-        self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit', here=not host)
+        self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit', local=not host)
     @property
     def signal(self):
         "The signal's name, or None when the process exited by itself"
@@ -389,8 +389,8 @@ class GroupTimeout(WorkerError):
         where = f" ({self.where})" if self.where else ''
         return f"no step{limit}: all ranks are waiting for rank {self.rank}{where}"
     def _details(self):
-        own = own_lines(_frames_of(self.stacks[0])) if self.stacks else []
-        res = ['', 'Your code:', *own] if own else []
+        user = user_lines(_frames_of(self.stacks[0])) if self.stacks else []
+        res = ['', 'Your code:', *user] if user else []
         for o in self.stacks:
             who,_,rest = o.partition('\n')
             frames = [(*f, None) for f in _frames_of(o)]

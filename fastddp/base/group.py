@@ -54,8 +54,8 @@ def native_backend():
 def backend_for(device):
     "The backend for `device`: 'gloo' for the CPU"
     if not is_accelerator(device): return 'gloo'
-    own = native_backend()
-    return own if getattr(torch.distributed, f'is_{own}_available', lambda: True)() else 'gloo'
+    native = native_backend()
+    return native if getattr(torch.distributed, f'is_{native}_available', lambda: True)() else 'gloo'
 
 def backend():
     "The backend of the group"

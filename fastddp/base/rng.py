@@ -56,7 +56,7 @@ class CommonRNG:
         else: _set_streams(self.state())
     def __enter__(self):
         if not self._installed:
-            self._own = _get_streams()
+            self._before = _get_streams()
             _set_streams(self._state)
         self._depth += 1
         return self
@@ -64,7 +64,7 @@ class CommonRNG:
         self._depth -= 1
         if self._installed: return
         self._state = _get_streams()
-        _set_streams(self._own)
+        _set_streams(self._before)
 
 # %% ../../nbs/base/013_rng.ipynb #2742086b
 _apart = contextvars.ContextVar('fastddp-streams', default=None)

@@ -12,7 +12,7 @@ from fastcore.basics import Stateful
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute
-from ..base.failure import is_own_line
+from ..base.failure import is_user_file
 from ..payload.blame import dump_or_blame
 from ..payload.pickling import dump, function_at
 from ..process.channel import Surroundings
@@ -71,7 +71,7 @@ def cell_job(
 def _from_the_cell(e):
     "`e` without the frames of IPython and ours above the user's own"
     tb = e.__traceback__
-    while tb is not None and not is_own_line(tb.tb_frame.f_code.co_filename): tb = tb.tb_next
+    while tb is not None and not is_user_file(tb.tb_frame.f_code.co_filename): tb = tb.tb_next
     return e.with_traceback(None if isinstance(e, SyntaxError) else tb or e.__traceback__)
 
 # %% ../../nbs/cluster/650_cells.ipynb #1ee0fce6

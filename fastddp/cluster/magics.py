@@ -14,7 +14,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from .cluster import APPS, Cluster, default_app
 from ..base.errors import CantDistribute
-from ..base.scoped import own_attrs
+from ..base.scoped import with_attrs
 
 # %% ../../nbs/cluster/652_magics.ipynb #c3110001
 # where a cell runs: in the group, in the notebook, in both
@@ -33,7 +33,7 @@ def gpus_of(words):
 def run_in_notebook(shell, cell, silent=False):
     "Runs a cell in the notebook's own namespace; raises what it raises"
     shown = []
-    with own_attrs(shell, _showtraceback=lambda etype, e, stb: shown.append(stb)):
+    with with_attrs(shell, _showtraceback=lambda etype, e, stb: shown.append(stb)):
         coro = shell.run_cell_async(cell, silent=silent,
                                     transformed_cell=shell.transform_cell(cell))
         result = _pseudo_sync_runner(coro)      # the loop is busy: it runs the cell around this one
@@ -105,7 +105,7 @@ class DipMagics(Magics):
         if len(see) > 1 and see[-1] in PLACES: args.place = see.pop()
         if args.place != 'local': self.group()
         if args.place != 'remote':
-            with own_attrs(self, in_notebook=True): run_in_notebook(self.shell, cell, args.quiet)
+            with with_attrs(self, in_notebook=True): run_in_notebook(self.shell, cell, args.quiet)
         if args.place == 'local': return
         if args.appcmd: cell = args.appcmd.strip('\'"')+'\n'+cell
         if self.verbose: print(f"%%dip: on {args.on}, see {','.join(see)}: {self.cluster!r}")

@@ -14,7 +14,7 @@ from fastai.callback import Callback, CallbackHandler
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import seed_rank
-from ..base.scoped import environment, own_attrs
+from ..base.scoped import environment, with_attrs
 from .loaders import (counts_now, global_batches, own_loader, place_now, shard,
                                      torch_dl)
 from .step import GlobalLoss, Ranks, trained_beside
@@ -182,10 +182,10 @@ def distributed_v1(learn,
         dls = [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]
         for dl in dls if batch == 'per_worker' else (): stack.enter_context(global_batches(dl, n))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
-        stack.enter_context(own_attrs(learn, load=_load_together(learn, ranks)))
+        stack.enter_context(with_attrs(learn, load=_load_together(learn, ranks)))
         loss_batch = _loss_batch(basic_train.loss_batch, learn, ranks, losses)
-        stack.enter_context(own_attrs(basic_train, validate=validate, loss_batch=loss_batch,
-                                      CallbackHandler=AgreeingHandler.of(ranks)))
+        stack.enter_context(with_attrs(basic_train, validate=validate, loss_batch=loss_batch,
+                                       CallbackHandler=AgreeingHandler.of(ranks)))
         if n > 1: stack.enter_context(ranks.passes.wrapped())
         seed_rank(group.rank(), n, common)
         try: yield ranks, [ShardLoaders(learn, common), same]

@@ -19,7 +19,7 @@ from ..base import group
 from ..base.checks import Check, check, whole
 from ..base.scoped import voting
 from ..base.rng import CommonRNG, seed_rank
-from ..base.scoped import environment, own_attrs
+from ..base.scoped import environment, with_attrs
 from .callbacks import counting, distributed_v1
 from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
 from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs,
@@ -173,7 +173,7 @@ class Session(_Session):
                 return (self.validate if model is self.learn.model else real_validate)(model, dl,
                                                                                        *args,
                                                                                        **kwargs)
-            with own_attrs(basic_train, fit=fit, validate=validate):
+            with with_attrs(basic_train, fit=fit, validate=validate):
                 return method(self.learn, *args, **kwargs)
         return call
     def overrides(self): return {k:self.through(k) for k in ('fit','validate','get_preds')}
@@ -228,12 +228,12 @@ def overrides(
     options = dict(batch='per_worker', stop_requested=stop_requested) | options
     def fit(epochs, learn, callbacks=None, metrics=None):
         if not group.everyone(): return real_fit(epochs, learn, callbacks, metrics)
-        with stopping(), own_attrs(basic_train, validate=real_validate):
+        with stopping(), with_attrs(basic_train, validate=real_validate):
             _fit(real_fit, options, epochs, learn, callbacks, metrics)
     def validate(model, dl, loss_func=None, cb_handler=None, pbar=None, average=True, n_batch=None):
         if not group.everyone():
             return real_validate(model, dl, loss_func, cb_handler, pbar, average, n_batch)
-        with stopping(), own_attrs(basic_train, validate=real_validate):
+        with stopping(), with_attrs(basic_train, validate=real_validate):
             return _validate(stop_requested, model, dl, loss_func, cb_handler, pbar=pbar,
                              average=average,
                              n_batch=n_batch)
@@ -251,8 +251,8 @@ def in_place(
         return
     with launched_group() as device, (quiet_bars() if group.rank() else contextlib.nullcontext()):
         place(learn, device)
-        with own_attrs(basic_train, **overrides(**options)), own_attrs(learn,
-                                                                       distrib_session=given):
+        with with_attrs(basic_train, **overrides(**options)), with_attrs(learn,
+                                                                         distrib_session=given):
             yield
 
 # %% ../../nbs/fastai1/805_session.ipynb #c94c15f6

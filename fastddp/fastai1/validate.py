@@ -15,7 +15,7 @@ from fastai.core import is_listy
 from fastai.torch_core import to_device
 
 from ..base import group
-from ..base.scoped import own_attrs
+from ..base.scoped import with_attrs
 from .loaders import place_now, shard, torch_dl
 from ..shard.gathered_loss import Losses, by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, loss_and_divisor
@@ -99,7 +99,7 @@ class Validation:
         def on_batch_end(loss): return plain(loss) or self.ranks.stop_requested()
         mine_of = n_batch
         if n_batch and whole: mine_of = len(range(group.rank(), n_batch, group.world_size())) or 1
-        with own_attrs(handler, metrics=[*means, keep], on_batch_end=on_batch_end):
+        with with_attrs(handler, metrics=[*means, keep], on_batch_end=on_batch_end):
             outs = self.real(model, mine, note, handler, pbar, average=False, n_batch=mine_of)
         self.ranks.all_reduce()
         for m in means: _sum_up(m)

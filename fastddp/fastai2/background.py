@@ -15,7 +15,7 @@ from fastcore.foundation import L
 
 from ..base.errors import CantDistribute
 from ..base.rng import streams_apart
-from ..base.scoped import own_attrs
+from ..base.scoped import with_attrs
 from .resume import (UserCall, calling, parts_of, point_from, resume,
                                     resume_points, weakly)
 from .session import copy_report
@@ -79,7 +79,7 @@ def _open(self:LearnerJob):
         session.launcher.prepare(session.n)
         if not getattr(session.launcher, 'places', True): self.gpus = tuple(session.gpus or ())
         def refuse(*args, **kwargs): refuse_busy(self.of)
-        if self.trains: stack.enter_context(own_attrs(self.of, fit=refuse))
+        if self.trains: stack.enter_context(with_attrs(self.of, fit=refuse))
         self.block = stack.pop_all()
 
 @patch

@@ -25,7 +25,7 @@ from ..base.rng import CommonRNG
 from .step import StepSync
 from .together import runs_user_code
 from .learner import OPTIONS
-from ..base.scoped import own_attrs
+from ..base.scoped import with_attrs
 from . import snapshot
 from ..launch.options import RAISES, comments_of, list_params
 from ..output.notice import hushed
@@ -251,7 +251,7 @@ class _Comparison:
         a,b,tol = NoteSteps(self.steps),NoteSteps(self.steps),self.tol
         self.streams.install()
         # a counter in a global, say, begins alike in both
-        with own_attrs(snapshot, put_back=noop): many.distrib('fit', 1, cbs=[a], **self.options)
+        with with_attrs(snapshot, put_back=noop): many.distrib('fit', 1, cbs=[a], **self.options)
         self.streams.install()
         one.fit(1, cbs=[b])
         res = Answer([Row('batches', _apart(a.batches, b.batches, each=True), 1e-5),

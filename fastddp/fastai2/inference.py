@@ -21,7 +21,7 @@ from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from ..base import group
-from ..base.scoped import own_attrs
+from ..base.scoped import with_attrs
 from .fastai_loader import is_lm, rows_are_streams
 from .loaders import (OneRank, dl_state, follow_original, set_dl_state, shard_dl,
                                      why_not)
@@ -102,8 +102,8 @@ def run_part(learn, # Validates as the user set it up, metrics and callbacks inc
             seen = len(own.idxs)
             learn.one_batch(k*n+rank if whole else k, b)
     with contextlib.ExitStack() as stack:
-        for o in gather: stack.enter_context(own_attrs(o, after_validate=noop))
-        stack.enter_context(own_attrs(learn, all_batches=all_batches))
+        for o in gather: stack.enter_context(with_attrs(o, after_validate=noop))
+        stack.enter_context(with_attrs(learn, all_batches=all_batches))
         type(learn)._do_epoch_validate(learn, dl=own)
     lists = [{k:vars(o).pop(k) for k in _GATHERED if isinstance(vars(o).get(k), list)}
              for o in gather]
@@ -156,7 +156,7 @@ def _drawn_alike(dl, common):
             res.new = new_of(res)
             return res
         return new
-    with own_attrs(dl, new=new_of(dl)): yield
+    with with_attrs(dl, new=new_of(dl)): yield
 
 def preds_in_one_order(learn,
                        common=contextlib.nullcontext(), # `CommonRNG` of a fit
@@ -170,7 +170,7 @@ def preds_in_one_order(learn,
         asked = learn.dls[ds_idx] if dl is None else dl
         if not is_sharded(asked): order_from_rank0(asked)
         with _drawn_alike(asked, common): return plain()
-    return own_attrs(learn, get_preds=get_preds)
+    return with_attrs(learn, get_preds=get_preds)
 
 # %% ../../nbs/fastai2/725_inference.ipynb #706f746a
 def infer_in_group(learn, # The same on all ranks
@@ -200,7 +200,7 @@ def inner_inference(learn, together):
         if together.alone: return type(learn)._do_epoch_validate(learn, dl=OneRank(original(dl)))
         with together.aside(): infer_in_group(learn, dl, together.common)
     predicting = preds_in_one_order(learn, together.common, lambda: together.alone)
-    with own_attrs(learn, _do_epoch_validate=validate), predicting: yield
+    with with_attrs(learn, _do_epoch_validate=validate), predicting: yield
 
 # %% ../../nbs/fastai2/725_inference.ipynb #fd29f319
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.checks import bound
 from ..base.failure import item_name
-from ..base.scoped import own_attrs, voting
+from ..base.scoped import with_attrs, voting
 from .callbacks import distributed
 from .clock import use_of
 from .together import OurCallback
@@ -229,7 +229,7 @@ def in_place(
             infer_in_group(learn, learn.dls[ds_idx] if dl is None else dl, together.common)
     with launched_group() as device:
         place(learn, device)
-        ours = own_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given)
+        ours = with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given)
         with ours, preds_in_one_order(learn): yield
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #e3ab0c43

@@ -16,7 +16,7 @@ from fastcore.foundation import L
 
 from ..base import group
 from ..base.errors import CantDistribute
-from ..base.scoped import own_attrs
+from ..base.scoped import with_attrs
 from .callbacks import kept_streams, opt_from_rank0
 from .inference import inner_inference
 from .together import LOAD, own_events
@@ -49,7 +49,7 @@ def sync_load(learn,
         group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
         if learn.opt is not None: opt_from_rank0(learn)
         return learn
-    with own_attrs(learn, load=load): yield
+    with with_attrs(learn, load=load): yield
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #0edfb766
 def sync_opt(learn):
@@ -75,7 +75,7 @@ def one_tmp_file(learn, cbs # All callbacks of the fit
         learn.load('')
     with contextlib.ExitStack() as stack:
         for cb in finders:
-            stack.enter_context(own_attrs(cb, before_fit=functools.partial(before_fit, cb),
+            stack.enter_context(with_attrs(cb, before_fit=functools.partial(before_fit, cb),
                                           after_fit=after_fit))
         yield
 
@@ -103,7 +103,7 @@ def _alone(cb, learn, together):
     "A function that calls the callback `cb` while the other ranks don't"
     def call(event_name):
         if together.alone: return cb(event_name)       # called by another one that is alone
-        with own_attrs(together, alone=True), _without_ours(learn, together.ours):
+        with with_attrs(together, alone=True), _without_ours(learn, together.ours):
             # keeping the streams costs too much in each batch
             if event_name in _inner_loop: return cb(event_name)
             with kept_streams(learn, together.common): cb(event_name)
@@ -143,7 +143,7 @@ def _alone_in_batches(learn, together):
         in_phase = together.alone and learn.training and together.phase in ('start','train')
         if not in_phase: return infer(*args, **kwargs)
         with _kept_phase(learn), kept_streams(learn, together.common): return infer(*args, **kwargs)
-    with own_attrs(learn, _do_epoch_validate=validate): yield
+    with with_attrs(learn, _do_epoch_validate=validate): yield
 
 # %% ../../nbs/fastai2/726_rank0.ipynb #bc588695
 def notebook_run(cbs # Callbacks

@@ -18,7 +18,7 @@ from fastcore.basics import getcallable, noop
 from ..base import board, group
 from .clock import Clock, kind_of
 from ..base.failure import end_fork
-from ..base.scoped import own_attrs
+from ..base.scoped import with_attrs
 
 # %% ../../nbs/fastai2/705_together.ipynb #6be54914
 class OurCallback(Callback):
@@ -91,7 +91,7 @@ def own_events(learn,
                clock=None # `Clock` that notes when events begin and end
 ):
     "Inside, each callback of `learn` is asked only for its own events"
-    with own_attrs(learn, _call_one=OwnEvents(learn, asked, clock)): yield
+    with with_attrs(learn, _call_one=OwnEvents(learn, asked, clock)): yield
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
 _RAISES = dict(backward=CancelBackwardException, step=CancelStepException,

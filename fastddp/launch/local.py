@@ -24,7 +24,7 @@ from ..output.replay import display_settings, frontend
 from ..base.device import accelerator, visible_cores
 from .report import Timings, several
 from ..payload.pickling import Payload
-from ..base.scoped import Interrupts, own_attrs, undisturbed
+from ..base.scoped import Interrupts, with_attrs, undisturbed
 from .monitor import Monitor
 from ..process.helper import is_new
 from ..process.workers import Workers, without_helper
@@ -124,7 +124,7 @@ def prove(self:Local, nprocs):
     """Has the workers exchange a megabyte; if they can't, they go on without P2P, and one line says
     so"""
     _proven.add(tuple(self._gpus(nprocs) or ()))
-    with self, own_attrs(self, timeout=_PATIENCE):      # they stay for the job
+    with self, with_attrs(self, timeout=_PATIENCE):      # they stay for the job
         try: self.run(Job.of(all_reduce_seconds, (1,)), nprocs)
         except WorkerError as e:
             _env['NCCL_P2P_DISABLE'] = '1'

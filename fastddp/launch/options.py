@@ -13,7 +13,7 @@ from ..base import group
 from ..base.checks import (SEE, Check, bound, check_all, flag, is_list, is_whole, near,
                                  number, one_of, takes_nothing, whole)
 from ..base.errors import CantDistribute
-from ..base.scoped import own_attrs
+from ..base.scoped import with_attrs
 from .local import Local
 from ..output.notice import print_line
 
@@ -281,7 +281,7 @@ def engine_for(
     if not places:
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
         asked['gpus'] = gpus or []
-    with own_attrs(launcher, **asked), launcher as engine:
+    with with_attrs(launcher, **asked), launcher as engine:
         if places: n,gpus = engine.place(nprocs, gpus)
         see = asked.get('see', given['see'])
         if see != 'all' and any(r != 0 and r >= n for r in see):

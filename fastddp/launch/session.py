@@ -14,7 +14,7 @@ from ..base import group
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.rng import CommonRNG
-from ..base.scoped import ending_undisturbed, in_background, own_attrs, undisturbed
+from ..base.scoped import ending_undisturbed, in_background, with_attrs, undisturbed
 from .background import refuse_busy, refuse_overlap
 from .engine import Job
 from .picture import Report, closing_line
@@ -86,7 +86,7 @@ def _on_workers(learn, given, defaults, overrides, quiet):
         methods = _of_this_thread(overrides(*found)) if found else {}
         # what the notebook trains beside a background job is meant so
         if found and 'in_job' not in given: ending.enter_context(_others_noticed(type(learn)))
-        ending.enter_context(own_attrs(learn, distrib_session=given, **methods))
+        ending.enter_context(with_attrs(learn, distrib_session=given, **methods))
         yield
 
 _ELSEWHERE = ("Training locally: the enclosing distrib_ctx belongs to a different learner. Call "

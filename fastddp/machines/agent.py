@@ -12,7 +12,7 @@ from multiprocessing import connection
 from pathlib import Path
 
 from ..base import group
-from ..base.failure import is_own_line
+from ..base.failure import is_user_file
 from ..base.device import visible_cores
 from ..launch.local import start_workers
 from .meeting import Listener, host_store, interfaces, routes_to
@@ -63,7 +63,7 @@ def merged_path(notebook, own):
 
 # %% ../../nbs/machines/612_agent.ipynb #bebe2fb0
 # following a file's links takes longer than the rest of a job's start
-_is_own = functools.cache(is_own_line)
+_is_own = functools.cache(is_user_file)
 
 def own_modules():
     """File below an import path -> its path here, for the modules that were imported from files of

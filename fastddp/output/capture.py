@@ -226,29 +226,23 @@ _INLINE = 'module://matplotlib_inline.backend_inline'
 
 def _use_figures(undo, shell, figures):
     "Make `shell` display figures as the notebook does; does nothing without matplotlib"
-    try: import matplotlib, matplotlib_inline.backend_inline as inline
+    try: import matplotlib, matplotlib.pyplot as plt, matplotlib_inline.backend_inline as inline
     except ImportError: return
     from IPython.core.pylabtools import activate_matplotlib, select_figure_formats
-    _hold_figures(undo, figures.rc)
+    params = matplotlib.rcParams
+    # dict's methods: those of rcParams choose a backend when asked for it
+    undo.callback(dict.update, params, {k:dict.__getitem__(params, k)
+                                        for k in {'backend','interactive',*figures.rc}})
+    _use_instance(undo, inline.InlineBackend, None)     # this job's shell makes a new one
+    hold(undo, vars(inline.configure_inline_support), 'current_backend')
+    hold(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
     activate_matplotlib(_INLINE)
     inline.configure_inline_support(shell, _INLINE)
     config = inline.InlineBackend.instance()
     formats = figures.formats or config.figure_formats
     select_figure_formats(shell, formats, **config.print_figure_kwargs)
-    matplotlib.rcParams.update(figures.rc)
+    params.update(figures.rc)
     undo.callback(inline.flush_figures)
-
-def _hold_figures(undo, rc):
-    """Restore the settings of matplotlib and its inline backend when `undo` closes, and those in
-    `rc`"""
-    import matplotlib, matplotlib.pyplot as plt, matplotlib_inline.backend_inline as inline
-    params = matplotlib.rcParams
-    # dict's methods: those of rcParams choose a backend when asked for it
-    undo.callback(dict.update, params,
-                  {k:dict.__getitem__(params, k) for k in {'backend','interactive',*rc}})
-    _use_instance(undo, inline.InlineBackend, None)     # this job's shell makes a new one
-    hold(undo, vars(inline.configure_inline_support), 'current_backend')
-    hold(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
 
 # %% ../../nbs/output/203_capture.ipynb #98980705
 @contextlib.contextmanager

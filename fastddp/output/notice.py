@@ -9,7 +9,7 @@ __all__ = ['hushed', 'print_line', 'end_line', 'print_once', 'Status', 'shorten'
 import contextlib, contextvars, sys, time
 from types import TracebackType
 
-from ..base.failure import is_own_line
+from ..base.failure import is_user_file
 from .replay import _get_ipython, _write, frontend, in_terminal, publish
 
 # %% ../../nbs/output/206_notice.ipynb #a5ff0e9a
@@ -100,7 +100,7 @@ def _user_frames(e):
     tb = e.__traceback__
     while tb:
         package = tb.tb_frame.f_globals.get('__name__', '').split('.')[0]
-        own = is_own_line(tb.tb_frame.f_code.co_filename)
+        own = is_user_file(tb.tb_frame.f_code.co_filename)
         hidden = package in ('fastddp','IPython','decorator') or hidden and not own
         if not hidden: steps.append(tb)
         last,tb = tb,tb.tb_next

@@ -138,9 +138,9 @@ def early(self:Workers, entry, configs, **env):
 def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
     entry = address(entry)
     for (r,pipe),config in zip(self.pipes.items(), configs):
-        own = Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first))
+        surroundings = Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first))
         with contextlib.suppress(OSError):
-            pipe.send(what, entry, cloudpickle.dumps(own), config, *packed, fd=fd)
+            pipe.send(what, entry, cloudpickle.dumps(surroundings), config, *packed, fd=fd)
 
 @patch
 def _send(self:Workers, r, *msg):

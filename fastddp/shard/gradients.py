@@ -15,7 +15,7 @@ from torch import nn
 from ..base import group
 from ..base.checks import flag, number
 from ..base.errors import CantDistribute
-from ..base.scoped import own_attrs
+from ..base.scoped import with_attrs
 from .loss import loss_module
 
 # %% ../../nbs/shard/312_gradients.ipynb #96cd290c
@@ -104,7 +104,7 @@ class Passes:
     def wrapped(self):
         "Inside, backward passes are those of all ranks"
         self.real = torch.autograd.backward
-        with own_attrs(torch.autograd, backward=self._backward): yield self
+        with with_attrs(torch.autograd, backward=self._backward): yield self
 
     def open(self): self.batch,self.gathers,self.flat_batch = 0,False,False
     def close(self): self.batch = None
