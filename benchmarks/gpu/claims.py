@@ -61,6 +61,8 @@ CLAIMS = [
           ('a fit that fails leaves the last complete epoch',)),
     Claim('`in_torchddp` gives each process its GPU', (), ('one GPU each',)),
     Claim('GPUs of several machines', ()),
+    Claim('background jobs on GPUs of their own, and the learner on its GPU meanwhile', (),
+          ('so are jobs that share a GPU', 'The learner stays on its GPU while a job runs')),
     Claim("AMD's GPUs (`cuda` to torch) and Intel's (`xpu`, over `xccl`)", (),
           ("AMD's GPUs are `cuda` to torch",)),
 ]

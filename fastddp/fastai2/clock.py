@@ -6,7 +6,7 @@
 __all__ = ['PHASES', 'kind_of', 'DeviceClock', 'as_on_device', 'Clock', 'use_of']
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
-import resource, time
+import time
 from collections import defaultdict
 
 import torch
@@ -166,6 +166,7 @@ def use_of(
     device, # Of this rank
 ):
     "Threads, loader processes, memory and exchanged bytes of this rank, as plain numbers"
+    import resource     # not on Windows, where there are no workers
     dl = learn.dls.loaders[0]
     of_dl = getattr(dl, 'fake_l', dl)
     sizes = {k:p.nbytes for k,p in learn.model.named_parameters() if p.requires_grad}

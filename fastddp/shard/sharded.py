@@ -172,11 +172,12 @@ def sharded_clone(mixin, # Subclass of `Sharded` that goes before the original's
     return res
 
 # %% ../../nbs/shard/301_sharded.ipynb #5a7f167b
-_OURS = {'_shard','counts','idxs'}
+# `_iterator`: a torch loader's, with processes that persist
+_OURS = {'_shard','counts','idxs','_iterator'}
 
 def track_changes(dl):
     "From now on, what changes in the sharded `dl` belongs to its original, too"
-    dl._shard.seen = dict(vars(dl))
+    dl._shard.seen = {k:v for k,v in vars(dl).items() if k not in _OURS}
 
 def write_back(dl):
     "Carry what changed in the sharded `dl` since `track_changes` into its original"

@@ -17,7 +17,6 @@ from torch.utils.data import (BatchSampler, DataLoader, DistributedSampler, Iter
 
 from .sharded import (Shard, Sharded, StreamSource, account, clone_loader, draw_seed,
                                    no_batches, no_step_missing, reading, sharded_clone,
-                                   track_changes,
                                    track_changes, why_not_stream)
 from .split import (chunk, global_batch_size, n_steps, sharded_steps, whole_steps,
                                  workers_per_rank)
