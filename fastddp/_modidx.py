@@ -23,7 +23,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastddp.base.board.Page.write': ('base/board.html#page.write', 'fastddp/base/board.py'),
                                     'fastddp.base.board._host': ('base/board.html#_host', 'fastddp/base/board.py'),
                                     'fastddp.base.board._make': ('base/board.html#_make', 'fastddp/base/board.py'),
-                                    'fastddp.base.board._pause': ('base/board.html#_pause', 'fastddp/base/board.py'),
                                     'fastddp.base.board._shared_page': ('base/board.html#_shared_page', 'fastddp/base/board.py'),
                                     'fastddp.base.board.close': ('base/board.html#close', 'fastddp/base/board.py'),
                                     'fastddp.base.board.of_group': ('base/board.html#of_group', 'fastddp/base/board.py')},

@@ -94,7 +94,8 @@ class Board:
                 who = ', '.join(str(r) for r in ranks if rows[r] is None)
                 raise RuntimeError(f"Timed out waiting {limit:.0f} s for rank {who}")
             if now-began > _LONG: on_wait(last)
-            _pause(now-began)
+            if now-began > _SPIN: time.sleep(min((now-began)/20, _LONGEST))
+            elif hasattr(os, 'sched_yield'): os.sched_yield()
     def _bring_other_hosts(self, limit):
         "The rows of this host for the other hosts, and theirs for this page"
         rows = torch.zeros(self.n, SIZE, dtype=torch.float64)
@@ -106,10 +107,6 @@ class Board:
 
 # seconds in which others get the core in turn, seconds of the longest pause
 _SPIN,_LONGEST = 2e-3,5e-3
-
-def _pause(waited):
-    if waited > _SPIN: time.sleep(min(waited/20, _LONGEST))
-    elif hasattr(os, 'sched_yield'): os.sched_yield()
 
 # %% ../../nbs/base/010_board.ipynb #f01dfd9e
 class Heartbeat(NamedTuple):
