@@ -38,7 +38,7 @@ class Learner(_Learner):
         from call to call.
 
         Options, by name:
-            nprocs=None: Workers, which share `num_workers`: one per GPU, or so many on the CPU
+            nprocs=None: Workers, with `num_workers` each: one per GPU, or so many on the CPU
             gpus=None: Exactly these GPUs, in this order; `[]` for workers on the CPU
             batch='per_worker': A batch for each worker and step; 'global': a part of one batch
             sync_bn=True: Batch norm over all ranks (on the CPU: statistics averaged per epoch)

@@ -22,7 +22,7 @@ from ..shard.gathered_loss import check_loss
 @patch
 @with_block
 def distrib_ctx(self:Learner,
-    nprocs:int=None, # Workers, which share `num_workers`: one per GPU, or so many on the CPU
+    nprocs:int=None, # Workers, with `num_workers` each: one per GPU, or so many on the CPU
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # A batch for each worker and step; 'global': a part of one batch
     sync_bn:bool=True, # Batch norm over all ranks (on the CPU: statistics averaged per epoch)
