@@ -1,7 +1,7 @@
 """What editors complete, though the methods are patched onto fastai's class: from a kernel, and from the stub."""
 import subprocess, sys
 from pathlib import Path
-import jedi
+import jedi, pytest
 from fastai.learner import Learner
 from fastddp.all import *
 from learners import make_learner
@@ -10,6 +10,7 @@ root = Path(__file__).resolve().parent.parent
 METHODS = {k for k in vars(Learner) if k.startswith('distrib') and k != 'distrib_session'}
 
 
+@pytest.mark.full
 def test_the_stub_for_editors_is_rendered():
     "In a process of its own: other tests patch learners"
     said = subprocess.run([sys.executable, '-c', "import runpy; print(runpy.run_path('tools/stubs.py')['render']())"],
@@ -30,6 +31,7 @@ learn = Learner(None, None)
 learn.distrib'''
 
 
+@pytest.mark.full
 def test_the_stub_completes_them_where_nothing_runs():
     "A script in an editor with Jedi"
     said = jedi.Script(SCRIPT, environment=jedi.InterpreterEnvironment()).complete(4, len('learn.distrib'))

@@ -352,6 +352,7 @@ def test_objects_refused(group, cell, says):
 
 # The group object
 
+@pytest.mark.full
 def test_ranch_in_a_cell(group):
     "Each rank of the group has its own workers; a group in the group is refused, and nothing waits"
     cell = '%%dip\nfrom fastddp.ranch import *\ndef two(): return 2\nranch(2, two)'

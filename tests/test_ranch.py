@@ -137,6 +137,7 @@ def test_in_the_ipython_shell(tmp_path):
     assert script(PLAIN, tmp_path, '-m', 'IPython', '--no-banner', '--colors=NoColor').splitlines() == SAID
 
 
+@pytest.mark.full
 def test_a_function_of_a_module_nearby(tmp_path):
     (tmp_path/'pack').mkdir()
     (tmp_path/'pack'/'__init__.py').write_text('')

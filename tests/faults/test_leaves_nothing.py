@@ -342,6 +342,7 @@ def test_many_fits_in_one_block_leave_no_files():
         assert descriptors() == fds
 
 
+@pytest.mark.full
 def test_a_group_that_is_formed_anew_leaves_no_file():
     "Each failure breaks the group; the next job's ranks meet at a new file, and the old one goes"
     with Standing(gpus=[], see=()) as local:
