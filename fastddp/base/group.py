@@ -55,7 +55,8 @@ def backend_for(device):
     "The backend for `device`: 'gloo' for the CPU"
     if not is_accelerator(device): return 'gloo'
     native = native_backend()
-    return native if getattr(torch.distributed, f'is_{native}_available', lambda: True)() else 'gloo'
+    is_available = getattr(torch.distributed, f'is_{native}_available', lambda: True)
+    return native if is_available() else 'gloo'
 
 def backend():
     "The backend of the group"
