@@ -169,7 +169,7 @@ def _try_to_reach(address):
     host,_,port = address.rpartition(':')
     if not (host and port.isdigit()): raise ValueError(f"{address!r} is not 'host:port'")
     try: socket.create_connection((host.strip('[]'), int(port)), 10).close()
-    except OSError as e: raise OSError(f"nobody answers at {address} ({e})") from None
+    except OSError as e: raise OSError(f"no answer from {address} ({e})") from None
 
 def _sentence(e):
     "What an exception says, as a sentence in one line"
