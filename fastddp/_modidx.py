@@ -255,6 +255,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastddp.base.scoped.undisturbed': ('base/scoped.html#undisturbed', 'fastddp/base/scoped.py'),
                                      'fastddp.base.scoped.voting': ('base/scoped.html#voting', 'fastddp/base/scoped.py'),
                                      'fastddp.base.scoped.with_attrs': ('base/scoped.html#with_attrs', 'fastddp/base/scoped.py'),
+                                     'fastddp.base.scoped.with_context': ('base/scoped.html#with_context', 'fastddp/base/scoped.py'),
                                      'fastddp.base.scoped.without_attrs': ('base/scoped.html#without_attrs', 'fastddp/base/scoped.py')},
             'fastddp.cluster.cells': { 'fastddp.cluster.cells._from_the_cell': ( 'cluster/cells.html#_from_the_cell',
                                                                                  'fastddp/cluster/cells.py'),

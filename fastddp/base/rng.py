@@ -6,11 +6,12 @@
 __all__ = ['CommonRNG', 'streams_apart', 'seed_rank']
 
 # %% ../../nbs/base/013_rng.ipynb #c1081eb0
-import contextlib, contextvars, hashlib, random
+import contextvars, hashlib, random
 
 import numpy as np, torch
 
 from .device import accelerator, device_module, is_started, n_gpus
+from .scoped import with_context
 
 # %% ../../nbs/base/013_rng.ipynb #d2c47148
 def _get_streams():
@@ -69,15 +70,12 @@ class CommonRNG:
 # %% ../../nbs/base/013_rng.ipynb #2742086b
 _apart = contextvars.ContextVar('fastddp-streams', default=None)
 
-@contextlib.contextmanager
 def streams_apart(
     state=None, # What `CommonRNG.state()` returned; None: the streams as they are now
 ):
     """Inside, in this thread, `CommonRNG` captures and installs the state that this yields; the
     global streams stay as they are"""
-    token = _apart.set(dict(state or CommonRNG.capture().state()))
-    try: yield _apart.get()
-    finally: _apart.reset(token)
+    return with_context(_apart, dict(state or CommonRNG.capture().state()))
 
 # %% ../../nbs/base/013_rng.ipynb #0f00ecde
 def seed_rank(

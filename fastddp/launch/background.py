@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from ..base.errors import CantDistribute
 from ..base.rng import streams_apart
-from ..base.scoped import StopButton
+from ..base.scoped import StopButton, with_context
 from ..output.notice import print_line
 from ..output.panel import Panel
 from ..output.replay import _get_ipython, frontend, shown_in
@@ -175,9 +175,7 @@ def then(self:BackgroundJob,
 ):
     """The job of `call(*args, wait=False, **kwargs)`, which begins when this one has ended, however
     that was. Its snapshot is taken now"""
-    token = _after.set(self)
-    try: return call(*args, wait=False, **kwargs)
-    finally: _after.reset(token)
+    with with_context(_after, self): return call(*args, wait=False, **kwargs)
 
 @patch(as_prop=True)
 def log(self:BackgroundJob):

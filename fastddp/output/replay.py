@@ -6,11 +6,12 @@
 __all__ = ['frontend', 'in_terminal', 'display_settings', 'shown_in', 'publish', 'Replay']
 
 # %% ../../nbs/output/204_replay.ipynb #2d81c0a3
-import contextlib, contextvars, shutil, sys, time
+import contextvars, shutil, sys, time
 
 from fastcore.basics import patch
 
 from .capture import DisplaySettings, Figures
+from ..base.scoped import with_context
 from .streams import TICK, EventBuffer, overwritten
 
 # %% ../../nbs/output/204_replay.ipynb #1f8c5e81
@@ -35,12 +36,9 @@ def display_settings():
 # %% ../../nbs/output/204_replay.ipynb #39bdb19e
 _elsewhere = contextvars.ContextVar('fastddp-output', default=None)
 
-@contextlib.contextmanager
 def shown_in(place):
     "Inside, in this thread, what the library and its workers show goes to `place`"
-    token = _elsewhere.set(place)
-    try: yield
-    finally: _elsewhere.reset(token)
+    return with_context(_elsewhere, place)
 
 def publish(data, metadata, transient, update):
     "Display `data` in the notebook"
