@@ -143,12 +143,12 @@ def _show_result(self:Replay, label, data, metadata):
     if not is_text: publish(data, metadata, {}, False)
 
 # %% ../../nbs/output/204_replay.ipynb #368b60b8
-_warned = set()     # warnings of workers that this process has shown
+_shown_once = set()     # warnings of workers that this process has shown
 
 @patch
 def _show_warning(self:Replay, text):
-    if text in _warned: return
-    _warned.add(text)
+    if text in _shown_once: return
+    _shown_once.add(text)
     spaces = [getattr(m, '__dict__', {}) for m in [*sys.modules.values()]]
     noted = [k for ns in spaces for k in ns.get('__warningregistry__', ()) if isinstance(k, tuple)]
     if not any(f":{line}: {kind.__name__}: {said}\n" in text for said,kind,line in noted):
