@@ -17,7 +17,7 @@ from fastai.torch_core import defaults
 
 from ..base import group
 from ..base.checks import Check, check, whole
-from ..base.scoped import voting
+from ..base.scoped import Interrupts
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
 from .callbacks import counting, distributed_v1
@@ -261,7 +261,9 @@ def train_in_place(ctx):
     group"""
     if hasattr(basic_train.fit, 'plain'): return
     plain = basic_train.fit
-    for k,v in overrides(ctx.stop_requested, voting).items(): setattr(basic_train, k, v)
+    # a rank that Ctrl-C stopped where it is would leave the others waiting
+    words = overrides(ctx.stop_requested, Interrupts().noted)
+    for k,v in words.items(): setattr(basic_train, k, v)
     basic_train.fit.plain,defaults.device = plain,ctx.device
     old_numpy()
 
