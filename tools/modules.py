@@ -41,7 +41,7 @@ TESTS = {
     'launch/functions': 'test_ranch.py', 'launch/torchddp': 'test_ranch.py',
     'machines': 'test_hosts.py', 'machines/ray': 'test_ray.py',
     'cluster': 'test_magics.py',
-    'fastai2': 'same_answer/test_parity.py', 'fastai2/fastai_loader': 'test_data.py',
+    'fastai2': 'same_answer/test_parity.py',
     'fastai2/loaders': 'test_data.py', 'fastai2/together': 'same_answer/test_decisions.py',
     'fastai2/metrics': 'same_answer/test_metrics.py', 'fastai2/step': 'same_answer/test_trials.py',
     'fastai2/callbacks': 'apps/test_callbacks.py', 'fastai2/snapshot': 'comes_back/test_comes_back.py',

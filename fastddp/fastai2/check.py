@@ -20,7 +20,7 @@ from torch import nn
 
 from ..base import group
 from ..launch.training import is_rank0_only
-from .fastai_loader import is_lm, lay_out
+from .loaders import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step import StepSync
 from .together import runs_user_code
