@@ -59,7 +59,6 @@ class Board:
         self.rank,self.n,self.page = rank,n,page
         self.on_host,self.hosts = on_host or range(n),hosts
         self.no = 0             # of the last meeting
-        self.closed = False     # does another thread end the waiting?
         self.waited = 0.        # seconds at all meetings
         # the last rank to come to the last meeting, and how long this waited
         self.last = None
@@ -86,8 +85,6 @@ class Board:
                 self.last = (last, secs) if began else None
                 return [rows[r] for r in ranks]
             last = next(r for r in ranks if rows[r] is None)
-            if self.closed:
-                raise RuntimeError("Connection closed by peer: the ranks' meeting was ended")
             now = time.perf_counter()
             began = began or now
             if limit and now-began > limit:
@@ -119,27 +116,25 @@ class Heartbeat(NamedTuple):
 
 class Heartbeats:
     "The newest `Heartbeat` of each worker of a host, in a file"
-    _head,_row = struct.Struct('=dd?iH'),512    # all but the text, and its length; bytes of a row
+    _row = struct.Struct('=dd?i256p')
     def __init__(self,
         path, # The file
         n=0, # Makes it, with so many rows; 0: it is there
     ):
         if n:
-            with open(path, 'wb') as f: f.write(bytes(n*self._row))
+            with open(path, 'wb') as f: f.write(self._packed(Heartbeat())*n)
         with open(path, 'r+b') as f: self.memory = mmap.mmap(f.fileno(), 0)
-    def write(self, row, heartbeat):
-        "Writes it; a long text is cut"
-        *numbers,waits_for,text = heartbeat
-        text,at = text.encode()[:self._row-self._head.size],row*self._row
-        self.memory[at+self._head.size:at+self._head.size+len(text)] = text
-        self._head.pack_into(self.memory, at, *numbers, waits_for+1, len(text))
+    def _packed(self, beat): return self._row.pack(*beat[:-1], beat.where.encode())
+    def write(self, row, beat):
+        "Writes a `Heartbeat`; a long text is cut"
+        at = row*self._row.size
+        self.memory[at:at+self._row.size] = self._packed(beat)
     def read(self, row):
         "The `Heartbeat` in that row"
-        at = row*self._row
-        *numbers,waits_for,n = self._head.unpack_from(self.memory, at)
-        text = self.memory[at+self._head.size:at+self._head.size+n]
-        return Heartbeat(*numbers, waits_for-1, text.decode(errors='replace'))
-    def clear(self): self.memory[:] = bytes(len(self.memory))
+        *numbers,text = self._row.unpack_from(self.memory, row*self._row.size)
+        return Heartbeat(*numbers, text.decode(errors='replace'))
+    def clear(self):
+        self.memory[:] = self._packed(Heartbeat())*(len(self.memory)//self._row.size)
 
 # %% ../../nbs/base/010_board.ipynb #1ba407bf
 _board,_of = None,None      # the board of the group that this process is in, and that group
@@ -152,9 +147,8 @@ def of_group():
     return _board
 
 def close():
-    "Ends all waiting at the board; the next group has a board of its own"
+    "Forgets the board; the next group has its own"
     global _board,_of
-    if _board is not None: _board.closed = True
     _board = _of = None
 
 def _host():

@@ -120,16 +120,12 @@ def _join_group(channel, spec, device):
     rendezvous.leave(broken=True)
     was,channel.where = channel.where,_CONNECTING
     rendezvous.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
-    channel.where,_rendezvous,channel.on_break = was,spec.store,_break_group
+    channel.where,_rendezvous = was,spec.store
 
 def could_not_connect(failure):
     """True for a `Failure` of gloo's at the start, as a busy machine has it now and then; no rank
     has begun its job then"""
     return failure.where == _CONNECTING and 'connectFullMesh failed' in failure.message
-
-def _break_group():
-    rendezvous.hang_up()
-    rendezvous.leave(broken=True)
 
 # %% ../../nbs/launch/500_rank.ipynb #2991bb14
 _joined_early = None      # time at which `join_early` was through; the job that follows resets it

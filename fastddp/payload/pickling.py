@@ -149,7 +149,8 @@ def own_classes():
         for cls,attrs in then:
             for k in [k for k in vars(cls) if k not in attrs]: delattr(cls, k)
             for k,v in attrs.items():
-                if vars(cls)[k] is not v: setattr(cls, k, v)
+                # from Python 3.13 on, setting `__module__` removes `__firstlineno__`
+                if vars(cls).get(k) is not v: setattr(cls, k, v)
 
 # The first that fits counts
 _REDUCERS = [

@@ -160,7 +160,6 @@ class Channel:
         self.items = ()             # dataset indices of its batch, in the same way
         # called in the inbox thread when the notebook wants the job to stop
         self.on_stop = noop
-        self.on_break = noop        # called there when some rank waits for others in vain
         # called once, by the worker, when the notebook has this job's result
         self.on_idle = noop
         self.tasks = queue.SimpleQueue()    # of `Task`; None: no more
@@ -222,7 +221,6 @@ def _receive(self:Channel, what, *values):
     if what == 'stop':
         self._stop.set()
         self.on_stop()
-    elif what == 'break': self.on_break()
     elif what == 'exit': self.tasks.put(None)
     elif what == 'early': self.tasks.put(Task(*values))
     elif what == 'job':

@@ -153,12 +153,6 @@ def ask_stop(self:Workers):
     for r in self.alive(): self._send(r, 'stop')
 
 @patch
-def break_up(self:Workers):
-    """Tells every rank that some wait for others in vain: what they do about it is
-    `Channel.on_break`"""
-    for r in self.alive(): self._send(r, 'break')
-
-@patch
 def ask_stacks(self:Workers, ranks):
     "Lets `ranks` write the Python stacks of all their threads into their logs"
     for r in ranks:

@@ -66,5 +66,5 @@ def test_the_folder_is_named(tmp_path):
     said = {k: v for k, _, v in (o.partition(': ') for o in r.stdout.splitlines())}
     assert 'killed by SIGBUS' in said['killed'], r.stdout
     for o in ('before', 'in a block'): assert 'No space left on device' in said[o], r.stdout
-    for o in ('killed', 'before', 'in a block'): assert f'{folder} 0.0 of 1.0 MiB (full)' in said[o], r.stdout
+    for o in ('killed', 'before', 'in a block'): assert 'TMPDIR' in said[o], r.stdout
     assert 'trained 1' in r.stdout, r.stdout
