@@ -55,17 +55,15 @@ class Status:
     ):
         "Show `text` in place of the last one"
         if _hushed.get() or text == self._text: return
-        if frontend() == 'notebook': self._display(text)
-        elif in_terminal(): self._write(text)
+        if frontend() == 'notebook':
+            # empty HTML takes no room
+            data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}
+            publish(data, {}, dict(display_id=self._id), update=bool(self._text))
+        elif in_terminal():
+            # to the beginning of the line, of which the rest is erased
+            sys.stdout.write(f'\r\x1b[K{text}')
+            sys.stdout.flush()
         self._text = text
-    def _display(self, text):
-        # empty HTML takes no room
-        data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}
-        publish(data=data, metadata={}, transient={'display_id':self._id}, update=bool(self._text))
-    def _write(self, text):
-        # to the beginning of the line, of which the rest is erased
-        sys.stdout.write(f'\r\x1b[K{text}')
-        sys.stdout.flush()
 
 # %% ../../nbs/output/206_notice.ipynb #029a57cc
 def shorten(
