@@ -6,7 +6,7 @@
 __all__ = ['SIZE', 'on_wait', 'Page', 'Board', 'Heartbeat', 'Heartbeats', 'of_group', 'close']
 
 # %% ../../nbs/base/010_board.ipynb #9cf8c4e5
-import contextlib, mmap, os, platform, struct, tempfile, time, zlib
+import mmap, os, struct, tempfile, time, zlib
 from typing import NamedTuple
 
 import torch
@@ -156,20 +156,12 @@ def close():
     global _board,_of
     _board = _of = None
 
-def _host():
-    "Identify this machine: its name, its boot id and its first rank"
-    boot_id,rank = '',int(os.environ.get('RANK', 0))
-    with contextlib.suppress(OSError), open('/proc/sys/kernel/random/boot_id') as f:
-        boot_id = f.read().strip()
-    # machines of a simulated cluster may share a name
-    first = rank - int(os.environ.get('LOCAL_RANK', rank))
-    return f'{platform.node()}/{boot_id}/{first}'
-
 def _make():
     rank,n = group.rank(),group.world_size()
     if n == 1: return Board(0, 1)
-    hosts = group.all_gather_object(_host())
-    page,on_host = _shared_page([r for r in range(n) if hosts[r] == hosts[rank]], n)
+    # a machine's ranks have the same first one
+    firsts = group.all_gather_object(rank-int(os.environ.get('LOCAL_RANK', rank)))
+    page,on_host = _shared_page([r for r in range(n) if firsts[r] == firsts[rank]], n)
     if max(group.all_sum([float(page is None)])):       # not what they seemed: a host for each rank
         page,on_host = _shared_page([rank], n)
     leaders = sorted({*group.all_gather_object(on_host[0])})

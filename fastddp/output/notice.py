@@ -10,20 +10,18 @@ import contextlib, contextvars, sys, time
 from types import TracebackType
 
 from ..base.failure import is_user_file
+from ..base.scoped import with_context
 from .replay import _get_ipython, _write, frontend, in_terminal, publish
 
 # %% ../../nbs/output/206_notice.ipynb #a5ff0e9a
 # are our lines suppressed?
 _hushed = contextvars.ContextVar('fastddp-hushed', default=False)
 
-@contextlib.contextmanager
 def hushed(
     quiet=True, # False: change nothing
 ):
     "Context manager that suppresses the library's lines in this thread"
-    token = _hushed.set(_hushed.get() or quiet)
-    try: yield
-    finally: _hushed.reset(token)
+    return with_context(_hushed, _hushed.get() or quiet)
 
 def print_line(
     text, # One line, or more
