@@ -49,7 +49,7 @@ class FitCall(Call):
     def stopped(self, result): return self.holds()
     def holds(self):
         if self.cut:
-            return ("holds the last finished batch. learn.distrib_resume() begins epoch "
+            return ("holds the last finished batch; learn.distrib_resume() begins epoch "
                     f"{self.learn.epoch} again.")
         if not (self.kept or self.first): return "is as it was before the fit."
         first = self.learn.epoch+1 if self.kept else self.first

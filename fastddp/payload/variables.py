@@ -14,7 +14,8 @@ from cloudpickle.cloudpickle import _extract_code_globals as global_names
 from .state import fingerprint, refill
 
 # %% ../../nbs/payload/107_variables.ipynb #95e11fb5
-_CODE = types.ModuleType, type, property, staticmethod, classmethod
+_CODE = (types.ModuleType, type, property, staticmethod, classmethod, types.MemberDescriptorType,
+         types.GetSetDescriptorType)
 
 def _is_data(v):
     if isinstance(v, _CODE): return False
