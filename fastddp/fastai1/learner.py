@@ -20,7 +20,7 @@ from fastcore.basics import noop, patch
 from ..base import group
 from ..base.checks import Check, check, whole
 from ..base.rng import CommonRNG, seed_rank
-from ..base.scoped import environment, voting, with_attrs
+from ..base.scoped import Interrupts, environment, with_attrs
 from .callbacks import Ranks, distributed_v1, trained_beside
 from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
 from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs,
@@ -241,7 +241,9 @@ def train_in_place(ctx):
     group"""
     if hasattr(basic_train.fit, 'plain'): return
     plain = basic_train.fit
-    for k,v in overrides(ctx.stop_requested, voting).items(): setattr(basic_train, k, v)
+    # a rank that Ctrl-C stopped where it is would leave the others waiting
+    words = overrides(ctx.stop_requested, Interrupts().noted)
+    for k,v in words.items(): setattr(basic_train, k, v)
     basic_train.fit.plain,defaults.device = plain,ctx.device
     old_numpy()
 
