@@ -40,7 +40,7 @@ TESTS = {
     'launch/functions': 'test_ranch.py', 'launch/torchddp': 'test_ranch.py',
     'machines': 'test_hosts.py', 'machines/ray': 'test_ray.py',
     'cluster': 'test_magics.py',
-    'fastai2': 'same_answer/test_parity.py', 'fastai2/fastai_loader': 'test_data.py',
+    'fastai2': 'same_answer/test_parity.py',
     'fastai2/loaders': 'test_data.py', 'fastai2/together': 'same_answer/test_decisions.py',
     'fastai2/metrics': 'same_answer/test_metrics.py', 'fastai2/step': 'same_answer/test_trials.py',
     'fastai2/callbacks': 'apps/test_callbacks.py', 'fastai2/snapshot': 'comes_back/test_comes_back.py',
@@ -50,7 +50,7 @@ TESTS = {
     'fastai2/check': 'same_answer/test_check.py', 'fastai2/clock': 'test_report.py',
     'fastai1': 'v1/test_v1_fit.py', 'fastai1/validate': 'v1/test_v1_callbacks.py',
     'fastai1/callbacks': 'v1/test_v1_callbacks.py', 'fastai1/snapshot': 'v1/test_v1_comes_back.py',
-    'fastai1/session': 'v1/test_v1_life.py', 'fastai1/learner': 'v1/test_v1_shift_tab.py',
+    'fastai1/learner': 'v1/test_v1_life.py',
     '': 'test_start.py', 'ranch': 'test_ranch.py', 'doctor': 'test_doctor.py', 'magics': 'test_magics.py'}
 
 

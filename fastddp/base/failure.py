@@ -186,11 +186,11 @@ def note_item(
                      _NOTE.format(i) + (f" ({name})" if name else '')]
 
 def _from_loader(message):
-    "`(type, message, process, traceback)` of a DataLoader worker's failure in `message`, or None"
+    "`(process, type, message, traceback)` of a DataLoader worker's failure in `message`, or None"
     if not (m := _WRAPPED.search(message)): return None
     kind,process,text = m.groups()
     said = re.split(rf'(?m)^[\w.]*{kind}(?:: |$)', text)[-1]
-    return kind, _NOTED.sub('', said).strip(), process, text
+    return process, kind, _NOTED.sub('', said).strip(), text
 
 # %% ../../nbs/base/000_failure.ipynb #7d73d6b6
 def failure_of(
@@ -210,7 +210,8 @@ def failure_of(
     frames = tuple((f.filename, f.lineno, f.name) for f in traceback.extract_tb(tb))
     kind,message,text = type(exc).__name__,_message(exc),_formatted(exc, tb)
     if found := _from_loader(message):
-        kind,message,process,text = found
+        process,*said = found
+        kind,message,text = said
         frames += tuple((f, int(n), name) for f,n,name in _FRAME.findall(text))
         where = f"{where}, in {process}" if where else f"in {process}"
     bad = [(int(i), name) for i,name in _NOTED.findall(text)]

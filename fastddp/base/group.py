@@ -150,7 +150,7 @@ class _Pickler(pickle.Pickler):
         cls = torch.Tensor if isinstance(o, torch.nn.Parameter) else type(o)
         return _tensor, (cls, bytes_of(o).cpu().numpy().tobytes(), str(o.dtype), [*o.shape])
 
-# Classes in pickles of plain values, like those of `torch.load(weights_only=True)`, and their modules
+# Classes in pickles of plain values, as `torch.load(weights_only=True)` has them, and their modules
 _PLAIN = {'OrderedDict', 'L', '_tensor', 'ndarray', 'dtype', 'scalar', '_reconstruct',
           'bytearray', 'complex', 'range', 'set', 'slice', 'tuple'}
 _OF = {'builtins', 'collections', 'fastcore.foundation', 'numpy', 'numpy.core.multiarray',

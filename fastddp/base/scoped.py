@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['hold', 'change', 'with_context', 'with_attrs', 'without_attrs', 'environment', 'Interrupts', 'StopButton',
-           'in_background', 'undisturbed', 'disturbed', 'ending_undisturbed', 'voting']
+           'in_background', 'undisturbed', 'disturbed', 'ending_undisturbed']
 
 # %% ../../nbs/base/005_scoped.ipynb #2ab1786a
 import contextlib, contextvars, os, signal, threading
@@ -154,11 +154,3 @@ def ending_undisturbed():
             with undisturbed(): stack.close()
         # Ctrl-C came just before the line above took hold; else there is nothing to do
         finally: stack.close()
-
-# %% ../../nbs/base/005_scoped.ipynb #79782114
-@contextlib.contextmanager
-def voting():
-    "Context manager that ignores Ctrl-C, so that no rank stops alone; for the main thread only"
-    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try: yield
-    finally: signal.signal(signal.SIGINT, old)

@@ -56,7 +56,7 @@ def cell_job(
     ctx.where,shell,name = '',get_ipython(),obj['name']
     with as_left(ctx, obj['on']) as ns:
         shell.tells_errors = False      # the exception does
-        shell.displayhook.out = f'Out[{ctx.rank}:{shell.execution_count}]: '
+        shell.displayhook.label = f'Out[{ctx.rank}:{shell.execution_count}]: '
         if name: shell.compile.get_code_name = lambda *_: name
         shell.set_hook('show_in_pager', page.as_hook(page.display_page))
         with ctx.interruptible(): result = shell.run_cell(obj['cell'], store_history=True)

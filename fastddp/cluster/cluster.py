@@ -60,12 +60,12 @@ class Standing(Local):
     def _come_to_rest(self, monitor):
         """Do all ranks live and wait for the next job? They have five seconds, or a longer
         `interrupt_grace`; one that waits in a collective doesn't hear the wish to stop"""
-        ends,until = monitor.ends,time.monotonic()+max(5., self.interrupt_grace)
-        if ends.died: return False
-        if monitor.asked_to_stop is None and not ends.all: monitor.ask_to_stop()
+        until = time.monotonic()+max(5., self.interrupt_grace)
+        if monitor.ended('died'): return False
+        if monitor.asked_to_stop is None and monitor.at_work: monitor.ask_to_stop()
         monitor.drain(until)
         self._rendezvous = None     # the next job forms a new group
-        return ends.all and not ends.died
+        return not (monitor.at_work or monitor.ended('died'))
 
 # %% ../../nbs/cluster/651_cluster.ipynb #242e4e07
 class Cluster:

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_streams', 'text_order', 'set_text_order',
-           'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1',
-           'steps_per_epoch', 'step_sizes']
+           'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1', 'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
-import contextlib, math, sys
+import contextlib, sys
 
 import numpy as np
 from fastai import core
@@ -16,8 +15,7 @@ from fastai.basic_data import DeviceDataLoader
 
 from ..shard.sharded import original
 from ..shard.split import global_batch_size, refuse_loader, too_few
-from ..shard.torch_loader import (batching_of, is_stream, shard_torch, torch_bs, torch_size,
-                                        why_not_torch)
+from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
 def _or_objects(f):
@@ -181,29 +179,17 @@ def check_v1(data, # A `DataBunch`
     dls = {'data.train_dl': data.train_dl}
     if not data.empty_val: dls['data.valid_dl'] = data.valid_dl
     for name,dl in dls.items():
-        why = _why_not(torch_dl(dl), n, batch, dl is data.train_dl)
+        own = torch_dl(dl)
+        bs,why = global_batch_size(torch_bs(own), n, batch),why_not_torch(own)
+        if bs is None and batch == 'per_worker': why = why or _OWN_BATCHES
+        if not why and dl is data.train_dl:
+            why = too_few(bs, n, len(shard_torch(own, 0, n, batch, True, None)))
         if why: refuse_loader(name, n, why)
 
 _OWN_BATCHES = "its own batch_sampler decides about its batches: use batch='global'."
 
-def _why_not(own, n, batch, train):
-    bs = global_batch_size(torch_bs(own), n, batch)
-    if why := why_not_torch(own, n, bs): return why
-    if bs is None and batch == 'per_worker': return _OWN_BATCHES
-    if train and not is_stream(own):
-        return too_few(torch_size(own), bs, n, batching_of(own,n,batch).n_steps(0,n,True), batch)
-
 # %% ../../nbs/fastai1/800_loaders.ipynb #41ad1466
-def steps_per_epoch(dl, n, batch):
-    """Steps that `n` workers take in an epoch of the training loader `dl`; None for a stream of
-    unknown length"""
-    own = torch_dl(dl)
-    if streams_of(dl) is not None:
-        pre,bs = streams_of(dl),own.batch_size*(n if batch == 'per_worker' else 1)
-        len(pre)        # counts its tokens
-        return math.ceil(pre.totalToks/(pre.bptt*bs))
-    return None if is_stream(own) else batching_of(own, n, batch).n_steps(0, n, True)
-
 def step_sizes(dl, n, batch):
-    "`(items per step of n workers, steps_per_epoch)`"
-    return dl.batch_size*(n if batch == 'per_worker' else 1), steps_per_epoch(dl, n, batch)
+    "`(items per step of n workers, steps per epoch)` of the training loader `dl`"
+    as_one = global_batches(dl, n) if batch == 'per_worker' else contextlib.nullcontext()
+    with as_one: return dl.batch_size, len(dl)

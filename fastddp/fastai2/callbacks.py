@@ -16,8 +16,8 @@ from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment
 from .clock import DeviceClock
-from .fastai_loader import is_lm, keeps_state, rows_are_streams
-from .loaders import OneRank, dl_state, follow_original, set_dl_state, shard_dl
+from .loaders import (OneRank, dl_state, follow_original, is_lm, keeps_state,
+                                     rows_are_streams, set_dl_state, shard_dl)
 from .metrics import ReduceMetrics
 from .step import CountGlobalItems, GatherLoss, StepSync
 from .together import _FIRST, _LAST, OurCallback, Together, TogetherLast, own_events

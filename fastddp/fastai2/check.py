@@ -25,7 +25,7 @@ from ..base.device import visible_cores
 from ..base.errors import CantDistribute, WorkerError
 from ..launch.local import Local
 from ..launch.training import is_kind, is_rank0_only
-from .fastai_loader import is_lm, lay_out
+from .loaders import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step import StepSync
 from .together import runs_user_code

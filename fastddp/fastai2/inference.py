@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 
 from ..base import group
 from ..base.scoped import with_attrs
-from .fastai_loader import is_lm, rows_are_streams
-from .loaders import (OneRank, dl_state, follow_original, set_dl_state, shard_dl,
-                                     why_not)
+from .loaders import (OneRank, dl_state, follow_original, is_lm, rows_are_streams,
+                                     set_dl_state, shard_dl, why_not)
 from ..launch.training import is_kind, is_rank0_only
 from ..shard.sharded import has_state_of, is_sharded, original
 from ..shard.split import restore_order

@@ -18,7 +18,7 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.checks import bound
 from ..base.failure import item_name
-from ..base.scoped import with_attrs, voting
+from ..base.scoped import Interrupts, with_attrs
 from .callbacks import distributed
 from .clock import use_of
 from .together import OurCallback
@@ -251,7 +251,8 @@ def _with_all_ranks(name, plain, stop_requested):
     def method(self, *args, **kwargs):
         if 'distrib_session' in vars(self) or not group.everyone():
             return plain(self, *args, **kwargs)
-        with voting(), self.distrib_ctx(stop_requested=stop_requested):
+        # a rank that Ctrl-C stopped where it is would leave the others waiting
+        with Interrupts().noted(), self.distrib_ctx(stop_requested=stop_requested):
             res = getattr(self, name)(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt
         return res

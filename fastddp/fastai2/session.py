@@ -18,8 +18,8 @@ from ..base.scoped import Interrupts
 from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
                                        without_outside)
 from .jobs import enough_epochs, fit_args, fit_job, infer_job
-from .fastai_loader import rows_are_streams
-from .loaders import check_dl, global_bs, n_batches, set_dl_state
+from .loaders import (check_dl, global_bs, n_batches, rows_are_streams,
+                                     set_dl_state)
 from .rank0 import apply_settings, notebook_run, wants_no_lines
 from .resume import UserCall, dropped_lists, resume_points, user_calls
 from .snapshot import all_cbs, apply, loader_refs, snapshot

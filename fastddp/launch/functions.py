@@ -130,16 +130,17 @@ class _Watch(threading.Thread):
         self.came,self.handled,self.since = 0,0,None
         self.lock = threading.Lock()
     def run(self):
-        ends = self.monitor.ends
-        while not (self.over or ends.all or ends.bad or self._is_unheard()): self.monitor._turn()
-        if ends.bad: self.error = self.monitor._failure()
-        elif not (self.over or ends.all): self.error = KeyboardInterrupt()
+        monitor = self.monitor
+        def has_ended(): return self.over or not monitor.at_work or monitor.is_bad
+        while not (has_ended() or self._is_unheard()): monitor._turn()
+        if monitor.is_bad: self.error = monitor._failure()
+        elif not has_ended(): self.error = KeyboardInterrupt()
         else: return
         # The caller may be joining the group, where neither Ctrl-C nor a death is noticed.
         rendezvous.wait_connected(10)
-        self.monitor.workers.stop(0)        # a collective that waits for them fails
-        self.monitor.replay.close()
-        if ends.bad: self.interrupt_caller()
+        monitor.workers.stop(0)     # a collective that waits for them fails
+        monitor.replay.close()
+        if monitor.is_bad: self.interrupt_caller()
     def interrupt_caller(self):
         "Raises KeyboardInterrupt in the calling thread; in the main one also out of a system call"
         if not self.computes: return
@@ -195,7 +196,7 @@ def _call_watched(monitor, fn):
             watch.join(0 if isinstance(e, KeyboardInterrupt) else 1)
             watch.over = True
             watch.join()
-            if watch.error is None and is_timeout(_failure(e)) and monitor.ends.at_work:
+            if watch.error is None and is_timeout(_failure(e)) and monitor.at_work:
                 raise monitor.hang() from e
             first = watch.error and is_echo(_failure(watch.error)) and not is_echo(_failure(e))
             if watch.error is None or first: raise

@@ -6,77 +6,49 @@
 __all__ = ['use_bars', 'quiet_bars', 'Figures', 'DisplaySettings', 'capture_output', 'rehearse']
 
 # %% ../../nbs/output/203_capture.ipynb #37ae1253
-import builtins, contextlib, functools, importlib.util, os, sys, types, warnings
+import builtins, contextlib, functools, os, sys, tempfile, warnings
 from typing import NamedTuple
 
 from ..base.scoped import change, hold
 from .streams import EventQueue, use_streams
 
 # %% ../../nbs/output/203_capture.ipynb #1bb4cded
-@functools.lru_cache(None)
-def _quiet_bars(fp):
-    "Bars that count and show nothing, as subclasses of those of the fastprogress module `fp`"
-    class QuietBar(fp.ConsoleProgressBar):
-        def __init__(self, gen, total=None, display=True, leave=True, parent=None, master=None,
-                     **kwargs):
-            self.prefix,self.max_len = '',0
-            fp.ProgressBar.__init__(self, gen, total, False, leave, parent, master)
-        def on_update(self, *args, **kwargs): pass
-        def on_iter_end(self): fp.ProgressBar.on_iter_end(self)
-    class QuietMasterBar(fp.ConsoleMasterBar):
-        pcls = QuietBar
-        def __init__(self, gen, total=None, *args, **kwargs):
-            fp.MasterBar.__init__(self, gen, QuietBar, total)
-            self.total_time = False
-        def on_iter_begin(self): pass
-        def write(self, *args, **kwargs): pass
-    return QuietMasterBar, QuietBar
-
-def _bars():
-    "The fastprogress module, and its master and progress bar for each front end"
-    fp = sys.modules.get('fastprogress.fastprogress')
-    if fp is None: return None, {}
-    return fp, dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), silent=_quiet_bars(fp),
-                    terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
+class _QuietBar:
+    "A bar that shows nothing, and takes what others take"
+    def __init__(self, gen, total=None, *args, **kwargs): self.gen,self.total = gen,total
+    def __iter__(self): return iter(self.gen)
+    def __call__(self, *args, **kwargs): pass
+    def __getattr__(self, name):
+        if name.startswith('_'): raise AttributeError(name)
+        return self
 
 # %% ../../nbs/output/203_capture.ipynb #faf24ae5
 _BARS = 'master_bar','progress_bar'
-# words of fastcore and fastprogress, copied by star imports
 _FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'
-_looked_at = set()      # names of modules
-_with_bars = []         # (namespace, names in it to change) of modules that have any
 
-def _find_bars():
-    "Update `_with_bars` with the modules loaded since the last call, and return it"
-    new = sys.modules.keys()-_looked_at
-    for name in new:
-        ns = getattr(sys.modules.get(name), '__dict__', None) or {}
-        ours = name.startswith(('fastcore.','fastprogress.','fastai.'))
-        names = [k for k in _BARS+_FLAGS*ours if k in ns]
-        if names: _with_bars.append((ns, names))
-    _looked_at.update(new)
-    return _with_bars
-
-# %% ../../nbs/output/203_capture.ipynb #f69e6a21
 def use_bars(undo, frontend):
     "Set the bars of `frontend` in every module, and fastprogress's flags, until `undo` closes"
-    fp,kinds = _bars()
+    fp = sys.modules.get('fastprogress.fastprogress')
+    if fp is None: return
+    kinds = dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), silent=(_QuietBar, _QuietBar),
+                 terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
     known = {id(c) for pair in kinds.values() for c in pair}
-    new = dict(zip(_BARS, kinds.get(frontend, ())))
-    new.update({k:frontend != 'terminal' for k in _FLAGS})
-    for ns,names in _find_bars():
-        change(undo, ns, **{k:new[k] for k in names if k in _FLAGS or id(ns.get(k)) in known})
-    if fp and frontend == 'notebook' and not hasattr(fp, 'HTML'):
-        change(undo, vars(fp), **_display_names())
+    new = dict(zip(_BARS, kinds[frontend])) | dict.fromkeys(_FLAGS, frontend != 'terminal')
+    for name,module in [*sys.modules.items()]:
+        ns = getattr(module, '__dict__', {})
+        keys = [k for k in _BARS if id(ns.get(k)) in known]
+        if name.startswith(('fastcore.','fastprogress.','fastai.')):
+            keys += [k for k in _FLAGS if k in ns]
+        if keys: change(undo, ns, **{k:new[k] for k in keys})
+    if frontend == 'notebook' and not hasattr(fp, 'HTML'): _complete(fp)
     # each cell needs the styles once
     if hasattr(fp, '_style_shown'): change(undo, vars(fp), _style_shown=False)
 
-def _display_names():
-    "Names that fastprogress before 1.1 imports only in a notebook"
+def _complete(fp):
+    "Import what fastprogress before 1.1 imports only in a notebook"
     from IPython.display import HTML, clear_output, display
-    try: import matplotlib.pyplot as plt
-    except ImportError: plt = None
-    return dict(HTML=HTML, clear_output=clear_output, display=display, plt=plt)
+    import matplotlib.pyplot as plt
+    vars(fp).update(HTML=HTML, clear_output=clear_output, display=display, plt=plt)
 
 @contextlib.contextmanager
 def quiet_bars():
@@ -104,83 +76,42 @@ class DisplaySettings(NamedTuple):
         "True if text and displays are sent"
         return self.frontend != 'silent' if self.see is None else self.see
 
-# %% ../../nbs/output/203_capture.ipynb #8203453d
+# %% ../../nbs/output/203_capture.ipynb #9c5367c1
 _WIDGET = 'application/vnd.jupyter.widget'
 
-def _publisher_class(in_notebook):
-    "The class whose `publish` and `clear_output` IPython's display functions call"
+@functools.lru_cache(None)
+def _shell_class(name):
+    "An IPython shell without input; `name` is the class name that libraries check"
+    from IPython.core.displayhook import DisplayHook
     from IPython.core.displaypub import DisplayPublisher
+    from IPython.core.interactiveshell import InteractiveShell
+
     class Publisher(DisplayPublisher):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False,
                     **kwargs):
             data = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}
             if data: self.shell.show('display', data, metadata or {}, transient or {}, bool(update))
-        def clear_output(self, wait=False):
-            if in_notebook: self.shell.show('clear', bool(wait))
-            else: super().clear_output(wait)
-    return Publisher
+        def clear_output(self, wait=False): self.shell.show('clear', bool(wait))
 
-# %% ../../nbs/output/203_capture.ipynb #40c398e5
-def _formatter_class():
-    "The class that formats objects as HTML, images and text"
-    from IPython.core.formatters import DisplayFormatter
-    class Formatter(DisplayFormatter):
-        def format(self, *args, **kwargs):
-            return super().format(*args, **kwargs) if self.parent.seen else ({}, {})
-    return Formatter
-
-# %% ../../nbs/output/203_capture.ipynb #71b2ba14
-def _hook_class():
-    "The class that shows the result of a cell"
-    from IPython.core.displayhook import DisplayHook
     class Hook(DisplayHook):
-        out = ''    # label of a result, e.g. `Out[1:5]: `
+        label = ''      # of a result, e.g. `Out[1:5]: `
         def write_output_prompt(self): pass
         def write_format_data(self, data, metadata=None):
-            if self.out: data = self._named(data)
-            self.shell.display_pub.publish(data, metadata,
-                                           transient={'named': True} if self.out else {})
-        def _named(self, data):
-            if set(data) == {'text/plain'}:
-                text = data['text/plain']
-                return {'text/plain': self.out + ('\n' if '\n' in text else '') + text}
-            if data:
-                self.shell.show('display', {'text/plain': self.out.rstrip()}, {}, {'named': True},
-                                False)
-            return data
-    return Hook
-
-# %% ../../nbs/output/203_capture.ipynb #9c5367c1
-@functools.lru_cache(None)
-def _shell_class(name):
-    "An IPython shell without input; `name` is the class name that libraries check"
-    import IPython
-    from IPython.core.interactiveshell import InteractiveShell
-    in_notebook = name == 'ZMQInteractiveShell'
+            if self.label: self.shell.show('result', self.label, data, metadata or {})
+            else: self.shell.display_pub.publish(data, metadata)
 
     class Shell(InteractiveShell):
-        display_pub_class,displayhook_class = _publisher_class(in_notebook),_hook_class()
+        display_pub_class,displayhook_class = Publisher,Hook
         queue = None            # `EventQueue` of the current job
         tells_errors = True     # print tracebacks?
-        @property
-        def seen(self): return self.queue is not None and self.queue.see
         def show(self, *event):
-            if self.seen: self.queue.put(event)
-        def init_display_formatter(self):
-            types = {} if in_notebook else dict(active_types=['text/plain'])
-            self.display_formatter = _formatter_class()(parent=self, **types)
-            self.configurables.append(self.display_formatter)
-        def init_ipython_dir(self, ipython_dir): pass
-        def init_profile_dir(self, profile_dir): pass
+            if self.queue is not None and self.queue.see: self.queue.put(event)
         def init_virtualenv(self): pass
         def enable_gui(self, gui=None): pass
         def _showtraceback(self, etype, evalue, stb):
             if self.tells_errors: print(self.InteractiveTB.stb2text(stb), file=sys.stderr)
 
-    # IPython 8 asks for the profile's folder, whatever `init_profile_dir` did
-    old = IPython.version_info[0] < 9
-    attrs = dict(profile_dir=types.SimpleNamespace(location='')) if old else {}
-    return type(name, (Shell,), attrs)
+    return type(name, (Shell,), {})
 
 # %% ../../nbs/output/203_capture.ipynb #7b85702c
 _made = None    # (namespace, shell) of this process
@@ -189,16 +120,13 @@ def _shell_for(ns, name):
     "The shell of this process for the namespace `ns`"
     global _made
     if _made and _made[0] is ns and type(_made[1]).__name__ == name: return _made[1]
-    from IPython.core import interactiveshell
     from traitlets.config import Config
     main,had = sys.modules['__main__'],dict(ns)
     config = Config(HistoryManager=dict(enabled=False, hist_file=':memory:'))
-    with contextlib.ExitStack() as undo:
-        # IPython 8 makes a database in the profile's folder, which this shell doesn't have
-        if hasattr(interactiveshell, 'PickleShareDB'):
-            change(undo, vars(interactiveshell), PickleShareDB=lambda path: {})
-        shell = _shell_class(name)(config=config, user_module=main if ns is vars(main) else None,
-                                   user_ns=ns)
+    with tempfile.TemporaryDirectory() as folder:
+        shell = _shell_class(name)(config=config, ipython_dir=folder, user_ns=ns,
+                                   user_module=main if ns is vars(main) else None)
+    shell.db = {}       # a database in that folder
     ns.update(had)      # names that the shell replaced
     _made = ns, shell
     return shell
@@ -222,13 +150,11 @@ def _use_instance(undo, cls, instance):
     cls._instance = instance
 
 # %% ../../nbs/output/203_capture.ipynb #c182c65f
-_INLINE = 'module://matplotlib_inline.backend_inline'
-
 def _use_figures(undo, shell, figures):
     "Make `shell` display figures as the notebook does; does nothing without matplotlib"
     try: import matplotlib, matplotlib.pyplot as plt, matplotlib_inline.backend_inline as inline
     except ImportError: return
-    from IPython.core.pylabtools import activate_matplotlib, select_figure_formats
+    from IPython.core.pylabtools import select_figure_formats
     params = matplotlib.rcParams
     # dict's methods: those of rcParams choose a backend when asked for it
     undo.callback(dict.update, params, {k:dict.__getitem__(params, k)
@@ -236,8 +162,7 @@ def _use_figures(undo, shell, figures):
     _use_instance(undo, inline.InlineBackend, None)     # this job's shell makes a new one
     hold(undo, vars(inline.configure_inline_support), 'current_backend')
     hold(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
-    activate_matplotlib(_INLINE)
-    inline.configure_inline_support(shell, _INLINE)
+    shell.enable_matplotlib('inline')
     config = inline.InlineBackend.instance()
     formats = figures.formats or config.figure_formats
     select_figure_formats(shell, formats, **config.print_figure_kwargs)
@@ -261,25 +186,18 @@ def capture_output(
         # libraries read the terminal's size here before they ask the terminal
         if terminal: change(undo, os.environ, COLUMNS=str(settings.width),
                             LINES=os.environ.get('LINES', '24'))
-        if settings.shell: _enter_shell(undo, queue, settings, user_ns)
+        if settings.shell:
+            name = 'TerminalInteractiveShell' if terminal else 'ZMQInteractiveShell'
+            shell = _use_shell(undo, queue, name, user_ns)
+            if not terminal: _use_figures(undo, shell, settings.figures)
         use_bars(undo, settings.frontend)
         yield
 
-def _enter_shell(undo, queue, settings, user_ns):
-    if importlib.util.find_spec('IPython') is None: return
-    if settings.frontend == 'terminal':
-        return _use_shell(undo, queue, 'TerminalInteractiveShell', user_ns)
-    shell = _use_shell(undo, queue, 'ZMQInteractiveShell', user_ns)
-    _use_figures(undo, shell, settings.figures)
-
 def _send_warning(queue, message, category, filename, lineno, file=None, line=None):
-    """`warnings.showwarning`: sends warnings of ranks that aren't shown, and others once, as Python
-    shows them, but for those with an 'always' filter"""
+    "As `warnings.showwarning`: sends the warning"
     text = warnings.formatwarning(message, category, filename, lineno, line)
-    if file is None and not queue.see: queue.put(('warning', text))
-    always = any(f[0] == 'always' and issubclass(category, f[2]) for f in warnings.filters)
-    if file is None and queue.see and not always: queue.once(text)
-    else: (file or sys.stderr).write(text)
+    if file is None: queue.put(('warning', text))
+    else: file.write(text)
 
 # %% ../../nbs/output/203_capture.ipynb #e4b0dde8
 def rehearse():

@@ -71,7 +71,7 @@ class Status:
 def shorten(
     e, # An exception; its `__traceback__` stays complete
 ):
-    "Make IPython show the user's frames, and those of libraries that they call"
+    "Make IPython show the user's frames, and the innermost of an error"
     if hasattr(e, '_render_traceback_'): return
     e.__suppress_context__ |= isinstance(e, KeyboardInterrupt)
     if _get_ipython(): e._render_traceback_ = _short_lines
@@ -94,16 +94,11 @@ def _short_lines():
     finally: del e
 
 def _user_frames(e):
-    """The traceback of `e` without frames of IPython, ours, and those of libraries that they call,
-    but for the innermost of an error"""
-    steps,hidden,res = [],False,None
-    tb = e.__traceback__
+    "The traceback of `e` with the user's frames only, and the innermost of an error"
+    steps,res,tb = [],None,e.__traceback__
     while tb:
-        package = tb.tb_frame.f_globals.get('__name__', '').split('.')[0]
-        own = is_user_file(tb.tb_frame.f_code.co_filename)
-        hidden = package in ('fastddp','IPython','decorator') or hidden and not own
-        if not hidden: steps.append(tb)
-        last,tb = tb,tb.tb_next
-    if hidden and not isinstance(e, KeyboardInterrupt): steps.append(last)
+        is_innermost = tb.tb_next is None and not isinstance(e, KeyboardInterrupt)
+        if is_innermost or is_user_file(tb.tb_frame.f_code.co_filename): steps.append(tb)
+        tb = tb.tb_next
     for o in reversed(steps): res = TracebackType(res, o.tb_frame, o.tb_lasti, o.tb_lineno)
     return res
