@@ -44,7 +44,7 @@ class Fails(LearnerCallback):
 def test_the_last_complete_epoch_is_not_what_the_next_one_makes_of_it(free, monkeypatch):
     "`free`: bytes on a GPU of which streams that are late stand for here; None: on the CPU"
     if free is not None:
-        monkeypatch.setattr('fastddp.fastai1.session.EpochStates', LateStates)
+        monkeypatch.setattr('fastddp.fastai1.learner.EpochStates', LateStates)
         monkeypatch.setattr(LateStates, 'free', free)
     expected, learn = plain(4), plain(4)
     for o, epochs in (expected, 1), (learn, 3):
@@ -129,7 +129,7 @@ def test_without_workers_it_runs_here(capsys):
 
 @pytest.mark.full
 def test_nothing_of_fastai_2_is_imported():
-    code = ("import sys, fastddp.all, fastddp.fastai1.session, fastddp.magics\n"
+    code = ("import sys, fastddp.all, fastddp.fastai1.learner, fastddp.magics\n"
             "print(*[m.split('.')[1] for m in sys.modules if m.startswith('fastddp.')])")
     loaded = set(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120,
                                 check=True).stdout.split())
