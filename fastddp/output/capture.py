@@ -9,7 +9,7 @@ __all__ = ['use_bars', 'quiet_bars', 'DisplaySettings', 'capture_output', 'rehea
 import builtins, contextlib, functools, os, sys, tempfile, warnings
 from typing import NamedTuple
 
-from ..base.scoped import change, hold
+from ..base.scoped import change, hold, without_attrs
 from .streams import EventQueue, use_streams
 
 # %% ../../nbs/output/203_capture.ipynb #1bb4cded
@@ -149,7 +149,8 @@ def _use_figures(undo, shell):
     undo.callback(dict.update, params, {k:dict.__getitem__(params, k)
                                         for k in ('backend','interactive')})
     _use_instance(undo, inline.InlineBackend, None)     # this job's shell makes a new one
-    hold(undo, vars(inline.configure_inline_support), 'current_backend')
+    # else the formats would be those of the last shell
+    undo.enter_context(without_attrs(inline.configure_inline_support, 'current_backend'))
     hold(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
     shell.enable_matplotlib('inline')
     undo.callback(inline.flush_figures)
