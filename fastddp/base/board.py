@@ -38,7 +38,8 @@ class Page:
         "The values of record `i` as a tuple, None if only half of them are there"
         n,at = self.layout.size,i*self.nbytes
         data = self.memory[at:at+n+_SUM.size]
-        if _SUM.unpack_from(data, n)[0] == zlib.crc32(data[:n]): return self.layout.unpack_from(data)
+        is_whole = _SUM.unpack_from(data, n)[0] == zlib.crc32(data[:n])
+        return self.layout.unpack_from(data) if is_whole else None
 
 # %% ../../nbs/base/010_board.ipynb #b289ef44
 SIZE = 24       # numbers that a rank says at a meeting
