@@ -26,7 +26,6 @@ TESTS = {
     'payload/variables': 'comes_back/test_variables.py',
     'output': 'test_capture.py', 'output/panel': 'test_background.py',
     'launch/background': 'test_background.py',
-    'fastai2/background': 'test_background.py', 'fastai2/checkpoint': 'test_background.py',
     'output/notice': 'test_lines.py',
     'shard': 'test_data.py', 'shard/split': 'test_shard.py', 'shard/loss': 'same_answer/test_any_loss.py',
     'shard/gathered_loss': 'same_answer/test_any_loss.py', 'shard/same_model': 'same_answer/test_drift.py',
