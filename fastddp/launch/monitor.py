@@ -169,22 +169,19 @@ def hang(self:Monitor):
     beats = self._beats()
     starts = {r:self._log_size(r) for r in beats}
     def stack(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
-    is_stopped = self.workers.is_stopped
     self.workers.ask_stacks(beats)
     end = time.monotonic()+5.
-    while time.monotonic() < end and not all(is_stopped(r) or stack(r) for r in beats):
-        self._turn(.1)
+    while time.monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
     stacks,awaited = {r:stack(r) for r in beats},{b.waits_for for b in beats.values()}
-    def priority(r): return not is_stopped(r), bool(stacks[r]), r not in awaited, _waits(stacks[r])
+    def priority(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
     first,*others = sorted(beats, key=priority)
-    lines = [_stack_of(r, beats[r], stacks[r], is_stopped(r)) for r in (first, *others)]
+    lines = [_stack_of(r, beats[r], stacks[r]) for r in (first, *others)]
     return self._with_state(GroupTimeout(first, beats[first].where, self.local.timeout, lines))
 
-def _stack_of(rank, beat, stack, stopped):
+def _stack_of(rank, beat, stack):
     "What `GroupTimeout` says about a rank"
-    who = f"Rank {rank}{' (stopped by a signal)' if stopped else ''}"
-    where,stack = beat.where or 'before its first step',stack or '  no stack: it does not react'
-    return f"{who}, {where}:\n{stack}"
+    stack = stack or '  no stack: it does not react (stopped by a signal, or in a system call)'
+    return f"Rank {rank}, {beat.where or 'before its first step'}:\n{stack}"
 
 # %% ../../nbs/launch/503_monitor.ipynb #8dc7c349
 @patch

@@ -198,9 +198,8 @@ class Agent:
                 f.seek(start)
                 self.stream.send('log', r, f.read(size-start))
         beat = self.workers.beat(r)
-        now = beat,self.workers.is_stopped(r)
-        if beat.at and now != last: self.stream.send('beat', r, time.monotonic()-beat.at, *now)
-        self.sent[r] = size,now
+        if beat.at and beat != last: self.stream.send('beat', r, time.monotonic()-beat.at, beat)
+        self.sent[r] = size,beat
 
 class _CalledOff:
     "As `Interrupts` for `start_workers`: `n` counts when the notebook needs no workers any more"

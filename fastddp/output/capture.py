@@ -92,14 +92,11 @@ def _shell_class(name):
 
     class Shell(InteractiveShell):
         display_pub_class,displayhook_class = Publisher,Hook
-        queue = None            # `EventQueue` of the current job
-        tells_errors = True     # print tracebacks?
+        queue = None    # `EventQueue` of the current job
         def show(self, *event):
             if self.queue is not None and self.queue.see: self.queue.put(event)
         def init_virtualenv(self): pass
         def enable_gui(self, gui=None): pass
-        def _showtraceback(self, etype, evalue, stb):
-            if self.tells_errors: print(self.InteractiveTB.stb2text(stb), file=sys.stderr)
 
     return type(name, (Shell,), {})
 
