@@ -43,7 +43,9 @@ class Monitor:
         try:
             try:
                 while not self._is_over():
-                    if self.local.timeout: self._check_for_hang()
+                    last = max([self.began, *(b.at for b in self._beats().values())])
+                    limit = self.local.timeout
+                    if limit and time.monotonic()-last > limit: raise self.hang()
                     self._turn()
                 if self.is_bad: raise self._failure()
             finally: self.replay.close()
@@ -158,10 +160,8 @@ def _waits(stack):
     return any(o in innermost for o in _WAITS)
 
 # %% ../../nbs/launch/503_monitor.ipynb #e86dfb87
-@patch
-def _check_for_hang(self:Monitor):
-    last = max([self.began, *(b.at for b in self._beats().values())])
-    if time.monotonic()-last > self.local.timeout: raise self.hang()
+_BEFORE = 'before its first step'
+_NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
 
 @patch
 def hang(self:Monitor):
@@ -175,13 +175,9 @@ def hang(self:Monitor):
     stacks,awaited = {r:stack(r) for r in beats},{b.waits_for for b in beats.values()}
     def priority(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
     first,*others = sorted(beats, key=priority)
-    lines = [_stack_of(r, beats[r], stacks[r]) for r in (first, *others)]
+    lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
+             for r in (first, *others)]
     return self._with_state(GroupTimeout(first, beats[first].where, self.local.timeout, lines))
-
-def _stack_of(rank, beat, stack):
-    "What `GroupTimeout` says about a rank"
-    stack = stack or '  no stack: it does not react (stopped by a signal, or in a system call)'
-    return f"Rank {rank}, {beat.where or 'before its first step'}:\n{stack}"
 
 # %% ../../nbs/launch/503_monitor.ipynb #8dc7c349
 @patch
@@ -200,7 +196,7 @@ def _failure(self:Monitor):
 
 @patch
 def _death(self:Monitor, r, code):
-    where = self.workers.beat(r).where or 'before its first step'
+    where = self.workers.beat(r).where or _BEFORE
     if code == HELPER_ENDED:
         code = -signal.SIGKILL
         where += "; the helper process was killed, and it with it"

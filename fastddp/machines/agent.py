@@ -156,8 +156,7 @@ class Agent:
         ws,self.states = self.workers,set()
         self.sent = {r:(self._log_size(r),None) for r in ws.ranks}
         threads = max(1, visible_cores()//len(specs))
-        specs = [s._replace(log=ws.log_path(r), threads=s.threads or threads)
-                 for r,s in zip(ws.ranks, specs)]
+        specs = [s._replace(threads=s.threads or threads) for s in specs]
         ws.submit(entry, packed, block, specs, **env)
     def _enter(self, env, cwd, path, filters, *more):
         "Sets environment, folder and import path as in the notebook, as far as they exist here"

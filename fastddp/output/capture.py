@@ -167,8 +167,7 @@ def capture_output(
         use_streams(undo, queue, settings.isatty and terminal)
         change(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
         # libraries read the terminal's size here before they ask the terminal
-        if terminal: change(undo, os.environ, COLUMNS=str(settings.width),
-                            LINES=os.environ.get('LINES', '24'))
+        if terminal: change(undo, os.environ, COLUMNS=str(settings.width))
         if settings.shell:
             name = 'TerminalInteractiveShell' if terminal else 'ZMQInteractiveShell'
             shell = _use_shell(undo, queue, name, user_ns)
