@@ -110,10 +110,10 @@ def _write_in_fork(self:EventQueue, text):
 @patch
 def _deliver(self:EventQueue):
     "Send what waits"
-    text = ''
-    with contextlib.suppress(BlockingIOError): text = os.read(self.r, 1<<16).decode(errors='replace')
+    data = b''
+    with contextlib.suppress(BlockingIOError): data = os.read(self.r, 1<<16)
     with self.lock:
-        if text and self.see: self._add(('stream', 'stdout', text))
+        if data and self.see: self._add(('stream', 'stdout', data.decode(errors='replace')))
         events,self.events,self.chars = self.events,[],0
     for e in events: self._send((*e[:2], ''.join(e[2])) if e[0] == 'stream' else e)
     with self.lock: self.waiting = bool(self.events)

@@ -22,7 +22,7 @@ def worker_main(
     sock,           # The worker's end of the pipe
     rank,           # Its rank
     parent_pid,     # The notebook's process
-    log,            # File for descriptors 1 and 2, crash reports and stacks; its folder goes when the notebook dies
+    log,            # File for descriptors 1 and 2 and stacks; its folder goes with the notebook
     lasts=False,    # True if the thread that started it lives as long as the notebook
 ):
     "Run one task after the other in the new process until the notebook ends it; doesn't return"
