@@ -25,8 +25,7 @@ from ..base.scoped import with_attrs
 from .loaders import (OneRank, dl_state, follow_original, is_lm, rows_are_streams,
                                      set_dl_state, shard_dl, why_not)
 from ..launch.training import is_kind, is_rank0_only
-from ..shard.sharded import has_state_of, is_sharded, original
-from ..shard.split import restore_order
+from ..shard.sharded import has_state_of, is_sharded, original, restore_order
 
 # %% ../../nbs/fastai2/725_inference.ipynb #0d0195c9
 def takes_whole(dl # A loader as the user made it
