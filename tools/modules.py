@@ -27,7 +27,7 @@ TESTS = {
     'output': 'test_capture.py', 'output/panel': 'test_background.py',
     'launch/background': 'test_background.py',
     'output/notice': 'test_lines.py',
-    'shard': 'test_data.py', 'shard/split': 'test_shard.py', 'shard/loss': 'same_answer/test_any_loss.py',
+    'shard': 'test_data.py', 'shard/loss': 'same_answer/test_any_loss.py',
     'shard/gathered_loss': 'same_answer/test_any_loss.py', 'shard/same_model': 'same_answer/test_drift.py',
     'shard/gradients': 'same_answer/test_parity.py',
     'process': 'faults/test_faults.py', 'process/cleanup': 'faults/test_leaves_nothing.py',
@@ -48,7 +48,7 @@ TESTS = {
     'fastai2/inference': 'test_inference.py', 'fastai2/rank0': 'apps/test_callbacks.py',
     'fastai2/session': 'comes_back/test_warm.py', 'fastai2/learner': 'test_shift_tab.py',
     'fastai2/check': 'same_answer/test_check.py', 'fastai2/clock': 'test_report.py',
-    'fastai1': 'v1/test_v1_fit.py', 'fastai1/validate': 'v1/test_v1_callbacks.py',
+    'fastai1': 'v1/test_v1_fit.py',
     'fastai1/callbacks': 'v1/test_v1_callbacks.py', 'fastai1/snapshot': 'v1/test_v1_comes_back.py',
     'fastai1/learner': 'v1/test_v1_life.py',
     '': 'test_start.py', 'ranch': 'test_ranch.py', 'doctor': 'test_doctor.py', 'magics': 'test_magics.py'}

@@ -13,8 +13,7 @@ import numpy as np
 from fastai import core
 from fastai.basic_data import DeviceDataLoader
 
-from ..shard.sharded import original
-from ..shard.split import global_batch_size, refuse_loader, too_few
+from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
 from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
@@ -158,15 +157,14 @@ def _draw_together(pre, common):
 def counts_now(dl):
     """`(items of this rank that count, items of the global batch)` of the batch that a sharded `dl`
     gave last"""
-    own = torch_dl(dl)
-    return own.counts[own._shard.epoch.done-1]
+    epoch = torch_dl(dl)._shard.epoch
+    return epoch.counts[epoch.done-1]
 
 def place_now(dl):
     "`(number of the global batch, positions of this rank's items in the epoch)` of that batch"
-    own = torch_dl(dl)
-    s,(n,_) = own._shard,counts_now(dl)
-    step = s.epoch.done-1
-    return (step*s.n+s.rank if s.whole else step), own.idxs[len(own.idxs)-n:]
+    s = torch_dl(dl)._shard
+    i = s.epoch.done-1
+    return (i*s.n+s.rank if s.whole else i), list(s.epoch.steps[i].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
 def check_v1(data, # A `DataBunch`

@@ -10,7 +10,7 @@ import contextvars, shutil, sys
 
 from fastcore.basics import patch
 
-from .capture import DisplaySettings, Figures
+from .capture import DisplaySettings
 from ..base.scoped import with_context
 from .streams import overwritten
 
@@ -30,8 +30,7 @@ def in_terminal():
 def display_settings():
     "The `DisplaySettings` of this process"
     width = shutil.get_terminal_size().columns
-    return DisplaySettings(frontend(), None, _get_ipython() is not None, in_terminal(), width,
-                           _figures())
+    return DisplaySettings(frontend(), True, _get_ipython() is not None, in_terminal(), width)
 
 # %% ../../nbs/output/204_replay.ipynb #39bdb19e
 _elsewhere = contextvars.ContextVar('fastddp-output', default=None)
@@ -44,16 +43,6 @@ def publish(data, metadata, transient, update):
     "Display `data` in the notebook"
     place = _elsewhere.get() or _get_ipython().display_pub
     place.publish(data=data, metadata=metadata, transient=transient, update=update)
-
-# %% ../../nbs/output/204_replay.ipynb #6c53ccd6
-def _figures():
-    "Image formats chosen with `%config InlineBackend`, and changed settings of matplotlib"
-    inline,mpl = sys.modules.get('matplotlib_inline.config'),sys.modules.get('matplotlib')
-    if not (inline and mpl) or frontend() == 'terminal': return Figures()
-    default,fixed = mpl.rcParamsDefault,('backend','interactive')
-    # dict's items: those of rcParams choose a backend when asked for it
-    rc = {k:v for k,v in dict.items(mpl.rcParams) if k not in fixed and v != default[k]}
-    return Figures(set(inline.InlineBackend.instance().figure_formats), rc)
 
 # %% ../../nbs/output/204_replay.ipynb #400c2a6a
 class Replay:
