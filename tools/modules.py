@@ -27,7 +27,7 @@ TESTS = {
     'output': 'test_capture.py', 'output/panel': 'test_background.py',
     'launch/background': 'test_background.py',
     'output/notice': 'test_lines.py',
-    'shard': 'test_data.py', 'shard/split': 'test_shard.py', 'shard/loss': 'same_answer/test_any_loss.py',
+    'shard': 'test_data.py', 'shard/loss': 'same_answer/test_any_loss.py',
     'shard/gathered_loss': 'same_answer/test_any_loss.py', 'shard/same_model': 'same_answer/test_drift.py',
     'shard/gradients': 'same_answer/test_parity.py',
     'process': 'faults/test_faults.py', 'process/cleanup': 'faults/test_leaves_nothing.py',

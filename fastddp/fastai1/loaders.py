@@ -13,8 +13,7 @@ import numpy as np
 from fastai import core
 from fastai.basic_data import DeviceDataLoader
 
-from ..shard.sharded import original
-from ..shard.split import global_batch_size, refuse_loader, too_few
+from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
 from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030

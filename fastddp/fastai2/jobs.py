@@ -123,7 +123,7 @@ def fit_job(ctx, obj):
     def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(hushed(wants_no_lines(learn)))
-        settings = stack.enter_context(open_run(call['run']))
+        stack.enter_context(open_run(call['run']))
         together = stack.enter_context(as_one)
         stack.enter_context(as_one_process(learn, cbs, together))
         extra = [KeepState(lambda: ctx.put('epoch', state()), together)] if ctx.rank == 0 else []
@@ -141,7 +141,7 @@ def fit_job(ctx, obj):
     ctx.mark('train')
     if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(grads=together.grads_left))
     report = together.clock.numbers() | use_of(learn, ctx.device)
-    return noted.progress.result(interrupted, settings=settings(), report=report)
+    return noted.progress.result(interrupted, report=report)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #6cf3aab4
 def infer_job(ctx, obj):

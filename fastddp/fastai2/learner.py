@@ -84,11 +84,8 @@ _getstate = Learner.__getstate__
 @patch
 def __getstate__(self:Learner):
     "As fastai's, without the block that the learner is in and our overrides of its methods"
-    def is_ours(k, v):
-        overrides = callable(getattr(Learner, k, None)) and (getattr(v, '__module__', None)
-                                                             or '').startswith('fastddp.')
-        return k == 'distrib_session' or overrides
-    return {k:v for k,v in _getstate(self).items() if not is_ours(k, v)}
+    def is_ours(v): return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')
+    return {k:v for k,v in _getstate(self).items() if k != 'distrib_session' and not is_ours(v)}
 
 # %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
 _asks_model = Learner.__getattr__

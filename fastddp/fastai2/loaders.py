@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
 from ..base.failure import note_item
 from ..base.rng import CommonRNG
-from ..shard.sharded import (Shard, Sharded, account, draw_seed, generator_state, no_batches,
-                                   original, outside_loop, reading, set_generator, sharded_clone,
-                                   track_changes)
-from ..shard.split import (CantShard, Step, chunk, global_batch_size, n_chunks,
-                                 refuse_loader, too_few, workers_per_rank)
+from ..shard.sharded import (CantShard, Shard, Sharded, Step, account, chunk, draw_seed,
+                                   generator_state, global_batch_size, n_chunks, no_batches,
+                                   original, outside_loop, reading, refuse_loader, set_generator,
+                                   sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import (is_stream, reporting, samplers_of, shard_torch, torch_bs,
                                         why_not_torch)
 
