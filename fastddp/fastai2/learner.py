@@ -136,7 +136,7 @@ class LearnerJob(BackgroundJob):
 def _open(self:LearnerJob):
     with contextlib.ExitStack() as stack:
         stack.enter_context(self.twin._distrib_ctx(**self.user_call.options))
-        fit = getattr(vars(self.twin).get('fit'), '__wrapped__', None)
+        fit = vars(self.twin).get('fit')
         if fit is None or isinstance(fit.__self__.launcher, InProcess):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "
                                  "call has none. nprocs=2 starts two on the CPU.")
