@@ -116,7 +116,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastddp.base.failure._formatted': ('base/failure.html#_formatted', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure._from_loader': ('base/failure.html#_from_loader', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure._hidden': ('base/failure.html#_hidden', 'fastddp/base/failure.py'),
-                                      'fastddp.base.failure._is_ours': ('base/failure.html#_is_ours', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure._message': ('base/failure.html#_message', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure._variables': ('base/failure.html#_variables', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure.cut': ('base/failure.html#cut', 'fastddp/base/failure.py'),
