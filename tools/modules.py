@@ -19,7 +19,7 @@ TESTS = {
     'base/scoped': 'test_interrupt.py', 'base/device': 'test_gpu_check.py', 'base/group': 'same_answer/test_parity.py',
     'base/board': 'same_answer/test_on_device.py', 'base/rendezvous': 'faults/test_leaves_nothing.py',
     'base/rng': 'same_answer/test_streams.py',
-    'payload': 'comes_back/test_comes_back.py', 'payload/host_copy': 'test_host_copy.py',
+    'payload': 'comes_back/test_comes_back.py',
     'payload/blame': 'test_refusals.py', 'payload/columns': 'test_shapes.py',
     'payload/shared_memory': 'test_shapes.py',
     'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',

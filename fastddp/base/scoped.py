@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['hold', 'change', 'with_context', 'with_attrs', 'without_attrs', 'environment', 'Interrupts', 'StopButton',
-           'in_background', 'undisturbed', 'disturbed', 'ending_undisturbed']
+           'undisturbed', 'disturbed', 'ending_undisturbed']
 
 # %% ../../nbs/base/005_scoped.ipynb #2ab1786a
 import contextlib, contextvars, os, signal, threading
@@ -104,10 +104,6 @@ class StopButton:
         return with_context(_button, self)
 
 _button = contextvars.ContextVar('fastddp-stop', default=None)
-
-def in_background():
-    "True in the thread of a background job"
-    return _button.get() is not None
 
 def _in_main(): return threading.current_thread() is threading.main_thread()
 

@@ -137,11 +137,6 @@ def is_item_mean(m # A metric, as v1 keeps it: a callback
     "True if metric `m` is a mean over items, for any batches"
     return type(m) is AverageMetric and getattr(m.func, 'func', m.func) in _ITEM_MEANS
 
-def _sum_up(m):
-    "The sums of all ranks in place of this rank's"
-    val,m.count = group.all_sum([float(m.val), m.count])[:2]
-    m.val,m.count = torch.tensor(val),int(m.count)
-
 # %% ../../nbs/fastai1/803_callbacks.ipynb #134604cd
 def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
@@ -199,7 +194,9 @@ class Validation:
         with with_attrs(handler, metrics=[*means, keep], on_batch_end=on_batch_end):
             outs = self.real(model, mine, note, handler, pbar, average=False)
         self.ranks.all_reduce()
-        for m in means: _sum_up(m)
+        for m in means:
+            val,count = group.all_sum([float(m.val), m.count])[:2]
+            m.val,m.count = torch.tensor(val),int(count)
         losses = []
         if others or parts: losses = _replay(handler, others, keep.kept, model, parts and loss_func)
         if not note: return _pairs(outs, keep.kept)
@@ -280,15 +277,13 @@ class SameModel(Callback):
         sync_buffers(learn.model, self.average_bn)
         beside = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.beside()))
         if self.same([*learn.model.named_parameters(), *beside], self.epoch):
-            _opt_from_rank0(learn.opt.opt)
+            opt = learn.opt.opt
+            state = group.from_rank0(opt.state_dict())
+            if group.rank(): opt.load_state_dict(state)
 
 def _own_loaders(data):
     data.train_dl = own_loader(data.train_dl)
     if not data.empty_val: data.valid_dl = own_loader(data.valid_dl)
-
-def _opt_from_rank0(opt):
-    state = group.from_rank0(opt.state_dict())
-    if group.rank(): opt.load_state_dict(state)
 
 class _CountAll(Callback):
     """Lets `AccumulateScheduler` count the global batch's items; it divides by what it counts,
@@ -320,16 +315,6 @@ class Agree(Callback):
         return self._agreed(stop_training=stop_training)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #7173a3a6
-def _loss_batch(real, learn, ranks, losses):
-    "`basic_train.loss_batch`, whose training loss is that of the global batch"
-    def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
-        if opt is not None and loss_func and model is learn.model:
-            _,positions = place_now(learn.data.train_dl)
-            loss_func = GlobalLoss(loss_func, ranks, positions, losses)
-            ranks.passes.open()
-        return real(model, xb, yb, loss_func, opt, cb_handler)
-    return loss_batch
-
 @contextlib.contextmanager
 def distributed_v1(learn,
                    callbacks, # Those of the fit
@@ -353,12 +338,18 @@ def distributed_v1(learn,
         ranks.passes.close()
         same.sync()
         return validation(*args, **kwargs)
+    plain = basic_train.loss_batch
+    def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
+        if opt is not None and loss_func and model is learn.model:
+            _,positions = place_now(learn.data.train_dl)
+            loss_func = GlobalLoss(loss_func, ranks, positions, losses)
+            ranks.passes.open()
+        return plain(model, xb, yb, loss_func, opt, cb_handler)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
         dls = [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]
         for dl in dls if batch == 'per_worker' else (): stack.enter_context(global_batches(dl, n))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
-        loss_batch = _loss_batch(basic_train.loss_batch, learn, ranks, losses)
         # `learn.load` waits there until rank 0 has written what it had to write
         stack.enter_context(with_attrs(basic_train, validate=validate, loss_batch=loss_batch,
                                        distrib_barrier=ranks.all_reduce))

@@ -101,19 +101,16 @@ def set_text_order(dl, order):
     pre.idx.idx = order
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #a240218c
-def _with_bs(own, pre):
-    "`(object, its bs)`: a sampler sorts within chunks of batches, a language model counts streams"
-    return [(o, o.bs) for o in (own.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
-
 @contextlib.contextmanager
 def global_batches(dl, # A `DeviceDataLoader`
                    n   # Number of ranks
 ):
     "Inside, the batches of `dl` are `n` times as large"
     own,pre = torch_dl(dl),streams_of(dl)
-    old,total = _with_bs(own, pre),own.batch_size*n
-    dl.batch_size = total
-    for o,_ in old: o.bs = total
+    # a sampler sorts within chunks of batches, a language model counts streams
+    old = [(o, o.bs) for o in (own.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
+    dl.batch_size = own.batch_size*n
+    for o,_ in old: o.bs = own.batch_size*n
     if pre is not None: _lay_out(pre)
     try: yield
     finally:
@@ -131,8 +128,10 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, with the batches of
     "A loader like `dl` that yields the shard of `rank`"
     mine = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
     if whole and can_be_whole(dl) and n > 1: mine.give_whole_batches()
-    pre = streams_of(dl)
-    if pre is not None: _draw_together(pre, common)
+    if (pre := streams_of(dl)) is not None:
+        def on_epoch_begin(**kwargs):
+            with common: type(pre).on_epoch_begin(pre, **kwargs)
+        vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
     if not isinstance(dl, DeviceDataLoader): return mine
     res = object.__new__(type(dl))
     vars(res).update(vars(dl), dl=mine, unsharded=dl)
@@ -146,12 +145,6 @@ def can_be_whole(dl):
 def own_loader(dl):
     "`dl` as it was before it was sharded"
     return vars(dl).get('unsharded', dl)
-
-# %% ../../nbs/fastai1/800_loaders.ipynb #596caab9
-def _draw_together(pre, common):
-    def on_epoch_begin(**kwargs):
-        with common: type(pre).on_epoch_begin(pre, **kwargs)
-    vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
 def counts_now(dl):

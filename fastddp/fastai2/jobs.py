@@ -29,7 +29,7 @@ from .loaders import batch_items, dl_state, global_bs, n_batches
 from .resume import ResumeFit
 from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
                                       place_dl, state_size, unpack)
-from ..launch.training import (EpochStates, NoNotebook, Progress, cbs_of_rank, finds_lr,
+from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,
                                      launched_group, script_lines, sync_streams,
                                      until_interrupted, whereabouts)
 from ..output.notice import hushed
@@ -121,14 +121,12 @@ def fit_job(ctx, obj):
     ctx.where = noted.where
     as_one = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
-    epochs = EpochStates(ctx, lambda around: state(around=around))
     with contextlib.ExitStack() as stack:
         stack.enter_context(hushed(wants_no_lines(learn)))
         stack.enter_context(open_run(call['run']))
         together = stack.enter_context(as_one)
         stack.enter_context(as_one_process(learn, cbs, together))
-        stack.enter_context(epochs)
-        extra = [KeepState(epochs.put, together)] if ctx.rank == 0 else []
+        extra = [KeepState(lambda: ctx.put('epoch', state()), together)] if ctx.rank == 0 else []
         if call['first'] is not None:
             extra.append(ResumeFit(learn, base.callbacks, call['first'], call['lists'], refs))
         together.ours = [*together.ours, *extra]

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import cloudpickle, torch
 from torch.utils.hooks import RemovableHandle
 
-from .host_copy import host_bytes
-
 # %% ../../nbs/payload/101_pickling.ipynb #b3420573
 class LazyBytes(bytearray):
     "A buffer that is empty until its bytes are written: `chunks` makes them piece by piece"
@@ -46,7 +44,8 @@ def _typed_storage(pickler, o): return load_typed, (pickler.canonical(o._untyped
 def _untyped_storage(pickler, s):
     if not s.nbytes(): return load_storage, (b'', s.device.type)
     if place := pickler.places.get((s.data_ptr(), s.nbytes())): return _part, (*place, s.nbytes())
-    return load_storage, (pickle.PickleBuffer(host_bytes(s).numpy()), s.device.type)
+    here = torch.empty(0, dtype=torch.uint8).set_(s if s.device.type == 'cpu' else s.cpu())
+    return load_storage, (pickle.PickleBuffer(here.numpy()), s.device.type)
 
 def _part(memory, at, nbytes): return memory._untyped_storage[at:at+nbytes]
 
