@@ -58,7 +58,6 @@ def item_name(
     "The path or text of item `i`, or '' if `ds` has none"
     try:
         while hasattr(ds, 'indices'): ds,i = ds.dataset,ds.indices[i]   # torch's `Subset`
-        if hasattr(getattr(ds, 'x', None), 'items'): ds = ds.x          # fastai 1
         name = next(o for o in ('items','samples','paths','files') if hasattr(ds, o))
         item = getattr(ds, name)[i]
         if isinstance(item, (tuple,list)): item = item[0]
