@@ -16,6 +16,7 @@ sys.path.insert(0, {here!r})
 from pathlib import Path
 from fastai.callback.core import Callback
 from fastddp.all import *
+from fastddp.base.errors import CantDistribute
 from learners import make_learner
 temp = Path(os.environ['TMPDIR'])
 
@@ -36,6 +37,7 @@ class Maps(Callback):
 def told(what, learn):
     try: learn.fit(1) if 'distrib_session' in vars(learn) else learn.distrib_fit(1, nprocs=2)
     except WorkerError as e: print(f'\\n{{what}}: {{e._headline()}} | {{e.remedy}}')
+    except CantDistribute as e: print(f'\\n{{what}}: {{e}}')
     (temp/'all').unlink(missing_ok=True)
     (temp/'hole').unlink(missing_ok=True)
 
