@@ -14,7 +14,7 @@ from fastcore.foundation import L
 
 from ..base import group
 from ..base.errors import CantDistribute
-from .loss import has_two_divisors, is_known, name_of, sums_up, weighting
+from .loss import is_known, name_of, sums_up, weighting
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #00fe17c0
 def map_tensors(f, tree, *others):
@@ -206,7 +206,7 @@ class Losses:
         "'known', 'mean', 'sum', 'gather', or 'average' for one that could not be gathered"
         for o in self.seen:
             if o[0] is f: return o[1]
-        known = 'known' if is_known(f) and not has_two_divisors(f) else 'gather'
+        known = 'known' if is_known(f) else 'gather'
         self.seen.append([f, known if self.asked == 'auto' else self.asked])
         return self.seen[-1][1]
 
