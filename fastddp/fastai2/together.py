@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LEFT', 'FIELDS', 'BEFORE_TRAIN', 'BATCH', 'AFTER_TRAIN', 'BEFORE_VALID', 'AFTER_VALID', 'END_VALID', 'NESTED_BATCH',
            'LOAD', 'GATHER', 'PASS', 'VALUE', 'OurCallback', 'speaks', 'runs_user_code', 'OwnEvents', 'own_events',
-           'Said', 'Together', 'TogetherLast']
+           'Said', 'Together']
 
 # %% ../../nbs/fastai2/705_together.ipynb #04564b79
 import contextlib, os
@@ -103,8 +103,7 @@ _PARTS = 'backward','step'  # of a batch
 # Numbers that ranks tell each other. Of a loss: see `shard.loss`
 FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
           'backward',           # 1 if it makes a backward pass in this batch
-          # 1 if it has parameters without gradients, what DDP can't follow, other parameters
-          'unused','reentrant','new',
+          'flat','new',         # 1 if DDP can't follow its model, if it trains other parameters
           'mask',               # of the parameters with gradients, after a flat pass
           'nbytes','items','layout',    # of its predictions and targets: see `shard.gathered_loss`
           'cancelled',          # 1 if this phase was cancelled
@@ -294,18 +293,3 @@ def _words(place):
     epoch,stage,batch = place[:3]
     if epoch == _OVER: return 'the end of the fit'
     return f"epoch {epoch:.0f}, {_STAGES[int(stage)].format(int(batch))}"
-
-class TogetherLast(OurCallback):
-    "The meetings that come after every other callback's say"
-    order = _LAST       # no callback draws or steps between such a meeting and what it is there for
-    def __init__(self, together): self.together = together
-    def before_train(self):
-        self.together.meet(BEFORE_TRAIN)
-        self.together.phase = 'train'
-    def before_validate(self):
-        self.together.meet(BEFORE_VALID)
-        self.together.phase = 'validate'
-    def after_validate(self):
-        t = self.together
-        t.meet(END_VALID)
-        t.phase = t.back_to.pop() if t.back_to else 'end'
