@@ -16,7 +16,7 @@ from fastai.torch_core import find_bs, to_device
 from ..base import group
 from .together import OurCallback
 from ..shard.gathered_loss import Losses, by_batch, map_tensors, whole_batch
-from ..shard.loss import batch_losses, loss_and_divisor, loss_module
+from ..shard.loss import batch_losses, loss_and_divisor
 from ..shard.sharded import is_sharded
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #3c20bfa6
@@ -162,12 +162,6 @@ class Phase:
                     if self.loss_anew: learn.loss = self._loss()
                     for m in mets: m.accumulate(learn)
         finally: vars(learn).update(old)
-        if not self.loss_anew: return
-        of_loss = [m for m in mets if isinstance(m, (AvgLoss,LossMetric)) and reducer_for(m)]
-        state = group.from_rank0([(m.total,m.count) for m in of_loss])
-        for m,(total,count) in zip(of_loss, state): m.total,m.count = total,count
-        module = loss_module(learn.loss_func)
-        group.broadcast_(module.buffers() if module else ())
 
     def _loss(self):
         learn = self.learn

@@ -4,37 +4,26 @@
 
 # %% auto #0
 __all__ = ['NO_ROWS', 'LOSS_KINDS', 'AVERAGED', 'map_tensors', 'tensors_in', 'layout_of', 'rows_by_views', 'by_item',
-           'from_items', 'LocalBatch', 'row_positions', 'join_rows', 'by_batch', 'whole_batch', 'check_loss', 'Losses']
+           'from_items', 'LocalBatch', 'join_rows', 'by_batch', 'whole_batch', 'check_loss', 'Losses']
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #67911b95
-import copy, zlib
+import zlib
 
 import torch
-from fastcore.foundation import L
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ..base import group
 from ..base.errors import CantDistribute
-from .loss import is_known, name_of, sums_up, weighting
+from .loss import is_known, name_of
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #00fe17c0
-def map_tensors(f, tree, *others):
-    """The `tree` of lists, tuples and dicts with `f(t, *those of others)` in place of each tensor
-    `t`"""
-    if isinstance(tree, torch.Tensor): return f(tree, *others)
-    if isinstance(tree, dict):
-        res = copy.copy(tree)       # some kinds of dicts can't be made of items
-        for k,v in tree.items(): res[k] = map_tensors(f, v, *(o[k] for o in others))
-        return res
-    if not isinstance(tree, (list,tuple,L)): return tree
-    new = [map_tensors(f, *o) for o in zip(tree, *others)]
-    return type(tree)(*new) if hasattr(tree, '_fields') else type(tree)(new)
+def map_tensors(f, tree):
+    "The `tree` of lists, tuples and dicts with `f(t)` in place of each tensor `t`"
+    return tree_map(lambda o: f(o) if isinstance(o, torch.Tensor) else o, tree)
 
 def tensors_in(tree):
     "The tensors of a tree, as a list"
-    if isinstance(tree, torch.Tensor): return [tree]
-    if isinstance(tree, dict): tree = tree.values()
-    elif not isinstance(tree, (list,tuple,L)): return []
-    return [t for o in tree for t in tensors_in(o)]
+    return [o for o in tree_flatten(tree)[0] if isinstance(o, torch.Tensor)]
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #922c3204
 def layout_of(t, # A tensor
@@ -131,16 +120,6 @@ class LocalBatch:
         joined = iter([join(*o) for o in zip(self.tensors, self.layouts, columns)])
         return map_tensors(lambda t: next(joined), self.tree)
 
-# %% ../../nbs/shard/305_gathered_loss.ipynb #fce47cc3
-def row_positions(ts,       # Tensors of rows, one or more of each rank
-                  positions # For each of them, where its items stand in the order of one process
-):
-    "The position of each row of all `ts`, in one tensor; None where that can't be told"
-    if len(ts) != len(positions): return None
-    if any(not len(p) or len(t)%len(p) for t,p in zip(ts, positions)): return None
-    each = [torch.as_tensor(p).repeat_interleave(len(t)//len(p)) for t,p in zip(ts, positions)]
-    return torch.cat(each) if each else torch.empty(0)
-
 # %% ../../nbs/shard/305_gathered_loss.ipynb #cac318db
 def join_rows(trees,    # Each rank's tensors, in lists, tuples and dicts of the same shape
               positions # Each rank's positions of its items
@@ -151,12 +130,14 @@ def join_rows(trees,    # Each rank's tensors, in lists, tuples and dicts of the
     def join(*ts):
         if not ts[0].ndim:
             return sum(t.double()*m for t,m in zip(ts, counts)).div(sum(counts)).to(ts[0].dtype)
-        if len({len(t)/m for t,m in zip(ts, counts)}) > 1: return ts[0]
-        if (where := row_positions(ts, positions)) is None: return ts[0]
+        each = len(ts[0])//counts[0]    # rows of an item
+        if any(len(t) != each*m for t,m in zip(ts, counts)): return ts[0]
         apart.extend(t for t in ts if t.shape[1:] != ts[0].shape[1:])
-        return None if apart else torch.cat(ts)[where.argsort(stable=True)]
-    joined = map_tensors(join, *trees)
-    return None if apart else joined
+        if apart: return ts[0]
+        where = torch.tensor([i for p in positions for i in p]).repeat_interleave(each)
+        return torch.cat(ts)[where.argsort(stable=True)]
+    joined = iter([join(*ts) for ts in zip(*map(tensors_in, trees))])
+    return None if apart else map_tensors(lambda t: next(joined), trees[0])
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #9ff035dd
 def by_batch(parts # This rank's `(number of the global batch, positions, tree)`
@@ -187,7 +168,8 @@ def check_loss(loss # The option
                          "'mean' over items, 'sum' over items, or 'gather' (computed over the "
                          "predictions and targets of all workers).")
 
-_WORDS = dict(mean="a mean over items", sum="a sum over items", average="an average of averages",
+_WORDS = dict(known="weighted by the elements that count", mean="a mean over items",
+              sum="a sum over items", average="an average of averages",
               gather="computed over the predictions and targets of all workers")
 AVERAGED = "each worker's is averaged, weighted by items. That is an average of averages."
 
@@ -221,12 +203,7 @@ class Losses:
 
     def describe(self):
         "How each loss function is computed, in words"
-        def words(f, kind):
-            if kind != 'known': return _WORDS[kind]
-            if sums_up(f): return _WORDS['sum']
-            if weighting(f) in (None,(None,-100)): return _WORDS['mean']
-            return "a mean over its weights"
-        return '; '.join(f"{name_of(f)}: {words(f, kind)}" for f,kind in self.seen)
+        return '; '.join(f"{name_of(f)}: {_WORDS[kind]}" for f,kind in self.seen)
 
     def of_all_ranks(self, f,
               batch,  # This rank's `LocalBatch`; every rank calls this
@@ -234,28 +211,22 @@ class Losses:
     ):
         """The loss `f` of all ranks' items; gradients flow to this rank's. None if it can't be
         computed"""
-        if max(nbytes) > self.MOST_BYTES:
-            return self._average(f, f"their predictions have {max(nbytes)/1e6:.0f} MB per batch")
-        if len({*kinds}) > 1 or kinds[0] == NO_ROWS:
-            return self._average(f, "their predictions don't fit together")
-        if batch.has_numbers: self.print_average(f)
-        else: self._print_gather(f, sum(nbytes))
+        why = "a part of it is a number that the model computed" if batch.has_numbers else ''
+        apart = len({*kinds}) > 1 or kinds[0] == NO_ROWS
+        if apart: why = "their predictions don't fit together"
+        large = max(nbytes) > self.MOST_BYTES
+        if large: why = f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
+        if why: self.print_once(f"{name_of(f)} can't be computed over the predictions of all "
+                                f"workers ({why}): {AVERAGED}", 'average')
+        if apart or large:
+            next(o for o in self.seen if o[0] is f)[1] = 'average'
+            return None
+        if not why: self.print_once(f"{name_of(f)} is computed over the predictions of all "
+                                    f"workers: {sum(nbytes)/1e6:.2g} MB to exchange per step. If "
+                                    "it is a mean over items, loss='mean' gives the same result "
+                                    "faster.", 'gather')
         pred,yb = batch.of_all_ranks([int(m) for m in counts])
         return f(pred, *yb)
-
-    def _average(self, f, why):
-        next(o for o in self.seen if o[0] is f)[1] = 'average'
-        self.print_average(f, why)
-
-    def _print_gather(self, f, n):
-        size = f"{n/1e6:.0f} MB" if n > 1e6 else f"{n/1e3:.0f} KB" if n > 1e3 else f"{n:.0f} bytes"
-        self.print_once(f"{name_of(f)} is computed over the predictions of all workers: "
-                        f"{size} to exchange per step. If it is a mean over items, "
-                        "loss='mean' gives the same result faster.", 'gather')
-
-    def print_average(self, f, why="a part of it is a number that the model computed"):
-        self.print_once(f"{name_of(f)} can't be computed over the predictions of all "
-                        f"workers ({why}): {AVERAGED}", 'average')
 
     def print_once(self, line, what):
         if what not in self.said and group.rank() == 0: self.say(line)

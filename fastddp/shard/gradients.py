@@ -264,15 +264,13 @@ class Overlapped:
         self.checked = False
         model = self.model()
         hull = _Hull(model, self.beside)
+        empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
+        hull._ddp_params_and_buffers_to_ignore = empty
+        kw = {_NO_BUFFERS: False, **self.ddp_kwargs}
         # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would
         # become a copy in each
-        frozen = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
-        empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
-        known = self.alike or self.synced is model
-        buffers = [f'model.{k}' for k,_ in model.named_buffers()] if known else []
-        hull._ddp_params_and_buffers_to_ignore = [*empty, *(frozen if self.alike else ()), *buffers]
-        kw = {_NO_BUFFERS: False, **self.ddp_kwargs}
-        if self.synced is model and 'init_sync' in _PARAMS: kw['init_sync'] = False
+        alike = self.alike or self.synced is model
+        if alike and 'init_sync' in _PARAMS: kw['init_sync'] = False
         self.ddp = nn.parallel.DistributedDataParallel(hull, **kw)
         if self.comm_hook is not None: self.ddp.register_comm_hook(None, self.comm_hook)
         self.synced,self.built_for = model,self.config()
