@@ -268,9 +268,8 @@ def _specs(self:Local, nprocs, work):
         self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
     threads,settings = self.threads or max(1, visible_cores()//nprocs),self.settings()
     def spec(r):
-        display,log = self.display_of(r),self.workers.log_path(r)
-        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous, display, log, work,
-                        settings)
+        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous, self.display_of(r),
+                        work, settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch

@@ -20,7 +20,6 @@ from .channel import HEARTBEATS, Pipe, Surroundings
 from .cleanup import new_folder, remove_folder
 from .helper import (HelperEnded, lasts, start_method, start_worker,
                                     without_helper)
-from .helper import is_stopped as process_is_stopped
 from .worker import worker_main
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
@@ -157,11 +156,6 @@ def ask_stacks(self:Workers, ranks):
     "Lets `ranks` write the Python stacks of all their threads into their logs"
     for r in ranks:
         with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
-
-@patch
-def is_stopped(self:Workers, r):
-    "True if a signal has stopped the process of rank `r`"
-    return process_is_stopped(self.procs[r].pid)
 
 # %% ../../nbs/process/406_workers.ipynb #0e851299
 @patch
