@@ -121,9 +121,10 @@ def fit_job(ctx, obj):
         stack.enter_context(open_run(call['run']))
         together = stack.enter_context(as_one)
         stack.enter_context(as_one_process(learn, cbs, together))
-        extra = [KeepState(lambda: ctx.put('epoch', state()), together)] if ctx.rank == 0 else []
+        end,extra = EndOfAll(noted),[]
+        if ctx.rank == 0: end.keep = lambda: ctx.put('epoch', state())
         if call['first'] is not None:
-            extra.append(ResumeFit(learn, base.callbacks, call['first'], call['lists'], refs))
+            extra = [ResumeFit(learn, base.callbacks, call['first'], call['lists'], refs)]
         together.ours = [*together.ours, *extra]
         def fit():
             # The first two are not among `ours`, which are removed while rank 0 predicts alone

@@ -6,7 +6,9 @@
 __all__ = ['STATES', 'sum_state', 'reducer_for', 'trim', 'batch_number', 'NoInput', 'Phase', 'ReduceMetrics']
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #2b4348fb
+import copy
 from functools import partial
+from types import MethodType
 
 import torch
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
@@ -94,6 +96,9 @@ class Phase:
         # alone
         parts = not training and not getattr(getattr(learn.dl,'_shard',None), 'whole', False)
         self.loss_anew = parts and losses.is_gathered(f)
+        self.loss_func = f
+        # parts of batches leave nothing behind in the learner's own
+        if self.loss_anew and not isinstance(f, MethodType): learn.loss_func = copy.deepcopy(f)
         self.mets = [m for m in mets if type(m) is not AvgSmoothLoss]
         self.reducers = [self._reducer(m, parts) for m in self.mets]
         for m in self.mets: vars(m)['accumulate'] = partial(self.accumulate, m)
@@ -135,6 +140,7 @@ class Phase:
     def restore(self):
         "The metrics' own `accumulate` again"
         for m in self.mets: vars(m).pop('accumulate', None)
+        if self.loss_anew: self.learn.loss_func = self.loss_func
 
     def close(self, mets):
         "The end of the phase: brings all ranks' state of `mets` together"

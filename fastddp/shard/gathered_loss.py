@@ -7,10 +7,10 @@ __all__ = ['NO_ROWS', 'LOSS_KINDS', 'AVERAGED', 'map_tensors', 'tensors_in', 'la
            'from_items', 'LocalBatch', 'join_rows', 'by_batch', 'whole_batch', 'check_loss', 'Losses']
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #67911b95
-import zlib
+import copy, zlib
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from fastcore.foundation import L
 
 from ..base import group
 from ..base.errors import CantDistribute
@@ -19,11 +19,23 @@ from .loss import is_known, name_of
 # %% ../../nbs/shard/305_gathered_loss.ipynb #00fe17c0
 def map_tensors(f, tree):
     "The `tree` of lists, tuples and dicts with `f(t)` in place of each tensor `t`"
-    return tree_map(lambda o: f(o) if isinstance(o, torch.Tensor) else o, tree)
+    if isinstance(tree, torch.Tensor): return f(tree)
+    if isinstance(tree, dict):
+        res = copy.copy(tree)       # some kinds of dicts can't be made of items
+        for k,v in tree.items(): res[k] = map_tensors(f, v)
+        return res
+    if not isinstance(tree, (list,tuple,L)): return tree
+    new = [map_tensors(f, o) for o in tree]
+    return type(tree)(*new) if hasattr(tree, '_fields') else type(tree)(new)
 
 def tensors_in(tree):
     "The tensors of a tree, as a list"
-    return [o for o in tree_flatten(tree)[0] if isinstance(o, torch.Tensor)]
+    found = []
+    def note(t):
+        found.append(t)
+        return t
+    map_tensors(note, tree)
+    return found
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #922c3204
 def layout_of(t, # A tensor
