@@ -14,7 +14,7 @@ from fastcore.basics import noop
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
-from ..base.scoped import environment
+from ..base.scoped import environment, with_attrs
 from .loaders import (OneRank, dl_state, follow_original, is_lm, keeps_state,
                                      rows_are_streams, set_dl_state, shard_dl)
 from .metrics import ReduceMetrics
@@ -105,14 +105,8 @@ def quiet(learn):
     if group.rank() == 0:
         yield
         return
-    old,logger = list(learn.cbs),learn.logger
-    learn.remove_cbs([cb for cb in old if is_rank0_only(cb)])
-    learn.logger = noop
-    try: yield
-    finally:
-        for cb in old:
-            if cb.learn is None: learn.add_cb(cb)
-        learn.logger = logger
+    elsewhere = [cb for cb in learn.cbs if is_rank0_only(cb)]
+    with learn.removed_cbs(elsewhere), with_attrs(learn, logger=noop): yield
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #a27acbbc
 @contextlib.contextmanager
