@@ -916,6 +916,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.ReduceMetrics.end': ( 'fastai2/metrics.html#reducemetrics.end',
                                                                                         'fastddp/fastai2/metrics.py'),
+                                         'fastddp.fastai2.metrics._copy_of': ( 'fastai2/metrics.html#_copy_of',
+                                                                               'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics._merge': ('fastai2/metrics.html#_merge', 'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics._total': ('fastai2/metrics.html#_total', 'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.batch_number': ( 'fastai2/metrics.html#batch_number',

@@ -82,6 +82,13 @@ class NoInput(tuple):
                          "method `merge(states)`, and its state is brought together instead.")
     __getitem__ = __iter__ = __len__ = _refuse
 
+def _copy_of(loss_func):
+    "A copy, in which parts of batches may leave something behind; itself where there is none"
+    if isinstance(loss_func, MethodType): return loss_func
+    # torch doesn't copy what a loss keeps of a graph
+    try: return copy.deepcopy(loss_func)
+    except Exception: return loss_func
+
 class Phase:
     "What this rank keeps of the metrics of one phase"
     def __init__(self, learn, mets, training, losses):
@@ -97,8 +104,7 @@ class Phase:
         parts = not training and not getattr(getattr(learn.dl,'_shard',None), 'whole', False)
         self.loss_anew = parts and losses.is_gathered(f)
         self.loss_func = f
-        # parts of batches leave nothing behind in the learner's own
-        if self.loss_anew and not isinstance(f, MethodType): learn.loss_func = copy.deepcopy(f)
+        if self.loss_anew: learn.loss_func = _copy_of(f)
         self.mets = [m for m in mets if type(m) is not AvgSmoothLoss]
         self.reducers = [self._reducer(m, parts) for m in self.mets]
         for m in self.mets: vars(m)['accumulate'] = partial(self.accumulate, m)
