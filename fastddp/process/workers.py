@@ -77,7 +77,6 @@ class Workers:
         self.procs,self.pipes = {},{}   # rank -> `WorkerProcess`, and `Pipe` to it
         # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind
         self.latest = {}
-        self._blocks = {}               # (rank, pair, number) -> `Block`, see `BlockPair`
         self._dead = set()              # ranks whose death was reported
         try:
             rows = max(self.ranks)-self.first+1
@@ -124,7 +123,7 @@ def submit(self:Workers,
     **env,      # Variables that the workers' environment has beyond this process's
 ):
     "Every rank calls `entry`; `poll` tells how it goes, `latest` has the results"
-    self.latest.clear()
+    self._forget()
     self._heartbeats.clear()
     self._send_each('job', entry, configs, env, packed, fd=block.fd)
 
@@ -205,14 +204,17 @@ def _read(self:Workers, r, *most):
 @patch
 def _received(self:Workers, r, what, *values):
     if what == 'put':
-        kind,*block,packed = values
-        self.latest[r,kind] = self._blocks[(r,*block)], packed
+        kind,packed,fd = values
+        if old := self.latest.get((r,kind)): old[0].close()
+        self.latest[r,kind] = Block(fd), packed
         return what, kind
-    if what == 'block':
-        pair,number,fd = values
-        if old := self._blocks.get((r,pair,number)): old.close()
-        self._blocks[r,pair,number] = Block(fd)
     return what, *values
+
+@patch
+def _forget(self:Workers):
+    "Frees what the last job left"
+    for block,_ in self.latest.values(): block.close()
+    self.latest.clear()
 
 # %% ../../nbs/process/406_workers.ipynb #095f55ef
 @patch
@@ -227,9 +229,8 @@ def stop(self:Workers,
         for r in self.alive(): _signal_group(self.procs[r].pid, sig)
         if self.alive(): self._join(wait)
     for p in self.procs.values(): _end_rest(p.pid)
-    for o in (*self.pipes.values(), *self._blocks.values()): o.close()
-    self._blocks.clear()
-    self.latest.clear()
+    for o in self.pipes.values(): o.close()
+    self._forget()
     remove_folder(self.dir)
     survivors = [p.pid for p in self.procs.values() if p.is_alive()]
     for p in self.procs.values(): p.close()
