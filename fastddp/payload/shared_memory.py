@@ -83,6 +83,7 @@ class Block:
         more = end-os.fstat(self.fd).st_blocks*512
         left = free_memory() if more >= _LARGE and not self._on_disk else None
         if left is not None and left < more*1.1: self._to_file("memory is short")
+        if os.fstat(self.fd).st_size < end: os.ftruncate(self.fd, end)
     def _to_file(self, why):
         self.close()
         self.fd,self._on_disk = _temp_file(why),True
@@ -106,6 +107,7 @@ class Block:
         try: self._fill(payload.buffers, packed)
         except OSError as e:
             self._to_file(f"no memory left ({e.strerror})")
+            self.make_room(packed.end)
             self._fill(payload.buffers, packed)
         return packed
     def _fill(self, buffers, packed):
