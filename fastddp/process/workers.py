@@ -64,11 +64,9 @@ class Workers:
         try: self._start_with_any_helper()
         except OSError as e: raise CantDistribute(_refusal(e)) from e
     def _start_with_any_helper(self):
-        "With the helper, with a new one if it had worked before and ended, or without"
+        "With the helper, with a new one if it ended, or without"
         for _ in range(2):
-            try: return self._start()
-            except HelperEnded as e:
-                if not e.try_again: break
+            with contextlib.suppress(HelperEnded): return self._start()
         without_helper(_HELPER_ENDED)
         self.method = 'spawn'
         self._start()
@@ -225,9 +223,8 @@ def stop(self:Workers,
     if grace:
         for r in self.alive(): self._send(r, 'exit')
         self._join(grace)
-    for sig,wait in ((signal.SIGTERM, min(grace,.5)), (signal.SIGKILL, 5)):
-        for r in self.alive(): _signal_group(self.procs[r].pid, sig)
-        if self.alive(): self._join(wait)
+    for r in self.alive(): _kill_group(self.procs[r].pid)
+    self._join(5)
     for p in self.procs.values(): _end_rest(p.pid)
     for o in self.pipes.values(): o.close()
     self._forget()
@@ -247,12 +244,11 @@ def _end_rest(pid):
     """Kill the rest of a worker's process group; a live process `pid` is another one with the same
     number"""
     try: os.kill(pid, 0)
-    except ProcessLookupError: _signal_group(pid, signal.SIGKILL)
+    except ProcessLookupError: _kill_group(pid)
     except PermissionError: pass
 
-def _signal_group(pid, sig):
+def _kill_group(pid):
     "A worker leads its own group; before it gets that far, the process alone"
-    try: os.killpg(pid, sig)
-    except ProcessLookupError:
-        with contextlib.suppress(ProcessLookupError): os.kill(pid, sig)
-    except PermissionError: pass
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            return kill(pid, signal.SIGKILL)
