@@ -12,9 +12,8 @@ from fastai.text.data import LMDataLoader, SortedDL, pad_input
 from fastddp.fastai2 import loaders
 from fastddp.fastai2.loaders import check_dl, dl_state, global_bs, n_batches, set_dl_state, shard_dl
 from fastddp.base.rng import CommonRNG, seed_rank
-from fastddp.shard import split, torch_loader
-from fastddp.shard.split import CantShard, pad_shard, restore_order, shard_batch
-from fastddp.shard.sharded import is_sharded
+from fastddp.shard import sharded, torch_loader
+from fastddp.shard.sharded import CantShard, is_sharded, pad_shard, restore_order, shard_batch
 
 
 def seed(i=0): random.seed(i); np.random.seed(i); torch.manual_seed(i)
@@ -348,7 +347,7 @@ def workers():
 
 @pytest.mark.parametrize('kind', ['fastai', 'torch', 'persistent'])
 def test_worker_processes_build_what_the_rank_needs(kind, workers, monkeypatch):
-    monkeypatch.setattr(split, 'visible_cores', lambda: 4)
+    monkeypatch.setattr(sharded, 'visible_cores', lambda: 4)
     def make(bs, k):
         if kind == 'fastai': return DataLoader(Noisy(), bs=bs, shuffle=True, num_workers=k)
         return TorchLoader(Noisy(), batch_size=bs, shuffle=True, num_workers=k, persistent_workers=kind == 'persistent')

@@ -1,6 +1,6 @@
-"""The arithmetic of `shard.split` for random sizes, ranks and batch sizes: thousands of cases, no processes."""
+"""The arithmetic of `shard.sharded` for random sizes, ranks and batch sizes: thousands of cases, no processes."""
 from hypothesis import given, settings, strategies as st
-from fastddp.shard.split import (chunk, loss_weight, n_chunks, pad_shard, restore_order, shard_batch, shard_steps,
+from fastddp.shard.sharded import (chunk, loss_weight, n_chunks, pad_shard, restore_order, shard_batch, shard_steps,
                                  workers_per_rank)
 
 settings.load_profile('many')       # how many: conftest.py

@@ -58,7 +58,6 @@ def item_name(
     "The path or text of item `i`, or '' if `ds` has none"
     try:
         while hasattr(ds, 'indices'): ds,i = ds.dataset,ds.indices[i]   # torch's `Subset`
-        if hasattr(getattr(ds, 'x', None), 'items'): ds = ds.x          # fastai 1
         name = next(o for o in ('items','samples','paths','files') if hasattr(ds, o))
         item = getattr(ds, name)[i]
         if isinstance(item, (tuple,list)): item = item[0]
@@ -179,11 +178,9 @@ def note_item(
     exc,    # An exception that reading an item raised
     ds, i,  # The data set, and the item's index
 ):
-    "Add a note about the item to `exc`; from Python 3.11 on it is part of the formatted traceback"
-    if not isinstance(getattr(exc, '__notes__', []), list): return
+    "Add a note about the item to `exc`, from Python 3.11 on"
     name = item_name(ds, i)
-    exc.__notes__ = [*getattr(exc, '__notes__', []),
-                     _NOTE.format(i) + (f" ({name})" if name else '')]
+    if hasattr(exc, 'add_note'): exc.add_note(_NOTE.format(i) + (f" ({name})" if name else ''))
 
 def _from_loader(message):
     "`(process, type, message, traceback)` of a DataLoader worker's failure in `message`, or None"
@@ -234,9 +231,9 @@ def end_fork(
     e, # The exception
 ):
     "Exit this process, which user code forked, after an exception in it"
-    code = e.code if isinstance(e, SystemExit) else 1
-    if not isinstance(e, SystemExit): os.write(2, ''.join(traceback.format_exception(e)).encode())
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    if isinstance(e, SystemExit): os._exit(e.code if isinstance(e.code, int) else bool(e.code))
+    os.write(2, ''.join(traceback.format_exception(e)).encode())
+    os._exit(1)
 
 def is_timeout(f):
     "True if the `Failure` `f` is that of a collective that timed out"

@@ -21,14 +21,13 @@ from ..base import group
 from ..base.checks import Check, check, whole
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import Interrupts, environment, with_attrs
-from .callbacks import Ranks, distributed_v1, trained_beside
+from .callbacks import Ranks, Validation, distributed_v1, trained_beside
 from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
 from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs,
                                       place, snapshot, unpack)
-from .validate import Validation
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
-from ..launch.session import Call, Session as _Session, block, refuse_untrainable, with_block
-from ..launch.training import (EpochStates, NoNotebook, Progress, cbs_of_rank, finds_lr,
+from ..launch.session import Call, Session as _Session, block, refuse_untrainable
+from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,
                                      launched_group, script_lines, sync_streams,
                                      until_interrupted, whereabouts)
 from ..output.capture import quiet_bars
@@ -70,16 +69,15 @@ def fit_job(ctx, obj):
     # it captures what comes back
     base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None, obj['definitions'])
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
-    def state(around=None, left=True, large=False):
-        return capture(learn, base, refs, common.state(), around, left, large)
-    with EpochStates(ctx, state) as epochs:
-        ours = [noted, KeepState(epochs.put)] if ctx.rank == 0 else [noted]
-        def fit():
-            with distributed_v1(learn, callbacks, common, stop_requested=ctx.stop_requested,
-                                **obj['options']) as cbs:
-                basic_train.fit(obj['epochs'], learn, callbacks=[*cbs, *ours], metrics=metrics)
-        interrupted = until_interrupted(ctx, fit, noop)
-    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(None, not interrupted, True))
+    def state(**kwargs): return capture(learn, base, refs, common.state(), **kwargs)
+    ours = [noted]
+    if ctx.rank == 0: ours.append(KeepState(lambda: ctx.put('epoch', state(ended=False))))
+    def fit():
+        with distributed_v1(learn, callbacks, common, stop_requested=ctx.stop_requested,
+                            **obj['options']) as cbs:
+            basic_train.fit(obj['epochs'], learn, callbacks=[*cbs, *ours], metrics=metrics)
+    interrupted = until_interrupted(ctx, fit, noop)
+    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(left=not interrupted))
     return noted.progress.result(interrupted)
 
 def _validate(stop_requested, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
@@ -259,7 +257,7 @@ def mend_barrier():
 
 # %% ../../nbs/fastai1/808_learner.ipynb #d9b11a6f
 @patch
-@with_block
+@contextlib.contextmanager
 def distrib_ctx(self:Learner,
     nprocs:int=None, # Workers, with `num_workers` each: one per GPU, or so many on the CPU
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU

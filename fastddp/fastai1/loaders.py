@@ -13,8 +13,7 @@ import numpy as np
 from fastai import core
 from fastai.basic_data import DeviceDataLoader
 
-from ..shard.sharded import original
-from ..shard.split import global_batch_size, refuse_loader, too_few
+from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
 from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
@@ -102,19 +101,16 @@ def set_text_order(dl, order):
     pre.idx.idx = order
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #a240218c
-def _with_bs(own, pre):
-    "`(object, its bs)`: a sampler sorts within chunks of batches, a language model counts streams"
-    return [(o, o.bs) for o in (own.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
-
 @contextlib.contextmanager
 def global_batches(dl, # A `DeviceDataLoader`
                    n   # Number of ranks
 ):
     "Inside, the batches of `dl` are `n` times as large"
     own,pre = torch_dl(dl),streams_of(dl)
-    old,total = _with_bs(own, pre),own.batch_size*n
-    dl.batch_size = total
-    for o,_ in old: o.bs = total
+    # a sampler sorts within chunks of batches, a language model counts streams
+    old = [(o, o.bs) for o in (own.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
+    dl.batch_size = own.batch_size*n
+    for o,_ in old: o.bs = own.batch_size*n
     if pre is not None: _lay_out(pre)
     try: yield
     finally:
@@ -132,8 +128,10 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, with the batches of
     "A loader like `dl` that yields the shard of `rank`"
     mine = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
     if whole and can_be_whole(dl) and n > 1: mine.give_whole_batches()
-    pre = streams_of(dl)
-    if pre is not None: _draw_together(pre, common)
+    if (pre := streams_of(dl)) is not None:
+        def on_epoch_begin(**kwargs):
+            with common: type(pre).on_epoch_begin(pre, **kwargs)
+        vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
     if not isinstance(dl, DeviceDataLoader): return mine
     res = object.__new__(type(dl))
     vars(res).update(vars(dl), dl=mine, unsharded=dl)
@@ -148,25 +146,18 @@ def own_loader(dl):
     "`dl` as it was before it was sharded"
     return vars(dl).get('unsharded', dl)
 
-# %% ../../nbs/fastai1/800_loaders.ipynb #596caab9
-def _draw_together(pre, common):
-    def on_epoch_begin(**kwargs):
-        with common: type(pre).on_epoch_begin(pre, **kwargs)
-    vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
-
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
 def counts_now(dl):
     """`(items of this rank that count, items of the global batch)` of the batch that a sharded `dl`
     gave last"""
-    own = torch_dl(dl)
-    return own.counts[own._shard.epoch.done-1]
+    epoch = torch_dl(dl)._shard.epoch
+    return epoch.counts[epoch.done-1]
 
 def place_now(dl):
     "`(number of the global batch, positions of this rank's items in the epoch)` of that batch"
-    own = torch_dl(dl)
-    s,(n,_) = own._shard,counts_now(dl)
-    step = s.epoch.done-1
-    return (step*s.n+s.rank if s.whole else step), own.idxs[len(own.idxs)-n:]
+    s = torch_dl(dl)._shard
+    i = s.epoch.done-1
+    return (i*s.n+s.rank if s.whole else i), list(s.epoch.steps[i].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
 def check_v1(data, # A `DataBunch`

@@ -15,7 +15,6 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment
-from .clock import DeviceClock
 from .loaders import (OneRank, dl_state, follow_original, is_lm, keeps_state,
                                      rows_are_streams, set_dl_state, shard_dl)
 from .metrics import ReduceMetrics
@@ -148,7 +147,7 @@ def distributed(learn,
     cbs = [together, TogetherLast(together), step, GatherLoss(step), CountGlobalItems(step),
            ShardData(common, batch), ShardedLoop(), SeedStreams(common, together), metrics, same]
     together.common,together.ours = common,cbs
-    if on_gpu: together.clock.on_device = DeviceClock()
+    together.clock.on_gpu = on_gpu
     together.depart = lambda: _depart(together, step, same)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))

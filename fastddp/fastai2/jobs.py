@@ -28,8 +28,13 @@ from .loaders import batch_items, dl_state, global_bs, n_batches
 from .rank0 import as_one_process, open_run, sync_opt, wants_no_lines
 from .resume import ResumeFit
 from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
+<<<<<<< HEAD
                                       place_dl, unpack)
 from ..launch.training import (EpochStates, NoNotebook, Progress, cbs_of_rank, finds_lr,
+=======
+                                      place_dl, state_size, unpack)
+from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,
+>>>>>>> main
                                      launched_group, script_lines, sync_streams,
                                      until_interrupted, whereabouts)
 from ..output.notice import hushed
@@ -119,14 +124,12 @@ def fit_job(ctx, obj):
     ctx.where = noted.where
     as_one = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
-    epochs = EpochStates(ctx, lambda around: state(around=around))
     with contextlib.ExitStack() as stack:
         stack.enter_context(hushed(wants_no_lines(learn)))
-        settings = stack.enter_context(open_run(call['run']))
+        stack.enter_context(open_run(call['run']))
         together = stack.enter_context(as_one)
         stack.enter_context(as_one_process(learn, cbs, together))
-        stack.enter_context(epochs)
-        extra = [KeepState(epochs.put, together)] if ctx.rank == 0 else []
+        extra = [KeepState(lambda: ctx.put('epoch', state()), together)] if ctx.rank == 0 else []
         if call['first'] is not None:
             extra.append(ResumeFit(learn, base.callbacks, call['first'], call['lists'], refs))
         together.ours = [*together.ours, *extra]
@@ -141,7 +144,7 @@ def fit_job(ctx, obj):
     ctx.mark('train')
     if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(grads=together.grads_left))
     report = together.clock.numbers() | use_of(learn, ctx.device)
-    return noted.progress.result(interrupted, settings=settings(), report=report)
+    return noted.progress.result(interrupted, report=report)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #6cf3aab4
 def infer_job(ctx, obj):

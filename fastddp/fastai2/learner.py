@@ -30,14 +30,14 @@ from ..launch.background import BackgroundJob, refuse_busy
 from ..launch.engine import InProcess
 from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_group,
                                     no_attribute)
-from ..launch.session import block, with_block
+from ..launch.session import block
 from ..payload.pickling import dumped_instead
 from ..payload.state import opt_tensors, own_copy
 from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d
 @patch
-@with_block
+@contextlib.contextmanager
 def distrib_ctx(self:Learner,
     nprocs:int=None, # Workers, with `num_workers` each: one per GPU, or so many on the CPU
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
@@ -57,8 +57,7 @@ def distrib_ctx(self:Learner,
 ):
     """Inside the block all training and inference of this learner runs on workers, which stay warm
     from call to call."""
-    given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested','in_job'])
-    in_job = ddp_kwargs.pop('in_job', False)
+    given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
     if not wait: raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, "
                                       "wait=False). A block waits for its fits.")
     check_loss(loss)
@@ -85,11 +84,8 @@ _getstate = Learner.__getstate__
 @patch
 def __getstate__(self:Learner):
     "As fastai's, without the block that the learner is in and our overrides of its methods"
-    def is_ours(k, v):
-        overrides = callable(getattr(Learner, k, None)) and (getattr(v, '__module__', None)
-                                                             or '').startswith('fastddp.')
-        return k == 'distrib_session' or overrides
-    return {k:v for k,v in _getstate(self).items() if not is_ours(k, v)}
+    def is_ours(v): return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')
+    return {k:v for k,v in _getstate(self).items() if k != 'distrib_session' and not is_ours(v)}
 
 # %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
 _asks_model = Learner.__getattr__
@@ -139,8 +135,8 @@ class LearnerJob(BackgroundJob):
 @patch
 def _open(self:LearnerJob):
     with contextlib.ExitStack() as stack:
-        stack.enter_context(self.twin._distrib_ctx(**self.user_call.options, in_job=True))
-        fit = getattr(vars(self.twin).get('fit'), '__wrapped__', None)
+        stack.enter_context(self.twin._distrib_ctx(**self.user_call.options))
+        fit = vars(self.twin).get('fit')
         if fit is None or isinstance(fit.__self__.launcher, InProcess):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "
                                  "call has none. nprocs=2 starts two on the CPU.")

@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
 from ..base.failure import note_item
 from ..base.rng import CommonRNG
-from ..shard.sharded import (Shard, Sharded, account, draw_seed, generator_state, no_batches,
-                                   original, outside_loop, reading, set_generator, sharded_clone,
-                                   track_changes)
-from ..shard.split import (CantShard, Step, chunk, global_batch_size, n_chunks,
-                                 refuse_loader, too_few, workers_per_rank)
+from ..shard.sharded import (CantShard, Shard, Sharded, Step, account, chunk, draw_seed,
+                                   generator_state, global_batch_size, n_chunks, no_batches,
+                                   original, outside_loop, reading, refuse_loader, set_generator,
+                                   sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import (is_stream, reporting, samplers_of, shard_torch, torch_bs,
                                         why_not_torch)
 
@@ -94,7 +93,7 @@ class ShardedDL(Sharded):
             items = _Items(self._item(i) for i in step.items)
             yield self.do_batch(items)
             if items.only_first() and _is_own(self._shard.orig, 'create_batch'):
-                _warn_of_slice(self._shard)
+                warnings.warn(_SLICE.format(type(self._shard.orig).__name__))
     def _item(self, i):
         "`do_item`; an exception of which says what item it was"
         try: item = self.do_item(i)
@@ -126,12 +125,9 @@ class _Items(list):
         "True if they are indices, and only the first one was read"
         return self.read=={0} and len(self)>1 and type(self[0]) is int
 
-def _warn_of_slice(shard):
-    if shard.rank: return
-    name = type(shard.orig).__name__
-    warnings.warn(f"fastddp: `{name}.create_batch` reads only the first of its indices, as for a "
-                  "slice that begins there. A worker's items don't follow each other, so losses "
-                  "and metrics are wrong: read all indices that it gets, such as self.dataset[b].")
+_SLICE = ("fastddp: `{}.create_batch` reads only the first of its indices, as for a slice that "
+          "begins there. A worker's items don't follow each other, so losses and metrics are "
+          "wrong: read all indices that it gets, such as self.dataset[b].")
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #6ed3b431
 def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
@@ -173,16 +169,13 @@ class OneRank(Sharded):
     def _iter_shard(self):
         with reading(self, []) as epoch:
             for b in outside_loop(self, self._shard.common):
-                m,start = _size(b),len(epoch.idxs)
+                # of unusual batches only their weight in the whole matters
+                try: m = find_bs(b)
+                except (TypeError,AttributeError,IndexError,KeyError): m = 1
+                start = len(epoch.idxs)
                 epoch.steps.append(Step((), m, range(start,start+m)))
                 account(self, epoch)
                 yield b
-
-def _size(b):
-    """Items in a batch; of one rank's unusual batches only their weight in the whole matters, which
-    is 1"""
-    try: return find_bs(b)
-    except (TypeError,AttributeError,IndexError,KeyError): return 1
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
 _WAY = ('__iter__','sample','create_batches','chunkify')

@@ -66,7 +66,7 @@ class UserCall:
         self.fits += 1
         return self.fits <= self.done
     def put_back(self, learn, cbs):
-        "The first epoch of this fit, None: as fastai's own. What it goes on from is in `learn` then"
+        "The first epoch of this fit, None: as fastai's own; `learn` holds what it goes on from"
         if self.state is None or self.fits > self.done+1: return None
         apply(learn, cbs, *self.state, definitions=[o() for o in self.definitions])
         return learn.epoch+1 if self.at_end else self.first
@@ -173,7 +173,8 @@ def call_from(learn, file):
     rest,buffers,*state = read(checkpoint_path(learn, file), learn)
     made,done = load(rest, buffers, refs=persistent_refs(learn))
     call = UserCall(*made)
-    call.done,call.state,call.at_end,call.facts = done,state,True,facts_of(learn)
+    call.done,call.state = done,state
+    call.at_end,call.facts = True,facts_of(learn)
     return call
 
 # %% ../../nbs/fastai2/724_resume.ipynb #c51f3906

@@ -9,23 +9,23 @@ __all__ = ['reports', 'FitCall', 'InferCall', 'Session']
 import contextlib, warnings, weakref
 
 from fastai.callback.core import Callback
+from fastai.callback.progress import ProgressCallback
 from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts
-from .inference import (gatherers, give, join_parts, stays_here, takes_whole,
-                                       without_outside)
+from .inference import gatherers, give, join_parts, stays_here
 from .jobs import enough_epochs, fit_args, fit_job, infer_job
 from .loaders import (check_dl, global_bs, n_batches, rows_are_streams,
                                      set_dl_state)
-from .rank0 import apply_settings, notebook_run, wants_no_lines
+from .rank0 import notebook_run, wants_no_lines
 from .resume import UserCall, dropped_lists, resume_points, user_calls
 from .snapshot import all_cbs, apply, loader_refs, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as _Session, refuse_untrainable
-from ..launch.training import finds_lr
+from ..launch.training import finds_lr, is_rank0_only
 from ..output.notice import hushed, print_line
 from ..shard.gradients import check_ddp
 
@@ -68,7 +68,6 @@ class FitCall(Call):
         if self.cut: self.save(out.epoch)
         else: self.user_call.complete(self.learn)
         super().finished(out)
-        apply_settings(out.results[0]['settings'])
     def on_event(self, rank, e):
         for f in self.session.on_epoch if isinstance(e, EpochEnd) else (): f(self, e)
     def save(self, epoch=None):
@@ -184,12 +183,15 @@ class Session(_Session):
             with hushed(why == '' or self.quiet()):
                 print_line(f"Not on the workers but in this process: {why}")
             return type(learn)._do_epoch_validate(learn, dl=dl)
-        with without_outside(learn): results = self._infer(dl)
+        # by now `before_fit` of loggers has opened their files
+        loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
+                   and not isinstance(cb, ProgressCallback)]
+        with learn.removed_cbs(loggers), learn.no_logging(): results = self._infer(dl)
         learn.dl = dl
         parts,left,states = zip(*results)
         if any(left): raise next(filter(None, left))()
         set_dl_state(dl, states[0])
-        give(gather, join_parts(parts, takes_whole(dl)))
+        give(gather, join_parts(parts))
     def _infer(self, dl):
         """Each rank's result of `infer_job`; what rank 0's callbacks hold is in the notebook's by
         then"""

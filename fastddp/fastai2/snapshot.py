@@ -232,7 +232,6 @@ def capture(
     refs=None, # Default: `persistent_refs`
     weights=True, # The job trained
     grads=None, # Accumulation left gradients; None: in the middle of the fit
-    around=None, # As of `dump_state`
 ):
     """Everything that training changed, as a `Payload`: large state in place, the rest as a dump of
     its own"""
@@ -260,7 +259,7 @@ def capture(
     state = learner_state(learn, weights=weights)
     state |= dict(grads=model_grads(learn.model, grads),
                   loss=_loss_state(learn, refs) if weights else None)
-    return dump_state(state, rest, lambda: _picklable(rest, base.callbacks, refs), refs, around)
+    return dump_state(state, rest, lambda: _picklable(rest, base.callbacks, refs), refs)
 
 def _loss_state(learn, refs):
     """What `apply_model` takes, of a loss function with parameters or buffers that the notebook has

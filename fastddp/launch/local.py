@@ -228,6 +228,7 @@ def start_workers(
 def after_success(self:Local, job):
     "Warm workers stay for a while, others end"
     if not self._warm: return self.close()
+    self.workers.forget()
     self._timer = timer = threading.Timer(self.idle, lambda: self._leave(timer))
     timer.daemon = True
     timer.start()
@@ -268,9 +269,8 @@ def _specs(self:Local, nprocs, work):
         self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
     threads,settings = self.threads or max(1, visible_cores()//nprocs),self.settings()
     def spec(r):
-        display,log = self.display_of(r),self.workers.log_path(r)
-        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous, display, log, work,
-                        settings)
+        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous, self.display_of(r),
+                        work, settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch

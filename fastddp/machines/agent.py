@@ -155,8 +155,7 @@ class Agent:
         ws,self.states = self.workers,set()
         self.sent = {r:(self._log_size(r),None) for r in ws.ranks}
         threads = max(1, visible_cores()//len(specs))
-        specs = [s._replace(log=ws.log_path(r), threads=s.threads or threads)
-                 for r,s in zip(ws.ranks, specs)]
+        specs = [s._replace(threads=s.threads or threads) for s in specs]
         ws.submit(entry, packed, block, specs, **env)
     def _enter(self, env, cwd, path, filters, *more):
         "Sets environment, folder and import path as in the notebook, as far as they exist here"
@@ -195,9 +194,8 @@ class Agent:
                 f.seek(start)
                 self.stream.send('log', r, f.read(size-start))
         beat = self.workers.beat(r)
-        now = beat,self.workers.is_stopped(r)
-        if beat.at and now != last: self.stream.send('beat', r, time.monotonic()-beat.at, *now)
-        self.sent[r] = size,now
+        if beat.at and beat != last: self.stream.send('beat', r, time.monotonic()-beat.at, beat)
+        self.sent[r] = size,beat
 
 class _CalledOff:
     "As `Interrupts` for `start_workers`: `n` counts when the notebook needs no workers any more"

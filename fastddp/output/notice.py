@@ -10,20 +10,18 @@ import contextlib, contextvars, sys, time
 from types import TracebackType
 
 from ..base.failure import is_user_file
+from ..base.scoped import with_context
 from .replay import _get_ipython, _write, frontend, in_terminal, publish
 
 # %% ../../nbs/output/206_notice.ipynb #a5ff0e9a
 # are our lines suppressed?
 _hushed = contextvars.ContextVar('fastddp-hushed', default=False)
 
-@contextlib.contextmanager
 def hushed(
     quiet=True, # False: change nothing
 ):
     "Context manager that suppresses the library's lines in this thread"
-    token = _hushed.set(_hushed.get() or quiet)
-    try: yield
-    finally: _hushed.reset(token)
+    return with_context(_hushed, _hushed.get() or quiet)
 
 def print_line(
     text, # One line, or more
@@ -55,17 +53,15 @@ class Status:
     ):
         "Show `text` in place of the last one"
         if _hushed.get() or text == self._text: return
-        if frontend() == 'notebook': self._display(text)
-        elif in_terminal(): self._write(text)
+        if frontend() == 'notebook':
+            # empty HTML takes no room
+            data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}
+            publish(data, {}, dict(display_id=self._id), update=bool(self._text))
+        elif in_terminal():
+            # to the beginning of the line, of which the rest is erased
+            sys.stdout.write(f'\r\x1b[K{text}')
+            sys.stdout.flush()
         self._text = text
-    def _display(self, text):
-        # empty HTML takes no room
-        data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}
-        publish(data=data, metadata={}, transient={'display_id':self._id}, update=bool(self._text))
-    def _write(self, text):
-        # to the beginning of the line, of which the rest is erased
-        sys.stdout.write(f'\r\x1b[K{text}')
-        sys.stdout.flush()
 
 # %% ../../nbs/output/206_notice.ipynb #029a57cc
 def shorten(

@@ -10,7 +10,7 @@ import contextvars, shutil, sys
 
 from fastcore.basics import patch
 
-from .capture import DisplaySettings, Figures
+from .capture import DisplaySettings
 from ..base.scoped import with_context
 from .streams import overwritten
 
@@ -30,8 +30,7 @@ def in_terminal():
 def display_settings():
     "The `DisplaySettings` of this process"
     width = shutil.get_terminal_size().columns
-    return DisplaySettings(frontend(), None, _get_ipython() is not None, in_terminal(), width,
-                           _figures())
+    return DisplaySettings(frontend(), True, _get_ipython() is not None, in_terminal(), width)
 
 # %% ../../nbs/output/204_replay.ipynb #39bdb19e
 _elsewhere = contextvars.ContextVar('fastddp-output', default=None)
@@ -45,16 +44,6 @@ def publish(data, metadata, transient, update):
     place = _elsewhere.get() or _get_ipython().display_pub
     place.publish(data=data, metadata=metadata, transient=transient, update=update)
 
-# %% ../../nbs/output/204_replay.ipynb #6c53ccd6
-def _figures():
-    "Image formats chosen with `%config InlineBackend`, and changed settings of matplotlib"
-    inline,mpl = sys.modules.get('matplotlib_inline.config'),sys.modules.get('matplotlib')
-    if not (inline and mpl) or frontend() == 'terminal': return Figures()
-    default,fixed = mpl.rcParamsDefault,('backend','interactive')
-    # dict's items: those of rcParams choose a backend when asked for it
-    rc = {k:v for k,v in dict.items(mpl.rcParams) if k not in fixed and v != default[k]}
-    return Figures(set(inline.InlineBackend.instance().figure_formats), rc)
-
 # %% ../../nbs/output/204_replay.ipynb #400c2a6a
 class Replay:
     "Shows the events of workers in the running cell"
@@ -63,8 +52,7 @@ class Replay:
         live=True,  # Show events while they come? If False, at the end
     ):
         self.live = live
-        self.see = (see,) if isinstance(see, int) else see
-        self.first = 0 if see == 'all' else next(iter(self.see), None)
+        self.see,self.first = see,0 if see == 'all' else next(iter(see), None)
         self.unfinished = {}    # (rank, stream) -> beginning of a line, of ranks with a prefix
         self.later = []         # (rank, event) to show at the end
         self.is_new = False     # is something shown that was not flushed?
@@ -78,7 +66,8 @@ class Replay:
         self.is_new = True
     def flush(self):
         "Bring out what is shown"
-        if self.is_new: _flush_streams()
+        for o in (sys.stdout, sys.stderr):
+            if self.is_new and o is not None: o.flush()
         self.is_new = False
         if elsewhere := _elsewhere.get(): elsewhere.refresh()
     def close(self):
@@ -117,9 +106,6 @@ def _write(name, text):
     if out is None: return
     try: out.write(text)
     except UnicodeEncodeError: out.write(text.encode(out.encoding, 'replace').decode(out.encoding))
-
-def _flush_streams():
-    for o in filter(None, (sys.stdout, sys.stderr)): o.flush()
 
 # %% ../../nbs/output/204_replay.ipynb #1c4de6aa
 @patch

@@ -15,8 +15,6 @@ import cloudpickle, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
 from torch.utils.hooks import RemovableHandle
 
-from .host_copy import host_bytes
-
 # %% ../../nbs/payload/101_pickling.ipynb #b3420573
 class Payload(NamedTuple):
     "A dumped object: the pickle, and its large buffers in order, not yet copied anywhere"
@@ -37,7 +35,8 @@ def _typed_storage(pickler, o): return load_typed, (pickler.canonical(o._untyped
 
 def _untyped_storage(pickler, s):
     if not s.nbytes(): return load_storage, (b'', s.device.type)
-    return load_storage, (pickle.PickleBuffer(host_bytes(s).numpy()), s.device.type)
+    here = torch.empty(0, dtype=torch.uint8).set_(s if s.device.type == 'cpu' else s.cpu())
+    return load_storage, (pickle.PickleBuffer(here.numpy()), s.device.type)
 
 def load_typed(storage, dtype):
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

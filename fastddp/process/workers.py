@@ -20,7 +20,6 @@ from .channel import HEARTBEATS, Pipe, Surroundings
 from .cleanup import new_folder, remove_folder
 from .helper import (HelperEnded, lasts, start_method, start_worker,
                                     without_helper)
-from .helper import is_stopped as process_is_stopped
 from .worker import worker_main
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
@@ -121,7 +120,7 @@ def submit(self:Workers,
     **env,      # Variables that the workers' environment has beyond this process's
 ):
     "Every rank calls `entry`; `poll` tells how it goes, `latest` has the results"
-    self._forget()
+    self.forget()
     self._heartbeats.clear()
     self._send_each('job', entry, configs, env, packed, fd=block.fd)
 
@@ -154,11 +153,6 @@ def ask_stacks(self:Workers, ranks):
     "Lets `ranks` write the Python stacks of all their threads into their logs"
     for r in ranks:
         with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
-
-@patch
-def is_stopped(self:Workers, r):
-    "True if a signal has stopped the process of rank `r`"
-    return process_is_stopped(self.procs[r].pid)
 
 # %% ../../nbs/process/406_workers.ipynb #0e851299
 @patch
@@ -209,7 +203,7 @@ def _received(self:Workers, r, what, *values):
     return what, *values
 
 @patch
-def _forget(self:Workers):
+def forget(self:Workers):
     "Frees what the last job left"
     for block,_ in self.latest.values(): block.close()
     self.latest.clear()
@@ -227,7 +221,7 @@ def stop(self:Workers,
     self._join(5)
     for p in self.procs.values(): _end_rest(p.pid)
     for o in self.pipes.values(): o.close()
-    self._forget()
+    self.forget()
     remove_folder(self.dir)
     survivors = [p.pid for p in self.procs.values() if p.is_alive()]
     for p in self.procs.values(): p.close()

@@ -83,7 +83,7 @@ class LocalBatch:
     ):
         self.tree = pred,tuple(yb)
         tensors = tensors_in(self.tree)
-        fed = max(count, 2)         # see `shard.split.pad_shard`
+        fed = max(count, 2)         # see `shard.sharded.pad_shard`
         rows = next((len(t) for t in tensors_in(self.tree[1]) if t.ndim), 1)
         # a callback left items out, or added some
         if rows == 0 or rows%fed: count,fed = rows,rows

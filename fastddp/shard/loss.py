@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base import group
-from .split import loss_weight
+from .sharded import loss_weight
 
 # %% ../../nbs/shard/304_loss.ipynb #0d0a5c01
 def _home(f):
@@ -142,7 +142,7 @@ def loss_part(loss_func, # The learner's
               read=None
 ): # `LossPart`
     "This rank's part in the loss of a global batch"
-    # In training each rank is fed two items at least: see `shard.split.pad_shard`
+    # In training each rank is fed two items at least: see `shard.sharded.pad_shard`
     share = min(count/2, 1.) if train and group.world_size() > 1 else 1.
     if by == 'sum' or not by and sums_up(loss_func): return LossPart(float(share), True)
     if by: return LossPart(float(count), False)

@@ -13,9 +13,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import (BatchSampler, DataLoader, DistributedSampler, IterDataPipe,
                               IterableDataset, MapDataPipe)
 
-from .sharded import (Shard, Sharded, clone_loader, draw_seed, no_batches,
-                                   outside_loop, sharded_clone, track_changes)
-from .split import global_batch_size, n_chunks, workers_per_rank
+from .sharded import (Shard, Sharded, clone_loader, draw_seed, global_batch_size,
+                                   n_chunks, no_batches, outside_loop, sharded_clone,
+                                   track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
 def is_stream(dl):

@@ -65,7 +65,7 @@ def test_table(what, place, rank, tmp_path):
         said, name = DIED[what]
         assert type(err) is RankDied and said in text and trouble_of(err.signal
                                                                      or 'exit').name == name and err.remedy in text
-    else: assert type(err) is GroupTimeout and 'stopped by a signal' in text
+    else: assert type(err) is GroupTimeout and 'does not react' in text
     if PLACES[place]:
         _, _, _, complete, where = PLACES[place]
         assert where in text
