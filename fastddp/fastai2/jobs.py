@@ -28,13 +28,8 @@ from .loaders import batch_items, dl_state, global_bs, n_batches
 from .rank0 import as_one_process, open_run, sync_opt, wants_no_lines
 from .resume import ResumeFit
 from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
-<<<<<<< HEAD
                                       place_dl, unpack)
-from ..launch.training import (EpochStates, NoNotebook, Progress, cbs_of_rank, finds_lr,
-=======
-                                      place_dl, state_size, unpack)
 from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,
->>>>>>> main
                                      launched_group, script_lines, sync_streams,
                                      until_interrupted, whereabouts)
 from ..output.notice import hushed
