@@ -2441,6 +2441,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling.load_typed': ( 'payload/pickling.html#load_typed',
                                                                                    'fastddp/payload/pickling.py'),
+                                          'fastddp.payload.pickling.own_classes': ( 'payload/pickling.html#own_classes',
+                                                                                    'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling.parts': ('payload/pickling.html#parts', 'fastddp/payload/pickling.py')},
             'fastddp.payload.shared_memory': { 'fastddp.payload.shared_memory.Block': ( 'payload/shared_memory.html#block',
                                                                                         'fastddp/payload/shared_memory.py'),
