@@ -22,10 +22,10 @@ from ..base.scoped import Interrupts, with_attrs
 from .callbacks import distributed
 from .clock import use_of
 from .together import OurCallback
-from .inference import (infer_in_group, leave_together, order_from_rank0,
-                                       preds_in_one_order, run_part)
+from .as_one import (as_one_process, infer_in_group, leave_together, open_run,
+                                    order_from_rank0, preds_in_one_order, run_part, sync_opt,
+                                    wants_no_lines)
 from .loaders import batch_items, dl_state, global_bs, n_batches
-from .rank0 import as_one_process, open_run, sync_opt, wants_no_lines
 from .resume import ResumeFit
 from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
                                       place_dl, unpack)

@@ -73,7 +73,8 @@ class Replay:
     def close(self):
         "Show all that is left"
         self._end_lines()
-        for rank,e in sorted(self.later, key=lambda o: o[0]): self._show(rank, *e)
+        later,self.later = sorted(self.later, key=lambda o: o[0]),[]
+        for rank,e in later: self._show(rank, *e)
         self._end_lines()
         self.is_new = True
         self.flush()
