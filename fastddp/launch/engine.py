@@ -13,7 +13,7 @@ from ..base import group, rendezvous
 from ..base.scoped import disturbed, environment
 from .rank import Context, call
 from ..output.notice import print_line, shortened
-from ..payload.pickling import Payload, address, dump, load, own_classes
+from ..payload.pickling import Payload, address, dump, load
 from ..process.cleanup import private_folder
 
 # %% ../../nbs/launch/502_engine.ipynb #a58ba397
@@ -123,7 +123,7 @@ class InProcess(Launcher):
             left[name] = payload.meta, payload.copied_buffers()
             if name == 'epoch': on_event(0, EpochEnd(*left[name]))
         ctx = Context(0, 1, device, lambda e: on_event(0, e), put, lambda: False)
-        with shortened(), disturbed(), _group_of_one(device), own_classes():
+        with shortened(), disturbed(), _group_of_one(device):
             try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
                 e.epoch = left.get('epoch')

@@ -218,6 +218,7 @@ def start_workers(
 def after_success(self:Local, job):
     "Warm workers stay for a while, others end"
     if not self._warm: return self.close()
+    self.workers.forget()
     self._timer = timer = threading.Timer(self.idle, lambda: self._leave(timer))
     timer.daemon = True
     timer.start()
