@@ -28,7 +28,7 @@ from .as_one import (as_one_process, infer_in_group, leave_together, open_run,
 from .loaders import batch_items, dl_state, global_bs, n_batches
 from .resume import ResumeFit
 from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
-                                      place_dl, state_size, unpack)
+                                      place_dl, unpack)
 from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,
                                      launched_group, script_lines, sync_streams,
                                      until_interrupted, whereabouts)
@@ -78,8 +78,6 @@ class NoteProgress(OurCallback):
         if self.stepped: return
         self.stepped = True
         self.ctx.mark('first step')
-        # by now the optimizer has its state
-        if self.ctx.rank == 0: self.ctx.reserve(state_size(self.learn))
     def after_train(self):
         epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
         self.progress.lap(sum(total for _,total in epoch.counts[:epoch.done]) if epoch else 0)
