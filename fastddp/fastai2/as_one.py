@@ -263,8 +263,6 @@ def _without_ours(learn, ours):
 # %% ../../nbs/fastai2/725_as_one.ipynb #eb35ce43
 _SIMPLE = {ProgressCallback, ShowGraphCallback, CSVLogger}      # they only tell
 
-def _needs_care(cb): return type(cb) not in _SIMPLE and is_rank0_only(cb)
-
 def _alone(cb, learn, together):
     "A function that calls the callback `cb` while the other ranks don't"
     def call(event_name):
@@ -281,7 +279,9 @@ def alone_on_rank0(learn,
     """Inside, events of rank 0's own callbacks neither wait for the other ranks nor draw from what
     all have in common"""
     if group.world_size() == 1 or group.rank(): return contextlib.nullcontext()
-    def asked(cb): return _alone(cb, learn, together) if _needs_care(cb) else cb
+    def asked(cb):
+        needs_care = type(cb) not in _SIMPLE and is_rank0_only(cb)
+        return _alone(cb, learn, together) if needs_care else cb
     return own_events(learn, asked, together.clock)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #bc588695

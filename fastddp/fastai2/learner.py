@@ -139,16 +139,14 @@ def _open(self:LearnerJob):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "
                                  "call has none. nprocs=2 starts two on the CPU.")
         session = fit.__self__
-        session.on_epoch.append(self._keep_epoch)
+        def keep_epoch(call, e):
+            if not call.iterations: self.epoch = call, own_copy(*e)
+        session.on_epoch.append(keep_epoch)
         session.launcher.prepare(session.n)
         if not getattr(session.launcher, 'places', True): self.gpus = tuple(session.gpus or ())
         def refuse(*args, **kwargs): refuse_busy(self.of)
         if self.trains: stack.enter_context(with_attrs(self.of, fit=refuse))
         self.block = stack.pop_all()
-
-@patch
-def _keep_epoch(self:LearnerJob, call, e):
-    if not call.iterations: self.epoch = call, own_copy(*e)
 
 @patch
 def _call(self:LearnerJob):

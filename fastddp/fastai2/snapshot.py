@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAY', 'all_cbs', 'persistent_refs', 'parts_of_data', 'loader_refs', 'snapshot', 'place_dl', 'place', 'unpack',
-           'twin', 'learner_state', 'state_size', 'baseline', 'parts', 'capture', 'apply']
+           'twin', 'learner_state', 'baseline', 'parts', 'capture', 'apply']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
 import contextlib, warnings
@@ -24,7 +24,7 @@ from ..launch.training import (MODULES_STAY, RANK0_ONLY, Baseline, dump_state, i
 from ..payload.pickling import copied
 from ..payload.state import (OPT_STAYS, Changes, apply_grads, apply_hooks, apply_model,
                                    apply_opt, hooked, hooks_of, model_grads, model_tensors,
-                                   move_opt, opt_attrs, opt_owners, opt_state, opt_tensors,
+                                   move_opt, opt_attrs, opt_owners, opt_state,
                                    picklable_attrs, update_attrs, update_objects,
                                    without_state)
 from ..payload.variables import Variables, put_back
@@ -192,12 +192,6 @@ def learner_state(learn, opt=True, weights=True):
     validation may change"""
     opt = opt_state(learn.opt) if learn.opt and opt and weights else None
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
-
-def state_size(learn):
-    "About how many bytes `learner_state` has"
-    ts = [*model_tensors(learn.model).values(), *opt_tensors(learn.opt)]
-    # what callbacks have gathered, and room between the tensors
-    return int(1.01*sum(t.nbytes for t in ts))+2**20
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
 # What fastai's `fit` leaves of the last batch; within it, they stay in the worker

@@ -101,7 +101,7 @@ def _newest(self:Monitor, kind):
     "`(meta, buffers)` of what rank 0 put last as `kind`, or None"
     if (0,kind) not in self.workers.latest: return None
     block,packed = self.workers.latest[0,kind]
-    return packed.meta, block.peek(packed)
+    return packed.meta, block.read(packed)
 
 @patch
 def _with_state(self:Monitor, err):

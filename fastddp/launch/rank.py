@@ -40,8 +40,6 @@ class Context:
         self.marks.append((phase, time.time()))
     def beat(self, where='', leaving=False):
         "A step is about to begin, at `where`; `leaving`: the job has heard the wish to stop"
-    def reserve(self, nbytes):
-        "States of about `nbytes` will be put: memory for them is taken meanwhile, if it is much"
     def saves_below(self, folder):
         "The job will save files below `folder`"
     def interruptible(self):
@@ -85,7 +83,7 @@ class _WorkerContext(Context):
                          channel.put, channel.stop_requested)
         self._channel,self.where = channel,channel.where
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
-        self.reserve,board.on_wait = channel.reserve,self._waits_for
+        board.on_wait = self._waits_for
         self._heartbeats,self._last = channel.heartbeats(),board.Heartbeat()
         channel.where,channel.items = lambda: _now(self.where),lambda: _now(self.items)
     def beat(self, where='', leaving=False):

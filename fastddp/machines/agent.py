@@ -17,7 +17,6 @@ from ..base.device import visible_cores
 from ..launch.local import start_workers
 from .meeting import Listener, host_store, interfaces, routes_to
 from .stream import Pieces, Stream, to_fd
-from ..payload.pickling import Payload
 from ..payload.shared_memory import Block, free_memory
 from ..process import helper
 
@@ -182,10 +181,8 @@ class Agent:
         for kind in self.states: self._send_payload(0, kind)
         self.states = set()
     def _send_payload(self, r, kind):
-        (block,packed),copy = self.workers.latest[r,kind],Block()
-        packed = copy.write(Payload(packed.meta, block.peek(packed)))
-        self.stream.send_in_order('put', r, kind, packed, data=Pieces(copy, packed.end))
-        copy.close()
+        block,packed = self.workers.latest[r,kind]
+        self.stream.send_in_order('put', r, kind, packed, data=Pieces(block, packed.end))
     def _log_size(self, r):
         path = self.workers.log_path(r)
         return os.path.getsize(path) if os.path.exists(path) else 0

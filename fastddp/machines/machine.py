@@ -138,6 +138,9 @@ class RemoteWorkers:
     def latest(self):
         "(rank, kind) -> `(Block, Packed)`"
         return {k:v for m in self.machines for k,v in m.latest.items()}
+    def forget(self):
+        "As `Workers.forget`"
+        for m in self.machines: m.forget()
     def host(self, r): return '' if self._of[r].home else self._of[r].name
     def log_path(self, r): return self._of[r].log_path(r)
     def beat(self, r): return self._of[r].beats.get(r, Heartbeat())

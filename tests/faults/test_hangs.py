@@ -81,8 +81,8 @@ def me(ctx, _): return ctx.rank
 def test_a_stopped_helper_is_replaced():
     def ranks(): return Local(gpus=[]).run(Job.of(me, None), 2).results
     assert ranks() == [0, 1]
-    os.kill(pid := helper.helper_pid(), signal.SIGSTOP)
-    assert ranks() == [0, 1] and helper.helper_pid() != pid
+    os.kill(pid := helper.ensure_helper().popen.pid, signal.SIGSTOP)
+    assert ranks() == [0, 1] and helper.ensure_helper().popen.pid != pid
 
 
 class Exhausted(Callback):
