@@ -25,12 +25,12 @@ class Learner(_Learner):
     def distrib(self, name: str, *args, **kwargs):
         """`learn.name(*args, **kwargs)` on the workers."""
 
-    def distrib_bench(self, nprocs = None, bs = None, num_workers = None, steps: int = 20, seconds: float = 5.0, show = True):
+    def distrib_bench(self, nprocs = None, bs = None, num_workers = None, steps: int = 20, seconds: float = 5.0):
         """Trains some steps with each choice and returns a `Bench`: items per second, also without
-        waiting for data, efficiency, seconds of an epoch, and how many workers are worth it. Learner
-        and random streams stay as they are"""
+        waiting for data and of each worker, seconds of an epoch, and how many workers are worth it.
+        Learner and random streams stay as they are"""
 
-    def distrib_check(self, steps: int = 5, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', launcher = None, tol: float = 1e-05, show = True) -> Answer:
+    def distrib_check(self, steps: int = 5, tol: float = 1e-05, **options) -> Answer:
         """Compares a few steps on N workers with one process over the same global batches."""
 
     def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, in_notebook: bool | None = None, **ddp_kwargs) -> ContextManager[Learner]:

@@ -109,7 +109,8 @@ class Child:
 
     def run(self, name, rank=0, see=(0,), **kwargs):
         "Run job `name` as `rank`, and replay what it shows"
-        self.conn.send((name, display_settings()._replace(**kwargs)))
+        seen = kwargs.get('frontend') != 'silent'
+        self.conn.send((name, display_settings()._replace(see=seen, **kwargs)))
         replay = Replay(see=see)
         while True:
             replay.flush()

@@ -154,9 +154,10 @@ LOADERS = {
 
 @pytest.mark.parametrize('name', LOADERS)
 def test_any_loader(name, jobs):
+    "A stream has no batches that could be dealt out: one process predicts it"
     learn = make_learner()
     with learn.distrib_ctx(nprocs=2): got = learn.get_preds(dl=LOADERS[name]()), learn.validate(dl=LOADERS[name]())
-    assert jobs.n == 2
+    assert jobs.n == (0 if name == 'stream' else 2)
     same(got, (learn.get_preds(dl=LOADERS[name]()), learn.validate(dl=LOADERS[name]())))
 
 

@@ -97,17 +97,6 @@ def test_a_warning_that_the_notebook_has_shown(two, tmp_path, monkeypatch, capsy
 def shows(*args): sys.stderr.write(warnings.formatwarning(*args[:4]))
 
 
-def test_a_check_shows_its_table_once(two, capsys):
-    "It is printed, and it is the result of its cell"
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        res = learner().distrib_check(nprocs=2, launcher=two)
-    res._ipython_display_()
-    assert capsys.readouterr().out == f'{res}\n'
-    res._ipython_display_()
-    assert capsys.readouterr().out == f'{res}\n'
-
-
 def test_items_of_a_short_epoch(monkeypatch):
     "Those that were trained on, not those of the whole epoch"
     told = []

@@ -117,12 +117,10 @@ def test_other_options_inside_a_block():
     assert 'fit' not in vars(learn) and 'distrib_session' not in vars(learn)
 
 
-@pytest.mark.parametrize('n,match', [(0, 'empty'), (1, '1')])
-def test_too_little_to_train_on(n, match):
-    ds = points(max(n, 1))[:n]
-    learn = Learner(DataLoaders.from_dsets(ds, points(8), bs=4, device='cpu', drop_last=False, shuffle=False), mlp(),
+def test_too_little_to_train_on():
+    learn = Learner(DataLoaders.from_dsets([], points(8), bs=4, device='cpu', drop_last=False, shuffle=False), mlp(),
                     loss_func=nn.CrossEntropyLoss())
-    refused(learn, f"learn.dls.train.*{match}", nprocs=2)
+    refused(learn, "learn.dls.train.*empty", nprocs=2)
 
 
 def test_a_group_of_somebody_elses():
@@ -172,11 +170,11 @@ def test_arguments_of_the_fit(args):
 
 
 @pytest.mark.parametrize('make,match', [
-    (lambda: Local(see=1), r'Did you mean see=\(1,\)'), (lambda: TorchDDPCtx(prot=1), 'Did you mean port='),
-    (lambda: Hosts('fxa'), r"Did you mean hosts=\['fxa'\]"), (lambda: Hosts(['a'], per_node=1.5), 'per_node=1.5'),
+    (lambda: Local(see=1), 'see=1'), (lambda: TorchDDPCtx(prot=1), 'Did you mean port='),
+    (lambda: Hosts('fxa'), "hosts='fxa'"), (lambda: Hosts(['a'], per_node=1.5), 'per_node=1.5'),
     (lambda: Hosts(['a'], python=5), 'python=5'), (lambda: Hosts(5), 'hosts=5'),
-    (lambda: Hosts(['a'], command=None), 'command=None'), (lambda: Hosts(['a'], link_timeout='5'), 'link_timeout=5'),
-    (lambda: Ray(nodes='2'), 'Did you mean nodes=2'), (lambda: Ray(per_node=0), 'per_node=0'),
+    (lambda: Hosts(['a'], command=None), 'command=None'), (lambda: Hosts(['a'], link_timeout='5'), 'link_timeout='),
+    (lambda: Ray(nodes='2'), "nodes='2'"), (lambda: Ray(per_node=0), 'per_node=0'),
     (lambda: Ray(gpus='all'), "gpus='all'"), (lambda: Ray(cpus=-1), 'cpus=-1'), (lambda: Ray(5), 'address=5'),
     (lambda: Ray(resources=['fast']), 'resources='), (lambda: Ray(runtime_env='x'), 'runtime_env='),
     (lambda: Ray(wait='long'), 'wait='), (lambda: Ray(interface=0), 'interface=0')])

@@ -1,11 +1,15 @@
-"""The arithmetic of `shard.split` for random sizes, ranks and batch sizes: thousands of cases, no processes."""
+"""The arithmetic of `shard.sharded` for random sizes, ranks and batch sizes: thousands of cases, no processes."""
 from hypothesis import given, settings, strategies as st
-from fastddp.shard.split import (chunk, loss_weight, n_chunks, n_own_batches, n_steps, pad_shard, positions,
-                                 restore_order, shard_batch, shard_size, sharded_steps, train_shard, whole_steps,
-                                 workers_per_rank)
+from fastddp.shard.sharded import (chunk, loss_weight, n_chunks, pad_shard, shard_batch, shard_steps,
+                                   workers_per_rank)
 
 settings.load_profile('many')       # how many: conftest.py
 ranks, sizes, batch_sizes = st.integers(1, 8), st.integers(0, 300), st.integers(1, 70)
+
+
+def train_shard(batch, rank, n):
+    own = shard_batch(batch, rank, n)
+    return pad_shard(own, batch, n), len(own)
 
 
 @given(sizes, batch_sizes, st.booleans())
@@ -21,7 +25,6 @@ def test_chunks_are_the_items_in_order(m, bs, drop_last):
 def test_sharding_loses_nothing_and_doubles_nothing(m, n):
     shards = [shard_batch([*range(m)], r, n) for r in range(n)]
     assert sorted(o for s in shards for o in s) == [*range(m)]
-    assert [len(s) for s in shards] == [shard_size(m, r, n) for r in range(n)]
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
@@ -33,7 +36,6 @@ def test_a_training_step_is_taken_by_all_and_never_with_one_item(m, n):
     assert all(set(items) <= set(batch) for items, _ in shards)
     if n > 1: assert all(len(items) >= 2 for items, _ in shards)
     for r, (items, count) in enumerate(shards):
-        assert count == shard_size(m, r, n)
         if count: assert set(items) == set(shard_batch(batch, r, n))
 
 
@@ -44,32 +46,23 @@ def test_the_weighted_mean_over_ranks_is_the_batch_mean(losses, n):
     assert abs(sum(means)/n - sum(losses)/len(losses)) < 1e-9
 
 
-@given(sizes, batch_sizes, st.booleans(), ranks)
-def test_results_of_all_ranks_return_to_the_order_of_one_process(m, bs, drop_last, n):
+@given(sizes, batch_sizes, st.booleans(), ranks, st.booleans())
+def test_results_of_all_ranks_return_to_the_order_of_one_process(m, bs, drop_last, n, whole):
     batches = chunk([*range(m)], bs, drop_last)
-    parts = [[p for i, b in enumerate(batches) for p in positions(i*bs, len(b), r, n)] for r in range(n)]
-    sharded = [[o for b in batches for o in shard_batch(b, r, n)] for r in range(n)]
-    flat = [o for part in sharded for o in part]
-    assert [flat[i] for i in restore_order(parts)] == [o for b in batches for o in b]
-    for r in range(n): assert n_own_batches(m, bs, r, n, drop_last) == sum(len(b) > r for b in batches)
+    steps = [[*shard_steps(batches, r, n, False, whole)] for r in range(n)]
+    handled = sorted(pair for each in steps for o in each for pair in zip(o.positions, o.items))
+    assert handled == [*enumerate(o for b in batches for o in b)]
+    assert all(o.items for each in steps for o in each)
 
 
-@given(sizes, batch_sizes, ranks, st.booleans())
-def test_the_number_of_steps_is_known_beforehand(m, bs, n, drop_last):
+@given(sizes, batch_sizes, ranks, st.booleans(), st.booleans())
+def test_all_ranks_take_the_steps_of_training_together(m, bs, n, drop_last, whole):
     batches = chunk([*range(m)], bs, drop_last)
-    for r in range(n):
-        steps, whole = [*sharded_steps(batches, r, n)], [*whole_steps(batches, r, n)]
-        assert n_steps(m, bs, r, n, True, drop_last) == len(steps)
-        assert n_steps(m, bs, r, n, False, drop_last) == sum(bool(o.own) for o in steps)
-        assert n_steps(len(batches), n, r, n, True) == len(whole)
-        assert n_steps(len(batches), n, r, n, False) == sum(bool(o.own) for o in whole)
-
-
-@given(st.permutations(range(30)), st.sets(st.integers(0, 29)), ranks)
-def test_order_returns_although_some_are_missing(order, gone, n):
-    parts = [[p for p in shard_batch(list(order), r, n) if p not in gone] for r in range(n)]
-    flat = [p for part in parts for p in part]
-    assert [flat[i] for i in restore_order(parts)] == sorted(set(range(30)) - gone)
+    steps = [[*shard_steps(batches, r, n, True, whole)] for r in range(n)]
+    expect = [sum(map(len, o)) for o in chunk(batches, n)] if whole else [len(b) for b in batches]
+    for r in range(n): assert [o.total for o in steps[r]] == expect
+    for each in zip(*steps): assert sum(own for own, _ in (o.counts for o in each)) == each[0].total
+    if n > 1: assert all(len(o.items) > 1 for each in steps for o in each)
 
 
 @given(st.integers(1, 6), ranks, st.integers(1, 40))
@@ -95,10 +88,3 @@ def test_sharding_a_sorted_batch_never_costs_more_than_slicing_it(n, b, data):
 def test_loader_processes_have_cores_and_are_never_all_gone(k, n):
     each = workers_per_rank(k, n, 16)
     assert each <= k and each*n <= max(16, n) and (each > 0) == (k > 0)
-
-
-@given(st.integers(1, 5), st.integers(2, 8))
-def test_a_shard_that_shrank_is_padded_like_any_other(left, n):
-    items, count = pad_shard([*range(left)], [7, 8, 9], n)
-    assert count == left and len(items) == max(2, left)
-    assert pad_shard([], [7], n) == ([7, 7], 0)

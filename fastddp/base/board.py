@@ -6,7 +6,7 @@
 __all__ = ['SIZE', 'on_wait', 'Page', 'Board', 'Heartbeat', 'Heartbeats', 'of_group', 'close']
 
 # %% ../../nbs/base/010_board.ipynb #9cf8c4e5
-import contextlib, mmap, os, platform, struct, tempfile, time, zlib
+import mmap, os, struct, tempfile, time, zlib
 from typing import NamedTuple
 
 import torch
@@ -15,35 +15,36 @@ from fastcore.basics import noop
 from . import group
 
 # %% ../../nbs/base/010_board.ipynb #c3f43c9c
-SIZE = 24       # numbers of a row
-_SLOT = struct.Struct(f'=q{SIZE}d')     # number of the meeting, and what a rank says there
 _SUM = struct.Struct('=I')
-_SLOT_BYTES = _SLOT.size + _SUM.size
-_ROW_BYTES = 64 * -(-2*_SLOT_BYTES // 64)   # a row shares no cache line with another
 
 class Page:
-    "Rows of numbers in a file that several processes map; one process writes each row"
-    def __init__(self, path, # File of `Page.nbytes(n)` bytes
+    "Records of one format in a file that several processes map; one process writes each"
+    def __init__(self,
+        path,   # The file
+        layout, # Of a record, as in `struct`
+        n=0,    # Makes the file, with so many records of zeros; 0: it is there
     ):
+        self.layout = struct.Struct(layout)
+        # a record shares no cache line with another
+        self.nbytes = 64 * -(-(self.layout.size+_SUM.size) // 64)
+        if n:
+            with open(path, 'wb') as f: f.write(bytes(n*self.nbytes))
         with open(path, 'r+b') as f: self.memory = mmap.mmap(f.fileno(), 0)
-    @staticmethod
-    def nbytes(n): return n*_ROW_BYTES
-    def write(self, row, no, numbers):
-        "Writes what the rank of `row` says at meeting `no`: at most `SIZE` numbers"
-        data = _SLOT.pack(no, *numbers, *[0.]*(SIZE-len(numbers)))
-        at = self._place(row, no)
-        self.memory[at:at+_SLOT_BYTES] = data + _SUM.pack(zlib.crc32(data))
-    def read(self, row, no):
-        "The numbers of `row` at meeting `no` as a tuple, None if they aren't there yet"
-        at = self._place(row, no)
-        data = self.memory[at:at+_SLOT_BYTES]
-        if _SUM.unpack_from(data, _SLOT.size)[0] != zlib.crc32(data[:_SLOT.size]): return None
-        found,*numbers = _SLOT.unpack_from(data)
-        return tuple(numbers) if found == no else None
-    @staticmethod
-    def _place(row, no): return row*_ROW_BYTES + no%2*_SLOT_BYTES
+    def write(self, i, *values):
+        "Writes record `i`"
+        data,at = self.layout.pack(*values),i*self.nbytes
+        self.memory[at:at+len(data)+_SUM.size] = data + _SUM.pack(zlib.crc32(data))
+    def read(self, i):
+        "The values of record `i` as a tuple, None if only half of them are there"
+        n,at = self.layout.size,i*self.nbytes
+        data = self.memory[at:at+n+_SUM.size]
+        is_whole = _SUM.unpack_from(data, n)[0] == zlib.crc32(data[:n])
+        return self.layout.unpack_from(data) if is_whole else None
 
 # %% ../../nbs/base/010_board.ipynb #b289ef44
+SIZE = 24       # numbers that a rank says at a meeting
+# two records for each rank: the number of the meeting, and what it says there
+_RECORD = f'=q{SIZE}d'
 _LONG = 1.      # seconds after which waiting is worth a word
 # called with the rank that this one waits for, each time that it looks again after `_LONG`
 on_wait = noop
@@ -59,7 +60,6 @@ class Board:
         self.rank,self.n,self.page = rank,n,page
         self.on_host,self.hosts = on_host or range(n),hosts
         self.no = 0             # of the last meeting
-        self.closed = False     # does another thread end the waiting?
         self.waited = 0.        # seconds at all meetings
         # the last rank to come to the last meeting, and how long this waited
         self.last = None
@@ -72,22 +72,27 @@ class Board:
         if self.n == 1: return [tuple(map(float, numbers)) + (0.,)*(SIZE-len(numbers))]
         group.check_group()
         self.no += 1
-        self.page.write(self.rank, self.no, numbers)
+        self._say(self.rank, numbers)
         if self.hosts is not None: self._bring_other_hosts(limit)
         return self._wait_for(range(self.n), limit)
+    def _say(self, rank, numbers):
+        padding = [0.]*(SIZE-len(numbers))
+        self.page.write(2*rank+self.no%2, self.no, *numbers, *padding)
+    def _said_by(self, rank):
+        "What `rank` says at this meeting, None if it isn't there yet"
+        found = self.page.read(2*rank+self.no%2)
+        return found[1:] if found and found[0] == self.no else None
     def _wait_for(self, ranks, limit):
         began,rows,last = None,{},None
         while True:
             for r in ranks:
-                if rows.get(r) is None: rows[r] = self.page.read(r, self.no)
+                if rows.get(r) is None: rows[r] = self._said_by(r)
             if None not in rows.values():
                 secs = time.perf_counter()-began if began else 0.
                 self.waited += secs
                 self.last = (last, secs) if began else None
                 return [rows[r] for r in ranks]
             last = next(r for r in ranks if rows[r] is None)
-            if self.closed:
-                raise RuntimeError("Connection closed by peer: the ranks' meeting was ended")
             now = time.perf_counter()
             began = began or now
             if limit and now-began > limit:
@@ -103,7 +108,7 @@ class Board:
             rows[r] = torch.tensor(row)
         group.sum_in(rows, self.hosts)
         for r,row in enumerate(rows.tolist()):
-            if r not in self.on_host: self.page.write(r, self.no, row)
+            if r not in self.on_host: self._say(r, row)
 
 # seconds in which others get the core in turn, seconds of the longest pause
 _SPIN,_LONGEST = 2e-3,5e-3
@@ -117,29 +122,25 @@ class Heartbeat(NamedTuple):
     waits_for:int=-1    # The rank that it waits for at the board, or -1
     where:str=''        # e.g. `epoch 2, batch 17`
 
-class Heartbeats:
-    "The newest `Heartbeat` of each worker of a host, in a file"
-    _head,_row = struct.Struct('=dd?iH'),512    # all but the text, and its length; bytes of a row
+class Heartbeats(Page):
+    "The newest `Heartbeat` of each worker of a host"
     def __init__(self,
         path, # The file
-        n=0, # Makes it, with so many rows; 0: it is there
+        n=0, # Makes it, for so many; 0: it is there
     ):
-        if n:
-            with open(path, 'wb') as f: f.write(bytes(n*self._row))
-        with open(path, 'r+b') as f: self.memory = mmap.mmap(f.fileno(), 0)
-    def write(self, row, heartbeat):
-        "Writes it; a long text is cut"
-        *numbers,waits_for,text = heartbeat
-        text,at = text.encode()[:self._row-self._head.size],row*self._row
-        self.memory[at+self._head.size:at+self._head.size+len(text)] = text
-        self._head.pack_into(self.memory, at, *numbers, waits_for+1, len(text))
+        super().__init__(path, '=dd?i255p', n)
+        if n: self.clear()
+    def write(self, row, beat):
+        "Writes a `Heartbeat`; a long text is cut"
+        super().write(row, *beat[:-1], beat.where.encode())
     def read(self, row):
         "The `Heartbeat` in that row"
-        at = row*self._row
-        *numbers,waits_for,n = self._head.unpack_from(self.memory, at)
-        text = self.memory[at+self._head.size:at+self._head.size+n]
-        return Heartbeat(*numbers, waits_for-1, text.decode(errors='replace'))
-    def clear(self): self.memory[:] = bytes(len(self.memory))
+        for _ in range(100):    # half of it may have arrived
+            if found := super().read(row):
+                return Heartbeat(*found[:-1], found[-1].decode(errors='replace'))
+        return Heartbeat()
+    def clear(self):
+        for i in range(len(self.memory)//self.nbytes): self.write(i, Heartbeat())
 
 # %% ../../nbs/base/010_board.ipynb #1ba407bf
 _board,_of = None,None      # the board of the group that this process is in, and that group
@@ -152,25 +153,16 @@ def of_group():
     return _board
 
 def close():
-    "Ends all waiting at the board; the next group has a board of its own"
+    "Forgets the board; the next group has its own"
     global _board,_of
-    if _board is not None: _board.closed = True
     _board = _of = None
-
-def _host():
-    "Identify this machine: its name, its boot id and its first rank"
-    boot_id,rank = '',int(os.environ.get('RANK', 0))
-    with contextlib.suppress(OSError), open('/proc/sys/kernel/random/boot_id') as f:
-        boot_id = f.read().strip()
-    # machines of a simulated cluster may share a name
-    first = rank - int(os.environ.get('LOCAL_RANK', rank))
-    return f'{platform.node()}/{boot_id}/{first}'
 
 def _make():
     rank,n = group.rank(),group.world_size()
     if n == 1: return Board(0, 1)
-    hosts = group.all_gather_object(_host())
-    page,on_host = _shared_page([r for r in range(n) if hosts[r] == hosts[rank]], n)
+    # a machine's ranks have the same first one
+    firsts = group.all_gather_object(rank-int(os.environ.get('LOCAL_RANK', rank)))
+    page,on_host = _shared_page([r for r in range(n) if firsts[r] == firsts[rank]], n)
     if max(group.all_sum([float(page is None)])):       # not what they seemed: a host for each rank
         page,on_host = _shared_page([rank], n)
     leaders = sorted({*group.all_gather_object(on_host[0])})
@@ -183,10 +175,11 @@ def _shared_page(ranks, n):
     path,page = '',None
     if ranks[0] == group.rank():
         fd,path = tempfile.mkstemp(prefix='fastddp-board-')
-        with os.fdopen(fd, 'wb') as f: f.write(bytes(Page.nbytes(n)))
+        os.close(fd)
+        Page(path, _RECORD, 2*n)
     try:
         paths = group.all_gather_object(path)
-        try: page = Page(paths[ranks[0]])
+        try: page = Page(paths[ranks[0]], _RECORD)
         except OSError: pass
         group.barrier()
     finally:

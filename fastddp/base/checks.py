@@ -7,7 +7,7 @@ __all__ = ['SEE', 'CONTEXT', 'Check', 'check', 'check_all', 'is_whole', 'whole',
            'takes_nothing', 'is_list']
 
 # %% ../../nbs/base/002_checks.ipynb #82706a3b
-import difflib, inspect, numbers
+import contextlib, difflib, inspect, numbers
 from typing import NamedTuple
 
 from .errors import CantDistribute
@@ -18,7 +18,6 @@ class Check(NamedTuple):
     "The values that an argument may have"
     meant:str               # What is expected, as the end of a sentence
     fits:object             # `fits(value)` is true for a valid value
-    likely:object=None      # `likely(value)`: a suggestion for an invalid value, as text, or None
 
 def check(
     name,   # Of the argument
@@ -26,15 +25,9 @@ def check(
     c,      # Its `Check`
 ):
     "Raise `CantDistribute` with one sentence if `value` doesn't fit"
-    if _safely(c.fits, value): return
-    likely = _safely(c.likely, value) if c.likely else None
-    hint = f" Did you mean {name}={likely}?" if likely else ''
-    raise CantDistribute(f"{name}={' '.join(in_words(value).split())}: {c.meant}.{hint}")
-
-def _safely(f, value):
-    "`f(value)`, or None if it raises"
-    try: return f(value)
-    except Exception: return None
+    with contextlib.suppress(Exception):
+        if c.fits(value): return
+    raise CantDistribute(f"{name}={' '.join(in_words(value).split())}: {c.meant}.")
 
 def check_all(
     values, # Name -> value
@@ -52,29 +45,23 @@ def is_whole(v, least=None, most=None):
 
 def whole(meant, least=None, most=None, none=False):
     "A `Check` for a whole number; `none`: or None"
-    def likely(v):      # '2' and 2.0
-        n = float(v)
-        return str(int(n)) if n == int(n) and is_whole(int(n), least, most) else None
-    return Check(meant, lambda v: none and v is None or is_whole(v, least, most), likely)
+    return Check(meant, lambda v: none and v is None or is_whole(v, least, most))
 
 def number(meant, none=False):
     "A `Check` for a number greater than 0; `none`: or None"
     def fits(v):
         if v is None: return none
         return isinstance(v, numbers.Real) and not isinstance(v, bool) and v > 0
-    return Check(meant, fits, lambda v: f"{float(v):g}" if float(v) > 0 else None)
+    return Check(meant, fits)
 
 def flag(meant="True or False"):
     "A `Check` for a truth value, also as 0 or 1"
-    words = dict(yes='True', true='True', on='True', no='False', false='False', off='False')
-    return Check(meant, lambda v: type(v).__name__ in ('bool','bool_') or is_whole(v, 0, 1),
-                 lambda v: words.get(v.lower()))
+    return Check(meant, lambda v: type(v).__name__ in ('bool','bool_') or is_whole(v, 0, 1))
 
 def one_of(*words):
     "A `Check` for one of a few words"
     meant = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
-    def likely(v): return repr(o) if (o := near(v, words)) else None
-    return Check(meant, lambda v: isinstance(v, str) and v in words, likely)
+    return Check(meant, lambda v: isinstance(v, str) and v in words)
 
 def near(
     name,    # As it was typed
@@ -114,16 +101,9 @@ def is_list(v):
     if isinstance(v, (str,bytes,dict)): return False
     return hasattr(v, '__len__') and hasattr(v, '__getitem__')
 
-def _likely_ranks(v):
-    if v is None: return '()'
-    return f"({int(v)},)" if is_whole(v) or v.isdigit() else "'all'" if near(v, ['all']) else None
-
 SEE = Check("the ranks whose output is shown, such as (0, 1), or 'all'",
             lambda v: isinstance(v, str) and v == 'all'
-            or is_list(v) and all(is_whole(r, 0) for r in v),
-            _likely_ranks)
+            or is_list(v) and all(is_whole(r, 0) for r in v))
 
 CONTEXT = Check("a context manager, such as TorchDDPCtx()",
-                lambda v: v is None or not isinstance(v, type) and hasattr(type(v), '__enter__'),
-                lambda v: f"{v.__name__}()" if isinstance(v, type) and hasattr(v, '__enter__')
-                else None)
+                lambda v: v is None or not isinstance(v, type) and hasattr(type(v), '__enter__'))

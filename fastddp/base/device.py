@@ -8,7 +8,7 @@ __all__ = ['accelerator', 'device_module', 'is_accelerator', 'n_gpus', 'visible_
            'give_pages_back']
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
-import contextlib, ctypes, importlib.util, os, sys
+import ctypes, importlib.util, os
 
 import torch
 
@@ -90,32 +90,17 @@ def used_before_fork():
     if hasattr(module, '_cached_device_count'): module._cached_device_count = None
     return module._is_in_bad_fork()
 
-# %% ../../nbs/base/007_device.ipynb #9170ec46
-_SETTINGS = ('MALLOC_TRIM_THRESHOLD_', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TOP_PAD_',
-             'GLIBC_TUNABLES', 'LD_PRELOAD')
-
-def _glibc():
-    "The C library if it is glibc without settings of the user, else None"
-    if any(o in os.environ for o in _SETTINGS) or not sys.platform.startswith('linux'): return None
-    with contextlib.suppress(OSError, AttributeError):
-        lib = ctypes.CDLL(None)
-        lib.gnu_get_libc_version, lib.mallopt, lib.malloc_trim
-        return lib
-
 # %% ../../nbs/base/007_device.ipynb #450a10d0
-_M_TRIM_THRESHOLD,_M_TOP_PAD,_M_MMAP_THRESHOLD = -1,-2,-3      # malloc.h
-_MMAP_THRESHOLD = 32*2**20      # bytes; the largest that glibc accepts on 64 bits
-_TRIM_THRESHOLD = 2**31-1       # the largest int: never
-_TOP_PAD = 16*2**20
+_TRIM_THRESHOLD,_TOP_PAD,_MMAP_THRESHOLD = -1,-2,-3      # malloc.h
+_KEEP = {_MMAP_THRESHOLD: 32*2**20,     # the largest that glibc accepts on 64 bits
+         _TRIM_THRESHOLD: 2**31-1,      # the largest int: never
+         _TOP_PAD: 16*2**20}
 
 def keep_pages():
-    "Keep freed memory in this process for its next step; True if glibc accepts this"
-    lib = _glibc()
-    if lib is None: return False
-    settings = {_M_MMAP_THRESHOLD:_MMAP_THRESHOLD, _M_TRIM_THRESHOLD:_TRIM_THRESHOLD,
-                _M_TOP_PAD:_TOP_PAD}
-    return all([lib.mallopt(param, value) for param,value in settings.items()])
+    "Keep freed memory in this process for its next step; nothing happens without glibc"
+    if hasattr(lib := ctypes.CDLL(None), 'mallopt'):
+        for param,nbytes in _KEEP.items(): lib.mallopt(param, nbytes)
 
 def give_pages_back():
-    "Return free memory to the system (malloc_trim(3)), where `keep_pages` has an effect"
-    if (lib := _glibc()) is not None: lib.malloc_trim(0)
+    "Return free memory to the system (malloc_trim(3))"
+    if hasattr(lib := ctypes.CDLL(None), 'malloc_trim'): lib.malloc_trim(0)

@@ -7,10 +7,10 @@ __all__ = ['TROUBLES', 'Trouble', 'trouble_of', 'remedy_for', 'CantDistribute', 
            'RankRaised', 'RankDied', 'GroupTimeout']
 
 # %% ../../nbs/base/001_errors.ipynb #f62e5544
-import contextlib, re, shutil, signal, sys, tempfile, traceback
+import re, signal, sys, traceback
 from typing import NamedTuple
 
-from .failure import from_loader, is_user_file, user_lines, place, recorded_traceback
+from .failure import is_user_file, user_lines, place, recorded_traceback
 
 # %% ../../nbs/base/001_errors.ipynb #461bafd1
 class Trouble(NamedTuple):
@@ -170,38 +170,10 @@ def trouble_of(
     "The first entry of the catalogue that fits, or None"
     return next((t for t in TROUBLES if t.test(kind, message)), None)
 
-def remedy_for(
-    kind,       # Name of the exception's type, or of the signal, or 'exit'
-    message='', # The exception's text
-    local=True, # Did it occur on this machine?
-):
-    "The remedy for an error, or ''; with this machine's memory or disk figures where they matter"
+def remedy_for(kind, message=''):
+    "The remedy of that entry, or ''"
     found = trouble_of(kind, message)
-    if not found: return ''
-    return found.remedy + (_FIGURES[found.name]() if local and found.name in _FIGURES else '')
-
-def _memory_figures():
-    "The host's memory as one sentence, '' without `/proc/meminfo` (proc(5))"
-    try:
-        with open('/proc/meminfo') as f: kb = {o.split(':')[0]:int(o.split()[1]) for o in f}
-    except OSError: return ''
-    free,total = (kb[o]/2**20 for o in ('MemAvailable','MemTotal'))
-    return f" Host memory: {free:.1f} GiB available of {total:.1f} GiB."
-
-def _folder_figures():
-    "Free space for temporary files and shared memory, as one sentence"
-    res,folders = [],['/dev/shm']
-    with contextlib.suppress(OSError): folders.insert(0, tempfile.gettempdir())
-    for o in dict.fromkeys(folders):
-        with contextlib.suppress(OSError):
-            used = shutil.disk_usage(o)
-            full = ' (full)' if used.free < min(2**20, used.total/100) else ''
-            res.append(f"{o} {used.free/2**20:,.1f} of {used.total/2**20:,.1f} MiB{full}")
-    return f" Free: {', '.join(res)}." if res else ''
-
-_FIGURES = {'out of memory':_memory_figures, 'killed by the system':_memory_figures,
-            'disk is full':_folder_figures,
-            'no room for a file in memory':_folder_figures}
+    return found.remedy if found else ''
 
 # %% ../../nbs/base/001_errors.ipynb #143f6943
 class CantDistribute(ValueError):
@@ -226,6 +198,8 @@ class NotPicklable(CantDistribute):
                 f"in the function or method that runs on the workers{built}; or leave it out.")
 
 # %% ../../nbs/base/001_errors.ipynb #83a3982c
+def _headed(title, lines): return ['', title, *lines] if lines else []
+
 class WorkerError(RuntimeError):
     "The base of all errors of workers"
     rank = None     # Rank that failed
@@ -237,12 +211,11 @@ class WorkerError(RuntimeError):
     def _headline(self): return str(self.args[0]) if self.args else ''
     def _details(self): return []
     def _log_lines(self):
-        if not self.log.strip(): return []
-        return ['', f"Last output of rank {self.rank}:", *self.log.rstrip().split('\n')]
+        return _headed(f"Last output of rank {self.rank}:", self.log.strip().splitlines())
     def lines(self):
         "The whole report as a list of lines, with at most four other ranks"
         res = [f"{type(self).__name__}: {self._headline()}", *self._details()]
-        if self.others: res += ['', 'Other ranks:', *(f"  {o}" for o in self.others[:4])]
+        res += _headed('Other ranks:', [f"  {o}" for o in self.others[:4]])
         if self.kept: res += ['', f"The learner: {self.kept}"]
         if self.remedy: res += ['', f"What to do: {self.remedy}"]
         if self.debug: res += ['', self.debug]
@@ -251,42 +224,25 @@ class WorkerError(RuntimeError):
     def _render_traceback_(self): return self.lines()
 
 # %% ../../nbs/base/001_errors.ipynb #ae07d6dd
-_BLOCK = re.compile(r'^(?P<frame>  File "(?P<file>.+)", line \d+, in .*(?:\n    .*)*)', re.M)
-
-_FILE = re.compile(r'(?<=^  )File "(.+?)"')
-
-def _package(file):
-    "The package that a library's file belongs to"
-    for o in ('site-packages/','dist-packages/'):
-        if o in file: return re.split(r'[/.]', file.rpartition(o)[2])[0]
-    return 'fastddp' if 'fastddp' in file else 'Python'
-
 def folded(
     text, # A traceback, as text
 ):
     "Its lines, with the frames of libraries folded except the innermost, and cells by their number"
-    lines,run = [],[]
-    def fold(keep=False):
-        last = [run.pop()] if keep and run else []
-        if run:
-            names = ', '.join(dict.fromkeys(_package(file) for file,_ in run))
-            plural = 's' if len(run) > 1 else ''
-            lines.append(f"  ... {len(run)} frame{plural} of {names}")
-        for _,o in last: lines.extend(o.split('\n'))
-        run.clear()
-    end = 0
-    for m in _BLOCK.finditer(text):
-        if between := text[end:m.start()].strip('\n'):
-            fold(keep=True)
-            lines.extend(between.split('\n'))
-        end = m.end()
-        if is_user_file(m['file']):
-            fold()
-            lines.extend(m['frame'].split('\n')[:2])
-        else: run.append((m['file'], m['frame']))
-    fold(keep=True)
-    lines += [o for o in text[end:].strip('\n').split('\n') if o]
-    return [_FILE.sub(lambda m: m[0] if place(m[1]) == m[1] else place(m[1]), o) for o in lines]
+    res,n_folded = [],0
+    parts = re.split(r'(?m)^(?=  File ")', text)
+    for part in parts:
+        frame = re.match(r'  File "(.+?)".*(?:\n    .*)*', part)
+        file,end = (frame[1], frame.end()) if frame else ('', 0)
+        message = part[end:].strip('\n')
+        if file and not (is_user_file(file) or message or part is parts[-1]):
+            n_folded += 1
+            continue
+        if n_folded: res.append(f"  ... {n_folded} frame{'s'*(n_folded > 1)} of libraries")
+        n_folded,first = 0,f'File "{file}"'
+        cell = place(file)
+        lines = part[:end].replace(first, first if cell == file else cell).split('\n')
+        res += [o for o in (*lines[:2], *message.split('\n')) if o]
+    return res
 
 # %% ../../nbs/base/001_errors.ipynb #21a5d073
 class RankRaised(WorkerError):
@@ -309,32 +265,19 @@ class RankRaised(WorkerError):
     @property
     def batch_items(self):
         "Dataset indices of the failing rank's batch, as far as they are known"
-        return self.failure.items
+        return tuple(i for i,_ in self.failure.items)
     def _details(self):
-        user,f = user_lines(self.failure.frames),self.failure
-        res = ['', 'Your code:', *user] if user else []
-        res += [*self._variables(), *self._items()]
-        inner = from_loader(f.text)
-        whose = f"{inner.process} of rank {self.rank}" if inner else f"rank {self.rank}"
-        return res + ['', f"Traceback of {whose}:", *folded(inner.text if inner else f.text),
-                      *self._log_lines()]
-    def _items(self):
-        "The item that failed, if known, and those of its batch"
+        "Your lines and variables, the item that failed, and the first items of its batch"
         f = self.failure
-        bad = ['', f"The item that failed: {_item(*f.bad)}"] if f.bad else []
-        names = f.names or ['']*len(f.items)
-        items = [_item(i, name) for i,name in zip(f.items, names)]
-        if not items: return bad
-        most = 8 if any(names) else 20
-        more = ', ...' if len(items) > most else ''
-        return [*bad, '', f"Items of the batch at hand: {', '.join(items[:most])}{more}"]
-    def _variables(self, most=8):
-        "The variables of the user's innermost function"
-        user = [o for o in self.failure.locals if is_user_file(o[0])]
-        if not user: return []
-        name,values = user[-1][2:]
-        first = [f"  {k} = {v}" for k,v in list(values.items())[:most]]
-        return ['', f"Variables in {name}:", *first] if first else []
+        res = _headed('Your code:', user_lines(f.frames))
+        for _,_,name,values in [o for o in f.locals if is_user_file(o[0])][-1:]:
+            res += _headed(f"Variables in {name}:", [f"  {k} = {v}" for k,v in values.items()][:8])
+        if f.bad: res += ['', f"The item that failed: {_item(*f.bad)}"]
+        if items := [_item(*o) for o in f.items]:
+            more = ', ...' if len(items) > 8 else ''
+            res += ['', f"Items of the batch at hand: {', '.join(items[:8])}{more}"]
+        whole = _headed(f"Traceback of rank {self.rank}:", folded(f.text))
+        return [*res, *whole, *self._log_lines()]
 
 def _item(i, name): return f"{i} ({name})" if name else f"{i}"
 
@@ -352,7 +295,7 @@ class RankDied(WorkerError):
         self.lost = exitcode if isinstance(exitcode, str) else ''
         self.rank,self.exitcode = rank,None if self.lost else exitcode
         self.where,self.log,self.host = where,log,host
-        self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit', local=not host)
+        self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit')
     @property
     def signal(self):
         "The signal's name, or None when the process exited by itself"
@@ -389,8 +332,8 @@ class GroupTimeout(WorkerError):
         where = f" ({self.where})" if self.where else ''
         return f"no step{limit}: all ranks are waiting for rank {self.rank}{where}"
     def _details(self):
-        user = user_lines(_frames_of(self.stacks[0])) if self.stacks else []
-        res = ['', 'Your code:', *user] if user else []
+        res = []
+        for o in self.stacks[:1]: res += _headed('Your code:', user_lines(_frames_of(o)))
         for o in self.stacks:
             who,_,rest = o.partition('\n')
             frames = [(*f, None) for f in _frames_of(o)]

@@ -9,7 +9,7 @@ __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone'
            'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import collections, contextlib, importlib, io, math, operator, os, pickle, sys, time
+import collections, contextlib, importlib, io, math, os, pickle, sys
 
 import torch
 
@@ -73,44 +73,18 @@ def import_for_ddp():
     with contextlib.suppress(ImportError): importlib.import_module('torch._dynamo')
 
 # %% ../../nbs/base/009_group.ipynb #e02f6a7c
-_FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
-# small tensors of the last collectives, for torch before 2.3
 _kept = collections.deque(maxlen=8)
 _SMALL = 2**14  # numbers
 
-_PATIENCE = .1  # seconds: a profiler may keep references
-
-def _references(tensors): return [n for t in tensors for n in (sys.getrefcount(t), t._use_count())]
-
-@contextlib.contextmanager
-def _until_released(tensors):
-    "Context manager for a collective: waits until gloo's threads have released `tensors`"
-    if not _FORKS_MAY_HANG or any(is_accelerator(t.device) for t in tensors): yield
-    elif not hasattr(torch.Tensor, '_use_count'):
-        yield
-        _kept.append([t for t in tensors if t.numel() <= _SMALL])
-    else:
-        before = _references(tensors)
-        yield
-        end = time.monotonic()+_PATIENCE
-        while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < end:
-            time.sleep(1e-5)
+def _keep(*tensors):
+    "Refer to small tensors of a collective until eight others have ended"
+    _kept.append([t for t in tensors if t.numel() <= _SMALL])
 
 # %% ../../nbs/base/009_group.ipynb #dff8d589
 joined = False          # True between `rendezvous.join` and `leave`
-_left_behind = False    # True in a fork of a rank, which has its connections but not its threads
-
-def _note_fork():
-    global _left_behind
-    _left_behind = in_group()
-
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_note_fork)
 
 def check_group():
-    """Raise where a collective would hang: in a fork of a rank, and after user code destroyed the
-    group"""
-    if _left_behind:
-        raise RuntimeError("This process was forked from a rank, and is in no group itself.")
+    "Raise where a collective would hang, after user code destroyed the group"
     if joined and not in_group():
         raise RuntimeError("The process group was destroyed while it was needed. Remove "
                            "torch.distributed.destroy_process_group(): fastddp calls it.")
@@ -121,7 +95,8 @@ def all_gather(
     "The `t` of every rank, all of one shape and type, on the same device"
     check_group()
     parts = [torch.empty_like(t) for _ in range(world_size())]
-    with _until_released([t, *parts]): torch.distributed.all_gather(parts, t)
+    torch.distributed.all_gather(parts, t)
+    _keep(t, *parts)
     return parts
 
 def all_sum(
@@ -144,38 +119,39 @@ def subgroup(ranks):
 
 def sum_in(t, members):
     "Sum the CPU tensor `t` in place over the ranks of a `subgroup`"
-    with _until_released([t]): torch.distributed.all_reduce(t, group=members)
+    torch.distributed.all_reduce(t, group=members)
+    _keep(t)
 
 def sum_(t):
     "Sum `t` in place over all ranks; on an accelerator the host doesn't wait"
     check_group()
     if world_size() == 1: return
     sent = t.to(comm_device())
-    with _until_released([sent]): torch.distributed.all_reduce(sent)
+    torch.distributed.all_reduce(sent)
+    _keep(sent)
     if sent is not t: t.copy_(sent)
 
 # %% ../../nbs/base/009_group.ipynb #6f188fae
 class _Pickler(pickle.Pickler):
-    "Pickles tensors of any device as bytes and their class by its name, named tuples as tuples"
+    "Pickles tensors of any device as bytes, and named tuples as tuples"
     def reducer_override(self, o):
         if isinstance(o, tuple): return tuple, (list(o),)
         if not isinstance(o, torch.Tensor): return NotImplemented
-        t = o.detach().as_subclass(torch.Tensor)
-        return _tensor, (bytes_of(t).cpu().numpy().tobytes(), str(t.dtype), [*t.shape],
-                         type(o).__module__, type(o).__qualname__)
+        cls = torch.Tensor if isinstance(o, torch.nn.Parameter) else type(o)
+        return _tensor, (cls, bytes_of(o).cpu().numpy().tobytes(), str(o.dtype), [*o.shape])
 
-# Globals in pickles of plain values, like those of `torch.load(weights_only=True)`
-_PLAIN = {(_Pickler.__module__, '_tensor'), ('collections', 'OrderedDict'), ('numpy', 'dtype'),
-          ('fastcore.foundation', 'L'),     # in the state of fastai's optimizers
-          ('numpy', 'ndarray'), *((f'numpy.{o}.multiarray', name) for o in ('core', '_core')
-                                  for name in ('scalar', '_reconstruct')),
-          ('numpy._core.numeric', '_frombuffer'), ('numpy.core.numeric', '_frombuffer'),
-          *(('builtins', o) for o in ('bytearray', 'complex', 'range', 'set', 'slice', 'tuple'))}
+# Classes in pickles of plain values, as `torch.load(weights_only=True)` has them, and their modules
+_PLAIN = {'OrderedDict', 'L', '_tensor', 'ndarray', 'dtype', 'scalar', '_reconstruct',
+          'bytearray', 'complex', 'range', 'set', 'slice', 'tuple'}
+_OF = {'builtins', 'collections', 'fastcore.foundation', 'numpy', 'numpy.core.multiarray',
+       'numpy._core.multiarray', __name__}
 
 class _Unpickler(pickle.Unpickler):
     "Loads plain values and tensors, and refuses everything else"
     def find_class(self, module, name):
-        if (module, name) in _PLAIN: return super().find_class(module, name)
+        found = getattr(sys.modules.get(module), name, None)
+        is_tensor = isinstance(found, type) and issubclass(found, torch.Tensor)
+        if is_tensor or module in _OF and name in _PLAIN: return found
         raise pickle.UnpicklingError(f"ranks exchange tensors and plain values, no {module}.{name}")
 
 def _loads(data): return _Unpickler(io.BytesIO(data)).load()
@@ -184,14 +160,11 @@ def bytes_of(t):
     "The bytes of tensor `t` as a flat plain tensor (uint8)"
     return t.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
 
-def _tensor(data, dtype, shape, module, name):
-    "A tensor on the CPU, of the class of that name if it is loaded; a parameter becomes a tensor"
+def _tensor(cls, data, dtype, shape):
+    "A tensor on the CPU"
     kind = getattr(torch, dtype.removeprefix('torch.'))
     t = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
-    t = t.reshape(shape)
-    cls = getattr(sys.modules.get(module), name, None)
-    if cls is torch.nn.Parameter or not isinstance(cls, type): return t
-    return t.as_subclass(cls) if issubclass(cls, torch.Tensor) else t
+    return t.reshape(shape).as_subclass(cls)
 
 def _gather_bytes(raw,  # A flat tensor (uint8)
                   sizes # How many each rank has
@@ -206,7 +179,7 @@ def all_gather_object(
 ):
     "The `o` of every rank as a list, in rank order, with tensors on the CPU"
     buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(o)
+    _Pickler(buffer, 4).dump(o)
     data = buffer.getvalue()
     if world_size() == 1: return [_loads(data)]
     sizes = [int(n) for n in all_gather(torch.tensor([len(data)], device=comm_device()))]
@@ -237,24 +210,24 @@ def all_gather_tensors(
 def _change_as_one(tensors, change):
     "Apply `change` in place to the `tensors` of each dtype and device as one flat tensor"
     check_group()
+    if world_size() == 1: return
     groups = {}
     for t in tensors: groups.setdefault((t.dtype, t.device), []).append(t)
     for ts in groups.values():
         flat = torch.cat([t.detach().reshape(-1) for t in ts])
         sent = flat.to(comm_device())
-        with _until_released([sent]): change(sent)
+        change(sent)
+        _keep(sent)
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):
             t.detach().copy_(new.view_as(t))
 
 def broadcast_(tensors, src=0):
     "Set `tensors` in place to those of rank `src`"
-    tensors = list(tensors)
-    if world_size() > 1: _change_as_one(tensors, lambda t: torch.distributed.broadcast(t, src))
+    _change_as_one(tensors, lambda t: torch.distributed.broadcast(t, src))
 
 def average_(tensors):
     "Set float `tensors` in place to their mean over ranks"
     def mean(t):
         torch.distributed.all_reduce(t)
         t /= world_size()
-    tensors = list(tensors)
-    if world_size() > 1: _change_as_one(tensors, mean)
+    _change_as_one(tensors, mean)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['hold', 'change', 'with_context', 'with_attrs', 'without_attrs', 'environment', 'Interrupts', 'StopButton',
-           'in_background', 'undisturbed', 'disturbed', 'ending_undisturbed', 'voting']
+           'undisturbed', 'disturbed', 'ending_undisturbed']
 
 # %% ../../nbs/base/005_scoped.ipynb #2ab1786a
 import contextlib, contextvars, os, signal, threading
@@ -35,15 +35,6 @@ def change(
 
 # %% ../../nbs/base/005_scoped.ipynb #c2c3f9b2
 @contextlib.contextmanager
-def _changed(store, without, new):
-    "Context manager: `store` without the keys `without` and with the entries `new`"
-    with contextlib.ExitStack() as undo:
-        hold(undo, store, *without, *new)
-        for k in without: store.pop(k, None)
-        store.update(new)
-        yield
-
-@contextlib.contextmanager
 def with_context(
     var,   # A `ContextVar`: each thread has a value of its own
     value, # Its value inside
@@ -59,14 +50,20 @@ def with_attrs(
     **attrs, # Attributes and their values
 ):
     "Context manager that sets attributes of `obj`"
-    with _changed(vars(obj), (), attrs): yield obj
+    with contextlib.ExitStack() as undo:
+        change(undo, vars(obj), **attrs)
+        yield obj
 
+@contextlib.contextmanager
 def without_attrs(
     obj,    # Anything with a `__dict__`
     *names, # Attributes; missing ones are ignored
 ):
     "Context manager that removes attributes from `obj`"
-    return _changed(vars(obj), names, {})
+    with contextlib.ExitStack() as undo:
+        hold(undo, vars(obj), *names)
+        for k in names: vars(obj).pop(k, None)
+        yield
 
 @contextlib.contextmanager
 def environment(
@@ -75,9 +72,10 @@ def environment(
 ):
     "Context manager that changes this process's environment variables"
     with contextlib.ExitStack() as undo:
-        hold(undo, os.environ, *new)
-        known = {k:v for k,v in new.items() if v is not None}
-        with _changed(os.environ, without, known): yield
+        hold(undo, os.environ, *without, *new)
+        for k in without: os.environ.pop(k, None)
+        os.environ.update({k:v for k,v in new.items() if v is not None})
+        yield
 
 # %% ../../nbs/base/005_scoped.ipynb #6486a7dd
 class Interrupts:
@@ -90,15 +88,12 @@ class Interrupts:
         another thread than the main one its `StopButton`, if it has one"""
         button,outer = _button.get(),_counting()
         if button: button.counting = self
-        elif threading.current_thread() is threading.main_thread():
-            old = signal.signal(signal.SIGINT, self._note)
-        else: outer = None
+        elif _in_main(): old = signal.signal(signal.SIGINT, self._note)
         if outer is not None: self.n,outer.n = self.n+outer.n,0
         try: yield self
         finally:
             if button: button.counting = outer
-            elif threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGINT, old)
+            elif _in_main(): signal.signal(signal.SIGINT, old)
 
 class StopButton:
     "Replaces Ctrl-C in a thread that `press` is to stop"
@@ -110,14 +105,12 @@ class StopButton:
 
 _button = contextvars.ContextVar('fastddp-stop', default=None)
 
-def in_background():
-    "True in the thread of a background job"
-    return _button.get() is not None
+def _in_main(): return threading.current_thread() is threading.main_thread()
 
 def _counting():
-    "The `Interrupts` that count just now, or None"
+    "The `Interrupts` that count just now in this thread, or None"
     if button := _button.get(): return button.counting
-    handler = getattr(signal.getsignal(signal.SIGINT), '__self__', None)
+    handler = getattr(signal.getsignal(signal.SIGINT), '__self__', None) if _in_main() else None
     return handler if isinstance(handler, Interrupts) else None
 
 # %% ../../nbs/base/005_scoped.ipynb #46227cf0
@@ -133,7 +126,7 @@ def undisturbed():
 @contextlib.contextmanager
 def disturbed():
     "Context manager in which Ctrl-C is raised at once, also inside `undisturbed`"
-    if (outer := _counting()) is None or threading.current_thread() is not threading.main_thread():
+    if (outer := _counting()) is None or not _in_main():
         yield
         return
     old = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -154,11 +147,3 @@ def ending_undisturbed():
             with undisturbed(): stack.close()
         # Ctrl-C came just before the line above took hold; else there is nothing to do
         finally: stack.close()
-
-# %% ../../nbs/base/005_scoped.ipynb #79782114
-@contextlib.contextmanager
-def voting():
-    "Context manager that ignores Ctrl-C, so that no rank stops alone; for the main thread only"
-    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try: yield
-    finally: signal.signal(signal.SIGINT, old)

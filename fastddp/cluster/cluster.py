@@ -58,17 +58,14 @@ class Standing(Local):
         if monitor is not None and self._come_to_rest(monitor): self.after_success(job)
         else: self.close(0)
     def _come_to_rest(self, monitor):
-        """Do all ranks live and wait for the next job? They have ten seconds, or a longer
-        `interrupt_grace`"""
-        ends,until = monitor.ends,time.monotonic()+max(10., self.interrupt_grace)
-        if ends.died: return False
-        if monitor.asked_to_stop is None and not ends.all: monitor.ask_to_stop()
-        monitor.drain(min(until, time.monotonic()+1))
-        if monitor.asked_to_stop is not None:
-            monitor.workers.break_up()
-            self._rendezvous = None     # the next job forms a new group
+        """Do all ranks live and wait for the next job? They have five seconds, or a longer
+        `interrupt_grace`; one that waits in a collective doesn't hear the wish to stop"""
+        until = time.monotonic()+max(5., self.interrupt_grace)
+        if monitor.ended('died'): return False
+        if monitor.asked_to_stop is None and monitor.at_work: monitor.ask_to_stop()
         monitor.drain(until)
-        return ends.all and not ends.died
+        self._rendezvous = None     # the next job forms a new group
+        return not (monitor.at_work or monitor.ended('died'))
 
 # %% ../../nbs/cluster/651_cluster.ipynb #242e4e07
 class Cluster:

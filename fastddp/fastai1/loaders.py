@@ -4,20 +4,17 @@
 
 # %% auto #0
 __all__ = ['old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_streams', 'text_order', 'set_text_order',
-           'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1',
-           'steps_per_epoch', 'step_sizes']
+           'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1', 'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
-import contextlib, math, sys
+import contextlib, sys
 
 import numpy as np
 from fastai import core
 from fastai.basic_data import DeviceDataLoader
 
-from ..shard.sharded import original
-from ..shard.split import global_batch_size, refuse_loader, too_few
-from ..shard.torch_loader import (batching_of, is_stream, shard_torch, torch_bs, torch_size,
-                                        why_not_torch)
+from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
+from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
 def _or_objects(f):
@@ -104,19 +101,16 @@ def set_text_order(dl, order):
     pre.idx.idx = order
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #a240218c
-def _with_bs(own, pre):
-    "`(object, its bs)`: a sampler sorts within chunks of batches, a language model counts streams"
-    return [(o, o.bs) for o in (own.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
-
 @contextlib.contextmanager
 def global_batches(dl, # A `DeviceDataLoader`
                    n   # Number of ranks
 ):
     "Inside, the batches of `dl` are `n` times as large"
     own,pre = torch_dl(dl),streams_of(dl)
-    old,total = _with_bs(own, pre),own.batch_size*n
-    dl.batch_size = total
-    for o,_ in old: o.bs = total
+    # a sampler sorts within chunks of batches, a language model counts streams
+    old = [(o, o.bs) for o in (own.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
+    dl.batch_size = own.batch_size*n
+    for o,_ in old: o.bs = own.batch_size*n
     if pre is not None: _lay_out(pre)
     try: yield
     finally:
@@ -134,8 +128,10 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, with the batches of
     "A loader like `dl` that yields the shard of `rank`"
     mine = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
     if whole and can_be_whole(dl) and n > 1: mine.give_whole_batches()
-    pre = streams_of(dl)
-    if pre is not None: _draw_together(pre, common)
+    if (pre := streams_of(dl)) is not None:
+        def on_epoch_begin(**kwargs):
+            with common: type(pre).on_epoch_begin(pre, **kwargs)
+        vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
     if not isinstance(dl, DeviceDataLoader): return mine
     res = object.__new__(type(dl))
     vars(res).update(vars(dl), dl=mine, unsharded=dl)
@@ -150,25 +146,18 @@ def own_loader(dl):
     "`dl` as it was before it was sharded"
     return vars(dl).get('unsharded', dl)
 
-# %% ../../nbs/fastai1/800_loaders.ipynb #596caab9
-def _draw_together(pre, common):
-    def on_epoch_begin(**kwargs):
-        with common: type(pre).on_epoch_begin(pre, **kwargs)
-    vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
-
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
 def counts_now(dl):
     """`(items of this rank that count, items of the global batch)` of the batch that a sharded `dl`
     gave last"""
-    own = torch_dl(dl)
-    return own.counts[own._shard.epoch.done-1]
+    epoch = torch_dl(dl)._shard.epoch
+    return epoch.counts[epoch.done-1]
 
 def place_now(dl):
     "`(number of the global batch, positions of this rank's items in the epoch)` of that batch"
-    own = torch_dl(dl)
-    s,(n,_) = own._shard,counts_now(dl)
-    step = s.epoch.done-1
-    return (step*s.n+s.rank if s.whole else step), own.idxs[len(own.idxs)-n:]
+    s = torch_dl(dl)._shard
+    i = s.epoch.done-1
+    return (i*s.n+s.rank if s.whole else i), list(s.epoch.steps[i].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
 def check_v1(data, # A `DataBunch`
@@ -181,29 +170,17 @@ def check_v1(data, # A `DataBunch`
     dls = {'data.train_dl': data.train_dl}
     if not data.empty_val: dls['data.valid_dl'] = data.valid_dl
     for name,dl in dls.items():
-        why = _why_not(torch_dl(dl), n, batch, dl is data.train_dl)
+        own = torch_dl(dl)
+        bs,why = global_batch_size(torch_bs(own), n, batch),why_not_torch(own)
+        if bs is None and batch == 'per_worker': why = why or _OWN_BATCHES
+        if not why and dl is data.train_dl:
+            why = too_few(bs, n, len(shard_torch(own, 0, n, batch, True, None)))
         if why: refuse_loader(name, n, why)
 
 _OWN_BATCHES = "its own batch_sampler decides about its batches: use batch='global'."
 
-def _why_not(own, n, batch, train):
-    bs = global_batch_size(torch_bs(own), n, batch)
-    if why := why_not_torch(own, n, bs): return why
-    if bs is None and batch == 'per_worker': return _OWN_BATCHES
-    if train and not is_stream(own):
-        return too_few(torch_size(own), bs, n, batching_of(own,n,batch).n_steps(0,n,True), batch)
-
 # %% ../../nbs/fastai1/800_loaders.ipynb #41ad1466
-def steps_per_epoch(dl, n, batch):
-    """Steps that `n` workers take in an epoch of the training loader `dl`; None for a stream of
-    unknown length"""
-    own = torch_dl(dl)
-    if streams_of(dl) is not None:
-        pre,bs = streams_of(dl),own.batch_size*(n if batch == 'per_worker' else 1)
-        len(pre)        # counts its tokens
-        return math.ceil(pre.totalToks/(pre.bptt*bs))
-    return None if is_stream(own) else batching_of(own, n, batch).n_steps(0, n, True)
-
 def step_sizes(dl, n, batch):
-    "`(items per step of n workers, steps_per_epoch)`"
-    return dl.batch_size*(n if batch == 'per_worker' else 1), steps_per_epoch(dl, n, batch)
+    "`(items per step of n workers, steps per epoch)` of the training loader `dl`"
+    as_one = global_batches(dl, n) if batch == 'per_worker' else contextlib.nullcontext()
+    with as_one: return dl.batch_size, len(dl)

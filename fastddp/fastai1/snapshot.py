@@ -109,21 +109,21 @@ def baseline(learn, callbacks=(), metrics=(), refs=None, definitions=()):
     res.variables = Variables(definitions, refs)
     return res
 
-def capture(learn, base, refs, rng=None, around=None,
+def capture(learn, base, refs, rng=None,
             left=True, # May gradients be left for the next step? Not where an interrupt cut a step
-            large=True # Compare large variables, too
+            ended=True # False: the job goes on, and large variables aren't compared
 ):
     """Everything that training changed, as a `Payload`: weights to be copied in place, the rest as
     a dump of its own"""
     changes,parts = base.changes(lambda k,v: k in _LEARNERS),base.parts.now()
     rest = dict(changes=changes, rng=rng, order=text_order(learn.data.train_dl), parts=parts,
-                variables=base.variables.changes(large))
+                variables=base.variables.changes(ended))
     def picklable():
         found = [(i, picklable_attrs(new, refs), *more) for i,new,*more in parts]
         return dict(rest, changes=[picklable_attrs(o, refs) for o in changes], parts=found)
     state = model_state(learn.model) | dict(grads=model_grads(learn.model) if left else {},
                                             loss=model_state(base.loss) if base.loss else None)
-    return dump_state(state, rest, picklable, refs, around)
+    return dump_state(state, rest, picklable, refs)
 
 def apply(learn, owners, refs, meta, buffers, definitions=()):
     "Puts a captured state into the notebook's objects"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAY', 'all_cbs', 'persistent_refs', 'parts_of_data', 'loader_refs', 'snapshot', 'place_dl', 'place', 'unpack',
-           'twin', 'learner_state', 'state_size', 'baseline', 'parts', 'capture', 'apply']
+           'twin', 'learner_state', 'baseline', 'parts', 'capture', 'apply']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
 import contextlib, warnings
@@ -24,7 +24,7 @@ from ..launch.training import (MODULES_STAY, RANK0_ONLY, Baseline, dump_state, i
 from ..payload.pickling import copied
 from ..payload.state import (OPT_STAYS, Changes, apply_grads, apply_hooks, apply_model,
                                    apply_opt, hooked, hooks_of, model_grads, model_tensors,
-                                   move_opt, opt_attrs, opt_owners, opt_state, opt_tensors,
+                                   move_opt, opt_attrs, opt_owners, opt_state,
                                    picklable_attrs, update_attrs, update_objects,
                                    without_state)
 from ..payload.variables import Variables, put_back
@@ -193,12 +193,6 @@ def learner_state(learn, opt=True, weights=True):
     opt = opt_state(learn.opt) if learn.opt and opt and weights else None
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
 
-def state_size(learn):
-    "About how many bytes `learner_state` has"
-    ts = [*model_tensors(learn.model).values(), *opt_tensors(learn.opt)]
-    # what callbacks have gathered, and room between the tensors
-    return int(1.01*sum(t.nbytes for t in ts))+2**20
-
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
 # What fastai's `fit` leaves of the last batch; within it, they stay in the worker
 _OF_BATCH = dict(dl=None, xb=(None,), yb=(None,), pred=None)
@@ -238,7 +232,6 @@ def capture(
     refs=None, # Default: `persistent_refs`
     weights=True, # The job trained
     grads=None, # Accumulation left gradients; None: in the middle of the fit
-    around=None, # As of `dump_state`
 ):
     """Everything that training changed, as a `Payload`: large state in place, the rest as a dump of
     its own"""
@@ -266,7 +259,7 @@ def capture(
     state = learner_state(learn, weights=weights)
     state |= dict(grads=model_grads(learn.model, grads),
                   loss=_loss_state(learn, refs) if weights else None)
-    return dump_state(state, rest, lambda: _picklable(rest, base.callbacks, refs), refs, around)
+    return dump_state(state, rest, lambda: _picklable(rest, base.callbacks, refs), refs)
 
 def _loss_state(learn, refs):
     """What `apply_model` takes, of a loss function with parameters or buffers that the notebook has

@@ -18,11 +18,6 @@ from .local import Local
 from ..output.notice import print_line
 
 # %% ../../nbs/launch/508_options.ipynb #ce033820
-def _likely_gpus(v):
-    if is_whole(v): return f"[{v}] (GPU {v})" + (f", or nprocs={v} ({v} workers)" if v else '')
-    numbers = re.findall(r'\d+', v)
-    return f"[{', '.join(numbers)}]" if numbers else "'all'" if near(v, ['all']) else None
-
 def _factory(what, example):
     def fits(v):
         return v is None or callable(v) and not hasattr(v, 'named_parameters') and takes_nothing(v)
@@ -34,16 +29,14 @@ CHECKS = dict(
                  1, 1024, none=True),
     gpus=Check("a list of GPU numbers, such as [0, 1], or 'all'; [] for workers on the CPU",
                lambda v: (v is None or isinstance(v, str) and v == 'all'
-                          or is_list(v) and all(map(is_whole, v))),
-               _likely_gpus),
+                          or is_list(v) and all(map(is_whole, v)))),
     batch=one_of('per_worker','global'),
     sync_bn=flag(),
     model_factory=_factory('model', 'resnet34()'),
     dls_factory=_factory('DataLoaders', 'ImageDataLoaders.from_folder(path)'),
     launcher=Check(
         "a Launcher such as InProcess(). Leave launcher out to use local processes",
-        lambda v: v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type),
-        lambda v: f"{v.__name__}()" if hasattr(v, 'run') else None),
+        lambda v: v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type)),
     see=SEE,
     restarts=whole("how many times a failed fit is resumed, a whole number from 0 on", 0),
     timeout=number("seconds without a step after which a fit counts as hanging, above 0; "

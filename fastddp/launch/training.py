@@ -4,19 +4,16 @@
 
 # %% auto #0
 __all__ = ['RANK0_ONLY', 'MODULES_STAY', 'is_kind', 'finds_lr', 'is_rank0_only', 'cbs_of_rank', 'sync_streams', 'whereabouts',
-           'Progress', 'until_interrupted', 'Baseline', 'model_state', 'dump_state', 'load_state', 'EpochStates',
-           'NoNotebook', 'script_lines', 'tell_once', 'launched_group']
+           'Progress', 'until_interrupted', 'Baseline', 'model_state', 'dump_state', 'load_state', 'NoNotebook',
+           'script_lines', 'launched_group']
 
 # %% ../../nbs/launch/510_training.ipynb #a349c4b5
-import contextlib, os, pickle, sys, time
-from concurrent.futures import ThreadPoolExecutor
+import contextlib, os, pickle, time
 
 from ..base import group, rendezvous
-from ..base.device import is_accelerator
 from ..base.rng import CommonRNG
 from .report import banner, summary, what_ran
 from ..output.notice import print_line
-from ..payload.host_copy import HostCopies
 from ..payload.pickling import dump, load
 from ..payload.state import fingerprint, model_tensors
 
@@ -158,49 +155,16 @@ def dump_state(
     state, rest, # What is copied in place, and everything else
     picklable, # Called if `rest` can't be dumped: what of it can
     refs, # What both sides have; see `persistent_refs`
-    around=None, # A context manager: `state` is dumped inside
 ):
     "Both as one `Payload`"
     try: small = dump(rest, refs)
     except Exception: small = dump(picklable(), refs)
-    with around or contextlib.nullcontext():
-        return dump((state, small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), refs)
+    return dump((state, small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), refs)
 
 def load_state(meta, buffers, refs):
     "`(state, function that loads a copy of the rest)`"
     state,small,small_buffers = load(meta, buffers, refs=refs)
     return state, lambda: load(small, [bytearray(b) for b in small_buffers], refs=refs)
-
-# %% ../../nbs/launch/510_training.ipynb #a6c9ebb0
-class EpochStates:
-    """`put()` sends rank 0's state to the notebook as that of an epoch; at the end of the block it
-    is there"""
-    def __init__(self, ctx, # The rank's `Context`
-                 capture,   # `capture(around)`: the `Payload` of `dump_state`
-                 copies=HostCopies):
-        self.ctx,self.capture,self.copies = ctx,capture,copies
-        self.thread,self.sent = ThreadPoolExecutor(1, 'fastddp-state'),None
-    def put(self):
-        "Send the current state; on a GPU the caller may go on and change it at once"
-        self.finish()
-        if not self.on_gpu(): return self.ctx.put('epoch', self.capture(None))
-        copies = self.copies()
-        self.start(copies, copies.with_own(self.capture(copies)))
-    def on_gpu(self): return is_accelerator(self.ctx.device)
-    def start(self, copies, payload): self.sent = self.thread.submit(self._send, copies, payload)
-    def _send(self, copies, payload):
-        copies.wait()
-        self.ctx.put('epoch', payload)
-    def finish(self):
-        "Wait until the last state is sent; raise what went wrong there"
-        sent,self.sent = self.sent,None
-        if sent: sent.result()
-    def __enter__(self): return self
-    def __exit__(self, _, failed, tb):
-        try: self.finish()
-        except Exception:
-            if failed is None: raise        # else the fit's own failure is the one to raise
-        finally: self.thread.shutdown()
 
 # %% ../../nbs/launch/510_training.ipynb #4c7d8b67
 class NoNotebook:
@@ -208,7 +172,6 @@ class NoNotebook:
     def __init__(self): self.rank = group.rank()
     def beat(self, *args, **kwargs): pass
     def mark(self, what): pass
-    def reserve(self, size): pass
     def saves_below(self, folder): pass
 
 @contextlib.contextmanager
@@ -228,19 +191,6 @@ def script_lines(
         print_line(summary(what_ran(result, iterations), n, result, began))
 
 # %% ../../nbs/launch/510_training.ipynb #c55244d3
-def tell_once(
-    e, # An exception that leaves a script's fit on this rank
-):
-    "From now on Python's report of `e` is one line, if another rank failed before"
-    first,rank = rendezvous.first_to_fail(),group.rank()
-    if first in (None,rank): return
-    others = sys.excepthook
-    def hook(kind, value, traceback):
-        if value is not e: return others(kind, value, traceback)
-        print(f"rank {rank} ended with rank {first}, whose error is the one to look at "
-              f"({kind.__name__})", file=sys.stderr)
-    sys.excepthook = hook
-
 @contextlib.contextmanager
 def launched_group():
     """Inside, this process is in the group that its launcher made; yields its device. Leaves it
@@ -251,7 +201,4 @@ def launched_group():
     device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None)
     rendezvous.join_launched(device)
     try: yield device
-    except Exception as e:
-        tell_once(e)
-        raise
     finally: rendezvous.leave()

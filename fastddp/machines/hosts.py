@@ -42,8 +42,7 @@ class Command:
 _CHECKS = dict(
     hosts=Check("a list of names of machines, each once, such as ['gpu1', 'gpu2']",
                 lambda v: (is_list(v) and all(isinstance(o, str) for o in v)
-                           and len({*v}) == len(v) > 0),
-                lambda v: f"[{v!r}]" if v.strip() else None),
+                           and len({*v}) == len(v) > 0)),
     command=Check("a command with {host} and {run} in it, as text", lambda v: isinstance(v, str)),
     python=Check("the path of the interpreter there, as text", is_text))
 

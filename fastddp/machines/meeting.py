@@ -7,7 +7,7 @@ __all__ = ['interfaces', 'Listener', 'Route', 'routes_to', 'best_address', 'meet
            'run_on_machine']
 
 # %% ../../nbs/machines/611_meeting.ipynb #9bd86df9
-import contextlib, functools, hmac, os, secrets, socket, struct, threading, time
+import contextlib, functools, hmac, os, secrets, socket, stat, struct, threading, time
 from multiprocessing import connection
 try: import fcntl
 except ImportError: fcntl = None    # not on Windows, where there are no workers
@@ -19,7 +19,6 @@ from fastcore.xtras import globtastic
 
 from ..base import board
 from ..base.errors import CantDistribute
-from ..base.rendezvous import sockets
 from ..payload.pickling import address, dump, function_at
 
 # %% ../../nbs/machines/611_meeting.ipynb #c2e0a020
@@ -150,11 +149,17 @@ def store_at(where):
     return torch.distributed.TCPStore(addr, int(port), is_master=False, wait_for_workers=False)
 
 # %% ../../nbs/machines/611_meeting.ipynb #ae7b22ea
+def _sockets():
+    "Descriptors of this process's open sockets, where the system lists them"
+    for fd in os.listdir('/dev/fd') if os.path.isdir('/dev/fd') else ():
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(fd)).st_mode): yield int(fd)
+
 def _break_dead_links(seconds):
     "Connections of this process break when the other end is silent for so long (see tcp(7))"
     options = dict(TCP_KEEPIDLE=seconds/2, TCP_KEEPINTVL=seconds/6, TCP_KEEPCNT=3,
                    TCP_USER_TIMEOUT=seconds*1000)
-    for fd,_ in sockets():
+    for fd in _sockets():
         blocking = os.get_blocking(fd)
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
             os.set_blocking(fd, blocking)       # Python changes it where there is a default timeout

@@ -10,20 +10,18 @@ import contextlib, contextvars, sys, time
 from types import TracebackType
 
 from ..base.failure import is_user_file
+from ..base.scoped import with_context
 from .replay import _get_ipython, _write, frontend, in_terminal, publish
 
 # %% ../../nbs/output/206_notice.ipynb #a5ff0e9a
 # are our lines suppressed?
 _hushed = contextvars.ContextVar('fastddp-hushed', default=False)
 
-@contextlib.contextmanager
 def hushed(
     quiet=True, # False: change nothing
 ):
     "Context manager that suppresses the library's lines in this thread"
-    token = _hushed.set(_hushed.get() or quiet)
-    try: yield
-    finally: _hushed.reset(token)
+    return with_context(_hushed, _hushed.get() or quiet)
 
 def print_line(
     text, # One line, or more
@@ -55,23 +53,21 @@ class Status:
     ):
         "Show `text` in place of the last one"
         if _hushed.get() or text == self._text: return
-        if frontend() == 'notebook': self._display(text)
-        elif in_terminal(): self._write(text)
+        if frontend() == 'notebook':
+            # empty HTML takes no room
+            data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}
+            publish(data, {}, dict(display_id=self._id), update=bool(self._text))
+        elif in_terminal():
+            # to the beginning of the line, of which the rest is erased
+            sys.stdout.write(f'\r\x1b[K{text}')
+            sys.stdout.flush()
         self._text = text
-    def _display(self, text):
-        # empty HTML takes no room
-        data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}
-        publish(data=data, metadata={}, transient={'display_id':self._id}, update=bool(self._text))
-    def _write(self, text):
-        # to the beginning of the line, of which the rest is erased
-        sys.stdout.write(f'\r\x1b[K{text}')
-        sys.stdout.flush()
 
 # %% ../../nbs/output/206_notice.ipynb #029a57cc
 def shorten(
     e, # An exception; its `__traceback__` stays complete
 ):
-    "Make IPython show the user's frames, and those of libraries that they call"
+    "Make IPython show the user's frames, and the innermost of an error"
     if hasattr(e, '_render_traceback_'): return
     e.__suppress_context__ |= isinstance(e, KeyboardInterrupt)
     if _get_ipython(): e._render_traceback_ = _short_lines
@@ -94,16 +90,11 @@ def _short_lines():
     finally: del e
 
 def _user_frames(e):
-    """The traceback of `e` without frames of IPython, ours, and those of libraries that they call,
-    but for the innermost of an error"""
-    steps,hidden,res = [],False,None
-    tb = e.__traceback__
+    "The traceback of `e` with the user's frames only, and the innermost of an error"
+    steps,res,tb = [],None,e.__traceback__
     while tb:
-        package = tb.tb_frame.f_globals.get('__name__', '').split('.')[0]
-        own = is_user_file(tb.tb_frame.f_code.co_filename)
-        hidden = package in ('fastddp','IPython','decorator') or hidden and not own
-        if not hidden: steps.append(tb)
-        last,tb = tb,tb.tb_next
-    if hidden and not isinstance(e, KeyboardInterrupt): steps.append(last)
+        is_innermost = tb.tb_next is None and not isinstance(e, KeyboardInterrupt)
+        if is_innermost or is_user_file(tb.tb_frame.f_code.co_filename): steps.append(tb)
+        tb = tb.tb_next
     for o in reversed(steps): res = TracebackType(res, o.tb_frame, o.tb_lasti, o.tb_lineno)
     return res

@@ -6,7 +6,7 @@
 __all__ = ['PERIOD', 'Panel']
 
 # %% ../../nbs/output/205_panel.ipynb #92d84b14
-import base64, html, re, threading, time, uuid
+import base64, html, re, time, uuid
 
 from .replay import _get_ipython, frontend
 from .streams import overwritten
@@ -23,25 +23,23 @@ class Panel:
     ):
         self.title,self.on_refresh = title,on_refresh
         self.items = []         # `['stdout' or 'stderr', text]` and `['display', data, display_id]`
-        self.id,self.lock = f'fastddp-job-{uuid.uuid4().hex}',threading.RLock()
+        self.id = f'fastddp-job-{uuid.uuid4().hex}'
         self.changed,self.shown_at = False,0.
     def write(self, name, text):
         "Add text of a stream"
-        with self.lock:
-            if self.items and self.items[-1][0] == name: self.items[-1][1] += text
-            else: self.items.append([name, text])
-            self.changed = True
+        if self.items and self.items[-1][0] == name: self.items[-1][1] += text
+        else: self.items.append([name, text])
+        self.changed = True
     def publish(self, data, metadata, transient, update):
         "As IPython's `display_pub`: add a display, or update the one with the same id"
         name = transient.get('display_id')
-        with self.lock:
-            same = [o for o in self.items if o[0] == 'display' and name and o[2] == name]
-            for o in same: o[1] = data
-            if not (same or update): self.items.append(['display', data, name])
-            self.changed = True
+        same = [o for o in self.items if o[0] == 'display' and name and o[2] == name]
+        for o in same: o[1] = data
+        if not (same or update): self.items.append(['display', data, name])
+        self.changed = True
     def clear_output(self, wait=False):
         "Remove all that is shown"
-        with self.lock: self.items.clear()
+        self.items.clear()
     def refresh(self,
         force=False, # Also if nothing has changed, or within `PERIOD` of the last time
     ):
@@ -62,16 +60,15 @@ class Panel:
     @property
     def text(self):
         "Everything as text"
-        with self.lock: items = [*self.items]
-        texts = [o[1].get('text/plain', '')+'\n' if o[0] == 'display' else o[1] for o in items]
-        return '\n'.join(overwritten(o) for o in ''.join(texts).split('\n'))
+        texts = [o.get('text/plain', '')+'\n' if kind == 'display' else o
+                 for kind,o,*_ in [*self.items]]
+        return '\n'.join(map(overwritten, ''.join(texts).split('\n')))
     def html(self):
-        with self.lock: items = [*self.items]
-        shown = [_html_of(o[1]) if o[0] == 'display' else _pre(o[1]) for o in items]
+        shown = [_html_of(o) if kind == 'display' else _pre(o) for kind,o,*_ in [*self.items]]
         return f"<div><b>{html.escape(self.title())}</b>{''.join(shown)}</div>"
 
 def _pre(text):
-    lines = '\n'.join(overwritten(o) for o in text[-_SHOWN:].split('\n')).strip('\n')
+    lines = '\n'.join(map(overwritten, text[-_SHOWN:].split('\n'))).strip('\n')
     plain = re.sub(r'\x1b\[[0-9;]*m', '', lines)
     return f'<pre style="margin:0">{html.escape(plain)}</pre>' if plain else ''
 
@@ -79,9 +76,7 @@ def _html_of(data):
     "A display's data as HTML"
     for kind in ('text/html','image/svg+xml'):
         if kind in data: return f"<div>{data[kind]}</div>"
-    for kind in ('image/png','image/jpeg'):
-        if kind in data:
-            o = data[kind]
-            code = o if isinstance(o, str) else base64.b64encode(o).decode()
-            return f'<img src="data:{kind};base64,{code}">'
+    if png := data.get('image/png'):
+        code = png if isinstance(png, str) else base64.b64encode(png).decode()
+        return f'<img src="data:image/png;base64,{code}">'
     return _pre(data.get('text/plain', ''))

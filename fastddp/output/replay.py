@@ -6,13 +6,13 @@
 __all__ = ['frontend', 'in_terminal', 'display_settings', 'shown_in', 'publish', 'Replay']
 
 # %% ../../nbs/output/204_replay.ipynb #2d81c0a3
-import contextvars, shutil, sys, time
+import contextvars, shutil, sys
 
 from fastcore.basics import patch
 
-from .capture import DisplaySettings, Figures
+from .capture import DisplaySettings
 from ..base.scoped import with_context
-from .streams import TICK, EventBuffer, overwritten
+from .streams import overwritten
 
 # %% ../../nbs/output/204_replay.ipynb #1f8c5e81
 def _get_ipython(): return getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)()
@@ -30,8 +30,7 @@ def in_terminal():
 def display_settings():
     "The `DisplaySettings` of this process"
     width = shutil.get_terminal_size().columns
-    return DisplaySettings(frontend(), None, _get_ipython() is not None, in_terminal(), width,
-                           _figures())
+    return DisplaySettings(frontend(), True, _get_ipython() is not None, in_terminal(), width)
 
 # %% ../../nbs/output/204_replay.ipynb #39bdb19e
 _elsewhere = contextvars.ContextVar('fastddp-output', default=None)
@@ -45,90 +44,61 @@ def publish(data, metadata, transient, update):
     place = _elsewhere.get() or _get_ipython().display_pub
     place.publish(data=data, metadata=metadata, transient=transient, update=update)
 
-# %% ../../nbs/output/204_replay.ipynb #6c53ccd6
-def _figures():
-    "Image formats chosen with `%config InlineBackend`, and changed settings of matplotlib"
-    inline,mpl = sys.modules.get('matplotlib_inline.config'),sys.modules.get('matplotlib')
-    if not (inline and mpl) or frontend() == 'terminal': return Figures()
-    default,fixed = mpl.rcParamsDefault,('backend','interactive')
-    # dict's items: those of rcParams choose a backend when asked for it
-    rc = {k:v for k,v in dict.items(mpl.rcParams) if k not in fixed and v != default[k]}
-    return Figures(set(inline.InlineBackend.instance().figure_formats), rc)
-
 # %% ../../nbs/output/204_replay.ipynb #400c2a6a
 class Replay:
     "Shows the events of workers in the running cell"
     def __init__(self,
-        see=(0,),               # Ranks to show, the first one without a prefix; or 'all'
-        prefix='[rank {}] ',    # Precedes each line of the others
-        live=True,  # Show events while they come? If False, at the end and without updates
+        see=(0,),   # Ranks to show, the first one without a prefix; or 'all'
+        live=True,  # Show events while they come? If False, at the end
     ):
-        self.see = (see,) if isinstance(see, int) else see
-        self.prefix,self.live = prefix,live
-        self.first = 0 if see == 'all' else next(iter(self.see), None)
-        self.buffers = {}       # rank -> `EventBuffer` for the next flush
-        self.flushed_at = 0     # `time.monotonic()`
+        self.live = live
+        self.see,self.first = see,0 if see == 'all' else next(iter(see), None)
         self.unfinished = {}    # (rank, stream) -> beginning of a line, of ranks with a prefix
-        self.warned = []        # (time, rank, text) of warnings that are not shown yet
-        self.shown = ''         # end of what stderr has shown; a warning in it isn't repeated
-        self.results = []       # (rank, event) to show at the end
+        self.later = []         # (rank, event) to show at the end
+        self.is_new = False     # is something shown that was not flushed?
     def add(self, rank, event):
-        "Add an event of `rank`, to be shown by the next `flush`"
-        if event[0] == 'warning': self.warned.append((time.monotonic(), rank, event[1]))
+        "Show an event of `rank`, or keep it until the end"
+        kind = event[0]
+        if kind == 'warning': self._show_warning(event[1])
         elif self.see != 'all' and rank not in self.see: return
-        elif event[0] == 'display' and event[3].get('named'): self.results.append((rank, event))
-        else: self.buffers.setdefault(rank, EventBuffer()).add(event)
-    def flush(self,
-        force=False, # Also within a tick of the last time, and including new warnings
-    ):
-        "Show new events"
-        if not force and (not self.live or time.monotonic()-self.flushed_at < TICK): return
-        self.flushed_at = time.monotonic()
-        events = [(rank,e) for rank,buffer in sorted(self.buffers.items()) for e in buffer.drain()]
-        for rank,e in events: self._show(rank, *e)
-        self._show_warnings(age=0. if force else 1.)
-        if events or force: _flush_streams()
+        elif kind == 'result' or not self.live: self.later.append((rank, event))
+        else: self._show(rank, *event)
+        self.is_new = True
+    def flush(self):
+        "Bring out what is shown"
+        for o in (sys.stdout, sys.stderr):
+            if self.is_new and o is not None: o.flush()
+        self.is_new = False
         if elsewhere := _elsewhere.get(): elsewhere.refresh()
     def close(self):
         "Show all that is left"
-        self.flush(force=True)
-        for (rank,name),line in list(self.unfinished.items()):
-            if line: self._show_text(rank, name, '\n')
-        for rank,event in sorted(self.results, key=lambda o: o[0]): self._show(rank, *event)
-        _flush_streams()
+        self._end_lines()
+        later,self.later = sorted(self.later, key=lambda o: o[0]),[]
+        for rank,e in later: self._show(rank, *e)
+        self._end_lines()
+        self.is_new = True
+        self.flush()
 
 # %% ../../nbs/output/204_replay.ipynb #3810db7b
 @patch
 def _show(self:Replay, rank, kind, *args):
     if kind == 'stream': self._show_text(rank, *args)
     elif kind == 'display': self._show_display(rank, *args)
-    elif kind == 'once':
-        if not _is_shown(args[0]): self._show_text(rank, 'stderr', *args)
-        _shown_once.update(args)
+    elif kind == 'result': self._show_result(*args)
     elif kind == 'clear' and rank == self.first and (shell := _get_ipython()):
         (_elsewhere.get() or shell.display_pub).clear_output(*args)
 
-_shown_once = set()     # 'once' texts of this process: new workers repeat their warnings
-
-def _is_shown(text):
-    "True if this process has shown the warning `text` of a worker, or its own of the same line"
-    if text in _shown_once: return True
-    file = text.partition(':')[0]
-    spaces = [getattr(m, '__dict__', {}) for m in [*sys.modules.values()]]
-    # Python notes there what `warnings.warn` has shown
-    noted = [k for ns in spaces if ns.get('__file__', file) == file
-             for k in ns.get('__warningregistry__', ()) if isinstance(k, tuple)]
-    return any(text.startswith(f"{file}:{line}: {kind.__name__}: {said}\n")
-               for said,kind,line in noted)
-
 @patch
 def _show_text(self:Replay, rank, name, text):
-    if rank == self.first:
-        if name == 'stderr': self._remember(text)
-        return _write(name, text)
+    if rank == self.first: return _write(name, text)
     *lines,rest = (self.unfinished.get((rank,name), '')+text).split('\n')
     self.unfinished[rank,name] = rest
-    for o in lines: _write(name, f"{self.prefix.format(rank)}{overwritten(o)}\n")
+    for o in lines: _write(name, f"[rank {rank}] {overwritten(o)}\n")
+
+@patch
+def _end_lines(self:Replay):
+    for (rank,name),line in [*self.unfinished.items()]:
+        if line: self._show_text(rank, name, '\n')
 
 def _write(name, text):
     "Write to a stream; characters that a terminal can't encode are replaced"
@@ -138,9 +108,6 @@ def _write(name, text):
     try: out.write(text)
     except UnicodeEncodeError: out.write(text.encode(out.encoding, 'replace').decode(out.encoding))
 
-def _flush_streams():
-    for o in filter(None, (sys.stdout, sys.stderr)): o.flush()
-
 # %% ../../nbs/output/204_replay.ipynb #1c4de6aa
 @patch
 def _show_display(self:Replay, rank, data, metadata, transient, update):
@@ -149,21 +116,27 @@ def _show_display(self:Replay, rank, data, metadata, transient, update):
         # all ranks use the same display ids
         if 'display_id' in transient:
             transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
-        labelled = update or (shell and transient.get('named'))
-        if not labelled: self._show_text(rank, 'stdout', '\n' if shell else f'{text}\n')
+        if not update: self._show_text(rank, 'stdout', '\n' if shell else f'{text}\n')
     elif not shell: _write('stdout', f'{text}\n')
     if shell: publish(data, metadata, transient, update)
 
-# %% ../../nbs/output/204_replay.ipynb #368b60b8
 @patch
-def _show_warnings(self:Replay, age):
-    "Show warnings older than `age` seconds that stderr has not shown"
-    due = [o for o in self.warned if time.monotonic()-o[0] >= age]
-    self.warned = self.warned[len(due):]
-    for _,rank,text in due:
-        if text in self.shown or _is_shown(text): continue
-        self._remember(text)
-        for o in text.rstrip('\n').split('\n'): _write('stderr', f"{self.prefix.format(rank)}{o}\n")
+def _show_result(self:Replay, label, data, metadata):
+    "The label is in front of text, above anything else"
+    text = data.get('text/plain', '')
+    is_text = set(data) == {'text/plain'} or not _get_ipython()
+    if is_text: label += ('\n' if '\n' in text else '')+text
+    _write('stdout', f'{label}\n')
+    if not is_text: publish(data, metadata, {}, False)
+
+# %% ../../nbs/output/204_replay.ipynb #368b60b8
+_shown_once = set()     # warnings of workers that this process has shown
 
 @patch
-def _remember(self:Replay, text): self.shown = (self.shown+text)[-100_000:]
+def _show_warning(self:Replay, text):
+    if text in _shown_once: return
+    _shown_once.add(text)
+    spaces = [getattr(m, '__dict__', {}) for m in [*sys.modules.values()]]
+    noted = [k for ns in spaces for k in ns.get('__warningregistry__', ()) if isinstance(k, tuple)]
+    if not any(f":{line}: {kind.__name__}: {said}\n" in text for said,kind,line in noted):
+        _write('stderr', text)

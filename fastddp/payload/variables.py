@@ -14,7 +14,8 @@ from cloudpickle.cloudpickle import _extract_code_globals as global_names
 from .state import fingerprint, refill
 
 # %% ../../nbs/payload/107_variables.ipynb #95e11fb5
-_CODE = types.ModuleType, type, property, staticmethod, classmethod
+_CODE = (types.ModuleType, type, property, staticmethod, classmethod, types.MemberDescriptorType,
+         types.GetSetDescriptorType)
 
 def _is_data(v):
     if isinstance(v, _CODE): return False
@@ -110,12 +111,13 @@ def _filled(old, new):
     except Exception: return False      # an object of the user's, which may refuse
 
 def put_back(
-    definitions, # Those of the notebook, like those in the worker
+    definitions, # Those of the notebook, like those in the worker; None: gone meanwhile
     changes,     # As of `Variables.changes`
 ):
     "Puts what changed into the notebook's variables, and warns of what can't come back"
     values,lost = changes
     for (i,kind,name),(v,same) in values.items():
+        if definitions[i] is None: continue     # it is gone
         held = {k[:2]:k[3] for k in _found(definitions[i])} if same else {}
         if (kind,name) in held and _filled(held[kind,name], v): continue
         _set(definitions[i], kind, name, v)

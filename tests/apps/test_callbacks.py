@@ -465,21 +465,18 @@ class Busy(Callback):
     def before_epoch(self):
         self.loop = type(vars(self.learn).get('_call_one')).__name__
         self.learn.add_cb(Told(self.log, 'between', 61))
-        self.predict()
         if self.epoch == 4: raise CancelFitException()
+        self.predict()
     def before_train(self):
         if self.epoch == 3: raise CancelEpochException()
     def before_batch(self):
         if self.at(0, 1): self.learn.add_cb(Told(self.log, 'in_between', 62))
         if self.at(1, 1): raise CancelBatchException()
-    def after_loss(self):
-        if self.at(2, 0): self.predict_inside()
     def before_backward(self):
         if self.at(1, 2): raise CancelBackwardException()
     def before_step(self):
         if self.at(0, 2): raise CancelStepException()
     def after_batch(self):
-        if self.at(0, 0): self.predict_inside()
         if self.at(2, 1): raise CancelTrainException()
     def after_train(self):
         if self.epoch == 0: self.learn.add_cb(FetchPredsCallback())
@@ -494,13 +491,6 @@ class Busy(Callback):
         self.inner = True
         self.sizes.append(len(self.learn.get_preds(inner=True)[0]))
         self.inner = False
-    def predict_inside(self):
-        "In one process the rest of the phase would train nothing"
-        old = {k: getattr(self.learn, k)
-               for k in ('dl', 'training', 'iter', 'n_iter', 'xb', 'yb', 'pred', 'loss', 'loss_grad')}
-        self.predict()
-        for k, v in old.items(): setattr(self.learn, k, v)
-        self.model.train()
 
 
 def test_events_of_a_busy_callback_of_rank0s_own():
@@ -515,6 +505,16 @@ def test_events_of_a_busy_callback_of_rank0s_own():
     there, busy = told(lambda learn: learn.distrib_fit(6, .01, nprocs=2, batch='global'))
     assert there == here and len({label for label, *_ in here}) == 4
     assert busy.sizes == one.sizes and busy.loop == 'OwnEvents'
+
+
+class PredictsInside(Callback):
+    rank0_only = True
+    def after_batch(self): self.learn.get_preds()
+
+
+def test_rank0s_own_predictions_in_the_middle_of_training_are_refused():
+    with pytest.raises(RankRaised, match='acts on rank 0 only predicts or validates in the middle of training'):
+        learner(PredictsInside()).distrib_fit(1, nprocs=2)
 
 
 def test_tensorboard(tmp_path):
@@ -616,7 +616,7 @@ def test_wandb(tmp_path, monkeypatch, capsys):
             assert run.step == 2*5 and dict(run.summary)['epoch'] == 2
             assert dict(run.summary)['accuracy'] == pytest.approx(learn.recorder.values[-1][2])
             learn.fit(1, .01)
-        assert run.step == 3*5 and run.config['mine'] == run.config['rank0'] == 1 and 'rank1' not in run.config.keys()
+        assert run.step == 3*5 and run.config['mine'] == 1 and 'rank1' not in run.config.keys()
         run.log(dict(by_hand=1))
         learn.fit(1, .01)
         assert run.step == 3*5+1+10 and dict(run.summary)['epoch'] == 4 and wandb.run is run

@@ -73,7 +73,7 @@ def test_encoder_of_one_in_the_other(tmp_path):
 
 @pytest.mark.full
 def test_language_model_predictions():
-    "Streams are dealt out by rows, and come back in order"
+    "Streams stay in one process"
     seed_all()
     learn = lm(texts(60), bs=6)
     learn.distrib_fit(1, nprocs=2)

@@ -135,7 +135,7 @@ def test_in_process_the_notebooks_classes_stay_its_own(cell):
 def test_a_check_writes_nothing(cell, two):
     "But for its steps in this process"
     learn = learner(loss_func=cell['loss'], cbs=cell['Notes']())
-    assert learn.distrib_check(3, nprocs=2, launcher=two, show=False).same
+    assert learn.distrib_check(3, nprocs=2, launcher=two).same
     assert cell['n'] == len(cell['losses']) == 3
 
 

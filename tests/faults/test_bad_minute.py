@@ -52,7 +52,7 @@ def test_a_bad_file(folder, num_workers):
     if num_workers: assert 'in DataLoader worker' in lines[0]
     assert lines[1:3] == ['', 'Your code:'] and any('torch.load' in o for o in lines[3:10])
     assert len(lines) < 50 and sum('torch.load(self.items[i])' in o for o in lines) == 2, '\n'.join(lines)
-    if sys.version_info >= (3, 11) or not num_workers: assert f"The item that failed: {bad}" in lines
+    if sys.version_info >= (3, 11): assert f"The item that failed: {bad}" in lines
     assert any(o.startswith('Items of the batch at hand: ') and bad in o for o in lines)
     assert sum('Original Traceback' in o for o in lines) == 0
     assert 'Caught' not in lines[0] and err.failure.text.count('Traceback (most recent') >= 1
@@ -93,9 +93,9 @@ def secretly(headers, n): return ValueError('no access')
 def test_secrets_are_not_shown_and_libraries_are_folded(launcher):
     err = failed(make_learner(n=64, cbs=Raises('before_batch', secretly)), launcher)
     text = '\n'.join(shown(err))
-    assert 'hf_12345' not in text.replace("token = 'hf_12345'", '') and 'headers = ' in text
+    assert 'hf_12345' not in text.replace("token = 'hf_12345'", '') and "headers = {'Authorization': ***}" in text
     assert not any('hf_12345' in v for *_, vars_ in err.failure.locals for v in vars_.values())
-    assert 'frames of fastai' in text and len(text.split('\n')) < 50
+    assert 'frames of libraries' in text and len(text.split('\n')) < 50
     assert 'learner.py' in err.failure.text and 'learner.py' not in text
     assert 'err.failure.locals, err.batch_items' in text and text.endswith('in this process: %debug is live.')
 
@@ -107,7 +107,7 @@ def test_the_debugger_finds_the_recorded_frames(launcher, monkeypatch):
     shown(err)
     frames = [f for f, _ in traceback.walk_tb(err.__traceback__)]
     assert sys.last_traceback is err.__traceback__ and frames[-1].f_code.co_name == '_go'
-    assert repr(frames[-1].f_locals['token']) == "'<not shown>'" and 64 < frames[-1].f_lineno < 70
+    assert repr(frames[-1].f_locals['token']) == '***' and 64 < frames[-1].f_lineno < 70
 
 
 class Mute(Exception):
@@ -161,7 +161,7 @@ def test_after_a_second_failure_it_is_clear_what_is_there(launcher):
     with pytest.raises(RankRaised) as first: learn.distrib_fit(3, nprocs=2, launcher=launcher)
     with pytest.raises(RankRaised) as second: learn.distrib_resume()
     assert first.value.kept.startswith('holds the end of epoch 0.')
-    assert second.value.kept.startswith('still holds the end of epoch 0, as before this call.')
+    assert second.value.kept.startswith('holds the end of epoch 0.')
 
 
 class FromEpoch(Callback):
@@ -213,22 +213,3 @@ def test_what_cannot_travel_is_named_down_to_the_variable(what, path, monkeypatc
     with pytest.raises(NotPicklable) as e: learn.distrib_fit(1, nprocs=2)
     cell['fh'].close()
     assert e.value.path == path and e.value.__cause__ is None and e.value.__context__ is None
-
-
-def test_another_learners_fit_in_a_block_says_where_it_trains(launcher):
-    mine, other = make_learner(n=64), make_learner(n=64)
-    plain = Learner.fit
-    with mine.distrib_ctx(nprocs=2, launcher=launcher):
-        with pytest.warns(UserWarning, match='belongs to a different learner. Call learn.distrib_fit'):
-            other.fit_one_cycle(1)
-        mine.fit(1)
-        with other.distrib_ctx(launcher=InProcess()): other.fit(1)
-    launcher.end()      # failures end the workers of the other tests
-    assert Learner.fit is plain and len(other.recorder.values) == 1
-
-
-def test_a_block_without_with_says_so():
-    learn = make_learner(n=64)
-    with pytest.warns(UserWarning, match='write `with learn.distrib_ctx'): learn.distrib_ctx(nprocs=2)
-    assert 'indent the fits below it' in repr(ctx := learn.distrib_ctx(launcher=InProcess()))
-    with ctx: learn.fit(1)

@@ -58,7 +58,7 @@ def test_a_default_timeout_of_sockets_is_not_ours(where):
 def deaf(ctx, _):
     "The inbox thread of rank 1 meets an exception"
     def fails(): raise ValueError('wrong on purpose')
-    if ctx.rank == 1: ctx._channel.on_break = fails
+    if ctx.rank == 1: ctx._channel.on_stop = fails
     ctx.beat('step 1')
     ctx.emit('ready')
     while True: time.sleep(.02)
@@ -69,7 +69,7 @@ def test_a_worker_that_hears_nothing_ends():
     ready = set()
     def heard(rank, e):
         ready.add(rank)
-        if len(ready) == 2: local.workers.break_up()
+        if len(ready) == 2: local.workers.ask_stop()
     with pytest.raises(RankDied) as caught: local.run(Job.of(deaf, None), 2, on_event=heard)
     assert caught.value.rank == 1 and 'wrong on purpose' in str(caught.value)
 
@@ -81,8 +81,8 @@ def me(ctx, _): return ctx.rank
 def test_a_stopped_helper_is_replaced():
     def ranks(): return Local(gpus=[]).run(Job.of(me, None), 2).results
     assert ranks() == [0, 1]
-    os.kill(pid := helper.helper_pid(), signal.SIGSTOP)
-    assert ranks() == [0, 1] and helper.helper_pid() != pid
+    os.kill(pid := helper.ensure_helper().popen.pid, signal.SIGSTOP)
+    assert ranks() == [0, 1] and helper.ensure_helper().popen.pid != pid
 
 
 class Exhausted(Callback):
@@ -146,32 +146,31 @@ def test_interrupt_while_the_notebook_waits_for_a_rank(listens, tmp_path):
 def test_the_notebook_does_not_wait_for_ever(n, tmp_path):
     with pytest.raises(GroupTimeout) as caught:
         ranch(n, stopped_neighbour, tmp_path, ctx=TorchDDPCtx(use_gpu=False, timeout=2))
-    assert caught.value.rank == 1 and 'stopped by a signal' in str(caught.value)
+    assert caught.value.rank == 1 and 'does not react' in str(caught.value)
 
 
 def collect(ctx, n):
-    "How many tensors of `n` rounds of collectives somebody else still refers to when a collective is over"
+    "How many tensors of `n` rounds of collectives are gone when a collective is over"
     sent = []
     def noting(f):
         def noted(*args, **kwargs):
             ts = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
-            sent[:] = [(weakref.ref(t), sys.getrefcount(t)-1) for t in ts]
+            sent[:] = [weakref.ref(t) for t in ts]
             return f(*args, **kwargs)
         return noted
     for name in 'all_gather', 'all_reduce', 'broadcast':
         setattr(torch.distributed, name, noting(getattr(torch.distributed, name)))
-    held, x = 0, torch.ones(3)
+    gone, x = 0, torch.ones(3)
     for _ in range(n):
         for f in lambda: group.all_sum([1.]), lambda: group.average_([x]), lambda: group.broadcast_([x]):
             f()
-            held += sum(t._use_count() > 1 or sys.getrefcount(t) > count for o, count in sent if (t := o()) is not None)
-    return held
+            gone += sum(o() is None for o in sent)
+    return gone
 
 
-@pytest.mark.skipif(not group._FORKS_MAY_HANG, reason='this Python forks safely')
-def test_no_thread_holds_what_a_collective_sent():
+def test_a_thread_deletes_nothing_that_a_collective_sent():
     "It would need Python's list of threads, maybe while a DataLoader forks: the child would wait for ever"
-    assert Local(gpus=[]).run(Job.of(collect, 500), 2).results == [0, 0]
+    assert Local(gpus=[]).run(Job.of(collect, 5), 2).results == [0, 0]
 
 
 class OwnCollective(Callback):

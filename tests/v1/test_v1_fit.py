@@ -1,7 +1,6 @@
 """A fit of fastai v1 on 2 workers is one process with twice the batch, and everything comes back."""
 import random
 import numpy as np, pytest, torch
-from fastai.utils.mod_display import progress_disabled_ctx
 from learners_v1 import *
 from fastai.metrics import FBeta
 
@@ -73,5 +72,6 @@ def test_first_and_last_line(capsys):
     learn.distrib_fit(2, nprocs=2)
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.endswith(f', {len(learn.recorder.losses)//2} steps per epoch') and last.startswith('2 epochs in ')
-    with progress_disabled_ctx(learn): learn.distrib_fit(1, nprocs=2)
+    learn.silent = True
+    learn.distrib_fit(1, nprocs=2)
     assert 'worker' not in (said := capsys.readouterr().out) and 'items/s' not in said
