@@ -6,7 +6,7 @@
 __all__ = ['facts', 'merged_env', 'merged_path', 'own_modules', 'keep_missing', 'Agent', 'main']
 
 # %% ../../nbs/machines/612_agent.ipynb #0535b0b9
-import contextlib, functools, hashlib, os, re, signal, sys, time, traceback
+import contextlib, functools, hashlib, os, re, signal, socket, sys
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import connection
 from pathlib import Path
@@ -15,9 +15,9 @@ from ..base import group
 from ..base.failure import is_user_file
 from ..base.device import visible_cores
 from ..launch.local import start_workers
-from .meeting import Listener, host_store, interfaces, routes_to
-from .stream import Pieces, Stream, to_fd
-from ..payload.shared_memory import Block, free_memory
+from .meeting import answer_one, cards, host_store, reached
+from .stream import Stream, to_fd
+from ..payload.shared_memory import free_memory
 from ..process import helper
 
 # %% ../../nbs/machines/612_agent.ipynb #cae723cc
@@ -51,9 +51,9 @@ def merged_env(
     names=(), # Others of this machine's that it keeps
 ):
     "The environment of the workers of this machine"
-    stays = lambda k: k in names or _OF_THE_MACHINE.match(k)
-    return {k:v for k,v in notebook.items() if not stays(k)} | {k:v for k,v in own.items()
-                                                                if stays(k)}
+    def stays(k): return k in names or _OF_THE_MACHINE.match(k)
+    res = {k:v for k,v in notebook.items() if not stays(k)}
+    return res | {k:v for k,v in own.items() if stays(k)}
 
 def merged_path(notebook, own):
     "The notebook's import path as far as it exists here, and what else this machine has"
@@ -65,13 +65,14 @@ def merged_path(notebook, own):
 _is_own = functools.cache(is_user_file)
 
 def own_modules():
-    """File below an import path -> its path here, for the modules that were imported from files of
+    """File below an import path -> its content, for the modules that were imported from files of
     the user's own"""
     res = {}
     for name,m in list(sys.modules.items()):
-        file,rel = getattr(m, '__file__', None) or '',name.replace('.', '/')
-        rel += '/__init__.py' if hasattr(m, '__path__') else '.py'
-        if _is_own(file) and os.path.basename(file) == os.path.basename(rel): res[rel] = file
+        file = getattr(m, '__file__', None) or ''
+        rel = name.replace('.', '/')+('/__init__.py' if hasattr(m, '__path__') else '.py')
+        if file.endswith(f'/{rel}') and _is_own(file) and os.path.exists(file):
+            res[rel] = Path(file).read_bytes()
     return res
 
 def keep_missing(
@@ -90,118 +91,105 @@ _TURN = .2      # seconds between two looks at logs and heartbeats
 _SILENCE = 60.  # seconds without a sign of life of the notebook after which the agent ends
 
 class Agent:
-    "Has the workers of one machine; `run` until the notebook is gone, or ends it"
+    "Has the workers of one machine; `run` until the notebook is gone"
     def __init__(self,
         read_fd, write_fd, # Of the stream
         names=(), # Environment variables that workers here have from this machine
     ):
-        self.block,self.workers,self.over = Block(),None,False
-        self.listener,self.store,self.names = None,None,names
+        self.names,self.workers,self.store = names,None,None
+        self.listening,self.token = [],b''
         self.env,self.path,self.folder = dict(os.environ),list(sys.path),os.getcwd()
         self.states = set()     # kinds of rank 0's states that are newer than what the notebook has
-        self.sent = {}          # rank -> bytes of its log, and its beat, that the notebook has
-        self.stream = Stream(read_fd, *to_fd(write_fd), lambda: self.block)
-        self.stream.send_in_order('facts', facts())
+        self.logs,self.beats = {},{}    # rank -> bytes of its log, its beat, that the notebook has
+        self.stream = Stream(read_fd, *to_fd(write_fd))
+        self.stream.send('facts', facts())
+    @property
+    def n(self):
+        "As of `Interrupts` for `start_workers`: true when the notebook is gone"
+        return self.stream.silent_for() > _SILENCE or self.stream.ended is not None
     def run(self):
         "Does what it is told, until the end"
         try:
-            while not (self.over or self.stream.ended or self.stream.silent_for() > _SILENCE):
-                connection.wait([self.stream, *(self.workers.waitables() if self.workers else ())],
-                                _TURN)
+            while not self.n:
+                there = self.workers.waitables() if self.workers else []
+                ready = connection.wait([self.stream, *self.listening, *there], _TURN)
+                for o in self.listening:
+                    if o in ready: answer_one(o, self.token)
                 for what,*values in self.stream.received(): getattr(self, what)(*values)
                 if self.workers: self._report()
-        except Exception: self.stream.send_in_order('trouble', traceback.format_exc())
-        finally: self.end(0)
-    def end(self, grace):
-        "Ends the workers, then itself"
-        if self.over: return
-        self.over = True
-        if self.workers: self.workers.stop(grace)
-        if self.listener: self.listener.close()
-        self.stream.close()
+        finally:
+            if self.workers: self.workers.stop(1.)
+            self.stream.close()
     # Where the ranks meet
     def listen(self, token, only):
         "The other machines will try to reach this one"
-        self.listener = Listener(token, interfaces(only))
-        self.stream.send_in_order('offers', self.listener.offers)
-    def reach(self, offers, token, only):
+        self.token,own = token,cards(only)
+        self.listening = [socket.create_server((o, 0)) for o in own]
+        self.stream.send('offers', [o.getsockname() for o in self.listening], own)
+    def reach(self, *args):
         "Tries to reach another machine"
-        self.stream.send_in_order('routes', routes_to(offers, token, only))
+        self.stream.send('reached', reached(*args))
     def meet_at(self, addr):
         "Listens for the ranks of a new group"
-        if self.listener: self.listener.close()
+        for o in self.listening: o.close()
+        self.listening = []
         where,self.store = host_store(addr)
-        self.stream.send_in_order('store', where)
+        self.stream.send('store', where)
     def missing(self, paths):
         "Says which of the notebook's files are not here"
-        self.stream.send_in_order('missing', [o for o in paths if not os.path.exists(o)])
+        self.stream.send('missing', [o for o in paths if not os.path.exists(o)])
     # Workers and jobs
     def start(self, ranks, on_gpu, preload, surroundings):
         "Starts this machine's workers"
         self._enter(*surroundings)
         helper.preload(*preload)
         with contextlib.suppress(KeyboardInterrupt):
-            self.workers = start_workers(ranks, on_gpu, _CalledOff(self.stream), first=ranks[0])
-    def end_workers(self, grace):
-        "Ends this machine's workers; the agent stays, and the helper process that forks them"
-        if self.workers: self.workers.stop(grace)
-        self.workers = None
-        self.stream.send_in_order('ended')
+            self.workers = start_workers(ranks, on_gpu, self, first=ranks[0])
     def job(self, entry, specs, env, surroundings, files, packed, block):
         "Every rank here calls `entry`; `files` are modules of the user's own"
-        if self.workers is None: return     # it was given up meanwhile
-        keep_missing(files, folder := os.path.join(self.workers.dir, 'modules'))
-        self._enter(*surroundings, folder)
         ws,self.states = self.workers,set()
-        self.sent = {r:(self._log_size(r),None) for r in ws.ranks}
+        keep_missing(files, folder := os.path.join(ws.dir, 'modules'))
+        self._enter(*surroundings, folder)
         threads = max(1, visible_cores()//len(specs))
         specs = [s._replace(threads=s.threads or threads) for s in specs]
         ws.submit(entry, packed, block, specs, **env)
-    def _enter(self, env, cwd, path, filters, *more):
+        block.close()       # the workers have it
+    def _enter(self, env, cwd, path, *more):
         "Sets environment, folder and import path as in the notebook, as far as they exist here"
         os.environ.clear()
         os.environ.update(merged_env(env, self.env, self.names))
         os.chdir(cwd if os.path.isdir(cwd) else self.folder)
         # Python would remember that a folder isn't there
         sys.path[:] = [*merged_path(path, self.path), *filter(os.path.isdir, more)]
-    def stop(self): self.workers and self.workers.ask_stop()
-    def stacks(self, ranks): self.workers and self.workers.ask_stacks(ranks)
+    def stop(self): self.workers.ask_stop()
+    def stacks(self, ranks): self.workers.ask_stacks(ranks)
     # News of the workers
     def _report(self):
-        for r in self.workers.ranks: self._report_files(r)
-        for r,what,*values in self.workers.poll(0):
+        ws = self.workers
+        for r in ws.ranks: self._report_log(r)
+        new = {r: b for r in ws.ranks if (b := ws.beat(r)) != self.beats.get(r)}
+        self.beats |= new
+        if new: self.stream.send('beats', new)
+        for r,what,*values in ws.poll(0):
             if what == 'put' and values == ['result']: self._send_payload(r, 'result')
             elif what == 'put' and r == 0: self.states.add(*values)
-            elif what == 'event': self.stream.send('news', r, what, *values)
-            elif what in ('done','failed','died'):
-                self._send_states()
-                self.stream.send_in_order('news', r, what, *values)
+            elif what in ('event','done','failed','died'):
+                if what != 'event': self._send_states()
+                self.stream.send('news', r, what, *values)
         if not self.stream.unsent: self._send_states()
     def _send_states(self):
         for kind in self.states: self._send_payload(0, kind)
         self.states = set()
     def _send_payload(self, r, kind):
         block,packed = self.workers.latest[r,kind]
-        self.stream.send_in_order('put', r, kind, packed, data=Pieces(block, packed.end))
-    def _log_size(self, r):
+        self.stream.send('put', r, kind, packed, block=block, size=packed.end)
+    def _report_log(self, r):
         path = self.workers.log_path(r)
-        return os.path.getsize(path) if os.path.exists(path) else 0
-    def _report_files(self, r):
-        "What is new in the log and the heartbeat of rank `r`"
-        (start,last),size = self.sent.get(r, (0,None)),self._log_size(r)
-        if size > start:
-            with open(self.workers.log_path(r), 'rb') as f:
-                f.seek(start)
-                self.stream.send('log', r, f.read(size-start))
-        beat = self.workers.beat(r)
-        if beat.at and beat != last: self.stream.send('beat', r, time.monotonic()-beat.at, beat)
-        self.sent[r] = size,beat
-
-class _CalledOff:
-    "As `Interrupts` for `start_workers`: `n` counts when the notebook needs no workers any more"
-    def __init__(self, stream): self.stream = stream
-    @property
-    def n(self): return bool(self.stream.ended) or self.stream.has('end', 'end_workers')
+        if not os.path.exists(path): return
+        with open(path, 'rb') as f:
+            f.seek(self.logs.get(r, 0))
+            if data := f.read(): self.stream.send('log', r, data)
+            self.logs[r] = f.tell()
 
 # %% ../../nbs/machines/612_agent.ipynb #d2ef2d50
 def _leave(*_):

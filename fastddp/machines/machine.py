@@ -8,7 +8,6 @@ __all__ = ['Machine', 'RemoteWorkers']
 # %% ../../nbs/machines/613_machine.ipynb #92951992
 import os, time
 from multiprocessing import connection
-from pathlib import Path
 
 from ..base.board import Heartbeat
 from ..base.errors import CantDistribute
@@ -20,12 +19,8 @@ from ..process.channel import Surroundings
 from ..process.cleanup import new_folder, remove_folder
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356
-def _surroundings():
-    now = Surroundings.now()
-    return now.env, now.cwd, [os.path.abspath(o) if o else o for o in now.path], now.filters
-
 class Machine:
-    "One machine: the agent there, and what it said"
+    "One machine: the agent there, and the stream to it"
     def __init__(self,
         name, # As the user calls it
         conn, # Starts an agent when called: `read_fd`, `write`, `end`, `said()`, `close(seconds)`
@@ -33,134 +28,105 @@ class Machine:
         home=False, # Is it the notebook's own?
     ):
         self.name,self.silence,self.home = name,silence,home
-        self.ranks,self.dead,self.closed,self.trouble = [],set(),False,''
-        # (rank, kind) -> `(Block, Packed)` of what the rank put last
-        self.latest = {}
-        self.beats = {}         # rank -> `Heartbeat`
-        self.facts = {}                     # see `agent.facts`
-        self._kept = []                     # messages that came while another one was waited for
+        self.ranks,self.facts = [],{}       # `facts`: see `agent.facts`
         self.conn = conn()
-        self.folder = new_folder()          # for logs
         self.stream = Stream(self.conn.read_fd, self.conn.write, self.conn.end)
     def said(self):
         "What came that was not the agent's: errors of the command, or of Python there"
         junk = bytes(self.stream.junk).decode(errors='replace')
-        return '\n'.join(filter(None, [self.trouble, junk, self.conn.said()])).strip()
+        return f'{junk}\n{self.conn.said()}'.strip()
     def lost(self):
         "Why nothing will come any more, or None"
-        why = f": {self.trouble.splitlines()[-1]}" if self.trouble else ''
-        if self.closed or self.stream.ended: return f"the connection to {self.name} ended{why}"
+        if self.stream.ended:
+            last = self.said().splitlines()[-1:]
+            return f"the connection to {self.name} ended{f' ({last[0]})' if last else ''}"
         if self.stream.silent_for() > self.silence:
             return f"no sign of life of {self.name} for {self.silence:g} s"
-    def answer(self,
-        what, # The message that is waited for
-        until, # `time.monotonic()` then
-    ):
-        "The values of the message, or None when it doesn't come"
-        while True:
-            self._kept += self.stream.received()
-            for i,(kind,*values) in enumerate(self._kept):
-                if kind == what: return self._kept.pop(i)[1:]
-            left = until-time.monotonic()
-            if self.stream.ended or left <= 0: return None
-            connection.wait([self.stream], left)
     def wait_for(self, what, until):
-        "As `answer`; raises `CantDistribute` when the message doesn't come"
-        res = self.answer(what, until)
+        "As `Stream.answer`; raises `CantDistribute` when the message doesn't come"
+        res = self.stream.answer(what, until)
         if res is not None: return res
-        last = self.said().splitlines()[-1:] or ['it said nothing']
-        raise CantDistribute(f"{self.name} doesn't answer any more: {last[0]}")
-    def log_path(self, r): return os.path.join(self.folder, f'rank{r}.log')
-    def start(self, ranks, on_gpu):
-        "Starts workers there; nothing is waited for"
-        self.ranks = ranks
-        self.stream.send_in_order('start', ranks, on_gpu, helper.preloads(), _surroundings())
-    def submit(self, entry, specs, card, packed, data):
-        "Every rank there calls `entry`; modules of the user's own go along"
-        self.forget()
-        files = {k:Path(o).read_bytes() for k,o in own_modules().items() if os.path.exists(o)}
-        env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
-        env['LOCAL_WORLD_SIZE'] = str(len(self.ranks))
-        self.stream.send_in_order('job', entry, specs, env, _surroundings(), files, packed,
-                                  data=data)
-    def news(self):
-        "Everything that is new, as news of `Workers.poll`"
-        msgs,self._kept = [*self._kept, *self.stream.received()],[]
-        res = [o for what,*values in msgs if (o := getattr(self, f'_on_{what}')(*values))]
-        if why := self.lost(): res += [(r, 'died', why) for r in self.ranks if r not in self.dead]
-        self.dead |= {r for r,what,*_ in res if what == 'died'}
-        return res
-    def _on_news(self, r, what, *values):
-        # by the notebook's clock
-        if what == 'failed': values = [values[0]._replace(at=time.time())]
-        return r, what, *values
-    def _on_put(self, r, kind, packed, block=None):
-        if old := self.latest.pop((r,kind), None): old[0].close()
-        self.latest[r,kind] = block or Block(), packed
-        return r, 'put', kind
-    def _on_log(self, r, data):
-        with open(self.log_path(r), 'ab') as f: f.write(data)
-    def _on_beat(self, r, age, beat): self.beats[r] = beat._replace(at=time.monotonic()-age)
-    def _on_trouble(self, text): self.trouble = text.strip()
-    def forget(self):
-        "Frees what the last job left"
-        for block,_ in self.latest.values(): block.close()
-        self.latest,self.beats = {},{}
-    def end_workers(self, until):
-        """Waits until the ranks there have ended, and forgets what they said; False if nothing is
-        heard of them"""
-        ended = self.answer('ended', until) is not None
-        self.forget()
-        self.ranks,self.dead,self._kept = [],set(),[]
-        return ended
+        raise CantDistribute(f"{self.name} doesn't answer any more: {self.lost() or 'no time left'}")
     def close(self,
         grace=2., # Seconds for the agent to end by itself
     ):
-        "Ends the agent; frees everything; harmless when repeated"
-        if self.closed: return
-        heard = not self.lost()
-        self.stream.send('end', grace)
+        "Ends the agent; harmless when repeated"
         self.stream.close()
-        self.closed = True
-        self.conn.close(grace+2 if heard else 0)
-        self.forget()
-        remove_folder(self.folder)
+        self.conn.close(grace+5)
 
 # %% ../../nbs/machines/613_machine.ipynb #0af4b7dc
+def _surroundings():
+    now = Surroundings.now()
+    return now.env, now.cwd, [os.path.abspath(o) if o else o for o in now.path]
+
 class RemoteWorkers:
     "The ranks of several machines: to a `Monitor` what `Workers` are"
     def __init__(self,
-        machines, # `Machine`s with their `ranks`
+        machines, # `Machine`s
+        counts, # Ranks on each
+        on_gpu, # They need GPUs
     ):
-        self.machines,self._of = machines,{r:m for m in machines for r in m.ranks}
-        self.ranks = [*self._of]
-    @property
-    def latest(self):
-        "(rank, kind) -> `(Block, Packed)`"
-        return {k:v for m in self.machines for k,v in m.latest.items()}
-    def forget(self):
-        "As `Workers.forget`"
-        for m in self.machines: m.forget()
+        self.machines,self._of = machines,{}        # rank -> its `Machine`
+        for m,n in zip(machines, counts):
+            m.ranks = list(range(len(self._of), len(self._of)+n))
+            self._of |= dict.fromkeys(m.ranks, m)
+            m.stream.send('start', m.ranks, on_gpu, helper.preloads(), _surroundings())
+        self.ranks,self._dead = [*self._of],set()
+        # (rank, kind) -> `(Block, Packed)` of what the rank put last; rank -> `Heartbeat`
+        self.latest,self._beats = {},{}
+        self._folder = new_folder()         # for logs
+    def submit(self, m, entry, specs, card, packed, block):
+        "Every rank on the machine `m` calls `entry`; modules of the user's own go along"
+        env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
+        env['LOCAL_WORLD_SIZE'] = str(len(m.ranks))
+        m.stream.send('job', entry, specs, env, _surroundings(), own_modules(), packed,
+                      block=block, size=packed.end)
     def host(self, r): return '' if self._of[r].home else self._of[r].name
-    def log_path(self, r): return self._of[r].log_path(r)
-    def beat(self, r): return self._of[r].beats.get(r, Heartbeat())
+    def log_path(self, r): return os.path.join(self._folder, f'rank{r}.log')
+    def beat(self, r): return self._beats.get(r, Heartbeat())
     def alive(self):
         "Ranks that run, as far as is known"
-        return [r for r,m in self._of.items() if r not in m.dead and not m.lost()]
+        self.poll(0)
+        return [r for r in self.ranks if r not in self._dead]
     def poll(self, timeout=None):
         "As `Workers.poll`"
         connection.wait([m.stream for m in self.machines if not m.stream.ended], timeout)
-        return [o for m in self.machines for o in m.news()]
+        news = []
+        for m in self.machines:
+            news += [o for msg in m.stream.received() if (o := self._received(*msg))]
+            if why := m.lost(): news += [(r, 'died', why) for r in m.ranks if r not in self._dead]
+        self._dead |= {r for r,what,*_ in news if what == 'died'}
+        return news
+    def _received(self, what, *values):
+        "A message as news, or None"
+        if what == 'news':
+            r,what,*values = values
+            # by the notebook's clock
+            if what == 'failed': values = [values[0]._replace(at=time.time())]
+            return r, what, *values
+        if what == 'put':
+            r,kind,packed,*block = values       # without, where there is no data
+            if old := self.latest.get((r,kind)): old[0].close()
+            self.latest[r,kind] = block[0] if block else Block(), packed
+            return r, 'put', kind
+        if what == 'beats':
+            now = time.monotonic()
+            self._beats |= {r: beat._replace(at=now) for r,beat in values[0].items()}
+        if what == 'log':
+            r,data = values
+            with open(self.log_path(r), 'ab') as f: f.write(data)
     def ask_stop(self):
         "As `Workers.ask_stop`"
         for m in self.machines: m.stream.send('stop')
     def ask_stacks(self, ranks):
         "As `Workers.ask_stacks`"
         for m in self.machines: m.stream.send('stacks', [r for r in ranks if r in m.ranks])
+    def forget(self):
+        "As `Workers.forget`"
+        for block,_ in self.latest.values(): block.close()
+        self.latest,self._beats = {},{}
     def stop(self, grace=2.):
-        "As `Workers.stop`; the agents stay, but those that don't answer are closed"
-        for m in self.machines: m.stream.send('end_workers', grace)
-        until = time.monotonic()+grace+10
-        for m in self.machines:
-            if m.lost() or not m.end_workers(until): m.close(0)
-        self.machines,self._of,self.ranks = [],{},[]
+        "As `Workers.stop`: the ranks end with their agents, which end with their streams"
+        for m in self.machines: m.stream.close()
+        self.forget()
+        remove_folder(self._folder)

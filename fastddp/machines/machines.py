@@ -17,13 +17,14 @@ from ..base.checks import Check, check_all, number, whole
 from ..base.errors import CantDistribute, RankDied, RankRaised
 from ..base.failure import is_echo
 from ..base.scoped import disturbed
+from ..launch.engine import Job
 from ..launch.local import Local
-from ..launch.rank import RankSpec, run_on_rank
+from ..launch.probe import all_reduce_seconds
+from ..launch.rank import RankSpec
 from ..launch.report import several
 from .agent import facts
 from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
-from .stream import Pieces
 from ..output.notice import Status
 from ..payload.pickling import Payload, load
 from ..payload.shared_memory import Block
@@ -39,18 +40,15 @@ def differs(
 
 def files_among(
     items, # Of a data set, any sequence
-    most=5, # As many from its beginning, and the last one
 ):
-    "Files and folders of this machine that some of the `items` name, as absolute paths"
-    n,get,found = len(items),getattr(items, 'iloc', items),[]       # a table's rows
-    def look(o):
-        if isinstance(o, (tuple,list)):
-            for x in o: look(x)
-        elif isinstance(o, (str,os.PathLike)) and isinstance(path := os.fspath(o), str):
+    "Files and folders of this machine that the first and the last item name, as absolute paths"
+    n,get,res = len(items),getattr(items, 'iloc', items),set()       # a table's rows
+    for item in [get[0], get[n-1]] if n else []:
+        for o in item if isinstance(item, (tuple,list)) else [item]:
+            path = str(o) if isinstance(o, (str,os.PathLike)) else ''
             if os.sep in path and len(path) < 4096 and os.path.exists(path):
-                found.append(os.path.abspath(path))
-    for i in sorted({*range(min(most, n)), n-1} if n else ()): look(get[i])
-    return list(dict.fromkeys(found))
+                res.add(os.path.abspath(path))
+    return sorted(res)
 
 # %% ../../nbs/machines/614_machines.ipynb #bee595fa
 # the notebook's own machine
@@ -71,7 +69,7 @@ class Machines(Local):
     reasons = ()        # what a command says when it fails, in lists, each with what to do about it
     def __init__(self,
         per_node=None, # Ranks on each machine; None: its GPUs, or one where there are none
-        interface=None, # Network card; None: that of the best route between the machines
+        interface=None, # Network card; None: the first that reaches the others, fast ones first
         start_timeout=120., # Seconds that a machine has to answer
         link_timeout=30., # Seconds of silence that break a connection to a machine or a rank
         **kwargs, # As for `Local`
@@ -81,7 +79,7 @@ class Machines(Local):
         super().__init__(**kwargs)
         self.per_node,self.interface = per_node,interface
         self.start_timeout,self.link_timeout = start_timeout,link_timeout
-        self.machines,self.where,self.on_gpu = [],None,False
+        self.machines,self.cards,self.on_gpu = [],{},False
         self.counts = {}                        # name of a machine -> its ranks
         # names: lost in the last job; left out until the outermost block ends
         self.lost,self.left_out = set(),set()
@@ -95,15 +93,9 @@ class Machines(Local):
         for texts,why in self.reasons:
             if any(o.lower() in said.lower() for o in texts): return f"{why} ({last})"
         return last
-    def gpus_on(self, m):
-        "How many GPUs of the machine `m` may be used"
-        return m.facts['gpus']
     def problem_with(self, m):
         "Why the machine `m` can't take part, or None"
         return differs(m.facts, facts())
-    def pieces(self, block, size):
-        "The data of a job, as every machine's `Stream` sends it"
-        return Pieces(block, size)
     def __enter__(self):
         if not self._warm: self.left_out = set()
         return super().__enter__()
@@ -112,28 +104,37 @@ class Machines(Local):
     ):
         "Ends ranks and agents; harmless when repeated"
         super().close(grace)
-        machines,self.machines,self.where = self.machines,[],None
+        machines,self.machines = self.machines,[]
         for m in machines: m.close(grace)
+    @property
+    def where(self):
+        "As `Launcher.where`"
+        counts = [*self.counts.values()]
+        each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
+        kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
+        card = next(iter(self.cards.values()))
+        return f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over {card}"
     def place(self, nprocs=None, gpus=None):
         "As `Launcher.place`: starts the agents, if they don't run, and asks them"
         if gpus:
             raise CantDistribute(
                 "gpus= chooses those of one machine; per_node= says how many of each take part.")
         try:
-            if not self.where: self._start_agents(nprocs, gpus == [])
-            elif nprocs not in (None, sum(self.counts.values())):
-                raise CantDistribute(self._says_not(nprocs))
+            if not self.machines: self._start_agents(nprocs, gpus == [])
+            n = sum(self.counts.values())
+            if nprocs not in (None, n):
+                raise CantDistribute(
+                    f"nprocs={nprocs}, but there are {n} ranks on {len(self.counts)} machines: "
+                    "leave nprocs out, or say per_node=.")
         except BaseException:
             self.close(0)
             raise
-        return sum(self.counts.values()), [i for n in self.counts.values()
-                                           for i in range(n)] if self.on_gpu else None
+        return n, [i for k in self.counts.values() for i in range(k)] if self.on_gpu else None
     def again(self, nprocs, gpus):
         """As `Launcher.again`: machines that were lost are left out, the others have as many ranks
         as before"""
         if not self.lost: return nprocs, gpus
         self.left_out |= self.lost
-        self.close(0)
         return self.place(gpus=None if self.on_gpu else [])
 
 # %% ../../nbs/machines/614_machines.ipynb #a9c5c5a4
@@ -144,44 +145,27 @@ def _start_agents(self:Machines, nprocs, on_cpu):
         try: self.machines.append(Machine(name, conns[name], self.link_timeout, name in HOME))
         except OSError as e: bad.append(f"{name}: {self.why_not(str(e))}")
     until = time.monotonic()+self.start_timeout
-    bad += [f"{m.name}: {why}" for m in self.machines if (why := self._facts_of(m, until))]
-    if bad: raise CantDistribute('\n'.join(bad))
-    self.on_gpu = not on_cpu and all(self.gpus_on(m) for m in self.machines)
-    self._count(nprocs)
-    self.address,self.card,self.routes = meet(self.machines, self.interface, until)
-    counts = list(self.counts.values())
-    each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
-    kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
-    self.where = (f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over "
-                  f"{self.card}")
-
-@patch
-def _facts_of(self:Machines, m, until):
-    "Waits for what the machine `m` says about itself; why it can't take part, or None"
-    if (res := m.answer('facts', until)) is None:
-        return self.why_not(m.said()) or f"no answer within {self.start_timeout:g} s"
-    m.facts, = res
-    return self.problem_with(m)
-
-@patch
-def _count(self:Machines, nprocs):
-    "Ranks on each machine; raises `CantDistribute` for what they don't have"
-    def count(m):
-        if self.left_out: return self.counts[m.name]
-        if self.per_node or nprocs: return self.per_node or nprocs//len(self.machines)
-        return self.gpus_on(m) if self.on_gpu else 1
-    self.counts = {m.name: count(m) for m in self.machines}
-    if nprocs not in (None, sum(self.counts.values())): raise CantDistribute(self._says_not(nprocs))
     for m in self.machines:
-        have,n = self.gpus_on(m),self.counts[m.name]
-        if self.on_gpu and n > have:
-            raise CantDistribute(
-                f"{m.name} has {have} GPUs, not {n}: one rank per GPU. Say per_node={have}.")
+        if said := m.stream.answer('facts', until):
+            m.facts, = said
+            why = self.problem_with(m)
+        else: why = self.why_not(m.said()) or f"no answer within {self.start_timeout:g} s"
+        if why: bad.append(f"{m.name}: {why}")
+    if bad: raise CantDistribute('\n'.join(bad))
+    self.on_gpu = not on_cpu and all(m.facts['gpus'] for m in self.machines)
+    self.counts = {m.name: self._count(m, nprocs) for m in self.machines}
+    self.address,self.cards = meet(self.machines, self.interface, until)
 
 @patch
-def _says_not(self:Machines, nprocs):
-    return (f"nprocs={nprocs}, but there are {sum(self.counts.values())} ranks on "
-            f"{len(self.counts)} machines: leave nprocs out, or say per_node=.")
+def _count(self:Machines, m, nprocs):
+    "The number of ranks on the machine `m`"
+    have = m.facts['gpus']
+    if self.left_out: return self.counts[m.name]
+    n = self.per_node or (nprocs or 0)//len(self.machines) or (have if self.on_gpu else 1)
+    if self.on_gpu and n > have:
+        raise CantDistribute(
+            f"{m.name} has {have} GPUs, not {n}: one rank per GPU. Say per_node={have}.")
+    return n
 
 @patch
 def _backend(self:Machines):
@@ -199,8 +183,7 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
         why = f"the network between the machines failed, as it seems: {said}"
         at = [name for name,n in self.counts.items() for _ in range(n)][f.rank]
         err = RankDied(f.rank, why, f.where, e.log, '' if at in HOME else at)
-        err.state,err.cut = e.state,e.cut
-        err.epoch,err.others = e.epoch,e.others
+        err.state,err.cut,err.epoch,err.others = e.state,e.cut,e.epoch,e.others
     raise err
 
 @patch
@@ -210,29 +193,25 @@ def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None)
     mark('fork')
     self._block = self._block or Block()
     packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
-    data,settings = self.pieces(self._block, packed.end),self.settings()
-    entry = partial(run_on_machine, run_on_rank, self.link_timeout, not self.machines[0].home)
+    settings,away = self.settings(),not self.machines[0].home
     for m in self.machines:
-        card = self.routes[m].card if m in self.routes else self.card
         specs = [RankSpec(nprocs, i if self.on_gpu else None, self._backend(), self.threads,
                           self._rendezvous, self.display_of(r), job.work, settings)
                  for i,r in enumerate(m.ranks)]
-        m.submit(entry, specs, card, packed, data)
+        self.workers.submit(m, partial(run_on_machine, self.link_timeout, away), specs,
+                            self.cards[m], packed, self._block)
     self._show_sending(interrupts)
 
 @patch
 def _get_workers(self:Machines, nprocs):
     "Workers that fit: those of the last job, or new ones on all machines"
-    if self.workers and len(self.workers.alive()) == nprocs == len(self.workers.ranks): return
-    if self.workers: self._end_workers()
+    if self.workers and len(self.workers.alive()) == nprocs: return
+    if self.workers: self.close()
     self.place(nprocs, None if self.on_gpu else [] if self.counts else None)
-    first = 0
-    for m in self.machines:
-        m.start(list(range(first, first+self.counts[m.name])), self.on_gpu)
-        first += self.counts[m.name]
-    self.workers = RemoteWorkers(self.machines)
-    self.machines[0].stream.send_in_order('meet_at', self.address)
-    self._rendezvous, = self.machines[0].wait_for('store', time.monotonic()+self.start_timeout)
+    self.workers = RemoteWorkers(self.machines, self.counts.values(), self.on_gpu)
+    first = self.machines[0]
+    first.stream.send('meet_at', self.address)
+    self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
 
 @patch
 def _show_sending(self:Machines, interrupts):
@@ -240,7 +219,8 @@ def _show_sending(self:Machines, interrupts):
     status = Status()
     def left(): return sum(m.stream.unsent for m in self.machines if not m.lost())
     while (n := left()) > 1<<26 and not (interrupts and interrupts.n):
-        status.show(f"sending data to {several(len(self.machines), 'machine')}: {_size(n)} left")
+        status.show(f"sending data to {several(len(self.machines), 'machine')}: "
+                    f"{n/2**30:.1f} GB left")
         time.sleep(.05)
     status.show('')
 
@@ -249,34 +229,25 @@ def after_success(self:Machines, job):
     "As `Local`; files that rank 0 saved on another machine are written here"
     if found := self.workers.latest.get((0,'files')):
         block,packed = found
-        for folder,files in load(packed.meta, block.read(packed)).items():
+        for files in load(packed.meta, block.read(packed)):
             for path,data in files.items():
-                p = Path(folder)/path
-                p.parent.mkdir(parents=True, exist_ok=True)
-                p.write_bytes(data)
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                Path(path).write_bytes(data)
     Local.after_success(self, job)
 
 @patch
 def after_failure(self:Machines, job, monitor):
-    "As `Local`; in a block the agents stay"
+    "As `Local`"
     self.lost = {m.name for m in self.machines if m.lost()}
-    if self._warm and self.workers: self._end_workers()
-    else: self.close(0)
+    self.close(0)
 
-@patch
-def _end_workers(self:Machines):
-    "Ends the ranks; agents that live stay for the next job, and if one is lost, all end"
-    self.workers.stop(0)
-    if any(m.lost() for m in self.machines): self.close(0)
-    else: Local.close(self, 0)
-
-# %% ../../nbs/machines/614_machines.ipynb #ba10ed26
+# %% ../../nbs/machines/614_machines.ipynb #a87472ec
 @patch
 def check_items(self:Machines, datasets):
     "As `Launcher.check_items`: every machine has the files"
     paths,bad = [o for items in datasets for o in files_among(items)],{}
     if not paths: return
-    for m in self.machines: m.stream.send_in_order('missing', paths)
+    for m in self.machines: m.stream.send('missing', paths)
     for m in self.machines:
         for o in m.wait_for('missing', time.monotonic()+self.start_timeout)[0]:
             bad.setdefault(o, []).append(m.name)
@@ -285,32 +256,23 @@ def check_items(self:Machines, datasets):
     lines.append("The items name these files: copy them there, to the same path, or mount it.")
     raise CantDistribute('\n'.join(lines))
 
-def _size(n):
-    return '?' if n is None else f"{n/2**30:.1f} GB" if n >= 2**30 else f"{n/2**20:.0f} MB"
-
+# %% ../../nbs/machines/614_machines.ipynb #d97f3d08
 @patch
 def preflight(self:Machines,
-    model=None, # Its gradients have to travel in each step
+    model=None, # Its gradients have to travel in each step: says how long that takes
 ):
-    """A table of all machines, as text: versions, GPUs, memory, network; starts nothing that stays,
+    """All machines as text: versions, GPUs, memory, network card; starts nothing that stays,
     outside of a block"""
     with self:
-        self.place()
-        heads = 'machine',*facts()['versions'],'GPUs','cores','free','card','link'
-        rows = [heads]
+        n,_ = self.place()
+        lines = [f"{self.where}: {', '.join(f'{k} {v}' for k,v in facts()['versions'].items())}"]
         for m in self.machines:
-            o,route = m.facts,self.routes.get(m)
-            card,link = (route.card, f'{_size(route.rate)}/s') if route else (self.card, '')
-            rows.append((m.name, *o['versions'].values(), o['gpus'], o['cores'], _size(o['free']),
-                         card,
-                         link))
-        widths = [max(len(str(o)) for o in column) for column in zip(*rows)]
-        lines = [' '.join(str(o).ljust(w) for o,w in zip(row, widths)).rstrip() for row in rows]
-        if model is not None and self.routes:
+            o,free = m.facts,(m.facts['free'] or 0)/2**30
+            lines.append(f"{m.name}: {o['gpus']} GPUs, {o['cores']} cores, {free:.1f} GB free, "
+                         f"network card {self.cards[m]}")
+        if model is not None:
             nbytes = sum(p.numel()*p.element_size() for p in model.parameters() if p.requires_grad)
-            n = len(self.machines)      # each one sends and receives 2 (n-1)/n of all gradients
-            seconds = 2*(n-1)/n*nbytes/min(o.rate for o in self.routes.values())
-            lines.append(
-                f"An all-reduce of {_size(nbytes)} of gradients takes about {seconds:.3f} s per "
-                "step, as far as a megabyte there and back can tell.")
+            mb = max(1, nbytes>>20)
+            seconds = self.run(Job.of(all_reduce_seconds, (mb,)), n).results[0][mb]
+            lines.append(f"An all-reduce of {mb} MB of gradients takes {seconds:.3f} s.")
         return '\n'.join(lines)
