@@ -4,7 +4,7 @@ from pathlib import Path
 import psutil, pytest
 from traces import running
 from namespaces import ENTER, ip
-from fastddp.machines.ray import Ray, as_it_was
+from fastddp.machines.ray import Ray
 
 skip_without_ray = pytest.mark.skipif(not importlib.util.find_spec('ray'), reason='Ray is not installed')
 
@@ -87,9 +87,8 @@ def connected(cluster):
     was = os.getcwd()
     os.chdir('/')
     try:
-        with as_it_was():
-            import ray
-            ray.init(cluster.address, _node_ip_address=cluster.head, log_to_driver=False, configure_logging=False)
+        import ray
+        ray.init(cluster.address, _node_ip_address=cluster.head, log_to_driver=False, configure_logging=False)
     finally: os.chdir(was)
     try: yield
     finally: ray.shutdown()
