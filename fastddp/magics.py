@@ -22,7 +22,6 @@ def load(
     magics = DipMagics(shell)
     shell.register_magics(magics)
     shell.input_transformers_cleanup.append(magics.transform)
-    shell.set_hook('complete_command', magics.complete, str_key='%dipull')
     helper.preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline',
                    'fastddp.cluster.cluster')
     if default_app() != 'none': preload_learners()
@@ -37,5 +36,4 @@ def unload(shell):
     transformers[:] = [o for o in transformers if o != magics.transform]
     for kind,names in _MAGICS.items():
         for name in names: shell.magics_manager.magics[kind].pop(name, None)
-    shell.strdispatchers['complete_command'].strs.pop('%dipull', None)
     if magics in shell.configurables: shell.configurables.remove(magics)

@@ -402,7 +402,7 @@ def test_errors_leave_autodip_as_it_was(group):
     assert group.run('3') == '3\n'
 
 
-# Help and completion
+# Help
 
 @pytest.mark.parametrize('magic,says',
                          [('%%dip', '--see'), ('%makedip', '--nprocs'), ('%autodip', '--args'), ('%dipull', '--rank')])
@@ -412,12 +412,6 @@ def test_help(group, magic, says):
     help = group.run(f'print(get_ipython().find_magic({magic.lstrip("%")!r}, "cell" if {magic.startswith("%%")} else '
                      f'"line").__doc__)')
     assert says in help
-
-
-def test_completion_of_names_in_the_workers(group):
-    group.run('%%dip\nnearly_unique_name = 1')
-    line = '%dipull nearly_u'
-    assert 'nearly_unique_name' in group.run(f'get_ipython().complete(None, {line!r}, {len(line)})[1]')
 
 
 # Ends

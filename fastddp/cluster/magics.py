@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['PLACES', 'gpus_of', 'run_in_notebook', 'DipMagics']
 
-# %% ../../nbs/cluster/652_magics.ipynb #e97e5485
+# %% ../../nbs/cluster/652_magics.ipynb #0cd54485
 from fastcore.basics import patch
 from IPython.core.async_helpers import _pseudo_sync_runner
-from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
@@ -16,7 +15,7 @@ from .cluster import APPS, Cluster, default_app
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 
-# %% ../../nbs/cluster/652_magics.ipynb #c3110001
+# %% ../../nbs/cluster/652_magics.ipynb #7ae6c5bd
 # where a cell runs: in the group, in the notebook, in both
 PLACES = 'remote','local','everywhere'
 
@@ -43,7 +42,7 @@ def run_in_notebook(shell, cell, silent=False):
     if shown: error._render_traceback_ = lambda: shown[-1]
     raise error
 
-# %% ../../nbs/cluster/652_magics.ipynb #53a5d9e6
+# %% ../../nbs/cluster/652_magics.ipynb #7cf6176c
 @magics_class
 class DipMagics(Magics):
     "Holds the notebook's group, and whether following cells go to it"
@@ -82,8 +81,7 @@ class DipMagics(Magics):
         args = parse_argstring(self.makedip, line)
         if args.verbose: self.verbose = args.verbose == 'True'
         if args.kill: return self.shutdown()
-        wanted = self._wanted(args)
-        if wanted: self._make(wanted, args)
+        if wanted := self._wanted(args): self._make(wanted, args)
         if args.info or not wanted: print(self.group().info())
 
     @magic_arguments()
@@ -163,9 +161,9 @@ class DipMagics(Magics):
     def dipstat(self, line=''):
         "Shows rank, pid, device, memory, and what each worker runs"
         parse_argstring(self.dipstat, line)
-        print(self.group().table())
+        print(self.group().stat())
 
-# %% ../../nbs/cluster/652_magics.ipynb #e82baf45
+# %% ../../nbs/cluster/652_magics.ipynb #b0420685
 @patch
 def _wanted(self:DipMagics, args):
     "What group is asked for, as arguments of `Cluster`; None for none"
@@ -181,35 +179,21 @@ def _wanted(self:DipMagics, args):
 
 @patch
 def _make(self:DipMagics, wanted, args):
-    if self.cluster is not None and self.cluster.alive and not args.restart:
-        if wanted == self.requested: return self._print(f"{self.cluster!r}: it stands already")
+    said = ''
+    if self.cluster is None or not self.cluster.alive or args.restart:
+        self.shutdown()
+        self.cluster,self.requested = Cluster(**wanted, timeout=args.timeout),wanted
+    elif wanted == self.requested: said = ': it stands already'
+    else:
         raise CantDistribute(f"There is a group already ({self.cluster!r}): "
                              "-r ends it and starts this one, -k ends it.")
-    self.shutdown()
-    self.cluster,self.requested = Cluster(**wanted, timeout=args.timeout),wanted
-    self._print(repr(self.cluster))
+    if self.verbose is not False: print(f'{self.cluster!r}{said}')
 
-@patch
-def _print(self:DipMagics, text):
-    if self.verbose is not False: print(text)
-
-# %% ../../nbs/cluster/652_magics.ipynb #86aede96
+# %% ../../nbs/cluster/652_magics.ipynb #08b33446
 @patch
 def transform(self:DipMagics, lines):
-    "IPython's input transformer; a cell for here only is best run as if nothing stood before it"
-    if lines and lines[0].startswith('%%dip ') and self._is_local(lines[0][6:]): return lines[1:]
+    "IPython's input transformer"
+    if lines and lines[0].split() == ['%%dip','local']: return lines[1:]
     off = self.auto_line is None or self.in_notebook
     if off or not ''.join(lines).strip() or lines[0].startswith('%'): return lines
     return [f'{self.auto_line}\n', *lines]
-
-@patch
-def _is_local(self:DipMagics, words):
-    "Would `%%dip` with these words run its cell in the notebook only, and show all of it?"
-    try: args = parse_argstring(self.dip, words)
-    except UsageError: return False     # the magic will say it
-    return args.place == 'local' and not args.quiet
-
-@patch
-def complete(self:DipMagics, shell, event):
-    "Names in rank 0's namespace, for `%dipull`"
-    return list(self.cluster.names) if self.cluster else []
