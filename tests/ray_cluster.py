@@ -1,5 +1,5 @@
 """A Ray cluster made of network namespaces: a head on this machine, a node in a namespace, and others if asked for."""
-import contextlib, importlib.util, json, os, shutil, socket, subprocess, sys, tempfile, time, venv
+import contextlib, importlib.util, json, os, shutil, signal, socket, subprocess, sys, tempfile, time, venv
 from pathlib import Path
 import psutil, pytest
 from traces import running
@@ -82,13 +82,25 @@ class Cluster:
 
 
 @contextlib.contextmanager
+def as_it_was():
+    "What Ray sets for the whole process is as before, afterwards"
+    own, env = signal.getsignal(signal.SIGTERM), dict(os.environ)
+    try: yield
+    finally:
+        os.environ.clear()
+        os.environ.update(env)
+        signal.signal(signal.SIGTERM, own)
+
+
+@contextlib.contextmanager
 def connected(cluster):
     "This process is a notebook that has called `ray.init`, in a folder that other machines have, too"
     was = os.getcwd()
     os.chdir('/')
     try:
-        import ray
-        ray.init(cluster.address, _node_ip_address=cluster.head, log_to_driver=False, configure_logging=False)
+        with as_it_was():
+            import ray
+            ray.init(cluster.address, _node_ip_address=cluster.head, log_to_driver=False, configure_logging=False)
     finally: os.chdir(was)
     try: yield
     finally: ray.shutdown()

@@ -452,7 +452,7 @@ def test_restart(group):
 def test_a_worker_that_dies_between_cells(group):
     group.run('import os, signal\n%dipper d\nos.kill(d.pids[1], signal.SIGKILL)\nwhile d.alive: pass')
     name, text = group.fails('%%dip\n1')
-    assert name == 'RankDied' and 'rank 1' in text and '%makedip -r' in text
+    assert name == 'CantDistribute' and 'Rank 1 died' in text and '%makedip -r' in text
     assert 'ended' in group.run('print(d)')
     group.run('%makedip -r')
     assert 'Out[0:' in group.run('%%dip\n1')

@@ -132,6 +132,7 @@ def test_a_rank_raises(machines, shared):
 @needs_ray
 def test_what_others_use(machines):
     "The cluster is all ours: another one is told what is free, and more than there is can't be"
+    machines.place(4)
     says = 'asked for 2 machines with 2 CPU each, and others use them: free are 0 CPU'
     with pytest.raises(CantDistribute, match=says):
         Ray(per_node=2).place()

@@ -16,7 +16,7 @@ from fastcore.basics import Stateful, noop, patch
 from ..base import group
 from ..base.checks import bound, check_all
 from ..base.device import current_device, device_module, is_accelerator
-from ..base.errors import CantDistribute, RankDied, WorkerError
+from ..base.errors import CantDistribute, WorkerError
 from ..base.failure import is_user_file
 from ..launch.engine import Job
 from ..launch.local import Local
@@ -220,7 +220,10 @@ def _job(self:Cluster,
     if not self._lock.acquire(blocking=False):
         raise CantDistribute(f"The group is busy: {self.running}")
     try:
-        if self.pids: self._check_alive()
+        if self.pids and (dead := self.dead()):
+            died = f"Rank {dead[0]} died between two cells. " if self.local.workers else ''
+            self.local.close(0)
+            raise CantDistribute(died+_HAS_ENDED)
         self.running,self.local.see,self.local.live = what,see,live
         out = self.local.run(Job.of(fn, payload), self.n)
     except WorkerError as e:
@@ -236,15 +239,6 @@ def _job(self:Cluster,
         self._lock.release()
     if out.interrupted: raise KeyboardInterrupt
     return out.results
-
-@patch
-def _check_alive(self:Cluster):
-    workers,dead = self.local.workers,self.dead()
-    if workers is None: raise CantDistribute(_HAS_ENDED)
-    if not dead: return
-    err = RankDied(dead[0], workers.procs[dead[0]].exitcode, 'between two cells')
-    self.local.close(0)
-    raise err
 
 # %% ../../nbs/cluster/651_cluster.ipynb #6c24e839
 @patch

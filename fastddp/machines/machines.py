@@ -8,7 +8,6 @@ __all__ = ['HOME', 'differs', 'files_among', 'is_text', 'Machines']
 # %% ../../nbs/machines/614_machines.ipynb #a9ad9e03
 import os, socket, time
 from functools import partial
-from pathlib import Path
 
 from fastcore.basics import patch
 
@@ -22,10 +21,9 @@ from ..launch.local import Local
 from ..launch.probe import all_reduce_seconds
 from ..launch.rank import RankSpec
 from ..launch.report import several
-from .agent import facts
+from .agent import facts, write_files
 from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
-from ..output.notice import Status
 from ..payload.pickling import Payload, load
 from ..payload.shared_memory import Block
 
@@ -179,8 +177,7 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
     except RankRaised as e:
         f = e.failure
         if len(self.counts) < 2 or not is_echo(f): raise
-        said = f.message.split('. ')[0].rpartition('] ')[2]     # gloo's has a place in its source
-        why = f"the network between the machines failed, as it seems: {said}"
+        why = f"the network between the machines failed, as it seems: {f.message}"
         at = [name for name,n in self.counts.items() for _ in range(n)][f.rank]
         err = RankDied(f.rank, why, f.where, e.log, '' if at in HOME else at)
         err.state,err.cut,err.epoch,err.others = e.state,e.cut,e.epoch,e.others
@@ -200,7 +197,6 @@ def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None)
                  for i,r in enumerate(m.ranks)]
         self.workers.submit(m, partial(run_on_machine, self.link_timeout, away), specs,
                             self.cards[m], packed, self._block)
-    self._show_sending(interrupts)
 
 @patch
 def _get_workers(self:Machines, nprocs):
@@ -214,25 +210,11 @@ def _get_workers(self:Machines, nprocs):
     self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
 
 @patch
-def _show_sending(self:Machines, interrupts):
-    "Waits until at most 64 MB are left to send; a line says how many"
-    status = Status()
-    def left(): return sum(m.stream.unsent for m in self.machines if not m.lost())
-    while (n := left()) > 1<<26 and not (interrupts and interrupts.n):
-        status.show(f"sending data to {several(len(self.machines), 'machine')}: "
-                    f"{n/2**30:.1f} GB left")
-        time.sleep(.05)
-    status.show('')
-
-@patch
 def after_success(self:Machines, job):
     "As `Local`; files that rank 0 saved on another machine are written here"
     if found := self.workers.latest.get((0,'files')):
         block,packed = found
-        for files in load(packed.meta, block.read(packed)):
-            for path,data in files.items():
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                Path(path).write_bytes(data)
+        for files in load(packed.meta, block.read(packed)): write_files(files)
     Local.after_success(self, job)
 
 @patch
@@ -245,14 +227,12 @@ def after_failure(self:Machines, job, monitor):
 @patch
 def check_items(self:Machines, datasets):
     "As `Launcher.check_items`: every machine has the files"
-    paths,bad = [o for items in datasets for o in files_among(items)],{}
-    if not paths: return
-    for m in self.machines: m.stream.send('missing', paths)
+    paths,lines = [o for items in datasets for o in files_among(items)],[]
     for m in self.machines:
-        for o in m.wait_for('missing', time.monotonic()+self.start_timeout)[0]:
-            bad.setdefault(o, []).append(m.name)
-    if not bad: return
-    lines = [f"{path} is missing on {', '.join(names)}" for path,names in list(bad.items())[:5]]
+        m.stream.send('missing', paths)
+        missing, = m.wait_for('missing', time.monotonic()+self.start_timeout)
+        if missing: lines.append(f"{m.name} doesn't have {', '.join(missing)}")
+    if not lines: return
     lines.append("The items name these files: copy them there, to the same path, or mount it.")
     raise CantDistribute('\n'.join(lines))
 
@@ -261,15 +241,13 @@ def check_items(self:Machines, datasets):
 def preflight(self:Machines,
     model=None, # Its gradients have to travel in each step: says how long that takes
 ):
-    """All machines as text: versions, GPUs, memory, network card; starts nothing that stays,
+    """All machines as text: versions, GPUs, network card; starts nothing that stays,
     outside of a block"""
     with self:
         n,_ = self.place()
         lines = [f"{self.where}: {', '.join(f'{k} {v}' for k,v in facts()['versions'].items())}"]
         for m in self.machines:
-            o,free = m.facts,(m.facts['free'] or 0)/2**30
-            lines.append(f"{m.name}: {o['gpus']} GPUs, {o['cores']} cores, {free:.1f} GB free, "
-                         f"network card {self.cards[m]}")
+            lines.append(f"{m.name}: {m.facts['gpus']} GPUs, network card {self.cards[m]}")
         if model is not None:
             nbytes = sum(p.numel()*p.element_size() for p in model.parameters() if p.requires_grad)
             mb = max(1, nbytes>>20)

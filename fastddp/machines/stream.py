@@ -37,7 +37,7 @@ class Stream:
         self._greeted,self._got,self._inbox = False,bytearray(),[]
         # the message that is coming, its block, the bytes of it that are there, and all of them
         self._msg,self._block,self._at,self._size = None,None,0,0
-        self._queue,self._taken,self._sent = queue.SimpleQueue(),0,0
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, daemon=True, name='fastddp-stream')
         self._thread.start()
     def fileno(self):
@@ -51,12 +51,11 @@ class Stream:
     ):
         "Sends a message; messages arrive in order"
         file = open(os.dup(block.fd), 'rb', buffering=0) if size else None
-        self._taken += size
         self._queue.put((cloudpickle.dumps((msg, size), protocol=5), file, size))
     @property
     def unsent(self):
-        "Bytes of data that wait to be sent"
-        return self._taken-self._sent
+        "True if messages wait to be sent"
+        return not self._queue.empty()
     def _write_all(self):
         try:
             self._write(GREETING)
@@ -68,7 +67,6 @@ class Stream:
                 for at in range(0, size, _PIECE):
                     data = os.pread(file.fileno(), min(_PIECE, size-at), at)
                     self._write(_frame(data))
-                    self._sent += len(data)
         except OSError: pass        # the reading side says so, too
         finally: self._end()
     # What comes
@@ -124,12 +122,10 @@ class Stream:
         if self._at < self._size: self._at += os.pwrite(self._block.fd, data, self._at)
         else:
             self._msg,self._size = pickle.loads(data)
-            if self._size:
-                self._block,self._at = Block(),0
-                self._block.make_room(self._size)
-            else: self._inbox.append(self._msg)
-            return
-        if self._at == self._size: self._inbox.append((*self._msg, self._block))
+            self._block,self._at = Block() if self._size else None,0
+            if self._block: self._block.make_room(self._size)
+        if self._at < self._size: return
+        self._inbox.append((*self._msg, self._block) if self._block else self._msg)
     def close(self,
         timeout=1., # Seconds for what is not sent yet
     ):
