@@ -327,11 +327,11 @@ class Named(list):
 
 
 def test_preflight(hosts):
-    "What the machines have, and what the gradients of a step cost between them"
-    lines = hosts.preflight(torch.nn.Linear(1000, 1000)).splitlines()
+    "What the machines have"
+    lines = hosts.preflight().splitlines()
     assert lines[0].startswith('2 machines x 2 on the CPU') and f"torch {version('torch')}" in lines[0], lines
     assert [o.split(':')[0] for o in lines[1:3]] == hosts.hosts and all('card eth0' in o for o in lines[1:3]), lines
-    assert lines[3].startswith('An all-reduce of 3 MB of gradients takes ') and len(lines) == 4, lines
+    assert len(lines) == 3, lines
 
 
 

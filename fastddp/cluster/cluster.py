@@ -175,7 +175,7 @@ class Cluster:
         self.app,(self.n,self.gpus) = app,workers_for(None if gpus else nprocs, gpus or [])
         self.local = Standing(gpus=self.gpus, timeout=timeout).__enter__()
         self._lock,self.running = threading.Lock(),''       # what the workers are doing
-        self.last_run = {}      # rank -> first line of the last cell that it ran
+        self.last_run = ''      # first line of the last cell
         self.pids = None        # not before it stands
         atexit.register(self.shutdown)
         try: started = self._job(start_job, APPS[self.app], 'starting')
@@ -262,7 +262,7 @@ def run_cell(self:Cluster,
     if not set(see) & set(on): see = on[:1]     # who runs alone is seen
     title = next((o for o in cell.split('\n') if o.strip()), '')[:60]
     self._job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
-    self.last_run |= dict.fromkeys(on, title)
+    self.last_run = title
 
 @patch
 def run(self:Cluster,
@@ -315,15 +315,14 @@ def pull(self:Cluster,
 @patch
 def stat(self:Cluster):
     """A table as text, a line per rank: rank, pid, device, memory when idle, busy ('yes', 'no' or
-    'dead'), what it runs or ran last"""
+    'dead'), what they run or ran last"""
     running,dead = self.running,self.dead()
     memory = [''] * self.n if running or dead else self._job(memory_job, None, 'stat')
     row = '{:4}  {:8}  {:7}  {:20}  {:4}  {}'.format
     lines = [row('rank', 'pid', 'device', 'memory', 'busy', 'runs')]
     for r,(pid,device) in enumerate(zip(self.pids, self.devices)):
         busy = 'dead' if r in dead else 'yes' if running else 'no'
-        runs = running or self.last_run.get(r, '')
-        lines.append(row(str(r), str(pid), device, memory[r], busy, runs).rstrip())
+        lines.append(row(str(r), str(pid), device, memory[r], busy, running or self.last_run))
     return '\n'.join(lines)
 
 @patch

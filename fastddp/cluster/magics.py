@@ -6,7 +6,7 @@
 __all__ = ['PLACES', 'gpus_of', 'run_in_notebook', 'DipMagics']
 
 # %% ../../nbs/cluster/652_magics.ipynb #0cd54485
-from fastcore.basics import patch
+from fastcore.basics import noop, patch
 from IPython.core.async_helpers import _pseudo_sync_runner
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
@@ -14,6 +14,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from .cluster import APPS, Cluster, default_app
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
+from ..output.notice import shortened
 
 # %% ../../nbs/cluster/652_magics.ipynb #7ae6c5bd
 # where a cell runs: in the group, in the notebook, in both
@@ -31,16 +32,11 @@ def gpus_of(words):
 
 def run_in_notebook(shell, cell, silent=False):
     "Runs a cell in the notebook's own namespace; raises what it raises"
-    shown = []
-    with with_attrs(shell, _showtraceback=lambda etype, e, stb: shown.append(stb)):
+    with with_attrs(shell, _showtraceback=noop):
         coro = shell.run_cell_async(cell, silent=silent,
                                     transformed_cell=shell.transform_cell(cell))
         result = _pseudo_sync_runner(coro)      # the loop is busy: it runs the cell around this one
-    error = result.error_before_exec or result.error_in_exec
-    if error is None: return
-    # IPython's own hook: it asks an exception how it is shown.
-    if shown: error._render_traceback_ = lambda: shown[-1]
-    raise error
+    with shortened(): result.raise_error()
 
 # %% ../../nbs/cluster/652_magics.ipynb #7cf6176c
 @magics_class

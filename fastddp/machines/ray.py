@@ -6,13 +6,13 @@
 __all__ = ['Relay', 'new_relay', 'RelayConnection', 'connect', 'bundles_for', 'Ray']
 
 # %% ../../nbs/machines/616_ray.ipynb #40d4cadb
-import contextlib, math, numbers, os, socket, subprocess, sys, tempfile, threading
+import contextlib, math, numbers, os, socket, subprocess, sys, tempfile, threading, time
 from functools import partial
 
 from ..base.checks import Check, check_all, whole
 from ..base.errors import CantDistribute
 from ..base.scoped import environment
-from .machines import Machines
+from .hosts import Machines
 from .stream import to_fd
 from ..output.notice import Status
 
@@ -40,14 +40,20 @@ class Relay:
         return self.errors.read().decode(errors='replace')
 
 def new_relay(
-    **options, # Where, and with what: as an actor's `options`
+    group, # The placement group
+    i, bundle, # One of its bundles
+    runtime_env, # As for Ray's actors
 ):
     "Starts such an actor"
     import ray
-    from ray import cloudpickle
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    actor = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=2)(Relay)
-    return actor.options(**options).remote()
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    own = {k:v for k,v in bundle.items() if k not in ('GPU','CPU') and k[:5] != 'node:'}
+    where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+    actor = ray.remote(max_restarts=0, max_concurrency=2, num_cpus=bundle.get('CPU', 0),
+                       num_gpus=bundle.get('GPU', 0), resources=own, scheduling_strategy=where,
+                       runtime_env=runtime_env)
+    return actor(Relay).remote()
 
 # %% ../../nbs/machines/616_ray.ipynb #a1ab0b79
 class RelayConnection:
@@ -194,29 +200,25 @@ class Ray(Machines):
         for i,node in placed.items():
             name = 'localhost' if node == home else names[node]
             self._given[name] = math.ceil(bundles[i].get('GPU', 0))
-            env = None if node == home else self.runtime_env
-            conns[name] = partial(RelayConnection, self._actor(i, bundles[i], env))
+            actor = new_relay(self._group, i, bundles[i],
+                              None if node == home else self.runtime_env)
+            conns[name] = partial(RelayConnection, actor)
         return conns
     def _reserve(self, bundles):
         import ray
         how = 'STRICT_SPREAD' if len(bundles) > 1 else 'PACK'
         self._group = ray.util.placement_group(bundles, how)
         asked = f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} each"
-        status = Status()
+        until,status = time.monotonic()+max(self.patience or 0, _SOON),Status()
         if self.patience: status.show(f"{asked}. Waiting for them")
-        try: came = self._group.wait(max(self.patience or 0, _SOON))
+        try:        # Ctrl-C is not heard inside of Ray's wait
+            while not (came := self._group.wait(1)) and time.monotonic() < until: pass
         finally: status.show('')
         if came: return
         free = ray.available_resources()
         free = _words({k: free.get(k, 0) for k in bundles[0]})
         raise CantDistribute(f"{asked}, and others use them: free are {free}. wait= says for how "
                              "many seconds to wait.")
-    def _actor(self, i, bundle, runtime_env):
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-        own = {k:v for k,v in bundle.items() if k not in ('GPU','CPU') and k[:5] != 'node:'}
-        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i)
-        return new_relay(num_cpus=bundle.get('CPU', 0), num_gpus=bundle.get('GPU', 0),
-                         resources=own, scheduling_strategy=where, runtime_env=runtime_env)
     def problem_with(self, m):
         if why := super().problem_with(m): return why
         given,found = self._given[m.name],m.facts['gpus']
