@@ -136,7 +136,8 @@ def test_what_others_use(machines):
     says = 'asked for 2 machines with 2 CPU each, and others use them: free are 0 CPU'
     with pytest.raises(CantDistribute, match=says):
         Ray(per_node=2).place()
-    with pytest.raises(CantDistribute, match=r'0 machines of the cluster have what Ray was asked for \(3 CPU on at least 1'):
+    says = r'0 machines of the cluster have what Ray was asked for \(3 CPU on at least 1'
+    with pytest.raises(CantDistribute, match=says):
         Ray(per_node=3).place()
 
 

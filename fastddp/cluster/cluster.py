@@ -91,7 +91,8 @@ def _with_lists(self):
 
 @contextlib.contextmanager
 def with_lists():
-    "Inside, lists that a class of fastai's keeps out of its pickles (`_stateattrs`) are pickled too"
+    """Inside, lists that a class of fastai's keeps out of its pickles (`_stateattrs`) are pickled
+    too"""
     Stateful.__getstate__ = _with_lists
     try: yield
     finally: Stateful.__getstate__ = _getstate

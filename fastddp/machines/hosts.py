@@ -179,7 +179,8 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
         why = f"the network between the machines failed, as it seems: {f.message}"
         at = [name for name,n in self.counts.items() for _ in range(n)][f.rank]
         err = RankDied(f.rank, why, f.where, e.log, '' if at in HOME else at)
-        err.state,err.cut,err.epoch,err.others = e.state,e.cut,e.epoch,e.others
+        err.state,err.cut = e.state,e.cut
+        err.epoch,err.others = e.epoch,e.others
     raise err
 
 @patch

@@ -46,7 +46,8 @@ class Machine:
         "As `Stream.answer`; raises `CantDistribute` when the message doesn't come"
         res = self.stream.answer(what, until)
         if res is not None: return res
-        raise CantDistribute(f"{self.name} doesn't answer any more: {self.lost() or 'no time left'}")
+        why = self.lost() or 'no time left'
+        raise CantDistribute(f"{self.name} doesn't answer any more: {why}")
     def close(self,
         grace=2., # Seconds for the agent to end by itself
     ):
@@ -105,9 +106,10 @@ class RemoteWorkers:
             if what == 'failed': values = [values[0]._replace(at=time.time())]
             return r, what, *values
         if what == 'put':
-            r,kind,packed,*block = values       # without, where there is no data
+            r,kind,*rest = values
+            packed,block = rest if len(rest) == 2 else (*rest, Block())     # there is no data
             if old := self.latest.get((r,kind)): old[0].close()
-            self.latest[r,kind] = block[0] if block else Block(), packed
+            self.latest[r,kind] = block,packed
             return r, 'put', kind
         if what == 'beats':
             now = time.monotonic()

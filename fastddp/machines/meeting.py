@@ -56,8 +56,8 @@ def reached(
     here,own = cards(),next(iter(cards(only)), '')
     source,res = (own, 0) if only else None,{}
     for addr,port in offers:
-        with contextlib.suppress(OSError), socket.create_connection((addr, port), 5, source) as conn:
-            if conn.recv(len(token)) == token: res[addr] = here.get(conn.getsockname()[0], 'lo')
+        with contextlib.suppress(OSError), socket.create_connection((addr, port), 5, source) as s:
+            if s.recv(len(token)) == token: res[addr] = here.get(s.getsockname()[0], 'lo')
     return res
 
 # %% ../../nbs/machines/611_meeting.ipynb #35b0dd78

@@ -111,8 +111,7 @@ def connect(
         if address not in ('auto','local'):     # Ray itself would try for many minutes
             host,_,port = address.rpartition(':')
             socket.create_connection((host.strip('[]'), int(port)), 10).close()
-        with environment(PYTHONBREAKPOINT=None):
-            ray.init(address, log_to_driver=False, configure_logging=False)
+        ray.init(address, log_to_driver=False, configure_logging=False)
     except (OSError,RuntimeError,ValueError) as e:
         ray.shutdown()
         raise CantDistribute(
@@ -184,7 +183,8 @@ class Ray(Machines):
         self._given = {}            # name of a machine -> GPUs that Ray gave there
     def connections(self, on_cpu):
         "Reserves resources, and starts an actor on each of the machines"
-        self._connected = connect(self.cluster)
+        with environment(PYTHONBREAKPOINT=None, RAY_CLIENT_MODE=None):
+            self._connected = connect(self.cluster)
         import ray
         home = ray.get_runtime_context().get_node_id()
         nodes = [o for o in ray.nodes()
