@@ -1840,6 +1840,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastddp.machines.ray.Relay': ('machines/ray.html#relay', 'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.Relay.__init__': ( 'machines/ray.html#relay.__init__',
                                                                                'fastddp/machines/ray.py'),
+                                      'fastddp.machines.ray.Relay.end': ('machines/ray.html#relay.end', 'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.Relay.read': ('machines/ray.html#relay.read', 'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.Relay.said': ('machines/ray.html#relay.said', 'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.Relay.write': ('machines/ray.html#relay.write', 'fastddp/machines/ray.py'),

@@ -31,6 +31,9 @@ class Relay:
         "Gives it to the agent"
         self.proc.stdin.write(frame)
         self.proc.stdin.flush()
+    def end(self):
+        "No more comes: the agent ends"
+        self.proc.stdin.close()
     def read(self):
         "What the agent says, as soon as it says something; nothing when it has ended"
         return self.proc.stdout.read1(1<<20)
@@ -76,15 +79,16 @@ class RelayConnection:
         import ray
         try: ray.get(self.actor.write.remote(frame))
         except Exception as e: raise OSError(str(e)) from None
-    def end(self): "The actor's end is the agent's"
+    def end(self): self.actor.end.remote()
     def said(self):
         "What didn't come from the agent"
         return self._said
     def close(self,
-        seconds, # That it has to end by itself: the actor's end is the agent's
+        seconds, # That it has to end by itself
     ):
         "Ends the actor, and with it the agent"
         import ray
+        self._thread.join(seconds)
         with contextlib.suppress(Exception): ray.kill(self.actor)       # the cluster may be gone
         self._thread.join(10)
 
