@@ -1365,7 +1365,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastddp.launch.local.Local._run_once': ( 'launch/local.html#local._run_once',
                                                                                 'fastddp/launch/local.py'),
                                       'fastddp.launch.local.Local._specs': ('launch/local.html#local._specs', 'fastddp/launch/local.py'),
-                                      'fastddp.launch.local.Local._stay': ('launch/local.html#local._stay', 'fastddp/launch/local.py'),
                                       'fastddp.launch.local.Local._turn': ('launch/local.html#local._turn', 'fastddp/launch/local.py'),
                                       'fastddp.launch.local.Local._warm': ('launch/local.html#local._warm', 'fastddp/launch/local.py'),
                                       'fastddp.launch.local.Local.after_failure': ( 'launch/local.html#local.after_failure',

@@ -144,7 +144,7 @@ def doctor(
     f = facts()
     if f['distributed']: f['all_reduce'] = _all_reduce(max(f['visible'], 2), seconds)
     print(page(f))
-    print(_output('nvidia-smi', 'topo', '-m'))
+    print(_output('nvidia-smi', 'topo', '-m'), end='')
     return [name for name,_ in traps(f)]
 
 # %% ../nbs/904_doctor.ipynb #43429582

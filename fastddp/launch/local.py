@@ -6,8 +6,7 @@
 __all__ = ['Local', 'all_reduce_seconds', 'start_workers']
 
 # %% ../../nbs/launch/505_local.ipynb #c9644ce0
-import contextlib, os, sys, threading, time
-from glob import glob
+import contextlib, os, threading, time
 
 import torch
 from fastcore.basics import patch
@@ -20,7 +19,7 @@ from ..base.errors import RankRaised, WorkerError
 from .rank import (RankSpec, could_not_connect, join_early, notebook_settings,
                                  run_on_rank)
 from ..output.notice import Status, print_line, several
-from ..output.replay import display_settings, frontend
+from ..output.replay import display_settings
 from ..base.device import accelerator, device_module, is_accelerator, visible_cores
 from .report import Report
 from ..payload.pickling import Payload
@@ -62,9 +61,7 @@ class Local(Launcher):
     def leave(self):
         "Leaves all blocks: its processes end"
         self._blocks = 0
-        with self._busy:    # a call of another thread may have its turn
-            self._stay()
-            self.close()
+        with self._turn(Interrupts()): self.close()
     def close(self,
         grace=2., # Seconds that processes have to end by themselves
     ):
@@ -80,30 +77,27 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
     """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises
     `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
     with rank 0's newest state as their `state`"""
-    interrupts,timings = Interrupts(),Report()
-    with interrupts.noted(), self._turn(interrupts, timings.mark):
-        if self.is_unproven(nprocs): self.prove(nprocs)
-        self._stay()
+    with (interrupts := Interrupts()).noted(), self._turn(interrupts):
+        if self.is_unproven(nprocs): self.prove(nprocs, interrupts)
         try: outcome = self._run_once(job, nprocs, on_event, interrupts)
         except RankRaised as e:
             # no rank has begun the job
             if not could_not_connect(e.failure): raise
             outcome = self._run_once(job, nprocs, on_event, interrupts)
         self.after_success(job)
-    marks = *timings.marks, *outcome.marks
-    return outcome._replace(interrupted=bool(interrupts.n), marks=marks)
+    return outcome._replace(interrupted=bool(interrupts.n))
 
 @patch
 def _run_once(self:Local, job, nprocs, on_event, interrupts):
-    timings,monitor = Report(),None
+    report,monitor = Report(),None
     try:
-        self.submit(job, nprocs, interrupts, timings.mark)
+        self.submit(job, nprocs, interrupts, report.mark)
         monitor = Monitor(self, on_event, interrupts)
         outcome = monitor.wait()
     except BaseException:
         self.after_failure(job, monitor)
         raise
-    return outcome._replace(marks=(*timings.marks, *outcome.marks))
+    return outcome._replace(marks=(*report.marks, *outcome.marks))
 
 # %% ../../nbs/launch/505_local.ipynb #886a3e9a
 def all_reduce_seconds(
@@ -137,12 +131,13 @@ def is_unproven(self:Local, nprocs):
     return tuple(gpus) not in _proven
 
 @patch
-def prove(self:Local, nprocs):
+def prove(self:Local, nprocs, interrupts):
     """Has the workers exchange a megabyte; if they can't, they go on without P2P, and one line says
     so"""
     _proven.add(tuple(self._gpus(nprocs) or ()))
-    with self, with_attrs(self, timeout=_PATIENCE):      # they stay for the job
-        try: self.run(Job.of(all_reduce_seconds, (1,)), nprocs)
+    job = Job.of(all_reduce_seconds, (1,))
+    with with_attrs(self, timeout=_PATIENCE):
+        try: self._run_once(job, nprocs, lambda rank,e: None, interrupts)
         except WorkerError as e:
             _env['NCCL_P2P_DISABLE'] = '1'
             print_line(f"The GPUs can't exchange data directly ({type(e).__name__}): workers use "
@@ -151,21 +146,21 @@ def prove(self:Local, nprocs):
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch
 @contextlib.contextmanager
-def _turn(self:Local, interrupts, mark):
-    "Inside, no other thread's call runs on these workers"
-    if not self._busy.acquire(blocking=False):
-        while not self._busy.acquire(timeout=.1):
-            if interrupts.n: raise KeyboardInterrupt
-        mark('turn')
-    try: yield
+def _turn(self:Local, interrupts):
+    "Inside, no other thread's call runs on these workers, and idle ones don't leave"
+    while not self._busy.acquire(timeout=.1):
+        if interrupts.n: raise KeyboardInterrupt
+    try:
+        if self._timer: self._timer.cancel()
+        self._timer = None
+        yield
     finally: self._busy.release()
 
 @patch
 def prepare(self:Local, nprocs):
     "As `Launcher.prepare`"
-    with (interrupts := Interrupts()).noted(), self._turn(interrupts, lambda phase: None):
-        if not self.places:
-            self._get_workers([*range(nprocs)], nprocs, interrupts, lambda phase: None)
+    with (interrupts := Interrupts()).noted(), self._turn(interrupts):
+        if not self.places: self._get_workers(nprocs, interrupts)
 
 @patch
 def submit(self:Local,
@@ -175,7 +170,7 @@ def submit(self:Local,
     mark=lambda phase: None, # Called when a phase of the start ends
 ):
     "Gets workers for a job and gives it to them"
-    self._get_workers([*range(nprocs)], nprocs, interrupts or Interrupts(), mark)
+    self._get_workers(nprocs, interrupts or Interrupts(), mark)
     new = self._rendezvous is None
     specs,env = self._specs(nprocs, job.work),dict(_env, LOCAL_WORLD_SIZE=str(nprocs))
     if new and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
@@ -183,8 +178,9 @@ def submit(self:Local,
     self.workers.submit(run_on_rank, packed, self._block, specs, **env)
 
 @patch
-def _get_workers(self:Local, ranks, nprocs, interrupts, mark):
+def _get_workers(self:Local, nprocs, interrupts, mark=lambda phase: None):
     "Workers that fit: those of the last job, or new ones"
+    ranks = [*range(nprocs)]
     if self._block is None: self._block = Block()
     if self.workers and not self.workers.are(ranks):
         self.workers.stop()
@@ -195,12 +191,8 @@ def _get_workers(self:Local, ranks, nprocs, interrupts, mark):
 # %% ../../nbs/launch/505_local.ipynb #49cd4296
 def _new_workers(ranks, interrupts, mark, first):
     "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
-    what,status = f"starting {several(len(ranks), 'worker')}",Status()
-    if is_new():
-        here = 'kernel' if frontend() == 'notebook' else 'process'
-        libraries = ' and '.join(o for o in ('torch','fastai') if o in sys.modules)
-        what += f" (first time in this {here}: importing {libraries})"
-    what += " ..."
+    first_time = " (first time in this kernel: importing torch and fastai)" if is_new() else ''
+    what,status = f"starting {several(len(ranks), 'worker')}{first_time} ...",Status()
     def waiting(secs):
         if interrupts.n: raise KeyboardInterrupt
         if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
@@ -236,9 +228,9 @@ def after_success(self:Local, job):
     "Warm workers stay for a while, others end"
     if not self._warm: return self.close()
     self.workers.forget()
-    self._timer = timer = threading.Timer(self.idle, lambda: self._leave(timer))
-    timer.daemon = True
-    timer.start()
+    self._timer = threading.Timer(self.idle, self._leave)
+    self._timer.daemon = True
+    self._timer.start()
 
 @patch
 def after_failure(self:Local, job, monitor):
@@ -247,15 +239,10 @@ def after_failure(self:Local, job, monitor):
 
 # %% ../../nbs/launch/505_local.ipynb #d48f6149
 @patch
-def _leave(self:Local, timer):
+def _leave(self:Local):
+    "Called by the timer"
     with self._busy:
-        if self._timer is timer: self.close()
-
-@patch
-def _stay(self:Local):
-    "Workers don't leave now: they are needed, or will be ended"
-    if self._timer: self._timer.cancel()
-    self._timer = None
+        if self._timer is threading.current_thread(): self.close()
 
 # %% ../../nbs/launch/505_local.ipynb #1d2e968c
 @patch
@@ -271,8 +258,6 @@ def _specs(self:Local, nprocs, work):
     backend = self.backend
     if backend is None: backend = group.backend_for('cpu' if gpus[0] is None else accelerator())
     if self._rendezvous is None:
-        for o in glob(os.path.join(self.workers.dir, 'rendezvous-*')):
-            with contextlib.suppress(OSError): os.unlink(o)
         self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
     threads,settings = self.threads or max(1, visible_cores()//nprocs),self.settings()
     def spec(r):

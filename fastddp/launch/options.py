@@ -7,9 +7,7 @@ __all__ = ['CHECKS', 'RAISES', 'ITEMS', 'check_method', 'no_attribute', 'comment
            'local_reason', 'in_launched_group', 'engine_for', 'nested']
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
-import contextlib, inspect, os
-
-from fastcore.docments import docments
+import contextlib, inspect, os, re
 
 from ..base import group
 from ..base.checks import (SEE, Check, bound, check_all, flag, is_list, is_whole, near,
@@ -71,9 +69,12 @@ def no_attribute(learn, name):
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
 def comments_of(fn):
     "Parameter -> the comment beside it; empty without the source of `fn`"
-    try: found = docments(fn, returns=False)
+    try: source = inspect.getsource(fn)
     except (OSError,TypeError): return {}
-    return {k:comment for k,comment in found.items() if comment}
+    head = re.split(r'\n\)|\):', source)[0]     # the signature
+    def beside(k): return re.search(rf'(?:^|[(,])\s*\**{k}\b[^#\n]*# *(.*)$', head, re.M)
+    found = {k:beside(k) for k in inspect.signature(fn).parameters}
+    return {k:m[1] for k,m in found.items() if m}
 
 def list_params(
     params, # `inspect.Parameter`s

@@ -16,7 +16,6 @@ from ..output.notice import several
 # %% ../../nbs/launch/504_report.ipynb #48c80a5d
 PHASES = {
     'snapshot': "learner and data pickled in the notebook",
-    'turn': "calls of other threads on the same workers",
     'helper': "the helper process got ready and forked the first worker",
     'fork': "the other workers",
     'ship': "buffers written into shared memory, until rank 0 began the job",
@@ -147,10 +146,8 @@ def banner(n, gpus, total, steps=None, where=None):
     return f"{who} x batch {each} = {total} per step{per_epoch}"
 
 # %% ../../nbs/launch/504_report.ipynb #6e3b0f27
-_START = dict(failed='runs that failed', snapshot='snapshot', turn='other calls',
-              helper='helper process',
-              fork='other workers',
-              ship='shared memory', join='process group', load='loading')
+_START = dict(failed='runs that failed', snapshot='snapshot', helper='helper process',
+              fork='other workers', ship='shared memory', join='process group', load='loading')
 
 def start_of(timings, begun):
     """How long it took until the first batch, at the time `begun`; after a second or more also what
