@@ -175,6 +175,21 @@ def test_a_closure_means_the_twin(two):
     assert same(weights(here), weights(there))
 
 
+def test_a_plain_fit_beside_a_thread(two):
+    "A block belongs to its thread: a fit in another one is refused, and names who trains"
+    learn, began, errors = learner(cbs=[Slow()]), threading.Event(), []
+    def train():
+        try: learn.distrib_fit(3, **two)
+        except BaseException as e: errors.append(e)
+    thread = threading.Thread(target=train, name='night')
+    thread.start()
+    until(lambda: 'distrib_session' in vars(learn))
+    with pytest.raises(CantDistribute, match='night has this learner on workers'): learn.fit(1)
+    thread.join(60)
+    assert not errors and len(learn.recorder.values) == 3
+    assert not hasattr(type(learn).fit, '__wrapped__')
+
+
 def rest(ctx, obj):
     began = time.time()
     time.sleep(obj)
