@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from .base import group
-from .base.device import accelerator, n_gpus, numa_nodes, visible_cores
+from .base.device import (accelerator, device_module, n_gpus, numa_nodes,
+                                 visible_cores)
 from .base.errors import WorkerError
 from .launch.engine import Job
 from .launch.local import Local, all_reduce_seconds
@@ -43,9 +44,8 @@ def _gpus():
 
 def _have_peers():
     "True if each GPU says that it reaches the memory of each other one"
-    if accelerator() != 'cuda': return False
-    gpus = range(n_gpus())
-    return all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
+    reaches,gpus = getattr(device_module(), 'can_device_access_peer', None),range(n_gpus())
+    return reaches is None or all(reaches(a, b) for a in gpus for b in gpus if a != b)
 
 def facts():
     "What is known of this machine, without starting anything: a dict"
@@ -53,7 +53,8 @@ def facts():
     versions = dict(python=platform.python_version(), torch=torch.__version__)
     versions |= {name:v for name,v in installed if name in ('fastai','fastddp')}
     versions[accelerator()] = getattr(torch.version, accelerator(), None)
-    if torch.cuda.is_available(): versions['NCCL'] = '.'.join(map(str, torch.cuda.nccl.version()))
+    if n_gpus() and hasattr(device_module(), 'nccl'):
+        versions['NCCL'] = '.'.join(map(str, device_module().nccl.version()))
     cpus = Path('/proc/cpuinfo')
     return dict(
         versions=versions, torches=sum(name == 'torch' for name,_ in installed),

@@ -112,7 +112,8 @@ class Report:
     def _repr_html_(self):
         phases = [f"{k} {secs:.1f} s" for k,secs in self.phases.items()]
         text = [html.escape(o) for o in (*self.headlines(), ', '.join(phases), *self.facts())]
-        return f'<div style="max-width:720px;line-height:1.5">{"<br>".join(text)}{self._bars()}</div>'
+        return ('<div style="max-width:720px;line-height:1.5">'
+                f'{"<br>".join(text)}{self._bars()}</div>')
     def _bars(self):
         "A stacked bar for each rank, and what its colours mean"
         bars,res = self.bars(),[]
