@@ -6,7 +6,7 @@
 __all__ = ['facts', 'traps', 'page', 'doctor']
 
 # %% ../nbs/904_doctor.ipynb #f8127d16
-import os, platform, resource, shutil, subprocess, sys, types
+import contextlib, os, platform, resource, shutil, subprocess, sys, types
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -53,8 +53,10 @@ def facts():
     versions = dict(python=platform.python_version(), torch=torch.__version__)
     versions |= {name:v for name,v in installed if name in ('fastai','fastddp')}
     versions[accelerator()] = getattr(torch.version, accelerator(), None)
-    if n_gpus() and hasattr(device_module(), 'nccl'):
-        versions['NCCL'] = '.'.join(map(str, device_module().nccl.version()))
+    if n_gpus():
+        # other kinds of accelerators have no NCCL
+        with contextlib.suppress(AttributeError):
+            versions['NCCL'] = '.'.join(map(str, device_module().nccl.version()))
     cpus = Path('/proc/cpuinfo')
     return dict(
         versions=versions, torches=sum(name == 'torch' for name,_ in installed),
