@@ -206,8 +206,8 @@ def test_a_rank_hangs(hosts, shared):
     try:
         with pytest.raises(GroupTimeout) as caught: learn.distrib_fit(3, nprocs=4, launcher=hosts)
     finally: hosts.timeout = None
-    assert caught.value.rank == 3 and 'stopped by a signal' in str(caught.value)
-    assert re.search('Rank 0, epoch 1, batch 1:\n(Current t|T)hread', str(caught.value))
+    assert caught.value.rank == 3 and 'does not react' in str(caught.value)
+    assert re.search(r'Rank 0, epoch 1, batch 1:\n  (\.\.\.|File)', str(caught.value))
 
 
 class CutsTheLink(OneFault):

@@ -51,7 +51,7 @@ from IPython.core.interactiveshell import InteractiveShell
 def run(cell): exec(cell, globals())
 typed = InteractiveShell.instance().run_cell if {interactive} else run
 
-def helper(): return getattr(sys.modules.get('fastddp.process.helper'), 'helper_pid', lambda: None)()
+def helper(): return getattr(sys.modules.get('fastddp.process.helper'), '_helper', None)
 
 class Notes:
     "Whether there is a helper when a library is imported"
@@ -161,17 +161,23 @@ def test_what_the_system_refuses(refused):
     works()
 
 
+def end_helper():
+    process = helper.ensure_helper().popen
+    process.kill()
+    process.wait()
+
+
 @pytest.mark.full
 def test_a_long_path_of_the_temporary_folder(monkeypatch):
     "A socket's can't be that long; ours have none"
     works()
-    helper.end_helper()
+    end_helper()
     folder = Path(tempfile.mkdtemp(), 'x'*100)
     folder.mkdir()
     try:
         monkeypatch.setattr(tempfile, 'tempdir', str(folder))
         works()
-        helper.end_helper()
+        end_helper()
         assert [*folder.iterdir()] == []
     finally: shutil.rmtree(folder.parent)
 
@@ -197,7 +203,7 @@ def kills_the_helper(ctx, pid):
 def test_a_helper_that_dies_is_named():
     works()
     with pytest.raises(RankDied, match='helper process was killed'):
-        Local(gpus=[]).run(Job.of(kills_the_helper, helper.helper_pid()), 2)
+        Local(gpus=[]).run(Job.of(kills_the_helper, helper.ensure_helper().popen.pid), 2)
     works()
 
 

@@ -7,9 +7,15 @@ import psutil
 GRACE = 5.   # seconds for a process that is on its way out
 
 
+def helper_pid():
+    "Of fastddp's helper process, or None"
+    helper = getattr(sys.modules.get('fastddp.process.helper'), '_helper', None)
+    return helper and helper.popen.pid
+
+
 def helper_pids():
     "Pids of the helper processes that may stay: ours, and multiprocessing's fork server and resource tracker"
-    pids = {getattr(sys.modules.get('fastddp.process.helper'), 'helper_pid', lambda: None)()}
+    pids = {helper_pid()}
     server = getattr(sys.modules.get('multiprocessing.forkserver'), '_forkserver', None)
     tracker = getattr(sys.modules.get('multiprocessing.resource_tracker'), '_resource_tracker', None)
     pids |= {getattr(server, '_forkserver_pid', None), getattr(tracker, '_pid', None)}

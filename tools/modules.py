@@ -45,7 +45,7 @@ TESTS = {
     'fastai2/metrics': 'same_answer/test_metrics.py', 'fastai2/step': 'same_answer/test_trials.py',
     'fastai2/callbacks': 'apps/test_callbacks.py', 'fastai2/snapshot': 'comes_back/test_comes_back.py',
     'fastai2/resume': 'comes_back/test_resume.py',
-    'fastai2/inference': 'test_inference.py', 'fastai2/rank0': 'apps/test_callbacks.py',
+    'fastai2/as_one': 'test_inference.py',
     'fastai2/session': 'comes_back/test_warm.py', 'fastai2/learner': 'test_shift_tab.py',
     'fastai2/check': 'same_answer/test_check.py', 'fastai2/clock': 'test_report.py',
     'fastai1': 'v1/test_v1_fit.py',

@@ -58,7 +58,6 @@ def item_name(
     "The path or text of item `i`, or '' if `ds` has none"
     try:
         while hasattr(ds, 'indices'): ds,i = ds.dataset,ds.indices[i]   # torch's `Subset`
-        if hasattr(getattr(ds, 'x', None), 'items'): ds = ds.x          # fastai 1
         name = next(o for o in ('items','samples','paths','files') if hasattr(ds, o))
         item = getattr(ds, name)[i]
         if isinstance(item, (tuple,list)): item = item[0]
@@ -66,18 +65,17 @@ def item_name(
     except Exception: return ''
 
 # %% ../../nbs/base/000_failure.ipynb #ed28a16e
-_LIBRARY = tuple(os.path.realpath(sysconfig.get_paths()[k]) for k in ('stdlib','purelib','platlib'))
-_OURS = ''      # folder of this package; unknown in a notebook
-if '__file__' in globals(): _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+_LIBRARY = [os.path.realpath(sysconfig.get_paths()[k]) for k in ('stdlib','purelib','platlib')]
+# this package, which is unknown in a notebook
+if '__file__' in globals():
+    _LIBRARY.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 def is_user_file(file):
     "True if `file` is a cell, a script or a module of the user's"
     if file.startswith('<frozen') or file == '<string>': return False
     path = os.path.realpath(file)
     in_library = any(path.startswith(o+os.sep) for o in _LIBRARY)
-    return not (in_library or 'site-packages' in path.split(os.sep) or _is_ours(path))
-
-def _is_ours(path): return bool(_OURS) and path.startswith(_OURS+os.sep)
+    return not (in_library or 'site-packages' in path.split(os.sep))
 
 # %% ../../nbs/base/000_failure.ipynb #3ece4c31
 def user_lines(
@@ -164,9 +162,9 @@ def _message(exc):
     try: return cut(str(exc), _MOST_TEXT)
     except BaseException as e: return f"<its __str__ raises {type(e).__name__}>"
 
-def _formatted(exc, tb):
-    try: return cut(''.join(traceback.format_exception(type(exc), exc, tb)), _MOST_TEXT)
-    except BaseException: return ''.join(traceback.format_tb(tb))
+def _formatted(exc):
+    try: return cut(''.join(traceback.format_exception(exc)), _MOST_TEXT)
+    except BaseException: return ''.join(traceback.format_tb(exc.__traceback__))
 
 # %% ../../nbs/base/000_failure.ipynb #66bf1376
 _WRAPPED = re.compile(r'Caught (\w+) in (DataLoader worker process \d+)\.\n'
@@ -199,14 +197,9 @@ def failure_of(
     items=(),     # `(index, name)` of the items of the batch at hand
 ):
     "The `Failure` that describes `exc`"
-    inner = tb = exc.__traceback__
-    # our own frames at the beginning are left out
-    while inner is not None and _is_ours(os.path.realpath(inner.tb_frame.f_code.co_filename)):
-        inner = inner.tb_next
-    # one in the syntax of a cell has no others
-    tb = inner or (None if isinstance(exc, SyntaxError) else tb)
-    frames = tuple((f.filename, f.lineno, f.name) for f in traceback.extract_tb(tb))
-    kind,message,text = type(exc).__name__,_message(exc),_formatted(exc, tb)
+    trace = traceback.extract_tb(exc.__traceback__)
+    frames = tuple((f.filename, f.lineno, f.name) for f in trace)
+    kind,message,text = type(exc).__name__,_message(exc),_formatted(exc)
     if found := _from_loader(message):
         process,*said = found
         kind,message,text = said

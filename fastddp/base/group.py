@@ -82,19 +82,9 @@ def _keep(*tensors):
 
 # %% ../../nbs/base/009_group.ipynb #dff8d589
 joined = False          # True between `rendezvous.join` and `leave`
-_left_behind = False    # True in a fork of a rank, which has its connections but not its threads
-
-def _note_fork():
-    global _left_behind
-    _left_behind = in_group()
-
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_note_fork)
 
 def check_group():
-    """Raise where a collective would hang: in a fork of a rank, and after user code destroyed the
-    group"""
-    if _left_behind:
-        raise RuntimeError("This process was forked from a rank, and is in no group itself.")
+    "Raise where a collective would hang, after user code destroyed the group"
     if joined and not in_group():
         raise RuntimeError("The process group was destroyed while it was needed. Remove "
                            "torch.distributed.destroy_process_group(): fastddp calls it.")

@@ -8,7 +8,7 @@ __all__ = ['as_left', 'start_job', 'cell_job', 'with_lists', 'push_job', 'pull_j
 # %% ../../nbs/cluster/650_cells.ipynb #5277d2ef
 import contextlib, os, pickle, sys, types
 
-from fastcore.basics import Stateful
+from fastcore.basics import Stateful, noop
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute
@@ -55,7 +55,7 @@ def cell_job(
     from IPython.core import page
     ctx.where,shell,name = '',get_ipython(),obj['name']
     with as_left(ctx, obj['on']) as ns:
-        shell.tells_errors = False      # the exception does
+        shell._showtraceback = noop     # the exception tells it
         shell.displayhook.label = f'Out[{ctx.rank}:{shell.execution_count}]: '
         if name: shell.compile.get_code_name = lambda *_: name
         shell.set_hook('show_in_pager', page.as_hook(page.display_page))

@@ -23,7 +23,7 @@ from ..shard.gradients import DDP_CHECKS
 from .jobs import in_place, train_in_place
 from .resume import (EVERY, Checkpoints, UserCall, call_from, cut_off_call,
                                     resume_points, seconds_of)
-from .rank0 import wants_no_lines
+from .as_one import wants_no_lines
 from .session import Session, reports
 from .snapshot import apply, baseline, capture, persistent_refs, twin
 from ..launch.background import BackgroundJob, refuse_busy
@@ -32,7 +32,7 @@ from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_
                                     no_attribute)
 from ..launch.session import block
 from ..payload.pickling import dumped_instead
-from ..payload.state import opt_tensors, own_copy
+from ..payload.state import fingerprint, opt_tensors, own_copy
 from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d
@@ -99,12 +99,10 @@ def _missing(self, k):
 Learner.__getattr__ = _missing
 
 # %% ../../nbs/fastai2/730_learner.ipynb #943cdbd9
-def _sums(learn):
+def _mark(learn):
     "What changes with each weight and the optimizer's state"
     ts = [*learn.model.parameters(), *opt_tensors(learn.opt)]
-    # as text, in which nan is nan
-    return repr([(float(t.detach().double().sum()), float(t.detach().double().square().sum()))
-                 for t in ts])
+    return fingerprint([t.detach() for t in ts])
 
 def _with_args(user_call, args, kwargs):
     res = copy.copy(user_call)
@@ -129,7 +127,7 @@ class LearnerJob(BackgroundJob):
         self.twins_cbs,self.epoch = given['cbs'],None
         self.refs = persistent_refs(self.twin, self.twins_cbs)
         self.base = baseline(self.twin, self.twins_cbs, self.refs)
-        self.sums,self.block = _sums(learn),contextlib.ExitStack()
+        self.mark,self.block = _mark(learn),contextlib.ExitStack()
 
 # %% ../../nbs/fastai2/730_learner.ipynb #040c6e14
 @patch
@@ -141,16 +139,14 @@ def _open(self:LearnerJob):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "
                                  "call has none. nprocs=2 starts two on the CPU.")
         session = fit.__self__
-        session.on_epoch.append(self._keep_epoch)
+        def keep_epoch(call, e):
+            if not call.iterations: self.epoch = call, own_copy(*e)
+        session.on_epoch.append(keep_epoch)
         session.launcher.prepare(session.n)
         if not getattr(session.launcher, 'places', True): self.gpus = tuple(session.gpus or ())
         def refuse(*args, **kwargs): refuse_busy(self.of)
         if self.trains: stack.enter_context(with_attrs(self.of, fit=refuse))
         self.block = stack.pop_all()
-
-@patch
-def _keep_epoch(self:LearnerJob, call, e):
-    if not call.iterations: self.epoch = call, own_copy(*e)
 
 @patch
 def _call(self:LearnerJob):
@@ -164,7 +160,7 @@ def _target(self:LearnerJob, into, force):
     learn = into or self.of
     if not self.trains: return learn
     if not learn.opt: learn.create_opt()
-    if into is None and not force and _sums(learn) != self.sums:
+    if into is None and not force and _mark(learn) != self.mark:
         raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were changed "
                              "since it began, or since the last pull(). force=True overwrites "
                              "them; into=other puts the result into another learner.")
@@ -180,7 +176,7 @@ def pull(self:LearnerJob,
     if self.epoch is None: raise CantDistribute(f"{self.title()}: no epoch is complete yet.")
     learn,(call,state) = self._target(into, force),self.epoch
     with streams_apart(): apply(learn, call.cbs, *state)
-    if into is None: self.sums = _sums(learn)
+    if into is None: self.mark = _mark(learn)
 
 @patch
 def bring(self:LearnerJob, into=None, force=False):

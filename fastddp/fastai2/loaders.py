@@ -207,7 +207,7 @@ def global_bs(dl,         # A loader
               batch='per_worker' # Batch size of one worker, or the 'global' one
 ):
     "Items of a full global batch, or None where a batch sampler decides"
-    bs = torch_bs(dl) if isinstance(dl, TorchLoader) else dl.bs
+    bs = torch_bs(dl) if isinstance(dl, TorchLoader) else getattr(dl, 'bs', None)
     return global_batch_size(bs, world_size, batch)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #07238585

@@ -7,7 +7,7 @@ __all__ = ['user_calls', 'resume_points', 'EVERY', 'facts_of', 'UserCall', 'chec
            'checkpoint_path', 'write', 'read', 'Checkpoints', 'call_from', 'dropped_lists', 'ResumeFit']
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import functools, json, os, pickle, re, time, warnings, weakref
+import json, os, pickle, re, time, warnings, weakref
 from pathlib import Path
 
 from fastai.callback.core import Callback, CancelEpochException
@@ -17,7 +17,7 @@ from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from .snapshot import STAY, all_cbs, apply, baseline, capture, persistent_refs
-from ..payload.pickling import dump, load
+from ..payload.pickling import copied, dump, load
 from ..payload.state import model_tensors, own_copy, picklable_attrs
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
@@ -34,12 +34,6 @@ def _weakly(o):
     "A function that returns `o` without keeping it alive: nearly every part refers to the learner"
     try: return weakref.ref(o)
     except TypeError: return lambda: o      # a list, say
-
-def _state_of(learn, cbs, definitions):
-    "The learner as it is, in the form in which workers send it"
-    p = capture(learn, cbs, baseline(learn, cbs, definitions=definitions),
-                CommonRNG.capture().state())
-    return own_copy(p.meta, p.buffers)
 
 class UserCall:
     "A call of the user's, with the fits that it makes, and where one of them was cut off"
@@ -77,7 +71,10 @@ class UserCall:
     ):
         "`distrib_resume` goes on from here, with the current streams and loaders"
         self.done,self.at_end,self.first = self.fits-1,epoch is not None,first
-        self.state = own_copy(*epoch) if epoch else _state_of(learn, cbs, definitions)
+        if epoch is None:       # in the form in which workers send it
+            base = baseline(learn, cbs, definitions=definitions)
+            epoch = capture(learn, cbs, base, CommonRNG.capture().state())
+        self.state = own_copy(*epoch)
         self.facts,self.definitions = facts_of(learn),[*map(_weakly, definitions)]
         resume_points[learn] = self
     def complete(self, learn):
@@ -191,9 +188,11 @@ class ResumeFit(Callback):
         self.callbacks,self.count = cbs,getattr(learn, 'train_iter', 0)
         for cb,o in zip(cbs, lists): vars(cb).update(o)
         attrs = [{k:v for k,v in vars(cb).items() if k not in STAY and v is not None} for cb in cbs]
-        p = dump([picklable_attrs(o, refs) for o in attrs], refs)
-        self.then = load(p.meta, [bytearray(b) for b in p.buffers], refs=refs)
-        learn._do_fit = functools.partial(_from_epoch, learn, first)
+        self.then = copied([picklable_attrs(o, refs) for o in attrs], refs)
+        def do_fit():       # as fastai's, but for the epochs that are done
+            for learn.epoch in range(first, learn.n_epoch):
+                learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
+        learn._do_fit = do_fit
     def before_fit(self):
         for cb,attrs in zip(self.callbacks, self.then): vars(cb).update(attrs)
         self.learn.train_iter = self.count
@@ -204,8 +203,3 @@ class ResumeFit(Callback):
         recorder = self.learn.recorder
         for i,row in enumerate(recorder.values):
             self.learn.logger(L(i, *row, *([''] if recorder.add_time else [])))
-
-def _from_epoch(learn, first):
-    "As `Learner._do_fit`, but for the epochs that are done"
-    for learn.epoch in range(first, learn.n_epoch):
-        learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)

@@ -16,11 +16,11 @@ from fastcore.basics import patch
 from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts
-from .inference import gatherers, give, join_parts, stays_here
+from .as_one import (gatherers, give, join_parts, notebook_run, stays_here,
+                                    wants_no_lines)
 from .jobs import enough_epochs, fit_args, fit_job, infer_job
 from .loaders import (check_dl, global_bs, n_batches, rows_are_streams,
                                      set_dl_state)
-from .rank0 import notebook_run, wants_no_lines
 from .resume import UserCall, dropped_lists, resume_points, user_calls
 from .snapshot import all_cbs, apply, loader_refs, snapshot
 from ..launch.engine import EpochEnd
@@ -186,22 +186,18 @@ class Session(_Session):
         # by now `before_fit` of loggers has opened their files
         loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
                    and not isinstance(cb, ProgressCallback)]
-        with learn.removed_cbs(loggers), learn.no_logging(): results = self._infer(dl)
-        learn.dl = dl
-        parts,left,states = zip(*results)
-        if any(left): raise next(filter(None, left))()
-        set_dl_state(dl, states[0])
-        give(gather, join_parts(parts))
-    def _infer(self, dl):
-        """Each rank's result of `infer_job`; what rank 0's callbacks hold is in the notebook's by
-        then"""
         call = InferCall(self, dl)
-        with self.telling(call):
+        with learn.removed_cbs(loggers), learn.no_logging(), self.telling(call):
             out = call.run()
             self.keep(call.timings)
             if out.interrupted or any(left is KeyboardInterrupt for _,left,_ in out.results):
                 raise KeyboardInterrupt
-        return out.results
+        learn.dl = dl
+        # what rank 0's callbacks hold is in the notebook's by now
+        parts,left,states = zip(*out.results)
+        if any(left): raise next(filter(None, left))()
+        set_dl_state(dl, states[0])
+        give(gather, join_parts(parts))
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):

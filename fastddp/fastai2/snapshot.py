@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAY', 'all_cbs', 'persistent_refs', 'parts_of_data', 'loader_refs', 'snapshot', 'place_dl', 'place', 'unpack',
-           'twin', 'learner_state', 'state_size', 'tracked', 'baseline', 'capture', 'apply']
+           'twin', 'learner_state', 'tracked', 'baseline', 'capture', 'apply']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
 import contextlib
@@ -25,7 +25,7 @@ from ..payload.changes import Changes, put_back
 from ..payload.pickling import copied
 from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
                                    hooked, hooks_of, model_grads, model_tensors, move_opt,
-                                   opt_attrs, opt_owners, opt_state, opt_tensors, picklable_attrs)
+                                   opt_attrs, opt_owners, opt_state, picklable_attrs)
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
@@ -192,12 +192,6 @@ def learner_state(learn, opt=True, weights=True):
     validation may change"""
     opt = opt_state(learn.opt) if learn.opt and opt and weights else None
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
-
-def state_size(learn):
-    "About how many bytes `learner_state` has"
-    ts = [*model_tensors(learn.model).values(), *opt_tensors(learn.opt)]
-    # what callbacks have gathered, and room between the tensors
-    return int(1.01*sum(t.nbytes for t in ts))+2**20
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
 STAY = {'learn','dls','model','opt','cbs','logger','lock','loss_grad','dl','xb','yb','pred','loss',

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LEFT', 'FIELDS', 'BEFORE_TRAIN', 'BATCH', 'AFTER_TRAIN', 'BEFORE_VALID', 'AFTER_VALID', 'END_VALID', 'NESTED_BATCH',
-           'LOAD', 'GATHER', 'PASS', 'STEP', 'VALUE', 'OurCallback', 'speaks', 'runs_user_code', 'OwnEvents',
-           'own_events', 'Said', 'Together', 'acts_late', 'TogetherLast']
+           'LOAD', 'GATHER', 'PASS', 'VALUE', 'OurCallback', 'speaks', 'runs_user_code', 'OwnEvents', 'own_events',
+           'Said', 'Together']
 
 # %% ../../nbs/fastai2/705_together.ipynb #04564b79
 import contextlib, os
@@ -103,13 +103,11 @@ _PARTS = 'backward','step'  # of a batch
 # Numbers that ranks tell each other. Of a loss: see `shard.loss`
 FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
           'backward',           # 1 if it makes a backward pass in this batch
-          # 1 if it has parameters without gradients, what DDP can't follow, other parameters
-          'unused','reentrant','new',
+          'flat','new',         # 1 if DDP can't follow its model, if it trains other parameters
           'mask',               # of the parameters with gradients, after a flat pass
           'nbytes','items','layout',    # of its predictions and targets: see `shard.gathered_loss`
           'cancelled',          # 1 if this phase was cancelled
-          'grads',              # 1 if it has gradients that no step used
-          'late')               # 1 if a callback may leave between backward pass and step
+          'grads')              # 1 if it has gradients that no step used
 _PLACE,_LEFT,_STOP,_FIELDS = 4,4,5,6    # numbers of a place, and where the rest of a row begins
 
 class Said(list):
@@ -123,7 +121,7 @@ class Said(list):
 # Stages of an epoch
 BEFORE_TRAIN,BATCH,AFTER_TRAIN,BEFORE_VALID,AFTER_VALID,END_VALID = range(6)
 # Kinds of details
-NESTED_BATCH,LOAD,GATHER,PASS,STEP,VALUE = range(3, 9)
+NESTED_BATCH,LOAD,GATHER,PASS,VALUE = range(3, 8)
 _KINDS = 16
 _OVER = float('inf')    # the epoch after the last one
 
@@ -161,7 +159,6 @@ class Together(OurCallback):
         self.cancelled = False  # True once this phase was cancelled on this rank
         # True between the forward and the backward pass of a training batch
         self.mid_batch = False
-        self.meets_late = False # True if the ranks meet before each step of this phase, too
 
     def before_fit(self):
         self.depth += 1
@@ -279,9 +276,8 @@ class Together(OurCallback):
         left = max(int(row[_LEFT]) for row in ahead)
         if left:
             kind = LEFT[left-1]
-            at_step = self.place[3]%_KINDS == STEP
-            # elsewhere within a batch, only the whole batch can be left
-            if optional and kind in _PARTS and not (kind == 'step' and at_step): kind = 'batch'
+            # within a batch, only the whole batch can be left
+            if optional and kind in _PARTS: kind = 'batch'
             self.followed = kind
             raise _RAISES[kind]()
         if optional: return None
@@ -297,29 +293,3 @@ def _words(place):
     epoch,stage,batch = place[:3]
     if epoch == _OVER: return 'the end of the fit'
     return f"epoch {epoch:.0f}, {_STAGES[int(stage)].format(int(batch))}"
-
-_LATE = 'after_backward','before_step'
-
-def acts_late(cb # A callback
-):
-    "True if user code runs between backward pass and step, where it may leave on one rank only"
-    return any(runs_user_code(cb, event) for event in _LATE)
-
-class TogetherLast(OurCallback):
-    "The meetings that come after every other callback's say"
-    order = _LAST       # no callback draws or steps between such a meeting and what it is there for
-    def __init__(self, together): self.together = together
-    def before_train(self):
-        t = self.together
-        said = t.meet(BEFORE_TRAIN, late=any(map(acts_late, self.learn.cbs)))
-        t.meets_late = said.sum('late') > 0
-        t.phase = 'train'
-    def before_step(self):
-        if self.together.meets_late: self.together.meet_aside(STEP)
-    def before_validate(self):
-        self.together.meet(BEFORE_VALID)
-        self.together.phase = 'validate'
-    def after_validate(self):
-        t = self.together
-        t.meet(END_VALID)
-        t.phase = t.back_to.pop() if t.back_to else 'end'

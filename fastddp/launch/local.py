@@ -99,7 +99,7 @@ def _run_once(self:Local, job, nprocs, on_event, interrupts):
     try:
         self.submit(job, nprocs, interrupts, timings.mark)
         monitor = Monitor(self, on_event, interrupts)
-        outcome = self.wait(monitor)
+        outcome = monitor.wait()
     except BaseException:
         self.after_failure(job, monitor)
         raise
@@ -148,17 +148,7 @@ def prepare(self:Local, nprocs):
     "As `Launcher.prepare`"
     with (interrupts := Interrupts()).noted(), self._turn(interrupts, lambda phase: None):
         if not self.places:
-            self._get_workers(self.worker_ranks(nprocs), nprocs, interrupts, lambda phase: None)
-
-@patch
-def worker_ranks(self:Local, nprocs):
-    "Ranks that run in a worker"
-    return list(range(nprocs))
-
-@patch
-def wait(self:Local, monitor):
-    "The job's `Outcome`; raises as `Monitor.wait`"
-    return monitor.wait()
+            self._get_workers([*range(nprocs)], nprocs, interrupts, lambda phase: None)
 
 @patch
 def submit(self:Local,
@@ -168,7 +158,7 @@ def submit(self:Local,
     mark=lambda phase: None, # Called when a phase of the start ends
 ):
     "Gets workers for a job and gives it to them"
-    self._get_workers(self.worker_ranks(nprocs), nprocs, interrupts or Interrupts(), mark)
+    self._get_workers([*range(nprocs)], nprocs, interrupts or Interrupts(), mark)
     new = self._rendezvous is None
     specs,env = self._specs(nprocs, job.work),dict(_env, LOCAL_WORLD_SIZE=str(nprocs))
     if new and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
@@ -228,6 +218,7 @@ def start_workers(
 def after_success(self:Local, job):
     "Warm workers stay for a while, others end"
     if not self._warm: return self.close()
+    self.workers.forget()
     self._timer = timer = threading.Timer(self.idle, lambda: self._leave(timer))
     timer.daemon = True
     timer.start()
@@ -268,9 +259,8 @@ def _specs(self:Local, nprocs, work):
         self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
     threads,settings = self.threads or max(1, visible_cores()//nprocs),self.settings()
     def spec(r):
-        display,log = self.display_of(r),self.workers.log_path(r)
-        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous, display, log, work,
-                        settings)
+        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous, self.display_of(r),
+                        work, settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch

@@ -43,7 +43,9 @@ class Monitor:
         try:
             try:
                 while not self._is_over():
-                    if self.local.timeout: self._check_for_hang()
+                    last = max([self.began, *(b.at for b in self._beats().values())])
+                    limit = self.local.timeout
+                    if limit and time.monotonic()-last > limit: raise self.hang()
                     self._turn()
                 if self.is_bad: raise self._failure()
             finally: self.replay.close()
@@ -99,7 +101,7 @@ def _newest(self:Monitor, kind):
     "`(meta, buffers)` of what rank 0 put last as `kind`, or None"
     if (0,kind) not in self.workers.latest: return None
     block,packed = self.workers.latest[0,kind]
-    return packed.meta, block.peek(packed)
+    return packed.meta, block.read(packed)
 
 @patch
 def _with_state(self:Monitor, err):
@@ -158,10 +160,8 @@ def _waits(stack):
     return any(o in innermost for o in _WAITS)
 
 # %% ../../nbs/launch/503_monitor.ipynb #e86dfb87
-@patch
-def _check_for_hang(self:Monitor):
-    last = max([self.began, *(b.at for b in self._beats().values())])
-    if time.monotonic()-last > self.local.timeout: raise self.hang()
+_BEFORE = 'before its first step'
+_NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
 
 @patch
 def hang(self:Monitor):
@@ -169,22 +169,15 @@ def hang(self:Monitor):
     beats = self._beats()
     starts = {r:self._log_size(r) for r in beats}
     def stack(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
-    is_stopped = self.workers.is_stopped
     self.workers.ask_stacks(beats)
     end = time.monotonic()+5.
-    while time.monotonic() < end and not all(is_stopped(r) or stack(r) for r in beats):
-        self._turn(.1)
+    while time.monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
     stacks,awaited = {r:stack(r) for r in beats},{b.waits_for for b in beats.values()}
-    def priority(r): return not is_stopped(r), bool(stacks[r]), r not in awaited, _waits(stacks[r])
+    def priority(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
     first,*others = sorted(beats, key=priority)
-    lines = [_stack_of(r, beats[r], stacks[r], is_stopped(r)) for r in (first, *others)]
+    lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
+             for r in (first, *others)]
     return self._with_state(GroupTimeout(first, beats[first].where, self.local.timeout, lines))
-
-def _stack_of(rank, beat, stack, stopped):
-    "What `GroupTimeout` says about a rank"
-    who = f"Rank {rank}{' (stopped by a signal)' if stopped else ''}"
-    where,stack = beat.where or 'before its first step',stack or '  no stack: it does not react'
-    return f"{who}, {where}:\n{stack}"
 
 # %% ../../nbs/launch/503_monitor.ipynb #8dc7c349
 @patch
@@ -203,7 +196,7 @@ def _failure(self:Monitor):
 
 @patch
 def _death(self:Monitor, r, code):
-    where = self.workers.beat(r).where or 'before its first step'
+    where = self.workers.beat(r).where or _BEFORE
     if code == HELPER_ENDED:
         code = -signal.SIGKILL
         where += "; the helper process was killed, and it with it"

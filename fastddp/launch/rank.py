@@ -7,7 +7,7 @@ __all__ = ['SETTINGS', 'Context', 'call', 'RankSpec', 'could_not_connect', 'join
            'notebook_settings', 'take_settings', 'warn_of_left']
 
 # %% ../../nbs/launch/500_rank.ipynb #13824990
-import contextlib, gc, os, signal, sys, threading, time, warnings
+import contextlib, ctypes, gc, os, signal, sys, threading, time, warnings
 from typing import NamedTuple
 
 import cloudpickle, numpy as np, torch
@@ -15,7 +15,6 @@ from fastcore.basics import noop
 
 from ..base import board, group, rendezvous
 from ..base.device import bind_near, device_module, give_pages_back, is_accelerator, keep_pages
-from ..output.streams import fd_log
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, function_at, load
 
@@ -41,8 +40,6 @@ class Context:
         self.marks.append((phase, time.time()))
     def beat(self, where='', leaving=False):
         "A step is about to begin, at `where`; `leaving`: the job has heard the wish to stop"
-    def reserve(self, nbytes):
-        "States of about `nbytes` will be put: memory for them is taken meanwhile, if it is much"
     def saves_below(self, folder):
         "The job will save files below `folder`"
     def interruptible(self):
@@ -72,7 +69,6 @@ class RankSpec(NamedTuple):
     threads:int|None    # CPU threads
     store:str           # File or address of the group's rendezvous
     display:DisplaySettings
-    log:str             # File that gets what is written outside Python
     work:str            # `Job.work`
     settings:dict={}    # `notebook_settings`
 
@@ -87,7 +83,7 @@ class _WorkerContext(Context):
                          channel.put, channel.stop_requested)
         self._channel,self.where = channel,channel.where
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
-        self.reserve,board.on_wait = channel.reserve,self._waits_for
+        board.on_wait = self._waits_for
         self._heartbeats,self._last = channel.heartbeats(),board.Heartbeat()
         channel.where,channel.items = lambda: _now(self.where),lambda: _now(self.items)
     def beat(self, where='', leaving=False):
@@ -133,10 +129,9 @@ _joined_early = None      # time at which `join_early` was through; the job that
 def join_early(channel, spec):
     "Device and group, before the job that is submitted next"
     global _joined_early
-    with fd_log(spec.log):
-        device = group.use_device(spec.gpu, spec.threads)
-        bind_near(spec.gpu)
-        if spec.backend: _join_group(channel, spec, device)
+    device = group.use_device(spec.gpu, spec.threads)
+    bind_near(spec.gpu)
+    if spec.backend: _join_group(channel, spec, device)
     _joined_early = time.time()
 
 
@@ -155,7 +150,7 @@ def run_on_rank(
     bind_near(spec.gpu)
     if device.type == 'cpu': keep_pages()
     left = take_settings(spec.settings)
-    with fd_log(spec.log), capture_output(lambda e: channel.emit(('show', e)), spec.display):
+    with capture_output(lambda e: channel.emit(('show', e)), spec.display):
         if channel.rank == 0: warn_of_left(left)
         if spec.backend: _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
@@ -167,6 +162,7 @@ def run_on_rank(
 def _finish(channel, ctx):
     """Reports where the time went; on a GPU memory is freed at once, since the notebook's model may
     go back to it"""
+    ctypes.CDLL(None).fflush(None)      # what compiled libraries printed goes to the log
     if ctx.rank == 0: channel.emit(('marks', ctx.marks))
     if is_accelerator(ctx.device): _free_memory(ctx.device)
     else: channel.on_idle = lambda: _free_memory(ctx.device)

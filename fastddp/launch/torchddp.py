@@ -6,16 +6,14 @@
 __all__ = ['TorchDDPCtx', 'in_torchddp']
 
 # %% ../../nbs/launch/515_torchddp.ipynb #84cef287
-import contextlib, gc, os, sys
+import contextlib, os
 
-import torch
 from fastcore.basics import patch
 
 from ..base import group, rendezvous
 from ..base.checks import check_all, flag, near, whole
-from ..base.device import device_module, is_started
 from ..base.errors import CantDistribute
-from ..base.scoped import environment, undisturbed
+from ..base.scoped import environment
 from .functions import CHECKS, ranch
 from ..base.device import visible_cores
 
@@ -29,9 +27,8 @@ _CHECKS = dict(
     num_threads=whole("the CPU threads of each process", 1, none=True))
 
 class TorchDDPCtx(contextlib.AbstractContextManager):
-    """A process group, and a device for each process of a `ranch`; afterwards each has its
-    environment, device and threads again. Raises `CantDistribute` for ranks or GPUs that can't be,
-    and outside of a `ranch`"""
+    """A process group, and a device for each process of a `ranch`. Raises `CantDistribute` for
+    ranks or GPUs that can't be, and outside of a `ranch`"""
     def __init__(self, *args,
         world_size=None, # Ranks on all hosts together; default: those of this `ranch`
         base_rank=0, # Rank of this host's first process
@@ -54,39 +51,20 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         local,n = _local_rank()
         rank,world_size = local+self.base_rank,self.world_size or n
         _check_ranks(n, world_size, self.base_rank, self.addr or self.port)
-        self._undo = undo = contextlib.ExitStack()
-        try:
-            device = self._use_device(undo, local, n)
-            # torch's launchers set the first four; joining a group sets the others
-            undo.enter_context(environment(
-                RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=self.addr,
-                MASTER_PORT=self.port and str(self.port), OMP_NUM_THREADS=None,
-                GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None))
-            undo.push(_leave)
-            self._join(rank, world_size, device)
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
+        gpu = local if self.use_gpu and group.n_gpus() else None
+        if gpu is not None: _check_gpus(n)
+        device = group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))
+        # as torch's launchers set them
+        self._env = environment(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=self.addr,
+                                MASTER_PORT=self.port and str(self.port))
+        self._env.__enter__()
+        self._join(rank, world_size, device)
         return self
-    def __exit__(self, *raised):
-        # the thread that watches the others may interrupt just now
-        with undisturbed(): self._undo.__exit__(*raised)
-
-def _leave(kind, *_):
-    rendezvous.leave(broken=kind is not None)
-    gc.collect()
-    if is_started(): device_module().empty_cache()
+    def __exit__(self, kind, *_):
+        rendezvous.leave(broken=kind is not None)
+        self._env.__exit__(None, None, None)
 
 # %% ../../nbs/launch/515_torchddp.ipynb #569bdb33
-@patch
-def _use_device(self:TorchDDPCtx, undo, local, n):
-    "This process's device; afterwards that of the notebook is the current one again"
-    undo.callback(torch.set_num_threads, torch.get_num_threads())
-    if is_started(): undo.callback(device_module().set_device, device_module().current_device())
-    gpu = local if self.use_gpu and group.n_gpus() else None
-    if gpu is not None: _check_gpus(n)
-    return group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))
-
 @patch
 def _join(self:TorchDDPCtx, rank, world_size, device):
     backend,(_,n) = group.backend_for(device),_local_rank()
@@ -131,7 +109,7 @@ def _check_gpus(n):
                          f"one process per GPU. Pass nprocs={have} or less, or use_gpu=False.")
 
 def in_torchddp(
-    nprocs, # Processes on this host, the notebook is the first of them
+    nprocs, # Processes on this host
     fn, # Called as `fn(*args, **kwargs)` in each
     *args, # Its arguments
     world_size=None, # Ranks on all hosts together; default: `nprocs`
@@ -142,8 +120,8 @@ def in_torchddp(
     imports="", # As for `ranch`
     **kwargs # Keyword arguments of `fn`
 ):
-    """Calls `fn` on all ranks of a process group and returns what it returned here; raises as
-    `ranch` does"""
+    """Calls `fn` on all ranks of a process group and returns what the first of them returned;
+    raises as `ranch` does"""
     check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _CHECKS)
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)

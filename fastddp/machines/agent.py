@@ -17,7 +17,6 @@ from ..base.device import visible_cores
 from ..launch.local import start_workers
 from .meeting import Listener, host_store, interfaces, routes_to
 from .stream import Pieces, Stream, to_fd
-from ..payload.pickling import Payload
 from ..payload.shared_memory import Block, free_memory
 from ..process import helper
 
@@ -156,8 +155,7 @@ class Agent:
         ws,self.states = self.workers,set()
         self.sent = {r:(self._log_size(r),None) for r in ws.ranks}
         threads = max(1, visible_cores()//len(specs))
-        specs = [s._replace(log=ws.log_path(r), threads=s.threads or threads)
-                 for r,s in zip(ws.ranks, specs)]
+        specs = [s._replace(threads=s.threads or threads) for s in specs]
         ws.submit(entry, packed, block, specs, **env)
     def _enter(self, env, cwd, path, filters, *more):
         "Sets environment, folder and import path as in the notebook, as far as they exist here"
@@ -183,10 +181,8 @@ class Agent:
         for kind in self.states: self._send_payload(0, kind)
         self.states = set()
     def _send_payload(self, r, kind):
-        (block,packed),copy = self.workers.latest[r,kind],Block()
-        packed = copy.write(Payload(packed.meta, block.peek(packed)))
-        self.stream.send_in_order('put', r, kind, packed, data=Pieces(copy, packed.end))
-        copy.close()
+        block,packed = self.workers.latest[r,kind]
+        self.stream.send_in_order('put', r, kind, packed, data=Pieces(block, packed.end))
     def _log_size(self, r):
         path = self.workers.log_path(r)
         return os.path.getsize(path) if os.path.exists(path) else 0
@@ -198,9 +194,8 @@ class Agent:
                 f.seek(start)
                 self.stream.send('log', r, f.read(size-start))
         beat = self.workers.beat(r)
-        now = beat,self.workers.is_stopped(r)
-        if beat.at and now != last: self.stream.send('beat', r, time.monotonic()-beat.at, *now)
-        self.sent[r] = size,now
+        if beat.at and beat != last: self.stream.send('beat', r, time.monotonic()-beat.at, beat)
+        self.sent[r] = size,beat
 
 class _CalledOff:
     "As `Interrupts` for `start_workers`: `n` counts when the notebook needs no workers any more"

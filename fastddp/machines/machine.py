@@ -36,7 +36,7 @@ class Machine:
         self.ranks,self.dead,self.closed,self.trouble = [],set(),False,''
         # (rank, kind) -> `(Block, Packed)` of what the rank put last
         self.latest = {}
-        self.beats,self.stopped = {},set()  # rank -> `Heartbeat`; ranks that the system has stopped
+        self.beats = {}         # rank -> `Heartbeat`
         self.facts = {}                     # see `agent.facts`
         self._kept = []                     # messages that came while another one was waited for
         self.conn = conn()
@@ -100,14 +100,12 @@ class Machine:
         return r, 'put', kind
     def _on_log(self, r, data):
         with open(self.log_path(r), 'ab') as f: f.write(data)
-    def _on_beat(self, r, age, beat, stopped):
-        self.beats[r] = beat._replace(at=time.monotonic()-age)
-        self.stopped = self.stopped-{r} | ({r} if stopped else set())
+    def _on_beat(self, r, age, beat): self.beats[r] = beat._replace(at=time.monotonic()-age)
     def _on_trouble(self, text): self.trouble = text.strip()
     def forget(self):
         "Frees what the last job left"
         for block,_ in self.latest.values(): block.close()
-        self.latest,self.beats,self.stopped = {},{},set()
+        self.latest,self.beats = {},{}
     def end_workers(self, until):
         """Waits until the ranks there have ended, and forgets what they said; False if nothing is
         heard of them"""
@@ -140,10 +138,12 @@ class RemoteWorkers:
     def latest(self):
         "(rank, kind) -> `(Block, Packed)`"
         return {k:v for m in self.machines for k,v in m.latest.items()}
+    def forget(self):
+        "As `Workers.forget`"
+        for m in self.machines: m.forget()
     def host(self, r): return '' if self._of[r].home else self._of[r].name
     def log_path(self, r): return self._of[r].log_path(r)
     def beat(self, r): return self._of[r].beats.get(r, Heartbeat())
-    def is_stopped(self, r): return r in self._of[r].stopped
     def alive(self):
         "Ranks that run, as far as is known"
         return [r for r,m in self._of.items() if r not in m.dead and not m.lost()]

@@ -215,7 +215,7 @@ def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None)
     for m in self.machines:
         card = self.routes[m].card if m in self.routes else self.card
         specs = [RankSpec(nprocs, i if self.on_gpu else None, self._backend(), self.threads,
-                          self._rendezvous, self.display_of(r), '', job.work, settings)
+                          self._rendezvous, self.display_of(r), job.work, settings)
                  for i,r in enumerate(m.ranks)]
         m.submit(entry, specs, card, packed, data)
     self._show_sending(interrupts)

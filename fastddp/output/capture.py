@@ -92,14 +92,11 @@ def _shell_class(name):
 
     class Shell(InteractiveShell):
         display_pub_class,displayhook_class = Publisher,Hook
-        queue = None            # `EventQueue` of the current job
-        tells_errors = True     # print tracebacks?
+        queue = None    # `EventQueue` of the current job
         def show(self, *event):
             if self.queue is not None and self.queue.see: self.queue.put(event)
         def init_virtualenv(self): pass
         def enable_gui(self, gui=None): pass
-        def _showtraceback(self, etype, evalue, stb):
-            if self.tells_errors: print(self.InteractiveTB.stb2text(stb), file=sys.stderr)
 
     return type(name, (Shell,), {})
 
@@ -170,8 +167,7 @@ def capture_output(
         use_streams(undo, queue, settings.isatty and terminal)
         change(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
         # libraries read the terminal's size here before they ask the terminal
-        if terminal: change(undo, os.environ, COLUMNS=str(settings.width),
-                            LINES=os.environ.get('LINES', '24'))
+        if terminal: change(undo, os.environ, COLUMNS=str(settings.width))
         if settings.shell:
             name = 'TerminalInteractiveShell' if terminal else 'ZMQInteractiveShell'
             shell = _use_shell(undo, queue, name, user_ns)

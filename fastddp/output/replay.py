@@ -52,8 +52,7 @@ class Replay:
         live=True,  # Show events while they come? If False, at the end
     ):
         self.live = live
-        self.see = (see,) if isinstance(see, int) else see
-        self.first = 0 if see == 'all' else next(iter(self.see), None)
+        self.see,self.first = see,0 if see == 'all' else next(iter(see), None)
         self.unfinished = {}    # (rank, stream) -> beginning of a line, of ranks with a prefix
         self.later = []         # (rank, event) to show at the end
         self.is_new = False     # is something shown that was not flushed?
@@ -67,13 +66,15 @@ class Replay:
         self.is_new = True
     def flush(self):
         "Bring out what is shown"
-        if self.is_new: _flush_streams()
+        for o in (sys.stdout, sys.stderr):
+            if self.is_new and o is not None: o.flush()
         self.is_new = False
         if elsewhere := _elsewhere.get(): elsewhere.refresh()
     def close(self):
         "Show all that is left"
         self._end_lines()
-        for rank,e in sorted(self.later, key=lambda o: o[0]): self._show(rank, *e)
+        later,self.later = sorted(self.later, key=lambda o: o[0]),[]
+        for rank,e in later: self._show(rank, *e)
         self._end_lines()
         self.is_new = True
         self.flush()
@@ -106,9 +107,6 @@ def _write(name, text):
     if out is None: return
     try: out.write(text)
     except UnicodeEncodeError: out.write(text.encode(out.encoding, 'replace').decode(out.encoding))
-
-def _flush_streams():
-    for o in filter(None, (sys.stdout, sys.stderr)): o.flush()
 
 # %% ../../nbs/output/204_replay.ipynb #1c4de6aa
 @patch

@@ -17,21 +17,13 @@ def _all_parts(o):
     "`(path suffix, part)` for what `o` is made of, its class and what `__reduce_ex__` returns"
     found = [(template.format(k), v) for template,k,v in parts(o)]
     if isinstance(o, _FULLY_SEEN): return found
-    return [*found, (f", its class {type(o).__qualname__}", type(o)), *_reduced_parts(o)]
+    try: made_of = o.__reduce_ex__(2)[1:]
+    except BaseException: made_of = ()
+    return [*found, (f", its class {type(o).__qualname__}", type(o)),
+            (' (what it is made of)', made_of)]
 
 _FULLY_SEEN = (dict, list, tuple, set, frozenset, functools.partial, types.MethodType,
                types.FunctionType, staticmethod, classmethod, property, type)
-
-def _reduced_parts(o):
-    "What `o.__reduce_ex__` returns"
-    try: _,args,*rest = o.__reduce_ex__(2)
-    except BaseException: return []
-    state,items,pairs = (*rest, None, None, None)[:3]
-    has_slots = isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
-    return [*((f".{k}", v) for k,v in (state[1] if has_slots else {}).items()),
-            *((f"[{i}]", v) for i,v in enumerate(items or ())),
-            *((f"[{k!r}]", v) for k,v in pairs or ()),
-            *((' (what it is made of)', v) for v in args)]
 
 # %% ../../nbs/payload/102_blame.ipynb #446dbe57
 def _why_not(o):

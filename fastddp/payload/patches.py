@@ -6,7 +6,7 @@
 __all__ = ['Patches', 'collect_patches']
 
 # %% ../../nbs/payload/105_patches.ipynb #48937501
-import importlib, os, sys, types, uuid
+import copy, importlib, os, sys, types, uuid
 
 # %% ../../nbs/payload/105_patches.ipynb #edecac81
 _WRAPPED = {property:'fget', staticmethod:'__func__', classmethod:'__func__'}
@@ -20,11 +20,8 @@ def _function(v):
     "What is sent of attribute `v`: None unless a cell made it"
     if type(v) in _WRAPPED: return v if _is_cells(getattr(v, _WRAPPED[type(v)])) else None
     if not _is_cells(v): return None
-    if v.__module__ == '__main__': return v
-    copy = types.FunctionType(v.__code__, v.__globals__, v.__name__, v.__defaults__, v.__closure__)
-    copy.__kwdefaults__,copy.__module__ = v.__kwdefaults__,'__main__'   # not a library's
-    copy.__dict__.update(v.__dict__)
-    return copy
+    v.__module__ = '__main__'       # it says no more that it is a library's
+    return v
 
 # %% ../../nbs/payload/105_patches.ipynb #69e930de
 _NOTHING = object()
@@ -41,42 +38,30 @@ def _set(owner, attr, v):
 
 # %% ../../nbs/payload/105_patches.ipynb #e3ae3763
 def _plum_added(fn):
-    "`(implementation, signature)` for what cells registered with plum function `fn`"
+    "`(implementation, signature, precedence)` for what cells registered with plum function `fn`"
     regs = [o for o in [*fn._resolved, *fn._pending] if _is_cells(o[0])]
     if not regs: return None
     try: live = {id(m.implementation) for m in fn.methods}
     except NameError: return None       # an annotation that can't be resolved: no call works here
     sig = sys.modules['plum'].Signature
-    regs = [o for o in regs if id(o[0]) in live]
-    return [(f, s or sig.from_callable(f, precedence=prec)) for f,s,prec in regs] or None
-
-def _plum_add(owner, attr, regs):
-    "Registers these; returns what takes them away"
-    fn = vars(owner)[attr]
-    for f,sig in regs: fn.register(f, sig, sig.precedence)
-    ours = {id(f) for f,_ in regs}
-    def undo():
-        for old in (fn._pending, fn._resolved): old[:] = [o for o in old if id(o[0]) not in ours]
-        fn.clear_cache()
-    return undo
+    regs = [(f, s or sig.from_callable(f, precedence=prec)) for f,s,prec in regs if id(f) in live]
+    return [(f, s, s.precedence) for f,s in regs] or None
 
 # %% ../../nbs/payload/105_patches.ipynb #4fd8e4fd
 def _typed_added(fn):
-    "The implementations that cells registered with `TypeDispatch` `fn`"
+    "The implementations that cells registered with `TypeDispatch` `fn`, as `(implementation,)`"
     fs = [f for t in fn.funcs.d.values() for f in t.d.values()]
-    return list({id(f):f for f in fs if _is_cells(getattr(f, '__func__', f))}.values()) or None
+    return [(f,) for f in {*fs} if _is_cells(getattr(f, '__func__', f))] or None
 
-def _typed_add(owner, attr, fs):
-    "Registers these; returns what takes them away"
+def _register(owner, attr, regs):
+    "Registers these with a dispatch function; returns what takes them away"
     fn = vars(owner)[attr]
-    saved = {k:dict(t.d) for k,t in fn.funcs.d.items()}
-    for f in fs: fn.add(f)
+    before = copy.deepcopy(vars(fn))
+    register = fn.add if hasattr(fn, 'funcs') else fn.register
+    for o in regs: register(*o)
     def undo():
-        fn.funcs.d = {k:t for k,t in fn.funcs.d.items() if k in saved}
-        for k,t in fn.funcs.d.items():
-            t.d = dict(saved[k])
-            t._reset()
-        fn.funcs._reset()
+        vars(fn).clear()
+        vars(fn).update(before)
     return undo
 
 # %% ../../nbs/payload/105_patches.ipynb #61fe5e7e
@@ -122,9 +107,10 @@ def collect_patches():
     "What cells patched onto the libraries that training uses, as `Patches`"
     function,main = types.FunctionType,vars(sys.modules['__main__'])
     kinds = dict.fromkeys([function, *_WRAPPED], (_set,_function))
-    for module,name,add,added in (('plum','Function',_plum_add,_plum_added),
-                                  ('fastcore.dispatch','TypeDispatch',_typed_add,_typed_added)):
-        if cls := getattr(sys.modules.get(module), '__dict__', {}).get(name): kinds[cls] = add,added
+    for module,name,added in (('plum','Function',_plum_added),
+                              ('fastcore.dispatch','TypeDispatch',_typed_added)):
+        if cls := getattr(sys.modules.get(module), '__dict__', {}).get(name):
+            kinds[cls] = _register,added
     res,seen = Patches(),set()
     for mod,cls,names in _namespaces():
         found = [(k,v) for k,v in names.items() if type(v) in kinds and (

@@ -6,13 +6,8 @@
 __all__ = ['free_memory', 'Packed', 'Block']
 
 # %% ../../nbs/payload/104_shared_memory.ipynb #fe9f47b5
-import contextlib, ctypes, mmap, os, tempfile, threading, warnings
-from concurrent.futures import ThreadPoolExecutor
+import contextlib, mmap, os, tempfile, warnings
 from typing import NamedTuple
-
-import numpy as np
-
-from .pickling import LazyBytes
 
 # %% ../../nbs/payload/104_shared_memory.ipynb #bec2c49e
 _CGROUP = '/sys/fs/cgroup/'
@@ -51,10 +46,7 @@ def _memory_file():
 
 # %% ../../nbs/payload/104_shared_memory.ipynb #f414f448
 _ALIGN = 64         # bytes
-_CHUNK = 1<<24      # bytes that one call takes or copies
-_LARGE = 1<<26      # bytes; from here on threads and a look at what memory is left pay
-# madvise(2), since Linux 5.14. Python's `mmap.madvise` would hold the interpreter's lock meanwhile.
-_POPULATE_WRITE = 23
+_LARGE = 1<<26      # bytes; from here on a look at what memory is left pays
 
 class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a block: `spans` are their `(offset, nbytes)`"
@@ -66,33 +58,18 @@ class Packed(NamedTuple):
         return max((o+n for o,n in self.spans), default=0)
 
 def _layout(buffers):
-    "`(spans, bytes of all)` for `buffers` side by side; lazy ones first, where they lay before"
-    spans,end = {},0
-    for i in sorted(range(len(buffers)), key=lambda i: not isinstance(buffers[i], LazyBytes)):
-        spans[i] = end,buffers[i].nbytes
-        end += -(-buffers[i].nbytes//_ALIGN)*_ALIGN
-    return tuple(spans[i] for i in range(len(buffers))), end
+    "The spans of `buffers` side by side"
+    spans,end = [],0
+    for b in buffers:
+        spans.append((end, b.nbytes))
+        end += -(-b.nbytes//_ALIGN)*_ALIGN
+    return tuple(spans)
 
-def _each(f, parts, size):
-    "Calls `f` for each of `parts`, in several threads if they are many bytes"
-    if size < _LARGE: return [*map(f, parts)]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: return [*pool.map(f, parts)]
-
-def _take_pages(fd, m, size):
-    "Takes memory for `size` bytes of the mapping `m` of `fd`; an OSError if there is none left"
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(m))
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    def take(at):
-        address,n = ctypes.c_void_p(begin+at),ctypes.c_size_t(min(_CHUNK, size-at))
-        if madvise(address, n, _POPULATE_WRITE): raise OSError(ctypes.get_errno(), 'madvise')
-    try: _each(take, range(0, size, _CHUNK), size)
-    except OSError:     # no memory, or not a word that this system knows
-        if hasattr(os, 'posix_fallocate'): os.posix_fallocate(fd, 0, size)
-
-def _copy(part):
-    "Copies a buffer to memory, while other threads go on"
-    to,data = part
-    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(data, np.uint8))
+def _write(fd, data, at):
+    "Writes all of `data` to the file at offset `at`"
+    while data:
+        n = os.pwrite(fd, data, at)
+        data,at = data[n:],at+n
 
 # %% ../../nbs/payload/104_shared_memory.ipynb #d89be31c
 class Block:
@@ -100,37 +77,20 @@ class Block:
     def __init__(self,
         fd=None, # Descriptor of another process's block (None: a new block)
     ):
-        self.fd = _memory_file() if fd is None else fd
-        self.fresh = True       # False once the descriptor was sent, set by the sender
-        self._on_disk,self._map = False,b''
-        self._lazy = {}         # offset -> the `LazyBytes` that was written there
+        self.fd,self._on_disk = _memory_file() if fd is None else fd,False
     def make_room(self, end):
         "Readies the block for `end` bytes; moves to a temporary file where memory is short"
         more = end-os.fstat(self.fd).st_blocks*512
         left = free_memory() if more >= _LARGE and not self._on_disk else None
         if left is not None and left < more*1.1: self._to_file("memory is short")
-        # the next payload may be larger
-        if os.fstat(self.fd).st_size < end: os.ftruncate(self.fd, end+end//16)
+        if os.fstat(self.fd).st_size < end: os.ftruncate(self.fd, end)
     def _to_file(self, why):
         self.close()
-        self.fd,self.fresh,self._on_disk = _temp_file(why),True,True
-    def _mapped(self, end):
-        "The first `end` bytes, to be read and written, as all processes see them"
-        if end and end <= len(self._map): return self._map
-        m = mmap.mmap(self.fd, os.fstat(self.fd).st_size) if end else b''
-        if end >= _LARGE: self._map = m     # it holds a descriptor; a small one is made anew
-        return m
-    def reserve(self, size):
-        "Takes memory for `size` bytes in a thread of its own; all works without it, too"
-        self.make_room(size)
-        def take():
-            with contextlib.suppress(OSError): _take_pages(self.fd, m, size)
-        m = self._mapped(size)
-        threading.Thread(target=take, daemon=True, name='fastddp-reserve').start()
+        self.fd,self._on_disk = _temp_file(why),True
     def close(self):
         "Gives the descriptor back; what was read stays readable"
         if self.fd is not None: os.close(self.fd)
-        self.fd,self._map,self._lazy = None,b'',{}
+        self.fd = None
     def read(self,
         packed,     # What `write` returned, here or in another process
         copy=False, # Memory of this process's own, rather than views of the block?
@@ -140,32 +100,15 @@ class Block:
         flags = dict(flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ|mmap.PROT_WRITE)
         view = memoryview(mmap.mmap(self.fd, packed.end, **flags))
         return [bytearray(view[o:o+n]) if copy else view[o:o+n] for o,n in packed.spans]
-    def peek(self, packed):
-        "The buffers of `packed` as they lie in the block: to be read, until the next write"
-        view = memoryview(self._mapped(packed.end))
-        return [view[o:o+n] for o,n in packed.spans]
     def write(self, payload):
         "Copies the buffers of `payload` into the block, returns `Packed`; earlier views may change"
-        spans,end = _layout(payload.buffers)
-        try: self._fill(payload.buffers, spans, end)
+        packed = Packed(payload.meta, _layout(payload.buffers))
+        self.make_room(packed.end)
+        try: self._fill(payload.buffers, packed)
         except OSError as e:
             self._to_file(f"no memory left ({e.strerror})")
-            self._fill(payload.buffers, spans, end)
-        return Packed(payload.meta, spans)
-    def _fill(self, buffers, spans, end):
-        "Copies `buffers` to their `spans`: by several threads if it is much; then what is made now"
-        if not end: return
-        self.make_room(end)
-        m = self._mapped(end)
-        _take_pages(self.fd, m, end)
-        view,parts,before = memoryview(m),[],self._lazy
-        self._lazy = {at:b for b,(at,_) in zip(buffers, spans) if isinstance(b, LazyBytes)}
-        for b,(at,n) in zip(buffers, spans):
-            if isinstance(b, LazyBytes): continue
-            parts += [(view[at+i:at+min(i+_CHUNK, n)], b[i:i+_CHUNK]) for i in range(0, n, _CHUNK)]
-        _each(_copy, parts, end)
-        for at,b in self._lazy.items():
-            if before.get(at) is b: continue        # it lies there
-            for part in b.chunks():
-                view[at:at+len(part)] = part
-                at += len(part)
+            self.make_room(packed.end)
+            self._fill(payload.buffers, packed)
+        return packed
+    def _fill(self, buffers, packed):
+        for b,(at,_) in zip(buffers, packed.spans): _write(self.fd, memoryview(b), at)

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['HELPER_ENDED', 'start_method', 'without_helper', 'preload', 'preloads', 'serve', 'run_spawned', 'lasts',
-           'ensure_helper', 'warm', 'helper_pid', 'is_new', 'end_helper', 'WorkerProcess', 'HelperEnded', 'is_stopped',
-           'start_worker']
+           'ensure_helper', 'warm', 'is_new', 'WorkerProcess', 'HelperEnded', 'is_stopped', 'start_worker']
 
 # %% ../../nbs/process/404_helper.ipynb #edb3fccc
 import contextlib, gc, importlib, os, pickle, signal, socket, struct, subprocess, sys, threading
@@ -179,19 +178,9 @@ def warm():
     "Starts the helper in the background, if this process uses one; returns at once"
     if start_method() == 'forkserver' and not _in_worker: ensure_helper()
 
-def helper_pid():
-    "Of the helper that this process started, or None"
-    return _helper.popen.pid if _helper is not None else None
-
 def is_new():
     "True if the helper has forked no worker yet, so it may still be importing"
     return start_method() == 'forkserver' and not (_helper is not None and _helper.has_forked)
-
-def end_helper():
-    "Kills the helper, if there is one; the next worker gets a new one"
-    if _helper is None: return
-    _helper.popen.kill()
-    _helper.popen.wait()
 
 def _forget_helper():
     """A forked child must not keep the socket open: the helper ends when the notebook's end is
@@ -224,8 +213,7 @@ class WorkerProcess:
     def close(self): os.close(self.sentinel)
 
 class HelperEnded(Exception):
-    "The helper ended when it was asked for a worker; `try_again`: it had worked before"
-    def __init__(self, try_again): self.try_again = try_again
+    "The helper ended when it was asked for a worker"
 
 def is_stopped(pid):
     "True if a signal (SIGSTOP) or a debugger has stopped the process, see proc_pid_stat(5)"
@@ -265,17 +253,15 @@ def start_worker(
 
 def _forked(helper, status, waiting):
     "The pid of the process that the helper forks"
-    began,try_again = time.monotonic(),helper.has_forked
+    began = time.monotonic()
     while not connection.wait([status], .05):
-        if is_stopped(helper.popen.pid):
-            helper.popen.kill()
-            try_again = True
+        if is_stopped(helper.popen.pid): helper.popen.kill()
         waiting(time.monotonic()-began)
     number = os.read(status, _NUMBER.size)
     if not number:
         helper.popen.kill()
         helper.popen.wait()
-        raise HelperEnded(try_again)
+        raise HelperEnded
     pid, = _NUMBER.unpack(number)
     if pid < 0: raise OSError(-pid, os.strerror(-pid))
     return pid

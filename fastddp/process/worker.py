@@ -22,7 +22,7 @@ def worker_main(
     sock,           # The worker's end of the pipe
     rank,           # Its rank
     parent_pid,     # The notebook's process
-    log,            # File for crash reports and stacks; its folder goes when the notebook dies
+    log,            # File for descriptors 1 and 2 and stacks; its folder goes with the notebook
     lasts=False,    # True if the thread that started it lives as long as the notebook
 ):
     "Run one task after the other in the new process until the notebook ends it; doesn't return"
@@ -33,6 +33,8 @@ def worker_main(
     end_forks_with_us()
     try: stacks = open(log, 'a')
     except FileNotFoundError: os._exit(0)    # the notebook didn't wait
+    # what compiled libraries and programs write goes there, too
+    for fd in (1,2): os.dup2(stacks.fileno(), fd)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     process,folder = multiprocessing.current_process(),os.path.dirname(log)

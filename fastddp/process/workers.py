@@ -20,7 +20,6 @@ from .channel import HEARTBEATS, Pipe, Surroundings
 from .cleanup import new_folder, remove_folder
 from .helper import (HelperEnded, lasts, start_method, start_worker,
                                     without_helper)
-from .helper import is_stopped as process_is_stopped
 from .worker import worker_main
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
@@ -64,11 +63,9 @@ class Workers:
         try: self._start_with_any_helper()
         except OSError as e: raise CantDistribute(_refusal(e)) from e
     def _start_with_any_helper(self):
-        "With the helper, with a new one if it had worked before and ended, or without"
+        "With the helper, with a new one if it ended, or without"
         for _ in range(2):
-            try: return self._start()
-            except HelperEnded as e:
-                if not e.try_again: break
+            with contextlib.suppress(HelperEnded): return self._start()
         without_helper(_HELPER_ENDED)
         self.method = 'spawn'
         self._start()
@@ -77,7 +74,6 @@ class Workers:
         self.procs,self.pipes = {},{}   # rank -> `WorkerProcess`, and `Pipe` to it
         # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind
         self.latest = {}
-        self._blocks = {}               # (rank, pair, number) -> `Block`, see `BlockPair`
         self._dead = set()              # ranks whose death was reported
         try:
             rows = max(self.ranks)-self.first+1
@@ -124,7 +120,7 @@ def submit(self:Workers,
     **env,      # Variables that the workers' environment has beyond this process's
 ):
     "Every rank calls `entry`; `poll` tells how it goes, `latest` has the results"
-    self.latest.clear()
+    self.forget()
     self._heartbeats.clear()
     self._send_each('job', entry, configs, env, packed, fd=block.fd)
 
@@ -157,11 +153,6 @@ def ask_stacks(self:Workers, ranks):
     "Lets `ranks` write the Python stacks of all their threads into their logs"
     for r in ranks:
         with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
-
-@patch
-def is_stopped(self:Workers, r):
-    "True if a signal has stopped the process of rank `r`"
-    return process_is_stopped(self.procs[r].pid)
 
 # %% ../../nbs/process/406_workers.ipynb #0e851299
 @patch
@@ -205,14 +196,17 @@ def _read(self:Workers, r, *most):
 @patch
 def _received(self:Workers, r, what, *values):
     if what == 'put':
-        kind,*block,packed = values
-        self.latest[r,kind] = self._blocks[(r,*block)], packed
+        kind,packed,fd = values
+        if old := self.latest.get((r,kind)): old[0].close()
+        self.latest[r,kind] = Block(fd), packed
         return what, kind
-    if what == 'block':
-        pair,number,fd = values
-        if old := self._blocks.get((r,pair,number)): old.close()
-        self._blocks[r,pair,number] = Block(fd)
     return what, *values
+
+@patch
+def forget(self:Workers):
+    "Frees what the last job left"
+    for block,_ in self.latest.values(): block.close()
+    self.latest.clear()
 
 # %% ../../nbs/process/406_workers.ipynb #095f55ef
 @patch
@@ -223,13 +217,11 @@ def stop(self:Workers,
     if grace:
         for r in self.alive(): self._send(r, 'exit')
         self._join(grace)
-    for sig,wait in ((signal.SIGTERM, min(grace,.5)), (signal.SIGKILL, 5)):
-        for r in self.alive(): _signal_group(self.procs[r].pid, sig)
-        if self.alive(): self._join(wait)
+    for r in self.alive(): _kill_group(self.procs[r].pid)
+    self._join(5)
     for p in self.procs.values(): _end_rest(p.pid)
-    for o in (*self.pipes.values(), *self._blocks.values()): o.close()
-    self._blocks.clear()
-    self.latest.clear()
+    for o in self.pipes.values(): o.close()
+    self.forget()
     remove_folder(self.dir)
     survivors = [p.pid for p in self.procs.values() if p.is_alive()]
     for p in self.procs.values(): p.close()
@@ -246,12 +238,11 @@ def _end_rest(pid):
     """Kill the rest of a worker's process group; a live process `pid` is another one with the same
     number"""
     try: os.kill(pid, 0)
-    except ProcessLookupError: _signal_group(pid, signal.SIGKILL)
+    except ProcessLookupError: _kill_group(pid)
     except PermissionError: pass
 
-def _signal_group(pid, sig):
+def _kill_group(pid):
     "A worker leads its own group; before it gets that far, the process alone"
-    try: os.killpg(pid, sig)
-    except ProcessLookupError:
-        with contextlib.suppress(ProcessLookupError): os.kill(pid, sig)
-    except PermissionError: pass
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            return kill(pid, signal.SIGKILL)

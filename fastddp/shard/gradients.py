@@ -206,10 +206,8 @@ class Overlapped:
         self.ddp = None         # the DDP module
         self.built_for = None   # what it was built for
         self.synced = None      # the model whose weights rank 0 has given to all
-        self.find_unused = ddp_kwargs.get('find_unused_parameters', False)
-        self.checked = False    # unused parameters were looked for since it was made
-        # names of parameters that got no gradient on this rank and that DDP didn't look for
-        self.missing = []
+        self.checked = False    # a graph was looked at since it was made
+        self.cant = None        # why DDP can't follow the model on this rank, in words
         self.steps = 0          # passes since the module was made
         self.exchange = 0.      # seconds of exchange that no backward pass has hidden
 
@@ -227,12 +225,27 @@ class Overlapped:
     def config(self):
         "What a DDP module is made for"
         trainable = [p.requires_grad for p in self.params()]
-        return id(self.model()), trainable, [*map(id, self.beside)], self.find_unused
+        return id(self.model()), trainable, [*map(id, self.beside)]
 
-    def search(self):
-        """From the next pass on DDP searches for parameters without a gradient; on all ranks at the
-        same moment"""
-        self.find_unused,self.missing = True,[]
+    def look_at(self, loss):
+        "Sees in the graph of the first `loss` whether DDP can follow the model"
+        if self.checked: return
+        self.checked = True
+        if is_reentrant(graph_of(loss)):
+            self.cant = ("use_reentrant=False gives the same results, faster, where the model "
+                         "checkpoints activations. DDP can't follow use_reentrant=True")
+        elif not self.ddp_kwargs.get('find_unused_parameters'): self._name_unused(loss)
+
+    def _name_unused(self, loss):
+        "Those of the trainable parameters that the graph of `loss` doesn't reach"
+        named = self.trainable()
+        unused = unused_params(loss, [p for _,p in named])
+        if unused:
+            names = names_of(unused, named)
+            few = ', '.join(names[:5]) + (f' and {len(names)-5} more' if len(names)>5 else '')
+            self.cant = (f"No gradient for {few} in a step, and find_unused_parameters=True is not "
+                         "set")
+        return unused
 
     def backward(self, real, loss, *args, **kwargs):
         """The backward pass of `loss`, by the function `real`; afterwards each gradient is the mean
@@ -251,23 +264,19 @@ class Overlapped:
         self.checked = False
         model = self.model()
         hull = _Hull(model, self.beside)
+        empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
+        hull._ddp_params_and_buffers_to_ignore = empty
+        kw = {_NO_BUFFERS: False, **self.ddp_kwargs}
         # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would
         # become a copy in each
-        frozen = [f'model.{k}' for k,p in model.named_parameters() if not p.requires_grad]
-        empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
-        known = self.alike or self.synced is model
-        buffers = [f'model.{k}' for k,_ in model.named_buffers()] if known else []
-        hull._ddp_params_and_buffers_to_ignore = [*empty, *(frozen if self.alike else ()), *buffers]
-        kw = {_NO_BUFFERS: False, **self.ddp_kwargs, 'find_unused_parameters': self.find_unused}
-        if self.synced is model and 'init_sync' in _PARAMS: kw['init_sync'] = False
+        alike = self.alike or self.synced is model
+        if alike and 'init_sync' in _PARAMS: kw['init_sync'] = False
         self.ddp = nn.parallel.DistributedDataParallel(hull, **kw)
         if self.comm_hook is not None: self.ddp.register_comm_hook(None, self.comm_hook)
         self.synced,self.built_for = model,self.config()
 
     def _complete(self, real, loss, bare):
-        named = self.trainable()
-        filled = unused_params(loss, [p for _,p in named])
-        self.missing = names_of(filled, named)
+        filled = self._name_unused(loss)
         real(zero_loss(filled))
         known = {id(p) for p in bare}
         for p in filled:

@@ -53,40 +53,28 @@ def sync_buffers(model,
     group.broadcast_([b for b,mean in zip(buffers,averaged) if not mean])
 
 # %% ../../nbs/shard/310_same_model.ipynb #1e4eb990
-def _squares(params):
-    "The squared length of each parameter as a string, since a nan does not equal itself"
-    flat = [p.detach().as_subclass(torch.Tensor).reshape(-1) for p in params]
-    flat = [torch.view_as_real(t).reshape(-1) if t.is_complex() else t for t in flat]
-    # products in float32: a conversion to float64 would take longer than all the rest
-    flat = [t if t.dtype in (torch.float32,torch.float64) else t.float() for t in flat]
-    squares = [torch.dot(t, t).double() for t in flat]
-    return [*map(repr, torch.stack([o.to(squares[0].device) for o in squares]).tolist())]
-
-def _distance(a, b):
-    d = (a-b).abs() if a.is_complex() else (a.float()-b.float()).abs()
-    return float(d.nan_to_num(float('inf')).max())
+def _length(p):
+    "The length of a parameter as a string, since a nan does not equal itself"
+    return repr(p.detach().as_subclass(torch.Tensor).abs().double().norm().item())
 
 @torch.no_grad()
 def sync_params(named # `(name, parameter)`s
 ): # `(names of those that differed, by how much at most)`
     "Gives rank 0's parameters to all ranks where they differ; every rank calls it"
     named = [(k,p) for k,p in named if p.numel()]
-    if not named: return [],0.
-    ranks = group.all_gather_object(_squares(p for _,p in named))
+    ranks = group.all_gather_object([_length(p) for _,p in named])
     differ = [kp for kp,*lengths in zip(named, *ranks) if len({*lengths}) > 1]
     if not differ: return [],0.
     old = [p.detach().clone() for _,p in differ]
     group.broadcast_(p for _,p in differ)
-    apart = max(_distance(a, p) for a,(_,p) in zip(old, differ))
-    return [k for k,_ in differ],max(group.all_gather_object(apart))
+    apart = [(a-p).abs().double().nan_to_num(float('inf')).max() for a,(_,p) in zip(old, differ)]
+    return [k for k,_ in differ],max(group.all_gather_object(float(max(apart))))
 
 # %% ../../nbs/shard/310_same_model.ipynb #64e7b51c
 def drift_warning(names, apart, # As of `sync_params`
-                  scale,        # The largest weight
                   epoch
-): # None: not worth a warning
+):
     "What to tell about weights that differed"
-    if apart <= 1e-6*max(scale, 1e-6): return None
     few = ', '.join(names[:4]) + (f' and {len(names)-4} more' if len(names) > 4 else '')
     return (f"fastddp: the ranks' weights had drifted apart by up to {apart:.2g} by the end of "
             f"epoch {epoch} ({few}). All ranks go on with rank 0's weights, now and in later "
@@ -103,12 +91,10 @@ class SameWeights:
         named, # `(name, parameter)`s
         epoch
     ): # True if weights differed: the optimizer's state differs then as well
-        if group.world_size() == 1: return False
         named = [*named]
         names,apart = sync_params(named)
         if names and not self.warned and group.rank() == 0:
-            scale = max(float(p.detach().abs().max()) for _,p in named if p.numel())
-            text = drift_warning(names, apart, scale, epoch)
-            self.warned = text is not None
-            if text: warnings.warn(text)
+            largest = max(float(p.detach().abs().max()) for _,p in named if p.numel())
+            self.warned = apart > 1e-6*max(largest, 1e-6)
+            if self.warned: warnings.warn(drift_warning(names, apart, epoch))
         return bool(names)

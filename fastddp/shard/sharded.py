@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['CantShard', 'refuse_loader', 'global_batch_size', 'chunk', 'n_chunks', 'shard_batch', 'pad_shard', 'loss_weight',
-           'restore_order', 'Step', 'shard_steps', 'too_few', 'workers_per_rank', 'Shard', 'Epoch', 'reading',
-           'account', 'Sharded', 'is_sharded', 'original', 'outside_loop', 'sharded_class', 'clone_loader',
-           'sharded_clone', 'track_changes', 'write_back', 'draw_seed', 'generator_state', 'set_generator',
-           'no_batches', 'has_state_of']
+           'Step', 'shard_steps', 'too_few', 'workers_per_rank', 'Shard', 'Epoch', 'reading', 'account', 'Sharded',
+           'is_sharded', 'original', 'outside_loop', 'sharded_class', 'clone_loader', 'sharded_clone', 'track_changes',
+           'write_back', 'draw_seed', 'generator_state', 'set_generator', 'no_batches']
 
 # %% ../../nbs/shard/301_sharded.ipynb #8d0fdf3a
 import contextlib, functools, os, random
@@ -79,13 +78,6 @@ def loss_weight(count, # What this rank's mean is over: items, or their weights
 ):
     "Factor on a rank's mean loss, so that the mean over ranks is the mean over the global batch"
     return n*count/total if total else 0.
-
-# %% ../../nbs/shard/301_sharded.ipynb #f888d0a9
-def restore_order(parts # Each rank's positions, in the order in which it handled them
-):
-    "The permutation that puts the ranks' concatenated results into the order of one process"
-    flat = [p for part in parts for p in part]
-    return sorted(range(len(flat)), key=flat.__getitem__)
 
 # %% ../../nbs/shard/301_sharded.ipynb #b91ec169
 class Step(NamedTuple):
@@ -316,12 +308,3 @@ def no_batches(arg # 'bs' or 'batch_size'
     "Why a loader that makes no batches can't be sharded"
     return (f"it makes no batches (`{arg}=None`), so the size of other ranks' batches would be "
             f"unknown. Let the loader make the batches: give it a `{arg}` and a dataset of items.")
-
-# %% ../../nbs/shard/301_sharded.ipynb #16211711
-def has_state_of(model, bs):
-    """True if a module of `model` keeps a state of `bs` rows. Those of fastai make a new one for
-    another batch"""
-    modules = [m for m in model.modules() if not type(m).__module__.startswith('fastai.')]
-    held = [v for m in modules for v in (*vars(m).values(), *m._buffers.values())]
-    states = [v for o in held for v in (o if isinstance(o, (list,tuple)) else [o])]
-    return any(isinstance(v, torch.Tensor) and v.ndim > 1 and bs in v.shape for v in states)

@@ -58,9 +58,7 @@ EVENTS = [(e, k, at, ep, False)
                                ('after_loss', 'batch', 1, 1),
               ('after_loss', 'epoch', 1, 0), ('before_backward', 'backward', 0, 0),
                                ('before_backward', 'backward', 3, 0),
-              ('before_backward', 'fit', -1, 1), ('after_backward', 'batch', 1, 0), ('after_backward', 'train', -1, 0),
-              ('before_step', 'step', 1, 0), ('before_step', 'batch', 1, 0), ('before_step', 'fit', 0, 1),
-                               ('before_step', 'step', -1, 1),
+              ('before_backward', 'fit', -1, 1),
               ('after_step', 'train', 1, 0), ('after_step', 'fit', -1, 1), ('after_batch', 'train', 1, 0),
                                ('after_batch', 'train', -1, 0),
               ('after_batch', 'epoch', 0, 0), ('after_batch', 'epoch', -1, 0), ('after_batch', 'fit', 3, 1),
@@ -104,8 +102,7 @@ def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
 @pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at',
                          [('before_batch', 'batch', 2), ('after_loss', 'batch', 1), ('after_pred', 'train', 3),
-                                           ('after_loss', 'fit', 5), ('after_batch', 'train', 4),
-                          ('before_step', 'batch', 2)])
+                                           ('after_loss', 'fit', 5), ('after_batch', 'train', 4)])
 def test_one_rank_wants_to_leave_while_gradients_accumulate(ranks, event, kind, at):
     n, launcher = ranks
     learn, end = learner(train=41, bs=2, cbs=GradientAccumulation(n*5)), AtEnd()

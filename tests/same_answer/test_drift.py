@@ -209,7 +209,7 @@ def test_reentrant_checkpointing_is_that_of_one_process(how, three, capfd):
     learn = learner(train=37, model=Checkpointed(), cbs=how.pop('cbs', None))
     learn, one = fit_both(learn, 3, three, 2, ddp=how)
     assert_same(learn, one)
-    said = capfd.readouterr().err.count('use_reentrant=False gives the same results')
+    said = capfd.readouterr().out.count('use_reentrant=False gives the same results')
     assert said == (not learn.cbs.filter(lambda cb: isinstance(cb, GradientAccumulation)))     # that is flat anyway
 
 

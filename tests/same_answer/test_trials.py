@@ -13,7 +13,9 @@ from fastai.learner import Learner
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper
 from torch import nn
+from fastddp.base.errors import WorkerError
 from fastddp.launch.engine import InProcess
+from fastddp.launch.local import Local
 from losses import RMSE, numbers
 from parity import (Steps, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
                     warm)
@@ -186,36 +188,13 @@ def test_one_rank_alone_may_load(tmp_path):
 
 # Steps of one's own
 
-class WithClosure(Learner):
-    "`step(closure)`, as LBFGS wants it"
-    def _do_one_batch(self):
-        if not self.training: return super()._do_one_batch()
-        def closure():
-            self.opt.zero_grad()
-            self.pred = self.model(*self.xb)
-            self.loss_grad = self.loss_func(self.pred, *self.yb)
-            self.loss = self.loss_grad.clone()
-            self.loss_grad.backward()
-            return self.loss_grad
-        self.opt.opt.step(closure)
+def lbfgs(params, lr, **kwargs): return OptimWrapper(params, torch.optim.LBFGS, lr=lr)
 
 
-def lbfgs(params, lr, line_search_fn=None, **kwargs):
-    return OptimWrapper(params, torch.optim.LBFGS, lr=lr, max_iter=3, line_search_fn=line_search_fn)
-
-
-@pytest.mark.parametrize('line_search', [None, 'strong_wolfe'])
-def test_a_step_with_a_closure(ranks, line_search):
-    "Where the loss of one worker decided, each would make passes of its own"
-    n, launcher = ranks
-    opt_func, steps = partial(lbfgs, line_search_fn=line_search), Steps()
-    # more steps, and the search may decide by a rounding error
-    learn, one = fit_both(learner(train=8*n, bs=4, kind=WithClosure, opt_func=opt_func), n, launcher, 1, cbs=[steps])
-    assert_same_weights(learn, one)
-    assert largest(learn.recorder.losses, one.recorder.losses) < 1e-5
-    assert_ranks_alike(steps.ranks)
-    del learn, one
-    gc.collect()
+def test_lbfgs_is_refused():
+    "The loss of one worker would decide about its steps"
+    with Local(gpus=[]) as launcher, pytest.raises(WorkerError, match='LBFGS decides by the loss'):
+        learner(opt_func=lbfgs).distrib_fit(1, nprocs=2, launcher=launcher)
 
 
 class SamOptimizer(torch.optim.Optimizer):
