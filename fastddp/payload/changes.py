@@ -69,11 +69,15 @@ def _members(name, v):
     if isinstance(v, dict): return _Members([*v, *v.values()])
     return _Members(v) if type(v) in (list,set) else None
 
-def fingerprint(name, v, refs=()):
-    "`(hash, bytes)` of the contents of `v`, but for the objects `refs`; None if it can't be pickled"
+def fingerprint(
+    v,
+    refs=(), # What `v` may refer to; it is not looked into
+    most=float('inf'), # Bytes; the hash of more is None
+):
+    "`(hash, bytes)` of the contents of `v`; None if it can't be pickled"
     try: p = dump(v, refs)
     except Exception: return None
-    if p.nbytes > _MOST: return _members(name, v), p.nbytes
+    if p.nbytes > most: return None, p.nbytes
     h = hashlib.blake2b(p.meta, digest_size=16)
     for b in p.buffers: h.update(b)
     return h.digest(), p.nbytes
@@ -112,8 +116,9 @@ class Changes:
             if isinstance(v, _PLAIN): return (type(v),v), 0
             if group in ('learn','parts'): return _members(k, v), _MOST
             if self.refs is None or k in _TRAINED: return object(), 0
-            if id(v) not in marks: marks[id(v)] = fingerprint(k, v, self.refs)
-            return marks[id(v)]
+            if id(v) not in marks: marks[id(v)] = fingerprint(v, self.refs, _MOST)
+            found = marks[id(v)]
+            return (_members(k, v), _MOST) if found and found[0] is None else found
         return {g:[{k:(v, mark(g, k, v)) for k,v in [*_held(g, o).items()]
                     if not self.stays(g, o, k)} for o in objs] for g,objs in self.groups.items()}
     def now(self,
