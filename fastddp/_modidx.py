@@ -951,6 +951,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fastddp/fastai2/resume.py'),
                                         'fastddp.fastai2.resume.UserCall.was_complete': ( 'fastai2/resume.html#usercall.was_complete',
                                                                                           'fastddp/fastai2/resume.py'),
+                                        'fastddp.fastai2.resume._before': ('fastai2/resume.html#_before', 'fastddp/fastai2/resume.py'),
                                         'fastddp.fastai2.resume._weakly': ('fastai2/resume.html#_weakly', 'fastddp/fastai2/resume.py'),
                                         'fastddp.fastai2.resume.call_from': ('fastai2/resume.html#call_from', 'fastddp/fastai2/resume.py'),
                                         'fastddp.fastai2.resume.check_facts': ( 'fastai2/resume.html#check_facts',

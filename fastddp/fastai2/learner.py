@@ -7,7 +7,7 @@ __all__ = ['OPTIONS', 'LearnerJob', 'start_job']
 
 # %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
 import fastai.callback.schedule     # patches fit_one_cycle and its kin onto Learner
-import contextlib, copy
+import contextlib, copy, threading
 
 from fastai.callback.core import Callback
 from fastai.learner import Learner
@@ -152,7 +152,9 @@ def _open(self:LearnerJob):
 @patch
 def _call(self:LearnerJob):
     pairs = [*zip(persistent_refs(self.of, self.cbs), self.refs)]
-    with self.block, dumped_instead(pairs): return self.twins_call.run(self.twin)
+    with self.block, dumped_instead(pairs):
+        vars(self.twin)['fit'].__self__.thread = threading.current_thread()
+        return self.twins_call.run(self.twin)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #a5e1f078
 @patch

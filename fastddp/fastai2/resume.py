@@ -124,20 +124,30 @@ def checkpoint_path(learn, file='distrib'):
     return Path(learn.path)/learn.model_dir/(p if p.suffix else p.with_suffix('.ckpt'))
 
 def write(path, facts, pieces):
-    "Write `pieces`, which are bytes and bytearrays, atomically"
+    "Write `pieces`, which are bytes and bytearrays, atomically; the file before it stays"
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(path.name+'.tmp')
     with open(tmp, 'wb') as f:
         f.write(json.dumps(facts).encode()+b'\n')
         pickle.dump(pieces, f, protocol=5)
+        os.fsync(f.fileno())
+    if path.exists(): os.replace(path, _before(path))
     os.replace(tmp, path)
 
+def _before(path): return path.with_name(path.name+'.1')
+
 def read(path, learn):
-    "The pieces of a checkpoint; refuses that of another learner"
-    if not path.exists(): raise CantDistribute(f"No checkpoint in {path}.")
-    with open(path, 'rb') as f:
-        check_facts(learn, json.loads(f.readline()), path)
-        return pickle.load(f)
+    "The pieces of the newest whole checkpoint; refuses that of another learner"
+    for p in (path, _before(path)):
+        if not p.exists(): continue
+        with open(p, 'rb') as f:
+            # the machine may have gone down, or the disk be damaged
+            try: facts = json.loads(f.readline())
+            except ValueError: continue
+            check_facts(learn, facts, p)
+            try: return pickle.load(f)
+            except (EOFError,pickle.UnpicklingError): continue
+    raise CantDistribute(f"No checkpoint in {path}.")
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
 class Checkpoints:

@@ -6,7 +6,7 @@
 __all__ = ['dump_snapshot', 'offloaded', 'block', 'Call', 'Session', 'refuse_untrainable']
 
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
-import contextlib
+import contextlib, threading
 
 from fastcore.basics import noop
 
@@ -85,8 +85,6 @@ def _on_workers(learn, given, defaults, overrides, quiet):
         methods = overrides(*found) if found else {}
         ending.enter_context(with_attrs(learn, distrib_session=given, **methods))
         yield
-
-
 
 # %% ../../nbs/launch/511_session.ipynb #67d5a2ee
 class Call:
@@ -167,6 +165,8 @@ class Session:
         self.learn,self.launcher,self.n,self.gpus = learn,launcher,n,gpus
         self.options,self.restarts = options,restarts
         self.last_banner,self.columns = None,Columns()
+        # calls of other threads are refused; a background job sets its own
+        self.thread = threading.current_thread()
     def datasets(self): return ()       # sequences of what items are made from, paths perhaps
     def quiet(self): return False       # True if the learner wants none of our lines
     def note(self): pass                # what else there is to say about the fit, as one line
@@ -174,6 +174,10 @@ class Session:
     def telling(self, call):
         """Inside, our lines appear if the learner wants them; after an interrupt one says where it
         was stopped"""
+        if threading.current_thread() is not self.thread:
+            raise CantDistribute(f"{self.thread.name} has this learner on workers (a distrib_ctx "
+                                 "block or a learn.distrib_* call), and no other thread's call can "
+                                 "run beside it. Wait until it ends.")
         with hushed(self.quiet()):
             try: yield
             except KeyboardInterrupt as e:

@@ -116,8 +116,8 @@ def too_few(bs,   # Items of a full global batch; None where a batch sampler dec
     "Why there is too little training data, with the remedy, or None"
     if bs and bs<n: return (f"a global batch of {bs} is smaller than {n} workers. Use a larger "
                             "batch, or fewer workers.")
-    if not steps: return (f"its items make no full batch of {bs}. Use a smaller batch, "
-                          "`batch='global'`, or `drop_last=False`.")
+    if not steps: return (f"it is empty, or its items make no full batch of {bs}. Use a smaller "
+                          "batch, `batch='global'`, or `drop_last=False`.")
 
 # %% ../../nbs/shard/301_sharded.ipynb #29387a34
 def workers_per_rank(num_workers, # The user's number, for one process
