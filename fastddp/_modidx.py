@@ -1641,6 +1641,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastddp/launch/training.py'),
                                          'fastddp.launch.training.Progress.start': ( 'launch/training.html#progress.start',
                                                                                      'fastddp/launch/training.py'),
+                                         'fastddp.launch.training._known_as': ( 'launch/training.html#_known_as',
+                                                                                'fastddp/launch/training.py'),
                                          'fastddp.launch.training.cbs_of_rank': ( 'launch/training.html#cbs_of_rank',
                                                                                   'fastddp/launch/training.py'),
                                          'fastddp.launch.training.dump_state': ( 'launch/training.html#dump_state',

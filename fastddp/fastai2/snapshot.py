@@ -242,7 +242,8 @@ def capture(
     its own"""
     refs = refs or persistent_refs(learn, cbs)
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
-    changes,then,left,come = base.now(ended),base.groups['cbs'],[],[]
+    changes,then = base.now(ended),base.groups['cbs']
+    left,come = [],[]
     if weights:
         left = [i for i,cb in enumerate(then) if all(cb is not o for o in learn.cbs)]
     else: del changes['opt'], changes['parts']

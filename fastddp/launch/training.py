@@ -116,6 +116,12 @@ def model_state(model, weights=True):
     return dict(tensors=tensors, requires_grad=[p.requires_grad for p in model.parameters()],
                 training=[m.training for m in model.modules()])
 
+def _known_as(group, o):
+    "What the user calls the object `o`"
+    if group in ('learn','opt'): return dict(learn='learn', opt='learn.opt')[group]
+    if group == 'cbs' and hasattr(o, 'name'): return f'learn.{o.name}'
+    return getattr(o, '__name__', type(o).__name__)
+
 def dump_state(
     state, rest, # What is copied in place, and everything else, with `changes` as of `Changes.now`
     base, # The `Changes`
@@ -125,17 +131,17 @@ def dump_state(
     try: small = dump(rest, refs)
     except Exception:
         lost = base.picklable(rest['changes'])
-        fits = not any(k in STRUCTURE for _,k,_ in lost)
+        fits = not any(k in STRUCTURE for *_,k,_ in lost)
         # Loggers' connections are expected to stay in the worker
-        said = [f"{getattr(o, '__name__', type(o).__name__)}.{k if isinstance(k, str) else k[1]} "
-                f"({type(e).__name__}: {e})" for o,k,e in lost if not is_kind(o, RANK0_ONLY)]
+        said = [f"{_known_as(g, o)}.{k if isinstance(k, str) else k[1]} ({type(e).__name__}: {e})"
+                for g,o,k,e in lost if not is_kind(o, RANK0_ONLY)]
         small = dump(rest | dict(lost=said, fits=fits), refs)
     return dump((state, small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), refs)
 
 def load_state(meta, buffers, refs,
     model # Warns if the weights don't fit it, and can't be made to
 ):
-    "`(state, rest)`; None if the learner has to stay as it is. The rest is {} if it can't be loaded"
+    "`(state, rest)`; None: the learner stays as it is. The rest is {} if it can't be loaded"
     state,small,small_buffers = load(meta, buffers, refs=refs)
     try: rest = load(small, [bytearray(b) for b in small_buffers], refs=refs)
     except Exception as e:

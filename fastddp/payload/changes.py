@@ -141,14 +141,14 @@ class Changes:
                 if new or gone: res[g].append((i, new, gone))
         return res
     def picklable(self, found):
-        "Takes out of `found`, as of `now`, what can't be pickled: `[(object, name, exception)]`"
+        "Takes what can't be pickled out of `found`: `[(group, object, name, exception)]`"
         lost = []
         for g,changes in found.items():
             for i,new,_ in changes:
                 for k,(v,_) in [*new.items()]:
                     try: dump(v, self.refs or ())
                     except Exception as e:
-                        lost.append((self.groups[g][i], k, e))
+                        lost.append((g, self.groups[g][i], k, e))
                         del new[k]
         return lost
 
@@ -172,7 +172,7 @@ def _fill(old, new):
         vars(old).update({k:v for k,v in vars(new).items() if k[:1] != '_'})
     elif isinstance(old, torch.Tensor): fill_tensor(old, new)
     else:
-        make,_,state,*_ = new.__reduce_ex__(4)
+        make,_,state = new.__reduce_ex__(4)[:3]
         if make is not copyreg.__newobj__: return False
         if hasattr(old, '__setstate__'): old.__setstate__(state)
         else:

@@ -139,7 +139,8 @@ def _tensors_in(v):
 def _pairs(opt):
     "Each tensor of the state with its parameter; in attributes (`Lookahead`) with one of its shape"
     # fastai's has a key that is no parameter where a model has an RNN
-    states = [(p, st) for own in _states(opt) for p,st in own.items() if isinstance(p, torch.Tensor)]
+    states = [(p, st) for own in _states(opt) for p,st in own.items()
+              if isinstance(p, torch.Tensor)]
     by_shape = {p.shape:p for p,_ in states}
     in_attrs = [t for attrs in opt_attrs(opt) for v in attrs.values() for t in _tensors_in(v)]
     return [*((t, p) for p,st in states for t in _tensors_in([*st.values()])),

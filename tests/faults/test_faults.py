@@ -152,7 +152,7 @@ def test_what_cannot_be_pickled_costs_nothing(tmp_path):
     learn = make_learner(cbs=[OneFault('nothing', 'before_fit', 9, marker=str(tmp_path/'fired'))])
     learn.one_fault.extra = OnDump('exception', 0, str(tmp_path/'dumped'))     # the first time only
     learn.one_fault.when_done = 'generator'
-    with pytest.warns(UserWarning, match=r"OneFault.generator \(TypeError: cannot pickle 'generator' object\) "
+    with pytest.warns(UserWarning, match=r"learn.one_fault.generator \(TypeError: cannot pickle 'generator' object\) "
                                          r"can't travel back"):
         learn.distrib_fit(1, nprocs=2)
     assert len(learn.recorder.values) == 1 and not hasattr(learn.one_fault, 'generator')
