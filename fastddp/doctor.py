@@ -6,87 +6,69 @@
 __all__ = ['facts', 'traps', 'page', 'doctor']
 
 # %% ../nbs/904_doctor.ipynb #f8127d16
-import contextlib, os, platform, shutil, subprocess, sys, types
-from importlib.metadata import PackageNotFoundError, distributions, version
+import contextlib, os, platform, resource, shutil, subprocess, sys, types
+from importlib.metadata import distributions
+from pathlib import Path
 
 import torch
 
 from .base import group
-from .base.device import accelerator, device_module, n_gpus, numa_nodes, visible_cores
+from .base.device import (accelerator, device_module, n_gpus, numa_nodes,
+                                 visible_cores)
 from .base.errors import WorkerError
 from .launch.engine import Job
-from .launch.local import Local
-from .launch.probe import all_reduce_seconds
+from .launch.local import Local, all_reduce_seconds
 from .process.helper import start_method
 
 # %% ../nbs/904_doctor.ipynb #92eb2751
-def _read(path):
-    try:
-        with open(path) as f: return f.read()
-    except OSError: return ''
+def _output(*command):
+    "What a command prints; '' where there is none, or if it fails"
+    try: done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError,subprocess.SubprocessError): return ''
+    return done.stdout
 
-def _smi(*args):
-    "The lines of nvidia-smi, without blanks around their fields"
-    try: out = subprocess.run(['nvidia-smi', *args], capture_output=True, text=True, timeout=20)
-    except (OSError,subprocess.TimeoutExpired): return []
-    lines = out.stdout.strip().split('\n') if not out.returncode else []
-    return [[o.strip() for o in line.split(',')] for line in lines if line.strip()]
-
-def _query(what, fields): return _smi(f'--query-{what}={fields}', '--format=csv,noheader,nounits')
+def _query(what, fields):
+    "The values of `fields`, for each GPU or process that nvidia-smi knows"
+    text = _output('nvidia-smi', f'--query-{what}={fields}', '--format=csv,noheader')
+    return [line.split(', ') for line in text.splitlines()]
 
 def _gpus():
-    "What the driver says of each GPU: name, memory in MB, processes on it, NUMA node"
+    "What the driver says of each GPU: name, memory, other processes on it"
     res = {}
-    for i,name,driver,used,total,bus in _query('gpu', 'index,name,driver_version,memory.used,'
-                                                      'memory.total,pci.bus_id'):
-        node = _read(f'/sys/bus/pci/devices/{bus.lower()[-12:]}/numa_node').strip()
-        res[bus] = dict(index=i, name=name, driver=driver, used=used, total=total, pids=[],
-                        numa=node)
+    for index,name,driver,used,total,bus in _query(
+            'gpu', 'index,name,driver_version,memory.used,memory.total,pci.bus_id'):
+        res[bus] = dict(index=index, name=name, driver=driver, memory=f'{used} of {total}', pids=[])
     for pid,used,bus in _query('compute-apps', 'pid,used_memory,gpu_bus_id'):
-        if bus in res and pid != str(os.getpid()):
-            res[bus]['pids'].append(f"{pid} ({used} MB)")
+        if bus in res and pid != str(os.getpid()): res[bus]['pids'].append(f'{pid} ({used})')
     return [*res.values()]
 
-def _filesystem(path):
-    "Type of the file system that holds `path`"
-    mounts = [line.split()[1:3] for line in _read('/proc/mounts').splitlines()]
-    path = os.path.realpath(path)
-    above = [o for o in mounts if path.startswith(o[0].rstrip('/')+'/') or path == o[0]]
-    return max(above, key=lambda o: len(o[0]))[1] if above else ''
-
-def _versions():
-    res = dict(python=platform.python_version(), torch=torch.__version__)
-    for name in ('fastai','fastddp'):
-        try: res[name] = version(name)
-        except PackageNotFoundError: pass
-    res[accelerator()] = getattr(torch.version, accelerator(), None)
-    if n_gpus():
-        # other kinds of accelerators have no NCCL
-        with contextlib.suppress(AttributeError):
-            res['NCCL'] = '.'.join(map(str, device_module().nccl.version()))
-    return res
-
-def _limit(name):
-    import resource
-    soft = resource.getrlimit(getattr(resource, name))[0]
-    return None if soft == resource.RLIM_INFINITY else soft
+def _have_peers():
+    "True if each GPU says that it reaches the memory of each other one"
+    reaches,gpus = getattr(device_module(), 'can_device_access_peer', None),range(n_gpus())
+    return reaches is None or all(reaches(a, b) for a in gpus for b in gpus if a != b)
 
 def facts():
     "What is known of this machine, without starting anything: a dict"
-    gpus,memory = n_gpus(),_read('/proc/meminfo')
-    free = next((int(o.split()[1])*1024 for o in memory.splitlines() if 'MemAvailable' in o), None)
-    shm = shutil.disk_usage('/dev/shm').free if os.path.isdir('/dev/shm') else None
-    env = {k:v for k,v in os.environ.items()
-           if k.startswith(('NCCL_','GLOO_')) or k == 'CUDA_VISIBLE_DEVICES'}
-    peers = [device_module().can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus)
-             if a != b and hasattr(device_module(), 'can_device_access_peer')]
-    return dict(versions=_versions(), gpus=_gpus(), visible=gpus, peers=all(peers),
-                distributed=group.has_distributed(), env=env, shm=shm, memory=free,
-                cores=os.cpu_count(), may_use=visible_cores(), numa_nodes=numa_nodes(),
-                folder=_filesystem('.'), files=_limit('RLIMIT_NOFILE'),
-                locked=_limit('RLIMIT_MEMLOCK'), helper=start_method(),
-                virtual='hypervisor' in _read('/proc/cpuinfo'),
-                torches=sum((o.name or '').lower() == 'torch' for o in distributions()))
+    installed = [((o.name or '').lower(), o.version) for o in distributions()]
+    versions = dict(python=platform.python_version(), torch=torch.__version__)
+    versions |= {name:v for name,v in installed if name in ('fastai','fastddp')}
+    versions[accelerator()] = getattr(torch.version, accelerator(), None)
+    if n_gpus():
+        # other kinds of accelerators have no NCCL
+        with contextlib.suppress(AttributeError):
+            versions['NCCL'] = '.'.join(map(str, device_module().nccl.version()))
+    cpus = Path('/proc/cpuinfo')
+    return dict(
+        versions=versions, torches=sum(name == 'torch' for name,_ in installed),
+        gpus=_gpus(), visible=n_gpus(), peers=_have_peers(), distributed=group.has_distributed(),
+        env={k:v for k,v in os.environ.items()
+             if k.startswith(('NCCL_','GLOO_')) or k == 'CUDA_VISIBLE_DEVICES'},
+        shm=shutil.disk_usage('/dev/shm').free if os.path.isdir('/dev/shm') else None,
+        memory=os.sysconf('SC_PHYS_PAGES')*os.sysconf('SC_PAGE_SIZE'),
+        cores=os.cpu_count(), may_use=visible_cores(), numa_nodes=numa_nodes(),
+        folder=(_output('df', '--output=fstype', '.').split() or [''])[-1],
+        files=resource.getrlimit(resource.RLIMIT_NOFILE)[0], helper=start_method(),
+        virtual=cpus.exists() and 'hypervisor' in cpus.read_text())
 
 # %% ../nbs/904_doctor.ipynb #f2c98932
 _NETWORK = 'nfs','cifs','smb','fuse','9p','lustre','ceph','gpfs'
@@ -123,7 +105,7 @@ def traps(
          f"This process may use {f['may_use']} of {f['cores']} cores: see taskset, docker --cpus."),
         ("network drive", f['folder'].startswith(_NETWORK),
          f"This folder is on {f['folder']}: copy the data to a local disk."),
-        ("few open files", f['files'] is not None and f['files'] < 1024,
+        ("few open files", 0 <= f['files'] < 1024,
          f"{f['files']} files may be open: raise the limit (ulimit -n)."),
         ("no helper process", f['helper'] != 'forkserver',
          "Workers are spawned, and each imports torch and fastai: see the helper's warning."),
@@ -146,20 +128,16 @@ def page(f):
     "The facts as text"
     lines = [', '.join(f"{k} {v}" for k,v in f['versions'].items() if v)]
     for o in f['gpus']:
-        lines.append(f"GPU {o['index']}: {o['name']}, {o['used']} of {o['total']} MB used"
-                     f"{' by '+', '.join(o['pids']) if o['pids'] else ''}, driver {o['driver']}, "
-                     f"NUMA node {o['numa']}")
+        lines.append(f"GPU {o['index']}: {o['name']}, {o['memory']} used, driver {o['driver']}")
     if f['visible'] > 1: lines.append(f"P2P: {'yes' if f['peers'] else 'not between all'}")
     if isinstance(f.get('all_reduce'), dict):
-        rates = ', '.join(f"{mb} MB {rate:.2f} GB/s" for mb,rate in f['all_reduce'].items())
-        lines.append(f"all-reduce: {rates}")
+        rates = [f"{mb} MB {rate:.2f} GB/s" for mb,rate in f['all_reduce'].items()]
+        lines.append(f"all-reduce: {', '.join(rates)}")
     lines += [f"cores {f['may_use']} of {f['cores']}, {f['numa_nodes']} NUMA nodes, memory "
-              f"{_gb(f['memory'])} free, /dev/shm {_gb(f['shm'])} free",
-              f"folder on {f['folder']}, open files {f['files']}, locked memory {f['locked']}, "
-              f"workers by {f['helper']}"]
+              f"{_gb(f['memory'])}, /dev/shm {_gb(f['shm'])} free",
+              f"folder on {f['folder']}, open files {f['files']}, workers by {f['helper']}"]
     lines += [f"{k}={v}" for k,v in f['env'].items()]
-    found = traps(f)
-    lines += [f"! {name}: {remedy}" for name,remedy in found] or ["No known trap."]
+    lines += [f"! {name}: {remedy}" for name,remedy in traps(f)] or ["No known trap."]
     return '\n'.join(lines)
 
 def doctor(
@@ -169,7 +147,7 @@ def doctor(
     f = facts()
     if f['distributed']: f['all_reduce'] = _all_reduce(max(f['visible'], 2), seconds)
     print(page(f))
-    for line in _smi('topo', '-m'): print(', '.join(line))
+    print(_output('nvidia-smi', 'topo', '-m'), end='')
     return [name for name,_ in traps(f)]
 
 # %% ../nbs/904_doctor.ipynb #43429582

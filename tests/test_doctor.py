@@ -3,7 +3,7 @@ import os, subprocess, sys
 import fastddp, pytest
 from fastddp.launch import local
 from fastddp.launch.engine import Job
-from fastddp.launch.probe import all_reduce_seconds
+from fastddp.launch.local import all_reduce_seconds
 
 
 def test_the_page(capsys, monkeypatch):

@@ -3,7 +3,7 @@ import json, time
 import pytest
 from fastai.callback.core import Callback
 from fastddp.all import *
-from fastddp.launch import picture
+from fastddp.launch import report
 from fastddp.launch.advice import Fit, advice_for
 from learners import make_learner
 from parity import warm
@@ -128,10 +128,10 @@ def test_a_slow_callback_of_one_rank_is_named(two):
 
 
 def test_a_cause_is_named_once_in_a_session(monkeypatch):
-    monkeypatch.setattr(picture, '_said', set())
+    monkeypatch.setattr(report, '_said', set())
     def line(seconds):
-        r = picture.Report('1 epoch')
+        r = report.Report('1 epoch')
         r.mark('train', r.began+seconds)
         r.take([dict(begun=r.began, epochs=1, steps=10, report=rank(dict(data=.6*seconds)))]*2)
-        return picture.closing_line(r)
+        return report.closing_line(r)
     assert line(2.) is None and 'wait for data' in line(20.) and line(20.) is None

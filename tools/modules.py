@@ -33,7 +33,7 @@ TESTS = {
     'process': 'faults/test_faults.py', 'process/cleanup': 'faults/test_leaves_nothing.py',
     'process/helper': 'test_start.py',
     'launch': 'test_start.py', 'launch/report': 'test_report.py', 'launch/advice': 'test_report.py',
-    'launch/picture': 'test_report.py', 'launch/probe': 'test_doctor.py', 'launch/rank': 'faults/test_faults.py',
+    'launch/rank': 'faults/test_faults.py',
     'launch/monitor': 'faults/test_hangs.py', 'launch/engine': 'same_answer/test_parity.py',
     'launch/options': 'test_mistakes.py', 'launch/session': 'comes_back/test_comes_back.py',
     'launch/training': 'test_scripts.py',

@@ -6,7 +6,7 @@
 __all__ = ['refuse_overlap', 'refuse_busy', 'BackgroundJob']
 
 # %% ../../nbs/launch/509_background.ipynb #bd672174
-import asyncio, contextvars, itertools, threading, time, traceback
+import asyncio, contextvars, itertools, threading, traceback
 
 from fastcore.basics import patch
 
@@ -51,19 +51,16 @@ class BackgroundJob:
         self.after,self.gpus = _after.get(),()
         self._button,self.panel = StopButton(), Panel(self.title, self._at_work)
         self._started,self._ended = threading.Event(),threading.Event()
-        self._began = self._over = None     # times
-        self._value = self._error = None
-        self._streams,self._brought = None,False
+        self._value = self._error = self._streams = None
+        self._brought = False
     def title(self):
-        "The call, its state, and the seconds that it took so far"
-        if self._began is None: return f"{self.what}, {self.state}"
-        return f"{self.what}, {self.state}, {(self._over or time.time())-self._began:.0f} s"
+        "The call and its state"
+        return f"{self.what}, {self.state}"
     def _set(self, state): self.state,self.panel.changed = state,True
     def _at_work(self):
         "The workers have the job"
         if self.state == 'starting': self._set('running')
         self._started.set()
-        if time.monotonic()-self.panel.shown_at > 2: self.panel.changed = True      # the seconds
     def bring(self, **kwargs): "What `result` does with the learner"
 
 # %% ../../nbs/launch/509_background.ipynb #49aa18c2
@@ -78,7 +75,7 @@ def start(self:BackgroundJob):
         else: self._set(f'waiting for {self.after.what}')
         self.panel.show()
         thread.start()
-        while not (self.after or self._started.wait(.1)): pass
+        if not self.after: self._started.wait()
     except BaseException:
         if thread.is_alive(): self.stop()
         else: self._end(None)
@@ -92,7 +89,6 @@ def _work(self:BackgroundJob):
         self._streams = streams
         try:
             if self.after: self._wait_for_turn()
-            self._began = time.time()
             self._value = self._run()
             self._end(None)
         except BaseException as e:
@@ -110,7 +106,7 @@ def _wait_for_turn(self:BackgroundJob):
 
 @patch
 def _end(self:BackgroundJob, e):
-    self._error,self._over = e,time.time()
+    self._error = e
     refused = e is not None and not self._started.is_set()
     ends = 'stopped' if isinstance(e, KeyboardInterrupt) else 'refused' if refused else 'failed'
     self._set(ends if e is not None else 'done')
@@ -135,9 +131,7 @@ def stop(self:BackgroundJob):
 
 @patch
 def _wait(self:BackgroundJob, timeout=None):
-    end = None if timeout is None else time.monotonic()+timeout
-    while not self._ended.wait(.1):
-        if end and time.monotonic() > end: raise TimeoutError(f"{self.title()}: not done yet")
+    if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")
 
 @patch
 def exception(self:BackgroundJob,

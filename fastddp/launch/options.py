@@ -98,9 +98,9 @@ RAISES = """Raises
 ITEMS = """The last line shows items/s: training items of all workers per second, without start and
 validation."""
 
-def _inherited(cls, name):
-    "Arguments of the method `name` in the bases of `cls`, to which its `**kwargs` mostly go"
-    found = [vars(c)[name] for c in cls.__mro__[1:] if callable(vars(c).get(name))]
+def _arguments(cls, name):
+    "Arguments of the method `name` of `cls` and of its bases, to which its `**kwargs` mostly go"
+    found = [vars(c)[name] for c in cls.__mro__ if callable(vars(c).get(name))]
     return [k for f in found for k in inspect.signature(f).parameters if k != 'self']
 
 class Options:
@@ -133,27 +133,21 @@ class Options:
     def refuse_name(self, name, of='distrib_ctx', own=()):
         """Raises `CantDistribute` for an option or argument that the method `of`, with arguments
         `own`, doesn't have"""
-        likely = near(name, [*own, *self.names, *self.further], _ALIASES)
-        end = f"Did you mean {likely}=?" if likely else self._list_options(of, own)
+        known = [*own, *self.names]
+        likely = near(name, [*known, *self.further], _ALIASES)
+        end = f"Did you mean {likely}=?" if likely else f"{of} has {', '.join(known)}"
+        if self.further and not likely:
+            end += f", and passes on to DistributedDataParallel: {', '.join(self.further)}."
         raise CantDistribute(f"No option {name}. {end}")
-    def _list_options(self, of, own):
-        args = f"takes {', '.join(own)}, and the options" if own else "has"
-        passed = ', '.join(self.further)
-        if passed: passed = f", and passes on to DistributedDataParallel: {passed}"
-        return f"{of} {args} {', '.join(self.names)}{passed}."
     def check_call(self, cls, name, args, kwargs):
         """Refuses arguments that the method `name` of `cls` can't take; a name in `kwargs` may be
         one of its bases' methods"""
-        try: params = inspect.signature(getattr(cls, name)).parameters.values()
-        except (TypeError,ValueError): return
-        own = [p.name for p in params if p.name != 'self']
-        doubt = any(p.kind == p.VAR_KEYWORD for p in params)
-        if doubt: own += _inherited(cls, name)
-        for k in kwargs:
+        method,own = getattr(cls, name),_arguments(cls, name)
+        takes_any = inspect.getfullargspec(method).varkw
+        for k in kwargs.keys()-{*own}:
             likely = near(k, [*own, *self.names], _ALIASES)
-            if k not in own and not (doubt and likely not in self.names):
-                self.refuse_name(k, name, own)
-        bound(getattr(cls, name), (None, *args), kwargs)
+            if likely in self.names or not takes_any: self.refuse_name(k, name, own)
+        bound(method, (None, *args), kwargs)
     def asked_for(self, given):
         "Those of `given` that are not as they are by default"
         return {k:v for k,v in given.items() if v != self.defaults.get(k)}
@@ -200,15 +194,8 @@ def workers_for(
     """`(number of workers, GPU of each or None for the CPU)`; raises `CantDistribute`, with a
     remedy, for what can't be"""
     have = group.n_gpus()
-    if isinstance(gpus, str):       # 'all'
-        if not have: raise CantDistribute("gpus='all': no GPU is visible here. Leave gpus out; "
-                                          "nprocs=2 starts two workers on the CPU.")
-        gpus = range(have)
-    if gpus is not None: return _chosen(list(gpus), nprocs, have)
+    if gpus is not None: return _chosen(gpus, nprocs, have)
     if nprocs is None: return max(have, 1), list(range(have)) or None
-    if nprocs < 1:
-        raise CantDistribute(f"nprocs={nprocs}: at least one worker is needed. Leave nprocs out "
-                             "to use all GPUs.")
     if have and nprocs > have:
         visible = f"{have} GPU{'s are' if have>1 else ' is'} visible"
         raise CantDistribute(f"nprocs={nprocs}, but {visible}: one worker per GPU. "
@@ -217,14 +204,14 @@ def workers_for(
 
 def _chosen(gpus, nprocs, have):
     "The same for GPUs that the user chose"
-    if not gpus:
-        if nprocs and nprocs > 0: return nprocs, []
+    if len(gpus) == 0:
+        if nprocs: return nprocs, []
         raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
-    bad = [g for g in gpus if not 0 <= g < have]
-    if bad and not have:
-        raise CantDistribute(f"gpus={gpus}: no GPU is visible here. "
+    if not have:
+        raise CantDistribute(f"gpus={gpus!r}: no GPU is visible here. "
                              "Leave gpus out; nprocs=2 starts two workers on the CPU.")
-    if bad:
+    gpus = list(range(have)) if isinstance(gpus, str) else list(gpus)      # 'all'
+    if bad := [g for g in gpus if not 0 <= g < have]:
         raise CantDistribute(f"gpus={gpus}: {bad} not among the {have} visible GPUs (0 to "
                              f"{have-1}). CUDA_VISIBLE_DEVICES counts.")
     if len(set(gpus)) < len(gpus):
@@ -287,13 +274,10 @@ def _gpus_of(local, gpus):
         f"gpus={list(gpus)} with launcher=Local(gpus={list(local.gpus)}): say it once.")
     return local.gpus if gpus is None else gpus
 
-_plain = Local()
-
 def _option(local, k, given, defaults):
     "The value of the block, or of the user's `Local` if the block has its default"
     of_local = getattr(local, k)
-    from_local = given[k] == defaults[k] and of_local != getattr(_plain, k)
-    return of_local if from_local else given[k]
+    return given[k] if given[k] != defaults[k] or of_local is None else of_local
 
 # %% ../../nbs/launch/508_options.ipynb #2d652059
 @contextlib.contextmanager

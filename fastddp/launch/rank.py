@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['SETTINGS', 'Context', 'call', 'RankSpec', 'could_not_connect', 'join_early', 'run_on_rank', 'Setting',
-           'notebook_settings', 'take_settings', 'warn_of_left']
+           'notebook_settings', 'take_settings']
 
 # %% ../../nbs/launch/500_rank.ipynb #13824990
-import contextlib, ctypes, gc, os, signal, sys, threading, time, warnings
+import contextlib, ctypes, gc, os, signal, sys, threading, time
 from typing import NamedTuple
 
-import cloudpickle, numpy as np, torch
+import numpy as np, torch
 from fastcore.basics import noop
 
 from ..base import board, group, rendezvous
@@ -149,9 +149,8 @@ def run_on_rank(
     device = group.use_device(spec.gpu, spec.threads)
     bind_near(spec.gpu)
     if device.type == 'cpu': keep_pages()
-    left = take_settings(spec.settings)
+    take_settings(spec.settings)
     with capture_output(lambda e: channel.emit(('show', e)), spec.display):
-        if channel.rank == 0: warn_of_left(left)
         if spec.backend: _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
         if joined: ctx.marks += [('join', joined), ('ship', began)]
@@ -203,63 +202,31 @@ _TORCH = {
     **{f'torch.backends.cuda.matmul.{k}': _attr(torch.backends.cuda.matmul, k) for k in _MATMUL}}
 
 # %% ../../nbs/launch/500_rank.ipynb #3d81ed4b
-def _pandas_changes():
-    config = getattr(sys.modules.get('pandas'), '_config', None)
-    if config is None: return {}
-    known,pd = config.config._registered_options,sys.modules['pandas']
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')     # options on their way out
-        now = {k:pd.get_option(k) for k in known if k not in config.config._deprecated_options}
-    return {k:v for k,v in now.items() if v != known[k].defval}
+_PRINTED = 'precision','threshold','edgeitems','linewidth','suppress'
 
-def _change_pandas(new):
-    import pandas as pd
-    for k in _pandas_changes().keys()-new.keys(): pd.reset_option(k)
-    for k,v in new.items(): pd.set_option(k, v)
+def _print_options():
+    options = np.get_printoptions()
+    return {k:options[k] for k in _PRINTED}
 
-_FORMATS = {'numpy.set_printoptions': Setting(np.get_printoptions,
-                                              lambda v: np.set_printoptions(**v)),
-            'numpy.seterr': Setting(np.geterr, lambda v: np.seterr(**v)),
-            'pandas.set_option': Setting(_pandas_changes, _change_pandas)}
-
-# %% ../../nbs/launch/500_rank.ipynb #700ef6b4
-SETTINGS = {**_TORCH, **_FORMATS,
-            'sys.setrecursionlimit': Setting(sys.getrecursionlimit, sys.setrecursionlimit)}
+SETTINGS = {
+    **_TORCH,
+    'numpy.set_printoptions': Setting(_print_options, lambda v: np.set_printoptions(**v)),
+    'numpy.seterr': Setting(np.geterr, lambda v: np.seterr(**v)),
+    'sys.setrecursionlimit': Setting(sys.getrecursionlimit, sys.setrecursionlimit)}
 
 # %% ../../nbs/launch/500_rank.ipynb #60e97d13
-_PLAIN = bool,int,str,tuple,set,torch.dtype
-
-class _Left(str): "Why a value stays in the notebook"
-
-def _travelling(v):
-    if isinstance(v, _PLAIN): return v
-    try: return cloudpickle.dumps(v)
-    except Exception as e: return _Left(f"{type(e).__name__}: {e}")
-
 def notebook_settings():
     "What this process has set, for `take_settings`"
     res = {}
     for k,s in SETTINGS.items():
-        # libraries and systems differ
-        with contextlib.suppress(Exception): res[k] = _travelling(s.read())
+        # torch without CUDA lacks some
+        with contextlib.suppress(Exception): res[k] = s.read()
     return res
-
-def _take(setting, v):
-    if isinstance(v, _Left): raise TypeError(v)
-    v = cloudpickle.loads(v) if isinstance(v, bytes) else v
-    if setting.read() != v: setting.write(v)
 
 def take_settings(settings # What `notebook_settings` gave elsewhere
 ):
-    "Makes them those of this process; returns `{name: reason}` for those that can't be"
-    left = {}
+    "Makes them those of this process"
     for k,v in settings.items():
-        try: _take(SETTINGS[k], v)
-        except Exception as e: left[k] = str(e)
-    return left
-
-def warn_of_left(left # What `take_settings` returned
-):
-    "One line about settings that the workers don't share"
-    if left: warnings.warn("fastddp: set in the notebook, but not in the workers: "
-                           + '; '.join(f"{k} ({' '.join(why.split())})" for k,why in left.items()))
+        # a worker on another machine may have a torch without CUDA
+        with contextlib.suppress(AttributeError):
+            if SETTINGS[k].read() != v: SETTINGS[k].write(v)

@@ -16,8 +16,8 @@ from ..base.rng import CommonRNG
 from ..base.scoped import ending_undisturbed, with_attrs, undisturbed
 from .background import refuse_busy, refuse_overlap
 from .engine import Job
-from .picture import Report, closing_line
-from .report import banner, start_of, summary, what_ran
+from .report import (Report, banner, closing_line, start_of, summary,
+                                   what_ran)
 from .options import engine_for, in_launched_group, nested
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame

@@ -19,12 +19,11 @@ from ..base.failure import is_echo
 from ..base.scoped import disturbed
 from ..launch.local import Local
 from ..launch.rank import RankSpec, run_on_rank
-from ..launch.report import several
 from .agent import facts
 from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
 from .stream import Pieces
-from ..output.notice import Status
+from ..output.notice import Status, several
 from ..payload.pickling import Payload, load
 from ..payload.shared_memory import Block
 

@@ -336,11 +336,10 @@ def test_an_open_engine_keeps_its_workers_from_fit_to_fit():
 
 class Notes(Callback):
     "What each rank's process has set, and rank 0's numbers"
-    def before_fit(self): self.numbers = str(np.full(1, 1/3)), str(pd.Series([1/3]).iloc[:1].to_list())
+    def before_fit(self): self.numbers = str(np.full(1, 1/3))
     def after_fit(self):
         own = [torch.get_float32_matmul_precision() == 'high', torch.are_deterministic_algorithms_enabled(),
-               torch.backends.cudnn.benchmark, torch.get_default_dtype() == torch.float64,
-               pd.get_option('display.precision')]
+               torch.backends.cudnn.benchmark, torch.get_default_dtype() == torch.float64]
         self.ranks = [t.tolist() for t in group.all_gather_object(torch.tensor([own], dtype=torch.float64))]
 
 
@@ -352,17 +351,14 @@ def test_what_the_notebook_set(two):
         return learn
     try:
         np.set_printoptions(precision=2)
-        pd.set_option('display.precision', 2)
         torch.set_float32_matmul_precision('high')
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = True
         learn = fit()
-        assert learn.notes.ranks == [[[1, 1, 1, 0, 2]]]*2
-        assert learn.notes.numbers[0] == '[0.33]'
-    finally:
-        take_settings(before)
-        pd.reset_option('display.precision')
-    assert fit().notes.ranks == [[[0, 0, 0, 0, 6]]]*2
+        assert learn.notes.ranks == [[[1, 1, 1, 0]]]*2
+        assert learn.notes.numbers == '[0.33]'
+    finally: take_settings(before)
+    assert fit().notes.ranks == [[[0, 0, 0, 0]]]*2
 
 
 def dtype_there(ctx, _): return str(torch.get_default_dtype())
