@@ -23,7 +23,7 @@ TESTS = {
     'payload/blame': 'test_refusals.py', 'payload/columns': 'test_shapes.py',
     'payload/shared_memory': 'test_shapes.py',
     'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
-    'payload/variables': 'comes_back/test_variables.py',
+    'payload/changes': 'comes_back/test_variables.py',
     'output': 'test_capture.py', 'output/panel': 'test_background.py',
     'launch/background': 'test_background.py',
     'output/notice': 'test_lines.py',

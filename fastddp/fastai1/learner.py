@@ -23,8 +23,8 @@ from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import Interrupts, environment, with_attrs
 from .callbacks import Ranks, Validation, distributed_v1, trained_beside
 from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
-from .snapshot import (apply, baseline, capture, loaders, owners, persistent_refs,
-                                      place, snapshot, unpack)
+from .snapshot import (apply, baseline, capture, loaders, persistent_refs, place,
+                                      snapshot, tracked, unpack)
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.session import Call, Session as _Session, block, refuse_untrainable
 from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,
@@ -116,12 +116,13 @@ class LearnerCall(Call):
         super().__init__(session, job, **kwargs)
         state = self.learn,callbacks,metrics
         self.callbacks,self.sent = callbacks,sent
-        self.refs,self.owners = persistent_refs(*state),owners(*state)
+        self.refs,self.state = persistent_refs(*state),state
     def snapshot(self):
         return snapshot(self.learn, self.callbacks, self.session.columns, self.definitions,
                         **self.sent)
     def apply(self, meta, buffers):
-        apply(self.learn, self.owners, self.refs, meta, buffers, self.definitions)
+        groups = tracked(*self.state, self.definitions)
+        apply(self.learn, groups, self.refs, meta, buffers)
 
 _CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
                   lambda v: isinstance(v, Callback))

@@ -34,6 +34,7 @@ from ..base.scoped import with_attrs
 from . import snapshot
 from ..launch.options import RAISES
 from ..output.notice import hushed
+from ..payload.changes import put_back
 from ..payload.state import hooks_of
 from ..shard.gathered_loss import tensors_in
 
@@ -192,6 +193,8 @@ def _params(learn):
 def _values(learn):
     return [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
 
+def _put_objects(groups, found): put_back(groups, dict(found, variables=[]))
+
 def _compare(learn, steps, tol, options,
              reasons=() # `Reason`s: they are taken out
 ):
@@ -203,7 +206,7 @@ def _compare(learn, steps, tol, options,
         for o in (many,one):
             for r in reasons: r.remove(o, stack)
         # a counter in a global, say, begins alike in both
-        with with_attrs(snapshot, put_back=noop): many.distrib('fit', 1, cbs=[a], **options)
+        with with_attrs(snapshot, put_back=_put_objects): many.distrib('fit', 1, cbs=[a], **options)
         for dl in one.dls.loaders if options['batch'] == 'per_worker' else ():
             dl.bs *= a.n
             if is_lm(dl): lay_out(dl)

@@ -122,7 +122,7 @@ def fit_job(ctx, obj):
         end,extra = EndOfAll(noted),[]
         if ctx.rank == 0: end.keep = lambda: ctx.put('epoch', state())
         if call['first'] is not None:
-            extra = [ResumeFit(learn, base.callbacks, call['first'], call['lists'], refs)]
+            extra = [ResumeFit(learn, base.groups['cbs'], call['first'], call['lists'], refs)]
         together.ours = [*together.ours, *extra]
         def fit():
             # The first two are not among `ours`, which are removed while rank 0 predicts alone
@@ -133,7 +133,8 @@ def fit_job(ctx, obj):
                 raise
         interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
     ctx.mark('train')
-    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(grads=together.grads_left))
+    if ctx.rank == 0:
+        ctx.put('cut' if interrupted else 'state', state(grads=together.grads_left, ended=True))
     report = together.clock.numbers() | use_of(learn, ctx.device)
     return noted.progress.result(interrupted, report=report)
 
@@ -153,7 +154,8 @@ def infer_job(ctx, obj):
     ctx.mark('validate')
     learn.dl = None
     if ctx.rank == 0:
-        ctx.put('state', capture(learn, (), base, together.common.state(), refs, weights=False))
+        ctx.put('state', capture(learn, (), base, together.common.state(), refs, weights=False,
+                                 ended=True))
     return part, left, dl_state(dl)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #2e1be252

@@ -32,7 +32,8 @@ from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_
                                     no_attribute)
 from ..launch.session import block
 from ..payload.pickling import dumped_instead
-from ..payload.state import fingerprint, opt_tensors, own_copy
+from ..payload.changes import fingerprint
+from ..payload.state import opt_tensors, own_copy
 from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d

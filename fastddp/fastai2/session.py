@@ -43,7 +43,7 @@ class FitCall(Call):
         return snapshot(self.learn, self.cbs, call, *self.session.factories,
                         columns=self.session.columns, definitions=self.definitions)
     def apply(self, meta, buffers):
-        apply(self.learn, self.cbs, meta, buffers, whole=False, definitions=self.definitions)
+        apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
     @property
     def next_try(self): return f"Going on with epoch {self.first or 0}"
     def stopped(self, result): return self.holds()
@@ -102,7 +102,7 @@ class InferCall(Call):
         return snapshot(self.learn, (), call, *self.session.factories, training=False,
                         columns=self.session.columns, definitions=self.definitions)
     def apply(self, meta, buffers):
-        apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl), whole=False,
+        apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl),
               definitions=self.definitions)
 
 # %% ../../nbs/fastai2/728_session.ipynb #b1593198

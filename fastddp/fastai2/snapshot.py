@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['STAY', 'all_cbs', 'persistent_refs', 'parts_of_data', 'loader_refs', 'snapshot', 'place_dl', 'place', 'unpack',
-           'twin', 'learner_state', 'baseline', 'parts', 'capture', 'apply']
+           'twin', 'learner_state', 'tracked', 'baseline', 'capture', 'apply']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
-import contextlib, warnings
+import contextlib
+from collections import defaultdict
 
 import torch
 from fastai.callback.core import Callback
@@ -16,18 +17,15 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
-from ..base.scoped import without_attrs
+from ..base.scoped import with_attrs, without_attrs
 from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
-from ..launch.training import (MODULES_STAY, RANK0_ONLY, Baseline, dump_state, is_kind,
-                                     load_state, model_state)
+from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
+from ..payload.changes import Changes, put_back
 from ..payload.pickling import copied
-from ..payload.state import (OPT_STAYS, Changes, apply_grads, apply_hooks, apply_model,
-                                   apply_opt, hooked, hooks_of, model_grads, model_tensors,
-                                   move_opt, opt_attrs, opt_owners, opt_state,
-                                   picklable_attrs, update_attrs, update_objects,
-                                   without_state)
-from ..payload.variables import Variables, put_back
+from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
+                                   hooked, hooks_of, model_grads, model_tensors, move_opt,
+                                   opt_attrs, opt_owners, opt_state, picklable_attrs)
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
@@ -97,7 +95,9 @@ def snapshot(
     loaders = [o for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl'))
                if isinstance(o, DataLoader)]
     without = [without_attrs(learn, *made), *(without_attrs(o, 'it') for o in loaders)]
-    if not training: without.append(without_state(learn.opt))
+    if not training:
+        without += [with_attrs(o, state=defaultdict(dict)) for o in opt_owners(learn.opt)
+                    if 'state' in vars(o)]
     # while the learner has its loaders
     if dls_factory: without.insert(0, _without_dataset(learn, call))
     named = {} if made else _roots(learn,
@@ -194,10 +194,7 @@ def learner_state(learn, opt=True, weights=True):
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
-# What fastai's `fit` leaves of the last batch; within it, they stay in the worker
-_OF_BATCH = dict(dl=None, xb=(None,), yb=(None,), pred=None)
-
-STAY = {'learn','dls','model','opt','cbs','logger','lock','loss_grad',*_OF_BATCH,
+STAY = {'learn','dls','model','opt','cbs','logger','lock','loss_grad','dl','xb','yb','pred','loss',
         'distrib_session','pbar','mbar','_state','old_logger','scaler','autocast','_metrics',
         'create_mbar'}
 
@@ -205,25 +202,32 @@ STAY = {'learn','dls','model','opt','cbs','logger','lock','loss_grad',*_OF_BATCH
 _PARTS_STAY = MODULES_STAY | {'loaders','_device','device','_shard','it','rng','fake_l',
                               '_DataLoader__idxs'}
 
+_STAYS = dict(learn=STAY-{'dls','model','opt'}, opt=OPT_STAYS, cbs=STAY, parts=_PARTS_STAY,
+              variables=())
+
+def _stays(group, o, name):
+    if name in _STAYS[group]: return True
+    if group != 'learn': return False
+    # what overrides a method stays in the worker; callbacks come by themselves
+    return callable(getattr(type(o), name, None)) or isinstance(vars(o)[name], Callback)
+
+def tracked(learn, cbs, definitions=()):
+    "Group -> objects that a job may change"
+    loss = loss_module(learn.loss_func)
+    parts = [learn.dls, *map(original, learn.dls.loaders), *parts_of_data(learn.dls),
+             *learn.model.modules(), learn.loss_func, *(loss.modules() if loss else ())]
+    return dict(learn=[learn], opt=opt_owners(learn.opt), cbs=all_cbs(learn, cbs), parts=parts,
+                variables=definitions)
+
 def baseline(learn, cbs,
              refs=None,  # `persistent_refs`, for a job: only what changed is sent then
              made=False, # Model or loaders were made in the worker, so parts aren't the notebook's
              definitions=() # Of the notebook: what they refer to may change, too
 ):
-    "The `Baseline` of learner, optimizer and callbacks"
-    opts,callbacks = opt_owners(learn.opt),all_cbs(learn, cbs)
-    res = Baseline(learn, [*((o, OPT_STAYS) for o in opts), *((cb, STAY) for cb in callbacks)],
-                   refs)
-    res.n_opts,res.callbacks,res.of_learner = len(opts),callbacks,list(learn.cbs)
-    res.parts = None if refs is None or made else Changes(parts(learn), _PARTS_STAY)
-    res.variables = Variables(definitions, refs)
-    return res
-
-def parts(learn):
-    "Loaders and what they are made of, modules, the loss: whose attributes a callback may set"
-    loss = loss_module(learn.loss_func)
-    return [learn.dls, *map(original, learn.dls.loaders), *parts_of_data(learn.dls),
-            *learn.model.modules(), learn.loss_func, *(loss.modules() if loss else ())]
+    "The `Changes` of the learner and all that belongs to it"
+    groups = tracked(learn, cbs, definitions)
+    if made: groups['parts'] = []
+    return Changes(groups, _stays, None if refs is None else [*refs, *definitions])
 
 def capture(
     learn, cbs, # As they are now
@@ -232,110 +236,55 @@ def capture(
     refs=None, # Default: `persistent_refs`
     weights=True, # The job trained
     grads=None, # Accumulation left gradients; None: in the middle of the fit
+    ended=False, # The notebook has the learner as it was sent, so only what changed is needed
 ):
     """Everything that training changed, as a `Payload`: large state in place, the rest as a dump of
     its own"""
     refs = refs or persistent_refs(learn, cbs)
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
-    # What overrides a method stays in the worker; callbacks come by themselves
-    def stays(k, v):
-        if k in _OF_BATCH: return _OF_BATCH[k] != v
-        return k in STAY or callable(getattr(type(learn), k, None)) or isinstance(v, Callback)
-    of_learn,*others = base.changes(stays)
-    shared,then,now = {*map(id, refs)},{*map(id, base.callbacks)},{*map(id, learn.cbs)}
-    rest = dict(learn=of_learn, cbs=others[base.n_opts:], rng=rng, opt=[], parts=[], come=[],
-                left=[],
-                dls=[dl_state(original(dl)) for dl in learn.dls.loaders],
-                # while the fit goes on, large ones are not looked at
-                variables=base.variables.changes(large=not weights or grads is not None),
-                new={k:v for k in ('opt','model','dls')
-                     if (v := getattr(learn, k)) is not None and id(v) not in shared})
+    changes,then = base.now(ended),base.groups['cbs']
+    left,come = [],[]
     if weights:
-        rest |= dict(opt=others[:base.n_opts], parts=base.parts.now() if base.parts else [],
-                     left=[i for i,cb in enumerate(base.of_learner) if id(cb) not in now])
+        left = [i for i,cb in enumerate(then) if all(cb is not o for o in learn.cbs)]
+    else: del changes['opt'], changes['parts']
     if weights and grads is not None:       # before, fastai's `fit` adds some
-        rest['come'] = [cb for cb in learn.cbs if id(cb) not in then
-                        and not type(cb).__module__.startswith('fastddp.')]
+        come = [cb for cb in learn.cbs if all(cb is not o for o in then)
+                and not type(cb).__module__.startswith('fastddp.')]
+    rest = dict(changes=changes, rng=rng, left=left,
+                come=[*picklable_attrs(dict(enumerate(come)), refs).values()],
+                dls=[dl_state(original(dl)) for dl in learn.dls.loaders])
     state = learner_state(learn, weights=weights)
     state |= dict(grads=model_grads(learn.model, grads),
                   loss=_loss_state(learn, refs) if weights else None)
-    return dump_state(state, rest, lambda: _picklable(rest, base.callbacks, refs), refs)
+    return dump_state(state, rest, base, refs)
 
 def _loss_state(learn, refs):
     """What `apply_model` takes, of a loss function with parameters or buffers that the notebook has
     as well"""
     loss = loss_module(learn.loss_func)
-    return model_state(loss) if loss and any(o is loss
-                                             for o in refs) and model_tensors(loss) else None
-
-def _picklable(rest, cbs, refs):
-    "What of `rest` can be pickled; under 'lost', why not of the other attributes"
-    lost = []
-    def of(attrs, name, lost=lost): return picklable_attrs(attrs, refs, name, lost)
-    # Loggers' connections are expected to stay in the worker
-    of_cbs = [of(o, f'learn.{cb.name}', None if is_kind(cb, RANK0_ONLY) else lost)
-              for cb,o in zip(cbs, rest['cbs'])]
-    res = rest | dict(learn=of(rest['learn'], 'learn'), cbs=of_cbs,
-                      opt=[of(o, 'learn.opt') for o in rest['opt']],
-                      parts=[(i, of(new, 'a part of the learner'), *more)
-                             for i,new,*more in rest['parts']],
-                      come=[*of({cb.name:cb for cb in rest['come']},
-                                'learn').values()], new=of(rest['new'], 'learn'))
-    if 'dls' in rest['new'] and 'dls' not in res['new']: res['dls'] = []
-    return res | dict(lost=lost)
+    shared = loss and model_tensors(loss) and any(o is loss for o in refs)
+    return model_state(loss) if shared else None
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #0988a298
 def apply(learn, cbs, meta, buffers, refs=None,
-          whole=True, # Set unchanged attributes of callbacks, too; not right after the fit
           definitions=() # Those of the `baseline`, here
 ):
     "Puts a captured state into `learn` and its callbacks, in place"
-    refs,callbacks = refs or persistent_refs(learn, cbs),all_cbs(learn, cbs)
-    state,load_rest = load_state(meta, buffers, refs)
-    rest = _load_rest(load_rest)
-    if not _apply_structure(learn, rest, state): return
+    loaded = load_state(meta, buffers, refs or persistent_refs(learn, cbs), learn.model)
+    if loaded is None: return
+    state,rest = loaded
+    changes = rest.get('changes', {})
+    if not definitions: changes.pop('variables', None)
+    put_back(tracked(learn, cbs, definitions), changes)
+    learn._end_cleanup()
     if state['epoch'] is not None: learn.epoch = state['epoch']
     apply_model(learn.model, state)
     if state['tensors']: apply_grads(learn.model, state['grads'])
     if state['loss']: apply_model(loss_module(learn.loss_func), state['loss'])
     if state['opt'] and learn.opt: apply_opt(learn.opt, *state['opt'])
-    for o,attrs in zip(opt_owners(learn.opt), rest['opt']): update_attrs(o, attrs, whole)
-    update_attrs(learn, rest['learn'])
-    for cb,attrs in zip(callbacks, rest['cbs']): update_attrs(cb, attrs, whole)
-    for dl,st in zip(learn.dls.loaders, rest['dls']): set_dl_state(dl, st)
+    for dl,st in zip(learn.dls.loaders, rest.get('dls', ())): set_dl_state(dl, st)
     before = list(learn.cbs)
-    for i in rest['left']:
+    for i in rest.get('left', ()):
         if i < len(before): learn.remove_cb(before[i])
-    for cb in rest['come']: learn.add_cb(cb)
-    if definitions: put_back(definitions, rest['variables'])
-    if rest['rng']: CommonRNG(rest['rng']).install()
-
-def _apply_structure(learn, rest, state):
-    """Sets modules and parts; returns True if the weights fit then. Otherwise the learner is left
-    as it was, with a warning"""
-    undo,before = update_objects(parts(learn), rest['parts']),{k:getattr(learn, k)
-                                                               for k in rest['new']}
-    for k,v in rest['new'].items(): setattr(learn, k, v)
-    unknown = [k for k in state['tensors'] if k not in model_tensors(learn.model)]
-    if not unknown: return True
-    undo()
-    for k,v in before.items(): setattr(learn, k, v)
-    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
-                  "loaded here; the learner is as before the fit.")
-    return False
-
-def _load_rest(load_rest):
-    "What came besides weights and optimizer; with a warning about what didn't"
-    try: rest = load_rest()
-    except Exception as e:
-        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks "
-                      "are as before it, since something that a callback holds can't be loaded "
-                      f"here ({type(e).__name__}: {e}).")
-        return dict(learn={}, cbs=[], opt=[], parts=[], new={}, left=[], come=[], rng=None, dls=[],
-                    variables=({}, []))
-    if lost := [' '.join(o.split()) for o in rest.get('lost', ())]:
-        verb = 'is' if len(lost) == 1 else 'are'
-        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and "
-                      f"{verb} in the notebook as before the fit. Everything else of the fit is "
-                      "there.")
-    return rest
+    for cb in rest.get('come', ()): learn.add_cb(cb)
+    if rng := rest.get('rng'): CommonRNG(rng).install()

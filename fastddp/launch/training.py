@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['RANK0_ONLY', 'MODULES_STAY', 'is_kind', 'finds_lr', 'is_rank0_only', 'cbs_of_rank', 'sync_streams', 'whereabouts',
-           'Progress', 'until_interrupted', 'Baseline', 'model_state', 'dump_state', 'load_state', 'NoNotebook',
-           'script_lines', 'launched_group']
+           'Progress', 'until_interrupted', 'model_state', 'dump_state', 'load_state', 'NoNotebook', 'script_lines',
+           'launched_group']
 
 # %% ../../nbs/launch/510_training.ipynb #a349c4b5
-import contextlib, os, pickle, time
+import contextlib, os, pickle, time, warnings
 
 from ..base import group, rendezvous
 from ..base.rng import CommonRNG
 from .report import banner, summary, what_ran
 from ..output.notice import print_line
 from ..payload.pickling import dump, load
-from ..payload.state import fingerprint, model_tensors
+from ..payload.changes import STRUCTURE
+from ..payload.state import model_tensors
 
 # %% ../../nbs/launch/510_training.ipynb #958b4b68
 RANK0_ONLY = {
@@ -104,67 +105,59 @@ def until_interrupted(ctx, fit, leave):
     return False
 
 # %% ../../nbs/launch/510_training.ipynb #710ab405
-_PLAIN = bool,int,float,str
-_LARGE = 2**16      # bytes
 # Attributes of modules that a fit sets for its own time
 MODULES_STAY = {'training','_forward_hooks','_backward_hooks','_forward_pre_hooks',
                 '_backward_pre_hooks','_forward_hooks_with_kwargs','_forward_hooks_always_called',
                 '_forward_pre_hooks_with_kwargs','_is_full_backward_hook'}
 
-class Baseline:
-    "The attributes of a learner, and of the objects that train with it, when the job began"
-    def __init__(self, learn,
-        others, # Pairs: object, the names of its attributes that stay in the worker
-        refs=None, # What both sides have; None: every attribute of the others counts as changed
-        changing=(), # Names of attributes that change anyway
-    ):
-        self.learn,self.others,self.refs = learn,[*others],refs
-        self.then = dict(vars(learn))
-        shared = {*map(id, refs or ())}
-        def mark(k, v):
-            return None if refs is None or k in changing or id(v) in shared else self._mark(v)
-        # of each object: attribute -> (value, fingerprint or None)
-        self.noted = [{k:(v, mark(k, v)) for k,v in vars(o).items() if k not in stay}
-                      for o,stay in self.others]
-    def _mark(self, v): return None if isinstance(v, _PLAIN) else fingerprint(v, self.refs)
-    def changes(self,
-        stays, # `stays(name, value)`: True for an attribute of the learner that stays here
-    ):
-        """`[{attribute: (value, is the object that was sent, is unchanged)}]` of the
-        learner and each other object; without what is large and unchanged"""
-        def is_new(k, v):
-            return isinstance(v, _PLAIN) or k not in self.then or self.then[k] is not v
-        attrs = {k:v for k,v in vars(self.learn).items() if not stays(k, v) and is_new(k, v)}
-        res = [{k:(v, k in self.then and self.then[k] is v, False) for k,v in attrs.items()}]
-        for (o,stay),noted in zip(self.others, self.noted):
-            res.append({k:change for k,v in vars(o).items() if k not in stay
-                        and (change := self._change(v, *noted.get(k, (None,None)))) is not None})
-        return res
-    def _change(self, v, old, mark):
-        unchanged = v is old and mark is not None and self._mark(v) == mark
-        return None if unchanged and mark[1] > _LARGE else (v, v is old, unchanged)
-
-# %% ../../nbs/launch/510_training.ipynb #a83e26af
 def model_state(model, weights=True):
     "What `apply_model` takes; without `weights` what a validation may change: no tensor"
     tensors = {k:t.detach() for k,t in model_tensors(model).items()} if weights else {}
     return dict(tensors=tensors, requires_grad=[p.requires_grad for p in model.parameters()],
                 training=[m.training for m in model.modules()])
 
+def _known_as(group, o):
+    "What the user calls the object `o`"
+    if group in ('learn','opt'): return dict(learn='learn', opt='learn.opt')[group]
+    if group == 'cbs' and hasattr(o, 'name'): return f'learn.{o.name}'
+    return getattr(o, '__name__', type(o).__name__)
+
 def dump_state(
-    state, rest, # What is copied in place, and everything else
-    picklable, # Called if `rest` can't be dumped: what of it can
+    state, rest, # What is copied in place, and everything else, with `changes` as of `Changes.now`
+    base, # The `Changes`
     refs, # What both sides have; see `persistent_refs`
 ):
     "Both as one `Payload`"
     try: small = dump(rest, refs)
-    except Exception: small = dump(picklable(), refs)
+    except Exception:
+        lost = base.picklable(rest['changes'])
+        fits = not any(k in STRUCTURE for *_,k,_ in lost)
+        # Loggers' connections are expected to stay in the worker
+        said = [f"{_known_as(g, o)}.{k if isinstance(k, str) else k[1]} ({type(e).__name__}: {e})"
+                for g,o,k,e in lost if not is_kind(o, RANK0_ONLY)]
+        small = dump(rest | dict(lost=said, fits=fits), refs)
     return dump((state, small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), refs)
 
-def load_state(meta, buffers, refs):
-    "`(state, function that loads a copy of the rest)`"
+def load_state(meta, buffers, refs,
+    model # Warns if the weights don't fit it, and can't be made to
+):
+    "`(state, rest)`; None: the learner stays as it is. The rest is {} if it can't be loaded"
     state,small,small_buffers = load(meta, buffers, refs=refs)
-    return state, lambda: load(small, [bytearray(b) for b in small_buffers], refs=refs)
+    try: rest = load(small, [bytearray(b) for b in small_buffers], refs=refs)
+    except Exception as e:
+        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks "
+                      "are as before it, since something that a callback holds can't be loaded "
+                      f"here ({type(e).__name__}: {e}).")
+        rest = {}
+    if lost := [' '.join(o.split()) for o in rest.get('lost', ())]:
+        verb = 'is' if len(lost) == 1 else 'are'
+        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and "
+                      f"{verb} in the notebook as before the fit. Everything else of the fit is "
+                      "there.")
+    unknown = [k for k in state['tensors'] if k not in model_tensors(model)]
+    if not unknown or rest.get('fits', bool(rest)): return state, rest
+    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
+                  "loaded here; the learner is as before the fit.")
 
 # %% ../../nbs/launch/510_training.ipynb #4c7d8b67
 class NoNotebook:
