@@ -9,7 +9,7 @@ __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone'
            'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import collections, contextlib, importlib, io, math, os, pickle, sys
+import collections, contextlib, importlib, io, math, operator, os, pickle, sys, time
 
 import torch
 
@@ -73,18 +73,44 @@ def import_for_ddp():
     with contextlib.suppress(ImportError): importlib.import_module('torch._dynamo')
 
 # %% ../../nbs/base/009_group.ipynb #e02f6a7c
+_FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
+# small tensors of the last collectives, for torch before 2.3
 _kept = collections.deque(maxlen=8)
 _SMALL = 2**14  # numbers
 
-def _keep(*tensors):
-    "Refer to small tensors of a collective until eight others have ended"
-    _kept.append([t for t in tensors if t.numel() <= _SMALL])
+_PATIENCE = .1  # seconds: a profiler may keep references
+
+def _references(tensors): return [n for t in tensors for n in (sys.getrefcount(t), t._use_count())]
+
+@contextlib.contextmanager
+def _until_released(tensors):
+    "Context manager for a collective: waits until gloo's threads have released `tensors`"
+    if not _FORKS_MAY_HANG or any(is_accelerator(t.device) for t in tensors): yield
+    elif not hasattr(torch.Tensor, '_use_count'):
+        yield
+        _kept.append([t for t in tensors if t.numel() <= _SMALL])
+    else:
+        before = _references(tensors)
+        yield
+        end = time.monotonic()+_PATIENCE
+        while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < end:
+            time.sleep(1e-5)
 
 # %% ../../nbs/base/009_group.ipynb #dff8d589
 joined = False          # True between `rendezvous.join` and `leave`
+_left_behind = False    # True in a fork of a rank, which has its connections but not its threads
+
+def _note_fork():
+    global _left_behind
+    _left_behind = in_group()
+
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_note_fork)
 
 def check_group():
-    "Raise where a collective would hang, after user code destroyed the group"
+    """Raise where a collective would hang: in a fork of a rank, and after user code destroyed the
+    group"""
+    if _left_behind:
+        raise RuntimeError("This process was forked from a rank, and is in no group itself.")
     if joined and not in_group():
         raise RuntimeError("The process group was destroyed while it was needed. Remove "
                            "torch.distributed.destroy_process_group(): fastddp calls it.")
@@ -95,8 +121,7 @@ def all_gather(
     "The `t` of every rank, all of one shape and type, on the same device"
     check_group()
     parts = [torch.empty_like(t) for _ in range(world_size())]
-    torch.distributed.all_gather(parts, t)
-    _keep(t, *parts)
+    with _until_released([t, *parts]): torch.distributed.all_gather(parts, t)
     return parts
 
 def all_sum(
@@ -119,16 +144,14 @@ def subgroup(ranks):
 
 def sum_in(t, members):
     "Sum the CPU tensor `t` in place over the ranks of a `subgroup`"
-    torch.distributed.all_reduce(t, group=members)
-    _keep(t)
+    with _until_released([t]): torch.distributed.all_reduce(t, group=members)
 
 def sum_(t):
     "Sum `t` in place over all ranks; on an accelerator the host doesn't wait"
     check_group()
     if world_size() == 1: return
     sent = t.to(comm_device())
-    torch.distributed.all_reduce(sent)
-    _keep(sent)
+    with _until_released([sent]): torch.distributed.all_reduce(sent)
     if sent is not t: t.copy_(sent)
 
 # %% ../../nbs/base/009_group.ipynb #6f188fae
@@ -216,8 +239,7 @@ def _change_as_one(tensors, change):
     for ts in groups.values():
         flat = torch.cat([t.detach().reshape(-1) for t in ts])
         sent = flat.to(comm_device())
-        change(sent)
-        _keep(sent)
+        with _until_released([sent]): change(sent)
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):
             t.detach().copy_(new.view_as(t))
 
