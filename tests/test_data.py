@@ -186,6 +186,23 @@ def test_the_notebooks_loader_goes_on_where_one_process_would_be(kind):
     assert [[ids(o) for o in notebook] for _ in range(2)] == epochs[2:]
 
 
+class Counts(DataLoader):
+    "Counts the batches that it has made"
+    made = 0
+    def create_batch(self, b):
+        self.made += 1
+        return super().create_batch(b)
+
+
+@pytest.mark.parametrize('n', [3, 1])
+def test_what_a_loader_counts_comes_back_also_from_a_loop_that_is_left(n):
+    dl, = ranks(lambda: Counts(range(12), bs=2, num_workers=0), 2)[:1]
+    it = iter(dl)
+    for _ in range(n): next(it)
+    it.close()
+    assert dl.made >= n and dl._shard.orig.made == dl.made
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from([*KINDS]), st.integers(3, 60), st.integers(1, 9), st.integers(1, 8), st.booleans(),
        st.booleans(), st.booleans())

@@ -133,8 +133,8 @@ class Passes:
         first,self.batch = self.batch == 0,self.batch+1
         # of fastai's kind of tensor, a product would be slower
         loss = self.weigh(loss.as_subclass(torch.Tensor), first)
-        flat = (self.flat or self.flat_batch or self.gathers or inputs is not None
-                or more['create_graph'])
+        # a pass whose gradients accumulate is flat anyway
+        flat = self.flat or self.flat_batch or inputs is not None or more['create_graph']
         if first and not flat:
             return self.overlapped.backward(self.real, loss, grad_tensors, **more)
         self.real(loss, grad_tensors, inputs=inputs, **more)
