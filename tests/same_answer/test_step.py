@@ -1,0 +1,117 @@
+"""Steps that don't go their usual way: passes that a rank leaves out, exceptions that a learner swallows, losses that are
+exchanged or asked for in the middle of a batch."""
+import pytest, torch
+from fastai.callback.core import Callback
+from fastai.learner import Learner
+from torch import nn
+from fastddp.base import group
+from losses import RMSE, numbers
+from parity import Collect, alone_like, assert_ranks_alike, assert_same, fit_both, largest, learner, mlp, seed, warm
+from test_decisions import Leave
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope='module', params=[2, 3])
+def ranks(request):
+    with warm(request.param) as launcher: yield request.param, launcher
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
+
+
+def regression(**kwargs): return dict(data=numbers, model=mlp(n_out=1), loss_func=RMSE(), **kwargs)
+
+
+class Loss(Collect):
+    "`learn.loss` after training"
+    def before_fit(self): self.rows = []
+    def after_train(self): self.note(self.learn.loss)
+    def after_cancel_epoch(self): self.note(self.learn.loss)
+
+
+class LeavesOutAPass(Learner):
+    "In one batch the last of `n` ranks makes no backward pass: what counts are the others' items"
+    def _backward(self):
+        if self.iter != 1: return super()._backward()
+        if group.world_size() == 1:
+            kept = [i for i in range(len(self.y)) if i % self.n != self.n-1]
+            return self.loss_func(self.pred[kept], self.y[kept]).backward()
+        if group.rank() < self.n-1: super()._backward()
+
+
+def test_one_rank_makes_no_backward_pass(ranks, capfd):
+    "The others don't wait for it; that it steps by itself is found at the end of the epoch, and named"
+    n, launcher = ranks
+    learn = learner(train=8*n, kind=LeavesOutAPass)
+    learn.n = n
+    learn, one = fit_both(learn, n, launcher, 1, ddp=dict(timeout=20))
+    assert largest([p.detach() for p in learn.model.parameters()], [p.detach() for p in one.model.parameters()]) < 1e-5
+    assert capfd.readouterr().err.count("the ranks' weights had drifted apart") == 1
+
+
+class Swaps(Callback):
+    "Another loss, from the middle of a batch on"
+    def after_backward(self):
+        if self.epoch == 0 and self.iter == 1: self.learn.loss_func = nn.MSELoss()
+
+
+def test_a_loss_that_is_exchanged_in_the_middle_of_a_batch(two):
+    learn, one = fit_both(learner(**regression()), 2, two, 2, cbs=[Swaps()])
+    assert_same(learn, one)
+    assert type(learn.loss_func) is nn.MSELoss
+
+
+class Swallows(Learner):
+    "Goes on with the next batch"
+    def one_batch(self, *args):
+        try: super().one_batch(*args)
+        except ZeroDivisionError: pass
+
+
+class Raises(Callback):
+    order = 51
+    def after_loss(self):
+        if self.training and self.iter == 1: 1/0
+
+
+def test_an_exception_that_a_learner_swallows(two):
+    learn, one = fit_both(learner(kind=Swallows, **regression()), 2, two, 2, cbs=[Raises()])
+    assert_same(learn, one)
+    assert type(learn.loss_func) is RMSE
+
+
+class Validates(Callback):
+    "In the middle of a batch; notes what comes out"
+    def before_fit(self): self.got = []
+    def after_step(self):
+        if self.iter != 1 or self.got: return
+        learn = self.learn
+        kept = {k: vars(learn)[k] for k in ('dl', 'iter', 'n_iter', 'training', 'xb', 'yb', 'pred', 'loss')}
+        self.got = [*learn.validate()]
+        vars(learn).update(kept)
+        learn.model.train()
+
+
+def test_a_validation_in_the_middle_of_a_batch_whose_loss_is_gathered(two):
+    "A validation of a callback's own has batches of the loader's own size: here those of one process"
+    learn = learner(valid=19, bs=8, **regression())
+    one = alone_like(learn, 2, 'global')
+    cb, single = Validates(), Validates()
+    seed(1)
+    learn.distrib_fit(1, nprocs=2, launcher=two, batch='global', cbs=[cb])
+    seed(1)
+    one.fit(1, cbs=[single])
+    assert cb.got and largest(cb.got, single.got) < 1e-5
+    assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
+
+
+@pytest.mark.parametrize('kind', ['epoch', 'batch'])
+def test_after_one_rank_left_before_its_loss_all_have_the_last_one(ranks, kind):
+    n, launcher = ranks
+    loss = Loss()
+    learner(train=8*n).distrib_fit(1, nprocs=n, launcher=launcher,
+                                   cbs=[loss, Leave('after_pred', kind, n-1, at=1)])
+    assert_ranks_alike(loss.ranks)

@@ -1,0 +1,84 @@
+"""`process.workers`, without ranks that do anything together."""
+import os, signal, socket, subprocess, time
+import psutil, pytest
+from fastddp.base.errors import CantDistribute
+from fastddp.payload.pickling import dump, load
+from fastddp.payload.shared_memory import Block
+from fastddp.process import workers
+from fastddp.process.workers import Workers
+
+
+def run(w, entry, until='done'):
+    "The news of a job of `entry` on the workers `w`, until one says `until`"
+    with_it, news = Block(), []
+    try:
+        w.submit(entry, with_it.write(dump(None)), with_it, configs=[None]*w.n)
+        while not any(what == until for _, what, *_ in news): news += w.poll(60)
+    finally: with_it.close()
+    return news
+
+
+def result(w, r):
+    block, packed = w.latest[r, 'result']
+    return load(packed.meta, block.read(packed, copy=True))
+
+
+@pytest.fixture
+def started():
+    "Makes `Workers`, which end with the test"
+    made = []
+    def start(*args, **kwargs):
+        made.append(Workers(*args, **kwargs))
+        return made[-1]
+    yield start
+    for w in made: w.stop()
+
+
+def last_words(channel, meta, buffers, config):
+    for i in range(100): channel.put(f'part {i}', dump(i))
+    os._exit(3)
+
+
+def test_all_that_a_worker_sent_is_heard_before_its_death(started):
+    w = started(1)
+    poll, w.poll = w.poll, lambda timeout: poll(timeout) if not w.procs[0].is_alive() else []
+    news = [o for o in run(w, last_words, 'died') if o[1] in ('put', 'died')]
+    assert news == [*((0, 'put', f'part {i}') for i in range(100)), (0, 'died', 3)]
+
+
+def with_a_child(channel, meta, buffers, config): return dump(subprocess.Popen(['sleep', '1000']).pid)
+
+
+def test_what_a_killed_worker_started_ends_with_stop(started):
+    w = started(1)
+    run(w, with_a_child)
+    child = psutil.Process(result(w, 0))
+    os.kill(w.procs[0].pid, signal.SIGKILL)
+    while w.alive(): w.poll(60)
+    w.stop()
+    psutil.wait_procs([child], timeout=30)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def who(channel, meta, buffers, config): return dump({k: os.environ[k] for k in ('RANK', 'LOCAL_RANK')})
+
+
+def test_ranks_of_one_of_several_machines(started):
+    w = started(None, ranks=[3, 4], first=3)
+    run(w, who)
+    while len(w.latest) < 2: w.poll(60)
+    assert [result(w, r) for r in w.ranks] == [dict(RANK='3', LOCAL_RANK='0'), dict(RANK='4', LOCAL_RANK='1')]
+
+
+def test_a_start_that_is_refused_leaves_no_socket_open(monkeypatch):
+    made, pair = [], socket.socketpair
+    def noted():
+        made.append(pair())
+        return made[-1]
+    def refuse(method, conn, *args):
+        conn.close()
+        raise OSError('no more processes')
+    monkeypatch.setattr(workers.socket, 'socketpair', noted)
+    monkeypatch.setattr(workers, 'start_worker', refuse)
+    with pytest.raises(CantDistribute, match='no more processes'): Workers(2)
+    assert made and all(o.fileno() == -1 for both in made for o in both)
