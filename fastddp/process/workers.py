@@ -87,8 +87,6 @@ class Workers:
     def _start_one(self, r):
         ours,theirs = socket.socketpair()
         try:
-            # `socket.setdefaulttimeout` is for the user's sockets
-            for o in (ours, theirs): o.settimeout(None)
             args = r, os.getpid(), self.log_path(r), lasts()
             main = address(worker_main)
             self.procs[r] = start_worker(self.method, theirs, main, args, self._waiting)

@@ -1,8 +1,9 @@
 """Steps that don't go their usual way: passes that a rank leaves out, exceptions that a learner swallows, losses that are
 exchanged or asked for in the middle of a batch."""
 import pytest, torch
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelValidException
 from fastai.learner import Learner
+from fastai.metrics import accuracy
 from torch import nn
 from fastddp.base import group
 from losses import RMSE, numbers
@@ -72,15 +73,19 @@ class Swallows(Learner):
 
 
 class Raises(Callback):
+    "In one batch; notes the loss function at the end of training"
     order = 51
+    def before_fit(self): self.kinds = []
+    def after_train(self): self.kinds.append(type(self.learn.loss_func).__name__)
     def after_loss(self):
         if self.training and self.iter == 1: 1/0
 
 
 def test_an_exception_that_a_learner_swallows(two):
-    learn, one = fit_both(learner(kind=Swallows, **regression()), 2, two, 2, cbs=[Raises()])
+    raises = Raises()
+    learn, one = fit_both(learner(kind=Swallows, **regression()), 2, two, 2, cbs=[raises])
     assert_same(learn, one)
-    assert type(learn.loss_func) is RMSE
+    assert raises.kinds == ['RMSE']*2
 
 
 class Validates(Callback):
@@ -115,3 +120,27 @@ def test_after_one_rank_left_before_its_loss_all_have_the_last_one(ranks, kind):
     learner(train=8*n).distrib_fit(1, nprocs=n, launcher=launcher,
                                    cbs=[loss, Leave('after_pred', kind, n-1, at=1)])
     assert_ranks_alike(loss.ranks)
+
+
+class StopsItsOwnValidation(Callback):
+    "Validates in the middle of training, and cancels that"
+    order = 60
+    def before_fit(self): self.inside = False
+    def before_batch(self):
+        if self.inside: raise CancelValidException()
+    def after_batch(self):
+        if not self.training or self.iter != 1: return
+        learn, kept = self.learn, {k: vars(self.learn)[k] for k in ('dl', 'iter', 'n_iter', 'training')}
+        self.inside = True
+        learn.validate()
+        self.inside = False
+        vars(learn).update(kept)
+        learn.model.train()
+
+
+def test_a_callbacks_own_validation_that_is_cancelled_is_not_the_fits(two):
+    learn = learner(metrics=accuracy, train=24)
+    learn.recorder.train_metrics, learn.recorder.add_time = True, False
+    learn, one = fit_both(learn, 2, two, 2, cbs=[StopsItsOwnValidation()])
+    assert_same(learn, one)
+    assert len(learn.recorder.values[0]) == len(one.recorder.values[0])
