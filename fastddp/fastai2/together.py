@@ -154,7 +154,6 @@ class Together(OurCallback):
         self.place = (-1.,0,0,0)    # of the last meeting
         self.n_details = 0      # since the last place without details
         self.left = None        # the strongest of what this rank left since all were at one place
-        self.followed = None    # what this rank is about to leave because another one did
         self.left_batch = False # True once this rank left the current batch
         self.cancelled = False  # True once this phase was cancelled on this rank
         # True between the forward and the backward pass of a training batch
@@ -193,11 +192,8 @@ class Together(OurCallback):
 
     def leave(self, kind # One of `LEFT`
     ):
-        """This rank leaves something: the others hear of it at its next meeting, unless it only
-        followed one of them"""
+        "This rank leaves something: the others hear of it at its next meeting"
         self.mid_batch = False
-        followed,self.followed = self.followed,None
-        if kind == followed: return
         if self.left is None or LEFT.index(kind) > LEFT.index(self.left): self.left = kind
     def after_cancel_backward(self):
         self.leave('backward')
@@ -278,7 +274,6 @@ class Together(OurCallback):
             kind = LEFT[left-1]
             # within a batch, only the whole batch can be left
             if optional and kind in _PARTS: kind = 'batch'
-            self.followed = kind
             raise _RAISES[kind]()
         if optional: return None
         raise RuntimeError(f"Other ranks have gone on to {_words(ahead[0])} while rank "
