@@ -109,7 +109,8 @@ def test_what_an_earlier_job_wrote_is_no_output_of_this_one(tmp_path):
 def test_the_rank_that_others_wait_for_keeps_them_waiting(tmp_path):
     workers = Played(tmp_path, n=3)
     workers.beats = {0: Heartbeat(waits_for=1), 1: Heartbeat(where='epoch 0, batch 2'), 2: Heartbeat(waits_for=1)}
-    workers.stacks = {r: STACK.format(*('cell', 'f') if r == 1 else ('fastddp/base/board.py', 'meet')) for r in range(3)}
+    waits = STACK.format('fastddp/base/board.py', 'meet')
+    workers.stacks = {0: waits, 1: STACK.format('cell', 'f'), 2: waits}
     with pytest.raises(GroupTimeout) as e: monitor(workers, timeout=.01).wait()
     assert (e.value.rank, e.value.where) == (1, 'epoch 0, batch 2')
     assert [o.split(',')[0] for o in e.value.stacks] == ['Rank 1', 'Rank 0', 'Rank 2']

@@ -1,5 +1,5 @@
-"""Steps that don't go their usual way: passes that a rank leaves out, exceptions that a learner swallows, losses that are
-exchanged or asked for in the middle of a batch."""
+"""Steps that don't go their usual way: passes that a rank leaves out, exceptions that a learner swallows, losses that
+are exchanged or asked for in the middle of a batch."""
 import pytest, torch
 from fastai.callback.core import Callback, CancelValidException
 from fastai.learner import Learner
