@@ -25,7 +25,7 @@ from ..payload.columns import Columns
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt
-from ..shard.same_model import bn_note
+from ..shard.gradients import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
 def dump_snapshot(
