@@ -19,7 +19,7 @@ from ..output.notice import shortened
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..payload.blame import dump_or_blame
-from ..process.cleanup import private_folder
+from ..process.helper import private_folder
 
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633
 def global_imports(

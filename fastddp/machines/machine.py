@@ -16,7 +16,7 @@ from .stream import Stream
 from ..payload.shared_memory import Block
 from ..process import helper
 from ..process.channel import Surroundings
-from ..process.cleanup import new_folder, remove_folder
+from ..process.helper import new_folder, remove_folder
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356
 class Machine:

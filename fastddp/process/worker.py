@@ -15,7 +15,7 @@ from ..base.device import used_before_fork
 from ..base.failure import end_fork, failure_of
 from ..payload.pickling import function_at
 from .channel import Channel
-from .cleanup import end_forks_with_us, end_with_parent
+from .helper import end_forks_with_us, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #e4575692
 def worker_main(
