@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..base import group
 from ..base.checks import SEE, check
-from ..payload.shared_memory import Block
+from ..payload.buffers import Block
 from .engine import Job, Launcher, Outcome
 from ..base.errors import RankRaised, WorkerError
 from .rank import (RankSpec, could_not_connect, join_early, notebook_settings,

@@ -21,7 +21,7 @@ from .report import (Report, banner, closing_line, start_of, summary,
 from .options import engine_for, in_launched_group, nested
 from ..output.notice import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
-from ..payload.columns import Columns
+from ..payload.buffers import Columns
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt

@@ -24,7 +24,7 @@ from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
 from .stream import to_fd
 from ..payload.pickling import Payload, load
-from ..payload.shared_memory import Block
+from ..payload.buffers import Block
 
 # %% ../../nbs/machines/615_hosts.ipynb #2d7e26f5
 def differs(

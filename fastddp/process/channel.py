@@ -16,7 +16,7 @@ from fastcore.basics import noop, patch
 
 from ..base.board import Heartbeats
 from ..base.errors import CantDistribute
-from ..payload.shared_memory import Block, Packed
+from ..payload.buffers import Block, Packed
 
 # %% ../../nbs/process/403_channel.ipynb #034832c9
 _NO_CWD = "The notebook's working directory is gone: os.chdir() to one that is there."
