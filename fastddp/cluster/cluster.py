@@ -25,7 +25,7 @@ from ..output.notice import shortened
 from ..payload.blame import dump_or_blame
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump, function_at, load
-from ..process.channel import Surroundings
+from ..process.worker import Surroundings
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
 _last = None    # `Surroundings` at the end of the last job of this process

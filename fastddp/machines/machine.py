@@ -15,7 +15,7 @@ from .agent import own_modules
 from .stream import Stream
 from ..payload.buffers import Block
 from ..process import helper
-from ..process.channel import Surroundings
+from ..process.worker import Surroundings
 from ..process.helper import new_folder, remove_folder
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356

@@ -16,7 +16,7 @@ from ..base.board import Heartbeats
 from ..base.errors import CantDistribute
 from ..payload.pickling import address
 from ..payload.buffers import Block
-from .channel import HEARTBEATS, Pipe, Surroundings
+from .worker import HEARTBEATS, Pipe, Surroundings
 from .helper import new_folder, remove_folder
 from .helper import (HelperEnded, lasts, start_method, start_worker,
                                     without_helper)
