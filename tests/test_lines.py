@@ -10,7 +10,7 @@ from fastai.learner import Learner
 from torch import nn
 from fastddp.all import InProcess
 from fastddp.launch import session
-from fastddp.output import notice
+from fastddp.output import replay as notice
 from learners import make_learner
 from parity import learner, warm
 

@@ -25,7 +25,7 @@ TESTS = {
     'payload/changes': 'comes_back/test_variables.py',
     'output': 'test_capture.py', 'output/panel': 'test_background.py',
     'launch/background': 'test_background.py',
-    'output/notice': 'test_lines.py',
+    'output/replay': 'test_lines.py',
     'shard': 'test_data.py', 'shard/loss': 'same_answer/test_any_loss.py',
     'shard/gathered_loss': 'same_answer/test_any_loss.py', 'shard/gradients': 'same_answer/test_parity.py',
     'process': 'faults/test_faults.py', 'process/helper': 'test_start.py',

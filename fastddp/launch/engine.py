@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..base import group, rendezvous
 from ..base.scoped import disturbed, environment
 from .rank import Context, call
-from ..output.notice import print_line, shortened
+from ..output.replay import print_line, shortened
 from ..payload.pickling import Payload, address, dump, load, own_classes
 from ..process.helper import private_folder
 

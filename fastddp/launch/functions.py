@@ -14,7 +14,7 @@ from .background import BackgroundJob
 from .local import Local
 from ..base.scoped import environment
 from .engine import Job
-from ..output.notice import shortened
+from ..output.replay import shortened
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..payload.blame import dump_or_blame

@@ -19,7 +19,7 @@ from .engine import Job
 from .report import (Report, banner, closing_line, start_of, summary,
                                    what_ran)
 from .options import engine_for, in_launched_group, nested
-from ..output.notice import end_line, hushed, print_line, print_once, shorten
+from ..output.replay import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
 from ..payload.buffers import Columns
 from ..payload.patches import collect_patches

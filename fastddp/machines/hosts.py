@@ -18,7 +18,7 @@ from ..base.failure import is_echo
 from ..base.scoped import disturbed
 from ..launch.local import Local
 from ..launch.rank import RankSpec
-from ..output.notice import several
+from ..output.replay import several
 from .agent import facts, write_files
 from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fastddp.base import group
 from fastddp.base.errors import CantDistribute
 from fastddp.launch.engine import InProcess
-from fastddp.output import notice
+from fastddp.output import replay as notice
 from parity import (Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
                     alone_like,
                     values, warm)
