@@ -5,8 +5,8 @@ import pytest, torch
 from fastai.callback.core import Callback
 from torch import nn
 from fastddp.all import CantDistribute, InProcess, RankRaised, ranch
-from fastddp.fastai2 import resume
-from fastddp.launch import background
+from fastddp.fastai2 import learner as words, resume
+from fastddp.launch import background, session
 from fastddp.launch.engine import Job
 from parity import Warm, learner, mlp, seed, values, warm
 
@@ -97,6 +97,62 @@ def test_changed_meanwhile(two):
     learn.model[0].weight.data.mul_(2)
     job.result(60, force=True)
     assert not same(weights(learn), mine)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    "This machine's memory counts as a GPU: the learners that are to leave it, and 'emptied' after each move"
+    moves, find = [], session._on_gpus
+    class Module:
+        def empty_cache(): moves.append('emptied')
+    def found(learn):
+        moves.append(learn)
+        return find(learn)
+    monkeypatch.setattr(session, '_on_gpus', found)
+    monkeypatch.setattr(session, 'is_accelerator', lambda device: True)
+    monkeypatch.setattr(session, 'device_module', lambda: Module)
+    return moves
+
+
+@pytest.mark.parametrize('into', [False, True])
+def test_offload(two, on_gpu, into):
+    "The learner leaves its GPU before the job begins, and is back with the result; the job can be pulled meanwhile"
+    learn = learner()
+    learn.create_opt()
+    whole = learner()
+    seed(1)
+    whole.distrib_fit(2, **two)
+    on_gpu.clear()
+    seed(1)
+    job = learn.distrib_fit(2, wait=False, offload=True, **two)
+    assert on_gpu[:2] == [learn, 'emptied']
+    job.exception(60)
+    meanwhile = len(on_gpu)
+    job.pull()
+    assert len(on_gpu) == meanwhile
+    job.result(into=learner() if into else None)
+    assert on_gpu[meanwhile:] == ['emptied'] and same(weights(learn), weights(whole))
+    job.result()
+    assert len(on_gpu) == meanwhile+1
+
+
+def test_offload_of_a_refused_job(on_gpu):
+    learn = learner()
+    with pytest.raises(CantDistribute, match='needs workers'): learn.distrib_fit(1, nprocs=1, wait=False, offload=True)
+    with pytest.raises(CantDistribute, match='True or False'): learn.distrib_fit(1, wait=False, offload='cpu')
+    assert on_gpu == [learn, 'emptied', 'emptied']
+
+
+def test_what_the_learner_keeps_is_said(two, monkeypatch):
+    "In the job's display, where the learner wants lines"
+    monkeypatch.setattr(words, 'beside_workers', lambda learn, gpus: 'learn keeps 9 MB')
+    learn = learner()
+    def said():
+        job = learn.distrib_fit(1, wait=False, **two)
+        job.result(60)
+        return 'learn keeps 9 MB\n' in job.log
+    assert said()
+    with learn.no_logging(): assert not said()
 
 
 def test_failure():

@@ -41,7 +41,8 @@ CHECKS = dict(
     restarts=whole("how many times a failed fit is resumed, a whole number from 0 on", 0),
     timeout=number("seconds without a step after which a fit counts as hanging, above 0; "
                    "None: no limit", none=True),
-    wait=flag())
+    wait=flag(),
+    offload=flag())
 
 # What other tools call it
 _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs',
