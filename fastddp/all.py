@@ -15,7 +15,7 @@ ask_for_helper()
 from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
 from .launch.engine import InProcess
 from .launch.local import Local
-from .launch.torchddp import TorchDDPCtx, in_torchddp
+from .launch.functions import TorchDDPCtx, in_torchddp
 from .launch.functions import global_imports, import_star, ranch, spawn
 
 # %% ../nbs/903_all.ipynb #a4fb6266

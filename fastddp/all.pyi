@@ -10,10 +10,10 @@ from fastddp.base.errors import RankRaised as RankRaised
 from fastddp.base.errors import WorkerError as WorkerError
 from fastddp.launch.engine import InProcess as InProcess
 from fastddp.launch.local import Local as Local
-from fastddp.launch.torchddp import TorchDDPCtx as TorchDDPCtx
+from fastddp.launch.functions import TorchDDPCtx as TorchDDPCtx
 from fastddp.launch.functions import global_imports as global_imports
 from fastddp.launch.functions import import_star as import_star
-from fastddp.launch.torchddp import in_torchddp as in_torchddp
+from fastddp.launch.functions import in_torchddp as in_torchddp
 from fastddp.launch.functions import ranch as ranch
 from fastddp.launch.functions import spawn as spawn
 from fastddp.machines.hosts import Hosts as Hosts

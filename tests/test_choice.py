@@ -13,10 +13,10 @@ touched = changed['touched']
 def notebook(path): return f'tests/test_notebooks.py::test_notebook[{path}]'
 
 
-@pytest.mark.parametrize('path', ['nbs/shard/310_same_model.ipynb', 'fastddp/shard/same_model.py'])
+@pytest.mark.parametrize('path', ['nbs/shard/312_gradients.ipynb', 'fastddp/shard/gradients.py'])
 def test_a_module_is_its_notebook_and_has_its_tests(path):
     found = touched([path])
-    assert notebook('nbs/shard/310_same_model.ipynb') in found and 'tests/test_floors.py' in found
+    assert notebook('nbs/shard/312_gradients.ipynb') in found and 'tests/test_floors.py' in found
     assert {'tests/same_answer/test_drift.py', 'tests/same_answer/test_parity.py'} <= {*found}
     assert 'tests/test_magics.py' not in found and len([o for o in found if '[' in o]) == 1
 

@@ -18,7 +18,7 @@ from fastddp.base import board, group
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch.engine import Job
 from fastddp.process import helper
-from fastddp.process.cleanup import sweep
+from fastddp.process.helper import sweep
 
 # agents import torch and fastai twice each: long on a busy machine
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]

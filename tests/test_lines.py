@@ -10,7 +10,7 @@ from fastai.learner import Learner
 from torch import nn
 from fastddp.all import InProcess
 from fastddp.launch import session
-from fastddp.output import notice
+from fastddp.output import replay
 from learners import make_learner
 from parity import learner, warm
 
@@ -50,7 +50,7 @@ def test_no_line_where_none_is_wanted(two, capsys):
 
 
 def test_batch_norm_is_explained_once(two, capsys, monkeypatch):
-    monkeypatch.setattr(notice, '_printed', set())
+    monkeypatch.setattr(replay, '_printed', set())
     for _ in range(2):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         learner(train=40, model=model).distrib_fit(1, nprocs=2, launcher=two)

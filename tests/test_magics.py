@@ -275,7 +275,7 @@ def test_an_error_fails_the_cell_and_the_group_lives(group):
     name, text = group.fails('%%dip --see 1\nprint("before")\nif rank == 1:\n    {}["nothing"]')
     assert name == 'RankRaised' and "rank 1 raised KeyError: 'nothing'" in text
     assert '{}["nothing"]' in text and 'before' in text
-    assert 'run_code' not in text and 'fastddp/process/channel.py' not in text and 'fastddp/launch/rank.py' not in text
+    assert 'run_code' not in text and 'fastddp/process/worker.py' not in text and 'fastddp/launch/rank.py' not in text
     assert 'Out[2:' in group.run('%%dip --see 2\nkept')
 
 

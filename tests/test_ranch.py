@@ -326,6 +326,7 @@ def test_who_connects_is_waited_for(monkeypatch, tmp_path):
     """Before ranks are stopped: in there neither Ctrl-C nor a death is heard, and a missing rank would keep the
     caller for ever"""
     seen = []
+    monkeypatch.setattr(rendezvous.group, 'joined', False)     # and so it is again afterwards
     for o in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'): monkeypatch.setenv(o, 'lo')
     monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *args,
                         **kwargs: seen.append(rendezvous.wait_connected(0)))

@@ -12,7 +12,7 @@ from two_hosts import leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
 from fastddp.machines import ray as launch_ray
 from fastddp.launch.engine import Job
-from fastddp.process.cleanup import sweep
+from fastddp.process.helper import sweep
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -85,7 +85,7 @@ def test_data_through_a_temporary_file(monkeypatch):
     "No anonymous memory files here: the notebook's data goes through a file without a name, and comes back"
     def refused(*args): raise OSError(errno.ENOSYS, 'Function not implemented')
     monkeypatch.setattr(os, 'memfd_create', refused, raising=False)
-    monkeypatch.setattr('fastddp.payload.shared_memory._warned', set())
+    monkeypatch.setattr('fastddp.payload.buffers._warned', set())
     learn = make_learner(n=64)
     before = [p.clone() for p in learn.model.parameters()]
     with warnings.catch_warnings(record=True) as said, learn.no_bar(), learn.no_logging():

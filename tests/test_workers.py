@@ -3,7 +3,7 @@ import os, signal, socket, subprocess, time
 import psutil, pytest
 from fastddp.base.errors import CantDistribute
 from fastddp.payload.pickling import dump, load
-from fastddp.payload.shared_memory import Block
+from fastddp.payload.buffers import Block
 from fastddp.process import workers
 from fastddp.process.workers import Workers
 

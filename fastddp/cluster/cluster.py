@@ -21,11 +21,11 @@ from ..base.failure import is_user_file
 from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
-from ..output.notice import shortened
+from ..output.replay import shortened
 from ..payload.blame import dump_or_blame
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump, function_at, load
-from ..process.channel import Surroundings
+from ..process.worker import Surroundings
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
 _last = None    # `Surroundings` at the end of the last job of this process

@@ -14,7 +14,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from .cluster import APPS, Cluster, default_app
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
-from ..output.notice import shortened
+from ..output.replay import shortened
 
 # %% ../../nbs/cluster/652_magics.ipynb #7ae6c5bd
 # where a cell runs: in the group, in the notebook, in both

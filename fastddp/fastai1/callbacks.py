@@ -22,11 +22,11 @@ from ..base.scoped import environment, with_attrs
 from .loaders import (counts_now, global_batches, own_loader, place_now, shard,
                                      torch_dl)
 from ..launch.training import cbs_of_rank
-from ..output.notice import print_line
+from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, Losses, by_batch, map_tensors, whole_batch
 from ..shard.gradients import Passes, params_beside
 from ..shard.loss import batch_losses, loss_and_divisor, loss_part
-from ..shard.same_model import SameWeights, sync_buffers, synced_bn
+from ..shard.gradients import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import outside_loop
 from ..shard.torch_loader import torch_bs
 

@@ -179,7 +179,9 @@ def inner_inference(learn, together):
                                      "the middle of training. Do it at the end of an epoch, or on "
                                      "all ranks, without `rank0_only`.")
             return type(learn)._do_epoch_validate(learn, dl=OneRank(original(dl)))
-        with together.aside(): infer_in_group(learn, dl, together.common)
+        with contextlib.ExitStack() as stack:
+            for cb in together.ours: stack.enter_context(cb.aside())
+            infer_in_group(learn, dl, together.common)
     predicting = preds_in_one_order(learn, together.common, lambda: together.alone)
     with with_attrs(learn, _do_epoch_validate=validate), predicting: yield
 

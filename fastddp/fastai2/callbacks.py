@@ -21,9 +21,9 @@ from .metrics import ReduceMetrics
 from .step import AfterOthers, StepSync
 from .together import _FIRST, OurCallback, Together, own_events
 from ..launch.training import is_rank0_only
-from ..output.notice import print_line
+from ..output.replay import print_line
 from ..payload.state import move_opt
-from ..shard.same_model import SameWeights, sync_buffers, synced_bn
+from ..shard.gradients import SameWeights, sync_buffers, synced_bn
 from ..shard.gathered_loss import Losses
 from ..shard.gradients import average_grads
 from ..shard.sharded import is_sharded, outside_loop, write_back

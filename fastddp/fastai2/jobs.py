@@ -32,7 +32,7 @@ from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
 from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,
                                      launched_group, script_lines, sync_streams,
                                      until_interrupted, whereabouts)
-from ..output.notice import hushed
+from ..output.replay import hushed
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209
 class NoteProgress(OurCallback):

@@ -31,7 +31,7 @@ from ..launch.engine import InProcess
 from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_group,
                                     no_attribute)
 from ..launch.session import beside_workers, block, offloaded
-from ..output.notice import print_line
+from ..output.replay import print_line
 from ..payload.pickling import dumped_instead
 from ..payload.changes import fingerprint
 from ..payload.state import opt_tensors, own_copy

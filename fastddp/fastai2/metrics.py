@@ -6,7 +6,7 @@
 __all__ = ['STATES', 'sum_state', 'reducer_for', 'trim', 'batch_number', 'NoInput', 'Phase', 'ReduceMetrics']
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #2b4348fb
-import copy
+import contextlib, copy
 from functools import partial
 from types import MethodType
 
@@ -107,7 +107,21 @@ class Phase:
         if self.loss_anew: learn.loss_func = _copy_of(f)
         self.mets = [m for m in mets if type(m) is not AvgSmoothLoss]
         self.reducers = [self._reducer(m, parts) for m in self.mets]
+        self.resumed = False    # True if the metrics began with the state of all ranks
+        self._listen()
+
+    def _listen(self):
         for m in self.mets: vars(m)['accumulate'] = partial(self.accumulate, m)
+
+    def resume(self, common # True if the metrics hold the state of all ranks meanwhile
+    ):
+        "Goes on after a callback's own validation, which the metrics went through, too"
+        if common:
+            self.kept,self.resumed = [],True
+            for m,reducer in zip(self.mets, self.reducers):
+                # one rank's is enough of what is added up
+                if reducer is not None and group.rank(): m.reset()
+        self._listen()
 
     def _reducer(self, m, parts):
         reducer = reducer_for(m)
@@ -166,7 +180,8 @@ class Phase:
         "Runs `mets` over all ranks' batches as one process would have made them"
         learn = self.learn
         old = {k:getattr(learn,k) for k in ('xb','yb','pred','loss')}
-        for m in mets: m.reset()
+        if not self.resumed:
+            for m in mets: m.reset()
         try:
             for _,parts in by_batch(self.kept):
                 for learn.pred,learn.yb,learn.loss in whole_batch(parts):
@@ -185,7 +200,9 @@ class ReduceMetrics(OurCallback):
     "Brings the metrics of all ranks together at the end of each phase"
     # after the votes, before all else: what leaves the loop in `after_train` leaves after this
     order = -999_998
-    def __init__(self, losses=None): self.losses,self.phase = losses or Losses(),None
+    def __init__(self, losses=None):
+        self.losses,self.phase = losses or Losses(),None
+        self.common = False     # True if the metrics of this phase hold the state of all ranks
     def before_train(self):    self._open('_train_mets')
     def before_validate(self): self._open('_valid_mets')
     def after_train(self):     self._close('_train_mets')
@@ -194,14 +211,26 @@ class ReduceMetrics(OurCallback):
         self.end()
         # each rank goes over all of a loader that is not sharded over ranks
         whole = group.world_size() == 1 or is_sharded(self.dl) and self.dl._shard.n == 1
-        if whole or not hasattr(self.learn,'recorder'): return
-        mets = getattr(self.recorder, which)
+        mets = getattr(self.recorder, which) if hasattr(self.learn,'recorder') else []
+        self.common = whole and len(mets) > 0
+        if whole or not mets: return
         self.phase = Phase(self.learn, mets, which == '_train_mets', self.losses)
     def _close(self, which):
         # the Recorder has no metrics for a phase that was cancelled
-        if (phase := self.end()) is not None: phase.close(getattr(self.recorder, which))
+        if (phase := self.end()) is None: return
+        mets = getattr(self.recorder, which)
+        phase.close(mets)
+        self.common = len(mets) > 0
     def end(self):
         "The metrics are as they were; returns the `Phase`, if there is one"
         phase,self.phase = self.phase,None
         if phase is not None: phase.restore()
         return phase
+    @contextlib.contextmanager
+    def aside(self):
+        outer,self.common = self.end(),False
+        try: yield
+        finally:
+            self.end()
+            self.phase = outer
+            if outer is not None: outer.resume(self.common)

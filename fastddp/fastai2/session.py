@@ -26,7 +26,7 @@ from .snapshot import all_cbs, apply, loader_refs, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr, is_rank0_only
-from ..output.notice import hushed, print_line
+from ..output.replay import hushed, print_line
 from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98

@@ -31,6 +31,9 @@ class OurCallback(Callback):
         if event_name in _inner_loop and not runs: return
         f = getattr(type(self), event_name, None)
         if f is not None: f(self)
+    def aside(self):
+        "Inside, a callback of the user's validates or predicts by itself"
+        return contextlib.nullcontext()
 
 def speaks(cb,        # A callback
            event_name # E.g. 'after_batch'
@@ -215,8 +218,7 @@ class Together(OurCallback):
 
     @contextlib.contextmanager
     def aside(self):
-        """Inside, a callback validates by itself; afterwards this rank is in the phase in which it
-        was"""
+        "Afterwards this rank is in the phase in which it was"
         before = self.phase,self.cancelled,[*self.back_to]
         try: yield
         finally: self.phase,self.cancelled,self.back_to = before

@@ -10,7 +10,7 @@ __all__ = ['Advice', 'Fit', 'size', 'on_data', 'is_small', 'on_exchange', 'on_un
 import math
 from typing import NamedTuple
 
-from ..output.notice import several
+from ..output.replay import several
 
 # %% ../../nbs/launch/501_advice.ipynb #4cde814e
 class Advice(NamedTuple):

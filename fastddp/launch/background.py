@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..base.errors import CantDistribute
 from ..base.rng import streams_apart
 from ..base.scoped import StopButton, with_context
-from ..output.notice import print_line
+from ..output.replay import print_line
 from ..output.panel import Panel
 from ..output.replay import _get_ipython, frontend, shown_in
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from ..base import group, rendezvous
 from ..base.scoped import disturbed, environment
 from .rank import Context, call
-from ..output.notice import print_line, shortened
+from ..output.replay import print_line, shortened
 from ..payload.pickling import Payload, address, dump, load, own_classes
-from ..process.cleanup import private_folder
+from ..process.helper import private_folder
 
 # %% ../../nbs/launch/502_engine.ipynb #a58ba397
 class Job(NamedTuple):

@@ -13,12 +13,12 @@ from fastcore.basics import patch
 
 from ..base import group
 from ..base.checks import SEE, check
-from ..payload.shared_memory import Block
+from ..payload.buffers import Block
 from .engine import Job, Launcher, Outcome
 from ..base.errors import RankRaised, WorkerError
 from .rank import (RankSpec, could_not_connect, join_early, notebook_settings,
                                  run_on_rank)
-from ..output.notice import Status, print_line, several
+from ..output.replay import Status, print_line, several
 from ..output.replay import display_settings
 from ..base.device import accelerator, device_module, is_accelerator, visible_cores
 from .report import Report

@@ -15,7 +15,7 @@ from ..base.checks import (SEE, Check, bound, check_all, flag, is_list, is_whole
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .local import Local
-from ..output.notice import print_line
+from ..output.replay import print_line
 
 # %% ../../nbs/launch/508_options.ipynb #ce033820
 def _factory(what, example):

@@ -11,7 +11,7 @@ import html, time
 from ..base import group
 from ..base.device import accelerator, binds_to_numa, visible_cores
 from .advice import Fit, advice_for, size
-from ..output.notice import several
+from ..output.replay import several
 
 # %% ../../nbs/launch/504_report.ipynb #48c80a5d
 PHASES = {

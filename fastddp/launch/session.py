@@ -19,13 +19,13 @@ from .engine import Job
 from .report import (Report, banner, closing_line, start_of, summary,
                                    what_ran)
 from .options import engine_for, in_launched_group, nested
-from ..output.notice import end_line, hushed, print_line, print_once, shorten
+from ..output.replay import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import dump_or_blame
-from ..payload.columns import Columns
+from ..payload.buffers import Columns
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt, opt_tensors
-from ..shard.same_model import bn_note
+from ..shard.gradients import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
 def dump_snapshot(

@@ -13,7 +13,7 @@ import contextlib, os, pickle, time, warnings
 from ..base import group, rendezvous
 from ..base.rng import CommonRNG
 from .report import banner, summary, what_ran
-from ..output.notice import print_line
+from ..output.replay import print_line
 from ..payload.pickling import dump, load
 from ..payload.changes import STRUCTURE
 from ..payload.state import model_tensors

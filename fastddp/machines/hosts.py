@@ -18,13 +18,13 @@ from ..base.failure import is_echo
 from ..base.scoped import disturbed
 from ..launch.local import Local
 from ..launch.rank import RankSpec
-from ..output.notice import several
+from ..output.replay import several
 from .agent import facts, write_files
 from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
 from .stream import to_fd
 from ..payload.pickling import Payload, load
-from ..payload.shared_memory import Block
+from ..payload.buffers import Block
 
 # %% ../../nbs/machines/615_hosts.ipynb #2d7e26f5
 def differs(

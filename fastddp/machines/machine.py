@@ -13,10 +13,10 @@ from ..base.board import Heartbeat
 from ..base.errors import CantDistribute
 from .agent import own_modules
 from .stream import Stream
-from ..payload.shared_memory import Block
+from ..payload.buffers import Block
 from ..process import helper
-from ..process.channel import Surroundings
-from ..process.cleanup import new_folder, remove_folder
+from ..process.worker import Surroundings
+from ..process.helper import new_folder, remove_folder
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356
 class Machine:

@@ -14,7 +14,7 @@ from ..base.errors import CantDistribute
 from ..base.scoped import environment
 from .hosts import Machines
 from .stream import to_fd
-from ..output.notice import Status
+from ..output.replay import Status
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
 class Relay:

@@ -11,7 +11,7 @@ from multiprocessing import connection
 
 import cloudpickle
 
-from ..payload.shared_memory import Block
+from ..payload.buffers import Block
 
 # %% ../../nbs/machines/610_stream.ipynb #8fb1f305
 GREETING = b'\nfastddp agent, stream 5\n'

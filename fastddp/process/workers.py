@@ -15,9 +15,9 @@ from fastcore.basics import patch
 from ..base.board import Heartbeats
 from ..base.errors import CantDistribute
 from ..payload.pickling import address
-from ..payload.shared_memory import Block
-from .channel import HEARTBEATS, Pipe, Surroundings
-from .cleanup import new_folder, remove_folder
+from ..payload.buffers import Block
+from .worker import HEARTBEATS, Pipe, Surroundings
+from .helper import new_folder, remove_folder
 from .helper import (HelperEnded, lasts, start_method, start_worker,
                                     without_helper)
 from .worker import worker_main

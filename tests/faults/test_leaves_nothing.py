@@ -52,7 +52,7 @@ def still_there(procs, seconds=180):
     return [o for o in alive if o.status() != psutil.STATUS_ZOMBIE]
 
 
-SWEEP = 'from fastddp.process.cleanup import sweep; sweep()'
+SWEEP = 'from fastddp.process.helper import sweep; sweep()'
 
 
 def test_killed_notebook_leaves_no_process(tmp_path):
@@ -392,7 +392,7 @@ def test_the_sweep_touches_what_is_ones_own_alone(tmp_path):
     (tmp_path/'fastddp-there').symlink_to(elsewhere)
     if os.getuid() == 0: os.chown(tmp_path/'fastddp-others', 12345, 12345)
     env = os.environ | dict(TMPDIR=str(tmp_path))
-    sweeps = 'from fastddp.process.cleanup import sweep; sweep()'
+    sweeps = 'from fastddp.process.helper import sweep; sweep()'
     subprocess.run([sys.executable, '-c', sweeps], env=env, check=True, timeout=60)
     left = {o.name for o in tmp_path.iterdir()}
     others = {'fastddp-others'} if os.getuid() == 0 else set()

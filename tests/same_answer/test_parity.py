@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fastddp.base import group
 from fastddp.base.errors import CantDistribute
 from fastddp.launch.engine import InProcess
-from fastddp.output import notice
+from fastddp.output import replay
 from parity import (Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
                     alone_like,
                     values, warm)
@@ -256,7 +256,7 @@ class Stats(Collect):
 @pytest.mark.parametrize('train', [21, 25, 37])
 def test_batch_norm_is_averaged_and_never_sees_one_item(ranks, train, capfd, monkeypatch):
     n, launcher = ranks
-    monkeypatch.setattr(notice, '_printed', set())     # a note comes once in a process
+    monkeypatch.setattr(replay, '_printed', set())     # a note comes once in a process
     small, stats = Smallest(), Stats()
     learn = learner(train=train, model=bn_net())
     learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[small, stats])

@@ -2,11 +2,15 @@
 are exchanged or asked for in the middle of a batch."""
 import pytest, torch
 from fastai.callback.core import Callback, CancelValidException
-from fastai.learner import Learner
+from fastai.data.load import DataLoader
+from fastai.learner import Learner, Metric
+from fastai.metrics import accuracy
+from fastcore.foundation import L
 from torch import nn
 from fastddp.base import group
 from losses import RMSE, numbers
-from parity import Collect, alone_like, assert_ranks_alike, assert_same, fit_both, largest, learner, mlp, seed, warm
+from parity import (Collect, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
+                    warm)
 from test_decisions import Leave
 
 pytestmark = pytest.mark.timeout(120)
@@ -23,6 +27,16 @@ def two():
 
 
 def regression(**kwargs): return dict(data=numbers, model=mlp(n_out=1), loss_func=RMSE(), **kwargs)
+
+
+class ByBatch(Metric):
+    "A mean of batches, which has to be replayed"
+    def reset(self): self.vals = []
+    def accumulate(self, learn): self.vals.append(float((learn.pred.argmax(-1) == learn.y).float().mean()))
+    @property
+    def value(self): return sum(self.vals)/len(self.vals)
+    @property
+    def name(self): return 'by_batch'
 
 
 class Loss(Collect):
@@ -144,3 +158,33 @@ def test_a_callbacks_own_validation_that_is_cancelled_is_not_the_fits(two):
     learn, one = fit_both(learn, 2, two, 2, cbs=[stops])
     assert_same(learn, one)
     assert stops.cancelled == (False, False)
+
+
+class ValidatesInTraining(Callback):
+    "Validates in the middle of training; notes what the metrics of training are at its end"
+    order = 60
+    def __init__(self, n): self.own, self.got = DataLoader(items(n, s=2), bs=4, num_workers=0), []
+    def after_train(self): self.got.append([float(m.value) for m in self.recorder._train_mets])
+    def after_batch(self):
+        if not self.training or self.iter != 1: return
+        learn, kept = self.learn, {k: vars(self.learn)[k] for k in ('dl', 'iter', 'n_iter', 'training')}
+        learn.validate(dl=self.own)
+        vars(learn).update(kept)
+        learn.model.train()
+
+
+@pytest.mark.parametrize('n_own,valid_metrics', [(9, True), (3, True), (9, False)])
+@pytest.mark.parametrize('metric', [accuracy, ByBatch], ids=['sum', 'replayed'])
+def test_metrics_of_training_after_a_callbacks_own_validation(ranks, metric, n_own, valid_metrics):
+    "They go on from what the validation left, as in one process"
+    n, launcher = ranks
+    metric = metric if metric is accuracy else metric()
+    validates, learn = ValidatesInTraining(n_own), learner(train=37, valid=3, metrics=metric)
+    learn.recorder.train_metrics, learn.recorder.valid_metrics, learn.recorder.add_time = True, valid_metrics, False
+    one, same = alone_like(learn, n), ValidatesInTraining(n_own)
+    seed(1)
+    learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[validates])
+    seed(1)
+    one.fit(2, cbs=[same])
+    assert largest(validates.got, same.got) < 1e-6
+    assert largest(*(sum(o.recorder.values, start=L()) for o in (learn, one))) < 1e-6

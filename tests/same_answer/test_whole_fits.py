@@ -180,7 +180,7 @@ LOADERS = {'fastai': lambda ds: DataLoader(ds, bs=4, drop_last=True), 'full': la
 @pytest.mark.parametrize('kind', LOADERS)
 def test_a_state_with_the_batch_size_built_in(kind, two, capsys, monkeypatch):
     "Each worker trains with the loader's batch, and validates the loader's batches"
-    monkeypatch.setattr('fastddp.output.notice._printed', set())
+    monkeypatch.setattr('fastddp.output.replay._printed', set())
     n_valid = 24 if kind == 'full' else 23
     learn = learner(train=48, valid=n_valid, model=FixedRows(), cbs=ModelResetter(), metrics=accuracy)
     learn.dls = DataLoaders(*(LOADERS[kind](dl.dataset) for dl in learn.dls.loaders))
