@@ -1,14 +1,15 @@
 """`wait=False`: a job beside the notebook, with the result of the same call in the foreground; and checkpoints."""
-import asyncio, contextlib, os, random, signal, subprocess, sys, threading, time
+import asyncio, contextlib, os, pickle, random, signal, subprocess, sys, threading, time
 from pathlib import Path
 import pytest, torch
 from fastai.callback.core import Callback
 from torch import nn
 from fastddp.all import CantDistribute, InProcess, RankRaised, ranch
-from fastddp.fastai2 import resume
-from fastddp.launch import background
+from fastddp.fastai2 import learner as words, resume
+from fastddp.launch import background, session
 from fastddp.launch.engine import Job
-from parity import Warm, learner, mlp, seed, values, warm
+from parity import learner, mlp, seed, values, warm
+from spread import long_but
 
 pytestmark = pytest.mark.filterwarnings('error:fastddp')
 
@@ -97,6 +98,62 @@ def test_changed_meanwhile(two):
     learn.model[0].weight.data.mul_(2)
     job.result(60, force=True)
     assert not same(weights(learn), mine)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    "This machine's memory counts as a GPU: the learners that are to leave it, and 'emptied' after each move"
+    moves, find = [], session._on_gpus
+    class Module:
+        def empty_cache(): moves.append('emptied')
+    def found(learn):
+        moves.append(learn)
+        return find(learn)
+    monkeypatch.setattr(session, '_on_gpus', found)
+    monkeypatch.setattr(session, 'is_accelerator', lambda device: True)
+    monkeypatch.setattr(session, 'device_module', lambda: Module)
+    return moves
+
+
+@pytest.mark.parametrize('into', [False, True])
+def test_offload(two, on_gpu, into):
+    "The learner leaves its GPU before the job begins, and is back with the result; the job can be pulled meanwhile"
+    learn = learner()
+    learn.create_opt()
+    whole = learner()
+    seed(1)
+    whole.distrib_fit(2, **two)
+    on_gpu.clear()
+    seed(1)
+    job = learn.distrib_fit(2, wait=False, offload=True, **two)
+    assert on_gpu[:2] == [learn, 'emptied']
+    job.exception(60)
+    meanwhile = len(on_gpu)
+    job.pull()
+    assert len(on_gpu) == meanwhile
+    job.result(into=learner() if into else None)
+    assert on_gpu[meanwhile:] == ['emptied'] and same(weights(learn), weights(whole))
+    job.result()
+    assert len(on_gpu) == meanwhile+1
+
+
+def test_offload_of_a_refused_job(on_gpu):
+    learn = learner()
+    with pytest.raises(CantDistribute, match='needs workers'): learn.distrib_fit(1, nprocs=1, wait=False, offload=True)
+    with pytest.raises(CantDistribute, match='True or False'): learn.distrib_fit(1, wait=False, offload='cpu')
+    assert on_gpu == [learn, 'emptied', 'emptied']
+
+
+def test_what_the_learner_keeps_is_said(two, monkeypatch):
+    "In the job's display, where the learner wants lines"
+    monkeypatch.setattr(words, 'beside_workers', lambda learn, gpus: 'learn keeps 9 MB')
+    learn = learner()
+    def said():
+        job = learn.distrib_fit(1, wait=False, **two)
+        job.result(60)
+        return 'learn keeps 9 MB\n' in job.log
+    assert said()
+    with learn.no_logging(): assert not said()
 
 
 def test_failure():
@@ -339,22 +396,54 @@ def test_the_kernel_is_killed(tmp_path):
     assert res.stdout.splitlines()[-1] == expected
 
 
-@pytest.mark.full
-def test_writing_is_killed_at_random(tmp_path):
+@pytest.mark.parametrize('kills', long_but([10, 200], 10))
+def test_writing_is_killed_at_random(kills, tmp_path):
     "The file is always whole"
     rnd, path, learn = random.Random(0), tmp_path/'a.ckpt', learner()
     facts = resume.facts_of(learn)
-    resume.write(path, facts, [b'first'])
-    for _ in range(200):
+    resume.write(path, facts, [(b'first', [])])
+    for _ in range(kills):
         if not (pid := os.fork()):
             try:
-                for i in range(10**6): resume.write(path, facts, [bytes([i%256])*rnd.randrange(1, 10**6)])
+                for i in range(10**6):
+                    resume.write(path, facts, [(bytes([i%256]), [bytes([i%256])*rnd.randrange(1, 10**6)])])
             finally: os._exit(1)
         time.sleep(rnd.random()*.02)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        piece, = resume.read(path, learn)
-        assert piece == b'first' or len({*piece}) == 1
+        (meta, buffers), = resume.read(path, learn)
+        assert meta == b'first' or {*meta} == {*buffers[0]}
+
+
+class Evil:
+    "A pickle that makes a folder when it is loaded"
+    def __init__(self, path): self.path = str(path)
+    def __reduce__(self): return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize('where', ['instead of the file', 'in the place of weights', 'of another model'])
+def test_a_pickle_that_is_not_needed_is_not_loaded(where, two, tmp_path):
+    done, learn = tmp_path/'done', learner(path=tmp_path)
+    learn.distrib_fit(1, checkpoint='epoch', **two)
+    path, evil = resume.checkpoint_path(learn), pickle.dumps(Evil(done))
+    if where == 'instead of the file':
+        path.write_bytes(evil)
+        with pytest.raises(CantDistribute, match='No checkpoint'): learn.distrib_resume('distrib')
+    elif where == 'of another model':
+        resume.write(path, resume.facts_of(learn), [(evil, []), (evil, [])])
+        with pytest.raises(CantDistribute, match='another learner: its weights differ'):
+            learner(path=tmp_path, model=mlp(n_hid=9)).distrib_resume('distrib')
+    else:
+        call, (meta, buffers) = resume.read(path, learn)
+        i = next(i for i, o in enumerate(buffers) if len(o) >= len(evil))
+        buffers[i][:len(evil)] = evil
+        resume.write(path, resume.facts_of(learn), [call, (meta, buffers)])
+        before = weights(learn)
+        learn.distrib_resume('distrib')     # all epochs are done: the state comes in
+        assert not same(weights(learn), before)
+    assert not done.exists()
+    pickle.loads(evil)      # it would have been seen
+    assert done.exists()
 
 
 @pytest.mark.full

@@ -281,7 +281,10 @@ def distrib_ctx(self:Learner,
     with block(self, given, OPTIONS.defaults, group_stands, methods, lambda o: o.silent):
         yield self
 
-OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'])
+_FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "
+          "end, and SaveModelCallback saves weights.")
+OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'],
+                  lacks=dict.fromkeys(('wait','offload','checkpoint'), _FOR_2))
 
 def _missing(self, k): raise no_attribute(self, k)
 

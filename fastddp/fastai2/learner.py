@@ -14,7 +14,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 
-from ..base.checks import check
+from ..base.checks import check, check_all
 from ..base.errors import CantDistribute
 from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
@@ -30,7 +30,8 @@ from ..launch.background import BackgroundJob, refuse_busy
 from ..launch.engine import InProcess
 from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_group,
                                     no_attribute)
-from ..launch.session import block
+from ..launch.session import beside_workers, block, offloaded
+from ..output.replay import print_line
 from ..payload.pickling import dumped_instead
 from ..payload.changes import fingerprint
 from ..payload.state import opt_tensors, own_copy
@@ -52,7 +53,8 @@ def distrib_ctx(self:Learner,
     restarts:int=0, # After a failure, go on that many times from the last complete epoch
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
     wait:bool=True, # False: return a job at once, which trains in the background
-    checkpoint:str=None, # Save for `distrib_resume(file)`: at each 'epoch', or every '10min'
+    offload:bool=False, # With `wait=False`: `learn` is on the CPU until `job.result()`
+    checkpoint:str=None, # For `distrib_resume(file)`: each 'epoch', or the next end after '10min'
     in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
@@ -139,7 +141,7 @@ def _open(self:LearnerJob):
         if fit is None or isinstance(fit.__self__.launcher, InProcess):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "
                                  "call has none. nprocs=2 starts two on the CPU.")
-        session = fit.__self__
+        session = self.session = fit.__self__
         def keep_epoch(call, e):
             if not call.iterations: self.epoch = call, own_copy(*e)
         session.on_epoch.append(keep_epoch)
@@ -153,7 +155,9 @@ def _open(self:LearnerJob):
 def _call(self:LearnerJob):
     pairs = [*zip(persistent_refs(self.of, self.cbs), self.refs)]
     with self.block, dumped_instead(pairs):
-        vars(self.twin)['fit'].__self__.thread = threading.current_thread()
+        self.session.thread = threading.current_thread()
+        line = beside_workers(self.of, self.session.gpus)
+        if line and not self.session.quiet(): print_line(line)
         return self.twins_call.run(self.twin)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #a5e1f078
@@ -184,8 +188,9 @@ def pull(self:LearnerJob,
 @patch
 def bring(self:LearnerJob, into=None, force=False):
     "Puts what the call came to into the learner"
-    if self.state == 'refused': return
+    if self.state == 'refused': return self.away.close()
     learn,twin,call = self._target(into, force),self.twin,self.user_call
+    self.away.close()
     p = capture(twin, self.twins_cbs, self.base, self._streams, self.refs, weights=self.trains,
                 grads=self.trains or None)
     apply(learn, self.cbs, *own_copy(p.meta, p.buffers))
@@ -195,9 +200,10 @@ def bring(self:LearnerJob, into=None, force=False):
         resume_points[learn] = _with_args(self.twins_call, call.args, call.kwargs)
     # memory, as long as a variable holds the job
     self.twin = self.base = self.refs = None
+    self.session = None
     self.epoch = self.twins_call = self.twins_cbs = None
 
-def start_job(learn, user_call, trains):
+def start_job(learn, user_call, trains, offload):
     "The `LearnerJob` of a call, at work"
     if in_launched_group():
         raise CantDistribute("wait=False is for a notebook: this process is a rank of a launcher's "
@@ -207,7 +213,11 @@ def start_job(learn, user_call, trains):
                              "learn.distrib_*(..., wait=False) outside of it.")
     if trains and not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
-    return LearnerJob(learn, user_call, trains).start()
+    with contextlib.ExitStack() as stack:
+        if offload: stack.enter_context(offloaded(learn))
+        job = LearnerJob(learn, user_call, trains).start()
+        job.away = stack.pop_all()      # `result()` ends it
+    return job
 
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
 @patch
@@ -219,15 +229,17 @@ def distrib(self:Learner,
     check_method(self, name)
     options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.check_call(type(self), name, args, kwargs)
-    wait,user_call = options.pop('wait', True),UserCall(name, args, kwargs, options)
-    check('wait', wait, OPTIONS.checks['wait'])
-    if not wait: return start_job(self, user_call, name not in _INFERS)
+    wait,offload = options.pop('wait', True),options.pop('offload', False)
+    check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
+    user_call = UserCall(name, args, kwargs, options)
+    if not wait: return start_job(self, user_call, name not in _INFERS, offload)
     with self._distrib_ctx(**options): return user_call.run(self)
 
 @patch
 def distrib_resume(self:Learner,
     file=None, # A checkpoint, written by `checkpoint=`; None: the fit that was cut off last here
     wait=True, # False: return a job
+    offload=False, # As in `distrib_ctx`
 ):
     """Continue a distributed fit that was interrupted or failed: same call, same schedule, next
     epoch.
@@ -245,7 +257,7 @@ def distrib_resume(self:Learner,
     After a failure it can be called again: it continues from the last complete epoch."""
     if file is not None: resume_points[self] = call_from(self, file)
     call = cut_off_call(self)
-    if not wait: return start_job(self, call, True)
+    if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61

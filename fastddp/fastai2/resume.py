@@ -7,7 +7,7 @@ __all__ = ['user_calls', 'resume_points', 'EVERY', 'facts_of', 'UserCall', 'chec
            'checkpoint_path', 'write', 'read', 'Checkpoints', 'call_from', 'dropped_lists', 'ResumeFit']
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import json, os, pickle, re, time, warnings, weakref
+import json, os, re, time, warnings, weakref
 from pathlib import Path
 
 from fastai.callback.core import Callback, CancelEpochException
@@ -123,13 +123,16 @@ def checkpoint_path(learn, file='distrib'):
     p = Path(file)
     return Path(learn.path)/learn.model_dir/(p if p.suffix else p.with_suffix('.ckpt'))
 
-def write(path, facts, pieces):
-    "Write `pieces`, which are bytes and bytearrays, atomically; the file before it stays"
+def write(path, facts,
+    payloads, # Pairs of a pickle and buffers
+):
+    "Write `payloads` atomically; the file before it stays"
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(path.name+'.tmp')
+    tmp,pieces = path.with_name(path.name+'.tmp'),[[meta, *buffers] for meta,buffers in payloads]
     with open(tmp, 'wb') as f:
-        f.write(json.dumps(facts).encode()+b'\n')
-        pickle.dump(pieces, f, protocol=5)
+        f.write(json.dumps(facts | dict(sizes=[[*map(len, o)] for o in pieces])).encode()+b'\n')
+        for o in pieces: f.writelines(o)
+        f.flush()
         os.fsync(f.fileno())
     if path.exists(): os.replace(path, _before(path))
     os.replace(tmp, path)
@@ -137,16 +140,19 @@ def write(path, facts, pieces):
 def _before(path): return path.with_name(path.name+'.1')
 
 def read(path, learn):
-    "The pieces of the newest whole checkpoint; refuses that of another learner"
+    "The payloads of the newest whole checkpoint; refuses that of another learner"
     for p in (path, _before(path)):
         if not p.exists(): continue
         with open(p, 'rb') as f:
             # the machine may have gone down, or the disk be damaged
-            try: facts = json.loads(f.readline())
-            except ValueError: continue
+            try:
+                facts = json.loads(f.readline())
+                sizes = facts['sizes']
+            except (ValueError,TypeError,KeyError): continue
             check_facts(learn, facts, p)
-            try: return pickle.load(f)
-            except (EOFError,pickle.UnpicklingError): continue
+            if os.fstat(f.fileno()).st_size-f.tell() != sum(map(sum, sizes)): continue
+            pieces = [[bytearray(f.read(n)) for n in o] for o in sizes]
+            return [(meta, buffers) for meta,*buffers in pieces]
     raise CantDistribute(f"No checkpoint in {path}.")
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
@@ -167,8 +173,7 @@ class Checkpoints:
         made = user_call.name,user_call.args,user_call.kwargs,options
         try:
             p = dump((made, user_call.fits-1), persistent_refs(learn))
-            write(checkpoint_path(learn), facts_of(learn),
-                  [p.meta, p.copied_buffers(), *own_copy(*e)])
+            write(checkpoint_path(learn), facts_of(learn), [p, own_copy(*e)])
         # a night's fit goes on without
         except Exception as e:
             warnings.warn("fastddp: the checkpoint can't be written: "
@@ -177,8 +182,8 @@ class Checkpoints:
 def call_from(learn, file):
     "The `UserCall` of a checkpoint"
     if not learn.opt: learn.create_opt()
-    rest,buffers,*state = read(checkpoint_path(learn, file), learn)
-    made,done = load(rest, buffers, refs=persistent_refs(learn))
+    of_call,state = read(checkpoint_path(learn, file), learn)
+    made,done = load(*of_call, refs=persistent_refs(learn))
     call = UserCall(*made)
     call.done,call.state = done,state
     call.at_end,call.facts = True,facts_of(learn)

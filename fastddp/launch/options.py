@@ -41,7 +41,8 @@ CHECKS = dict(
     restarts=whole("how many times a failed fit is resumed, a whole number from 0 on", 0),
     timeout=number("seconds without a step after which a fit counts as hanging, above 0; "
                    "None: no limit", none=True),
-    wait=flag())
+    wait=flag(),
+    offload=flag())
 
 # What other tools call it
 _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs',
@@ -109,6 +110,7 @@ class Options:
         ctx, # `Learner.distrib_ctx`
         ignored=(), # Accepted for code written for others, without effect; shown nowhere else
         further={}, # The names that its `**kwargs` may have, each with its `Check` or None
+        lacks={}, # Names that others have -> why it hasn't them
     ):
         params = {k:p for k,p in inspect.signature(ctx).parameters.items() if k != 'self'}
         self.params = {k:p for k,p in params.items() if k not in ignored}       # what is shown
@@ -117,6 +119,7 @@ class Options:
         self.accepted = {*self.names, *ignored, *further}
         self.comments,self.module = comments_of(ctx),ctx.__module__
         self.further,self.checks = further,CHECKS | {k:c for k,c in further.items() if c}
+        self.lacks = lacks
     def checked(self,
         values, # Name -> value, other names among them
         more={}, # What came as `**kwargs`
@@ -133,6 +136,7 @@ class Options:
     def refuse_name(self, name, of='distrib_ctx', own=()):
         """Raises `CantDistribute` for an option or argument that the method `of`, with arguments
         `own`, doesn't have"""
+        if name in self.lacks: raise CantDistribute(f"No option {name}. {self.lacks[name]}")
         known = [*own, *self.names]
         likely = near(name, [*known, *self.further], _ALIASES)
         end = f"Did you mean {likely}=?" if likely else f"{of} has {', '.join(known)}"

@@ -28,3 +28,12 @@ def test_it_says_what_the_page_says(code, row, monkeypatch):
 def test_what_is_no_callback(given, says, monkeypatch):
     monkeypatch.setattr(launch, 'Workers', None)
     with pytest.raises(CantDistribute, match=says): plain().distrib_fit(1, nprocs=2, **given)
+
+
+@pytest.mark.parametrize('option', ['wait', 'offload', 'checkpoint'])
+@pytest.mark.parametrize('word', ['distrib_fit_one_cycle', 'distrib_get_preds', 'distrib_ctx'])
+def test_no_jobs(word, option, monkeypatch):
+    monkeypatch.setattr(launch, 'Workers', None)
+    args = [] if word != 'distrib_fit_one_cycle' else [1]
+    with pytest.raises(CantDistribute, match=f'^No option {option}. Background jobs and checkpoints are for fastai 2'):
+        with getattr(plain(), word)(*args, nprocs=2, **{option: False}): pass
