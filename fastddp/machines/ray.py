@@ -132,7 +132,8 @@ def connect(
     return True
 
 # %% ../../nbs/machines/616_ray.ipynb #7b68963f
-def _words(bundle): return ', '.join(f'{v:g} {k}' for k,v in bundle.items() if not k.startswith(_NODE))
+def _words(bundle):
+    return ', '.join(f'{v:g} {k}' for k,v in bundle.items() if not k.startswith(_NODE))
 
 def bundles_for(
     found, # Of each machine of the cluster, the notebook's first: `(address, {resource: how much})`
