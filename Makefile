@@ -26,6 +26,9 @@
 # JOBS=1 runs one file of tests at a time. SELECT= takes the long tests along, where they are left out.
 # PYTHON=python3.12 chooses the interpreter for a new environment, VENV=some/folder where it lies.
 
+# Where it is set, each of the hundreds of processes of the tests would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python

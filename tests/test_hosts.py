@@ -87,7 +87,7 @@ def test_ranks_know_where_they_are(hosts, monkeypatch):
 
 def at_the_board(ctx, _):
     b = board.of_group()
-    return [*b.on_host], b.hosts is not None, [row[:2] for row in b.meet([ctx.rank, .5])]
+    return [*b.on_host], b.between_hosts is not None, [row[:2] for row in b.meet([ctx.rank, .5])]
 
 
 def test_the_ranks_meet_over_one_page_per_host_and_one_exchange(hosts):

@@ -43,10 +43,12 @@ class Page:
 
 # %% ../../nbs/base/010_board.ipynb #b289ef44
 SIZE = 24       # numbers that a rank says at a meeting
-# two records for each rank: the number of the meeting, and what it says there
+# the number of the meeting and what a rank says there; a page has two such records for each rank
 _RECORD = f'=q{SIZE}d'
-_LONG = 1.      # seconds after which waiting is worth a word
-# called with the rank that this one waits for, each time that it looks again after `_LONG`
+_REPORT_AFTER = 1.  # seconds of waiting after which `on_wait` is called
+_YIELD_FOR = 2e-3   # seconds in which others get the core in turn
+_MAX_SLEEP = 5e-3   # seconds between two looks later
+# Called with the rank that this one waits for. `launch.rank` sets it: read it from this module
 on_wait = noop
 
 class Board:
@@ -55,10 +57,11 @@ class Board:
         rank, n,   # This rank, and how many there are
         page=None, # The `Page` of this host; None: this rank is alone
         on_host=None, # The ranks of this host; None: all
-        hosts=None, # In the first rank of each of several hosts: the group of these ranks
+        # The process group of the hosts' first ranks; None: one host, or this isn't a first rank
+        between_hosts=None,
     ):
         self.rank,self.n,self.page = rank,n,page
-        self.on_host,self.hosts = on_host or range(n),hosts
+        self.on_host,self.between_hosts = on_host or range(n),between_hosts
         self.no = 0             # of the last meeting
         self.waited = 0.        # seconds at all meetings
         # the last rank to come to the last meeting, and how long this waited
@@ -72,15 +75,19 @@ class Board:
         if self.n == 1: return [tuple(map(float, numbers)) + (0.,)*(SIZE-len(numbers))]
         group.check_group()
         self.no += 1
+        self.last = None
         self._say(self.rank, numbers)
-        if self.hosts is not None: self._bring_other_hosts(limit)
+        if self.between_hosts is not None: self._bring_other_hosts(limit)
         return self._wait_for(range(self.n), limit)
+    def _record(self, rank):
+        "Two by turns: one is written anew when all ranks have read it, see above"
+        return 2*rank+self.no%2
     def _say(self, rank, numbers):
         padding = [0.]*(SIZE-len(numbers))
-        self.page.write(2*rank+self.no%2, self.no, *numbers, *padding)
+        self.page.write(self._record(rank), self.no, *numbers, *padding)
     def _said_by(self, rank):
         "What `rank` says at this meeting, None if it isn't there yet"
-        found = self.page.read(2*rank+self.no%2)
+        found = self.page.read(self._record(rank))
         return found[1:] if found and found[0] == self.no else None
     def _wait_for(self, ranks, limit):
         began,rows,last = None,{},None
@@ -88,9 +95,10 @@ class Board:
             for r in ranks:
                 if rows.get(r) is None: rows[r] = self._said_by(r)
             if None not in rows.values():
-                secs = time.perf_counter()-began if began else 0.
-                self.waited += secs
-                self.last = (last, secs) if began else None
+                if began:
+                    secs = time.perf_counter()-began
+                    self.waited += secs
+                    self.last = last,secs
                 return [rows[r] for r in ranks]
             last = next(r for r in ranks if rows[r] is None)
             now = time.perf_counter()
@@ -98,20 +106,20 @@ class Board:
             if limit and now-began > limit:
                 who = ', '.join(str(r) for r in ranks if rows[r] is None)
                 raise RuntimeError(f"Timed out waiting {limit:.0f} s for rank {who}")
-            if now-began > _LONG: on_wait(last)
-            if now-began > _SPIN: time.sleep(min((now-began)/20, _LONGEST))
+            if now-began > _REPORT_AFTER: on_wait(last)
+            if now-began > _YIELD_FOR: time.sleep(min((now-began)/20, _MAX_SLEEP))
             elif hasattr(os, 'sched_yield'): os.sched_yield()
     def _bring_other_hosts(self, limit):
         "The rows of this host for the other hosts, and theirs for this page"
         rows = torch.zeros(self.n, SIZE, dtype=torch.float64)
         for r,row in zip(self.on_host, self._wait_for(self.on_host, limit)):
             rows[r] = torch.tensor(row)
-        group.sum_in(rows, self.hosts)
+        began = time.perf_counter()
+        group.sum_in(rows, self.between_hosts)
+        self.waited += time.perf_counter()-began
         for r,row in enumerate(rows.tolist()):
             if r not in self.on_host: self._say(r, row)
 
-# seconds in which others get the core in turn, seconds of the longest pause
-_SPIN,_LONGEST = 2e-3,5e-3
 
 # %% ../../nbs/base/010_board.ipynb #f01dfd9e
 class Heartbeat(NamedTuple):
@@ -128,13 +136,13 @@ class Heartbeats(Page):
         path, # The file
         n=0, # Makes it, for so many; 0: it is there
     ):
-        super().__init__(path, '=dd?i255p', n)
+        super().__init__(path, '=dd?i255p', n)      # the fields of `Heartbeat` in order
         if n: self.clear()
     def write(self, row, beat):
-        "Writes a `Heartbeat`; a long text is cut"
+        "Write a `Heartbeat`; a long text is cut"
         super().write(row, *beat[:-1], beat.where.encode())
     def read(self, row):
-        "The `Heartbeat` in that row"
+        "The `Heartbeat` in that row; an empty one if it is never read whole"
         for _ in range(100):    # half of it may have arrived
             if found := super().read(row):
                 return Heartbeat(*found[:-1], found[-1].decode(errors='replace'))
@@ -160,10 +168,10 @@ def close():
 def _make():
     rank,n = group.rank(),group.world_size()
     if n == 1: return Board(0, 1)
-    # a machine's ranks have the same first one
+    # the first rank of this machine; without LOCAL_RANK all ranks are taken to share one machine
     firsts = group.all_gather_object(rank-int(os.environ.get('LOCAL_RANK', rank)))
     page,on_host = _shared_page([r for r in range(n) if firsts[r] == firsts[rank]], n)
-    if max(group.all_sum([float(page is None)])):       # not what they seemed: a host for each rank
+    if max(group.all_sum([float(page is None)])):       # they share none: a page for each rank
         page,on_host = _shared_page([rank], n)
     leaders = sorted({*group.all_gather_object(on_host[0])})
     between = group.subgroup(leaders) if len(leaders) > 1 else None

@@ -13,13 +13,15 @@ import ctypes, importlib.util, os
 import torch
 
 # %% ../../nbs/base/007_device.ipynb #fb524a99
-_ALONE = 'mps',     # kinds without collectives
+_NO_COLLECTIVES = ('mps',)
 
 def accelerator():
-    "The device type that torch was built for, such as 'cuda' or 'xpu'; 'cuda' if for none"
+    """The device type that torch was built for, such as 'cuda' or 'xpu'; 'cuda' also where there is
+    none, and `n_gpus` is 0 then"""
+    # CUDA first: `torch.accelerator` starts it before torch 2.7, and isn't there before 2.6
     if torch.backends.cuda.is_built() or not hasattr(torch, 'accelerator'): return 'cuda'
     found = torch.accelerator.current_accelerator()
-    return 'cuda' if found is None or found.type in _ALONE else found.type
+    return 'cuda' if found is None or found.type in _NO_COLLECTIVES else found.type
 
 def device_module():
     "`torch.cuda`, or the module of another kind"
@@ -64,17 +66,18 @@ def numa_nodes():
     return max(sum(o.startswith('node') and o[4:].isdigit() for o in names), 1)
 
 def binds_to_numa():
-    "True if workers run on the cores near their GPUs"
+    "True if this machine has several NUMA nodes, and torch can bind processes to them"
     return numa_nodes() > 1 and importlib.util.find_spec('torch.numa') is not None
 
-_bound = None       # the GPU that this process is bound to
+_bound = None       # the GPU near which this process runs; None: not bound
 
 def bind_near(
     gpu, # Index of the GPU; None: the CPU
 ):
     "This process runs on the cores near `gpu`, where the machine has several NUMA nodes"
     global _bound
-    if gpu in (None,_bound) or not binds_to_numa(): return
+    if gpu is None or gpu == _bound: return     # on the CPU, or bound already
+    if not binds_to_numa(): return
     from torch.numa import binding
     # a private function of torch's
     bind = getattr(binding, '_maybe_apply_numa_binding_to_current_process', None)
@@ -85,8 +88,9 @@ def bind_near(
 # %% ../../nbs/base/007_device.ipynb #3816bc73
 def used_before_fork():
     """True if the process that this one was forked from had a context, so this one can't use the
-    device"""
+    device. Has torch count the devices anew"""
     module = device_module()
+    # torch remembers the count of the helper, which sees none
     if hasattr(module, '_cached_device_count'): module._cached_device_count = None
     return module._is_in_bad_fork()
 
@@ -94,10 +98,11 @@ def used_before_fork():
 _TRIM_THRESHOLD,_TOP_PAD,_MMAP_THRESHOLD = -1,-2,-3      # malloc.h
 _KEEP = {_MMAP_THRESHOLD: 32*2**20,     # the largest that glibc accepts on 64 bits
          _TRIM_THRESHOLD: 2**31-1,      # the largest int: never
-         _TOP_PAD: 16*2**20}
+         _TOP_PAD: 16*2**20}            # bytes beyond what is needed when the heap grows
 
 def keep_pages():
-    "Keep freed memory in this process for its next step; nothing happens without glibc"
+    """Have glibc keep freed memory as long as this process lives; `give_pages_back` returns it.
+    Without glibc nothing happens"""
     if hasattr(lib := ctypes.CDLL(None), 'mallopt'):
         for param,nbytes in _KEEP.items(): lib.mallopt(param, nbytes)
 

@@ -23,7 +23,7 @@ from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .callbacks import kept_streams, opt_from_rank0
-from .loaders import (OneRank, dl_state, follow_original, is_lm, rows_are_streams,
+from .loaders import (Undivided, dl_state, follow_original, is_lm, rows_are_streams,
                                      set_dl_state, shard_dl, why_not)
 from .together import LOAD, own_events
 from ..launch.training import is_kind, is_rank0_only
@@ -155,7 +155,7 @@ def infer_in_group(learn, # The same on all ranks
     "Validation over `dl` by all ranks; each ends with what one process would have"
     given,dl,n = dl,original(dl),group.world_size()
     if n == 1 or stays_here(dl, learn.cbs, n, learn.model) is not None:
-        type(learn)._do_epoch_validate(learn, dl=OneRank(dl, common))
+        type(learn)._do_epoch_validate(learn, dl=Undivided(dl, common))
         if is_sharded(given): follow_original(given)
         return
     order_from_rank0(dl)
@@ -178,7 +178,7 @@ def inner_inference(learn, together):
                 raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
                                      "the middle of training. Do it at the end of an epoch, or on "
                                      "all ranks, without `rank0_only`.")
-            return type(learn)._do_epoch_validate(learn, dl=OneRank(original(dl)))
+            return type(learn)._do_epoch_validate(learn, dl=Undivided(original(dl)))
         with contextlib.ExitStack() as stack:
             for cb in together.ours: stack.enter_context(cb.aside())
             infer_in_group(learn, dl, together.common)

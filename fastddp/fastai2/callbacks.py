@@ -15,7 +15,7 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
-from .loaders import (OneRank, dl_state, follow_original, is_lm, keeps_state,
+from .loaders import (Undivided, dl_state, follow_original, is_lm, keeps_state,
                                      rows_are_streams, set_dl_state, shard_dl)
 from .metrics import ReduceMetrics
 from .step import AfterOthers, StepSync
@@ -53,7 +53,7 @@ class SameModel(OurCallback):
 def shard_to_validate(model, dl, batch, common):
     """What this rank validates of `dl`. A model that keeps state may have the batch size built into
     it: where rows are streams, each rank has them all. An `LMDataLoader` lays out more of them"""
-    if rows_are_streams(dl, model): return OneRank(dl, common)
+    if rows_are_streams(dl, model): return Undivided(dl, common)
     batch = 'global' if keeps_state(model) and not is_lm(dl) else batch
     return shard_dl(dl, group.rank(), group.world_size(), batch, train=False, common=common)
 

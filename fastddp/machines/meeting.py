@@ -15,7 +15,8 @@ from fastcore.xtras import globtastic
 from ..base import board
 from ..base.errors import CantDistribute
 from ..launch.rank import run_on_rank
-from ..payload.pickling import address, dump, function_at
+from ..payload.pickling import address as address_of_function
+from ..payload.pickling import dump, function_at
 
 # %% ../../nbs/machines/611_meeting.ipynb #c2e0a020
 _SIOCGIFADDR = 0x8915       # netdevice(7)
@@ -44,7 +45,7 @@ def answer_one(
     listening, # A listening socket
     token, # The word that tells who listens
 ):
-    "Says the word to one that connects"
+    "Accept one connection, and send it the word"
     with contextlib.suppress(OSError), listening.accept()[0] as conn: conn.sendall(token)
 
 def reached(
@@ -53,11 +54,14 @@ def reached(
     only=None, # Name of the card to use; None: any
 ):
     "Those of the addresses that this machine reaches -> the network card by which it does"
-    here,own = cards(),next(iter(cards(only)), '')
-    source,res = (own, 0) if only else None,{}
+    all_cards,source,res = cards(),None,{}
+    if only:
+        own = next(iter(cards(only)), None)
+        if own is None: return {}       # this machine has no such card
+        source = own,0
     for addr,port in offers:
         with contextlib.suppress(OSError), socket.create_connection((addr, port), 5, source) as s:
-            if s.recv(len(token)) == token: res[addr] = here.get(s.getsockname()[0], 'lo')
+            if s.recv(len(token)) == token: res[addr] = all_cards.get(s.getsockname()[0], 'lo')
     return res
 
 # %% ../../nbs/machines/611_meeting.ipynb #35b0dd78
@@ -66,20 +70,21 @@ def meet(
     interface, # The card that the user named, or None
     until, # `time.monotonic()` at which all of it has to be done
 ):
-    """`(address, {machine: its card})`; raises `CantDistribute` with what each one reaches if there
-    is no address that all machines reach"""
+    """`(the address, {machine: the card it uses})`; raises `CantDistribute` with what each one
+    reaches if there is no address that all machines reach"""
     first,*others = machines
     if not others: return '127.0.0.1', {first: 'lo'}
     token = secrets.token_bytes(16)
+    # `Agent.listen` and `Agent.reach` answer these
     first.stream.send('listen', token, interface)
-    offers,own = first.wait_for('offers', until)
+    offers,first_cards = first.wait_for('offers', until)
     for m in others: m.stream.send('reach', offers, token, interface)
-    found = {m: m.wait_for('reached', until)[0] for m in others}
-    for addr,_ in offers:
-        if all(addr in o for o in found.values()):
-            return addr, {first: own[addr]} | {m: o[addr] for m,o in found.items()}
+    reached_by = {m: m.wait_for('reached', until)[0] for m in others}
+    for addr,_ in offers:       # those of the fastest card first
+        if all(addr in o for o in reached_by.values()):
+            return addr, {first: first_cards[addr]} | {m: o[addr] for m,o in reached_by.items()}
     tried = ', '.join(addr for addr,_ in offers) or 'no address'
-    each = '; '.join(f"{m.name} reaches {', '.join(o) or 'none'}" for m,o in found.items())
+    each = '; '.join(f"{m.name} reaches {', '.join(o) or 'none'}" for m,o in reached_by.items())
     raise CantDistribute(
         f"There is no address of {first.name} that all machines reach (tried {tried}; {each}): "
         "ranks need a network between the machines without a firewall. interface= names the card.")
@@ -88,7 +93,7 @@ def meet(
 def host_store(
     addr, # An address of this machine, which the other ranks reach
 ):
-    "`(address for `store_at`, the store that listens there as long as it is referenced)`"
+    "`(where, store)`: `where` is for `store_at`; the store ends when nothing refers to it"
     listener = socket.create_server((addr, 0))
     port = listener.getsockname()[1]
     store = torch.distributed.TCPStore(addr, port, is_master=True, wait_for_workers=False,
@@ -97,13 +102,15 @@ def host_store(
 
 @functools.lru_cache(1)
 def store_at(where):
-    "The store that listens there; the same object as long as a process asks for the same one"
+    """A client of the store at `where`, 'address:port'; the connection is kept until another one is
+    asked for"""
     addr,_,port = where.rpartition(':')
     return torch.distributed.TCPStore(addr, int(port), is_master=False, wait_for_workers=False)
 
 # %% ../../nbs/machines/611_meeting.ipynb #b833ba9f
 def _break_dead_links(seconds):
-    "Connections of this process break when the other end is silent for so long (see tcp(7))"
+    """Has every TCP connection that this process has now break after `seconds` of silence (see
+    tcp(7))"""
     options = dict(TCP_KEEPIDLE=seconds/2, TCP_KEEPINTVL=seconds/6, TCP_USER_TIMEOUT=1000*seconds)
     known = {getattr(socket, k): max(1, round(v)) for k,v in options.items() if hasattr(socket, k)}
     for fd in map(int, os.listdir('/dev/fd')):
@@ -128,22 +135,24 @@ def files_since(
 
 def run_on_machine(
     link_timeout, # Seconds of silence after which a connection to another rank is broken
-    away, # Is rank 0 on another machine than the notebook?
+    rank0_remote, # Is rank 0 on another machine than the notebook?
     channel, meta, buffers, spec, # As for `run_on_rank`; `spec.store` is an address
 ):
     "The entry of every worker's job, on each machine"
-    work = address(functools.partial(_call, spec.work, link_timeout, away))
+    work = address_of_function(functools.partial(_call, spec.work, link_timeout, rank0_remote))
     return run_on_rank(channel, meta, buffers,
                        spec._replace(store=store_at(spec.store), work=work))
 
-def _call(work, link_timeout, away, ctx, obj):
-    board.of_group()        # has connections between the machines, too
+def _call(work, link_timeout, rank0_remote, ctx, obj):
+    # all connections have to be there when options are set on them: the board has some, too
+    board.of_group()
     _break_dead_links(link_timeout)
     folders,began = [],time.time()
     def saves_below(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         folders.append(folder)
-    if away and ctx.rank == 0: ctx.saves_below = saves_below
+    # instead of making the folder only: what is saved there is sent to the notebook
+    if rank0_remote and ctx.rank == 0: ctx.saves_below = saves_below
     res = function_at(work)(ctx, obj)
     if folders: ctx.put('files', dump([files_since(o, began) for o in folders]))
     return res

@@ -18,13 +18,16 @@ from ..output.replay import Status
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
 class Relay:
-    "An actor that has an agent; `read` and `write` may go on at the same time"
+    """Ray actor on one machine: runs the agent as a subprocess and passes its bytes on; `write` goes
+    on while `read` waits"""
+    # it travels by value to machines that may have no fastddp: no name of this module is used here
     def __init__(self):
         import ray
-        own = ray.get_runtime_context().runtime_env.get('env_vars') or {}
+        names = ray.get_runtime_context().runtime_env.get('env_vars') or {}
         self.errors = tempfile.TemporaryFile()
-        # it ends when this process ends, which closes its standard input
-        self.proc = subprocess.Popen([sys.executable,'-m','fastddp.machines.agent',*own],
+        # the agent ends when its standard input closes, at the end of this actor
+        # the agent keeps this machine's values of the variables `names`
+        self.proc = subprocess.Popen([sys.executable,'-m','fastddp.machines.agent',*names],
                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                      stderr=self.errors)
     def write(self, frame):
@@ -42,6 +45,8 @@ class Relay:
         self.errors.seek(0)
         return self.errors.read().decode(errors='replace')
 
+_NODE = 'node:'     # begins the name of the resource that one machine alone has
+
 def new_relay(
     group, # The placement group
     i, bundle, # One of its bundles
@@ -51,10 +56,11 @@ def new_relay(
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    own = {k:v for k,v in bundle.items() if k not in ('GPU','CPU') and k[:5] != 'node:'}
+    custom = {k:v for k,v in bundle.items()
+              if k not in ('GPU','CPU') and not k.startswith(_NODE)}
     where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
     actor = ray.remote(max_restarts=0, max_concurrency=2, num_cpus=bundle.get('CPU', 0),
-                       num_gpus=bundle.get('GPU', 0), resources=own, scheduling_strategy=where,
+                       num_gpus=bundle.get('GPU', 0), resources=custom, scheduling_strategy=where,
                        runtime_env=runtime_env)
     return actor(Relay).remote()
 
@@ -126,7 +132,7 @@ def connect(
     return True
 
 # %% ../../nbs/machines/616_ray.ipynb #7b68963f
-def _words(bundle): return ', '.join(f'{v:g} {k}' for k,v in bundle.items() if k[:5] != 'node:')
+def _words(bundle): return ', '.join(f'{v:g} {k}' for k,v in bundle.items() if not k.startswith(_NODE))
 
 def bundles_for(
     found, # Of each machine of the cluster, the notebook's first: `(address, {resource: how much})`
@@ -138,6 +144,7 @@ def bundles_for(
 ):
     "A bundle for each machine that takes part; raises `CantDistribute` when there aren't enough"
     if gpus is None: gpus = per_node if any(o.get('GPU') for _,o in found) else 0
+    # from here on None means: all that a machine has, and one without takes no part
     able = []
     for address,has in found:
         g = has.get('GPU', 0) if gpus is None else gpus
@@ -149,13 +156,15 @@ def bundles_for(
         there = '; '.join(f'{a}: {_words({k:o.get(k, 0) for k in bundle})}' for a,o in found)
         raise CantDistribute(f"{len(able)} machines of the cluster have what Ray was asked for "
                              f"({_words(bundle)} on {nodes or 'at least 1'}). There are {there}.")
-    named = [b | {f'node:{address}': .001} for address,b in able]
-    if nodes is None: return named
-    return [n if address == found[0][0] else b for n,(address,b) in zip(named, able)][:nodes]
+    # any amount ties a bundle to its machine
+    tied = [b | {_NODE+address: .001} for address,b in able]
+    if nodes is None: return tied
+    # the notebook's takes part if it can; Ray chooses the others
+    if able[0][0] == found[0][0]: return [tied[0], *(b for _,b in able[1:nodes])]
+    return [b for _,b in able[:nodes]]
 
 # %% ../../nbs/machines/616_ray.ipynb #4e9d6edb
-# seconds in which Ray can say that there is room: what was given back before may still be on its
-# way
+# seconds to wait at least: what an earlier job gave back isn't free at once
 _SOON = 10.
 
 _AMOUNT = Check("a number from 0 on",
@@ -197,7 +206,8 @@ class Ray(Machines):
                  if o['Alive'] and o['NodeManagerAddress'] not in self.left_out]
         nodes.sort(key=lambda o: o['NodeID'] != home)
         found = [(o['NodeManagerAddress'], o['Resources']) for o in nodes]
-        n = min(self.nodes, len(nodes)) if self.left_out and self.nodes else self.nodes
+        n = self.nodes
+        if n and self.left_out: n = min(n, len(nodes))      # after a loss: with those that are left
         asked = self.each | (dict(gpus=0) if on_cpu else {})
         bundles = bundles_for(found, n, self.per_node, **asked)
         self._reserve(bundles)
@@ -217,7 +227,7 @@ class Ray(Machines):
         asked = f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} each"
         until,status = time.monotonic()+max(self.patience or 0, _SOON),Status()
         if self.patience: status.show(f"{asked}. Waiting for them")
-        try:        # Ctrl-C is not heard inside of Ray's wait
+        try:        # short ones: Ctrl-C is not heard inside of Ray's wait
             while not (came := self._group.wait(1)) and time.monotonic() < until: pass
         finally: status.show('')
         if came: return
@@ -226,6 +236,7 @@ class Ray(Machines):
         raise CantDistribute(f"{asked}, and others use them: free are {free}. wait= says for how "
                              "many seconds to wait.")
     def problem_with(self, m):
+        "As that of `Machines`; takes no more GPUs than Ray gave, where a process sees others"
         if why := super().problem_with(m): return why
         given,found = self._given[m.name],m.facts['gpus']
         if given and not found:

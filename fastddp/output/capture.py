@@ -94,7 +94,7 @@ def _shell_class(name):
         display_pub_class,displayhook_class = Publisher,Hook
         queue = None    # `EventQueue` of the current job
         def show(self, *event):
-            if self.queue is not None and self.queue.see: self.queue.put(event)
+            if self.queue is not None and self.queue.send_text: self.queue.put(event)
         def init_virtualenv(self): pass
         def enable_gui(self, gui=None): pass
 

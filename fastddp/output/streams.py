@@ -24,14 +24,18 @@ class EventQueue:
     "Collects events from any thread, and passes them to `send` in a thread of its own"
     def __init__(self,
         send,       # Called with one event; sending ends if it raises OSError or EOFError
-        see=True,   # Send text? If False, only events passed to `put`
+        send_text=True, # If False, only events passed to `put` are sent
     ):
-        self.send,self.see = send,see
-        self.events,self.chars = [],0   # text is a list of its pieces, and so many characters
+        self.send,self.send_text = send,send_text
+        self.events = []        # the text of one is a list of pieces until it is sent
+        self.chars = 0          # characters of text in `events`
         self.lock = threading.RLock()   # re-entrant: a signal handler may print while we hold it
-        self.waiting,self.closing,self.urgent = False,False,threading.Event()
+        self.waiting = False    # True while something is unsent
+        self.closing = False    # True: the thread ends after the next delivery
+        self.urgent = threading.Event()     # set: deliver now
         # a forked process has a copy of this object but no thread: its lines come by the pipe
-        self.pid,self.line = os.getpid(),''
+        self.pid = os.getpid()
+        self.line = ''          # in a fork: the line that it began
         self.r,self.w = os.pipe()
         for fd in (self.r,self.w): os.set_blocking(fd, False)
         self.thread = threading.Thread(target=self._run, daemon=True, name='fastddp-output')
@@ -48,18 +52,24 @@ class EventQueue:
 
     def text(self, name, s):
         "Add text of the stream `name`; waits while the notebook is far behind"
-        if not self.see or not s: return
+        if not self.send_text or not s: return
         while self.chars > BACKLOG and self.thread.is_alive(): time.sleep(TICK)
         self.put(('stream', name, s))
 
 # %% ../../nbs/output/201_streams.ipynb #84e793cb
+def _update_same(a, b):
+    "True for two display events that update one display: their transient data are the same"
+    return a[0] == b[0] == 'display' and a[3:] == b[3:]
+
 @patch
 def _add(self:EventQueue, event):
     "Append `event`, and remove the events that it makes invisible"
     kind,*values = event
     last = self.events[-1] if self.events else ('',)
     is_update = kind == 'display' and values[-1]
+    # what waits would be cleared as soon as it is seen
     if event == ('clear', False): self.events = []
+    # that one clears when new output comes, which an update isn't
     elif last[0] == 'clear' and not is_update: self.events = [last]
     if kind == 'stream':
         name,text = values
@@ -69,7 +79,7 @@ def _add(self:EventQueue, event):
         return
     # a display without an id can't be updated, so it replaces nothing
     if is_update and 'display_id' in event[3]:
-        self.events = [e for e in self.events if (e[0], *e[3:]) != (kind, *event[3:])]
+        self.events = [e for e in self.events if not _update_same(e, event)]
     self.events.append(event)
 
 # %% ../../nbs/output/201_streams.ipynb #3e25526a
@@ -96,7 +106,7 @@ def _run(self:EventQueue):
     while not closing:
         self.urgent.wait(TICK)
         self.urgent.clear()
-        closing = self.closing
+        closing = self.closing      # before the delivery: what came before `close` is sent
         self._deliver()
 
 # %% ../../nbs/output/201_streams.ipynb #e70fd1a5
@@ -113,7 +123,7 @@ def _deliver(self:EventQueue):
     data = b''
     with contextlib.suppress(BlockingIOError): data = os.read(self.r, 1<<16)
     with self.lock:
-        if data and self.see: self._add(('stream', 'stdout', data.decode(errors='replace')))
+        if data and self.send_text: self._add(('stream', 'stdout', data.decode(errors='replace')))
         events,self.events,self.chars = self.events,[],0
     for e in events: self._send((*e[:2], ''.join(e[2])) if e[0] == 'stream' else e)
     with self.lock: self.waiting = bool(self.events)
@@ -123,7 +133,7 @@ def _send(self:EventQueue, event):
     if self.send is None: return
     try: self.send(event)
     except (OSError, EOFError): self.send = None    # the notebook is gone
-    except Exception: pass                          # this event can't be pickled
+    except Exception: pass      # it can't be pickled, say: the next may
 
 # %% ../../nbs/output/201_streams.ipynb #9a51c5f7
 class Stream(io.TextIOBase):
@@ -157,7 +167,7 @@ def use_streams(
     "Redirect `sys.stdout` and `sys.stderr` to `queue` until `undo` closes"
     for name,stream in _streams.items():
         before = getattr(sys, name)
-        if before is stream: before = stream.before
+        if before is stream: before = stream.before     # nested: never itself
         change(undo, vars(stream), queue=queue, before=before, tty=tty)
         change(undo, vars(sys), **{name:stream})
 
@@ -170,9 +180,10 @@ def tail(
     "The last `n` bytes of a file as text, without lists of loaded modules; '' if it is missing"
     try:
         with open(path, 'rb') as f:
-            f.seek(max(start, os.path.getsize(path)-n-_LONGEST))
+            # more than `n`, so that `n` are left when lists of modules are removed
+            f.seek(max(start, os.path.getsize(path)-n-_LIST_MOST))
             return _MODULES.sub(b'', f.read())[-n:].decode(errors='replace')
     except OSError: return ''
 
 # `faulthandler` ends a stack with the names of all compiled modules: thousands of characters
-_MODULES,_LONGEST = re.compile(br'^Extension modules: .*\n?', re.M),50_000
+_MODULES,_LIST_MOST = re.compile(br'^Extension modules: .*\n?', re.M),50_000

@@ -11,12 +11,13 @@ from fastddp.base import group
 from losses import RMSE, numbers
 from parity import (Collect, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
                     warm)
+from spread import long_but
 from test_decisions import Leave
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(scope='module', params=[2, 3])
+@pytest.fixture(scope='module', params=long_but([2, 3], 3))
 def ranks(request):
     with warm(request.param) as launcher: yield request.param, launcher
 
