@@ -199,6 +199,11 @@ def test_refused(two):
     with pytest.raises(CantDistribute, match='A block waits'), learn.distrib_ctx(nprocs=2, wait=False): pass
     with pytest.raises(CantDistribute, match='outside of it'), learn.distrib_ctx(**two):
         learn.distrib_fit(1, wait=False)
+    other = learner()
+    with learn.distrib_ctx(**two):
+        # the block is another learner's
+        other.distrib_fit(1, wait=False, nprocs=2).result(60)
+        assert len(other.recorder.values) == 1
     # what a rank would refuse is refused in the call
     with pytest.raises(CantDistribute, match='n_epoch'): learn.distrib_fit('x', wait=False, **two)
     for p in learn.model.parameters(): p.requires_grad_(False)

@@ -195,6 +195,46 @@ def test_bar_moves_and_table_grows(lab, page):
     assert '2 workers' in text and '3 epochs in' in text and 'recorded 21 epochs 3' in text
 
 
+CELL_BARS = f"[...document.querySelectorAll('{PANEL} .jp-CodeCell')].map(c=>[...c.querySelectorAll('progress')].length)"
+COUNTED = f"document.querySelectorAll('{PANEL} .jp-CodeCell')[2].textContent"
+
+
+def test_a_job_beside_other_cells(lab, page):
+    "The bars of a job move in the cell that began it, while another cell counts; `job` shows the same in its own cell"
+    setup = f"""import sys, time; sys.path.insert(0, {str(root/'tests')!r})
+from fastai.basics import *
+from fastddp.all import *
+from faults import Slow
+from learners import make_learner
+learn = make_learner(cbs=[Slow(.1, {str(lab.notebooks)!r})])"""
+    count = """for i in range(60):
+    print('counted', i)
+    time.sleep(.1)"""
+    write_cells(lab, 'job.ipynb', [setup, 'job = learn.distrib_fit(12, nprocs=2, wait=False)', count, 'job',
+                                   "job.result()\nprint('recorded', len(learn.recorder.values))"])
+    page.open(lab, 'job.ipynb')
+    page.run_all()
+    page.until(f"{COUNTED}.includes('counted 5')")
+    seen, bars, end = set(), [], time.monotonic()+CELL
+    while 'counted 59' not in (counted := page.js(COUNTED)):
+        assert time.monotonic() < end
+        at = counted.rpartition('counted ')[2][:2]
+        moved, cells = tuple(page.js(BARS)), page.js(CELL_BARS)
+        if len(moved) == 2:
+            seen.add((at, moved))
+            assert cells[1] == 2 and not cells[2], cells
+        if len(seen) == 8: page.picture('job beside a cell')
+        time.sleep(.1)
+    assert len({at for at, _ in seen}) >= 8 and len({moved for _, moved in seen}) >= 8, seen
+    page.until(f"{CELL_BARS}[3] == 2")      # `job`, in a cell of its own
+    assert page.js(CELL_BARS)[1] == 2
+    page.picture('job in two cells')
+    page.until(f"{TEXT}.includes('recorded 12')")
+    page.until(IDLE)
+    page.picture('job, done')
+    assert page.js(f'{BARS}.length') == 0 and page.js(ROWS) == 24 and page.js(TEXT).count('12 epochs in') == 2
+
+
 def test_interrupt_button(lab, page):
     write(lab, 'stop.ipynb', 100)
     page.open(lab, 'stop.ipynb')

@@ -132,6 +132,27 @@ def test_stop_and_resume(hosts, shared):
     assert 12 <= len(learn.recorder.lrs) < 300
 
 
+def test_a_job(hosts, shared, capsys):
+    "In the background as in the foreground; it can be pulled and stopped"
+    one, learn = learner(), learner()
+    seed(1)
+    one.distrib_fit(2, nprocs=4, launcher=hosts)
+    capsys.readouterr()
+    seed(1)
+    job = learn.distrib_fit(2, nprocs=4, launcher=hosts, wait=False)
+    job.result(120)
+    assert_same(learn, one)
+    assert '2 epochs in' in job.log and capsys.readouterr().out == ''
+    slow = learner(train=160, cbs=[Slow(.02, shared)])
+    job = slow.distrib_fit(30, nprocs=4, launcher=hosts, wait=False)
+    wait_for(shared/'done0', 25)
+    job.pull()
+    assert len(slow.recorder.values) >= 1
+    job.stop()
+    assert job.result(120) is None and job.state == 'stopped'
+    assert len({number(shared/f'done{r}') for r in range(4)}) == 1
+
+
 class Says(Slow):
     "A callback that prints while it trains"
     def before_epoch(self): print(f'epoch {self.epoch} of {os.environ["RANK"]}')

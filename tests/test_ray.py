@@ -95,6 +95,17 @@ def test_a_block(machines):
     assert torch.allclose(learn.found[1], one.found[1], atol=1e-5)
 
 
+@needs_ray
+def test_a_job(machines):
+    "In the background as in the foreground"
+    one, learn = learner(), learner()
+    seed(1)
+    one.distrib_fit(2, nprocs=4, launcher=machines)
+    seed(1)
+    learn.distrib_fit(2, nprocs=4, launcher=machines, wait=False).result(120)
+    assert_same(learn, one)
+
+
 def where(ctx, obj):
     return os.environ['LOCAL_RANK'], os.readlink('/proc/self/ns/net'), float(obj.sum())
 
