@@ -18,8 +18,8 @@ from ..output.replay import Status
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
 class Relay:
-    """Ray actor on one machine: runs the agent in a subprocess and passes its bytes on. `write` goes
-    on while `read` waits"""
+    """Ray actor on one machine: runs the agent in a subprocess and passes its bytes on. `write`
+    goes on while `read` waits"""
     # it travels by value to machines that may have no fastddp: no name of this module is used here
     def __init__(self):
         import ray
