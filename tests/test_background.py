@@ -9,6 +9,7 @@ from fastddp.all import CantDistribute, InProcess, RankRaised, ranch
 from fastddp.fastai2 import learner as words, resume
 from fastddp.launch import background, session
 from fastddp.launch.engine import Job
+from fastddp.process.helper import sweep
 from parity import learner, mlp, seed, values, warm
 from spread import long_but
 
@@ -529,4 +530,5 @@ def test_random_deaths_of_the_kernel(s, two, tmp_path):
         assert res.returncode == -signal.SIGKILL, res.stderr
     new = night(tmp_path)
     new.distrib_resume('distrib')
+    sweep()     # as the next process of this user's does
     assert same(weights(new), weights(whole)) and values(new) == values(whole)
