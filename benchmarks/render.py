@@ -62,9 +62,6 @@ SHORT = [   # what, where it lies, its unit, the budget, what it is held against
     ("a job's live display: the notebook's CPU time in percent of the training's time, convnet",
      ('background', 'convnet', 'rows', 'job', 'notebook_percent'), ' %', 'at most 0.5 %', 'bars while the cell waits',
      ('background', 'convnet', 'rows', 'bars', 'notebook_percent')),
-    ('a step of a job whose checkpoints (134 MB each second) take 2 s longer to write, over one with a fast disk',
-     ('background', 'wide', 'ratios', 'job, checkpoints on a slow disk over job, checkpoints'), '', 'at most 1.02',
-     '', None),
     ("two hosts: steps per second over a DDP script's, convnet",
      ('machines', 'steps', 'convnet', 'ratios', 'steps per second over script'), '', 'at least 0.97', '', None)]
 

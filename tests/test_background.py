@@ -12,6 +12,8 @@ from fastddp.launch.engine import Job
 from fastddp.process.helper import sweep
 from parity import learner, mlp, seed, values, warm
 from spread import long_but
+from test_interrupt import wait_for
+import faults
 
 pytestmark = pytest.mark.filterwarnings('error:fastddp')
 
@@ -323,6 +325,18 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     new.distrib_resume('distrib', wait=False).result(60)
     assert same(weights(new), weights(whole)) and values(new) == values(whole)
     assert new.recorder.lrs == whole.recorder.lrs
+
+
+def test_no_step_waits_for_the_disk(two, tmp_path, monkeypatch):
+    "While the first checkpoint is written, the workers train two epochs more, and have bars to show"
+    written, write = [], resume.write
+    def slowly(*args):
+        if not written: wait_for(tmp_path/'done0', 15, limit=60)
+        written.append(write(*args))
+    monkeypatch.setattr(resume, 'write', slowly)
+    learn = learner(path=tmp_path, cbs=[faults.Slow(.01, tmp_path)])
+    learn.distrib_fit(4, wait=False, checkpoint='epoch', **two).result(60)
+    assert len(written) == 4 and len(learn.dls.train) == 10       # 5 steps per epoch
 
 
 def test_after_import_of_fastais_own_distrib_ctx(two, monkeypatch):
