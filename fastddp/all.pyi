@@ -33,7 +33,7 @@ class Learner(_Learner):
     def distrib_check(self, steps: int = 5, tol: float = 1e-05, **options) -> Answer:
         """Compares a few steps on N workers with one process over the same global batches."""
 
-    def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, in_notebook: bool | None = None, **ddp_kwargs) -> ContextManager[Learner]:
+    def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, in_notebook: bool | None = None, **ddp_kwargs) -> ContextManager[Learner]:
         """Inside the block all training and inference of this learner runs on workers, which stay warm
         from call to call.
 
@@ -47,6 +47,7 @@ class Learner(_Learner):
             dls_factory=None: Called in every worker to make the DataLoaders
             launcher=None: Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
             see=(0,): Ranks whose output is shown, or 'all'
+            see_load=True: In a notebook: a line with each worker's CPU, memory and GPU
             restarts=0: After a failure, go on that many times from the last complete epoch
             timeout=1800: Seconds without a step after which a fit counts as hanging
             wait=True: False: return a job at once, which trains in the background
@@ -67,25 +68,25 @@ class Learner(_Learner):
         was before the fit if there was none; the error's `kept` says which. After an interrupt it holds
         what was trained until then. `distrib_resume()` goes on from there."""
 
-    def distrib_fine_tune(self, epochs, base_lr = 0.002, freeze_epochs = 1, lr_mult = 100, pct_start = 0.3, div = 5.0, *, lr_max = None, div_final = 100000.0, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fine_tune(self, epochs, base_lr = 0.002, freeze_epochs = 1, lr_mult = 100, pct_start = 0.3, div = 5.0, *, lr_max = None, div_final = 100000.0, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
         """`fine_tune` on workers, by default one per GPU. Fine tune with `Learner.freeze` for `freeze_epochs`, then with `Learner.unfreeze` for `epochs`, using discriminative LR."""
 
-    def distrib_fit(self, n_epoch, lr = None, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit(self, n_epoch, lr = None, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
         """`fit` on workers, by default one per GPU. Fit `self.model` for `n_epoch` using `cbs`. Optionally `reset_opt`."""
 
-    def distrib_fit_flat_cos(self, n_epoch, lr = None, div_final = 100000.0, pct_start = 0.75, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit_flat_cos(self, n_epoch, lr = None, div_final = 100000.0, pct_start = 0.75, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
         """`fit_flat_cos` on workers, by default one per GPU. Fit `self.model` for `n_epoch` at flat `lr` before a cosine annealing."""
 
-    def distrib_fit_one_cycle(self, n_epoch, lr_max = None, div = 25.0, div_final = 100000.0, pct_start = 0.25, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit_one_cycle(self, n_epoch, lr_max = None, div = 25.0, div_final = 100000.0, pct_start = 0.25, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
         """`fit_one_cycle` on workers, by default one per GPU. Fit `self.model` for `n_epoch` using the 1cycle policy."""
 
-    def distrib_fit_sgdr(self, n_cycles, cycle_len, lr_max = None, cycle_mult = 2, cbs = None, reset_opt = False, wd = None, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit_sgdr(self, n_cycles, cycle_len, lr_max = None, cycle_mult = 2, cbs = None, reset_opt = False, wd = None, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
         """`fit_sgdr` on workers, by default one per GPU. Fit `self.model` for `n_cycles` of `cycle_len` using SGDR."""
 
-    def distrib_get_preds(self, ds_idx: int = 1, dl = None, with_input: bool = False, with_decoded: bool = False, with_loss: bool = False, act = None, inner: bool = False, reorder: bool = True, cbs = None, *, save_preds = None, save_targs = None, with_preds: bool = True, with_targs: bool = True, concat_dim: int = 0, pickle_protocol: int = 2, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), timeout: float = 1800, wait: bool = True, offload: bool = False):
+    def distrib_get_preds(self, ds_idx: int = 1, dl = None, with_input: bool = False, with_decoded: bool = False, with_loss: bool = False, act = None, inner: bool = False, reorder: bool = True, cbs = None, *, save_preds = None, save_targs = None, with_preds: bool = True, with_targs: bool = True, concat_dim: int = 0, pickle_protocol: int = 2, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True, offload: bool = False):
         """`get_preds` on workers, by default one per GPU. Get the predictions and targets on the `ds_idx`-th dbunchset or `dl`, optionally `with_input` and `with_loss`"""
 
-    def distrib_lr_find(self, start_lr = 1e-07, end_lr = 10, num_it = 100, stop_div = True, show_plot = True, suggest_funcs = ..., *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_lr_find(self, start_lr = 1e-07, end_lr = 10, num_it = 100, stop_div = True, show_plot = True, suggest_funcs = ..., *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
         """`lr_find` on workers, by default one per GPU. Launch a mock training to find a good learning rate and return suggestions based on `suggest_funcs` as a named tuple"""
 
     @property
@@ -101,8 +102,8 @@ None before the first"""
         """Continue a distributed fit that was interrupted or failed: same call, same schedule, next
         epoch."""
 
-    def distrib_tta(self, ds_idx = 1, dl = None, n = 4, item_tfms = None, batch_tfms = None, beta = 0.25, use_max = False, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), timeout: float = 1800, wait: bool = True, offload: bool = False):
+    def distrib_tta(self, ds_idx = 1, dl = None, n = 4, item_tfms = None, batch_tfms = None, beta = 0.25, use_max = False, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True, offload: bool = False):
         """`tta` on workers, by default one per GPU. Return predictions on the `ds_idx` dataset or `dl` using Test Time Augmentation"""
 
-    def distrib_validate(self, ds_idx = 1, dl = None, cbs = None, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), timeout: float = 1800, wait: bool = True, offload: bool = False):
+    def distrib_validate(self, ds_idx = 1, dl = None, cbs = None, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True, offload: bool = False):
         """`validate` on workers, by default one per GPU. Validate on `dl` with potential new `cbs`."""

@@ -33,7 +33,8 @@ class Played:
 
 
 def monitor(workers, **kwargs):
-    local = SimpleNamespace(**dict(workers=workers, see=(0,), live=True, interrupt_grace=1., timeout=None) | kwargs)
+    local = SimpleNamespace(**dict(workers=workers, see=(0,), see_load=None, live=True, interrupt_grace=1.,
+                                   timeout=None) | kwargs)
     return Monitor(local, lambda *_: None, Interrupts())
 
 

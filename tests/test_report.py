@@ -108,6 +108,8 @@ def test_reports_of_a_block(two):
         assert {'data', 'forward', 'backward', 'optimizer', 'validation', 'metrics'} <= {*r['seconds']}
         assert 0 < sum(r['seconds'].values())+sum(r['waits'].values()) <= whole['seconds']
         assert r['grads'] == sum(p.nbytes for p in learn.model.parameters()) and r['peak'] > 2**20
+    assert 'measured in fits' in str(reports[2]) and 'measured' not in str(reports[1])
+    assert 0 < whole['nbytes'] < 2**20 and ' sent to the workers' in str(reports[1])
     assert 'rank 1' in str(reports[1]) and 'waiting for data' in reports[1]._repr_html_()
 
 

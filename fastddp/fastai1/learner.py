@@ -267,6 +267,7 @@ def distrib_ctx(self:Learner,
     loss:str='auto', # Joins workers' losses: 'mean' over items, 'sum', 'gather' predictions, 'auto'
     launcher=None, # Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
     see=(0,), # Ranks whose output is shown, or 'all'
+    see_load:bool=True, # In a notebook: a line with each worker's CPU, memory and GPU
     restarts:int=0, # After a failure, begin the fit anew that many times, with fresh workers
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
     **unknown # Refused, with what was probably meant

@@ -50,6 +50,7 @@ def distrib_ctx(self:Learner,
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
     see=(0,), # Ranks whose output is shown, or 'all'
+    see_load:bool=True, # In a notebook: a line with each worker's CPU, memory and GPU
     restarts:int=0, # After a failure, go on that many times from the last complete epoch
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
     wait:bool=True, # False: return a job at once, which trains in the background

@@ -41,10 +41,12 @@ class Local(Launcher):
         interrupt_grace=2., # Seconds to answer an interrupt, beyond the longest step so far
         timeout=None, # Seconds without a step of any rank that count as hanging; None: no limit
         live=True, # Show output while it happens, or all of it in the end
+        see_load=None, # Show in a notebook what each rank takes of CPU, memory and GPU
         idle=600., # Seconds after which idle workers of a block exit; the next job starts new ones
     ):
         check('see', see, SEE)
         self.gpus,self.backend,self.threads,self.see,self.live = gpus,backend,threads,see,live
+        self.see_load = see_load
         self.interrupt_grace,self.timeout,self.idle = interrupt_grace,timeout,idle
         self.workers,self._block,self._rendezvous,self._timer = None,None,None,None
         # how many blocks, one in the other, it is entered for

@@ -38,6 +38,7 @@ CHECKS = dict(
         "a Launcher such as InProcess(). Leave launcher out to use local processes",
         lambda v: v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type)),
     see=SEE,
+    see_load=flag(),
     restarts=whole("how many times a failed fit is resumed, a whole number from 0 on", 0),
     timeout=number("seconds without a step after which a fit counts as hanging, above 0; "
                    "None: no limit", none=True),
@@ -260,7 +261,7 @@ def engine_for(
         return
     launcher,asked,places = Local() if launcher is None else launcher,{},True
     if isinstance(launcher, Local):
-        asked = {k:_option(launcher, k, given, defaults) for k in ('see','timeout')}
+        asked = {k:_option(launcher, k, given, defaults) for k in ('see','see_load','timeout')}
         places = launcher.places
     if not places:
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))

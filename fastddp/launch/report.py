@@ -44,6 +44,7 @@ class Report:
     ):
         self.what,self.began,self.marks = what,time.time(),[]
         self.ranks,self.result,self.begun = [],{},None
+        self.nbytes = 0         # of the learner or function that was sent to the workers
     def mark(self,
         phase,   # Name of the phase that ends
         at=None, # When it ended, seconds as of `time.time()` (None: now)
@@ -83,10 +84,12 @@ class Report:
         return res
     def facts(self):
         "What else there is to know: memory, bytes and the load of the cores"
-        if not self.ranks: return []
+        sent = [f"{size(self.nbytes)} sent to the workers"] if self.nbytes else []
+        if not self.ranks:
+            return sent and [*sent, "what each worker does is measured in fits of fastai 2 only"]
         secs = max(sum(self.bars()[0].values()), 1e-9)
         cores = ', '.join(f"{o['cpu']/secs:.1f}" for o in self.ranks)
-        res = [f"{size(self.ranks[0]['grads'])} of gradients per step",
+        res = [*sent, f"{size(self.ranks[0]['grads'])} of gradients per step",
                f"peak memory {', '.join(size(o['peak']) for o in self.ranks)}",
                f"{cores} cores busy per worker, of {visible_cores()}"]
         if self.ranks[0]['on_gpu']:
@@ -95,7 +98,7 @@ class Report:
     def to_dict(self):
         "All of it as plain values, for other tools"
         ranks = [r | dict(uneven=[[*k, v] for k,v in r['uneven'].items()]) for r in self.ranks]
-        return dict(what=self.what, seconds=self.total, phases=self.phases,
+        return dict(what=self.what, seconds=self.total, phases=self.phases, nbytes=self.nbytes,
                     advice=[o._asdict() for o in self.advice], ranks=ranks)
     def headlines(self):
         "What was called, its seconds, and what would make it faster"

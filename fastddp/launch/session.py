@@ -130,6 +130,7 @@ class Call:
     def run(self, last=True):
         "Run it once: the `Outcome`; `last`: after a failure it isn't tried again"
         job = Job.of(self.job, self.snapshot())
+        self.timings.nbytes = job.payload.nbytes
         self.timings.mark('snapshot')
         self.on_start()
         with undisturbed(), offloaded(self.learn):

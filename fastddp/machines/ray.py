@@ -18,8 +18,8 @@ from ..output.replay import Status
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
 class Relay:
-    """Ray actor on one machine: runs the agent as a subprocess and passes its bytes on; `write` goes
-    on while `read` waits"""
+    """Ray actor on one machine: runs the agent in a subprocess and passes its bytes on. `write`
+    goes on while `read` waits"""
     # it travels by value to machines that may have no fastddp: no name of this module is used here
     def __init__(self):
         import ray
@@ -132,7 +132,8 @@ def connect(
     return True
 
 # %% ../../nbs/machines/616_ray.ipynb #7b68963f
-def _words(bundle): return ', '.join(f'{v:g} {k}' for k,v in bundle.items() if not k.startswith(_NODE))
+def _words(bundle):
+    return ', '.join(f'{v:g} {k}' for k,v in bundle.items() if not k.startswith(_NODE))
 
 def bundles_for(
     found, # Of each machine of the cluster, the notebook's first: `(address, {resource: how much})`
