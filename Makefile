@@ -136,7 +136,7 @@ browser:
 		'apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver'; } >/dev/null 2>&1 || true
 
 # One after the other: they measure. Peers: pip install -e '.[bench]'
-BENCHES := launch shapes memory sync throughput step ddp_options inference balance model machines
+BENCHES := launch shapes memory sync throughput step ddp_options inference balance background model machines
 bench: venv
 	@for b in $(BENCHES); do echo "== $$b"; $(PY) -W ignore benchmarks/$$b.py || exit 1; done
 	@$(PY) benchmarks/render.py

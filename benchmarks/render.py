@@ -59,6 +59,9 @@ SHORT = [   # what, where it lies, its unit, the budget, what it is held against
      ('machines', 'call', 'rows', 'this machine', 'median')),
     ('two hosts: data over the link to each', ('machines', 'bytes', 'ratios', 'most, per machine'), ' x its size',
      'at most 1.05', '', None),
+    ("a job's live display: the notebook's CPU time in percent of the training's time, convnet",
+     ('background', 'convnet', 'rows', 'job', 'notebook_percent'), ' %', 'at most 0.5 %', 'bars while the cell waits',
+     ('background', 'convnet', 'rows', 'bars', 'notebook_percent')),
     ("two hosts: steps per second over a DDP script's, convnet",
      ('machines', 'steps', 'convnet', 'ratios', 'steps per second over script'), '', 'at least 0.97', '', None)]
 

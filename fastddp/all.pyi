@@ -52,7 +52,7 @@ class Learner(_Learner):
             timeout=1800: Seconds without a step after which a fit counts as hanging
             wait=True: False: return a job at once, which trains in the background
             offload=False: With `wait=False`: `learn` is on the CPU until `job.result()`
-            checkpoint=None: For `distrib_resume(file)`: each 'epoch', or the next end after '10min'
+            checkpoint=None: Save at the end of each 'epoch', or of the one that '10min' end in
             **ddp_kwargs: For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 
         Yields the learner.

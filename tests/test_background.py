@@ -1,5 +1,6 @@
 """`wait=False`: a job beside the notebook, with the result of the same call in the foreground; and checkpoints."""
 import asyncio, contextlib, os, pickle, random, signal, subprocess, sys, threading, time
+from functools import partial
 from pathlib import Path
 import pytest, torch
 from fastai.callback.core import Callback
@@ -8,8 +9,11 @@ from fastddp.all import CantDistribute, InProcess, RankRaised, ranch
 from fastddp.fastai2 import learner as words, resume
 from fastddp.launch import background, session
 from fastddp.launch.engine import Job
+from fastddp.process.helper import sweep
 from parity import learner, mlp, seed, values, warm
 from spread import long_but
+from test_interrupt import wait_for
+import faults
 
 pytestmark = pytest.mark.filterwarnings('error:fastddp')
 
@@ -323,6 +327,18 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     assert new.recorder.lrs == whole.recorder.lrs
 
 
+def test_no_step_waits_for_the_disk(two, tmp_path, monkeypatch):
+    "While the first checkpoint is written, the workers train two epochs more, and have bars to show"
+    written, write = [], resume.write
+    def slowly(*args):
+        if not written: wait_for(tmp_path/'done0', 15, limit=60)
+        written.append(write(*args))
+    monkeypatch.setattr(resume, 'write', slowly)
+    learn = learner(path=tmp_path, cbs=[faults.Slow(.01, tmp_path)])
+    learn.distrib_fit(4, wait=False, checkpoint='epoch', **two).result(60)
+    assert len(written) == 4 and len(learn.dls.train) == 10       # 5 steps per epoch
+
+
 def test_after_import_of_fastais_own_distrib_ctx(two, monkeypatch):
     "fastai.distributed puts a `distrib_ctx` of its own onto Learner"
     def theirs(self, sync_bn=True): raise AssertionError('not ours')
@@ -451,14 +467,13 @@ def test_a_pickle_that_is_not_needed_is_not_loaded(where, two, tmp_path):
     assert done.exists()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('s', range(20))
-def test_random_sequences(s):
-    rnd, learn = random.Random(s), learner(cbs=[Slow()])
+@pytest.mark.parametrize('s', long_but(range(20), 0, 1, 2))
+def test_random_sequences(s, two):
+    rnd, learn, others = random.Random(s), learner(cbs=[Slow()]), []
     job, edited = learn.distrib_fit(6, nprocs=2, wait=False), False
     for _ in range(rnd.randrange(2, 7)):
         time.sleep(rnd.random()*.3)
-        action = rnd.choice(['pull', 'stop', 'edit', 'second', 'predict'])
+        action = rnd.choice(['pull', 'stop', 'edit', 'second', 'second job', 'beside', 'predict'])
         if action == 'pull':
             with contextlib.suppress(CantDistribute):
                 job.pull()
@@ -467,11 +482,14 @@ def test_random_sequences(s):
         elif action == 'edit':
             with torch.no_grad(): learn.model[0].weight.add_(1)
             edited = True
-        elif action == 'second' and not job.done():
+        elif action in ('second', 'second job') and not job.done():
+            again = learn.fit if action == 'second' else partial(learn.distrib_fit, wait=False, **two)
             with contextlib.suppress(CantDistribute):
-                learn.fit(1)
+                res = again(1)
                 assert job.done()
+                if res: res.result(60)
                 edited = True
+        elif action == 'beside': others.append(learner().distrib_fit(1, wait=False, **two))
         elif action == 'predict': assert learn.get_preds()[0].shape == (21, 3)
     job._wait(60)
     if edited:
@@ -480,4 +498,51 @@ def test_random_sequences(s):
     else: job.result()
     assert job.state in ('done', 'stopped')
     assert job.state == 'stopped' or len(learn.recorder.values) == 6
+    for other in others:
+        other.result(60)
+        assert len(other.of.recorder.values) == 1
     learn.fit(1)
+
+
+SEQUENCE = """
+import os, random, sys, time
+from pathlib import Path
+sys.path.insert(0, TESTS)
+from parity import seed
+from test_background import night
+if __name__ == '__main__':
+    rnd, learn, file = random.Random(int(sys.argv[1])), night('.'), Path('models/distrib.ckpt')
+    seed(rnd.randrange(99))
+    if file.exists(): job = learn.distrib_resume('distrib', wait=False)
+    else:
+        seed(1)
+        job = learn.distrib_fit_one_cycle(6, 1e-2, nprocs=2, wait=False, checkpoint='epoch')
+    at, end = file.stat().st_mtime if file.exists() else 0, time.monotonic()+60
+    while not (file.exists() and file.stat().st_mtime > at) and time.monotonic() < end and not job.done():
+        time.sleep(.01)
+    for _ in range(rnd.randrange(3)):
+        time.sleep(rnd.random()*.2)
+        if rnd.random() < .5 and job.epoch: job.pull()
+        else: learn.get_preds()
+    os.kill(os.getpid(), 9)
+"""
+
+
+def night(path): return learner(path=path, cbs=[Slow()])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('s', range(5))
+def test_random_deaths_of_the_kernel(s, two, tmp_path):
+    "After each the next kernel goes on; the last one ends as if there had been none"
+    whole = night(tmp_path)
+    seed(1)
+    whole.distrib_fit_one_cycle(6, 1e-2, **two)
+    (tmp_path/'script.py').write_text(SEQUENCE.replace('TESTS', repr(str(Path(__file__).parent))))
+    for i in range(1+s%2):
+        res = subprocess.run([sys.executable, 'script.py', str(10*s+i)], cwd=tmp_path, capture_output=True, text=True)
+        assert res.returncode == -signal.SIGKILL, res.stderr
+    new = night(tmp_path)
+    new.distrib_resume('distrib')
+    sweep()     # as the next process of this user's does
+    assert same(weights(new), weights(whole)) and values(new) == values(whole)

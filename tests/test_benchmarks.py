@@ -11,7 +11,7 @@ BENCHES = root/'benchmarks'
 @pytest.mark.full
 def test_scripts_import():
     names = sorted(p.stem for p in BENCHES.glob('*.py'))
-    assert {'launch', 'shapes', 'memory', 'sync', 'inference', 'machines', 'model', 'peers'} <= {*names}
+    assert {'background', 'launch', 'shapes', 'memory', 'sync', 'inference', 'machines', 'model', 'peers'} <= {*names}
     r = subprocess.run([sys.executable, '-W', 'ignore', '-c', f'import {", ".join(names)}'], cwd=BENCHES,
                        capture_output=True, text=True, timeout=120)
     assert (r.returncode, r.stdout) == (0, ''), r.stderr

@@ -55,7 +55,7 @@ def distrib_ctx(self:Learner,
     timeout:float=1800, # Seconds without a step after which a fit counts as hanging
     wait:bool=True, # False: return a job at once, which trains in the background
     offload:bool=False, # With `wait=False`: `learn` is on the CPU until `job.result()`
-    checkpoint:str=None, # For `distrib_resume(file)`: each 'epoch', or the next end after '10min'
+    checkpoint:str=None, # Save at the end of each 'epoch', or of the one that '10min' end in
     in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):

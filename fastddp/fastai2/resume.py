@@ -130,7 +130,8 @@ def write(path, facts,
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp,pieces = path.with_name(path.name+'.tmp'),[[meta, *buffers] for meta,buffers in payloads]
     with open(tmp, 'wb') as f:
-        f.write(json.dumps(facts | dict(sizes=[[*map(len, o)] for o in pieces])).encode()+b'\n')
+        sizes = [[memoryview(b).nbytes for b in o] for o in pieces]
+        f.write(json.dumps(facts | dict(sizes=sizes)).encode()+b'\n')
         for o in pieces: f.writelines(o)
         f.flush()
         os.fsync(f.fileno())
@@ -173,7 +174,7 @@ class Checkpoints:
         made = user_call.name,user_call.args,user_call.kwargs,options
         try:
             p = dump((made, user_call.fits-1), persistent_refs(learn))
-            write(checkpoint_path(learn), facts_of(learn), [p, own_copy(*e)])
+            write(checkpoint_path(learn), facts_of(learn), [p, e])
         # a night's fit goes on without
         except Exception as e:
             warnings.warn("fastddp: the checkpoint can't be written: "
