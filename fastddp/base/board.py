@@ -116,7 +116,12 @@ class Board:
             rows[r] = torch.tensor(row)
         began = time.perf_counter()
         group.sum_in(rows, self.between_hosts)
-        self.waited += time.perf_counter()-began
+        secs = time.perf_counter()-began
+        self.waited += secs
+        # it waited for ranks elsewhere, if not for one of this host
+        elsewhere = next(r for r in range(self.n) if r not in self.on_host)
+        rank,before = self.last or (elsewhere, 0.)
+        self.last = rank,before+secs
         for r,row in enumerate(rows.tolist()):
             if r not in self.on_host: self._say(r, row)
 
