@@ -21,7 +21,7 @@ from ..base.scoped import with_attrs, without_attrs
 from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.changes import Changes, put_back
+from ..payload.changes import Changes, has_arrays, put_back
 from ..payload.pickling import copied
 from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
                                    hooked, hooks_of, model_grads, model_tensors, move_opt,
@@ -203,10 +203,16 @@ _PARTS_STAY = MODULES_STAY | {'loaders','_device','device','_shard','it','rng','
                               '_DataLoader__idxs'}
 
 _STAYS = dict(learn=STAY-{'dls','model','opt'}, opt=OPT_STAYS, cbs=STAY, parts=_PARTS_STAY,
-              variables=())
+              metrics={'accumulate'}, variables=())
+
+def _is_large(v):
+    "True for the predictions that a metric keeps, and the like"
+    if isinstance(v, torch.Tensor): return v.numel() > 1
+    return has_arrays(v)
 
 def _stays(group, o, name):
     if name in _STAYS[group]: return True
+    if group == 'metrics': return _is_large(vars(o)[name])
     if group != 'learn': return False
     # what overrides a method stays in the worker; callbacks come by themselves
     return callable(getattr(type(o), name, None)) or isinstance(vars(o)[name], Callback)
@@ -217,7 +223,7 @@ def tracked(learn, cbs, definitions=()):
     parts = [learn.dls, *map(original, learn.dls.loaders), *parts_of_data(learn.dls),
              *learn.model.modules(), learn.loss_func, *(loss.modules() if loss else ())]
     return dict(learn=[learn], opt=opt_owners(learn.opt), cbs=all_cbs(learn, cbs), parts=parts,
-                variables=definitions)
+                metrics=[*learn.metrics], variables=definitions)
 
 def baseline(learn, cbs,
              refs=None,  # `persistent_refs`, for a job: only what changed is sent then

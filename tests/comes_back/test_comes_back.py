@@ -8,7 +8,8 @@ from fastai.callback.training import GradientAccumulation
 from fastcore.basics import noop
 from fastai.data.all import Pipeline, Transform
 from fastai.data.core import DataLoaders
-from fastai.learner import Learner
+from fastai.learner import Learner, Metric
+from fastai.metrics import AccumMetric, accuracy
 from fastai.optimizer import Lookahead, OptimWrapper, SGD
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader, Subset, WeightedRandomSampler
@@ -452,6 +453,30 @@ def test_attributes_and_callbacks_that_come_and_go(two):
     assert (learn.model.told, learn.dls.told) == ('model', ['dls'])
     assert cb not in learn.cbs and [type(o) for o in learn.cbs].count(Comes) == 1 and cb.file.closed
     assert learn.dls.train_ds is ds and ds.told == 'dataset' and learn.dls.train.after_batch.fs[0].told == 'transform'
+
+
+class Remembers(Metric):
+    "Keeps a number of each phase, and of its last phase what it counts"
+    def __init__(self): self.by_epoch = []
+    def reset(self): self.n = 0
+    def accumulate(self, learn): self.n += len(learn.y)
+    @property
+    def value(self):
+        self.by_epoch.append(self.n)
+        return self.n
+
+
+def test_attributes_of_metrics_come_back(two):
+    "Those of a replayed one, of a mean, and of one that keeps all predictions as far as they are numbers"
+    keeps = AccumMetric(lambda out, y: 0., flatten=False)
+    learn, n = learner(metrics=[Remembers(), accuracy, keeps]), 21
+    learn.distrib_fit(2, nprocs=2, launcher=two)
+    remembers, mean, _ = learn.metrics
+    assert remembers.by_epoch == [n]*2 and remembers.n == n
+    assert mean.count == n and float(mean.value) == pytest.approx(learn.recorder.values[-1][3])
+    one = learner(metrics=[Remembers(), accuracy])
+    one.fit(2)
+    assert vars(one.metrics[0]) == vars(remembers)
 
 
 class Curriculum(Callback):
