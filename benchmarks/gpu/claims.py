@@ -68,6 +68,8 @@ CLAIMS = [
     Claim('with `offload=True` it is on the CPU until the result',
           ('a job with offload=True: the learner is on the CPU', 'a job with offload=True: the learner is back'),
           ('moves `learn` from its GPU to the CPU',)),
+    Claim('the line of `see_load=True` has the load and memory of each GPU', (),
+          ('the load and memory of its GPU where pynvml is installed',)),
     Claim("AMD's GPUs (`cuda` to torch) and Intel's (`xpu`, over `xccl`)", (),
           ("AMD's GPUs are `cuda` to torch",)),
 ]
