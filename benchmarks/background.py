@@ -1,10 +1,11 @@
 """What a job's live display and checkpoints cost the training, on rank 0 of 2.
 
 Milliseconds of a training step and between two epochs (from the end of a validation to the next first batch), and the
-CPU time of the notebook's process beyond that without bars, in percent of the training's time. All cases train the same learner, in turns: without bars,
-with bars while the cell waits, as a job with its display, as a job that writes a checkpoint after each epoch, and as
-one whose disk takes two seconds more for each. The display goes to a shell without a browser, which turns it into JSON
-as a kernel does. `wide` has 17 million weights, and its checkpoint 134 MB.
+CPU time of the notebook's process beyond that without bars, in percent of the training's time. All cases train the
+same learner, in turns: without bars, with bars while the cell waits, as a job with its display, as a job that writes
+a checkpoint after each epoch, and as one whose disk takes two seconds more for each. The display goes to a shell
+without a browser, which turns it into JSON as a kernel does. `wide` has 17 million weights, and its checkpoint 134
+MB.
 
     python benchmarks/background.py [--cases convnet,wide] [--repeats 5] [--machine NAME]
 """
