@@ -1,5 +1,5 @@
 """The benchmarks can be imported, and the tables on the pages are those of the results."""
-import re, runpy, shutil, subprocess, sys
+import ast, importlib, re, runpy, shutil, subprocess, sys
 from pathlib import Path
 import pytest
 from two_hosts import net
@@ -15,6 +15,15 @@ def test_scripts_import():
     r = subprocess.run([sys.executable, '-W', 'ignore', '-c', f'import {", ".join(names)}'], cwd=BENCHES,
                        capture_output=True, text=True, timeout=120)
     assert (r.returncode, r.stdout) == (0, ''), r.stderr
+
+
+@pytest.mark.parametrize('path', sorted(BENCHES.rglob('*.py')), ids=lambda o: o.stem)
+def test_what_they_import_of_the_package_is_there(path):
+    for o in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if not (isinstance(o, ast.ImportFrom) and (o.module or '').startswith('fastddp')): continue
+        module = importlib.import_module(o.module)
+        for name in {a.name for a in o.names} - {'*'}:
+            assert hasattr(module, name) or importlib.util.find_spec(f'{o.module}.{name}'), (o.module, name)
 
 
 @pytest.mark.full
