@@ -2,6 +2,7 @@
 import ast, importlib, re, runpy, shutil, subprocess, sys
 from pathlib import Path
 import pytest
+import fastddp.all
 from two_hosts import net
 
 root = Path(__file__).resolve().parent.parent
