@@ -14,7 +14,7 @@ from .loaders import (old_numpy, picklable_preloaders, set_text_order, text_orde
                                      torch_dl)
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.changes import Changes, put_back
+from ..payload.state import Changes, put_back
 from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, hooked, hooks_of,
                                    model_grads, move_opt, opt_attrs, opt_owners)
 from ..shard.loss import loss_module

@@ -15,7 +15,7 @@ from ..base.rng import CommonRNG
 from .report import banner, summary, what_ran
 from ..output.replay import print_line
 from ..payload.pickling import dump, load
-from ..payload.changes import STRUCTURE
+from ..payload.state import STRUCTURE
 from ..payload.state import model_tensors
 
 # %% ../../nbs/launch/510_training.ipynb #958b4b68
