@@ -4,7 +4,7 @@ import pytest
 from fastai.callback.core import Callback
 from fastddp.all import *
 from fastddp.launch import report
-from fastddp.launch.advice import Fit, advice_for
+from fastddp.launch.report import Fit, advice_for
 from learners import make_learner
 from parity import warm
 
