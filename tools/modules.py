@@ -29,7 +29,7 @@ TESTS = {
     'shard': 'test_data.py', 'shard/loss': 'same_answer/test_any_loss.py',
     'shard/gathered_loss': 'same_answer/test_any_loss.py', 'shard/gradients': 'same_answer/test_parity.py',
     'process': 'faults/test_faults.py', 'process/helper': 'test_start.py',
-    'launch': 'test_start.py', 'launch/report': 'test_report.py',     'launch/rank': 'faults/test_faults.py',
+    'launch': 'test_start.py', 'launch/report': 'test_report.py', 'launch/rank': 'faults/test_faults.py',
     'launch/monitor': 'faults/test_hangs.py', 'launch/engine': 'same_answer/test_parity.py',
     'launch/options': 'test_mistakes.py', 'launch/session': 'comes_back/test_comes_back.py',
     'launch/training': 'test_scripts.py',
