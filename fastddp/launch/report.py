@@ -330,7 +330,7 @@ def what_ran(result, iterations=False):
     return several(result['epochs'], 'epoch')
 
 # %% ../../nbs/launch/504_report.ipynb #d7d35b37
-_MUCH,_SECONDS = .3,5.      # part of the call, and seconds
+_MUCH,_LONG = .3,5.         # part of the call, and seconds
 _said = set()               # causes that this process has named
 
 def closing_line(
@@ -339,6 +339,6 @@ def closing_line(
     "What a fit says of its report; None: nothing that it hasn't said before"
     # how long the start took is in the line before
     found = [o for o in report.advice if o.cause not in _said and o.cause != 'start']
-    if not found or found[0].seconds < max(_MUCH*report.total, _SECONDS): return None
+    if not found or found[0].seconds < max(_MUCH*report.total, _LONG): return None
     _said.add(found[0].cause)
     return f"{found[0].text} learn.distrib_report has the details."
