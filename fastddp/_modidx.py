@@ -1470,6 +1470,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.launch.options._factory': ('launch/options.html#_factory', 'fastddp/launch/options.py'),
                                         'fastddp.launch.options._gpus_of': ('launch/options.html#_gpus_of', 'fastddp/launch/options.py'),
                                         'fastddp.launch.options._option': ('launch/options.html#_option', 'fastddp/launch/options.py'),
+                                        'fastddp.launch.options._users_lines': ( 'launch/options.html#_users_lines',
+                                                                                 'fastddp/launch/options.py'),
                                         'fastddp.launch.options.check_method': ( 'launch/options.html#check_method',
                                                                                  'fastddp/launch/options.py'),
                                         'fastddp.launch.options.comments_of': ( 'launch/options.html#comments_of',

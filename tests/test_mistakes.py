@@ -73,3 +73,10 @@ def test_numbers_of_numpy_are_numbers():
     learn = make_learner()
     with pytest.raises(AssertionError, match='a process was started'):
         learn.distrib_fit(1, nprocs=np.int64(2), restarts=np.int32(0), timeout=np.float32(5), sync_bn=np.True_)
+
+
+def test_a_misspelt_method_shows_the_users_line_only():
+    try: make_learner().distrib_lrfind()
+    except AttributeError as e: shown = e._render_traceback_()
+    assert not any('fastddp/fastai2' in o for o in shown) and 'distrib_lrfind()' in '\n'.join(shown[:-1])
+    assert shown[-1] == "AttributeError: Learner has no attribute 'distrib_lrfind'. Did you mean distrib_lr_find?"

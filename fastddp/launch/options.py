@@ -7,7 +7,7 @@ __all__ = ['CHECKS', 'RAISES', 'ITEMS', 'check_method', 'no_attribute', 'comment
            'local_reason', 'in_launched_group', 'engine_for', 'nested']
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
-import contextlib, inspect, os, re
+import contextlib, inspect, os, re, sys
 
 from ..base import group
 from ..base.checks import (SEE, Check, bound, check_all, flag, is_list, is_whole, near,
@@ -66,7 +66,13 @@ def no_attribute(learn, name):
     "The `AttributeError` for a missing attribute of a learner, with the closest existing name"
     likely = near(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
     hint = f" Did you mean {likely}?" if likely else ''
-    return AttributeError(f"Learner has no attribute {name!r}.{hint}")
+    e = AttributeError(f"Learner has no attribute {name!r}.{hint}")
+    e._render_traceback_ = _users_lines
+    return e
+
+def _users_lines():
+    "What IPython shows of the exception at hand, as of a refusal: no frame of ours"
+    return CantDistribute._render_traceback_(sys.exc_info()[1])
 
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
 def comments_of(fn):
