@@ -2,6 +2,7 @@
 import sys
 import pytest
 from fastai.callback.core import Callback
+from fastai.metrics import AvgMetric, Metric
 from fastddp.all import *
 from parity import alone_like, learner, seed, warm
 
@@ -153,3 +154,42 @@ def test_what_cannot_come_back_is_named(two):
     with pytest.warns(UserWarning, match="fastddp: .*held .*can't travel back from the workers"):
         learn.distrib_fit(1, nprocs=2, launcher=two, cbs=Holds())
     assert (held, kept) == ([], [0])
+
+
+class Best(Metric):
+    "The best of all epochs, which it remembers"
+    name = 'best'
+    def __init__(self): self.seen, self.last = [], None
+    def reset(self): self.right = self.n = 0
+    def accumulate(self, learn):
+        self.right += (learn.pred.argmax(-1) == learn.y).sum().item()
+        self.n += len(learn.y)
+    @property
+    def value(self):
+        self.last = self.right/self.n
+        self.seen.append(self.last)
+        return max(self.seen)
+
+
+class Right:
+    "A function with a history"
+    def __init__(self): self.calls, self.__name__ = [], 'right'
+    def __call__(self, out, y):
+        self.calls.append(len(y))
+        return (out.argmax(-1) == y).float().mean()
+
+
+def test_what_metrics_remember_is_in_the_same_objects(two):
+    learn = learner(metrics=[Best(), AvgMetric(Right())])
+    one = alone_like(learn, 2)
+    (best, right), seen, func = learn.metrics, learn.metrics[0].seen, learn.metrics[1].func
+    seed(1)
+    with learn.distrib_ctx(nprocs=2, launcher=two):
+        learn.fit(2)
+        learn.validate()
+    seed(1)
+    one.fit(2)
+    one.validate()
+    assert learn.metrics[0] is best and best.seen is seen and right.func is func
+    assert seen == pytest.approx(one.metrics[0].seen) and best.last == one.metrics[0].last and len(seen) == 3
+    assert right.value == pytest.approx(one.metrics[1].value) and func.calls
