@@ -9,7 +9,7 @@ MB.
 
     python benchmarks/background.py [--cases convnet,wide] [--repeats 5] [--machine NAME]
 """
-import contextlib, json, statistics, sys, tempfile, time
+import contextlib, json, statistics, tempfile, time
 from functools import partial
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
@@ -19,7 +19,7 @@ from fastddp.all import *
 from fastddp.fastai2 import resume
 from fastddp.process import helper
 from cases import CASES, InMemory
-from common import argument_parser, data, save, show
+from common import argument_parser, data, save, show, take_turns
 
 SLOW = 2.       # seconds
 EPOCHS = 5      # the first is left out
@@ -89,16 +89,6 @@ def rows_of(times):
                  notebook_percent=round(100*(c-base[2])/s, 2)) for k, (s, b, c) in med.items()]
 
 
-def take_turns(cases, repeats):
-    "As that of `common`, for cases that return several figures"
-    times = {name: [] for name in cases}
-    for turn in range(repeats):
-        for name, case in cases.items():
-            times[name].append(case())
-            print(f'  turn {turn+1}/{repeats}  {name}: {times[name][-1]}', file=sys.stderr, flush=True)
-    return times
-
-
 def main():
     p = argument_parser(__doc__)
     p.add_argument('--cases', default='convnet,wide')
@@ -108,7 +98,7 @@ def main():
     results = {}
     for name in args.cases.split(','):
         run(name)       # the first is slower
-        times = take_turns({k: partial(run, name, **o) for k, o in CASES_OF_JOBS.items()}, args.repeats)
+        times = take_turns({k: partial(run, name, **o) for k, o in CASES_OF_JOBS.items()}, args.repeats, 'ms')
         rows = rows_of(times)
         show(f'{name}: milliseconds', rows)
         step = {r['case']: r['step'] for r in rows}

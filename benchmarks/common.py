@@ -31,12 +31,13 @@ def arguments(description, repeats=5, **more):
 
 
 def take_turns(cases, repeats, unit='s'):
-    "What each case returns, `repeats` times, in turns: `name -> [seconds]`"
+    "What each case returns (seconds, or several figures), `repeats` times, in turns: `name -> [figures]`"
     times = {name: [] for name in cases}
     for turn in range(repeats):
         for name, case in cases.items():
             times[name].append(case())
-            print(f'  turn {turn+1}/{repeats}  {name}: {times[name][-1]:.3f} {unit}', file=sys.stderr, flush=True)
+            figures = np.round(times[name][-1], 3)
+            print(f'  turn {turn+1}/{repeats}  {name}: {figures} {unit}', file=sys.stderr, flush=True)
     return times
 
 

@@ -1442,7 +1442,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.launch.monitor._gpu_text': ('launch/monitor.html#_gpu_text', 'fastddp/launch/monitor.py'),
                                         'fastddp.launch.monitor._job_stack': ( 'launch/monitor.html#_job_stack',
                                                                                'fastddp/launch/monitor.py'),
-                                        'fastddp.launch.monitor._times_of': ('launch/monitor.html#_times_of', 'fastddp/launch/monitor.py'),
+                                        'fastddp.launch.monitor._use_of': ('launch/monitor.html#_use_of', 'fastddp/launch/monitor.py'),
                                         'fastddp.launch.monitor._waits': ('launch/monitor.html#_waits', 'fastddp/launch/monitor.py'),
                                         'fastddp.launch.monitor.load_line': ('launch/monitor.html#load_line', 'fastddp/launch/monitor.py')},
             'fastddp.launch.options': { 'fastddp.launch.options.Options': ('launch/options.html#options', 'fastddp/launch/options.py'),

@@ -125,7 +125,6 @@ class Board:
         for r,row in enumerate(rows.tolist()):
             if r not in self.on_host: self._say(r, row)
 
-
 # %% ../../nbs/base/010_board.ipynb #f01dfd9e
 class Heartbeat(NamedTuple):
     "What a rank wrote last"

@@ -24,9 +24,9 @@ from .loaders import (counts_now, global_batches, own_loader, place_now, shard,
 from ..launch.training import cbs_of_rank
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, Losses, by_batch, map_tensors, whole_batch
-from ..shard.gradients import Passes, params_beside
+from ..shard.gradients import (Passes, SameWeights, params_beside, sync_buffers,
+                                     synced_bn)
 from ..shard.loss import batch_losses, loss_and_divisor, loss_part
-from ..shard.gradients import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import outside_loop
 from ..shard.torch_loader import torch_bs
 

@@ -253,7 +253,7 @@ def mend_barrier():
     def distrib_barrier():
         if torch_core.num_distrib() <= 1: return
         with launched_group(): group.barrier()
-    for m in [o for k,o in sys.modules.items() if k.startswith('fastai')]:
+    for m in [o for k,o in sys.modules.copy().items() if k.startswith('fastai')]:
         if vars(m).get('distrib_barrier') is old: m.distrib_barrier = distrib_barrier
 
 # %% ../../nbs/fastai1/808_learner.ipynb #d9b11a6f

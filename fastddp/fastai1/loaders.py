@@ -37,7 +37,7 @@ def old_numpy():
         np.random.permutation = _or_objects(np.random.permutation)
     array = core.array
     if not hasattr(array, 'old'): core.array = _or_objects(array)
-    for m in [o for k,o in sys.modules.items() if k.startswith('fastai')]:
+    for m in [o for k,o in sys.modules.copy().items() if k.startswith('fastai')]:
         if vars(m).get('array') is getattr(core.array, 'old'): m.array = core.array
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #8a362f69

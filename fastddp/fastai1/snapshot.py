@@ -14,9 +14,9 @@ from .loaders import (old_numpy, picklable_preloaders, set_text_order, text_orde
                                      torch_dl)
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.state import Changes, put_back
-from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, hooked, hooks_of,
-                                   model_grads, move_opt, opt_attrs, opt_owners)
+from ..payload.state import (OPT_HOOKS, Changes, apply_grads, apply_hooks, apply_model,
+                                   hooked, hooks_of, model_grads, move_opt, opt_attrs,
+                                   opt_owners, put_back)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540

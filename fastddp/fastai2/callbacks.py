@@ -23,9 +23,8 @@ from .together import _FIRST, OurCallback, Together, own_events
 from ..launch.training import is_rank0_only
 from ..output.replay import print_line
 from ..payload.state import move_opt
-from ..shard.gradients import SameWeights, sync_buffers, synced_bn
+from ..shard.gradients import SameWeights, average_grads, sync_buffers, synced_bn
 from ..shard.gathered_loss import Losses
-from ..shard.gradients import average_grads
 from ..shard.sharded import is_sharded, outside_loop, write_back
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #08799249

@@ -34,8 +34,7 @@ from ..base.scoped import with_attrs
 from . import snapshot
 from ..launch.options import RAISES
 from ..output.replay import hushed
-from ..payload.state import put_back
-from ..payload.state import hooks_of
+from ..payload.state import hooks_of, put_back
 from ..shard.gathered_loss import tensors_in
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879

@@ -21,11 +21,11 @@ from ..base.scoped import with_attrs, without_attrs
 from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.state import Changes, has_arrays, put_back
+from ..payload.state import (OPT_STAYS, Changes, apply_grads, apply_hooks, apply_model,
+                                   apply_opt, has_arrays, hooked, hooks_of, model_grads,
+                                   model_tensors, move_opt, opt_attrs, opt_owners, opt_state,
+                                   picklable_attrs, put_back)
 from ..payload.pickling import copied
-from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
-                                   hooked, hooks_of, model_grads, model_tensors, move_opt,
-                                   opt_attrs, opt_owners, opt_state, picklable_attrs)
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of

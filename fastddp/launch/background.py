@@ -13,9 +13,8 @@ from fastcore.basics import patch
 from ..base.errors import CantDistribute
 from ..base.rng import streams_apart
 from ..base.scoped import StopButton, with_context
-from ..output.replay import print_line
+from ..output.replay import _get_ipython, frontend, print_line, shown_in
 from ..output.panel import Panel
-from ..output.replay import _get_ipython, frontend, shown_in
 
 # %% ../../nbs/launch/509_background.ipynb #63fdc617
 _jobs = []      # all that have not ended

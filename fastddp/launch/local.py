@@ -18,8 +18,7 @@ from .engine import Job, Launcher, Outcome
 from ..base.errors import RankRaised, WorkerError
 from .rank import (RankSpec, could_not_connect, join_early, notebook_settings,
                                  run_on_rank)
-from ..output.replay import Status, print_line, several
-from ..output.replay import display_settings
+from ..output.replay import Status, display_settings, print_line, several
 from ..base.device import accelerator, device_module, is_accelerator, visible_cores
 from .report import Report
 from ..payload.pickling import Payload

@@ -25,15 +25,11 @@ from ..payload.pickling import load
 # %% ../../nbs/launch/503_monitor.ipynb #dc029eee
 _PERIOD = 3.    # seconds between two readings of the workers' load
 
-def _times_of(proc):
-    "CPU seconds of a process and its children so far, and their bytes of memory"
-    secs = nbytes = 0
-    with contextlib.suppress(psutil.Error):     # it ended
-        for o in (proc, *proc.children(recursive=True)):
-            times = o.cpu_times()
-            secs += times.user+times.system
-            nbytes += o.memory_info().rss
-    return secs, nbytes
+def _use_of(pid):
+    "`(CPU seconds so far, bytes of memory)` of a process; None if it has ended"
+    with contextlib.suppress(psutil.Error):
+        p = psutil.Process(pid)
+        return sum(p.cpu_times()[:2]), p.memory_info().rss
 
 def _gpu_text(gpu):
     "What a GPU does; empty where torch can't say"
@@ -50,17 +46,23 @@ class LoadLine:
         pids, # Rank -> process
         gpus, # Rank -> its GPU, or None
     ):
-        self.procs,self.gpus = {r:psutil.Process(pid) for r,pid in pids.items()},gpus
+        self.pids,self.gpus = pids,gpus
         self.status,self.read_at = Status(),time.monotonic()
-        self.seconds = {r:_times_of(p)[0] for r,p in self.procs.items()}
+        # CPU seconds of each process at the last reading; loader processes are not there yet
+        self.seconds = {pid:use[0] for pid in pids.values() if (use := _use_of(pid))}
     def refresh(self):
         "Shows the load since the last reading, if that is long enough ago"
         if (passed := time.monotonic()-self.read_at) < _PERIOD: return
-        texts = []
-        for r,p in self.procs.items():
-            secs,nbytes = _times_of(p)
-            busy = max(secs-self.seconds[r], 0)/passed      # less if a child has ended
-            self.seconds[r] = secs
+        # one look at all processes of the machine, which may have thousands
+        parents = {o.pid:o.info['ppid'] for o in psutil.process_iter(['ppid'])}
+        before,self.seconds,texts = self.seconds,{},[]
+        for r,pid in self.pids.items():
+            family = [pid, *(k for k,parent in parents.items() if parent == pid)]
+            uses = {k:use for k in family if (use := _use_of(k))}
+            self.seconds |= {k:secs for k,(secs,_) in uses.items()}
+            # what a process did before it was first seen doesn't count
+            busy = sum(secs-before.get(k, secs) for k,(secs,_) in uses.items())/passed
+            nbytes = sum(nbytes for _,nbytes in uses.values())
             texts.append(f"rank {r}: CPU {busy:.0%}, {nbytes/2**30:.1f} GB"
                          f"{_gpu_text(self.gpus.get(r))}")
         self.read_at = time.monotonic()
@@ -72,9 +74,8 @@ def load_line(local):
     procs = getattr(local.workers, 'procs', {})     # those of other machines are not read
     if not (procs and local.live and local.see): return None
     if psutil is None or frontend() != 'notebook': return None
-    with contextlib.suppress(psutil.Error):         # a worker has died: the wait will say so
-        return LoadLine({r:p.pid for r,p in procs.items()},
-                        dict(enumerate(local._gpus(len(procs)) or [])))
+    return LoadLine({r:p.pid for r,p in procs.items()},
+                    dict(enumerate(local._gpus(len(procs)) or [])))
 
 # %% ../../nbs/launch/503_monitor.ipynb #5ce14c60
 class Monitor:

@@ -15,8 +15,7 @@ from ..base.rng import CommonRNG
 from .report import banner, summary, what_ran
 from ..output.replay import print_line
 from ..payload.pickling import dump, load
-from ..payload.state import STRUCTURE
-from ..payload.state import model_tensors
+from ..payload.state import STRUCTURE, model_tensors
 
 # %% ../../nbs/launch/510_training.ipynb #958b4b68
 RANK0_ONLY = {

@@ -67,7 +67,7 @@ def own_modules():
     """File below an import path -> its content, for the modules that were imported from files of
     the user's own"""
     res = {}
-    for name,m in list(sys.modules.items()):
+    for name,m in sys.modules.copy().items():
         file = getattr(m, '__file__', None) or ''
         rel = name.replace('.', '/')+('/__init__.py' if hasattr(m, '__path__') else '.py')
         if file.endswith(f'/{rel}') and _is_own(file) and os.path.exists(file):

@@ -15,8 +15,7 @@ from fastcore.xtras import globtastic
 from ..base import board
 from ..base.errors import CantDistribute
 from ..launch.rank import run_on_rank
-from ..payload.pickling import address as address_of_function
-from ..payload.pickling import dump, function_at
+from ..payload.pickling import address as address_of_function, dump, function_at
 
 # %% ../../nbs/machines/611_meeting.ipynb #c2e0a020
 _SIOCGIFADDR = 0x8915       # netdevice(7)

@@ -34,7 +34,7 @@ def use_bars(undo, frontend):
                  terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
     known = {id(c) for pair in kinds.values() for c in pair}
     new = dict(zip(_BARS, kinds[frontend])) | dict.fromkeys(_FLAGS, frontend != 'terminal')
-    for name,module in [*sys.modules.items()]:
+    for name,module in sys.modules.copy().items():
         ns = getattr(module, '__dict__', {})
         keys = [k for k in _BARS if id(ns.get(k)) in known]
         if name.startswith(('fastcore.','fastprogress.','fastai.')):

@@ -94,7 +94,8 @@ _PATCHED = ('fastai','fastcore','fasttransform','fastprogress','torchvision',
 
 def _namespaces():
     "`(module, class or None, names in it)` for all that a cell may have patched"
-    for name,mod in list(sys.modules.items()):
+    # a copy in one go: a thread, or a collection of garbage, may import meanwhile
+    for name,mod in sys.modules.copy().items():
         if name != 'torch' and not name.startswith(_PATCHED): continue
         if not isinstance(mod, types.ModuleType): continue
         names = dict(vars(mod))

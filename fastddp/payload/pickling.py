@@ -84,7 +84,7 @@ def _class(pickler, cls):
     in_place = module is None or getattr(module, name, None) is cls
     if in_place or cls.__module__ == '__main__' or '.' in cls.__qualname__:
         return _noted(pickler, cls)
-    for k,m in list(sys.modules.items()):
+    for k,m in sys.modules.copy().items():
         if k not in _MAIN and getattr(m, '__dict__', {}).get(name) is cls: return attr_of, (k,name)
     return _noted(pickler, cls)
 

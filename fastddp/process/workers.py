@@ -16,11 +16,9 @@ from ..base.board import Heartbeats
 from ..base.errors import CantDistribute
 from ..payload.pickling import address
 from ..payload.buffers import Block
-from .worker import HEARTBEATS, Pipe, Surroundings
-from .helper import new_folder, remove_folder
-from .helper import (HelperEnded, lasts, start_method, start_worker,
-                                    without_helper)
-from .worker import worker_main
+from .worker import HEARTBEATS, Pipe, Surroundings, worker_main
+from .helper import (HelperEnded, lasts, new_folder, remove_folder,
+                                    start_method, start_worker, without_helper)
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
 _REMEDIES = {

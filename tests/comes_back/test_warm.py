@@ -1,11 +1,13 @@
 """What stays from call to call: the workers, and the objects that callbacks hold. What does not: files."""
-import os, tempfile, time
+import gc, os, sys, tempfile, time
 from pathlib import Path
 import numpy as np, psutil, pytest, torch
 from fastai.callback.core import Callback
 from fastddp.all import RankRaised
 from fastddp.launch.local import Local
 from fastddp.launch.engine import Job
+from fastddp.machines import agent
+from fastddp.payload import patches
 from fastddp.payload.pickling import dump
 from learners import make_learner
 from traces import children
@@ -178,3 +180,21 @@ def held():
 def test_what_did_not_change_is_the_same_object(what, held):
     before, after = held
     assert after[what] is before[what]
+
+
+@pytest.mark.parametrize('walk', [lambda: [*patches._namespaces()], agent.own_modules], ids=['patches', 'files'])
+def test_modules_may_be_imported_meanwhile(walk):
+    "By a thread, or by what a collection of garbage runs"
+    imported, threshold = [], gc.get_threshold()
+    def imports(*_):
+        imported.append(f'while_walking_{len(imported)}')
+        sys.modules[imported[-1]] = sys
+    gc.callbacks.append(imports)
+    try:
+        gc.set_threshold(1)
+        walk()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(imports)
+        for k in imported: sys.modules.pop(k, None)
+    assert imported
