@@ -41,7 +41,7 @@ class Ranks:
                  stop_requested=lambda: False, # Was this rank asked to stop?
                  at=None # The `Board`; default: that of this process's group
     ):
-        self.model,self.stop_requested,self.board = model,stop_requested,at or board.of_group()
+        self.model,self.stop_requested,self.board = model,stop_requested,at or board.group_board()
         self.limit = self.LIMIT if group.under_launcher() else None
         self.decided_together = False   # did all ranks decide to stop?
         self.beside = lambda: []        # what is trained beside the model: see `trained_beside`
