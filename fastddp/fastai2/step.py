@@ -172,7 +172,8 @@ def _has_loss(self:StepSync):
 def _meet(self:StepSync, loss):
     if not self.checked: self._check_terms(loss)
     learn,f = self.learn,self.user_loss or self.learn.loss_func
-    if self.gathered is not None: self.part = loss_part(f, learn.yb, self.gathered, by='mean')
+    if self.gathered is not None:
+        self.part = loss_part(f, learn.yb, self.gathered, reduction='mean')
     else:
         self.part = loss_part(f, learn.yb, true_counts(learn)[0], self.losses.reduction(f),
                               to_number=not self._on_device())
