@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .base import group
-from .base.device import (accelerator, device_module, n_gpus, numa_nodes,
+from .base.device import (accelerator_type, device_module, n_gpus, numa_nodes,
                                  visible_cores)
 from .base.errors import WorkerError
 from .launch.engine import Job
@@ -52,7 +52,7 @@ def facts():
     installed = [((o.name or '').lower(), o.version) for o in distributions()]
     versions = dict(python=platform.python_version(), torch=torch.__version__)
     versions |= {name:v for name,v in installed if name in ('fastai','fastddp')}
-    versions[accelerator()] = getattr(torch.version, accelerator(), None)
+    versions[accelerator_type()] = getattr(torch.version, accelerator_type(), None)
     if n_gpus():
         # other kinds of accelerators have no NCCL
         with contextlib.suppress(AttributeError):

@@ -86,7 +86,7 @@ def test_ranks_know_where_they_are(hosts, monkeypatch):
 
 
 def at_the_board(ctx, _):
-    b = board.of_group()
+    b = board.group_board()
     return [*b.on_host], b.between_hosts is not None, [row[:2] for row in b.meet([ctx.rank, .5])]
 
 

@@ -18,7 +18,7 @@ from fastai.torch_core import find_bs, to_device
 from ..base import group
 from .together import OurCallback
 from ..shard.gathered_loss import Losses, by_batch, map_tensors, whole_batch
-from ..shard.loss import batch_losses, loss_and_divisor
+from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.sharded import is_sharded
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #3c20bfa6
@@ -98,7 +98,7 @@ class Phase:
         self.kept = []          # `(number, positions, (pred, yb, loss))` of each, for a replay
         self.weighted = []      # of the loss of each, for `batch_losses`
         f = learn.loss_func
-        self.by = losses.by(f)
+        self.reduction = losses.reduction(f)
         # in training `learn.loss` is the global one, and so is that of a batch which one rank has
         # alone
         parts = not training and not getattr(getattr(learn.dl,'_shard',None), 'whole', False)
@@ -140,7 +140,8 @@ class Phase:
         try:
             reducer = self.reducers[self.mets.index(m)]
             if reducer == self._sum_losses:
-                weighted = loss_and_divisor(learn.loss_func, learn.loss, learn.yb, n, self.by)
+                weighted = weighted_loss_and_divisor(learn.loss_func, learn.loss, learn.yb, n,
+                                                     self.reduction)
                 self.weighted.append((batch_number(learn, self.positions), *weighted, n))
             elif reducer is not None: type(m).accumulate(m, learn)
         finally: learn.pred,learn.yb = pred,yb

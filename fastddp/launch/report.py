@@ -12,7 +12,7 @@ import math, html, time
 from typing import NamedTuple
 from ..output.replay import several
 from ..base import group
-from ..base.device import accelerator, binds_to_numa, visible_cores
+from ..base.device import accelerator_type, binds_to_numa, visible_cores
 
 # %% ../../nbs/launch/504_report.ipynb #4cde814e
 class Advice(NamedTuple):
@@ -284,7 +284,7 @@ def banner(n, gpus, total, steps=None, where=None):
     s = 's' if n > 1 else ''
     here = 'cpu, gloo'
     if gpus:
-        here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for(accelerator())}"
+        here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for(accelerator_type())}"
         if binds_to_numa(): here += ", on the cores near them"
     who = f"{several(n, 'worker')} ({where or here})"
     per_epoch = '' if steps is None else f", {several(steps, 'step')} per epoch"

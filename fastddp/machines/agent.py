@@ -104,13 +104,14 @@ class Agent:
     @property
     def n(self):
         "As of `Interrupts` for `start_workers`: true when the notebook is gone"
-        return self.stream.silent_for() > _SILENCE or self.stream.ended is not None
+        return self.stream.silent_for() > _SILENCE or self.stream.end_reason is not None
     def run(self):
         "Does what it is told, until the end"
         try:
             while not self.n:
                 there = self.workers.waitables() if self.workers else []
-                ready = connection.wait([self.stream, *self.listening, *there], _TURN)
+                timeout = 0 if self.stream.has_messages else _TURN
+                ready = connection.wait([self.stream, *self.listening, *there], timeout)
                 for o in self.listening:
                     if o in ready: answer_one(o, self.token)
                 for what,*values in self.stream.received(): getattr(self, what)(*values)

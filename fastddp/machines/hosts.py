@@ -143,7 +143,7 @@ def _start_agents(self:Machines, nprocs, on_cpu):
         except OSError as e: bad.append(f"{name}: {self.why_not(str(e))}")
     until = time.monotonic()+self.start_timeout
     for m in self.machines:
-        if said := m.stream.answer('facts', until):
+        if said := m.stream.wait_for('facts', until):
             m.facts, = said
             why = self.problem_with(m)
         else: why = self.why_not(m.said()) or f"no answer within {self.start_timeout:g} s"
