@@ -7,7 +7,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 import fastddp.all
 from faults import OneFault, Slow
-from fastddp.base.scoped import undisturbed
+from fastddp.base.scoped import delay_interrupts
 from fastddp.launch.local import Local
 from learners import make_learner
 
@@ -44,7 +44,7 @@ def history(learn): return learn.recorder.lrs, [p.tolist() for p in learn.model.
 
 def test_signal_waits_for_what_must_not_be_cut():
     reached = []
-    with pytest.raises(KeyboardInterrupt), undisturbed():
+    with pytest.raises(KeyboardInterrupt), delay_interrupts():
         signal.raise_signal(signal.SIGINT)
         reached.append('all of it')
     assert reached == ['all of it']

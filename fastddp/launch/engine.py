@@ -10,7 +10,7 @@ import contextlib, os
 from typing import NamedTuple
 
 from ..base import group, rendezvous
-from ..base.scoped import disturbed, environment
+from ..base.scoped import allow_interrupts, environment
 from .rank import Context, call
 from ..output.replay import print_line, shortened
 from ..payload.pickling import Payload, address, dump, load, own_classes
@@ -123,7 +123,7 @@ class InProcess(Launcher):
             left[name] = payload.meta, payload.copied_buffers()
             if name == 'epoch': on_event(0, EpochEnd(*left[name]))
         ctx = Context(0, 1, device, lambda e: on_event(0, e), put, lambda: False)
-        with shortened(), disturbed(), _group_of_one(device), own_classes():
+        with shortened(), allow_interrupts(), _group_of_one(device), own_classes():
             try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
                 e.epoch = left.get('epoch')

@@ -22,7 +22,7 @@ from ..output.replay import Status, display_settings, print_line, several
 from ..base.device import accelerator, device_module, is_accelerator, visible_cores
 from .report import Report
 from ..payload.pickling import Payload
-from ..base.scoped import Interrupts, with_attrs, undisturbed
+from ..base.scoped import Interrupts, delay_interrupts, with_attrs
 from .monitor import Monitor
 from ..process.helper import is_new
 from ..process.workers import Workers, without_helper
@@ -56,7 +56,7 @@ class Local(Launcher):
         self._blocks += 1
         return self
     def __exit__(self, *_):
-        with undisturbed():
+        with delay_interrupts():
             self._blocks -= 1
             if not self._warm: self.leave()
     def leave(self):
@@ -67,7 +67,7 @@ class Local(Launcher):
         grace=2., # Seconds that processes have to end by themselves
     ):
         "Ends the processes and frees what was shared with them; harmless when repeated"
-        with undisturbed():
+        with delay_interrupts():
             if self.workers: self.workers.stop(grace)
             if self._block: self._block.close()
             self.workers,self._block,self._rendezvous = None,None,None
@@ -78,7 +78,7 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
     """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises
     `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
     with rank 0's newest state as their `state`"""
-    with (interrupts := Interrupts()).noted(), self._turn(interrupts):
+    with (interrupts := Interrupts()).counting(), self._turn(interrupts):
         if self.is_unproven(nprocs): self.prove(nprocs, interrupts)
         try: outcome = self._run_once(job, nprocs, on_event, interrupts)
         except RankRaised as e:
@@ -86,7 +86,7 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
             if not could_not_connect(e.failure): raise
             outcome = self._run_once(job, nprocs, on_event, interrupts)
         self.after_success(job)
-    return outcome._replace(interrupted=bool(interrupts.n))
+    return outcome._replace(interrupted=bool(interrupts.count))
 
 @patch
 def _run_once(self:Local, job, nprocs, on_event, interrupts):
@@ -150,7 +150,7 @@ def prove(self:Local, nprocs, interrupts):
 def _turn(self:Local, interrupts):
     "Inside, no other thread's call runs on these workers, and idle ones don't leave"
     while not self._busy.acquire(timeout=.1):
-        if interrupts.n: raise KeyboardInterrupt
+        if interrupts.count: raise KeyboardInterrupt
     try:
         if self._timer: self._timer.cancel()
         self._timer = None
@@ -160,7 +160,7 @@ def _turn(self:Local, interrupts):
 @patch
 def prepare(self:Local, nprocs):
     "As `Launcher.prepare`"
-    with (interrupts := Interrupts()).noted(), self._turn(interrupts):
+    with (interrupts := Interrupts()).counting(), self._turn(interrupts):
         if not self.places: self._get_workers(nprocs, interrupts)
 
 @patch
@@ -195,7 +195,7 @@ def _new_workers(ranks, interrupts, mark, first):
     first_time = " (first time in this kernel: importing torch and fastai)" if is_new() else ''
     what,status = f"starting {several(len(ranks), 'worker')}{first_time} ...",Status()
     def waiting(secs):
-        if interrupts.n: raise KeyboardInterrupt
+        if interrupts.count: raise KeyboardInterrupt
         if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
     try: return Workers(len(ranks), ranks=ranks, mark=mark, waiting=waiting, first=first)
     finally: status.show('')
@@ -212,13 +212,13 @@ def start_workers(
     workers = _new_workers(ranks, interrupts, mark, first)
     if not on_gpu or workers.method == 'spawn': return workers
     ready = {}
-    while len(ready) < len(ranks) and not interrupts.n:
+    while len(ready) < len(ranks) and not interrupts.count:
         news = workers.poll(.1)
         ready |= {r:rest[0] for r,what,*rest in news if what == 'ready'}
         if dead := [r for r,what,*_ in news if what == 'died']:
             workers.tell_again(dead)        # to the wait that follows
             return workers
-    if interrupts.n or not any(ready.values()): return workers
+    if interrupts.count or not any(ready.values()): return workers
     workers.stop()
     without_helper("a library that the helper process imports touches CUDA")
     return Workers(len(ranks), method='spawn', ranks=ranks, mark=mark, first=first)

@@ -13,7 +13,7 @@ from fastcore.basics import noop
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.rng import CommonRNG
-from ..base.scoped import ending_undisturbed, with_attrs, undisturbed
+from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .background import refuse_busy, refuse_overlap
 from .engine import Job
 from .report import (Report, banner, closing_line, start_of, summary,
@@ -96,7 +96,7 @@ def block(
 
 @contextlib.contextmanager
 def _on_workers(learn, given, defaults, overrides, quiet):
-    with ending_undisturbed() as ending:
+    with uninterrupted_exit() as ending:
         with hushed(quiet(learn)): found = ending.enter_context(engine_for(given, defaults))
         if found and not getattr(found[0], 'places', True): refuse_overlap(found[2])
         methods = overrides(*found) if found else {}
@@ -133,7 +133,7 @@ class Call:
         self.timings.nbytes = job.payload.nbytes
         self.timings.mark('snapshot')
         self.on_start()
-        with undisturbed(), offloaded(self.learn):
+        with delay_interrupts(), offloaded(self.learn):
             try: out = self.session.launcher.run(job, self.session.n, self.on_event)
             except BaseException as e:      # also the notebook's own: a closed output, say
                 if hasattr(e, 'state'): self.failed(e, last or not isinstance(e, WorkerError))

@@ -15,7 +15,7 @@ from ..base import group
 from ..base.checks import Check, check_all, is_list, number, whole
 from ..base.errors import CantDistribute, RankDied, RankRaised
 from ..base.failure import is_echo
-from ..base.scoped import disturbed
+from ..base.scoped import allow_interrupts
 from ..launch.local import Local
 from ..launch.rank import RankSpec
 from ..output.replay import several
@@ -186,7 +186,7 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
 @patch
 def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None):
     "As `Local.submit`"
-    with disturbed(): self._get_workers(nprocs)
+    with allow_interrupts(): self._get_workers(nprocs)
     mark('fork')
     self._block = self._block or Block()
     packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))

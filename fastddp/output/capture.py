@@ -9,7 +9,7 @@ __all__ = ['use_bars', 'quiet_bars', 'DisplaySettings', 'capture_output', 'rehea
 import builtins, contextlib, functools, os, sys, tempfile, warnings
 from typing import NamedTuple
 
-from ..base.scoped import change, hold, without_attrs
+from ..base.scoped import restore_entries, set_entries, without_attrs
 from .streams import EventQueue, use_streams
 
 # %% ../../nbs/output/203_capture.ipynb #1bb4cded
@@ -39,10 +39,10 @@ def use_bars(undo, frontend):
         keys = [k for k in _BARS if id(ns.get(k)) in known]
         if name.startswith(('fastcore.','fastprogress.','fastai.')):
             keys += [k for k in _FLAGS if k in ns]
-        if keys: change(undo, ns, **{k:new[k] for k in keys})
+        if keys: set_entries(undo, ns, **{k:new[k] for k in keys})
     if frontend == 'notebook' and not hasattr(fp, 'HTML'): _complete(fp)
     # each cell needs the styles once
-    if hasattr(fp, '_style_shown'): change(undo, vars(fp), _style_shown=False)
+    if hasattr(fp, '_style_shown'): set_entries(undo, vars(fp), _style_shown=False)
 
 def _complete(fp):
     "Import what fastprogress before 1.1 imports only in a notebook"
@@ -121,12 +121,12 @@ def _shell_for(ns, name):
 # %% ../../nbs/output/203_capture.ipynb #1b60d495
 def _use_shell(undo, queue, name, user_ns):
     "Send displays of this process to `queue`, through a shell whose class is called `name`"
-    hold(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
-    hold(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
-    hold(undo, sys.modules, '__main__')
+    restore_entries(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
+    restore_entries(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
+    restore_entries(undo, sys.modules, '__main__')
     shell = _shell_for(vars(sys.modules['__main__']) if user_ns is None else user_ns, name)
     for c in shell._walk_mro(): _use_instance(undo, c, shell)
-    change(undo, vars(shell), queue=queue)
+    set_entries(undo, vars(shell), queue=queue)
     from IPython.display import display
     builtins.get_ipython,builtins.display = shell.get_ipython,display
     return shell
@@ -148,7 +148,7 @@ def _use_figures(undo, shell):
     _use_instance(undo, inline.InlineBackend, None)     # this job's shell makes a new one
     # else the formats would be those of the last shell
     undo.enter_context(without_attrs(inline.configure_inline_support, 'current_backend'))
-    hold(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
+    restore_entries(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
     shell.enable_matplotlib('inline')
     undo.callback(inline.flush_figures)
 
@@ -165,9 +165,9 @@ def capture_output(
         queue = EventQueue(send, settings.see)
         undo.callback(queue.close)
         use_streams(undo, queue, settings.isatty and terminal)
-        change(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
+        set_entries(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
         # libraries read the terminal's size here before they ask the terminal
-        if terminal: change(undo, os.environ, COLUMNS=str(settings.width))
+        if terminal: set_entries(undo, os.environ, COLUMNS=str(settings.width))
         if settings.shell:
             name = 'TerminalInteractiveShell' if terminal else 'ZMQInteractiveShell'
             shell = _use_shell(undo, queue, name, user_ns)
