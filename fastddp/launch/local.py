@@ -275,5 +275,6 @@ def settings(self:Local):
 def display_of(self:Local, r):
     "The first rank that is seen shows what a local call would; others are silent, or seen as text"
     first = 0 if self.see == 'all' else next(iter(self.see), None)
-    own = {} if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see)
+    seen = self.see == 'all' or r in self.see
+    own = {} if r == first else dict(frontend='silent', send_text=seen)
     return display_settings()._replace(**own)
