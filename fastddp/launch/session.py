@@ -98,7 +98,7 @@ def block(
 def _on_workers(learn, given, defaults, overrides, quiet):
     with uninterrupted_exit() as ending:
         with hushed(quiet(learn)): found = ending.enter_context(engine_for(given, defaults))
-        if found and not getattr(found[0], 'places', True): refuse_overlap(found[2])
+        if found and found[0].workers_are_local: refuse_overlap(found[2])
         methods = overrides(*found) if found else {}
         ending.enter_context(with_attrs(learn, distrib_session=given, **methods))
         yield
@@ -234,7 +234,7 @@ class Session:
         """After the failure `e`: fewer workers if a machine is lost; raises `e` where the rest
         can't go on"""
         try:
-            self.n,self.gpus = self.launcher.again(self.n, self.gpus)
+            self.n,self.gpus = self.launcher.place_again(self.n, self.gpus)
             self.check()
         except CantDistribute as why:
             print_line(f"No restart: {why}")
@@ -242,7 +242,7 @@ class Session:
     def print_banner(self):
         "One line that says what runs; again only when it changes"
         if (sizes := self.global_batch()) is None: return
-        line = banner(self.n, self.gpus, *sizes, where=self.launcher.where)
+        line = banner(self.n, self.gpus, *sizes, where=self.launcher.description)
         if line != self.last_banner: print_line(line)
         self.last_banner = line
         bn = bn_note(self.learn.model,
