@@ -157,4 +157,3 @@ class InProcess(Launcher):
         return Outcome(results=[load(res.meta, res.copied_buffers())], interrupted=False,
                        state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
                        marks=(*ctx.marks,))
-

@@ -151,7 +151,6 @@ def check_p2p(self:Local, nprocs, interrupts):
                        "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
     _p2p_checked.add(tuple(self._gpus(nprocs) or ()))
 
-
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch
 @contextlib.contextmanager
@@ -204,7 +203,6 @@ def _get_workers(self:Local, nprocs, interrupts, mark=lambda phase: None):
         on_gpu = bool(self._gpus(nprocs))
         self.workers = start_workers(ranks, on_gpu, lambda: interrupts.count, mark)
 
-
 # %% ../../nbs/launch/505_local.ipynb #49cd4296
 def _new_workers(ranks, stopped, mark, first):
     "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
@@ -239,7 +237,6 @@ def start_workers(
     without_helper("a library that the helper process imports touches CUDA")
     return Workers(len(ranks), method='spawn', ranks=ranks, mark=mark, first=first)
 
-
 # %% ../../nbs/launch/505_local.ipynb #fc3ecc64
 @patch
 def after_success(self:Local, job):
@@ -267,7 +264,6 @@ def _close_if_idle(self:Local):
     "Called by the timer"
     with self._lock:
         if self._timer is threading.current_thread(): self.close()
-
 
 # %% ../../nbs/launch/505_local.ipynb #1d2e968c
 @patch

@@ -212,7 +212,6 @@ class Agent:
         block,packed = self.workers.latest[r,kind]
         self.stream.send('put', r, kind, packed, block=block, size=packed.end)
 
-
 # %% ../../nbs/machines/612_agent.ipynb #d2ef2d50
 def _on_sigterm(*_):
     "Ends the agent in order, so that it removes its folders"
@@ -236,4 +235,3 @@ if __name__ == '__main__' and globals().get('__spec__'):
     # what is pickled here belongs to the module, not to `__main__`
     from fastddp.machines import agent
     agent.main()
-

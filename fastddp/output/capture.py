@@ -30,7 +30,6 @@ class _QuietBar:
         if name.startswith('_'): raise AttributeError(name)
         return self
 
-
 # %% ../../nbs/output/203_capture.ipynb #faf24ae5
 _BARS = 'master_bar','progress_bar'
 _FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'
@@ -131,7 +130,6 @@ def _shell_for(namespace, name):
     namespace.update(before)    # names that the shell replaced
     _cached = namespace, shell
     return shell
-
 
 # %% ../../nbs/output/203_capture.ipynb #1b60d495
 def _use_shell(undo, queue, name, user_ns):

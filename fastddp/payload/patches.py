@@ -28,7 +28,6 @@ def _notebook_function(v):
     for f in ours: f.__module__ = '__main__'
     return v
 
-
 # %% ../../nbs/payload/105_patches.ipynb #69e930de
 _NOTHING = object()
 
@@ -56,7 +55,6 @@ def _plum_implementations(fn):
     ours = [(f, s or sig.from_callable(f, precedence=prec)) for f,s,prec in ours if id(f) in live]
     return [(f, s, s.precedence) for f,s in ours] or None
 
-
 # %% ../../nbs/payload/105_patches.ipynb #4fd8e4fd
 def _typedispatch_implementations(fn):
     """List of (implementation,) that cells registered, or None; `fn` itself, a `TypeDispatch`, if a
@@ -78,7 +76,6 @@ def _register(owner, attr, value):
         vars(fn).clear()
         vars(fn).update(before)
     return undo
-
 
 # %% ../../nbs/payload/105_patches.ipynb #61fe5e7e
 class Patch(NamedTuple):
@@ -110,7 +107,6 @@ class Patches(list):
     def roots(self):
         "Path -> what was patched there, to name what can't be pickled"
         return {f"the patch {o.cls or o.module}.{o.name}":o.value for o in self}
-
 
 # %% ../../nbs/payload/105_patches.ipynb #0d47c377
 # Of torch only what people patch: all of it has 5,000 classes.
@@ -151,4 +147,3 @@ def collect_patches():
             if install is _register and value is not v: seen.add(id(v))
             if value is not None: res.append(Patch(mod, cls, k, install, value))
     return res
-
