@@ -269,8 +269,8 @@ def test_two_threads_on_one_engine(two):
     thread = threading.Thread(target=run)
     thread.start()
     def taken():
-        if not launcher._busy.acquire(blocking=False): return True
-        launcher._busy.release()
+        if not launcher._lock.acquire(blocking=False): return True
+        launcher._lock.release()
     until(taken)
     second = launcher.run(Job.of(rest, 0), 2)
     thread.join(60)

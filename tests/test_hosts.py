@@ -280,7 +280,7 @@ class Ballast(Callback):
 
 def kill_midway(launcher, agent, much=2e8):
     "Kills the agent soon after there is much to send to it"
-    while not launcher._block or os.fstat(launcher._block.fd).st_size < much: time.sleep(.002)
+    while not launcher._payload_block or os.fstat(launcher._payload_block.fd).st_size < much: time.sleep(.002)
     time.sleep(.2)
     agent.kill()
 

@@ -246,7 +246,7 @@ def _with_all_ranks(name, plain, stop_requested):
         if 'distrib_session' in vars(self) or not group.everyone():
             return plain(self, *args, **kwargs)
         # a rank that Ctrl-C stopped where it is would leave the others waiting
-        with Interrupts().noted(), self.distrib_ctx(stop_requested=stop_requested):
+        with Interrupts().counting(), self.distrib_ctx(stop_requested=stop_requested):
             res = getattr(self, name)(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt
         return res

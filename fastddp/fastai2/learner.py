@@ -146,7 +146,7 @@ def _open(self:LearnerJob):
             if not call.iterations: self.epoch = call, own_copy(*e)
         session.on_epoch.append(keep_epoch)
         session.launcher.prepare(session.n)
-        if not getattr(session.launcher, 'places', True): self.gpus = tuple(session.gpus or ())
+        if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
         def refuse(*args, **kwargs): refuse_busy(self.of)
         if self.trains: stack.enter_context(with_attrs(self.of, fit=refuse))
         self.block = stack.pop_all()

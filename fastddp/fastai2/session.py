@@ -82,7 +82,7 @@ class FitCall(Call):
         learn,old = self.learn,self.learn.opt
         try: yield
         except BaseException as e:
-            with Interrupts().noted():      # all ends here anyway
+            with Interrupts().counting():      # all ends here anyway
                 is_over = self.cut or self.user_call.done == self.user_call.fits
                 ends = self.kept or isinstance(e, (WorkerError,KeyboardInterrupt))
                 if ends and not is_over: self.save()

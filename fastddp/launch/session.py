@@ -13,7 +13,7 @@ from fastcore.basics import noop
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.rng import CommonRNG
-from ..base.scoped import ending_undisturbed, with_attrs, undisturbed
+from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .background import refuse_busy, refuse_overlap
 from .engine import Job
 from .report import (Report, banner, closing_line, start_of, summary,
@@ -107,9 +107,9 @@ def block(
 
 @contextlib.contextmanager
 def _on_workers(learn, given, defaults, overrides, quiet):
-    with ending_undisturbed() as ending:
+    with uninterrupted_exit() as ending:
         with hushed(quiet(learn)): found = ending.enter_context(engine_for(given, defaults))
-        if found and not getattr(found[0], 'places', True): refuse_overlap(found[2])
+        if found and found[0].workers_are_local: refuse_overlap(found[2])
         methods = overrides(*found) if found else {}
         ending.enter_context(with_attrs(learn, distrib_session=given, **methods))
         yield
@@ -144,7 +144,7 @@ class Call:
         self.timings.nbytes = job.payload.nbytes
         self.timings.mark('snapshot')
         self.on_start()
-        with undisturbed(), offloaded(self.learn):
+        with delay_interrupts(), offloaded(self.learn):
             try: out = self.session.launcher.run(job, self.session.n, self.on_event)
             except BaseException as e:      # also the notebook's own: a closed output, say
                 if hasattr(e, 'state'): self.failed(e, last or not isinstance(e, WorkerError))
@@ -245,7 +245,7 @@ class Session:
         """After the failure `e`: fewer workers if a machine is lost; raises `e` where the rest
         can't go on"""
         try:
-            self.n,self.gpus = self.launcher.again(self.n, self.gpus)
+            self.n,self.gpus = self.launcher.place_again(self.n, self.gpus)
             self.check()
         except CantDistribute as why:
             print_line(f"No restart: {why}")
@@ -253,7 +253,7 @@ class Session:
     def print_banner(self):
         "One line that says what runs; again only when it changes"
         if (sizes := self.global_batch()) is None: return
-        line = banner(self.n, self.gpus, *sizes, where=self.launcher.where)
+        line = banner(self.n, self.gpus, *sizes, where=self.launcher.description)
         if line != self.last_banner: print_line(line)
         self.last_banner = line
         bn = bn_note(self.learn.model,
