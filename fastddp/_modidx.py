@@ -2221,6 +2221,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling._closed_file': ( 'payload/pickling.html#_closed_file',
                                                                                      'fastddp/payload/pickling.py'),
+                                          'fastddp.payload.pickling._code': ('payload/pickling.html#_code', 'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling._definitions': ( 'payload/pickling.html#_definitions',
                                                                                      'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling._file': ('payload/pickling.html#_file', 'fastddp/payload/pickling.py'),

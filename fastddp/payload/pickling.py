@@ -107,6 +107,11 @@ def _is_librarys(f):
 def _library_function(make, module, code, *args):
     return make(code, vars(importlib.import_module(module)), *args)
 
+def _code(pickler, o):
+    "With its file, by which a traceback finds the lines; cloudpickle leaves it out since 3.1.3"
+    make,args = pickler.dispatch_table[types.CodeType](o)
+    return make, tuple(o.co_filename if a == '<dynamic-code>' else a for a in args)
+
 def _module(pickler, m):
     "A module of another class, such as `torch.backends.cudnn`, goes by its name, as plain ones do"
     if type(m) is types.ModuleType: return _by_cloudpickle(pickler, m)
@@ -146,7 +151,7 @@ _REDUCERS = [
     (torch.storage.TypedStorage, _typed_storage), (torch.UntypedStorage, _untyped_storage),
     (_thread.LockType, _lock), (_thread.RLock, _rlock), (weakref.ref, _weak_ref),
     (io.IOBase, _file), (RemovableHandle, _hook_handle), (type, _class),
-    (types.FunctionType, _function), (types.ModuleType, _module)]
+    (types.FunctionType, _function), (types.CodeType, _code), (types.ModuleType, _module)]
 
 # %% ../../nbs/payload/101_pickling.ipynb #bc6c8e70
 # The persistent object of a number is loaded, remembered under the next number, and not used yet
