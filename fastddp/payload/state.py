@@ -9,6 +9,7 @@ __all__ = ['OPT_HOOKS', 'OPT_STAYS', 'STRUCTURE', 'own_copy', 'picklable_attrs',
 
 # %% ../../nbs/payload/106_state.ipynb #52c8b758
 import contextlib, torch, copyreg, hashlib, types, numpy as np
+from functools import partial
 from fastcore.foundation import L
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -334,6 +335,8 @@ def fill(old, new):
     except Exception: return False      # an object of the user's, which may refuse
 
 def _fill(old, new):
+    # a copy would write into variables of its own
+    if isinstance(old, (types.FunctionType,types.MethodType,partial)): return True
     if isinstance(old, list): old[:] = new
     elif isinstance(old, (dict,set)):
         old.clear()
