@@ -4,6 +4,9 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from fastai.callback.core import Callback
+from fastai.callback.training import GradientClip
+from fastai.learner import AvgMetric
+from fastai.metrics import accuracy
 from torch import nn
 from fastddp.all import CantDistribute, InProcess, RankRaised, ranch
 from fastddp.fastai2 import learner as words, resume
@@ -102,6 +105,40 @@ def test_changed_meanwhile(two):
     learn.model[0].weight.data.mul_(2)
     job.result(60, force=True)
     assert not same(weights(learn), mine)
+
+
+class Notes(Callback):
+    "Notes a number of its own at the end of each epoch"
+    def __init__(self, n): self.n, self.seen = n, []
+    def after_epoch(self): self.seen.append(self.n)
+
+
+class Last(AvgMetric):
+    "Keeps its values"
+    def __init__(self): super().__init__(accuracy); self.values = []
+    @property
+    def value(self):
+        self.values.append(float(super().value))
+        return self.values[-1]
+
+
+def test_exchanged_meanwhile(two):
+    "What the notebook exchanges stays as it is, the earlier parts get the result"
+    old, new, went, came, given = Last(), Last(), Notes(1), Notes(2), Notes(3)
+    learn, other = learner(metrics=old, cbs=[Slow(), went]), learner()
+    job = learn.distrib_fit(2, cbs=given, wait=False, **two)
+    first_epoch(job)
+    learn.metrics, learn.dls = [new, Last()], other.dls
+    learn.remove_cb(went)
+    learn.add_cbs([came, GradientClip(.1)])
+    was = other.dls.train.rng.getstate()
+    job.pull()
+    assert given.seen[:1] == [3] and went.seen[:1] == [1] and old.values
+    assert job.result(60) is None and len(learn.recorder.values) == 2
+    assert given.seen == [3, 3] and went.seen == [1, 1] and len(old.values) == 2 and old.func is accuracy
+    assert came.seen == [] and came.n == 2 and new.values == [] and learn.metrics[0] is new
+    assert other.dls.train.rng.getstate() == was and learn.dls is other.dls
+    assert [type(cb) for cb in learn.cbs][-2:] == [Notes, GradientClip] and learn.notes is came
 
 
 @pytest.fixture

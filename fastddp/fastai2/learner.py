@@ -25,7 +25,7 @@ from .resume import (EVERY, Checkpoints, UserCall, call_from, cut_off_call,
                                     resume_points, seconds_of)
 from .as_one import wants_no_lines
 from .session import Session, reports
-from .snapshot import apply, baseline, capture, persistent_refs, twin
+from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
 from ..launch.background import BackgroundJob, refuse_busy
 from ..launch.engine import InProcess
 from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_group,
@@ -129,8 +129,12 @@ class LearnerJob(BackgroundJob):
         self.twins_call = _with_args(user_call, given['args'], given['kwargs'])
         self.twins_cbs,self.epoch = given['cbs'],None
         self.refs = persistent_refs(self.twin, self.twins_cbs)
+        self.pairs = [*zip(persistent_refs(learn, self.cbs), self.refs)]
         self.base = baseline(self.twin, self.twins_cbs, self.refs)
         self.mark,self.block = _mark(learn),contextlib.ExitStack()
+        # the learner's parts, which the notebook may exchange meanwhile
+        self.at_start = {k:copy.copy(vars(learn)[k]) for k in ('cbs','_metrics')}
+        self.at_start |= {k:vars(learn)[k] for k in ('dls','loss_func','opt')}
 
 # %% ../../nbs/fastai2/730_learner.ipynb #040c6e14
 @patch
@@ -153,8 +157,7 @@ def _open(self:LearnerJob):
 
 @patch
 def _call(self:LearnerJob):
-    pairs = [*zip(persistent_refs(self.of, self.cbs), self.refs)]
-    with self.block, dumped_instead(pairs):
+    with self.block, dumped_instead(self.pairs):
         self.session.thread = threading.current_thread()
         line = beside_workers(self.of, self.session.gpus)
         if line and not self.session.quiet(): print_line(line)
@@ -174,6 +177,13 @@ def _target(self:LearnerJob, into, force):
     return learn
 
 @patch
+def _put(self:LearnerJob, learn, cbs, state):
+    "What was exchanged meanwhile stays; what was there when the job began gets the state"
+    with with_attrs(learn, **self.at_start if learn is self.of else {}):
+        refs,groups = persistent_refs(learn, cbs),tracked(learn, cbs)
+    apply(learn, cbs, *state, refs=refs, groups=groups)
+
+@patch
 def pull(self:LearnerJob,
     into=None, # A learner of the same kind that gets it instead
     force=False, # Overwrite weights that were changed meanwhile
@@ -182,7 +192,8 @@ def pull(self:LearnerJob,
     `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
     if self.epoch is None: raise CantDistribute(f"{self.title()}: no epoch is complete yet.")
     learn,(call,state) = self._target(into, force),self.epoch
-    with streams_apart(): apply(learn, call.cbs, *state)
+    own = {id(a):b for a,b in zip(self.twins_cbs, self.cbs)}
+    with streams_apart(): self._put(learn, [own.get(id(cb), cb) for cb in call.cbs], state)
     if into is None: self.mark = _mark(learn)
 
 @patch
@@ -193,14 +204,14 @@ def bring(self:LearnerJob, into=None, force=False):
     self.away.close()
     p = capture(twin, self.twins_cbs, self.base, self._streams, self.refs, weights=self.trains,
                 grads=self.trains or None)
-    apply(learn, self.cbs, *own_copy(p.meta, p.buffers))
+    self._put(learn, self.cbs, own_copy(p.meta, p.buffers))
     if twin in reports: reports[learn] = reports[twin]
     if self.trains: resume_points.pop(learn, None)
     if twin in resume_points:
         resume_points[learn] = _with_args(self.twins_call, call.args, call.kwargs)
     # memory, as long as a variable holds the job
     self.twin = self.base = self.refs = None
-    self.session = None
+    self.session = self.pairs = self.at_start = None
     self.epoch = self.twins_call = self.twins_cbs = None
 
 def start_job(learn, user_call, trains, offload):

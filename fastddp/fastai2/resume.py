@@ -8,6 +8,7 @@ __all__ = ['user_calls', 'resume_points', 'EVERY', 'facts_of', 'UserCall', 'chec
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
 import json, os, re, time, warnings, weakref
+from functools import partial
 from pathlib import Path
 
 from fastai.callback.core import Callback, CancelEpochException
@@ -17,7 +18,7 @@ from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from .snapshot import STAY, all_cbs, apply, baseline, capture, persistent_refs
-from ..payload.pickling import copied, dump, load
+from ..payload.pickling import copied, definition_of, dump, known_as, load
 from ..payload.state import model_tensors, own_copy, picklable_attrs
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
@@ -46,6 +47,7 @@ class UserCall:
         self.state = None       # what the next one goes on from: `(meta, buffers)`
         # that is the end of an epoch; else its first epoch, None: as fastai's own `fit`
         self.at_end,self.first = False,None
+        # the second: functions that return what its variables hang on, or None
         self.facts,self.definitions = {},()
     def run(self, learn):
         "Make it; the outermost counts"
@@ -173,7 +175,8 @@ class Checkpoints:
         options = {k:v for k,v in user_call.options.items() if k != 'launcher'}
         made = user_call.name,user_call.args,user_call.kwargs,options
         try:
-            p = dump((made, user_call.fits-1), persistent_refs(learn))
+            known = [*map(known_as, call.definitions)]
+            p = dump((made, user_call.fits-1, known), persistent_refs(learn))
             write(checkpoint_path(learn), facts_of(learn), [p, e])
         # a night's fit goes on without
         except Exception as e:
@@ -184,9 +187,10 @@ def call_from(learn, file):
     "The `UserCall` of a checkpoint"
     if not learn.opt: learn.create_opt()
     of_call,state = read(checkpoint_path(learn, file), learn)
-    made,done = load(*of_call, refs=persistent_refs(learn))
+    made,done,known = load(*of_call, refs=persistent_refs(learn))
     call = UserCall(*made)
     call.done,call.state = done,state
+    call.definitions = [partial(definition_of, o) for o in known]
     call.at_end,call.facts = True,facts_of(learn)
     return call
 
