@@ -133,12 +133,14 @@ def test_offload(two, on_gpu, into):
     assert on_gpu[:2] == [learn, 'emptied']
     job.exception(60)
     meanwhile = len(on_gpu)
+    with pytest.raises(CantDistribute, match=r'job \d+: fit\(2\), done keeps this learner on the CPU'): learn.fit(1)
     job.pull()
     assert len(on_gpu) == meanwhile
     job.result(into=learner() if into else None)
     assert on_gpu[meanwhile:] == ['emptied'] and same(weights(learn), weights(whole))
     job.result()
     assert len(on_gpu) == meanwhile+1
+    learn.fit(1)
 
 
 def test_offload_of_a_refused_job(on_gpu):
@@ -188,9 +190,17 @@ def test_queue(two):
     def last(wait): return background.BackgroundJob('last', run=lambda: (first.done(), second.done())).start()
     third = second.then(last)
     assert 'waiting for' in repr(second)
+    with pytest.raises(CantDistribute, match='waiting for'): b.fit(1)
     assert third.result(60) == (True, True)
     for job in (first, second): job.result()
     assert (len(a.recorder.values), len(b.recorder.values)) == (2, 1)
+    job = a.distrib_fit(50, wait=False, cbs=Slow(), **two)
+    never = job.then(b.distrib_fit, 1, **two)
+    never.stop()
+    assert never.result(60) is None
+    b.fit(1)        # free again
+    job.stop()
+    job.result(60)
 
 
 def test_refused(two):
@@ -224,6 +234,23 @@ def test_gpus_of_a_job():
     background.refuse_overlap(None)
     background._jobs.remove(job)
     background.refuse_overlap([1])
+
+
+def test_a_job_beside_a_block(two, monkeypatch):
+    "The open block of another learner has GPUs (made up: the workers are on the CPU)"
+    @contextlib.contextmanager
+    def engine_for(given, defaults):
+        with two['launcher'] as engine: yield engine, 2, given['gpus']
+    monkeypatch.setattr(session, 'engine_for', engine_for)
+    outer, learn = learner(), learner()
+    with outer.distrib_ctx(gpus=[0, 1]):
+        with pytest.raises(CantDistribute, match='block of another learner has GPU 1'):
+            learn.distrib_fit(1, gpus=[1, 2], wait=False)
+        learn.distrib_fit(1, gpus=[2, 3], wait=False).result(60)
+    job = learn.distrib_fit(1, gpus=[1, 2], wait=False)
+    with pytest.raises(CantDistribute, match='has GPU 1'), outer.distrib_ctx(gpus=[0, 1]): pass
+    job.result(60)
+    assert not background._blocks
 
 
 def test_a_closure_means_the_twin(two):

@@ -26,7 +26,7 @@ from .resume import (EVERY, Checkpoints, UserCall, call_from, cut_off_call,
 from .as_one import wants_no_lines
 from .session import Session, reports
 from .snapshot import apply, baseline, capture, persistent_refs, twin
-from ..launch.background import BackgroundJob, refuse_busy
+from ..launch.background import BackgroundJob, refuse_blocks, refuse_busy
 from ..launch.engine import InProcess
 from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_group,
                                     no_attribute)
@@ -145,11 +145,23 @@ def _open(self:LearnerJob):
         def keep_epoch(call, e):
             if not call.iterations: self.epoch = call, own_copy(*e)
         session.on_epoch.append(keep_epoch)
+        gpus = () if getattr(session.launcher, 'places', True) else tuple(session.gpus or ())
+        refuse_blocks(gpus, self.twin)
         session.launcher.prepare(session.n)
-        if not getattr(session.launcher, 'places', True): self.gpus = tuple(session.gpus or ())
-        def refuse(*args, **kwargs): refuse_busy(self.of)
-        if self.trains: stack.enter_context(with_attrs(self.of, fit=refuse))
-        self.block = stack.pop_all()
+        self.gpus = gpus
+        self.block.enter_context(stack.pop_all())
+
+@patch
+def _end(self:LearnerJob, e):
+    self.block.close()
+    BackgroundJob._end(self, e)
+
+@patch
+def refuse_fit(self:LearnerJob, *args, **kwargs):
+    "Takes the place of the learner's `fit`"
+    refuse_busy(self.of)
+    raise CantDistribute(f"{self.title()} keeps this learner on the CPU (offload=True). Call "
+                         "job.result() first.")
 
 @patch
 def _call(self:LearnerJob):
@@ -211,11 +223,16 @@ def start_job(learn, user_call, trains, offload):
     if 'distrib_session' in vars(learn):
         raise CantDistribute("wait=False inside a distrib_ctx block: call "
                              "learn.distrib_*(..., wait=False) outside of it.")
+    if trains: refuse_busy(learn)
     if trains and not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
     with contextlib.ExitStack() as stack:
         if offload: stack.enter_context(offloaded(learn))
-        job = LearnerJob(learn, user_call, trains).start()
+        job = LearnerJob(learn, user_call, trains)
+        # until `result()`, or until the job ends
+        held = stack if offload else job.block
+        if offload or trains: held.enter_context(with_attrs(learn, fit=job.refuse_fit))
+        job.start()
         job.away = stack.pop_all()      # `result()` ends it
     return job
 

@@ -14,7 +14,7 @@ from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.rng import CommonRNG
 from ..base.scoped import ending_undisturbed, with_attrs, undisturbed
-from .background import refuse_busy, refuse_overlap
+from .background import holding, refuse_busy, refuse_overlap
 from .engine import Job
 from .report import (Report, banner, closing_line, start_of, summary,
                                    what_ran)
@@ -98,7 +98,10 @@ def block(
 def _on_workers(learn, given, defaults, overrides, quiet):
     with ending_undisturbed() as ending:
         with hushed(quiet(learn)): found = ending.enter_context(engine_for(given, defaults))
-        if found and not getattr(found[0], 'places', True): refuse_overlap(found[2])
+        # GPUs of other machines are not this one's
+        if found and not getattr(found[0], 'places', True):
+            refuse_overlap(found[2])
+            ending.enter_context(holding(learn, found[2]))
         methods = overrides(*found) if found else {}
         ending.enter_context(with_attrs(learn, distrib_session=given, **methods))
         yield
