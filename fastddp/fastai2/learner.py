@@ -20,11 +20,11 @@ from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
-from .jobs import in_place, train_in_place
+from .jobs import in_place, reports, train_in_place
 from .resume import (EVERY, Checkpoints, UserCall, call_from, cut_off_call,
                                     resume_points, seconds_of)
 from .as_one import wants_no_lines
-from .session import Session, reports
+from .session import Session
 from .snapshot import apply, baseline, capture, persistent_refs, twin
 from ..launch.background import BackgroundJob, refuse_blocks, refuse_busy
 from ..launch.engine import InProcess

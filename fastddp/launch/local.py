@@ -135,7 +135,6 @@ def is_unproven(self:Local, nprocs):
 def prove(self:Local, nprocs, interrupts):
     """Has the workers exchange a megabyte; if they can't, they go on without P2P, and one line says
     so"""
-    _proven.add(tuple(self._gpus(nprocs) or ()))
     job = Job.of(all_reduce_seconds, (1,))
     with with_attrs(self, timeout=_PATIENCE):
         try: self._run_once(job, nprocs, lambda rank,e: None, interrupts)
@@ -143,6 +142,7 @@ def prove(self:Local, nprocs, interrupts):
             _env['NCCL_P2P_DISABLE'] = '1'
             print_line(f"The GPUs can't exchange data directly ({type(e).__name__}): workers use "
                        "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
+    _proven.add(tuple(self._gpus(nprocs) or ()))        # not after an interrupt
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch

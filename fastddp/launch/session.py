@@ -159,7 +159,10 @@ class Call:
             e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
     def finished(self, out):
         "Put what the workers came to into the learner"
-        if out.state: self.apply(*out.state)
+        if out.state:
+            meta,buffers = out.state
+            self.timings.state = len(meta)+sum(memoryview(b).nbytes for b in buffers)
+            self.apply(meta, buffers)
         self.kept = True
         self.timings.marks += out.marks
     def interrupted(self, result):
@@ -215,13 +218,13 @@ class Session:
             call.on_start = self.print_banner
             out = self.run_with_restarts(call)
             result = out.results[0]
+            call.timings.take(out.results)
             if out.interrupted or any(r['interrupted'] for r in out.results):
                 raise call.interrupted(result)
             if result['begun'] is None or not result['seconds']: return
             start = start_of(call.timings, result['begun'])
             print_line(summary(what_ran(result, call.iterations), self.n, result,
                                call.timings.began, start))
-            call.timings.take(out.results)
             if line := closing_line(call.timings): print_line(line)
     def run_with_restarts(self, call):
         for left in reversed(range(self.restarts)):
