@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest, torch
 from fastai.callback.core import Callback
 from torch import nn
-from fastddp.all import CantDistribute, InProcess, RankRaised, ranch
+from fastddp.all import CantDistribute, InProcess, Local, RankRaised, ranch
 from fastddp.fastai2 import learner as words, resume
 from fastddp.launch import background, session
 from fastddp.launch.engine import Job
@@ -352,6 +352,39 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     new.distrib_resume('distrib', wait=False).result(60)
     assert same(weights(new), weights(whole)) and values(new) == values(whole)
     assert new.recorder.lrs == whole.recorder.lrs
+
+
+def test_two_fits_that_write_to_one_file(two, tmp_path):
+    "At once: the second is refused. One after the other, in a queue, they may"
+    a, b = learner(path=tmp_path, cbs=[Slow()]), learner(path=tmp_path)
+    job = a.distrib_fit(50, wait=False, checkpoint='epoch', nprocs=2)
+    for wait in True, False:
+        with pytest.raises(CantDistribute, match=r"distrib\.ckpt\. Give this learner a folder"):
+            b.distrib_fit(1, wait=wait, checkpoint='epoch', **two)
+    b.distrib_fit(1, **two)
+    after = job.then(b.distrib_fit, 1, checkpoint='epoch', **two)
+    job.stop()
+    after.result(60)
+    b.model_dir = 'models/b'
+    with a.distrib_ctx(nprocs=2, checkpoint='epoch'), a.distrib_ctx(checkpoint='epoch'):
+        b.distrib_fit(1, checkpoint='epoch', **two)
+    assert not resume._written and (tmp_path/'models'/'b'/'distrib.ckpt').exists()
+
+
+class Elsewhere(Local):
+    "As an engine of other machines, here"
+    places = True
+    def place(self, nprocs=None, gpus=None): return 2, None
+
+
+def test_a_checkpoint_of_other_machines_asks_for_them(tmp_path):
+    "It would go on with workers of this machine, and other batches"
+    learner(path=tmp_path).distrib_fit(1, checkpoint='epoch', launcher=Elsewhere(gpus=[]))
+    new = learner(path=tmp_path)
+    with pytest.raises(CantDistribute, match=r'launcher=Elsewhere\(\.\.\.\), which is not in the file'):
+        new.distrib_resume('distrib')
+    new.distrib_resume('distrib', launcher=Elsewhere(gpus=[]))
+    assert len(new.recorder.values) == 1
 
 
 def test_no_step_waits_for_the_disk(two, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
 from .jobs import in_place, reports, train_in_place
 from .resume import (EVERY, Checkpoints, UserCall, call_from, cut_off_call,
-                                    resume_points, seconds_of)
+                                    resume_points, seconds_of, writing)
 from .as_one import wants_no_lines
 from .session import Session
 from .snapshot import apply, baseline, capture, persistent_refs, twin
@@ -74,7 +74,8 @@ def distrib_ctx(self:Learner,
         if checkpoint: session.on_epoch.append(Checkpoints(seconds_of(checkpoint)).at_epoch)
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     def group_stands(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
+    opens = block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines)
+    with writing(self, checkpoint), opens: yield self
 
 # `import fastai.distributed` puts fastai's own in its place
 Learner._distrib_ctx = Learner.distrib_ctx
@@ -257,6 +258,7 @@ def distrib_resume(self:Learner,
     file=None, # A checkpoint, written by `checkpoint=`; None: the fit that was cut off last here
     wait=True, # False: return a job
     offload=False, # As in `distrib_ctx`
+    launcher=None, # With `file`: the fit's `Hosts(...)` or `Ray(...)`, which is not in it
 ):
     """Continue a distributed fit that was interrupted or failed: same call, same schedule, next
     epoch.
@@ -272,7 +274,7 @@ def distrib_resume(self:Learner,
         RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
 
     After a failure it can be called again: it continues from the last complete epoch."""
-    if file is not None: resume_points[self] = call_from(self, file)
+    if file is not None: resume_points[self] = call_from(self, file, launcher)
     call = cut_off_call(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)
