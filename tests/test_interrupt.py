@@ -23,6 +23,11 @@ def wait_for(path, least=1, limit=200):
     raise TimeoutError(str(path))
 
 
+def shell_wait(path, least):
+    "The same in a shell, where only what ends the shell ends it: a number that passes by isn't missed"
+    return f'until [ "$(cat {path} 2>/dev/null)" -ge {least} ] 2>/dev/null; do sleep .01; done'
+
+
 class AfterThat(threading.Thread):
     "Interrupts this process, as Ctrl-C does, when the file at `path` says `least`; `times` times in all"
     def __init__(self, path, least=1, times=1):

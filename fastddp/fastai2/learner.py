@@ -20,13 +20,13 @@ from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
-from .jobs import in_place, train_in_place
+from .jobs import in_place, reports, train_in_place
 from .resume import (EVERY, Checkpoints, UserCall, call_from, cut_off_call,
-                                    resume_points, seconds_of)
+                                    resume_points, seconds_of, writing)
 from .as_one import wants_no_lines
-from .session import Session, reports
+from .session import Session
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
-from ..launch.background import BackgroundJob, refuse_busy
+from ..launch.background import BackgroundJob, refuse_blocks, refuse_busy
 from ..launch.engine import InProcess
 from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_group,
                                     no_attribute)
@@ -74,7 +74,8 @@ def distrib_ctx(self:Learner,
         if checkpoint: session.on_epoch.append(Checkpoints(seconds_of(checkpoint)).at_epoch)
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     def group_stands(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
+    opens = block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines)
+    with writing(self, checkpoint), opens: yield self
 
 # `import fastai.distributed` puts fastai's own in its place
 Learner._distrib_ctx = Learner.distrib_ctx
@@ -149,11 +150,23 @@ def _open(self:LearnerJob):
         def keep_epoch(call, e):
             if not call.iterations: self.epoch = call, own_copy(*e)
         session.on_epoch.append(keep_epoch)
+        gpus = tuple(session.gpus or ()) if session.launcher.workers_are_local else ()
+        refuse_blocks(gpus, self.twin)
         session.launcher.prepare(session.n)
-        if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
-        def refuse(*args, **kwargs): refuse_busy(self.of)
-        if self.trains: stack.enter_context(with_attrs(self.of, fit=refuse))
-        self.block = stack.pop_all()
+        self.gpus = gpus
+        self.block.enter_context(stack.pop_all())
+
+@patch
+def _end(self:LearnerJob, e):
+    self.block.close()
+    BackgroundJob._end(self, e)
+
+@patch
+def refuse_fit(self:LearnerJob, *args, **kwargs):
+    "Takes the place of the learner's `fit`"
+    refuse_busy(self.of)
+    raise CantDistribute(f"{self.title()} keeps this learner on the CPU (offload=True). Call "
+                         "job.result() first.")
 
 @patch
 def _call(self:LearnerJob):
@@ -222,11 +235,16 @@ def start_job(learn, user_call, trains, offload):
     if 'distrib_session' in vars(learn):
         raise CantDistribute("wait=False inside a distrib_ctx block: call "
                              "learn.distrib_*(..., wait=False) outside of it.")
+    if trains: refuse_busy(learn)
     if trains and not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
     with contextlib.ExitStack() as stack:
         if offload: stack.enter_context(offloaded(learn))
-        job = LearnerJob(learn, user_call, trains).start()
+        job = LearnerJob(learn, user_call, trains)
+        # until `result()`, or until the job ends
+        held = stack if offload else job.block
+        if offload or trains: held.enter_context(with_attrs(learn, fit=job.refuse_fit))
+        job.start()
         job.away = stack.pop_all()      # `result()` ends it
     return job
 
@@ -251,6 +269,7 @@ def distrib_resume(self:Learner,
     file=None, # A checkpoint, written by `checkpoint=`; None: the fit that was cut off last here
     wait=True, # False: return a job
     offload=False, # As in `distrib_ctx`
+    launcher=None, # With `file`: the fit's `Hosts(...)` or `Ray(...)`, which is not in it
 ):
     """Continue a distributed fit that was interrupted or failed: same call, same schedule, next
     epoch.
@@ -266,7 +285,7 @@ def distrib_resume(self:Learner,
         RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
 
     After a failure it can be called again: it continues from the last complete epoch."""
-    if file is not None: resume_points[self] = call_from(self, file)
+    if file is not None: resume_points[self] = call_from(self, file, launcher)
     call = cut_off_call(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)

@@ -14,7 +14,7 @@ from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
-from .background import refuse_busy, refuse_overlap
+from .background import holding, refuse_busy, refuse_overlap
 from .engine import Job
 from .report import (Report, banner, closing_line, start_of, summary,
                                    what_ran)
@@ -109,7 +109,10 @@ def block(
 def _on_workers(learn, given, defaults, overrides, quiet):
     with uninterrupted_exit() as ending:
         with hushed(quiet(learn)): found = ending.enter_context(engine_for(given, defaults))
-        if found and found[0].workers_are_local: refuse_overlap(found[2])
+        # GPUs of other machines are not this one's
+        if found and found[0].workers_are_local:
+            refuse_overlap(found[2])
+            ending.enter_context(holding(learn, found[2]))
         methods = overrides(*found) if found else {}
         ending.enter_context(with_attrs(learn, distrib_session=given, **methods))
         yield
@@ -167,7 +170,10 @@ class Call:
             e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
     def finished(self, out):
         "Put what the workers came to into the learner"
-        if out.state: self.apply(*out.state)
+        if out.state:
+            meta,buffers = out.state
+            self.timings.state = len(meta)+sum(memoryview(b).nbytes for b in buffers)
+            self.apply(meta, buffers)
         self.kept = True
         self.timings.marks += out.marks
     def interrupted(self, result):
@@ -223,13 +229,13 @@ class Session:
             call.on_start = self.print_banner
             out = self.run_with_restarts(call)
             result = out.results[0]
+            call.timings.take(out.results)
             if out.interrupted or any(r['interrupted'] for r in out.results):
                 raise call.interrupted(result)
             if result['begun'] is None or not result['seconds']: return
             start = start_of(call.timings, result['begun'])
             print_line(summary(what_ran(result, call.iterations), self.n, result,
                                call.timings.began, start))
-            call.timings.take(out.results)
             if line := closing_line(call.timings): print_line(line)
     def run_with_restarts(self, call):
         for left in reversed(range(self.restarts)):
