@@ -16,8 +16,9 @@ dominates; as many ranks without another host say whether the hosts have a part 
 this machine: with two of them one rank on each host is the fair case, and with `--per_node 2` four ranks wait for two
 cores.
 
-`links`: all-reduces over gloo between one rank on each host, and the meeting of a step, on the virtual link as it is and held to 10 and 1 Gbit/s
-(by `tc`, where the system has it), and the latency and bandwidth of model.py's formula fitted to them.
+`links`: all-reduces over gloo between one rank on each host, and the meeting of a step, on the virtual link as it
+is and held to 10 and 1 Gbit/s (by `tc`, where the system has it), and the latency and bandwidth of model.py's
+formula fitted to them.
 
 `predicted`: that formula for 2 to 64 machines of 8 GPUs at 1 to 400 Gbit/s per machine. A prediction, unproven: nobody
 has run it there. Measured is the latency (gloo's over TCP; NCCL's is shorter), the share of the line rate that an
