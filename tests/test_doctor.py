@@ -1,6 +1,7 @@
 """The doctor's page, and GPUs that can't exchange data, made up with workers on the CPU."""
 import os, subprocess, sys
 import fastddp, pytest
+from fastddp.base import device
 from fastddp.base.errors import RankDied, RankRaised
 from fastddp.launch import local
 from fastddp.launch.engine import Job
@@ -12,6 +13,7 @@ def test_the_page(capsys, monkeypatch):
     monkeypatch.setenv('NCCL_DEBUG', 'WARN')
     traps = fastddp.doctor()
     out = capsys.readouterr().out
+    assert ' available)' in out and 'locked memory ' in out
     assert 'all-reduce: 1 MB ' in out and 'torch ' in out and 'NCCL_DEBUG=WARN' in out
     assert all(f'! {o}: ' in out for o in traps) and fastddp.doctor.doctor is not fastddp.doctor
 
@@ -67,3 +69,16 @@ def test_gpus_that_exchange_over_the_cpu_are_not_checked(monkeypatch):
     monkeypatch.delenv('NCCL_P2P_DISABLE', raising=False)
     assert local.Local(gpus=[7, 8]).needs_p2p_check(2)
     assert not local.Local(gpus=[7, 8], backend='gloo').needs_p2p_check(2)
+
+
+def test_a_bound_process_counts_the_cores_of_the_machine(monkeypatch):
+    "Near a GPU it has those of one NUMA node, made up here: loader processes of all ranks share the machine's"
+    was, binding = os.sched_getaffinity(0), pytest.importorskip('torch.numa.binding')
+    for k in '_bound', '_unbound': monkeypatch.setattr(device, k, None)
+    monkeypatch.setattr(device, 'binds_to_numa', lambda: True)
+    def bind(**kwargs): os.sched_setaffinity(0, {min(was)})
+    monkeypatch.setattr(binding, '_maybe_apply_numa_binding_to_current_process', bind)
+    try:
+        device.bind_near(0)
+        assert len(os.sched_getaffinity(0)) == 1 and device.visible_cores() == len(was)
+    finally: os.sched_setaffinity(0, was)

@@ -13,7 +13,7 @@ import collections, contextlib, importlib, io, math, operator, os, pickle, sys, 
 
 import torch
 
-from .device import accelerator, current_device, is_accelerator, n_gpus, use_device
+from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
 def has_distributed():
@@ -49,7 +49,7 @@ def key():
 def native_backend():
     "The backend for this machine's kind of accelerator, such as 'nccl'"
     known = getattr(getattr(torch.distributed, 'Backend', None), 'default_device_backend_map', {})
-    return known.get(accelerator(), 'nccl')
+    return known.get(accelerator_type(), 'nccl')
 
 def backend_for(device):
     "The backend for `device`: 'gloo' for the CPU"

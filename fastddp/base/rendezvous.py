@@ -109,7 +109,7 @@ def leave(
 ):
     "Leaves the group, if there is one"
     group.joined = False
-    board.close()
+    board.forget_board()
     if not group.in_group(): return
     abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)
     if broken and abort and group.backend() == group.native_backend(): abort()

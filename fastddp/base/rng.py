@@ -10,7 +10,7 @@ import contextvars, hashlib, random
 
 import numpy as np, torch
 
-from .device import accelerator, device_module, is_started, n_gpus
+from .device import accelerator_type, device_module, has_context, n_gpus
 from .scoped import with_context
 
 # %% ../../nbs/base/013_rng.ipynb #d2c47148
@@ -23,7 +23,7 @@ def _set_streams(s):
     random.setstate(s['python'])
     np.random.set_state(s['numpy'])
     torch.set_rng_state(s['torch'])
-    if (kind := accelerator()) in s and n_gpus(): device_module().set_rng_state(s[kind])
+    if (kind := accelerator_type()) in s and n_gpus(): device_module().set_rng_state(s[kind])
 
 # %% ../../nbs/base/013_rng.ipynb #fb1c521a
 class CommonRNG:
@@ -39,7 +39,7 @@ class CommonRNG:
     def capture(cls):
         "A `CommonRNG` that goes on from this process's global streams as they are now"
         if (apart := _apart.get()) is not None: return cls(dict(apart))
-        on_gpu = {accelerator(): device_module().get_rng_state()} if is_started() else {}
+        on_gpu = {accelerator_type(): device_module().get_rng_state()} if has_context() else {}
         return cls(_get_streams() | on_gpu)
     @property
     def _installed(self): return self.alone or self._depth > 0

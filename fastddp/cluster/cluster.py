@@ -21,8 +21,8 @@ from ..base.failure import is_user_file
 from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
+from ..launch.session import dump_or_blame
 from ..output.replay import shortened
-from ..payload.blame import dump_or_blame
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump, function_at, load
 from ..process.worker import Surroundings

@@ -26,7 +26,7 @@ from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, Losses, by_batch, map_tensors, whole_batch
 from ..shard.gradients import (Passes, SameWeights, params_beside, sync_buffers,
                                      synced_bn)
-from ..shard.loss import batch_losses, loss_and_divisor, loss_part
+from ..shard.loss import batch_losses, loss_part, weighted_loss_and_divisor
 from ..shard.sharded import outside_loop
 from ..shard.torch_loader import torch_bs
 
@@ -41,7 +41,7 @@ class Ranks:
                  stop_requested=lambda: False, # Was this rank asked to stop?
                  at=None # The `Board`; default: that of this process's group
     ):
-        self.model,self.stop_requested,self.board = model,stop_requested,at or board.of_group()
+        self.model,self.stop_requested,self.board = model,stop_requested,at or board.group_board()
         self.limit = self.LIMIT if group.under_launcher() else None
         self.decided_together = False   # did all ranks decide to stop?
         self.beside = lambda: []        # what is trained beside the model: see `trained_beside`
@@ -118,14 +118,14 @@ class GlobalLoss:
     def __call__(self, out, *yb):
         loss = self._whole(out, yb)
         if loss is None: loss = self.f(out, *yb)
-        part = loss_part(self.f, yb, self.count, self.losses.by(self.f))
+        part = loss_part(self.f, yb, self.count, self.losses.reduction(self.f))
         part = part._replace(divisor=float(part.divisor))
-        value = part.value(float(loss.detach().float().mean()))
+        value = part.weighted(float(loss.detach().float().mean()))
         value,total,*_ = self.ranks.all_reduce(value, part.divisor)
         # a mean over nothing is not a number
         if not part.divisor: loss = (out if isinstance(out, torch.Tensor) else out[0]).sum()*0.
         self.ranks.scale = part.scale(total, group.world_size())
-        return _Global.apply(loss, part.whole(value, total), self.ranks.scale)
+        return _Global.apply(loss, part.global_loss(value, total), self.ranks.scale)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #1940b65c
 _NAMES = ('accuracy','accuracy_thresh','top_k_accuracy','error_rate','mean_absolute_error',
@@ -159,7 +159,8 @@ class _NoteLoss:
     def __call__(self, out, *yb):
         loss = self.f(out, *yb)
         no,pos = place_now(self.dl)
-        self.rows.append((no, *loss_and_divisor(self.f, loss, yb, len(pos), self.by), len(pos)))
+        weighted = weighted_loss_and_divisor(self.f, loss, yb, len(pos), self.by)
+        self.rows.append((no, *weighted, len(pos)))
         return loss
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #16211711
@@ -193,7 +194,7 @@ class Validation:
         mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
         means = [m for m in handler.metrics if is_item_mean(m)]
         others = [m for m in handler.metrics if not is_item_mean(m)]
-        note = _NoteLoss(loss_func, mine, self.losses.by(loss_func)) if loss_func else None
+        note = _NoteLoss(loss_func, mine, self.losses.reduction(loss_func)) if loss_func else None
         # a loss that needs all of a batch is computed anew at the end
         parts = loss_func and self.losses.is_gathered(loss_func) and not torch_dl(mine)._shard.whole
         keep = _Keep(mine, others or parts)

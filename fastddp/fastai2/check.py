@@ -36,6 +36,7 @@ from ..launch.options import RAISES
 from ..output.replay import hushed
 from ..payload.state import hooks_of, put_back
 from ..shard.gathered_loss import tensors_in
+from ..shard.sharded import workers_per_rank
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
 class NoteSteps(Callback):
@@ -242,18 +243,18 @@ def _verdict(res, without):
 def distrib_check(self:Learner,
     steps:int=5, # Training steps to compare
     tol:float=1e-5, # Differences up to here, relative to size, are rounding
-    **options # Of `distrib_ctx`; without GPUs two workers, if they say nothing else
+    **options # Of `distrib_ctx`; default without GPUs: two workers
 ):
-    """Compares a few steps on N workers with one process over the same global batches.
+    """Compare `steps` training steps on N workers with one process over the same global batches.
 
-    `steps` is how many, `tol` the difference, relative to size, that is still rounding."""
+    Differences up to `tol`, relative to size, count as rounding."""
     options = dict(batch='per_worker') | options
     if 'gpus' not in options: options.setdefault('nprocs', max(group.n_gpus(), 2))
     # torch's batch size is fixed
     if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): options['batch'] = 'global'
     res = _compare(self, steps, tol, options)
     res.reasons = reasons_for(self, options.get('gpus', group.n_gpus()))
-    if 'average of averages' in res.loss:
+    if 'averaged over workers' in res.loss:
         res.reasons['loss'] = Reason("the model's own number, averaged over workers")
     def without(reasons):
         with hushed(): return _compare(self, steps, tol, options, reasons)
@@ -289,7 +290,7 @@ class Measured(NamedTuple):
     "One line of a `Bench`"
     workers:int
     batch:int       # Of one worker
-    num_workers:int # Loader processes of all workers
+    num_workers:int # Loader processes of one worker
     rate:float=0.   # Items per second, of all workers; 0: there is not enough memory
     without_data:float=0.   # The same if no worker waited for data
     epoch:float=0.  # Seconds that an epoch would take
@@ -303,11 +304,13 @@ class Bench(list):
         return min((o for o in self if o.rate > .9*best), key=lambda o: o.workers, default=None)
     def __str__(self):
         lines = ["workers  batch num_workers    items/s no loading per worker      epoch"]
+        best = max((o.rate for o in self), default=0.)
         for o in self:
             line = f"{o.workers:>7} {o.batch:>6} {o.num_workers:>11} "
             if not o.rate: lines.append(line+"out of memory")
             else: lines.append(f"{line}{o.rate:>10,.0f} {o.without_data:>10,.0f} "
-                               f"{o.rate/o.workers:>10,.0f} {o.epoch:>8,.1f} s")
+                               f"{o.rate/o.workers:>10,.0f} {o.epoch:>8,.1f} s  "
+                                f"{'#'*round(20*o.rate/best)}")
         if o := self.worth_it: lines.append(f"Worth it: {o.workers} workers, batch {o.batch}, "
                                             f"num_workers={o.num_workers}.")
         return '\n'.join(lines)
@@ -318,13 +321,13 @@ class Bench(list):
 def distrib_bench(self:Learner,
     nprocs=None, # Numbers of workers, such as (1,2,4). Default: powers of two, up to one per GPU
     bs=None, # Batch sizes of one worker
-    num_workers=None, # Loader processes of all workers
+    num_workers=None, # Loader processes of one worker
     steps:int=20, # Steps to time for each, after three to warm up
-    seconds:float=5. # Or so long, whatever is less
+    seconds:float=5. # At most this long for each
 ):
-    """Trains some steps with each choice and returns a `Bench`: items per second, also without
-    waiting for data and of each worker, seconds of an epoch, and how many workers are worth it.
-    Learner and random streams stay as they are"""
+    """Train some steps with each choice and return a `Bench`: items per second (in all, without
+    waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
+    and random streams are unchanged."""
     most,one_n = group.n_gpus() or visible_cores(),bs is not None or num_workers is not None
     if one_n and not isinstance(self.dls.loaders[0], DataLoader):
         raise CantDistribute("bs and num_workers can be tried with fastai's DataLoader only.")
@@ -337,7 +340,7 @@ def distrib_bench(self:Learner,
             if w is not None: dl.fake_l.num_workers = w
         dl = learn.dls.loaders[0]
         of_dl,size = getattr(dl, 'fake_l', dl),getattr(dl, 'bs', None) or dl.batch_size
-        line = Measured(n, size, of_dl.num_workers)
+        line = Measured(n, size, workers_per_rank(of_dl.num_workers, n))
         try:
             with hushed(): learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])
             rate = pace.items/max(pace.seconds, 1e-9)

@@ -20,13 +20,13 @@ from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
-from .jobs import in_place, train_in_place
+from .jobs import in_place, reports, train_in_place
 from .resume import (EVERY, Checkpoints, UserCall, call_from, cut_off_call,
-                                    resume_points, seconds_of)
+                                    resume_points, seconds_of, writing)
 from .as_one import wants_no_lines
-from .session import Session, reports
-from .snapshot import apply, baseline, capture, persistent_refs, twin
-from ..launch.background import BackgroundJob, refuse_busy
+from .session import Session
+from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
+from ..launch.background import BackgroundJob, refuse_blocks, refuse_busy
 from ..launch.engine import InProcess
 from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_group,
                                     no_attribute)
@@ -40,26 +40,26 @@ from ..shard.gathered_loss import check_loss
 @patch
 @contextlib.contextmanager
 def distrib_ctx(self:Learner,
-    nprocs:int=None, # Workers, with `num_workers` each: one per GPU, or so many on the CPU
+    nprocs:int=None, # Workers (None: one per GPU); each starts up to `num_workers` processes
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
-    batch:str='per_worker', # A batch for each worker and step; 'global': a part of one batch
-    sync_bn:bool=True, # Batch norm over all ranks (on the CPU: statistics averaged per epoch)
-    loss:str='auto', # Joins workers' losses: 'mean' over items, 'sum', 'gather' predictions, 'auto'
+    batch:str='per_worker', # Each worker takes a batch; 'global': each batch is divided
+    sync_bn:bool=True, # Batch norm over all workers (CPU: statistics averaged per epoch)
+    loss:str='auto', # How losses combine: 'auto', 'mean' or 'sum' over items, 'gather' predictions
     model_factory=None, # Called in every worker to make the model, instead of sending it
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
-    see=(0,), # Ranks whose output is shown, or 'all'
+    see=(0,), # Workers whose output is shown, or 'all'
     see_load:bool=True, # In a notebook: a line with each worker's CPU, memory and GPU
-    restarts:int=0, # After a failure, go on that many times from the last complete epoch
-    timeout:float=1800, # Seconds without a step after which a fit counts as hanging
-    wait:bool=True, # False: return a job at once, which trains in the background
-    offload:bool=False, # With `wait=False`: `learn` is on the CPU until `job.result()`
-    checkpoint:str=None, # Save at the end of each 'epoch', or of the one that '10min' end in
+    restarts:int=0, # How often a failed fit continues after its last complete epoch
+    timeout:float=1800, # Seconds without a training step after which a fit is terminated
+    wait:bool=True, # False: train in the background and return a job
+    offload:bool=False, # With `wait=False`: keep `learn` on the CPU until `job.result()`
+    checkpoint:str=None, # Save after each 'epoch', or after an epoch once '10min' have passed
     in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
-    """Inside the block all training and inference of this learner runs on workers, which stay warm
-    from call to call."""
+    """Run all training and inference of this learner inside the block on workers, which stay from
+    call to call."""
     given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
     if not wait: raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, "
                                       "wait=False). A block waits for its fits.")
@@ -74,7 +74,8 @@ def distrib_ctx(self:Learner,
         if checkpoint: session.on_epoch.append(Checkpoints(seconds_of(checkpoint)).at_epoch)
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     def group_stands(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
+    opens = block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines)
+    with writing(self, checkpoint), opens: yield self
 
 # `import fastai.distributed` puts fastai's own in its place
 Learner._distrib_ctx = Learner.distrib_ctx
@@ -129,8 +130,12 @@ class LearnerJob(BackgroundJob):
         self.twins_call = _with_args(user_call, given['args'], given['kwargs'])
         self.twins_cbs,self.epoch = given['cbs'],None
         self.refs = persistent_refs(self.twin, self.twins_cbs)
+        self.pairs = [*zip(persistent_refs(learn, self.cbs), self.refs)]
         self.base = baseline(self.twin, self.twins_cbs, self.refs)
         self.mark,self.block = _mark(learn),contextlib.ExitStack()
+        # the learner's parts, which the notebook may exchange meanwhile
+        self.at_start = {k:copy.copy(vars(learn)[k]) for k in ('cbs','_metrics')}
+        self.at_start |= {k:vars(learn)[k] for k in ('dls','loss_func','opt')}
 
 # %% ../../nbs/fastai2/730_learner.ipynb #040c6e14
 @patch
@@ -145,16 +150,27 @@ def _open(self:LearnerJob):
         def keep_epoch(call, e):
             if not call.iterations: self.epoch = call, own_copy(*e)
         session.on_epoch.append(keep_epoch)
+        gpus = tuple(session.gpus or ()) if session.launcher.workers_are_local else ()
+        refuse_blocks(gpus, self.twin)
         session.launcher.prepare(session.n)
-        if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
-        def refuse(*args, **kwargs): refuse_busy(self.of)
-        if self.trains: stack.enter_context(with_attrs(self.of, fit=refuse))
-        self.block = stack.pop_all()
+        self.gpus = gpus
+        self.block.enter_context(stack.pop_all())
+
+@patch
+def _end(self:LearnerJob, e):
+    self.block.close()
+    BackgroundJob._end(self, e)
+
+@patch
+def refuse_fit(self:LearnerJob, *args, **kwargs):
+    "Takes the place of the learner's `fit`"
+    refuse_busy(self.of)
+    raise CantDistribute(f"{self.title()} keeps this learner on the CPU (offload=True). Call "
+                         "job.result() first.")
 
 @patch
 def _call(self:LearnerJob):
-    pairs = [*zip(persistent_refs(self.of, self.cbs), self.refs)]
-    with self.block, dumped_instead(pairs):
+    with self.block, dumped_instead(self.pairs):
         self.session.thread = threading.current_thread()
         line = beside_workers(self.of, self.session.gpus)
         if line and not self.session.quiet(): print_line(line)
@@ -174,6 +190,13 @@ def _target(self:LearnerJob, into, force):
     return learn
 
 @patch
+def _put(self:LearnerJob, learn, cbs, state):
+    "What was exchanged meanwhile stays; what was there when the job began gets the state"
+    with with_attrs(learn, **self.at_start if learn is self.of else {}):
+        refs,groups = persistent_refs(learn, cbs),tracked(learn, cbs)
+    apply(learn, cbs, *state, refs=refs, groups=groups)
+
+@patch
 def pull(self:LearnerJob,
     into=None, # A learner of the same kind that gets it instead
     force=False, # Overwrite weights that were changed meanwhile
@@ -182,7 +205,8 @@ def pull(self:LearnerJob,
     `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
     if self.epoch is None: raise CantDistribute(f"{self.title()}: no epoch is complete yet.")
     learn,(call,state) = self._target(into, force),self.epoch
-    with streams_apart(): apply(learn, call.cbs, *state)
+    own = {id(a):b for a,b in zip(self.twins_cbs, self.cbs)}
+    with streams_apart(): self._put(learn, [own.get(id(cb), cb) for cb in call.cbs], state)
     if into is None: self.mark = _mark(learn)
 
 @patch
@@ -193,14 +217,14 @@ def bring(self:LearnerJob, into=None, force=False):
     self.away.close()
     p = capture(twin, self.twins_cbs, self.base, self._streams, self.refs, weights=self.trains,
                 grads=self.trains or None)
-    apply(learn, self.cbs, *own_copy(p.meta, p.buffers))
+    self._put(learn, self.cbs, own_copy(p.meta, p.buffers))
     if twin in reports: reports[learn] = reports[twin]
     if self.trains: resume_points.pop(learn, None)
     if twin in resume_points:
         resume_points[learn] = _with_args(self.twins_call, call.args, call.kwargs)
     # memory, as long as a variable holds the job
     self.twin = self.base = self.refs = None
-    self.session = None
+    self.session = self.pairs = self.at_start = None
     self.epoch = self.twins_call = self.twins_cbs = None
 
 def start_job(learn, user_call, trains, offload):
@@ -211,11 +235,16 @@ def start_job(learn, user_call, trains, offload):
     if 'distrib_session' in vars(learn):
         raise CantDistribute("wait=False inside a distrib_ctx block: call "
                              "learn.distrib_*(..., wait=False) outside of it.")
+    if trains: refuse_busy(learn)
     if trains and not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
     with contextlib.ExitStack() as stack:
         if offload: stack.enter_context(offloaded(learn))
-        job = LearnerJob(learn, user_call, trains).start()
+        job = LearnerJob(learn, user_call, trains)
+        # until `result()`, or until the job ends
+        held = stack if offload else job.block
+        if offload or trains: held.enter_context(with_attrs(learn, fit=job.refuse_fit))
+        job.start()
         job.away = stack.pop_all()      # `result()` ends it
     return job
 
@@ -225,7 +254,7 @@ def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any `fit_*` that was patched in
     *args, **kwargs # Its arguments, and the options of `distrib_ctx`
 ):
-    "`learn.name(*args, **kwargs)` on the workers."
+    "Call `learn.name(*args, **kwargs)` on workers."
     check_method(self, name)
     options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.check_call(type(self), name, args, kwargs)
@@ -237,17 +266,18 @@ def distrib(self:Learner,
 
 @patch
 def distrib_resume(self:Learner,
-    file=None, # A checkpoint, written by `checkpoint=`; None: the fit that was cut off last here
+    file=None, # A checkpoint, written by `checkpoint=`; None: the last fit cut off in this kernel
     wait=True, # False: return a job
     offload=False, # As in `distrib_ctx`
+    launcher=None, # With `file`: the fit's `Hosts(...)` or `Ray(...)`, which is not in it
 ):
-    """Continue a distributed fit that was interrupted or failed: same call, same schedule, next
+    """Continue a fit on workers that was interrupted or failed: same call, same schedule, next
     epoch.
 
-    With `file`, in a new kernel, the learner must be made as it was: a checkpoint of another model,
-    data or optimizer is refused. Its pickles are loaded, so open files of your own only.
+    With `file`, in a new kernel, make the learner as before: a checkpoint of another model, data or
+    optimizer is refused. Its pickles are loaded, so open files of your own only.
 
-    Returns what that call returns. The learner is then as if nothing had cut the fit off.
+    Returns what that call returns. The learner is then as after a fit without interruption.
 
     Raises
         CantDistribute: there is no fit to continue, or model, loaders or callbacks are not those of
@@ -255,7 +285,7 @@ def distrib_resume(self:Learner,
         RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
 
     After a failure it can be called again: it continues from the last complete epoch."""
-    if file is not None: resume_points[self] = call_from(self, file)
+    if file is not None: resume_points[self] = call_from(self, file, launcher)
     call = cut_off_call(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)
@@ -263,9 +293,9 @@ def distrib_resume(self:Learner,
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
 _FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
 _INFERS = 'validate','get_preds','tta'
-_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it
-was before the fit if there was none; the error's `kept` says which. After an interrupt it holds
-what was trained until then. `distrib_resume()` goes on from there."""
+_AFTER_FIT = """After a failure the learner has the state of the last complete epoch, or is
+unchanged if there was none; the error's `kept` says which. After an interrupt it has the state of
+the last finished batch. `distrib_resume()` continues the fit."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in _FITS:

@@ -20,7 +20,7 @@ from ..output.replay import print_line
 from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
 from ..shard.gradients import (Overlapped, Passes, graph_of, leaves_of, params_beside,
                                      zero_loss)
-from ..shard.loss import loss_part, weighting
+from ..shard.loss import class_weights, loss_part
 from ..shard.sharded import is_sharded
 
 # %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
@@ -160,7 +160,7 @@ def weigh(self:StepSync, loss, first):
 @patch
 def _has_weights(self:StepSync):
     "True if the loss has class weights"
-    weights = weighting(self.user_loss or self.learn.loss_func)
+    weights = class_weights(self.user_loss or self.learn.loss_func)
     return bool(weights) and weights[0] is not None
 
 @patch
@@ -172,10 +172,11 @@ def _has_loss(self:StepSync):
 def _meet(self:StepSync, loss):
     if not self.checked: self._check_terms(loss)
     learn,f = self.learn,self.user_loss or self.learn.loss_func
-    if self.gathered is not None: self.part = loss_part(f, learn.yb, self.gathered, by='mean')
+    if self.gathered is not None:
+        self.part = loss_part(f, learn.yb, self.gathered, reduction='mean')
     else:
-        self.part = loss_part(f, learn.yb, true_counts(learn)[0], self.losses.by(f),
-                              read=not self._on_device())
+        self.part = loss_part(f, learn.yb, true_counts(learn)[0], self.losses.reduction(f),
+                              to_number=not self._on_device())
     self.passes.gathers = not self.reduces()
     numbers,on_device = self._numbers(self.learn.loss if self._has_loss() else loss)
     said = self.together.meet(BATCH, self.learn.iter, backward=1., **self._of_graph(loss),
@@ -195,8 +196,8 @@ def _numbers(self:StepSync, loss):
     # fastai's kinds of tensors make each operation slower
     loss = loss.detach().as_subclass(torch.Tensor)
     if loss.ndim: loss = loss.float().mean()
-    if self._on_device(): return {}, (self.part.value(loss.float()), self.part.divisor)
-    return dict(divisor=self.part.divisor, loss=self.part.value(loss.item())), None
+    if self._on_device(): return {}, (self.part.weighted(loss.float()), self.part.divisor)
+    return dict(divisor=self.part.divisor, loss=self.part.weighted(loss.item())), None
 
 @patch
 def _use(self:StepSync, said, on_device):
@@ -206,7 +207,7 @@ def _use(self:StepSync, said, on_device):
     self.scale = self.part.scale(total, self.n)
     if self.accumulating is not None: self.scale = self.scale*self.items()/find_bs(self.learn.yb)
     if not self._has_loss(): return
-    loss,whole = self.learn.loss,self.part.whole(value, total)
+    loss,whole = self.learn.loss,self.part.global_loss(value, total)
     if isinstance(whole, torch.Tensor): whole = whole.to(loss.dtype)
     else: whole = loss.new_tensor(whole)
     self.whole_loss = self.learn.loss = whole

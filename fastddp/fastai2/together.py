@@ -57,7 +57,7 @@ _OFTEN = {'after_pred', 'after_loss',
 
 _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
             "it, this would end the event for the callbacks behind it silently, and the "
-            "ranks would go different ways.")
+            "ranks would diverge.")
 
 class OwnEvents:
     "Takes the place of `learn._call_one`; a `Clock` notes when events begin and end"
@@ -139,7 +139,7 @@ class Together(OurCallback):
                  stop_requested=lambda: False, # Returns True once this rank is asked to stop
                  at=None # The `Board`; default: that of this process's group
     ):
-        self.stop_requested,self.board = stop_requested,at or board.of_group()
+        self.stop_requested,self.board = stop_requested,at or board.group_board()
         self.clock = Clock(self.board)
         self.limit = self.LIMIT if group.under_launcher() else None
         # What others set for the time of a fit

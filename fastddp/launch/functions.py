@@ -12,12 +12,12 @@ from ..base.checks import CONTEXT, Check, bound, check_all, is_whole, whole, fla
 from ..base.errors import CantDistribute
 from .background import BackgroundJob
 from .local import Local
+from .session import dump_or_blame
 from ..base.scoped import environment
 from .engine import Job
 from ..output.replay import shortened
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
-from ..payload.blame import dump_or_blame
 from ..process.helper import private_folder
 from fastcore.basics import patch
 from ..base.device import visible_cores
@@ -180,7 +180,7 @@ class Spawned:
         return not self._thread.is_alive()
 
 _SPAWN = dict(
-    nprocs=whole("at least one process, and torch.cuda.device_count() is 0 without a GPU", 1, 1024),
+    nprocs=whole("at least one process; torch.cuda.device_count() is 0 without a GPU", 1, 1024),
     fn=Check("the function to call as fn(rank, *args)", callable),
     args=Check("a tuple of the function's arguments behind the rank",
                lambda v: isinstance(v, (tuple,list))))

@@ -19,7 +19,7 @@ from ..base.errors import GroupTimeout, RankRaised
 from .rank import (RankSpec, could_not_connect, join_early, notebook_settings,
                                  run_on_rank)
 from ..output.replay import Status, display_settings, print_line, several
-from ..base.device import accelerator, device_module, is_accelerator, visible_cores
+from ..base.device import accelerator_type, device_module, is_accelerator, visible_cores
 from .report import Report
 from ..payload.pickling import Payload
 from ..base.scoped import Interrupts, delay_interrupts, with_attrs
@@ -277,7 +277,8 @@ def _specs(self:Local, nprocs, work):
     "The `RankSpec` of each rank that has a worker"
     gpus = self._gpus(nprocs) or [None]*nprocs
     backend = self.backend
-    if backend is None: backend = group.backend_for('cpu' if gpus[0] is None else accelerator())
+    if backend is None:
+        backend = group.backend_for('cpu' if gpus[0] is None else accelerator_type())
     threads,settings = self.threads or max(1, visible_cores()//nprocs),self.settings()
     def spec(r):
         return RankSpec(world_size=nprocs, gpu=gpus[r], backend=backend, threads=threads,

@@ -14,7 +14,7 @@ import numpy as np, torch
 from fastcore.basics import noop
 
 from ..base import board, group, rendezvous
-from ..base.device import bind_near, device_module, give_pages_back, is_accelerator, keep_pages
+from ..base.device import bind_near, device_module, is_accelerator, keep_freed_memory, trim_memory
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, function_at, load
 
@@ -148,7 +148,7 @@ def run_on_rank(
     began,joined,_joined_early = time.time(),_joined_early,None
     device = group.use_device(spec.gpu, spec.threads)
     bind_near(spec.gpu)
-    if device.type == 'cpu': keep_pages()
+    if device.type == 'cpu': keep_freed_memory()
     take_settings(spec.settings)
     with capture_output(lambda e: channel.emit(('show', e)), spec.display):
         if spec.backend: _join_group(channel, spec, device)
@@ -169,7 +169,7 @@ def _finish(channel, ctx):
 def _free_memory(device):
     "An idle worker holds no model, no free pages and no GPU cache"
     gc.collect()
-    if device.type == 'cpu': give_pages_back()
+    if device.type == 'cpu': trim_memory()
     if is_accelerator(device): device_module().empty_cache()
 
 # %% ../../nbs/launch/500_rank.ipynb #2f435573

@@ -113,14 +113,16 @@ class Agent:
     @property
     def notebook_is_gone(self):
         "True if its stream has ended, or nothing has come for too long"
-        if self.given_up or self.stream.ended is not None: return True
+        if self.given_up or self.stream.end_reason is not None: return True
         return self.stream.silent_for() > self.silence
     def run(self):
         "Handles messages and reports what the workers do, until the notebook is gone"
         try:
             while not self.notebook_is_gone:
                 worker_handles = self.workers.waitables() if self.workers else []
-                ready = connection.wait([self.stream, *self.listening, *worker_handles], _TURN)
+                timeout = 0 if self.stream.has_messages else _TURN
+                handles = [self.stream, *self.listening, *worker_handles]
+                ready = connection.wait(handles, timeout)
                 for o in self.listening:
                     if o in ready: answer_one(o, self.token)
                 for what,*values in self.stream.received():

@@ -143,7 +143,7 @@ def _start_agents(self:Machines, nprocs, on_cpu):
         except OSError as e: bad.append(f"{name}: {self.why_not(str(e))}")
     until = time.monotonic()+self.start_timeout
     for m in self.machines:
-        if said := m.stream.answer('facts', until):
+        if said := m.stream.wait_for('facts', until):
             m.facts, = said
             why = self.problem_with(m)
         else: why = self.why_not(m.said()) or f"no answer within {self.start_timeout:g} s"
@@ -176,7 +176,7 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
     except RankRaised as e:
         f = e.failure
         if len(self.counts) < 2 or not is_echo(f): raise
-        why = f"the network between the machines failed, as it seems: {f.message}"
+        why = f"the network between the machines seems to have failed: {f.message}"
         at = [name for name,n in self.counts.items() for _ in range(n)][f.rank]
         err = RankDied(f.rank, why, f.where, e.log, '' if at in HOME else at)
         err.state,err.cut = e.state,e.cut

@@ -24,7 +24,7 @@ class Machine:
     def __init__(self,
         name, # As the user calls it
         conn, # Starts an agent when called: `read_fd`, `write`, `end`, `said()`, `close(seconds)`
-        silence=30., # Seconds without a sign of life after which it is lost
+        silence=30., # Seconds without a message after which it is lost
         home=False, # Is it the notebook's own?
     ):
         self.name,self.silence,self.home = name,silence,home
@@ -34,18 +34,18 @@ class Machine:
         self.stream.send('link_timeout', silence)
     def said(self):
         "What came that was not the agent's: errors of the command, or of Python there"
-        junk = bytes(self.stream.junk).decode(errors='replace')
-        return f'{junk}\n{self.conn.said()}'.strip()
+        preamble = bytes(self.stream.preamble).decode(errors='replace')
+        return f'{preamble}\n{self.conn.said()}'.strip()
     def lost(self):
         "Why nothing will come any more, or None"
-        if self.stream.ended:
+        if self.stream.end_reason:
             last = self.said().splitlines()[-1:]
             return f"the connection to {self.name} ended{f' ({last[0]})' if last else ''}"
         if self.stream.silent_for() > self.silence:
-            return f"no sign of life of {self.name} for {self.silence:g} s"
-    def wait_for(self, what, until):
-        "As `Stream.answer`; raises `CantDistribute` when the message doesn't come"
-        res = self.stream.answer(what, until)
+            return f"no message from {self.name} for {self.silence:g} s"
+    def wait_for(self, what, deadline):
+        "As `Stream.wait_for`; raises `CantDistribute` when the message doesn't come"
+        res = self.stream.wait_for(what, deadline)
         if res is not None: return res
         why = self.lost() or 'no time left'
         raise CantDistribute(f"{self.name} doesn't answer any more: {why}")
@@ -92,7 +92,9 @@ class RemoteWorkers:
         return [r for r in self.ranks if r not in self._dead]
     def poll(self, timeout=None):
         "As `Workers.poll`"
-        connection.wait([m.stream for m in self.machines if not m.stream.ended], timeout)
+        streams = [m.stream for m in self.machines if not m.stream.end_reason]
+        if not any(m.stream.has_messages for m in self.machines):
+            connection.wait(streams, timeout)
         news = []
         for m in self.machines:
             news += [o for msg in m.stream.received() if (o := self._received(*msg))]

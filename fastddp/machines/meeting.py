@@ -144,7 +144,7 @@ def run_on_machine(
 
 def _call(work, link_timeout, rank0_remote, ctx, obj):
     # all connections have to be there when options are set on them: the board has some, too
-    board.of_group()
+    board.group_board()
     _break_dead_links(link_timeout)
     folders,began = [],time.time()
     def saves_below(folder):

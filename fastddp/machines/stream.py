@@ -8,6 +8,7 @@ __all__ = ['GREETING', 'Stream', 'to_fd']
 # %% ../../nbs/machines/610_stream.ipynb #caf8ef36
 import os, pickle, queue, struct, threading, time
 from multiprocessing import connection
+from typing import NamedTuple
 
 import cloudpickle
 
@@ -15,12 +16,20 @@ from ..payload.buffers import Block
 
 # %% ../../nbs/machines/610_stream.ipynb #8fb1f305
 GREETING = b'\nfastddp agent, stream 5\n'
-_HEAD = struct.Struct('<3sI')   # mark, number of bytes
-_MARK = b'\xfdDP'               # a text never has these bytes
-_PAUSE = 1.                     # seconds without a frame, at most
-_PIECE = 1<<20                  # bytes of data in one frame
+_HEADER = struct.Struct('<3sI') # magic, number of bytes
+_MAGIC = b'\xfdDP'              # a text never has these bytes
+_HEARTBEAT_SECONDS = 1.         # without a frame, at most
+_CHUNK = 1<<20                  # bytes of data in one frame
 
-def _frame(data): return _HEAD.pack(_MARK, len(data))+data
+def _frame(data): return _HEADER.pack(_MAGIC, len(data))+data
+
+class _Outgoing(NamedTuple):
+    "What the queue of a `Stream` holds"
+    msg:bytes=b''
+    file:object=None    # With data that follows the message; owned by this object
+    size:int=0          # Bytes of data
+
+_HEARTBEAT,_END = _Outgoing(),_Outgoing()       # known by their identity
 
 # %% ../../nbs/machines/610_stream.ipynb #5e570694
 class Stream:
@@ -31,11 +40,11 @@ class Stream:
         end=lambda: None, # Called there when nothing more will be written
     ):
         self._read_fd,self._write,self._end = read_fd,write,end
-        self.junk = b''                 # what came before the greeting
-        self.ended = None               # why nothing comes any more; None: it may
+        self.preamble = b''             # what came before the greeting
+        self.end_reason = None          # why nothing comes any more; None: it may
         self._heard = time.monotonic()  # when something came
-        self._greeted,self._got,self._inbox = False,bytearray(),[]
-        # the message that is coming, its block, the bytes of it that are there, and all of them
+        self._greeted,self._buffer,self._inbox = False,bytearray(),[]
+        # the message that is coming, its block, and how much of that is there
         self._msg,self._block,self._at,self._size = None,None,0,0
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, daemon=True, name='fastddp-stream')
@@ -47,94 +56,118 @@ class Stream:
     def send(self,
         *msg, # What it is, and its values
         block=None, # A `Block` that arrives as the last value; it may be closed meanwhile
-        size=0, # Its bytes, which must not change until they are sent
+        size=0, # Its bytes, which must not change until they are sent; 0: no block is sent
     ):
-        "Sends a message; messages arrive in order"
+        "Send a message, without waiting; messages arrive in order, or not at all once it ended"
         file = open(os.dup(block.fd), 'rb', buffering=0) if size else None
-        self._queue.put((cloudpickle.dumps((msg, size), protocol=5), file, size))
+        self._queue.put(_Outgoing(cloudpickle.dumps((msg, size), protocol=5), file, size))
     @property
     def unsent(self):
-        "True if messages wait to be sent"
+        "True if messages wait to be sent, besides the one that is being sent"
         return not self._queue.empty()
     def _write_all(self):
         try:
             self._write(GREETING)
-            while True:
-                try: msg,file,size = self._queue.get(timeout=_PAUSE)
-                except queue.Empty: msg,file,size = b'',None,0
-                if msg is None: return
-                self._write(_frame(msg))
-                for at in range(0, size, _PIECE):
-                    data = os.pread(file.fileno(), min(_PIECE, size-at), at)
-                    self._write(_frame(data))
+            while (item := self._next()) is not _END: self._write_item(item)
+            return
         except OSError: pass        # the reading side says so, too
         finally: self._end()
+        while (item := self._queue.get()) is not _END: _close(item)
+    def _next(self):
+        try: return self._queue.get(timeout=_HEARTBEAT_SECONDS)
+        except queue.Empty: return _HEARTBEAT
+    def _write_item(self, item):
+        try:
+            self._write(_frame(item.msg))
+            at = 0
+            while at < item.size:
+                data = os.pread(item.file.fileno(), min(_CHUNK, item.size-at), at)
+                if not data: raise OSError('the block is shorter than was said')
+                self._write(_frame(data))
+                at += len(data)
+        finally: _close(item)
     # What comes
+    @property
+    def has_messages(self):
+        "True if `received` returns some without a wait for the descriptor"
+        return bool(self._inbox)
     def received(self):
         "The messages that came, in order"
         self.read()
         res,self._inbox = self._inbox,[]
         return res
-    def answer(self,
+    def wait_for(self,
         what, # Kind of the message that is waited for; others wait for `received`
-        until, # `time.monotonic()` then
+        deadline, # As of `time.monotonic()`
     ):
-        "The values of the message, or None when it doesn't come"
+        "The values of the first such message; None if the stream ends, or time, before it comes"
         while True:
             self.read()
             for msg in self._inbox:
                 if msg[0] == what:
                     self._inbox.remove(msg)
                     return msg[1:]
-            left = until-time.monotonic()
-            if self.ended or left <= 0: return None
+            left = deadline-time.monotonic()
+            if self.end_reason or left <= 0: return None
             connection.wait([self], left)
     def silent_for(self):
-        "Seconds since anything was heard"
+        "Seconds since anything was heard. It reads: see `has_messages` before a wait"
         self.read()
         return time.monotonic()-self._heard
     def read(self):
-        "Takes what has come by now; a part of it, if it is much"
+        "Take what has come by now; a part of it, if it is much"
         try:
             for _ in range(64):
-                if self.ended or not connection.wait([self], 0): return
-                data = os.read(self._read_fd, _PIECE)
+                if self.end_reason or not connection.wait([self], 0): return
+                data = os.read(self._read_fd, _CHUNK)
                 if not data: raise EOFError('the connection ended')
                 self._heard = time.monotonic()
-                self._got += data
+                self._buffer += data
                 self._take_frames()
         # of what isn't a frame anything can come, also from pickle
-        except Exception as e: self.ended = str(e) or type(e).__name__
+        except Exception as e: self.end_reason = str(e) or type(e).__name__
     def _take_frames(self):
         if not self._greeted:
-            self.junk,self._greeted,rest = self._got.partition(GREETING)
+            self.preamble,self._greeted,rest = self._buffer.partition(GREETING)
             if not self._greeted: return
-            self._got = rest
-        while len(self._got) >= _HEAD.size:
-            mark,n = _HEAD.unpack_from(self._got)
-            if mark != _MARK: raise OSError("something else writes to the agent's output there")
-            end = _HEAD.size+n
-            if len(self._got) < end: return
-            data = bytes(self._got[_HEAD.size:end])
-            del self._got[:end]
-            if data: self._take(data)
-    def _take(self, data):
-        if self._at < self._size: self._at += os.pwrite(self._block.fd, data, self._at)
+            self._buffer = rest
+        while len(self._buffer) >= _HEADER.size:
+            magic,n = _HEADER.unpack_from(self._buffer)
+            if magic != _MAGIC: raise OSError("something else writes to the agent's output there")
+            end = _HEADER.size+n
+            if len(self._buffer) < end: return
+            data = bytes(self._buffer[_HEADER.size:end])
+            del self._buffer[:end]
+            if data: self._take_frame(data)
+    def _missing(self):
+        "Bytes of the block of the message that is coming"
+        return self._size-self._at
+    def _take_frame(self, data):
+        "Take a piece of the block that is coming, or else the next message"
+        if self._missing(): self._take_piece(memoryview(data))
         else:
             self._msg,self._size = pickle.loads(data)
             self._block,self._at = Block() if self._size else None,0
             if self._block: self._block.make_room(self._size)
-        if self._at < self._size: return
+        if self._missing(): return
         self._inbox.append((*self._msg, self._block) if self._block else self._msg)
+    def _take_piece(self, data):
+        while data:
+            n = os.pwrite(self._block.fd, data, self._at)
+            self._at += n
+            data = data[n:]
     def close(self,
         timeout=1., # Seconds for what is not sent yet
     ):
-        "Sends what waits to be sent, and ends the connection; harmless when repeated"
-        self._queue.put((None, None, 0))
+        "Send what waits to be sent, and end the connection; harmless when repeated"
+        self._queue.put(_END)
         self._thread.join(timeout)
         if self._read_fd is None: return
         os.close(self._read_fd)
-        self._read_fd,self.ended = None,self.ended or 'closed'
+        self._read_fd,self.end_reason = None,self.end_reason or 'closed'
+
+def _close(item):
+    if item.file: item.file.close()
 
 def to_fd(fd):
     "`(write, end)` of a `Stream` that writes to descriptor `fd`"

@@ -14,7 +14,7 @@ from fastcore.basics import noop, patch
 from ..base.board import Heartbeats
 from ..base.errors import CantDistribute
 from ..payload.buffers import Block, Packed
-from ..base.device import used_before_fork
+from ..base.device import in_bad_fork, reset_device_count
 from ..base.failure import end_fork, failure_of
 from ..payload.pickling import function_at
 from .helper import end_forks_with_us, end_with_parent
@@ -216,7 +216,8 @@ def worker_main(
     # of the sockets of a DataLoader's processes
     process.name,process._config['tempdir'] = f'fastddp-{rank}',folder
     channel = Channel(sock, rank, parent_pid, folder)
-    channel.send('ready', used_before_fork())
+    reset_device_count()
+    channel.send('ready', in_bad_fork())
     while (task := channel.tasks.get()) is not None:
         _run(channel, task)
         on_idle,channel.on_idle = channel.on_idle,noop

@@ -14,7 +14,7 @@ from fastcore.foundation import L
 
 from ..base import group
 from ..base.errors import CantDistribute
-from .loss import is_known, name_of
+from .loss import is_known, loss_name
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #00fe17c0
 def map_tensors(f, tree):
@@ -177,9 +177,10 @@ def check_loss(loss # The option
                          "predictions and targets of all workers).")
 
 _WORDS = dict(known="weighted by the elements that count", mean="a mean over items",
-              sum="a sum over items", average="an average of averages",
+              sum="a sum over items", average="averaged over workers, weighted by items",
               gather="computed over the predictions and targets of all workers")
-AVERAGED = "each worker's is averaged, weighted by items. That is an average of averages."
+AVERAGED = ("it is averaged over workers, weighted by items, which may differ slightly from one "
+            "process.")
 
 class Losses:
     "How the losses of ranks make that of the batch, for each loss function of a fit"
@@ -200,7 +201,7 @@ class Losses:
         self.seen.append([f, known if self.asked == 'auto' else self.asked])
         return self.seen[-1][1]
 
-    def by(self, f):
+    def reduction(self, f):
         "'mean' or 'sum' over items; None if that is known from `f`"
         kind = self.kind(f)
         return None if kind == 'known' else 'sum' if kind == 'sum' else 'mean'
@@ -211,7 +212,7 @@ class Losses:
 
     def describe(self):
         "How each loss function is computed, in words"
-        return '; '.join(f"{name_of(f)}: {_WORDS[kind]}" for f,kind in self.seen)
+        return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.seen)
 
     def of_all_ranks(self, f,
               batch,  # This rank's `LocalBatch`; every rank calls this
@@ -224,12 +225,12 @@ class Losses:
         if apart: why = "their predictions don't fit together"
         large = max(nbytes) > self.MOST_BYTES
         if large: why = f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
-        if why: self.print_once(f"{name_of(f)} can't be computed over the predictions of all "
+        if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
                                 f"workers ({why}): {AVERAGED}", 'average')
         if apart or large:
             next(o for o in self.seen if o[0] is f)[1] = 'average'
             return None
-        if not why: self.print_once(f"{name_of(f)} is computed over the predictions of all "
+        if not why: self.print_once(f"{loss_name(f)} is computed over the predictions of all "
                                     f"workers: {sum(nbytes)/1e6:.2g} MB to exchange per step. If "
                                     "it is a mean over items, loss='mean' gives the same result "
                                     "faster.", 'gather')

@@ -1,7 +1,11 @@
 """Any loss of predictions and targets is that of one process: weights, losses, validation, on 2 to 4 workers."""
+from functools import partial
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.metrics import Perplexity
 from fastai.optimizer import Adam
 from torch import nn
 import torch.nn.functional as F
@@ -99,7 +103,7 @@ class Kept(Collect):
 def test_what_a_loss_keeps_is_as_in_one_process(ranks):
     n, launcher = ranks
     kept, single = Kept(), Kept()
-    learn = learner(loss_func=Draws(), data=numbers, model=mlp(n_out=1))
+    learn = learner(loss_func=Draws(), data=numbers, model=mlp(n_out=1), metrics=Perplexity())
     one = alone_like(learn, n)
     seed(1)
     learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[kept])
@@ -192,7 +196,7 @@ def test_what_the_model_averaged_is_weighted_by_items_and_named(ranks, model, lo
     n, launcher = ranks
     learn, one = fit_both(learner(model=model(), loss_func=loss, cbs=cbs), n, launcher, 2)
     assert_same(learn, one)         # these are means over items
-    assert capfd.readouterr().out.count('an average of averages') == 1
+    assert capfd.readouterr().out.count('averaged over workers') == 1
 
 
 class Penalty(Callback):
@@ -262,3 +266,36 @@ def test_a_loss_with_parameters(ranks, loss, late):
 def test_some_random_losses(how_many):
     from random_losses import main
     assert main(how_many, 0)
+
+
+class Letters(nn.Module):
+    "Log-probabilities of 5 letters, one of them blank, at each time"
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(n_out=5)
+    def forward(self, x): return self.net(x).log_softmax(-1).transpose(0, 1)
+
+
+def texts(n, s=0):
+    "`n` pairs of 9 vectors and a text of 1 to 4 letters"
+    g = torch.Generator().manual_seed(s)
+    lengths = torch.randint(1, 5, (n,), generator=g).tolist()
+    return [(torch.randn(9, 4, generator=g), torch.randint(1, 5, (m,), generator=g)) for m in lengths]
+
+
+def text_batch(pairs, join):
+    xs, ys = zip(*pairs)
+    return torch.stack(xs), join(ys), torch.full((len(ys),), 9), torch.tensor([len(y) for y in ys])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('loss', [nn.CTCLoss(), F.ctc_loss, partial(F.ctc_loss, zero_infinity=True)])
+@pytest.mark.parametrize('join', [torch.cat, partial(nn.utils.rnn.pad_sequence, batch_first=True)])
+def test_ctc_of_texts_of_any_length(two, loss, join):
+    "Targets are rows, or one row of all letters: the mean is over texts"
+    learn = learner(train=26, valid=17, model=Letters(), loss_func=loss, data=texts)
+    learn.dls = DataLoaders(*[DataLoader(dl.dataset, bs=4, shuffle=i == 0, num_workers=0,
+                                         create_batch=partial(text_batch, join=join))
+                              for i, dl in enumerate(learn.dls)])
+    learn.dls.train.n_inp = 1
+    assert_same(*fit_both(learn, 2, two, 2))
