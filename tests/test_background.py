@@ -410,7 +410,7 @@ def test_two_fits_that_write_to_one_file(two, tmp_path):
 
 class Elsewhere(Local):
     "As an engine of other machines, here"
-    places = True
+    workers_are_local = False
     def place(self, nprocs=None, gpus=None): return 2, None
 
 

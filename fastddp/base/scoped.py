@@ -89,7 +89,7 @@ class Interrupts:
         does nothing. Unhandled interrupts of the enclosing block are moved here and not back,
         so the caller must act on `count`"""
         button,outer = _button.get(),_active_interrupts()
-        if button: counts = with_attrs(button, counting=self)
+        if button: counts = with_attrs(button, interrupts=self)
         elif _in_main(): counts = _on_ctrl_c(self._add)
         else: counts = contextlib.nullcontext()
         with counts:
@@ -106,8 +106,8 @@ def _on_ctrl_c(handler):
 
 class StopButton:
     "Replaces Ctrl-C in a thread that `press` is to stop"
-    def __init__(self): self.counting = Interrupts()
-    def press(self): self.counting.count += 1
+    def __init__(self): self.interrupts = Interrupts()
+    def press(self): self.interrupts.count += 1
     def in_thread(self):
         "Inside, in this thread, `Interrupts` count what is pressed, and leave signals alone"
         return with_context(_button, self)
@@ -118,7 +118,7 @@ def _in_main(): return threading.current_thread() is threading.main_thread()
 
 def _active_interrupts():
     "The `Interrupts` that count just now in this thread, or None"
-    if button := _button.get(): return button.counting
+    if button := _button.get(): return button.interrupts
     handler = signal.getsignal(signal.SIGINT) if _in_main() else None
     counter = getattr(handler, '__self__', None)
     return counter if isinstance(counter, Interrupts) else None

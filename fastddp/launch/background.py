@@ -115,7 +115,7 @@ def _work(self:BackgroundJob):
 @patch
 def _wait_for_turn(self:BackgroundJob):
     while not self.after._ended.wait(.1):
-        if self._button.counting.n: raise KeyboardInterrupt
+        if self._button.interrupts.count: raise KeyboardInterrupt
     self.after = None
     self._set('starting')
     self._prepare()
