@@ -892,6 +892,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.Phase._term': ( 'fastai2/metrics.html#phase._term',
                                                                                   'fastddp/fastai2/metrics.py'),
+                                         'fastddp.fastai2.metrics.Phase._with_term': ( 'fastai2/metrics.html#phase._with_term',
+                                                                                       'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.Phase.accumulate': ( 'fastai2/metrics.html#phase.accumulate',
                                                                                        'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.Phase.close': ( 'fastai2/metrics.html#phase.close',

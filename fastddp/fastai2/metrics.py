@@ -106,6 +106,8 @@ class Phase:
         self.loss_func = f
         if self.loss_anew: learn.loss_func = _copy_of(f)
         self.own = None         # the loss of this batch, before callbacks add to it
+        # the loss reads what the model keeps of a batch
+        self.terms = self.loss_anew and 'terms' in losses.said
         self.mets = [m for m in mets if type(m) is not AvgSmoothLoss]
         self.reducers = [self._reducer(m, parts) for m in self.mets]
         self.resumed = False    # True if the metrics began with the state of all ranks
@@ -186,24 +188,29 @@ class Phase:
             for m in mets: m.reset()
         try:
             for _,parts in by_batch(self.kept):
+                if self.terms: parts = [(pos, self._with_term(*tree)) for pos,tree in parts]
                 for learn.pred,learn.yb,learn.loss in whole_batch(parts):
                     learn.xb = NoInput()
-                    if self.loss_anew: learn.loss = self._loss()
+                    if self.loss_anew:
+                        learn.loss = learn.loss+self._loss(self.loss_func, learn.pred, learn.yb)
+                    if self.terms: group.broadcast_([learn.loss])
                     for m in mets: m.accumulate(learn)
         finally: vars(learn).update(old)
 
     def _term(self):
-        "What callbacks added to the loss of this rank's part"
+        "What callbacks added to the loss of this rank's part; see `_with_term`"
         loss = self.learn.loss
+        if self.terms: return loss
         if self.own is None: return torch.zeros_like(loss)
         return torch.where(self.own.isfinite(), loss-self.own, 0.)
 
-    def _loss(self):
-        "That of a whole batch; `learn.loss` is the mean of the ranks' terms"
-        learn = self.learn
-        device = next((p.device for p in learn.model.parameters()), torch.device('cpu'))
-        pred,yb,term = to_device((learn.pred,learn.yb,learn.loss), device)
-        with torch.no_grad(): return learn.loss_func(pred, *yb)+term
+    def _with_term(self, pred, yb, loss):
+        "With the loss of a part less what it would be now, when the model keeps another batch's"
+        return pred, yb, loss-self._loss(_copy_of(self.loss_func), pred, yb)
+
+    def _loss(self, f, pred, yb):
+        device = next((p.device for p in self.learn.model.parameters()), torch.device('cpu'))
+        with torch.no_grad(): return f(*to_device((pred,*yb), device)).cpu()
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #0ce40083
 class ReduceMetrics(OurCallback):
