@@ -23,9 +23,10 @@ from .loaders import (counts_now, global_batches, own_loader, place_now, shard,
                                      torch_dl)
 from ..launch.training import cbs_of_rank
 from ..output.replay import print_line
-from ..shard.gathered_loss import LocalBatch, Losses, by_batch, map_tensors, whole_batch
-from ..shard.gradients import (Passes, SameWeights, params_beside, sync_buffers,
-                                     synced_bn)
+from ..shard.gathered_loss import (LocalBatch, Losses, by_batch, map_tensors, tensors_in,
+                                         whole_batch)
+from ..shard.gradients import (Passes, SameWeights, graph_of, leaves_of, params_beside,
+                                     sync_buffers, synced_bn)
 from ..shard.loss import batch_losses, loss_part, weighted_loss_and_divisor
 from ..shard.sharded import outside_loop
 from ..shard.torch_loader import torch_bs
@@ -102,10 +103,18 @@ class GlobalLoss:
                  loss_func, # The learner's
                  ranks,     # `Ranks`
                  positions, # Of this rank's items that count, in the order of one process
-                 losses=None # `Losses` of the fit
+                 losses=None, # `Losses` of the fit
+                 named=lambda: () # `model.named_parameters`
     ):
         self.f,self.ranks,self.positions = loss_func,ranks,positions
-        self.losses,self.count = losses or Losses(),len(positions)
+        self.losses,self.count,self.named = losses or Losses(),len(positions),named
+
+    def _look(self, loss, out):
+        "Names what is in the first `loss` beside predictions and targets"
+        if self.losses.looked: return
+        self.losses.looked = True
+        beside = leaves_of(graph_of(loss, until={t.grad_fn for t in tensors_in(out)}))
+        self.losses.name_terms([k for k,p in self.named() if id(p) in beside])
 
     def _whole(self, out, yb):
         "The loss of all ranks' items, if it has to be computed over them"
@@ -118,6 +127,7 @@ class GlobalLoss:
     def __call__(self, out, *yb):
         loss = self._whole(out, yb)
         if loss is None: loss = self.f(out, *yb)
+        self._look(loss, out)
         part = loss_part(self.f, yb, self.count, self.losses.reduction(self.f))
         part = part._replace(divisor=float(part.divisor))
         value = part.weighted(float(loss.detach().float().mean()))
@@ -208,7 +218,9 @@ class Validation:
             val,count = group.all_sum([float(m.val), m.count])[:2]
             m.val,m.count = torch.tensor(val),int(count)
         losses = []
-        if others or parts: losses = _replay(handler, others, keep.kept, model, parts and loss_func)
+        if others or parts:
+            losses = _replay(handler, others, keep.kept, model, parts and loss_func,
+                             'terms' in self.losses.said)
         if not note: return _pairs(outs, keep.kept)
         if not parts: losses = batch_losses(note.rows)
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]
@@ -217,22 +229,32 @@ class Validation:
 # of a handler's state, by a metric
 _SEEN = ('last_output','last_target','last_loss','last_input','train')
 
-def _replay(handler, metrics, kept, model, loss_func):
+def _replay(handler, metrics, kept, model, loss_func,
+            terms # Has this rank seen that the loss reads what the model keeps of a batch?
+):
     """Shows `metrics` all ranks' batches as one process would have made them; with a `loss_func`
     also `[(number, loss, items)]` of these"""
     device,losses = next((p.device for p in model.parameters()), torch.device('cpu')),[]
+    def value(out, target):
+        out,target = to_device((out,target), device)
+        with torch.no_grad():
+            return loss_func(out, *(target if is_listy(target) else [target])).cpu()
+    terms = loss_func and any(group.all_gather_object(terms))
+    # less what the loss of a part is now, when the model keeps another batch's
+    def with_term(out, target, loss): return out, target, loss-value(out, target)
     old = {k:v for k,v in handler.state_dict.items() if k in _SEEN}
     for no,parts in by_batch(kept):
+        if terms: parts = [(pos, with_term(*tree)) for pos,tree in parts]
         trees,items = whole_batch(parts),[len(pos) for pos,_ in parts]
         total = 0.
         for (out,target,loss),m in zip(trees, items if len(trees) > 1 else [sum(items)]):
+            if loss_func:
+                loss = value(out, target)+(loss if terms else 0.)
+                if terms: group.broadcast_([loss])
+                total += m*float(loss)
             handler.state_dict.update(last_output=out, last_target=target, last_loss=loss,
                                       last_input=None, train=False)
             for metric in metrics: handler._call_and_update(metric, 'batch_end')
-            if not loss_func: continue
-            out,target = to_device((out,target), device)
-            with torch.no_grad():
-                total += m*float(loss_func(out, *(target if is_listy(target) else [target])))
         losses.append((no, total/sum(items), sum(items)))
     handler.state_dict.update(old)
     return losses
@@ -352,7 +374,7 @@ def distributed_v1(learn,
     def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
         if opt is not None and loss_func and model is learn.model:
             _,positions = place_now(learn.data.train_dl)
-            loss_func = GlobalLoss(loss_func, ranks, positions, losses)
+            loss_func = GlobalLoss(loss_func, ranks, positions, losses, model.named_parameters)
             ranks.passes.open()
         return plain(model, xb, yb, loss_func, opt, cb_handler)
     with contextlib.ExitStack() as stack:

@@ -95,7 +95,8 @@ class Phase:
         self.learn,self.training = learn,training
         self.seen = 0           # positions of earlier batches in a validation
         self.positions = []     # of the items of this batch
-        self.kept = []          # `(number, positions, (pred, yb, loss))` of each, for a replay
+        # `(number, positions, (pred, yb, loss, term of it))` of each, for a replay
+        self.kept = []
         self.weighted = []      # of the loss of each, for `batch_losses`
         f = learn.loss_func
         self.reduction = losses.reduction(f)
@@ -106,6 +107,8 @@ class Phase:
         self.loss_func = f
         if self.loss_anew: learn.loss_func = _copy_of(f)
         self.own = None         # the loss of this batch, before callbacks add to it
+        # True if this rank saw that the loss reads what the model keeps of a batch
+        self.terms = 'terms' in losses.said
         self.mets = [m for m in mets if type(m) is not AvgSmoothLoss]
         self.reducers = [self._reducer(m, parts) for m in self.mets]
         self.resumed = False    # True if the metrics began with the state of all ranks
@@ -156,8 +159,7 @@ class Phase:
         self.positions = pos
         if None not in self.reducers: return
         tree = trim((learn.pred,tuple(learn.yb)), n, bs)
-        loss = self._term() if self.loss_anew else learn.loss
-        cpu = map_tensors(lambda t: t.detach().cpu(), (*tree,loss))
+        cpu = map_tensors(lambda t: t.detach().cpu(), (*tree,learn.loss,self._term()))
         self.kept.append((batch_number(learn, pos), pos, cpu))
 
     def restore(self):
@@ -185,26 +187,30 @@ class Phase:
         old = {k:getattr(learn,k) for k in ('xb','yb','pred','loss')}
         if not self.resumed:
             for m in mets: m.reset()
+        terms = self.loss_anew and any(group.all_gather_object(self.terms))
         try:
             for _,parts in by_batch(self.kept):
-                for learn.pred,learn.yb,learn.loss in whole_batch(parts):
+                if terms: parts = [(pos, self._with_term(*tree)) for pos,tree in parts]
+                for learn.pred,learn.yb,learn.loss,term in whole_batch(parts):
                     learn.xb = NoInput()
-                    if self.loss_anew: learn.loss = self._loss()
+                    if self.loss_anew:
+                        learn.loss = self._loss(self.loss_func, learn.pred, learn.yb)+term
+                    if terms: group.broadcast_([learn.loss])
                     for m in mets: m.accumulate(learn)
         finally: vars(learn).update(old)
 
     def _term(self):
         "What callbacks added to the loss of this rank's part"
-        loss = self.learn.loss
-        if self.own is None: return torch.zeros_like(loss)
-        return torch.where(self.own.isfinite(), loss-self.own, 0.)
+        if self.own is None: return torch.zeros(())
+        return torch.where(self.own.isfinite(), self.learn.loss-self.own, 0.)
 
-    def _loss(self):
-        "That of a whole batch; `learn.loss` is the mean of the ranks' terms"
-        learn = self.learn
-        device = next((p.device for p in learn.model.parameters()), torch.device('cpu'))
-        pred,yb,term = to_device((learn.pred,learn.yb,learn.loss), device)
-        with torch.no_grad(): return learn.loss_func(pred, *yb)+term
+    def _with_term(self, pred, yb, loss, _):
+        "With the loss of a part less what it would be now, when the model keeps another batch's"
+        return pred, yb, loss, loss-self._loss(_copy_of(self.loss_func), pred, yb)
+
+    def _loss(self, f, pred, yb):
+        device = next((p.device for p in self.learn.model.parameters()), torch.device('cpu'))
+        with torch.no_grad(): return f(*to_device((pred,*yb), device)).cpu()
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #0ce40083
 class ReduceMetrics(OurCallback):

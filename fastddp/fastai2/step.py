@@ -335,7 +335,5 @@ def _check_terms(self:StepSync, loss):
         cbs = [cb for cb in self.learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS)]
         who = ', '.join(type(cb).__name__ for cb in cbs)
         if who: self.losses.print_once(f"{who} changes the loss (loss_grad): {AVERAGED}", 'penalty')
-    beside = [names[i] for i in leaves_of(graph_of(made, until=preds)) & names.keys()]
-    if beside:
-        self.losses.print_once("A term of the loss doesn't come from predictions and targets (it "
-                               f"uses {', '.join(sorted(beside)[:3])}): {AVERAGED}", 'terms')
+    beside = leaves_of(graph_of(made, until=preds)) & names.keys()
+    self.losses.name_terms([names[i] for i in beside])

@@ -192,6 +192,7 @@ class Losses:
         self.asked,self.say = asked,say
         self.seen = []          # `[loss function, kind]`
         self.said = set()       # the lines that the user has seen
+        self.looked = False     # at the terms of a loss, in fastai v1
 
     def kind(self, f):
         "'known', 'mean', 'sum', 'gather', or 'average' for one that could not be gathered"
@@ -236,6 +237,12 @@ class Losses:
                                     "faster.", 'gather')
         pred,yb = batch.of_all_ranks([int(m) for m in counts])
         return f(pred, *yb)
+
+    def name_terms(self, names # Of weights that the loss uses beside predictions and targets
+    ):
+        if not names: return
+        self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
+                        f"{', '.join(sorted(names)[:3])}): {AVERAGED}", 'terms')
 
     def print_once(self, line, what):
         if what not in self.said and group.rank() == 0: self.say(line)

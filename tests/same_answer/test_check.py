@@ -3,8 +3,10 @@ import copy, random
 import pytest, torch
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.training import GradientClip
+from fastai.data.core import DataLoaders
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam
+from fastai.text.data import SortedDL, pad_input
 from fastai.text.models.awdlstm import WeightDropout
 from torch import nn
 from parity import items, learner, mlp, warm
@@ -73,6 +75,28 @@ class Skips(Callback):
         if self.training and random.random() < .5: raise CancelBatchException()
 
 
+class MovesAverage(nn.Module):
+    "A buffer that a forward pass changes"
+    def __init__(self): super().__init__(); self.m = mlp(); self.register_buffer('average', torch.zeros(3))
+    def forward(self, x):
+        out = self.m(x)
+        if self.training: self.average.lerp_(out.detach().mean(0), .1)
+        return out+self.average
+
+
+class MeanOfAll(nn.Module):
+    "Over the positions of a text, padding included"
+    def __init__(self): super().__init__(); self.words = nn.Embedding(20, 3)
+    def forward(self, x): return self.words(x).mean(1)
+
+
+def padded():
+    learn = learner(model=MeanOfAll())
+    texts = [(torch.arange(2+i%7)+2, torch.tensor(i%3)) for i in range(30)]
+    learn.dls = DataLoaders(*(SortedDL(texts, bs=4, shuffle=not i, before_batch=pad_input) for i in range(2)))
+    return learn
+
+
 def clamped(learn):
     learn.model[0].weight.register_hook(lambda g: g.clamp(-.01, .01))
     return learn
@@ -82,7 +106,9 @@ OWN = {'size': (lambda: learner(model=Odd()), 'Does the model compare the items 
        'compares': (lambda: learner(model=Compares()), f'{EXPECTED}dropout. Without it, losses: '),
        'draws': (lambda: learner(model=DrawsNoise()), 'or draw random numbers by itself?'),
        'callback': (lambda: learner(cbs=Skips()), f'{EXPECTED}callback Skips. Without it: same.'),
-       'hook': (lambda: clamped(learner()), 'not removed here: hooks of parameters.')}
+       'hook': (lambda: clamped(learner()), 'not removed here: hooks of parameters.'),
+       'buffers': (lambda: learner(model=MovesAverage()), 'not removed here: buffers.'),
+       'padding': (padded, 'not removed here: padding.')}
 
 
 @pytest.mark.parametrize('kind', OWN)

@@ -35,3 +35,25 @@ def test_the_option():
     one.fit(1, 1e-2)
     same_weights(two, one)
     with pytest.raises(CantDistribute, match="loss='max'"): two.distrib_fit(1, nprocs=2, loss='max')
+
+
+class KeepsPenalty(nn.Module):
+    "A model that keeps a term of its loss, as a variational autoencoder does"
+    def __init__(self): super().__init__(); self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        h = self.a(x)
+        self.kl = h.pow(2).mean()
+        return self.b(h)
+
+
+def test_a_term_that_the_model_keeps_is_weighted_by_items_and_named(capfd):
+    def make(**kwargs):
+        learn = plain(**kwargs)
+        learn.model = model = KeepsPenalty()
+        learn.layer_groups = [model]
+        learn.loss_func = lambda out, y: F.cross_entropy(out, y).sqrt() + .1*model.kl
+        return learn
+    two, one = pair(make, lambda l: l.fit(2, 1e-2), n=49)
+    same_weights(two, one)
+    same_recorder(two, one)
+    assert capfd.readouterr().out.count("doesn't come from predictions and targets") == 1
