@@ -735,6 +735,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.fastai2.clock.Clock.leave': ('fastai2/clock.html#clock.leave', 'fastddp/fastai2/clock.py'),
                                        'fastddp.fastai2.clock.Clock.numbers': ( 'fastai2/clock.html#clock.numbers',
                                                                                 'fastddp/fastai2/clock.py'),
+                                       'fastddp.fastai2.clock.Clock.of_starts': ( 'fastai2/clock.html#clock.of_starts',
+                                                                                  'fastddp/fastai2/clock.py'),
                                        'fastddp.fastai2.clock.Clock.tell': ('fastai2/clock.html#clock.tell', 'fastddp/fastai2/clock.py'),
                                        'fastddp.fastai2.clock.kind_of': ('fastai2/clock.html#kind_of', 'fastddp/fastai2/clock.py'),
                                        'fastddp.fastai2.clock.on_device': ('fastai2/clock.html#on_device', 'fastddp/fastai2/clock.py'),

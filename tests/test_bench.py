@@ -1,5 +1,5 @@
 """`distrib_bench` trains a copy for some steps, and leaves the learner as it is."""
-import copy
+import copy, os
 import torch
 from fastddp.all import *
 from learners import make_learner
@@ -13,3 +13,19 @@ def test_steps_with_each_choice():
     assert 'Worth it: 2 workers' in str(res) and '#'*20 in str(res)
     assert all(torch.equal(v, before[k]) for k, v in learn.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), stream) and learn.dls.bs == 16 and learn.opt is None
+
+
+class Full(torch.nn.Linear):
+    "As on a GPU that holds 16 items"
+    def forward(self, x):
+        if len(x) > 16: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+        return super().forward(x)
+
+
+def test_a_batch_that_does_not_fit_is_an_answer():
+    learn = make_learner(cbs=[])
+    learn.model = Full(8, 2)
+    res = learn.distrib_bench(nprocs=2, bs=(16, 32), num_workers=(0, 99), steps=2)
+    assert [(o.batch, o.rate > 0) for o in res] == [(16, True)]*2+[(32, False)]*2
+    assert str(res).count('out of memory') == 2 and res.worth_it.batch == 16
+    assert [o.num_workers for o in res] == [0, max(1, len(os.sched_getaffinity(0))//2)]*2     # those that run

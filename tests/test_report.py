@@ -3,6 +3,7 @@ import json, time
 import pytest
 from fastai.callback.core import Callback
 from fastddp.all import *
+from fastddp.fastai2.clock import Clock
 from fastddp.launch import report
 from fastddp.launch.report import Fit, advice_for
 from learners import make_learner
@@ -42,7 +43,7 @@ def test_phases_of_a_fit_add_up():
 
 def rank(secs=None, waits=None, **more):
     res = dict(seconds=dict(forward=3., backward=4., optimizer=1., data=.5, other=.5), waits=waits or {}, uneven={},
-               callbacks={}, slow=0., slowest=(0., 0, 0), loaders=0, threads=1, grads=2**20,
+               callbacks={}, slow=0., starts=0., slowest=(0., 0, 0), loaders=0, threads=1, grads=2**20,
                largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0, cpu=1., cores=8.)
     return res | dict(seconds=res['seconds'] | (secs or {})) | more
 
@@ -56,6 +57,8 @@ TROUBLES = {
     'data': (fit(rank(dict(data=5.))), 'raise num_workers from 0 to 8'),
     'no core for data': (fit(rank(dict(data=5.), loaders=1), cores=2), 'no core is free'),
     'data on one rank in turn': (fit(rank(dict(data=3.), dict(data=2.))), '50 % of the time the workers wait for data'),
+    'loaders': (fit(rank(dict(data=5.), starts=4., loaders=2)), 'num_workers=0'),
+    'slow items at the start, too': (fit(rank(dict(data=5.), starts=4.)), 'raise num_workers from 0'),
     'item': (fit(rank(dict(data=5.), slow=4.5, slowest=(1.5, 2, 17))), 'batch 17 of epoch 2 took 1.5 s'),
     'small': (fit(rank(dict(forward=1., backward=1., optimizer=1., exchange=2., other=4.)), steps=1000), 'one worker'),
     'layer': (fit(rank(dict(exchange=4.), grads=2**28, largest=('head.weight', 2**27+1))), 'head.weight'),
@@ -76,7 +79,7 @@ def test_the_first_sentence_names_the_cause(name):
     made_up, words = TROUBLES[name]
     first = advice_for(made_up)[0]
     assert words in first.text
-    if name in ('item', 'small', 'rank', 'sizes', 'start'): assert first.cause == name
+    if name in ('loaders', 'item', 'small', 'rank', 'sizes', 'start'): assert first.cause == name
 
 
 @pytest.mark.parametrize('innocent', [
@@ -129,6 +132,21 @@ def test_predictions_that_wait_for_data(two):
     learn.dls.valid.dataset = SlowItems(learn.dls.valid.dataset)
     learn.distrib_get_preds(nprocs=2, launcher=two)
     assert learn.distrib_report.advice[0].cause == 'data', learn.distrib_report
+
+
+def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
+    clock = Clock()
+    def phase(*waits):
+        clock.of_phase = 0
+        for i, secs in enumerate(waits):
+            clock.seconds['data'] += secs
+            clock._came(secs, 0, i)
+    phase(.5, .1, .1)
+    phase(.3, .1, .1)
+    assert clock.of_starts() == pytest.approx(.6)
+    clock = Clock()     # one batch: nothing to compare it with
+    phase(.5)
+    assert clock.of_starts() == 0
 
 
 class Stops(Callback):

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..base import group
 from ..base.device import visible_cores
-from ..base.errors import CantDistribute, WorkerError
+from ..base.errors import CantDistribute, RankRaised
 from ..launch.local import Local
 from ..launch.training import is_kind, is_rank0_only
 from .loaders import is_lm, lay_out
@@ -346,8 +346,9 @@ def distrib_bench(self:Learner,
             rate = pace.items/max(pace.seconds, 1e-9)
             alone = pace.items/max(pace.seconds-pace.waited, 1e-9)
             line = line._replace(rate=rate, without_data=alone, epoch=len(dl)*size/rate)
-        except WorkerError as e:
-            if 'out of memory' not in str(e).lower(): raise
+        except RankRaised as e:
+            # its message alone: the lines of a traceback may have these words, too
+            if 'out of memory' not in e.failure.message.lower(): raise
         finally: streams.install()
         res.append(line)
     return res

@@ -69,8 +69,10 @@ class Clock:
         self.waits = defaultdict(float)
         self.uneven = defaultdict(float)    # (rank, epoch) -> seconds that this one waited for it
         self.epoch = self.batches = self.of_phase = 0
+        self.wait = 0.,0,0      # for the batch that comes, with its epoch and number
         # batches that took much longer to come than others: seconds, and the longest with its place
         self.slow,self.slowest = 0.,(0.,0,0)
+        self.starts,self.phases = 0.,0      # seconds until the first batches of so many phases
         self.last,self.waited = time.perf_counter(),self.board.waited
         self.cpu = time.process_time()
     def enter(self, learn):
@@ -80,7 +82,10 @@ class Clock:
         if self.sampling: device_module().synchronize()
         secs = self.lap(self.phase)
         if self.sampling and self.phase in _OF_DEVICE: self.sampled[self.phase] += secs
-        if self.phase == 'data': self._came(learn, secs)
+        if self.phase == 'data':
+            of_learn = vars(learn)
+            self.epoch,i = of_learn.get('epoch') or 0,of_learn.get('iter') or 0
+            self.wait = secs,self.epoch,i
         return True
     def lap(self, kind):
         "What has passed since the last look was `kind`, without waiting for other ranks; seconds"
@@ -94,7 +99,9 @@ class Clock:
         "An event ends"
         self.depth -= 1
         if self.depth: return
-        if event_name == 'before_batch' and not self.valid: self._step()
+        if event_name == 'before_batch':
+            self._came(*self.wait)
+            if not self.valid: self._step()
         self.lap('other')
         if event_name in ('before_validate','after_validate'):
             self.valid = event_name == 'before_validate'
@@ -108,15 +115,16 @@ class Clock:
         self.sampling = self.on_gpu and self.steps%_EVERY == 2
         self.samples += self.sampling
         if self.sampling: device_module().synchronize()
-    def _came(self, learn, secs):
+    def _came(self, secs, epoch, i):
         "A batch has come; the first of a phase starts the loader's processes"
-        of_learn = vars(learn)
-        self.epoch,i = of_learn.get('epoch') or 0,of_learn.get('iter') or 0
         self.batches += 1
         self.of_phase += 1
+        if self.of_phase == 1:
+            self.starts += secs
+            self.phases += 1
         if self.of_phase == 1 or secs < _LEAST: return
         if secs*self.batches > _LONG*(self.seconds['data']-self.slow-secs): self.slow += secs
-        self.slowest = max(self.slowest, (secs, self.epoch, i))
+        self.slowest = max(self.slowest, (secs, epoch, i))
     def tell(self):
         "Seconds of data and of callbacks since the last meeting, for the others"
         now = self.seconds['data'],self.of_cbs
@@ -140,6 +148,11 @@ class Clock:
         secs = min(secs, self.seconds['backward'])
         self.seconds['exchange'] += secs
         self.seconds['backward'] -= secs
+    def of_starts(self):
+        "Seconds in which first batches were waited for longer than for the others"
+        others = self.batches-self.phases
+        each = (self.seconds['data']-self.starts)/max(others, 1)
+        return max(self.starts-self.phases*each, 0.) if others else 0.
     def numbers(self):
         "All of it, as plain numbers"
         cbs = {k:v for k,v in self.seconds.items() if k not in (*PHASES,'exchange')}
@@ -149,7 +162,7 @@ class Clock:
         secs = on_device(secs, {k:v*scale for k,v in self.sampled.items()})
         return dict(seconds=secs, callbacks=cbs,
                     waits=dict(self.waits), uneven=dict(self.uneven), slow=self.slow,
-                    slowest=self.slowest, cpu=time.process_time()-self.cpu)
+                    starts=self.of_starts(), slowest=self.slowest, cpu=time.process_time()-self.cpu)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def use_of(

@@ -57,6 +57,10 @@ def on_data(fit):
         return Advice('item', lost, f"{wait}, most of it for a few batches: batch {batch}"
                       f"{of_epoch} took {secs:.1f} s. Look at its items and at the disk they are "
                       "on.")
+    if loaders and sum(r['starts'] for r in fit.ranks)/fit.n > lost/2:
+        return Advice('loaders', lost, f"{wait}, most of it for the first batch of each epoch, "
+                      "when loader processes start: take longer epochs or, if items are quickly "
+                      "made, num_workers=0.")
     most = max(fit.cores//fit.n, 1)
     where = f"{several(fit.cores, 'core')}, {several(fit.n, 'worker')}"
     if loaders >= most:
