@@ -45,8 +45,8 @@ TESTS = {
     'fastai2/session': 'comes_back/test_warm.py', 'fastai2/learner': 'test_shift_tab.py',
     'fastai2/check': 'same_answer/test_check.py', 'fastai2/clock': 'test_report.py',
     'fastai1': 'v1/test_v1_fit.py',
-    'fastai1/callbacks': 'v1/test_v1_callbacks.py', 'fastai1/snapshot': 'v1/test_v1_comes_back.py',
-    'fastai1/learner': 'v1/test_v1_life.py',
+    'fastai1/validation': 'v1/test_v1_any_loss.py', 'fastai1/callbacks': 'v1/test_v1_callbacks.py',
+    'fastai1/snapshot': 'v1/test_v1_comes_back.py', 'fastai1/learner': 'v1/test_v1_life.py',
     '': 'test_start.py', 'ranch': 'test_ranch.py', 'doctor': 'test_doctor.py', 'magics': 'test_magics.py'}
 
 
