@@ -98,7 +98,7 @@ None before the first"""
     def distrib_reports(self):
         """The `Report` of each call of the last block, in order"""
 
-    def distrib_resume(self, file = None, wait = True, offload = False):
+    def distrib_resume(self, file = None, wait = True, offload = False, launcher = None):
         """Continue a distributed fit that was interrupted or failed: same call, same schedule, next
         epoch."""
 

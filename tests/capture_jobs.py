@@ -110,7 +110,7 @@ class Child:
     def run(self, name, rank=0, see=(0,), **kwargs):
         "Run job `name` as `rank`, and replay what it shows"
         seen = kwargs.get('frontend') != 'silent'
-        self.conn.send((name, display_settings()._replace(see=seen, **kwargs)))
+        self.conn.send((name, display_settings()._replace(send_text=seen, **kwargs)))
         replay = Replay(see=see)
         while True:
             replay.flush()

@@ -24,6 +24,9 @@ res = dict(weights=[p.flatten().tolist() for p in learn.model.parameters()],
            values=[list(v) for v in learn.recorder.values],
            losses=[float(o) for o in learn.recorder.losses], fit='fit' in vars(learn),
            world=os.environ.get('WORLD_SIZE'), listening=[*listening])
+res['reports'] = [learn.distrib_report.to_dict()]
 learn.distrib_fit(1, 0.01)      # the group was left, and is joined once more
 res['again'] = [float(o) for o in learn.recorder.losses]
+learn.distrib_get_preds()
+res['reports'].append(learn.distrib_report.to_dict())
 json.dump(res, open(f'{sys.argv[1]}/rank{rank}.json', 'w'))

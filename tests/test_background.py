@@ -4,8 +4,11 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from fastai.callback.core import Callback
+from fastai.callback.training import GradientClip
+from fastai.learner import AvgMetric
+from fastai.metrics import accuracy
 from torch import nn
-from fastddp.all import CantDistribute, InProcess, RankRaised, ranch
+from fastddp.all import CantDistribute, InProcess, Local, RankRaised, ranch
 from fastddp.fastai2 import learner as words, resume
 from fastddp.launch import background, session
 from fastddp.launch.engine import Job
@@ -104,6 +107,40 @@ def test_changed_meanwhile(two):
     assert not same(weights(learn), mine)
 
 
+class Notes(Callback):
+    "Notes a number of its own at the end of each epoch"
+    def __init__(self, n): self.n, self.seen = n, []
+    def after_epoch(self): self.seen.append(self.n)
+
+
+class Last(AvgMetric):
+    "Keeps its values"
+    def __init__(self): super().__init__(accuracy); self.values = []
+    @property
+    def value(self):
+        self.values.append(float(super().value))
+        return self.values[-1]
+
+
+def test_exchanged_meanwhile(two):
+    "What the notebook exchanges stays as it is, the earlier parts get the result"
+    old, new, went, came, given = Last(), Last(), Notes(1), Notes(2), Notes(3)
+    learn, other = learner(metrics=old, cbs=[Slow(), went]), learner()
+    job = learn.distrib_fit(2, cbs=given, wait=False, **two)
+    first_epoch(job)
+    learn.metrics, learn.dls = [new, Last()], other.dls
+    learn.remove_cb(went)
+    learn.add_cbs([came, GradientClip(.1)])
+    was = other.dls.train.rng.getstate()
+    job.pull()
+    assert given.seen[:1] == [3] and went.seen[:1] == [1] and old.values
+    assert job.result(60) is None and len(learn.recorder.values) == 2
+    assert given.seen == [3, 3] and went.seen == [1, 1] and len(old.values) == 2 and old.func is accuracy
+    assert came.seen == [] and came.n == 2 and new.values == [] and learn.metrics[0] is new
+    assert other.dls.train.rng.getstate() == was and learn.dls is other.dls
+    assert [type(cb) for cb in learn.cbs][-2:] == [Notes, GradientClip] and learn.notes is came
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     "This machine's memory counts as a GPU: the learners that are to leave it, and 'emptied' after each move"
@@ -133,12 +170,14 @@ def test_offload(two, on_gpu, into):
     assert on_gpu[:2] == [learn, 'emptied']
     job.exception(60)
     meanwhile = len(on_gpu)
+    with pytest.raises(CantDistribute, match=r'job \d+: fit\(2\), done keeps this learner on the CPU'): learn.fit(1)
     job.pull()
     assert len(on_gpu) == meanwhile
     job.result(into=learner() if into else None)
     assert on_gpu[meanwhile:] == ['emptied'] and same(weights(learn), weights(whole))
     job.result()
     assert len(on_gpu) == meanwhile+1
+    learn.fit(1)
 
 
 def test_offload_of_a_refused_job(on_gpu):
@@ -188,9 +227,17 @@ def test_queue(two):
     def last(wait): return background.BackgroundJob('last', run=lambda: (first.done(), second.done())).start()
     third = second.then(last)
     assert 'waiting for' in repr(second)
+    with pytest.raises(CantDistribute, match='waiting for'): b.fit(1)
     assert third.result(60) == (True, True)
     for job in (first, second): job.result()
     assert (len(a.recorder.values), len(b.recorder.values)) == (2, 1)
+    job = a.distrib_fit(50, wait=False, cbs=Slow(), **two)
+    never = job.then(b.distrib_fit, 1, **two)
+    never.stop()
+    assert never.result(60) is None
+    b.fit(1)        # free again
+    job.stop()
+    job.result(60)
 
 
 def test_refused(two):
@@ -224,6 +271,23 @@ def test_gpus_of_a_job():
     background.refuse_overlap(None)
     background._jobs.remove(job)
     background.refuse_overlap([1])
+
+
+def test_a_job_beside_a_block(two, monkeypatch):
+    "The open block of another learner has GPUs (made up: the workers are on the CPU)"
+    @contextlib.contextmanager
+    def engine_for(given, defaults):
+        with two['launcher'] as engine: yield engine, 2, given['gpus']
+    monkeypatch.setattr(session, 'engine_for', engine_for)
+    outer, learn = learner(), learner()
+    with outer.distrib_ctx(gpus=[0, 1]):
+        with pytest.raises(CantDistribute, match='block of another learner has GPU 1'):
+            learn.distrib_fit(1, gpus=[1, 2], wait=False)
+        learn.distrib_fit(1, gpus=[2, 3], wait=False).result(60)
+    job = learn.distrib_fit(1, gpus=[1, 2], wait=False)
+    with pytest.raises(CantDistribute, match='has GPU 1'), outer.distrib_ctx(gpus=[0, 1]): pass
+    job.result(60)
+    assert not background._blocks
 
 
 def test_a_closure_means_the_twin(two):
@@ -269,8 +333,8 @@ def test_two_threads_on_one_engine(two):
     thread = threading.Thread(target=run)
     thread.start()
     def taken():
-        if not launcher._busy.acquire(blocking=False): return True
-        launcher._busy.release()
+        if not launcher._lock.acquire(blocking=False): return True
+        launcher._lock.release()
     until(taken)
     second = launcher.run(Job.of(rest, 0), 2)
     thread.join(60)
@@ -325,6 +389,39 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     new.distrib_resume('distrib', wait=False).result(60)
     assert same(weights(new), weights(whole)) and values(new) == values(whole)
     assert new.recorder.lrs == whole.recorder.lrs
+
+
+def test_two_fits_that_write_to_one_file(two, tmp_path):
+    "At once: the second is refused. One after the other, in a queue, they may"
+    a, b = learner(path=tmp_path, cbs=[Slow()]), learner(path=tmp_path)
+    job = a.distrib_fit(50, wait=False, checkpoint='epoch', nprocs=2)
+    for wait in True, False:
+        with pytest.raises(CantDistribute, match=r"distrib\.ckpt\. Give this learner a folder"):
+            b.distrib_fit(1, wait=wait, checkpoint='epoch', **two)
+    b.distrib_fit(1, **two)
+    after = job.then(b.distrib_fit, 1, checkpoint='epoch', **two)
+    job.stop()
+    after.result(60)
+    b.model_dir = 'models/b'
+    with a.distrib_ctx(nprocs=2, checkpoint='epoch'), a.distrib_ctx(checkpoint='epoch'):
+        b.distrib_fit(1, checkpoint='epoch', **two)
+    assert not resume._written and (tmp_path/'models'/'b'/'distrib.ckpt').exists()
+
+
+class Elsewhere(Local):
+    "As an engine of other machines, here"
+    places = True
+    def place(self, nprocs=None, gpus=None): return 2, None
+
+
+def test_a_checkpoint_of_other_machines_asks_for_them(tmp_path):
+    "It would go on with workers of this machine, and other batches"
+    learner(path=tmp_path).distrib_fit(1, checkpoint='epoch', launcher=Elsewhere(gpus=[]))
+    new = learner(path=tmp_path)
+    with pytest.raises(CantDistribute, match=r'launcher=Elsewhere\(\.\.\.\), which is not in the file'):
+        new.distrib_resume('distrib')
+    new.distrib_resume('distrib', launcher=Elsewhere(gpus=[]))
+    assert len(new.recorder.values) == 1
 
 
 def test_no_step_waits_for_the_disk(two, tmp_path, monkeypatch):

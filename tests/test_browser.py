@@ -235,6 +235,36 @@ learn = make_learner(cbs=[Slow(.1, {str(lab.notebooks)!r})])"""
     assert page.js(f'{BARS}.length') == 0 and page.js(ROWS) == 24 and page.js(TEXT).count('12 epochs in') == 2
 
 
+# How far apart text and background of the report are, from 0 to 1
+CONTRAST = """(()=>{
+    const light = c=>{ const [r,g,b] = c.match(/[\\d.]+/g).map(Number); return (.2126*r+.7152*g+.0722*b)/255 };
+    const style = o=>getComputedStyle(o);
+    const text = document.querySelector('PANEL .jp-OutputArea-output div[style*="max-width"]');
+    let behind = text;
+    while(/, 0\\)$/.test(style(behind).backgroundColor)) behind = behind.parentElement;
+    return Math.abs(light(style(text).color)-light(style(behind).backgroundColor)) })()""".replace('PANEL', PANEL)
+
+
+def test_report_and_job_on_light_and_dark(lab, page):
+    cells = [f"""import sys; sys.path.insert(0, {str(root/'tests')!r})
+from fastddp.all import *
+from learners import make_learner
+learn = make_learner()""",
+             'job = learn.distrib_fit(3, nprocs=2, wait=False)\njob.result()', 'learn.distrib_report']
+    write_cells(lab, 'report.ipynb', cells)
+    page.open(lab, 'report.ipynb')
+    page.run_all()
+    page.until(f"{TEXT}.includes('waiting for data')")
+    page.until(IDLE)
+    try:
+        for theme in 'Dark', 'Light':
+            page.js(f"jupyterapp.commands.execute('apputils:change-theme', {{theme: 'JupyterLab {theme}'}}) && 1")
+            page.until(f"document.body.dataset.jpThemeLight == '{str(theme == 'Light').lower()}'")
+            page.until(f"{CONTRAST} > .5", 20)
+            page.picture_of_cell(2, f'report, {theme.lower()}')
+    finally: page.js("jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'}) && 1")
+
+
 def test_interrupt_button(lab, page):
     write(lab, 'stop.ipynb', 100)
     page.open(lab, 'stop.ipynb')

@@ -1,6 +1,8 @@
 """The doctor's page, and GPUs that can't exchange data, made up with workers on the CPU."""
 import os, subprocess, sys
 import fastddp, pytest
+from fastddp.base import device
+from fastddp.base.errors import RankDied, RankRaised
 from fastddp.launch import local
 from fastddp.launch.engine import Job
 from fastddp.launch.local import all_reduce_seconds
@@ -11,6 +13,7 @@ def test_the_page(capsys, monkeypatch):
     monkeypatch.setenv('NCCL_DEBUG', 'WARN')
     traps = fastddp.doctor()
     out = capsys.readouterr().out
+    assert ' available)' in out and 'locked memory ' in out
     assert 'all-reduce: 1 MB ' in out and 'torch ' in out and 'NCCL_DEBUG=WARN' in out
     assert all(f'! {o}: ' in out for o in traps) and fastddp.doctor.doctor is not fastddp.doctor
 
@@ -28,16 +31,54 @@ def env_of_worker(ctx, _): return os.environ.get('NCCL_P2P_DISABLE')
 def fails(ctx, sizes): raise RuntimeError('CUDA error: peer access is not supported')
 
 
+def is_full(ctx, sizes): raise RuntimeError('CUDA out of memory')
+
+
+def unchecked(monkeypatch, probe):
+    "Workers on the CPU are taken for GPUs whose exchange is untried; `probe` tries it"
+    monkeypatch.setattr(local, '_extra_env', {})
+    monkeypatch.setattr(local, '_p2p_checked', set())
+    monkeypatch.setattr(local, 'all_reduce_seconds', probe)
+    monkeypatch.setattr(local.Local, 'needs_p2p_check', lambda self, n: not local._p2p_checked)
+    monkeypatch.delenv('NCCL_P2P_DISABLE', raising=False)
+
+
 @pytest.mark.parametrize('probe', [all_reduce_seconds, fails])
 def test_gpus_that_cannot_exchange_do_without_p2p(probe, capsys, monkeypatch):
-    monkeypatch.setattr(local, '_env', {})
-    monkeypatch.setattr(local, '_proven', set())
-    monkeypatch.setattr(local, 'all_reduce_seconds', probe)
-    monkeypatch.setattr(local.Local, 'is_unproven', lambda self, n: not local._proven)
-    monkeypatch.delenv('NCCL_P2P_DISABLE', raising=False)
+    unchecked(monkeypatch, probe)
     with local.Local(gpus=[], timeout=77) as launcher:
         results = launcher.run(Job.of(env_of_worker, None), 2).results
         assert launcher.timeout == 77
     broken, out = probe is fails, capsys.readouterr().out
     assert results == ['1' if broken else None]*2 and ('NCCL_P2P_DISABLE=1' in out) == broken
     assert 'NCCL_P2P_DISABLE' not in os.environ
+
+
+@pytest.mark.parametrize('error', [RankRaised, RankDied, KeyboardInterrupt])
+def test_gpus_whose_check_ends_otherwise_are_checked_again(error, monkeypatch):
+    "A full GPU, a killed worker and Ctrl-C say nothing of the exchange"
+    unchecked(monkeypatch, is_full)
+    if error is not RankRaised:
+        def ends(*_): raise RankDied(0, -9) if error is RankDied else KeyboardInterrupt
+        monkeypatch.setattr(local.Local, '_run_once', ends)
+    with pytest.raises(error): local.Local(gpus=[]).run(Job.of(env_of_worker, None), 2)
+    assert not local._extra_env and not local._p2p_checked
+
+
+def test_gpus_that_exchange_over_the_cpu_are_not_checked(monkeypatch):
+    monkeypatch.delenv('NCCL_P2P_DISABLE', raising=False)
+    assert local.Local(gpus=[7, 8]).needs_p2p_check(2)
+    assert not local.Local(gpus=[7, 8], backend='gloo').needs_p2p_check(2)
+
+
+def test_a_bound_process_counts_the_cores_of_the_machine(monkeypatch):
+    "Near a GPU it has those of one NUMA node, made up here: loader processes of all ranks share the machine's"
+    was, binding = os.sched_getaffinity(0), pytest.importorskip('torch.numa.binding')
+    for k in '_bound', '_unbound': monkeypatch.setattr(device, k, None)
+    monkeypatch.setattr(device, 'binds_to_numa', lambda: True)
+    def bind(**kwargs): os.sched_setaffinity(0, {min(was)})
+    monkeypatch.setattr(binding, '_maybe_apply_numa_binding_to_current_process', bind)
+    try:
+        device.bind_near(0)
+        assert len(os.sched_getaffinity(0)) == 1 and device.visible_cores() == len(was)
+    finally: os.sched_setaffinity(0, was)

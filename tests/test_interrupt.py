@@ -7,7 +7,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 import fastddp.all
 from faults import OneFault, Slow
-from fastddp.base.scoped import undisturbed
+from fastddp.base.scoped import delay_interrupts
 from fastddp.launch.local import Local
 from learners import make_learner
 
@@ -21,6 +21,11 @@ def wait_for(path, least=1, limit=200):
         if path.exists() and int(path.read_text() or 0) >= least: return
         time.sleep(.01)
     raise TimeoutError(str(path))
+
+
+def shell_wait(path, least):
+    "The same in a shell, where only what ends the shell ends it: a number that passes by isn't missed"
+    return f'until [ "$(cat {path} 2>/dev/null)" -ge {least} ] 2>/dev/null; do sleep .01; done'
 
 
 class AfterThat(threading.Thread):
@@ -44,10 +49,39 @@ def history(learn): return learn.recorder.lrs, [p.tolist() for p in learn.model.
 
 def test_signal_waits_for_what_must_not_be_cut():
     reached = []
-    with pytest.raises(KeyboardInterrupt), undisturbed():
+    with pytest.raises(KeyboardInterrupt), delay_interrupts():
         signal.raise_signal(signal.SIGINT)
         reached.append('all of it')
     assert reached == ['all of it']
+
+
+def test_while_workers_are_prepared(monkeypatch):
+    "Also one that came before, and was delayed"
+    pressed = [lambda *_: signal.raise_signal(signal.SIGINT), lambda *_: None]
+    for inside in pressed:
+        monkeypatch.setattr(Local, '_get_workers', inside)
+        with pytest.raises(KeyboardInterrupt), delay_interrupts():
+            if inside is pressed[1]: signal.raise_signal(signal.SIGINT)
+            Local(gpus=[]).prepare(2)
+            pytest.fail('it went on')
+
+
+def test_while_a_block_waits_for_the_job_of_another_thread():
+    "That job goes on"
+    launcher, has_it, ends = Local(gpus=[]), threading.Event(), threading.Event()
+    def other():
+        with launcher._lock:
+            has_it.set()
+            ends.wait(30)
+    thread = threading.Thread(target=other)
+    thread.start()
+    has_it.wait()
+    with pytest.raises(KeyboardInterrupt), delay_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        launcher.leave()
+    assert thread.is_alive()
+    ends.set()
+    thread.join()
 
 
 def test_in_training_keeps_the_last_batch(tmp_path, capsys):

@@ -67,7 +67,7 @@ def test_an_interrupt_for_which_nothing_asked_is_a_failure(tmp_path):
 def test_ranks_that_were_asked_to_stop_are_waited_for(tmp_path):
     workers = Played(tmp_path, [], [failed(0, 'KeyboardInterrupt')], [], [failed(1, 'KeyboardInterrupt')])
     m = monitor(workers)
-    m.interrupts.n = 1
+    m.interrupts.count = 1
     with pytest.raises(KeyboardInterrupt): m.wait()
     assert workers.asked and not m.at_work
 
@@ -81,7 +81,7 @@ def gives_up(m):
 def test_after_an_interrupt_a_rank_has_as_long_as_its_longest_batch(tmp_path):
     workers = Played(tmp_path)
     m = monitor(workers)
-    m.interrupts.n, m.asked_to_stop = 1, time.monotonic()-100
+    m.interrupts.count, m.asked_to_stop = 1, time.monotonic()-100
     workers.beats[1] = Heartbeat(longest=1000.)
     assert not gives_up(m)
     workers.beats[1] = Heartbeat(longest=1., leaving=True)      # it hands over what it has
@@ -92,9 +92,9 @@ def test_after_an_interrupt_a_rank_has_as_long_as_its_longest_batch(tmp_path):
 
 def test_the_second_interrupt_ends_it_at_once(tmp_path):
     m = monitor(Played(tmp_path), interrupt_grace=1000.)
-    m.interrupts.n = 1
+    m.interrupts.count = 1
     assert not gives_up(m)
-    m.interrupts.n = 2
+    m.interrupts.count = 2
     assert gives_up(m)
 
 

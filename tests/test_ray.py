@@ -7,7 +7,7 @@ from parity import assert_same, fit_both, learner, seed, alone_like
 from ray_cluster import (Cluster, WarmRay, connected, groups, needs_ray, skip_without_ray, wait_until,
                          wait_until_free)
 from test_hosts import gone
-from test_interrupt import wait_for
+from test_interrupt import shell_wait, wait_for
 from two_hosts import leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
 from fastddp.machines import ray as launch_ray
@@ -245,8 +245,7 @@ def test_a_machine_dies(cluster, shared, capsys):
     "The error names it, and a restart goes on from the last complete epoch with the machine that is there"
     learn = learner(train=400, cbs=[Slow(.02, shared)])
     raylet = next(o for o in psutil.Process(cluster.nodes[1].pid).children() if 'raylet/raylet' in o.cmdline()[0])
-    wait = f'until grep -qx 60 {shared}/done3; do sleep .01; done'
-    killer = subprocess.Popen(['sh', '-c', f'{wait}; kill -9 {raylet.pid}'])
+    killer = subprocess.Popen(['sh', '-c', f'{shell_wait(shared/"done3", 60)}; kill -9 {raylet.pid}'])
     launcher = Ray(per_node=2, link_timeout=10., start_timeout=240.)
     try: learn.distrib_fit(30, launcher=launcher, restarts=1)       # Ray notices a dead node after seconds
     finally:

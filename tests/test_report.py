@@ -43,7 +43,7 @@ def test_phases_of_a_fit_add_up():
 def rank(secs=None, waits=None, **more):
     res = dict(seconds=dict(forward=3., backward=4., optimizer=1., data=.5, other=.5), waits=waits or {}, uneven={},
                callbacks={}, slow=0., slowest=(0., 0, 0), loaders=0, threads=1, grads=2**20,
-               largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0, cpu=1.)
+               largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0, cpu=1., cores=8.)
     return res | dict(seconds=res['seconds'] | (secs or {})) | more
 
 
@@ -103,14 +103,50 @@ def test_reports_of_a_block(two):
         reports = learn.distrib_reports
     assert [o.what for o in reports] == ['1 epoch', '2 epochs', 'inference'] and learn.distrib_report is reports[-1]
     whole = json.loads(json.dumps(reports[1].to_dict()))
-    assert len(whole['ranks']) == 2 and reports[2].to_dict()['ranks'] == []
+    assert len(whole['ranks']) == 2 and whole['state'] > whole['ranks'][0]['grads']
     for r in whole['ranks']:
         assert {'data', 'forward', 'backward', 'optimizer', 'validation', 'metrics'} <= {*r['seconds']}
         assert 0 < sum(r['seconds'].values())+sum(r['waits'].values()) <= whole['seconds']
         assert r['grads'] == sum(p.nbytes for p in learn.model.parameters()) and r['peak'] > 2**20
-    assert 'measured in fits' in str(reports[2]) and 'measured' not in str(reports[1])
+    preds = reports[2].to_dict()
+    assert len(preds['ranks']) == 2 and preds['nbytes'] > 0 and 'per step' not in str(reports[2])
+    for r in preds['ranks']:
+        assert r['seconds']['validation'] > 0 and 'forward' not in r['seconds']
+        assert 0 < sum(r['seconds'].values())+sum(r['waits'].values()) <= preds['seconds']
     assert 0 < whole['nbytes'] < 2**20 and ' sent to the workers' in str(reports[1])
+    assert ' of state sent back' in str(reports[1])
     assert 'rank 1' in str(reports[1]) and 'waiting for data' in reports[1]._repr_html_()
+
+
+class SlowItems(list):
+    def __getitem__(self, i):
+        time.sleep(.05)
+        return super().__getitem__(i)
+
+
+def test_predictions_that_wait_for_data(two):
+    learn = make_learner()
+    learn.dls.valid.dataset = SlowItems(learn.dls.valid.dataset)
+    learn.distrib_get_preds(nprocs=2, launcher=two)
+    assert learn.distrib_report.advice[0].cause == 'data', learn.distrib_report
+
+
+class Stops(Callback):
+    def before_batch(self):
+        if self.epoch == 1: raise KeyboardInterrupt
+
+
+def test_a_fit_that_was_stopped_has_a_report(two):
+    learn = make_learner(cbs=Stops())
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(2, nprocs=2, launcher=two)
+    assert learn.distrib_report.what == '2 epochs' and len(learn.distrib_report.ranks) == 2
+
+
+@pytest.mark.parametrize('on_gpu,causes', [(False, ['callback', 'data']), (True, ['data'])])
+def test_of_inference_only_what_its_clock_can_tell(on_gpu, causes):
+    "On a GPU the host's clock says what it waited for: a callback that copies predictions, perhaps"
+    one = rank(dict(data=3., callbacks=5.), callbacks=dict(Slow=5.), on_gpu=on_gpu)
+    assert [o.cause for o in advice_for(fit(one, steps=0, epochs=0))] == causes
 
 
 class Sleeps(Callback):

@@ -96,6 +96,15 @@ def test_ranks_of_one_host_listen_there_only(launched):
     for o in launched[1]: assert o['listening'] and {*o['listening']} <= {'127.0.0.1', '::1'}
 
 
+def test_each_rank_has_the_report(launched):
+    "The numbers of all ranks, of a fit and of predictions; only the clock that frames them is a rank's own"
+    a, b = [o['reports'] for o in launched[1]]
+    assert [o['what'] for o in a] == ['fit', 'inference'] and [o['ranks'] for o in a] == [o['ranks'] for o in b]
+    for report, kind in zip(a, ['forward', 'validation'], strict=True):
+        assert len(report['ranks']) == 2
+        for r in report['ranks']: assert r['seconds'][kind] > 0 and sum(r['seconds'].values()) <= report['seconds']
+
+
 @pytest.mark.full
 def test_every_word_in_place(tmp_path):
     """Under torchrun all ranks get what one process gets: fit with its best model, metrics, predictions, `lr_find`;

@@ -36,8 +36,11 @@ def n_gpus():
     "Number of visible accelerators; doesn't create a context"
     return device_module().device_count()
 
+_unbound = None     # cores of this process before `bind_near` chose among them
+
 def visible_cores():
-    "CPU cores that this process may use"
+    "CPU cores that this process may use, or might before it was bound to those near its GPU"
+    if _unbound: return _unbound
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 def use_device(
@@ -75,7 +78,7 @@ def bind_near(
     gpu, # Index of the GPU; None: the CPU
 ):
     "Bind this process to the cores near `gpu`, where the machine has several NUMA nodes"
-    global _bound
+    global _bound,_unbound
     if gpu is None or gpu == _bound: return     # on the CPU, or bound already
     if not binds_to_numa(): return
     _bound = gpu
@@ -84,6 +87,7 @@ def bind_near(
     bind = getattr(binding, '_maybe_apply_numa_binding_to_current_process', None)
     if bind is None: return
     options = binding.NumaOptions(binding.AffinityMode.NODE, should_fall_back_if_binding_fails=True)
+    _unbound = visible_cores()
     bind(device_index=gpu, numa_options=options)
 
 # %% ../../nbs/base/007_device.ipynb #3816bc73

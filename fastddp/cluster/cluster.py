@@ -21,8 +21,8 @@ from ..base.failure import is_user_file
 from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
+from ..launch.session import dump_or_blame
 from ..output.replay import shortened
-from ..payload.blame import dump_or_blame
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump, function_at, load
 from ..process.worker import Surroundings
@@ -136,8 +136,8 @@ class Standing(Local):
     def after_success(self, job):
         "Objects of the job may lie in the block, so the next one gets another"
         if not job.payload.buffers: return
-        self._block.close()
-        self._block = None
+        self._payload_block.close()
+        self._payload_block = None
     def after_failure(self, job, monitor):
         if monitor is not None and self._come_to_rest(monitor): self.after_success(job)
         else: self.close(0)

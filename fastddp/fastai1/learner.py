@@ -242,7 +242,7 @@ def train_in_place(ctx):
     if hasattr(basic_train.fit, 'plain'): return
     plain = basic_train.fit
     # a rank that Ctrl-C stopped where it is would leave the others waiting
-    words = overrides(ctx.stop_requested, Interrupts().noted)
+    words = overrides(ctx.stop_requested, Interrupts().counting)
     for k,v in words.items(): setattr(basic_train, k, v)
     basic_train.fit.plain,defaults.device = plain,ctx.device
     old_numpy()

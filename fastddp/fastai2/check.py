@@ -36,6 +36,7 @@ from ..launch.options import RAISES
 from ..output.replay import hushed
 from ..payload.state import hooks_of, put_back
 from ..shard.gathered_loss import tensors_in
+from ..shard.sharded import workers_per_rank
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
 class NoteSteps(Callback):
@@ -289,7 +290,7 @@ class Measured(NamedTuple):
     "One line of a `Bench`"
     workers:int
     batch:int       # Of one worker
-    num_workers:int # Loader processes of all workers
+    num_workers:int # Loader processes of one worker
     rate:float=0.   # Items per second, of all workers; 0: there is not enough memory
     without_data:float=0.   # The same if no worker waited for data
     epoch:float=0.  # Seconds that an epoch would take
@@ -303,11 +304,13 @@ class Bench(list):
         return min((o for o in self if o.rate > .9*best), key=lambda o: o.workers, default=None)
     def __str__(self):
         lines = ["workers  batch num_workers    items/s no loading per worker      epoch"]
+        best = max((o.rate for o in self), default=0.)
         for o in self:
             line = f"{o.workers:>7} {o.batch:>6} {o.num_workers:>11} "
             if not o.rate: lines.append(line+"out of memory")
             else: lines.append(f"{line}{o.rate:>10,.0f} {o.without_data:>10,.0f} "
-                               f"{o.rate/o.workers:>10,.0f} {o.epoch:>8,.1f} s")
+                               f"{o.rate/o.workers:>10,.0f} {o.epoch:>8,.1f} s  "
+                                f"{'#'*round(20*o.rate/best)}")
         if o := self.worth_it: lines.append(f"Worth it: {o.workers} workers, batch {o.batch}, "
                                             f"num_workers={o.num_workers}.")
         return '\n'.join(lines)
@@ -318,7 +321,7 @@ class Bench(list):
 def distrib_bench(self:Learner,
     nprocs=None, # Numbers of workers, such as (1,2,4). Default: powers of two, up to one per GPU
     bs=None, # Batch sizes of one worker
-    num_workers=None, # Loader processes of all workers
+    num_workers=None, # Loader processes of one worker
     steps:int=20, # Steps to time for each, after three to warm up
     seconds:float=5. # Or so long, whatever is less
 ):
@@ -337,7 +340,7 @@ def distrib_bench(self:Learner,
             if w is not None: dl.fake_l.num_workers = w
         dl = learn.dls.loaders[0]
         of_dl,size = getattr(dl, 'fake_l', dl),getattr(dl, 'bs', None) or dl.batch_size
-        line = Measured(n, size, of_dl.num_workers)
+        line = Measured(n, size, workers_per_rank(of_dl.num_workers, n))
         try:
             with hushed(): learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])
             rate = pace.items/max(pace.seconds, 1e-9)

@@ -6,7 +6,7 @@
 __all__ = ['PHASES', 'kind_of', 'on_device', 'Clock', 'use_of']
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
-import time
+import os, time
 from collections import defaultdict
 
 import torch
@@ -14,7 +14,7 @@ from fastai.learner import Recorder
 
 from ..base import group
 from ..base.board import Board
-from ..base.device import device_module, is_accelerator
+from ..base.device import device_module, is_accelerator, visible_cores
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 PHASES = 'data','forward','backward','optimizer','validation','metrics','other'
@@ -68,7 +68,7 @@ class Clock:
         # what this rank waited for: 'data', 'callbacks', 'uneven'
         self.waits = defaultdict(float)
         self.uneven = defaultdict(float)    # (rank, epoch) -> seconds that this one waited for it
-        self.epoch,self.batches = 0,0
+        self.epoch = self.batches = self.of_phase = 0
         # batches that took much longer to come than others: seconds, and the longest with its place
         self.slow,self.slowest = 0.,(0.,0,0)
         self.last,self.waited = time.perf_counter(),self.board.waited
@@ -99,6 +99,7 @@ class Clock:
         if event_name in ('before_validate','after_validate'):
             self.valid = event_name == 'before_validate'
             self.sampling = False
+        if event_name in ('before_train','before_validate'): self.of_phase = 0
         phase = _NEXT.get(event_name, 'other')
         self.phase = 'validation' if self.valid and phase not in ('data','other') else phase
     def _step(self):
@@ -112,7 +113,8 @@ class Clock:
         of_learn = vars(learn)
         self.epoch,i = of_learn.get('epoch') or 0,of_learn.get('iter') or 0
         self.batches += 1
-        if not i or secs < _LEAST: return
+        self.of_phase += 1
+        if self.of_phase == 1 or secs < _LEAST: return
         if secs*self.batches > _LONG*(self.seconds['data']-self.slow-secs): self.slow += secs
         self.slowest = max(self.slowest, (secs, self.epoch, i))
     def tell(self):
@@ -151,13 +153,14 @@ class Clock:
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def use_of(
-    learn, # After its fit on this rank
+    learn, # After its fit or validation on this rank
     device, # Of this rank
+    dl=None, # What was validated or predicted; None: it was a fit
 ):
     "Threads, loader processes, memory and exchanged bytes of this rank, as plain numbers"
     import resource     # not on Windows, where there are no workers
-    dl = learn.dls.loaders[0]
-    of_dl = getattr(dl, 'fake_l', dl)
+    trains,dl = dl is None,learn.dls.loaders[0] if dl is None else dl
+    of_dl,n = getattr(dl, 'fake_l', dl),group.world_size()
     sizes = {k:p.nbytes for k,p in learn.model.named_parameters() if p.requires_grad}
     largest = max(sizes, key=sizes.get, default='')
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
@@ -165,6 +168,7 @@ def use_of(
     return dict(threads=torch.get_num_threads(), loaders=getattr(of_dl, 'num_workers', 0),
                 on_gpu=on_gpu, peak=peak,
                 gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,
-                grads=sum(sizes.values()) if group.world_size() > 1 else 0,
+                grads=sum(sizes.values()) if trains and n > 1 else 0,
+                cores=visible_cores()/int(os.environ.get('LOCAL_WORLD_SIZE', n)),
                 largest=(largest, sizes.get(largest, 0)),
                 metrics=[o.name for o in getattr(learn, 'metrics', ())])

@@ -20,13 +20,13 @@ from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
-from .jobs import in_place, train_in_place
+from .jobs import in_place, reports, train_in_place
 from .resume import (EVERY, Checkpoints, UserCall, call_from, cut_off_call,
-                                    resume_points, seconds_of)
+                                    resume_points, seconds_of, writing)
 from .as_one import wants_no_lines
-from .session import Session, reports
-from .snapshot import apply, baseline, capture, persistent_refs, twin
-from ..launch.background import BackgroundJob, refuse_busy
+from .session import Session
+from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
+from ..launch.background import BackgroundJob, refuse_blocks, refuse_busy
 from ..launch.engine import InProcess
 from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_group,
                                     no_attribute)
@@ -74,7 +74,8 @@ def distrib_ctx(self:Learner,
         if checkpoint: session.on_epoch.append(Checkpoints(seconds_of(checkpoint)).at_epoch)
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     def group_stands(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines): yield self
+    opens = block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines)
+    with writing(self, checkpoint), opens: yield self
 
 # `import fastai.distributed` puts fastai's own in its place
 Learner._distrib_ctx = Learner.distrib_ctx
@@ -129,8 +130,12 @@ class LearnerJob(BackgroundJob):
         self.twins_call = _with_args(user_call, given['args'], given['kwargs'])
         self.twins_cbs,self.epoch = given['cbs'],None
         self.refs = persistent_refs(self.twin, self.twins_cbs)
+        self.pairs = [*zip(persistent_refs(learn, self.cbs), self.refs)]
         self.base = baseline(self.twin, self.twins_cbs, self.refs)
         self.mark,self.block = _mark(learn),contextlib.ExitStack()
+        # the learner's parts, which the notebook may exchange meanwhile
+        self.at_start = {k:copy.copy(vars(learn)[k]) for k in ('cbs','_metrics')}
+        self.at_start |= {k:vars(learn)[k] for k in ('dls','loss_func','opt')}
 
 # %% ../../nbs/fastai2/730_learner.ipynb #040c6e14
 @patch
@@ -145,16 +150,27 @@ def _open(self:LearnerJob):
         def keep_epoch(call, e):
             if not call.iterations: self.epoch = call, own_copy(*e)
         session.on_epoch.append(keep_epoch)
+        gpus = tuple(session.gpus or ()) if session.launcher.workers_are_local else ()
+        refuse_blocks(gpus, self.twin)
         session.launcher.prepare(session.n)
-        if not getattr(session.launcher, 'places', True): self.gpus = tuple(session.gpus or ())
-        def refuse(*args, **kwargs): refuse_busy(self.of)
-        if self.trains: stack.enter_context(with_attrs(self.of, fit=refuse))
-        self.block = stack.pop_all()
+        self.gpus = gpus
+        self.block.enter_context(stack.pop_all())
+
+@patch
+def _end(self:LearnerJob, e):
+    self.block.close()
+    BackgroundJob._end(self, e)
+
+@patch
+def refuse_fit(self:LearnerJob, *args, **kwargs):
+    "Takes the place of the learner's `fit`"
+    refuse_busy(self.of)
+    raise CantDistribute(f"{self.title()} keeps this learner on the CPU (offload=True). Call "
+                         "job.result() first.")
 
 @patch
 def _call(self:LearnerJob):
-    pairs = [*zip(persistent_refs(self.of, self.cbs), self.refs)]
-    with self.block, dumped_instead(pairs):
+    with self.block, dumped_instead(self.pairs):
         self.session.thread = threading.current_thread()
         line = beside_workers(self.of, self.session.gpus)
         if line and not self.session.quiet(): print_line(line)
@@ -174,6 +190,13 @@ def _target(self:LearnerJob, into, force):
     return learn
 
 @patch
+def _put(self:LearnerJob, learn, cbs, state):
+    "What was exchanged meanwhile stays; what was there when the job began gets the state"
+    with with_attrs(learn, **self.at_start if learn is self.of else {}):
+        refs,groups = persistent_refs(learn, cbs),tracked(learn, cbs)
+    apply(learn, cbs, *state, refs=refs, groups=groups)
+
+@patch
 def pull(self:LearnerJob,
     into=None, # A learner of the same kind that gets it instead
     force=False, # Overwrite weights that were changed meanwhile
@@ -182,7 +205,8 @@ def pull(self:LearnerJob,
     `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
     if self.epoch is None: raise CantDistribute(f"{self.title()}: no epoch is complete yet.")
     learn,(call,state) = self._target(into, force),self.epoch
-    with streams_apart(): apply(learn, call.cbs, *state)
+    own = {id(a):b for a,b in zip(self.twins_cbs, self.cbs)}
+    with streams_apart(): self._put(learn, [own.get(id(cb), cb) for cb in call.cbs], state)
     if into is None: self.mark = _mark(learn)
 
 @patch
@@ -193,14 +217,14 @@ def bring(self:LearnerJob, into=None, force=False):
     self.away.close()
     p = capture(twin, self.twins_cbs, self.base, self._streams, self.refs, weights=self.trains,
                 grads=self.trains or None)
-    apply(learn, self.cbs, *own_copy(p.meta, p.buffers))
+    self._put(learn, self.cbs, own_copy(p.meta, p.buffers))
     if twin in reports: reports[learn] = reports[twin]
     if self.trains: resume_points.pop(learn, None)
     if twin in resume_points:
         resume_points[learn] = _with_args(self.twins_call, call.args, call.kwargs)
     # memory, as long as a variable holds the job
     self.twin = self.base = self.refs = None
-    self.session = None
+    self.session = self.pairs = self.at_start = None
     self.epoch = self.twins_call = self.twins_cbs = None
 
 def start_job(learn, user_call, trains, offload):
@@ -211,11 +235,16 @@ def start_job(learn, user_call, trains, offload):
     if 'distrib_session' in vars(learn):
         raise CantDistribute("wait=False inside a distrib_ctx block: call "
                              "learn.distrib_*(..., wait=False) outside of it.")
+    if trains: refuse_busy(learn)
     if trains and not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
     with contextlib.ExitStack() as stack:
         if offload: stack.enter_context(offloaded(learn))
-        job = LearnerJob(learn, user_call, trains).start()
+        job = LearnerJob(learn, user_call, trains)
+        # until `result()`, or until the job ends
+        held = stack if offload else job.block
+        if offload or trains: held.enter_context(with_attrs(learn, fit=job.refuse_fit))
+        job.start()
         job.away = stack.pop_all()      # `result()` ends it
     return job
 
@@ -240,6 +269,7 @@ def distrib_resume(self:Learner,
     file=None, # A checkpoint, written by `checkpoint=`; None: the fit that was cut off last here
     wait=True, # False: return a job
     offload=False, # As in `distrib_ctx`
+    launcher=None, # With `file`: the fit's `Hosts(...)` or `Ray(...)`, which is not in it
 ):
     """Continue a distributed fit that was interrupted or failed: same call, same schedule, next
     epoch.
@@ -255,7 +285,7 @@ def distrib_resume(self:Learner,
         RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
 
     After a failure it can be called again: it continues from the last complete epoch."""
-    if file is not None: resume_points[self] = call_from(self, file)
+    if file is not None: resume_points[self] = call_from(self, file, launcher)
     call = cut_off_call(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)

@@ -105,6 +105,7 @@ class Phase:
         self.loss_anew = parts and losses.is_gathered(f)
         self.loss_func = f
         if self.loss_anew: learn.loss_func = _copy_of(f)
+        self.own = None         # the loss of this batch, before callbacks add to it
         self.mets = [m for m in mets if type(m) is not AvgSmoothLoss]
         self.reducers = [self._reducer(m, parts) for m in self.mets]
         self.resumed = False    # True if the metrics began with the state of all ranks
@@ -155,7 +156,8 @@ class Phase:
         self.positions = pos
         if None not in self.reducers: return
         tree = trim((learn.pred,tuple(learn.yb)), n, bs)
-        cpu = map_tensors(lambda t: t.detach().cpu(), (*tree,learn.loss))
+        loss = self._term() if self.loss_anew else learn.loss
+        cpu = map_tensors(lambda t: t.detach().cpu(), (*tree,loss))
         self.kept.append((batch_number(learn, pos), pos, cpu))
 
     def restore(self):
@@ -191,10 +193,18 @@ class Phase:
                     for m in mets: m.accumulate(learn)
         finally: vars(learn).update(old)
 
+    def _term(self):
+        "What callbacks added to the loss of this rank's part"
+        loss = self.learn.loss
+        if self.own is None: return torch.zeros_like(loss)
+        return torch.where(self.own.isfinite(), loss-self.own, 0.)
+
     def _loss(self):
+        "That of a whole batch; `learn.loss` is the mean of the ranks' terms"
         learn = self.learn
         device = next((p.device for p in learn.model.parameters()), torch.device('cpu'))
-        with torch.no_grad(): return learn.loss_func(*to_device((learn.pred,*learn.yb), device))
+        pred,yb,term = to_device((learn.pred,learn.yb,learn.loss), device)
+        with torch.no_grad(): return learn.loss_func(pred, *yb)+term
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #0ce40083
 class ReduceMetrics(OurCallback):
@@ -208,6 +218,8 @@ class ReduceMetrics(OurCallback):
     def before_validate(self): self._open('_valid_mets')
     def after_train(self):     self._close('_train_mets')
     def after_validate(self):  self._close('_valid_mets')
+    def after_loss(self):
+        if self.phase and self.phase.loss_anew: self.phase.own = self.learn.loss.detach().clone()
     def _open(self, which):
         self.end()
         # each rank goes over all of a loader that is not sharded over ranks

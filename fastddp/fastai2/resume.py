@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['user_calls', 'resume_points', 'EVERY', 'facts_of', 'UserCall', 'check_facts', 'cut_off_call', 'seconds_of',
-           'checkpoint_path', 'write', 'read', 'Checkpoints', 'call_from', 'dropped_lists', 'ResumeFit']
+           'checkpoint_path', 'write', 'read', 'writing', 'Checkpoints', 'call_from', 'dropped_lists', 'ResumeFit']
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import json, os, re, time, warnings, weakref
+import contextlib, json, os, re, time, warnings, weakref
+from functools import partial
 from pathlib import Path
 
 from fastai.callback.core import Callback, CancelEpochException
@@ -17,7 +18,7 @@ from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from .snapshot import STAY, all_cbs, apply, baseline, capture, persistent_refs
-from ..payload.pickling import copied, dump, load
+from ..payload.pickling import copied, definition_of, dump, known_as, load
 from ..payload.state import model_tensors, own_copy, picklable_attrs
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
@@ -46,6 +47,7 @@ class UserCall:
         self.state = None       # what the next one goes on from: `(meta, buffers)`
         # that is the end of an epoch; else its first epoch, None: as fastai's own `fit`
         self.at_end,self.first = False,None
+        # the second: functions that return what its variables hang on, or None
         self.facts,self.definitions = {},()
     def run(self, learn):
         "Make it; the outermost counts"
@@ -157,6 +159,25 @@ def read(path, learn):
     raise CantDistribute(f"No checkpoint in {path}.")
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
+_written = {}       # file -> the learner of the open block that writes it
+
+@contextlib.contextmanager
+def writing(
+    learn,
+    checkpoint, # The option; None: it writes none
+):
+    "Inside, a block of `learn` writes checkpoints; refused if another one writes to the same file"
+    path = checkpoint_path(learn).absolute()
+    is_inner = _written.get(path) is learn
+    if not checkpoint or is_inner:
+        yield
+        return
+    if _written.setdefault(path, learn) is not learn:
+        raise CantDistribute(f"Another fit writes its checkpoints to {path}. Give this learner a "
+                             "folder of its own: learn.model_dir='models/other'.")
+    try: yield
+    finally: del _written[path]
+
 class Checkpoints:
     "Writes the state of fits at the end of epochs"
     def __init__(self,
@@ -169,24 +190,34 @@ class Checkpoints:
     ):
         if call.iterations or time.monotonic()-self.last < self.every: return
         self.last,learn,user_call = time.monotonic(),call.learn,call.user_call
+        options = dict(user_call.options)
         # an engine has processes and descriptors
-        options = {k:v for k,v in user_call.options.items() if k != 'launcher'}
+        engine = options.pop('launcher', None)
+        if engine and not engine.workers_are_local:
+            options['launcher'] = type(engine).__name__
         made = user_call.name,user_call.args,user_call.kwargs,options
         try:
-            p = dump((made, user_call.fits-1), persistent_refs(learn))
+            known = [*map(known_as, call.definitions)]
+            p = dump((made, user_call.fits-1, known), persistent_refs(learn))
             write(checkpoint_path(learn), facts_of(learn), [p, e])
         # a night's fit goes on without
         except Exception as e:
             warnings.warn("fastddp: the checkpoint can't be written: "
                           f"{type(e).__name__}: {e}")
 
-def call_from(learn, file):
-    "The `UserCall` of a checkpoint"
+def call_from(learn, file, launcher=None):
+    "The `UserCall` of a checkpoint, with the engine that it has now"
     if not learn.opt: learn.create_opt()
     of_call,state = read(checkpoint_path(learn, file), learn)
-    made,done = load(*of_call, refs=persistent_refs(learn))
+    made,done,known = load(*of_call, refs=persistent_refs(learn))
     call = UserCall(*made)
+    was = call.options.pop('launcher', None)
+    if launcher is not None: call.options['launcher'] = launcher
+    elif was and 'distrib_session' not in vars(learn):
+        raise CantDistribute(f"This fit ran with launcher={was}(...), which is not in the file: "
+                             "pass launcher= again.")
     call.done,call.state = done,state
+    call.definitions = [partial(definition_of, o) for o in known]
     call.at_end,call.facts = True,facts_of(learn)
     return call
 

@@ -273,24 +273,26 @@ def _loss_state(learn, refs):
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #0988a298
 def apply(learn, cbs, meta, buffers, refs=None,
-          definitions=() # Those of the `baseline`, here
+          definitions=(), # Those of the `baseline`, here
+          groups=None # Default: `tracked`
 ):
     "Puts a captured state into `learn` and its callbacks, in place"
+    groups = groups or tracked(learn, cbs, definitions)
     loaded = load_state(meta, buffers, refs or persistent_refs(learn, cbs), learn.model)
     if loaded is None: return
     state,rest = loaded
     changes = rest.get('changes', {})
     if not definitions: changes.pop('variables', None)
-    put_back(tracked(learn, cbs, definitions), changes)
+    put_back(groups, changes)
     learn._end_cleanup()
     if state['epoch'] is not None: learn.epoch = state['epoch']
     apply_model(learn.model, state)
     if state['tensors']: apply_grads(learn.model, state['grads'])
     if state['loss']: apply_model(loss_module(learn.loss_func), state['loss'])
     if state['opt'] and learn.opt: apply_opt(learn.opt, *state['opt'])
-    for dl,st in zip(learn.dls.loaders, rest.get('dls', ())): set_dl_state(dl, st)
-    before = list(learn.cbs)
-    for i in rest.get('left', ()):
-        if i < len(before): learn.remove_cb(before[i])
+    # the first part is `learn.dls`, then come its loaders
+    for dl,st in zip(groups['parts'][1:], rest.get('dls', ())): set_dl_state(dl, st)
+    left = [groups['cbs'][i] for i in rest.get('left', ())]
+    for cb in [cb for cb in learn.cbs if any(cb is o for o in left)]: learn.remove_cb(cb)
     for cb in rest.get('come', ()): learn.add_cb(cb)
     if rng := rest.get('rng'): CommonRNG(rng).install()

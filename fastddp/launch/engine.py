@@ -10,7 +10,7 @@ import contextlib, os
 from typing import NamedTuple
 
 from ..base import group, rendezvous
-from ..base.scoped import disturbed, environment
+from ..base.scoped import allow_interrupts, environment
 from .rank import Context, call
 from ..output.replay import print_line, shortened
 from ..payload.pickling import Payload, address, dump, load, own_classes
@@ -49,8 +49,25 @@ class EpochEnd(NamedTuple):
     buffers:list
 
 class Launcher:
-    "Runs jobs on N ranks; engines are its subclasses"
-    where = None    # Where its ranks run, as the first line of a fit says it; None: as the GPUs say
+    """Runs jobs on N ranks; engines are its subclasses. A context manager: inside, what it started
+    stays warm from job to job; afterwards nothing is left. Outside of one, each `run` starts and
+    ends what it needs.
+
+    - Threads: `run` blocks the thread that calls it, which may be any. One job runs at a time; a
+      call from another thread waits for it. `on_event` is called by one thread at a time, and not
+      after `run` has returned.
+    - Events: those of a rank arrive in the order in which it emitted them, in no particular order
+      with those of other ranks. If a rank ended well, all of them arrive before `run` returns.
+    - Interrupts: Ctrl-C, in the main thread only, makes `ctx.stop_requested()` true on all ranks.
+      If all of them then return, `run` returns, with `interrupted`. In a process that is itself a
+      rank, Ctrl-C is raised where it is.
+    - Failures: the first one ends the job on all ranks and is raised, not the errors that other
+      ranks have because of it (a connection that broke).
+    - However a run ends, it leaves no process, thread, file or signal handler, apart from what a
+      block keeps warm."""
+    description = None      # Where its ranks run, for the first line of a fit; None: on which GPUs
+    # Its ranks are processes of this machine, for which `launch.options` chooses GPUs
+    workers_are_local = False
     def place(self,
         nprocs, # Ranks, as the user gave it
         gpus, # The same
@@ -58,7 +75,7 @@ class Launcher:
         """`(number of ranks, GPU of each or None)`; raises `CantDistribute`, with a remedy, for
         what can't be"""
         return nprocs or 1, gpus
-    def again(self,
+    def place_again(self,
         nprocs, # Ranks of the job that failed
         gpus, # GPU of each, or None
     ):
@@ -75,10 +92,15 @@ class Launcher:
         on_event=lambda rank,e: None, # Called for what a rank gave to `ctx.emit`; must not raise
     )->Outcome:
         """Runs `job` on all ranks, shows what they show, and waits for all of them.
-        Raises `CantDistribute` for what this engine can't do; the first failure: `RankRaised`,
-        `RankDied` or `GroupTimeout`; `KeyboardInterrupt` if a rank didn't stop when it was asked
-        to. Their `state` is what rank 0 left last, as `Outcome.state`, or its `epoch`, or None;
-        `cut` is True if it was put as 'cut'"""
+
+        Raises:
+
+        - `CantDistribute` for what this engine can't do.
+        - The first failure: `RankRaised`, `RankDied` or `GroupTimeout`.
+        - `KeyboardInterrupt` at a second Ctrl-C, or if a rank didn't stop in time.
+
+        The last two have a `state`: what rank 0 left last, as `Outcome.state`, or its `epoch`, or
+        None; `cut` is True if it was put as 'cut'"""
         raise NotImplementedError
     def close(self,
         grace=2., # Seconds that processes have to end by themselves
@@ -109,26 +131,29 @@ class InProcess(Launcher):
             print_line("InProcess() runs one rank, in this process: nprocs= and gpus= are ignored.")
         gpu = self._gpu()
         return 1, None if gpu is None else [gpu]
-    def _gpu(self): return 0 if self.gpu is None and group.n_gpus() else self.gpu
+    def _gpu(self):
+        if self.gpu is None and group.n_gpus(): return 0
+        return self.gpu
     def run(self,
         job, # A `Job`
         nprocs=1, # 1
         on_event=lambda rank,e: None, # Called at once, for what the job gives to `ctx.emit`
     )->Outcome:
         """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with
-        what it put last as its `state`"""
+        `state` and `cut` as `Launcher.run` says"""
         device = group.use_device(self._gpu())
-        left = {}
+        latest = {}     # name -> `(meta, buffers)` of what the job put last
         def put(name, payload):     # copied at once, since the job goes on to change it
-            left[name] = payload.meta, payload.copied_buffers()
-            if name == 'epoch': on_event(0, EpochEnd(*left[name]))
-        ctx = Context(0, 1, device, lambda e: on_event(0, e), put, lambda: False)
-        with shortened(), disturbed(), _group_of_one(device), own_classes():
+            latest[name] = payload.meta, payload.copied_buffers()
+            if name == 'epoch': on_event(0, EpochEnd(*latest[name]))
+        ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e), put=put,
+                      stop_requested=lambda: False)
+        with shortened(), allow_interrupts(), _group_of_one(device), own_classes():
             try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
-                e.epoch = left.get('epoch')
-                e.state = left.get('state') or e.epoch
+                e.epoch,whole,cut = (latest.get(k) for k in ('epoch','state','cut'))
+                e.state,e.cut = whole or cut or e.epoch,bool(cut and not whole)
                 raise
-        results = [load(res.meta, res.copied_buffers())]
-        state = left.get('state') or left.get('cut')
-        return Outcome(results, False, state, left.get('epoch'), (*ctx.marks,))
+        return Outcome(results=[load(res.meta, res.copied_buffers())], interrupted=False,
+                       state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
+                       marks=(*ctx.marks,))

@@ -12,12 +12,12 @@ from ..base.checks import CONTEXT, Check, bound, check_all, is_whole, whole, fla
 from ..base.errors import CantDistribute
 from .background import BackgroundJob
 from .local import Local
+from .session import dump_or_blame
 from ..base.scoped import environment
 from .engine import Job
 from ..output.replay import shortened
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
-from ..payload.blame import dump_or_blame
 from ..process.helper import private_folder
 from fastcore.basics import patch
 from ..base.device import visible_cores

@@ -6,7 +6,7 @@
 __all__ = ['Local', 'all_reduce_seconds', 'start_workers']
 
 # %% ../../nbs/launch/505_local.ipynb #c9644ce0
-import contextlib, os, threading, time
+import contextlib, os, re, threading, time
 
 import torch
 from fastcore.basics import patch
@@ -15,14 +15,14 @@ from ..base import group
 from ..base.checks import SEE, check
 from ..payload.buffers import Block
 from .engine import Job, Launcher, Outcome
-from ..base.errors import RankRaised, WorkerError
+from ..base.errors import GroupTimeout, RankRaised
 from .rank import (RankSpec, could_not_connect, join_early, notebook_settings,
                                  run_on_rank)
 from ..output.replay import Status, display_settings, print_line, several
 from ..base.device import accelerator_type, device_module, is_accelerator, visible_cores
 from .report import Report
 from ..payload.pickling import Payload
-from ..base.scoped import Interrupts, with_attrs, undisturbed
+from ..base.scoped import Interrupts, delay_interrupts, with_attrs
 from .monitor import Monitor
 from ..process.helper import is_new
 from ..process.workers import Workers, without_helper
@@ -31,7 +31,7 @@ from ..process.workers import Workers, without_helper
 class Local(Launcher):
     """Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager
     that keeps them warm"""
-    places = False      # True for an engine that prints where ranks run; else `launch.options` does
+    workers_are_local = True
     def __init__(self,
         gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, if any
         backend=None, # 'gloo', the GPUs' ('nccl'), '' for no group; None: what fits the device
@@ -47,30 +47,35 @@ class Local(Launcher):
         self.gpus,self.backend,self.threads,self.see,self.live = gpus,backend,threads,see,live
         self.see_load = see_load
         self.interrupt_grace,self.timeout,self.idle = interrupt_grace,timeout,idle
-        self.workers,self._block,self._rendezvous,self._timer = None,None,None,None
-        # how many blocks, one in the other, it is entered for
-        self._blocks,self._busy = 0,threading.RLock()
+        self.workers = None
+        self._payload_block = None  # a `Block`
+        self._rendezvous = None     # of the workers' group
+        self._timer = None          # ends idle workers
+        self._depth = 0             # blocks that it is entered for, one in the other
+        self._lock = threading.RLock()
     @property
-    def _warm(self): return self._blocks > 0
+    def _warm(self): return self._depth > 0
     def __enter__(self):
-        self._blocks += 1
+        self._depth += 1
         return self
     def __exit__(self, *_):
-        with undisturbed():
-            self._blocks -= 1
+        with delay_interrupts():
+            self._depth -= 1
             if not self._warm: self.leave()
     def leave(self):
-        "Leaves all blocks: its processes end"
-        self._blocks = 0
-        with self._turn(Interrupts()): self.close()
+        """Leaves all blocks: its processes end, after the job of another thread if one runs; Ctrl-C
+        ends the wait for it"""
+        self._depth = 0
+        with (interrupts := Interrupts()).counting(), self._exclusive(interrupts): self.close()
+        if interrupts.count: raise KeyboardInterrupt
     def close(self,
         grace=2., # Seconds that processes have to end by themselves
     ):
         "Ends the processes and frees what was shared with them; harmless when repeated"
-        with undisturbed():
+        with delay_interrupts():
             if self.workers: self.workers.stop(grace)
-            if self._block: self._block.close()
-            self.workers,self._block,self._rendezvous = None,None,None
+            if self._payload_block: self._payload_block.close()
+            self.workers,self._payload_block,self._rendezvous = None,None,None
 
 # %% ../../nbs/launch/505_local.ipynb #c63e39b7
 @patch
@@ -78,15 +83,15 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
     """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises
     `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
     with rank 0's newest state as their `state`"""
-    with (interrupts := Interrupts()).noted(), self._turn(interrupts):
-        if self.is_unproven(nprocs): self.prove(nprocs, interrupts)
+    with (interrupts := Interrupts()).counting(), self._exclusive(interrupts):
+        if self.needs_p2p_check(nprocs): self.check_p2p(nprocs, interrupts)
         try: outcome = self._run_once(job, nprocs, on_event, interrupts)
         except RankRaised as e:
             # no rank has begun the job
             if not could_not_connect(e.failure): raise
             outcome = self._run_once(job, nprocs, on_event, interrupts)
         self.after_success(job)
-    return outcome._replace(interrupted=bool(interrupts.n))
+    return outcome._replace(interrupted=bool(interrupts.count))
 
 @patch
 def _run_once(self:Local, job, nprocs, on_event, interrupts):
@@ -118,84 +123,93 @@ def all_reduce_seconds(
     return res
 
 # %% ../../nbs/launch/505_local.ipynb #c03b8414
-_env = {}           # Environment of workers beyond this process's
-_proven = set()     # GPUs that have exchanged something
-_PATIENCE = 30.     # seconds, with the GPUs' own start
+_extra_env = {}         # environment of workers beyond this process's
+_p2p_checked = set()    # tuples of GPUs
+_P2P_TIMEOUT = 30.      # seconds, with the GPUs' own start
+_P2P_ERROR = re.compile('nccl|p2p|peer (access|mapping)', re.I)
 
 @patch
-def is_unproven(self:Local, nprocs):
+def needs_p2p_check(self:Local, nprocs):
     "True for several GPUs that have not exchanged anything yet"
     gpus = self._gpus(nprocs) or []
-    # ranks on other machines have GPUs of their own
-    if len(gpus) < 2 or self.places or self.backend == '': return False
+    # ranks on other machines have GPUs of their own; gloo exchanges over the CPU
+    if len(gpus) < 2 or not self.workers_are_local or self.backend in ('','gloo'): return False
     if 'NCCL_P2P_DISABLE' in os.environ: return False
-    return tuple(gpus) not in _proven
+    return tuple(gpus) not in _p2p_checked
 
 @patch
-def prove(self:Local, nprocs, interrupts):
-    """Has the workers exchange a megabyte; if they can't, they go on without P2P, and one line says
-    so"""
-    _proven.add(tuple(self._gpus(nprocs) or ()))
+def check_p2p(self:Local, nprocs, interrupts):
+    """Has the workers exchange a megabyte; if the GPUs can't, workers go on without P2P, and one
+    line says so. Raises any other failure"""
     job = Job.of(all_reduce_seconds, (1,))
-    with with_attrs(self, timeout=_PATIENCE):
+    with with_attrs(self, timeout=_P2P_TIMEOUT):
         try: self._run_once(job, nprocs, lambda rank,e: None, interrupts)
-        except WorkerError as e:
-            _env['NCCL_P2P_DISABLE'] = '1'
+        except (GroupTimeout,RankRaised) as e:
+            if isinstance(e, RankRaised) and not _P2P_ERROR.search(e.failure.message): raise
+            _extra_env['NCCL_P2P_DISABLE'] = '1'
             print_line(f"The GPUs can't exchange data directly ({type(e).__name__}): workers use "
                        "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
+    _p2p_checked.add(tuple(self._gpus(nprocs) or ()))
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch
 @contextlib.contextmanager
-def _turn(self:Local, interrupts):
-    "Inside, no other thread's call runs on these workers, and idle ones don't leave"
-    while not self._busy.acquire(timeout=.1):
-        if interrupts.n: raise KeyboardInterrupt
+def _exclusive(self:Local, interrupts):
+    "Inside, no other thread's call runs on these workers, and idle ones don't exit"
+    while not self._lock.acquire(timeout=.1):
+        if interrupts.count: raise KeyboardInterrupt
     try:
         if self._timer: self._timer.cancel()
         self._timer = None
         yield
-    finally: self._busy.release()
+    finally: self._lock.release()
 
 @patch
 def prepare(self:Local, nprocs):
     "As `Launcher.prepare`"
-    with (interrupts := Interrupts()).noted(), self._turn(interrupts):
-        if not self.places: self._get_workers(nprocs, interrupts)
+    with (interrupts := Interrupts()).counting(), self._exclusive(interrupts):
+        if self.workers_are_local: self._get_workers(nprocs, interrupts)
+        self._start_timer()
+    if interrupts.count: raise KeyboardInterrupt
 
 @patch
 def submit(self:Local,
     job, # A `Job`
     nprocs, # Ranks
-    interrupts=None, # `Interrupts`: with one of them, nothing is waited for
-    mark=lambda phase: None, # Called when a phase of the start ends
+    interrupts, # `Interrupts`: with one of them, nothing is waited for
+    mark, # Called when a phase of the start ends
 ):
     "Gets workers for a job and gives it to them"
-    self._get_workers(nprocs, interrupts or Interrupts(), mark)
-    new = self._rendezvous is None
-    specs,env = self._specs(nprocs, job.work),dict(_env, LOCAL_WORLD_SIZE=str(nprocs))
-    if new and self.workers.method == 'forkserver': self.workers.early(join_early, specs, **env)
-    packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
-    self.workers.submit(run_on_rank, packed, self._block, specs, **env)
+    self._get_workers(nprocs, interrupts, mark)
+    is_new = self._rendezvous is None
+    if is_new:
+        self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
+    specs,env = self._specs(nprocs, job.work),dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
+    if is_new and self.workers.method == 'forkserver':
+        self.workers.early(join_early, specs, **env)
+    buffers = [memoryview(job.payload.meta), *job.payload.buffers]
+    packed = self._payload_block.write(Payload(b'', buffers))
+    self.workers.submit(run_on_rank, packed, self._payload_block, specs, **env)
 
 @patch
 def _get_workers(self:Local, nprocs, interrupts, mark=lambda phase: None):
     "Workers that fit: those of the last job, or new ones"
     ranks = [*range(nprocs)]
-    if self._block is None: self._block = Block()
+    if self._payload_block is None: self._payload_block = Block()
     if self.workers and not self.workers.are(ranks):
         self.workers.stop()
         self.workers,self._rendezvous = None,None
     if self.workers is None:
-        self.workers = start_workers(ranks, bool(self._gpus(nprocs)), interrupts, mark)
+        on_gpu = bool(self._gpus(nprocs))
+        self.workers = start_workers(ranks, on_gpu, lambda: interrupts.count, mark)
 
 # %% ../../nbs/launch/505_local.ipynb #49cd4296
-def _new_workers(ranks, interrupts, mark, first):
+def _new_workers(ranks, stopped, mark, first):
     "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
     first_time = " (first time in this kernel: importing torch and fastai)" if is_new() else ''
     what,status = f"starting {several(len(ranks), 'worker')}{first_time} ...",Status()
     def waiting(secs):
-        if interrupts.n: raise KeyboardInterrupt
+        if stopped(): raise KeyboardInterrupt
         if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
     try: return Workers(len(ranks), ranks=ranks, mark=mark, waiting=waiting, first=first)
     finally: status.show('')
@@ -203,22 +217,22 @@ def _new_workers(ranks, interrupts, mark, first):
 def start_workers(
     ranks, # Their ranks
     on_gpu, # They need a GPU
-    interrupts=None, # `Interrupts`: with one of them, nothing is waited for
+    stopped, # Function: true once the workers are not wanted any more; ends the wait for them
     mark=lambda phase: None, # Called when a phase of the start ends
     first=0, # Rank whose `LOCAL_RANK` is 0
 ):
-    "New `Workers`; if they need a GPU, ones that can use it"
-    interrupts = interrupts or Interrupts()
-    workers = _new_workers(ranks, interrupts, mark, first)
+    """New `Workers`; if they need a GPU, ones that can use it. Raises `KeyboardInterrupt` if it was
+    stopped before they were there"""
+    workers = _new_workers(ranks, stopped, mark, first)
     if not on_gpu or workers.method == 'spawn': return workers
-    ready = {}
-    while len(ready) < len(ranks) and not interrupts.n:
+    touched_cuda = {}       # rank -> whether the helper, from which it was forked, did
+    while len(touched_cuda) < len(ranks) and not stopped():
         news = workers.poll(.1)
-        ready |= {r:rest[0] for r,what,*rest in news if what == 'ready'}
+        touched_cuda |= {r:rest[0] for r,what,*rest in news if what == 'ready'}
         if dead := [r for r,what,*_ in news if what == 'died']:
             workers.tell_again(dead)        # to the wait that follows
             return workers
-    if interrupts.n or not any(ready.values()): return workers
+    if stopped() or not any(touched_cuda.values()): return workers
     workers.stop()
     without_helper("a library that the helper process imports touches CUDA")
     return Workers(len(ranks), method='spawn', ranks=ranks, mark=mark, first=first)
@@ -229,9 +243,7 @@ def after_success(self:Local, job):
     "Warm workers stay for a while, others end"
     if not self._warm: return self.close()
     self.workers.forget()
-    self._timer = threading.Timer(self.idle, self._leave)
-    self._timer.daemon = True
-    self._timer.start()
+    self._start_timer()
 
 @patch
 def after_failure(self:Local, job, monitor):
@@ -240,9 +252,17 @@ def after_failure(self:Local, job, monitor):
 
 # %% ../../nbs/launch/505_local.ipynb #d48f6149
 @patch
-def _leave(self:Local):
+def _start_timer(self:Local):
+    "Workers of a block exit when nothing is asked of them for `idle` seconds"
+    if not (self._warm and self.workers): return
+    self._timer = threading.Timer(self.idle, self._close_if_idle)
+    self._timer.daemon = True
+    self._timer.start()
+
+@patch
+def _close_if_idle(self:Local):
     "Called by the timer"
-    with self._busy:
+    with self._lock:
         if self._timer is threading.current_thread(): self.close()
 
 # %% ../../nbs/launch/505_local.ipynb #1d2e968c
@@ -259,12 +279,11 @@ def _specs(self:Local, nprocs, work):
     backend = self.backend
     if backend is None:
         backend = group.backend_for('cpu' if gpus[0] is None else accelerator_type())
-    if self._rendezvous is None:
-        self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
     threads,settings = self.threads or max(1, visible_cores()//nprocs),self.settings()
     def spec(r):
-        return RankSpec(nprocs, gpus[r], backend, threads, self._rendezvous, self.display_of(r),
-                        work, settings)
+        return RankSpec(world_size=nprocs, gpu=gpus[r], backend=backend, threads=threads,
+                        store=self._rendezvous, display=self.display_of(r), work=work,
+                        settings=settings)
     return [spec(r) for r in self.workers.ranks]
 
 @patch
@@ -276,5 +295,6 @@ def settings(self:Local):
 def display_of(self:Local, r):
     "The first rank that is seen shows what a local call would; others are silent, or seen as text"
     first = 0 if self.see == 'all' else next(iter(self.see), None)
-    own = {} if r == first else dict(frontend='silent', see=self.see == 'all' or r in self.see)
+    seen = self.see == 'all' or r in self.see
+    own = {} if r == first else dict(frontend='silent', send_text=seen)
     return display_settings()._replace(**own)

@@ -121,7 +121,7 @@ class Monitor:
             raise
         state = self._newest('state') or self._newest('cut')
         in_order = [results[r] for r in sorted(results)]
-        interrupted = bool(self.interrupts.n)
+        interrupted = bool(self.interrupts.count)
         return Outcome(in_order, interrupted, state, self._newest('epoch'), (*self.marks,))
     def ended(self, how):
         "What each rank said that ended like this, 'done', 'failed' or 'died', by rank"
@@ -147,7 +147,7 @@ class Monitor:
         for news in self.workers.poll(timeout): self._handle(*news)
         self.replay.flush()
         if self.load: self.load.refresh()
-        if self.interrupts.n: self._interrupted()
+        if self.interrupts.count: self._interrupted()
     def _handle(self, rank, what, said=None, *_):
         if what == 'put' and said == 'epoch': self.on_event(rank, EpochEnd(*self._newest('epoch')))
         # the first counts: a rank that failed may die then
@@ -197,7 +197,7 @@ def _interrupted(self:Monitor):
     longest = max((b.longest for b in beats.values()), default=0.)
     late = now-self.asked_to_stop > self.local.interrupt_grace+longest
     stuck = late and not any(b.leaving for b in beats.values())
-    if self.interrupts.n > 1 or stuck: raise self._with_state(KeyboardInterrupt())
+    if self.interrupts.count > 1 or stuck: raise self._with_state(KeyboardInterrupt())
 
 @patch
 def ask_to_stop(self:Monitor):

@@ -265,15 +265,15 @@ def engine_for(
         print_line(why)
         yield None
         return
-    launcher,asked,places = Local() if launcher is None else launcher,{},True
+    launcher,asked = Local() if launcher is None else launcher,{}
+    local = launcher.workers_are_local
     if isinstance(launcher, Local):
         asked = {k:_option(launcher, k, given, defaults) for k in ('see','see_load','timeout')}
-        places = launcher.places
-    if not places:
+    if local:
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
         asked['gpus'] = gpus or []
     with with_attrs(launcher, **asked), launcher as engine:
-        if places: n,gpus = engine.place(nprocs, gpus)
+        if not local: n,gpus = engine.place(nprocs, gpus)
         see = asked.get('see', given['see'])
         if see != 'all' and any(r != 0 and r >= n for r in see):
             raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")

@@ -25,9 +25,9 @@ class Fit(NamedTuple):
     "The numbers of a fit on workers"
     seconds:float   # Of the whole call
     start:float     # Of these, until the first batch
-    cores:int       # Of the machine
+    cores:int       # Of the machine, or of all machines
     epochs:int
-    steps:int
+    steps:int       # Of training; 0: a validation or a prediction
     ranks:list      # Of each rank: `Clock.numbers` and `use_of`
     @property
     def n(self): return len(self.ranks)
@@ -53,8 +53,10 @@ def on_data(fit):
     secs,epoch,batch = max(r['slowest'] for r in fit.ranks)
     wait = f"{fit.share(lost)} of the time the workers wait for data"
     if sum(r['slow'] for r in fit.ranks) > lost/2:
-        return Advice('item', lost, f"{wait}, most of it for a few batches: batch {batch} of epoch "
-                      f"{epoch} took {secs:.1f} s. Look at its items and at the disk they are on.")
+        of_epoch = f" of epoch {epoch}" if fit.steps else ''
+        return Advice('item', lost, f"{wait}, most of it for a few batches: batch {batch}"
+                      f"{of_epoch} took {secs:.1f} s. Look at its items and at the disk they are "
+                      "on.")
     most = max(fit.cores//fit.n, 1)
     where = f"{several(fit.cores, 'core')}, {several(fit.n, 'worker')}"
     if loaders >= most:
@@ -146,13 +148,17 @@ def on_threads(fit):
 
 # %% ../../nbs/launch/504_report.ipynb #186a83d5
 _CAUSES = (on_data,on_exchange,on_uneven,on_metrics,on_callbacks,on_validation,on_start,on_threads)
+# On a GPU, where the clock of inference is the host's: see `fastai2.clock`
+_OF_INFERENCE,_ON_GPU = (on_data,on_metrics,on_callbacks),(on_data,)
 _PART,_SECONDS = .1,.5      # of the call
 
 def advice_for(
     fit, # A `Fit`
 ):
     "The `Advice` that is worth it, best first, at most three"
-    found = [o for o in (f(fit) for f in _CAUSES) if o is not None]
+    of_inference = _ON_GPU if fit.first['on_gpu'] else _OF_INFERENCE
+    causes = _CAUSES if fit.steps else of_inference
+    found = [o for o in (f(fit) for f in causes) if o is not None]
     worth = [o for o in found if o.seconds > max(_PART*fit.seconds, _SECONDS)]
     return sorted(worth, key=lambda o: -o.seconds)[:3]
 
@@ -187,7 +193,8 @@ class Report:
     ):
         self.what,self.began,self.marks = what,time.time(),[]
         self.ranks,self.result,self.begun = [],{},None
-        self.nbytes = 0         # of the learner or function that was sent to the workers
+        # of what was sent to the workers, and of the state that they sent back last
+        self.nbytes = self.state = 0
     def mark(self,
         phase,   # Name of the phase that ends
         at=None, # When it ended, seconds as of `time.time()` (None: now)
@@ -200,6 +207,10 @@ class Report:
         "The numbers that the ranks have brought"
         self.result,self.begun = results[0],results[0]['begun']
         self.ranks = [r['report'] for r in results if r.get('report')]
+    @property
+    def cores(self):
+        "Those of all machines that the ranks run on"
+        return round(sum(r['cores'] for r in self.ranks)) or visible_cores()
     @property
     def phases(self):
         "Phase -> seconds, in the order in which they happened"
@@ -216,7 +227,7 @@ class Report:
     def advice(self):
         "What would make it faster, best first: a list of `Advice`"
         if not self.ranks or self.begun is None: return []
-        return advice_for(Fit(self.total, self.begun-self.began, visible_cores(),
+        return advice_for(Fit(self.total, self.begun-self.began, self.cores,
                               self.result['epochs'], self.result['steps'], self.ranks))
     def bars(self):
         "For each rank: part -> seconds, in the order of `PARTS`"
@@ -227,14 +238,14 @@ class Report:
         return res
     def facts(self):
         "What else there is to know: memory, bytes and the load of the cores"
-        sent = [f"{size(self.nbytes)} sent to the workers"] if self.nbytes else []
-        if not self.ranks:
-            return sent and [*sent, "what each worker does is measured in fits of fastai 2 only"]
+        res = [f"{size(self.nbytes)} sent to the workers"] if self.nbytes else []
+        if self.state: res.append(f"{size(self.state)} of state sent back")
+        if not self.ranks: return res
         secs = max(sum(self.bars()[0].values()), 1e-9)
         cores = ', '.join(f"{o['cpu']/secs:.1f}" for o in self.ranks)
-        res = [*sent, f"{size(self.ranks[0]['grads'])} of gradients per step",
-               f"peak memory {', '.join(size(o['peak']) for o in self.ranks)}",
-               f"{cores} cores busy per worker, of {visible_cores()}"]
+        if grads := self.ranks[0]['grads']: res.append(f"{size(grads)} of gradients per step")
+        res += [f"peak memory {', '.join(size(o['peak']) for o in self.ranks)}",
+                f"{cores} cores busy per worker, of {self.cores}"]
         if self.ranks[0]['on_gpu']:
             res.append(f"on GPUs {', '.join(size(o['gpu_peak']) for o in self.ranks)}")
         return res
@@ -242,7 +253,7 @@ class Report:
         "All of it as plain values, for other tools"
         ranks = [r | dict(uneven=[[*k, v] for k,v in r['uneven'].items()]) for r in self.ranks]
         return dict(what=self.what, seconds=self.total, phases=self.phases, nbytes=self.nbytes,
-                    advice=[o._asdict() for o in self.advice], ranks=ranks)
+                    state=self.state, advice=[o._asdict() for o in self.advice], ranks=ranks)
     def headlines(self):
         "What was called, its seconds, and what would make it faster"
         return [f"{self.what or 'call'}: {self.total:.2f} s", *(o.text for o in self.advice)]

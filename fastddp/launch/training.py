@@ -12,7 +12,7 @@ import contextlib, os, pickle, time, warnings
 
 from ..base import group, rendezvous
 from ..base.rng import CommonRNG
-from .report import banner, summary, what_ran
+from .report import banner, closing_line, summary, what_ran
 from ..output.replay import print_line
 from ..payload.pickling import dump, load
 from ..payload.state import STRUCTURE, model_tensors
@@ -172,6 +172,7 @@ def script_lines(
     sizes, # `(items per step of all ranks, steps per epoch or None)`
     quiet=False, # The learner wants none of our lines
     iterations=False, # It is told in steps, not in epochs: see `what_ran`
+    report=None, # The `Report`, complete when the fit is over
 ):
     "Under torchrun rank 0 says in one line what runs inside, and in another one how long it took"
     tells,n,began = group.under_launcher() and group.rank() == 0,group.world_size(),time.time()
@@ -181,6 +182,7 @@ def script_lines(
     result = progress.result(False)
     if tells and result['seconds']:
         print_line(summary(what_ran(result, iterations), n, result, began))
+        if report and (line := closing_line(report)): print_line(line)
 
 # %% ../../nbs/launch/510_training.ipynb #c55244d3
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from ..base import group
 from ..base.checks import Check, check_all, is_list, number, whole
 from ..base.errors import CantDistribute, RankDied, RankRaised
 from ..base.failure import is_echo
-from ..base.scoped import disturbed
+from ..base.scoped import allow_interrupts
 from ..launch.local import Local
 from ..launch.rank import RankSpec
 from ..output.replay import several
@@ -62,7 +62,7 @@ _CHECKS = dict(
 class Machines(Local):
     """Runs jobs on several machines; a subclass says which ones, and how an agent is started:
     `connections`"""
-    places = True
+    workers_are_local = False
     reasons = ()        # what a command says when it fails, in lists, each with what to do about it
     def __init__(self,
         per_node=None, # Ranks on each machine; None: its GPUs, or one where there are none
@@ -104,8 +104,8 @@ class Machines(Local):
         machines,self.machines = self.machines,[]
         for m in machines: m.close(grace)
     @property
-    def where(self):
-        "As `Launcher.where`"
+    def description(self):
+        "As `Launcher.description`"
         counts = [*self.counts.values()]
         each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
         kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
@@ -127,9 +127,9 @@ class Machines(Local):
             self.close(0)
             raise
         return n, [i for k in self.counts.values() for i in range(k)] if self.on_gpu else None
-    def again(self, nprocs, gpus):
-        """As `Launcher.again`: machines that were lost are left out, the others have as many ranks
-        as before"""
+    def place_again(self, nprocs, gpus):
+        """As `Launcher.place_again`: machines that were lost are left out, the others have as many
+        ranks as before"""
         if not self.lost: return nprocs, gpus
         self.left_out |= self.lost
         return self.place(gpus=None if self.on_gpu else [])
@@ -184,19 +184,21 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
     raise err
 
 @patch
-def submit(self:Machines, job, nprocs, interrupts=None, mark=lambda phase: None):
+def submit(self:Machines, job, nprocs, interrupts, mark):
     "As `Local.submit`"
-    with disturbed(): self._get_workers(nprocs)
+    with allow_interrupts(): self._get_workers(nprocs)
     mark('fork')
-    self._block = self._block or Block()
-    packed = self._block.write(Payload(b'', [memoryview(job.payload.meta), *job.payload.buffers]))
+    self._payload_block = self._payload_block or Block()
+    buffers = [memoryview(job.payload.meta), *job.payload.buffers]
+    packed = self._payload_block.write(Payload(b'', buffers))
     settings,away = self.settings(),not self.machines[0].home
     for m in self.machines:
-        specs = [RankSpec(nprocs, i if self.on_gpu else None, self._backend(), self.threads,
-                          self._rendezvous, self.display_of(r), job.work, settings)
+        specs = [RankSpec(world_size=nprocs, gpu=i if self.on_gpu else None,
+                          backend=self._backend(), threads=self.threads, store=self._rendezvous,
+                          display=self.display_of(r), work=job.work, settings=settings)
                  for i,r in enumerate(m.ranks)]
         self.workers.submit(m, partial(run_on_machine, self.link_timeout, away), specs,
-                            self.cards[m], packed, self._block)
+                            self.cards[m], packed, self._payload_block)
 
 @patch
 def _get_workers(self:Machines, nprocs):
@@ -246,7 +248,7 @@ def preflight(self:Machines):
         versions = ', '.join(f'{k} {v}' for k,v in facts()['versions'].items())
         each = [f"{m.name}: {m.facts['gpus']} GPUs, network card {self.cards[m]}"
                 for m in self.machines]
-        return '\n'.join([f'{self.where}: {versions}', *each])
+        return '\n'.join([f'{self.description}: {versions}', *each])
 
 # %% ../../nbs/machines/615_hosts.ipynb #969c5bac
 class Command:

@@ -31,6 +31,7 @@ class Machine:
         self.ranks,self.facts = [],{}       # `facts`: see `agent.facts`
         self.conn = conn()
         self.stream = Stream(self.conn.read_fd, self.conn.write, self.conn.end)
+        self.stream.send('link_timeout', silence)
     def said(self):
         "What came that was not the agent's: errors of the command, or of Python there"
         preamble = bytes(self.stream.preamble).decode(errors='replace')

@@ -9,14 +9,22 @@ __all__ = ['use_bars', 'quiet_bars', 'DisplaySettings', 'capture_output', 'rehea
 import builtins, contextlib, functools, os, sys, tempfile, warnings
 from typing import NamedTuple
 
-from ..base.scoped import change, hold, without_attrs
+from ..base.scoped import restore_entries, set_entries, without_attrs
 from .streams import EventQueue, use_streams
 
 # %% ../../nbs/output/203_capture.ipynb #1bb4cded
 class _QuietBar:
-    "A bar that shows nothing, and takes what others take"
-    def __init__(self, gen, total=None, *args, **kwargs): self.gen,self.total = gen,total
-    def __iter__(self): return iter(self.gen)
+    "A bar that shows nothing, and makes the steps that fastprogress's bars make"
+    def __init__(self, gen, total=None, *args, **kwargs):
+        self.gen,self.total = gen,total
+        if total is None: self.total = len(gen)
+        if total == 'noinfer': self.total = None
+    def __iter__(self):
+        # also takes an item of `gen` beyond `total`, as theirs do: ranks share its random numbers
+        for i,o in enumerate(self.gen):
+            if self.total and i >= self.total: break
+            yield o
+    def progress(self, *args, **kwargs): return type(self)(*args, **kwargs)
     def __call__(self, *args, **kwargs): pass
     def __getattr__(self, name):
         if name.startswith('_'): raise AttributeError(name)
@@ -26,23 +34,27 @@ class _QuietBar:
 _BARS = 'master_bar','progress_bar'
 _FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'
 
+def _bar_classes(fp):
+    "Front end -> classes of its two bars; `fp` is fastprogress's module"
+    return dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), silent=(_QuietBar, _QuietBar),
+                terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
+
 def use_bars(undo, frontend):
     "Set the bars of `frontend` in every module, and fastprogress's flags, until `undo` closes"
     fp = sys.modules.get('fastprogress.fastprogress')
     if fp is None: return
-    kinds = dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), silent=(_QuietBar, _QuietBar),
-                 terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
-    known = {id(c) for pair in kinds.values() for c in pair}
-    new = dict(zip(_BARS, kinds[frontend])) | dict.fromkeys(_FLAGS, frontend != 'terminal')
+    classes = _bar_classes(fp)
+    known = {id(c) for pair in classes.values() for c in pair}
+    values = dict(zip(_BARS, classes[frontend])) | dict.fromkeys(_FLAGS, frontend != 'terminal')
     for name,module in sys.modules.copy().items():
-        ns = getattr(module, '__dict__', {})
-        keys = [k for k in _BARS if id(ns.get(k)) in known]
+        namespace = getattr(module, '__dict__', {})
+        keys = [k for k in _BARS if id(namespace.get(k)) in known]
         if name.startswith(('fastcore.','fastprogress.','fastai.')):
-            keys += [k for k in _FLAGS if k in ns]
-        if keys: change(undo, ns, **{k:new[k] for k in keys})
-    if frontend == 'notebook' and not hasattr(fp, 'HTML'): _complete(fp)
+            keys += [k for k in _FLAGS if k in namespace]
+        if keys: set_entries(undo, namespace, **{k:values[k] for k in keys})
     # each cell needs the styles once
-    if hasattr(fp, '_style_shown'): change(undo, vars(fp), _style_shown=False)
+    if hasattr(fp, '_style_shown'): set_entries(undo, vars(fp), _style_shown=False)
+    elif frontend == 'notebook' and not hasattr(fp, 'HTML'): _complete(fp)
 
 def _complete(fp):
     "Import what fastprogress before 1.1 imports only in a notebook"
@@ -61,7 +73,7 @@ def quiet_bars():
 class DisplaySettings(NamedTuple):
     "How a rank shows its output; made by `replay.display_settings` in the notebook"
     frontend:str='notebook'     # 'notebook': HTML bars and displays; 'terminal': text; 'silent'
-    see:bool=True               # Send text and displays?
+    send_text:bool=True         # Send text and displays?
     shell:bool=True             # True if the notebook's process has an IPython shell
     isatty:bool=False           # True if its stdout is a terminal
     width:int=80                # Columns of that terminal
@@ -80,20 +92,21 @@ def _shell_class(name):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False,
                     **kwargs):
             data = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}
-            if data: self.shell.show('display', data, metadata or {}, transient or {}, bool(update))
-        def clear_output(self, wait=False): self.shell.show('clear', bool(wait))
+            if not data: return
+            self.shell.send_event('display', data, metadata or {}, transient or {}, bool(update))
+        def clear_output(self, wait=False): self.shell.send_event('clear', bool(wait))
 
     class Hook(DisplayHook):
         label = ''      # of a result, e.g. `Out[1:5]: `
         def write_output_prompt(self): pass
         def write_format_data(self, data, metadata=None):
-            if self.label: self.shell.show('result', self.label, data, metadata or {})
+            if self.label: self.shell.send_event('result', self.label, data, metadata or {})
             else: self.shell.display_pub.publish(data, metadata)
 
     class Shell(InteractiveShell):
         display_pub_class,displayhook_class = Publisher,Hook
         queue = None    # `EventQueue` of the current job
-        def show(self, *event):
+        def send_event(self, *event):
             if self.queue is not None and self.queue.send_text: self.queue.put(event)
         def init_virtualenv(self): pass
         def enable_gui(self, gui=None): pass
@@ -101,32 +114,33 @@ def _shell_class(name):
     return type(name, (Shell,), {})
 
 # %% ../../nbs/output/203_capture.ipynb #7b85702c
-_made = None    # (namespace, shell) of this process
+_cached = None      # (namespace, shell) of this process
 
-def _shell_for(ns, name):
-    "The shell of this process for the namespace `ns`"
-    global _made
-    if _made and _made[0] is ns and type(_made[1]).__name__ == name: return _made[1]
+def _shell_for(namespace, name):
+    "The shell of this process for the `namespace`; `name` is its class name"
+    global _cached
+    if _cached and _cached[0] is namespace and type(_cached[1]).__name__ == name: return _cached[1]
     from traitlets.config import Config
-    main,had = sys.modules['__main__'],dict(ns)
+    main,before = sys.modules['__main__'],dict(namespace)
     config = Config(HistoryManager=dict(enabled=False, hist_file=':memory:'))
     with tempfile.TemporaryDirectory() as folder:
-        shell = _shell_class(name)(config=config, ipython_dir=folder, user_ns=ns,
-                                   user_module=main if ns is vars(main) else None)
-    shell.db = {}       # a database in that folder
-    ns.update(had)      # names that the shell replaced
-    _made = ns, shell
+        shell = _shell_class(name)(config=config, ipython_dir=folder, user_ns=namespace,
+                                   user_module=main if namespace is vars(main) else None)
+    shell.db = {}               # a database in that folder
+    namespace.update(before)    # names that the shell replaced
+    _cached = namespace, shell
     return shell
 
 # %% ../../nbs/output/203_capture.ipynb #1b60d495
 def _use_shell(undo, queue, name, user_ns):
     "Send displays of this process to `queue`, through a shell whose class is called `name`"
-    hold(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
-    hold(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
-    hold(undo, sys.modules, '__main__')
+    # before the shell is made, which replaces them
+    restore_entries(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
+    restore_entries(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
+    restore_entries(undo, sys.modules, '__main__')
     shell = _shell_for(vars(sys.modules['__main__']) if user_ns is None else user_ns, name)
     for c in shell._walk_mro(): _use_instance(undo, c, shell)
-    change(undo, vars(shell), queue=queue)
+    set_entries(undo, vars(shell), queue=queue)
     from IPython.display import display
     builtins.get_ipython,builtins.display = shell.get_ipython,display
     return shell
@@ -148,8 +162,9 @@ def _use_figures(undo, shell):
     _use_instance(undo, inline.InlineBackend, None)     # this job's shell makes a new one
     # else the formats would be those of the last shell
     undo.enter_context(without_attrs(inline.configure_inline_support, 'current_backend'))
-    hold(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
+    restore_entries(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
     shell.enable_matplotlib('inline')
+    # the last callback is called first: figures are drawn with this backend and shell
     undo.callback(inline.flush_figures)
 
 # %% ../../nbs/output/203_capture.ipynb #98980705
@@ -162,12 +177,13 @@ def capture_output(
     "Context manager that passes what is shown inside to `send`; restores the process at the end"
     terminal = settings.frontend == 'terminal'
     with contextlib.ExitStack() as undo:
-        queue = EventQueue(send, settings.see)
+        queue = EventQueue(send, settings.send_text)
+        # the first callback is called last: what is shown at the end is still sent
         undo.callback(queue.close)
         use_streams(undo, queue, settings.isatty and terminal)
-        change(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
+        set_entries(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
         # libraries read the terminal's size here before they ask the terminal
-        if terminal: change(undo, os.environ, COLUMNS=str(settings.width))
+        if terminal: set_entries(undo, os.environ, COLUMNS=str(settings.width))
         if settings.shell:
             name = 'TerminalInteractiveShell' if terminal else 'ZMQInteractiveShell'
             shell = _use_shell(undo, queue, name, user_ns)
@@ -184,4 +200,4 @@ def _send_warning(queue, message, category, filename, lineno, file=None, line=No
 # %% ../../nbs/output/203_capture.ipynb #e4b0dde8
 def rehearse():
     "Capture output once, to warm up workers that are forked from this process"
-    with capture_output(lambda event: None, DisplaySettings('silent', see=False)): pass
+    with capture_output(lambda event: None, DisplaySettings('silent', send_text=False)): pass

@@ -10,7 +10,7 @@ import contextlib, io, os, re, sys, threading, time
 
 from fastcore.basics import patch
 
-from ..base.scoped import change
+from ..base.scoped import set_entries
 
 # %% ../../nbs/output/201_streams.ipynb #211e224d
 TICK = .05              # Seconds between two deliveries
@@ -168,8 +168,8 @@ def use_streams(
     for name,stream in _streams.items():
         before = getattr(sys, name)
         if before is stream: before = stream.before     # nested: never itself
-        change(undo, vars(stream), queue=queue, before=before, tty=tty)
-        change(undo, vars(sys), **{name:stream})
+        set_entries(undo, vars(stream), queue=queue, before=before, tty=tty)
+        set_entries(undo, vars(sys), **{name:stream})
 
 # %% ../../nbs/output/201_streams.ipynb #1a32e7a7
 def tail(

@@ -9,6 +9,7 @@ __all__ = ['OPT_HOOKS', 'OPT_STAYS', 'STRUCTURE', 'own_copy', 'picklable_attrs',
 
 # %% ../../nbs/payload/106_state.ipynb #52c8b758
 import contextlib, torch, copyreg, hashlib, types, numpy as np
+from functools import partial
 from fastcore.foundation import L
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -239,9 +240,13 @@ def _members(name, v):
         # in a fit on GPUs, batch norm has another kind in its place
         return _Members([*v, *(m for m in v.values() if not isinstance(m, _BatchNorm))])
     if isinstance(v, torch.Tensor): return None if v.is_inference() else v._version
-    if isinstance(v, np.ndarray): return hash(v.tobytes()) if v.nbytes < _MOST else None
+    if isinstance(v, np.ndarray): return hash(v.tobytes() if v.nbytes < _MOST else _sample(v))
     if isinstance(v, dict): return _Members([*v, *v.values()])
     return _Members(v) if type(v) in (list,set) else None
+
+def _sample(v):
+    "Some thousand elements of a large array, which may be a file's"
+    return v.reshape(-1, order='A')[::max(v.size//4096, 1)].tobytes() if v.flags.forc else b''
 
 def fingerprint(
     v,
@@ -334,6 +339,8 @@ def fill(old, new):
     except Exception: return False      # an object of the user's, which may refuse
 
 def _fill(old, new):
+    # a copy would write into variables of its own
+    if isinstance(old, (types.FunctionType,types.MethodType,partial)): return True
     if isinstance(old, list): old[:] = new
     elif isinstance(old, (dict,set)):
         old.clear()

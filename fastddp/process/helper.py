@@ -101,8 +101,6 @@ import contextlib, gc, importlib, os, pickle, signal, socket, struct, subprocess
 import time, traceback, warnings
 from multiprocessing import connection
 
-from .helper import end_with_parent
-
 # %% ../../nbs/process/404_helper.ipynb #d8d16bf7
 _unusable = []          # why this process can't use a helper
 _in_worker = False      # True in a worker, and in the helper

@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['CantShard', 'refuse_loader', 'global_batch_size', 'chunk', 'n_chunks', 'shard_batch', 'pad_shard', 'loss_weight',
-           'Step', 'shard_steps', 'too_few', 'workers_per_rank', 'Shard', 'Epoch', 'reading', 'account', 'Sharded',
-           'is_sharded', 'original', 'outside_loop', 'sharded_class', 'clone_loader', 'sharded_clone', 'track_changes',
-           'write_back', 'draw_seed', 'generator_state', 'set_generator', 'no_batches']
+           'Step', 'shard_steps', 'too_few', 'workers_per_rank', 'reporting', 'Shard', 'Epoch', 'reading', 'account',
+           'Sharded', 'is_sharded', 'original', 'outside_loop', 'sharded_class', 'clone_loader', 'sharded_clone',
+           'track_changes', 'write_back', 'draw_seed', 'generator_state', 'set_generator', 'no_batches']
 
 # %% ../../nbs/shard/301_sharded.ipynb #8d0fdf3a
 import contextlib, functools, os, random
+from multiprocessing.queues import Queue
 from types import MethodType
 from typing import NamedTuple
 
 import numpy as np, torch
+from torch._utils import ExceptionWrapper
 
 from ..base.device import visible_cores
 from ..base.errors import CantDistribute
@@ -127,6 +129,23 @@ def workers_per_rank(num_workers, # The user's number, for one process
     "How many DataLoader workers each rank starts: as many, but no more than its part of the cores"
     n = int(os.environ.get('LOCAL_WORLD_SIZE', n))      # on this machine
     return max(1, min(num_workers, (cores or visible_cores())//n)) if num_workers else 0
+
+# %% ../../nbs/shard/301_sharded.ipynb #cd5892c4
+def _report(queue, # The one that a loader's process has its batches in
+            e, what): # Why `what`, a batch and its number, can't be sent
+    "Send the exception in the batch's place"
+    exc_info = type(e),e,e.__traceback__
+    queue.put((what[0], ExceptionWrapper(exc_info, 'in a process of the DataLoader')))
+
+def _in_loader_process(init, # The loader's own `worker_init_fn`, or None
+                       worker_id):
+    Queue._on_queue_feeder_error = _report
+    if init is not None: init(worker_id)
+
+def reporting(init):
+    """`init`, a `worker_init_fn` or None, as one for processes that report which batch can't be
+    pickled"""
+    return functools.partial(_in_loader_process, init)
 
 # %% ../../nbs/shard/301_sharded.ipynb #f15aba19
 class Shard:

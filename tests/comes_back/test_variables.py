@@ -1,9 +1,11 @@
 """What cells write into their own variables in a fit is in the notebook afterwards: globals, closures, attributes."""
 import sys
-import pytest
+from functools import partial
+import numpy as np, pytest
 from fastai.callback.core import Callback
 from fastai.metrics import AvgMetric, Metric
 from fastddp.all import *
+from fastddp.fastai2 import resume
 from parity import alone_like, learner, seed, warm
 
 pytestmark = pytest.mark.timeout(120)
@@ -87,7 +89,7 @@ def values(ns):
     Notes = ns['Notes']
     res = [ns[k] for k in ('seen', 'by_epoch', 'epochs', 'n', 'calls')]
     return [*res, ns['weights'].tolist(), ns['average'].tolist(), len(ns['frame']), ns['meter'].values, Notes.history,
-            Notes.steps, ns['loss'].count]
+            Notes.steps, getattr(ns['loss'], 'count', 0)]
 
 
 def test_variables_of_cells_are_those_of_one_process(cell, two):
@@ -144,6 +146,16 @@ def test_a_check_writes_nothing(cell, two):
     assert cell['n'] == len(cell['losses']) == 3
 
 
+def test_a_large_array_comes_back():
+    "All of it is not compared, so that it costs no time where nothing changed"
+    preds, kept = np.zeros(17_000_000), np.zeros(17_000_000)
+    class Fills(Callback):
+        def after_epoch(self): preds[len(kept)//2:] += 1
+    learn = learner()
+    learn.distrib_fit(2, nprocs=2, cbs=Fills())
+    assert preds.sum() == 17_000_000 and not kept.any()
+
+
 def test_what_cannot_come_back_is_named(two):
     held, kept = [], []
     class Holds(Callback):
@@ -193,3 +205,42 @@ def test_what_metrics_remember_is_in_the_same_objects(two):
     assert learn.metrics[0] is best and best.seen is seen and right.func is func
     assert seen == pytest.approx(one.metrics[0].seen) and best.last == one.metrics[0].last and len(seen) == 3
     assert right.value == pytest.approx(one.metrics[1].value) and func.calls
+
+
+def test_a_checkpoint_has_them_for_a_new_kernel(cell, two, tmp_path, monkeypatch):
+    "For what the same cells define there: not for the variables of functions that a function made"
+    def make():
+        learn = learner(path=tmp_path, metrics=cell['rate'], cbs=cell['Notes']())
+        learn.model[0].register_forward_hook(cell['hook'])
+        return learn
+    def held(): return [*values(cell), cell['losses'][:], cell['rate'].__defaults__, len(cell['rated'])]
+    seed(1)
+    make().distrib_fit(3, nprocs=2, launcher=two)
+    whole, written, write = held(), [], resume.write
+    def until_the_second(*args):
+        written.append(len(written) < 2 and write(*args))
+    monkeypatch.setattr(resume, 'write', until_the_second)
+    exec(CELL, cell)
+    seed(1)
+    make().distrib_fit(3, checkpoint='epoch', nprocs=2, launcher=two)
+    assert len(written) == 3
+    exec(CELL, cell)        # as in a new kernel
+    losses, method = cell['losses'], cell['Notes'].after_batch
+    seed(99)
+    make().distrib_resume('distrib')
+    assert held() == whole and len(losses) == 15
+    assert cell['losses'] is losses and cell['Notes'].after_batch is method
+
+
+class HoldsFunctions(Callback):
+    def __init__(self, f): self.f, self.g = f, partial(f, calls=[])
+    def before_epoch(self):
+        if self.epoch == 1: raise KeyError('in the second epoch')
+
+
+def test_after_a_failure_functions_of_cells_are_the_notebooks_own(cell):
+    "Not copies, which would write into variables of their own"
+    holds = HoldsFunctions(cell['rate'])
+    learn, g = learner(metrics=cell['rate'], cbs=holds), holds.g
+    with pytest.raises(RankRaised): learn.distrib_fit(2, nprocs=2)
+    assert learn.metrics[0].func is cell['rate'] is holds.f and holds.g is g and len(learn.recorder.values) == 1

@@ -5,6 +5,7 @@ from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
+from fastai.metrics import Perplexity
 from fastai.optimizer import Adam
 from torch import nn
 import torch.nn.functional as F
@@ -102,7 +103,7 @@ class Kept(Collect):
 def test_what_a_loss_keeps_is_as_in_one_process(ranks):
     n, launcher = ranks
     kept, single = Kept(), Kept()
-    learn = learner(loss_func=Draws(), data=numbers, model=mlp(n_out=1))
+    learn = learner(loss_func=Draws(), data=numbers, model=mlp(n_out=1), metrics=Perplexity())
     one = alone_like(learn, n)
     seed(1)
     learn.distrib_fit(2, nprocs=n, launcher=launcher, cbs=[kept])

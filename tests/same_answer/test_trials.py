@@ -10,15 +10,15 @@ from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.metrics import accuracy
+from fastai.metrics import Perplexity, accuracy
 from fastai.optimizer import Adam, OptimWrapper
 from torch import nn
 from fastddp.base.errors import WorkerError
 from fastddp.launch.engine import InProcess
 from fastddp.launch.local import Local
 from losses import RMSE, numbers
-from parity import (Steps, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
-                    warm)
+from parity import (Collect, Steps, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp,
+                    seed, warm)
 from spread import long_but
 from test_drift import Sam
 
@@ -28,6 +28,11 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope='module', params=long_but([2, 3], 3))
 def ranks(request):
     with warm(request.param) as launcher: yield request.param, launcher
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
 
 
 def regression(**kwargs): return dict(data=numbers, model=mlp(n_out=1), **kwargs)
@@ -56,6 +61,23 @@ def test_a_callback_leaves_items_out(ranks, cb, loss):
     n, launcher = ranks
     how = dict(metrics=accuracy) if loss == 'known' else regression(loss_func=RMSE())
     learn, one = fit_both(learner(train=8*n, valid=21, bs=4, **how), n, launcher, 2, cbs=[cb()])
+    assert_same(learn, one)
+
+
+class LeavesMost(Collect):
+    order = 60
+    def before_batch(self):
+        keep = self.x[:, 0] > .2
+        self.note(keep.sum())
+        self.learn.xb, self.learn.yb = (self.x[keep],), (self.y[keep],)
+
+
+@pytest.mark.parametrize('loss', ['known', 'gathered'])
+def test_a_worker_may_have_no_item_left(two, loss):
+    how = dict(metrics=accuracy) if loss == 'known' else regression(loss_func=RMSE())
+    learn, cb = learner(train=16, valid=16, bs=4, **how), LeavesMost()
+    learn, one = fit_both(learn, 2, two, 2, cbs=[cb])
+    assert [0.] in cb.ranks[0] and [0.] in cb.ranks[1]
     assert_same(learn, one)
 
 
@@ -149,6 +171,24 @@ def test_a_term_that_the_model_keeps_is_weighted_by_items_and_named(ranks, capfd
     # a mean over items, so the average is that of one process; in validation rank 0's own is taken
     assert_same_weights(learn, one)
     assert capfd.readouterr().out.count("doesn't come from predictions and targets") == 1
+
+
+class AddsTerm(Callback):
+    "A mean over items, to what is trained and to what is shown"
+    def after_loss(self): add(self.learn, .1*self.pred.pow(2).mean())
+
+
+def add(learn, term):
+    for name in 'loss_grad', 'loss': setattr(learn, name, getattr(learn, name)+term)
+
+
+@pytest.mark.parametrize('metrics', [None, Perplexity], ids=['loss', 'perplexity'])
+def test_a_term_that_a_callback_adds_is_in_the_validation_loss(ranks, metrics, capfd):
+    "Also where the loss is computed over all predictions"
+    n, launcher = ranks
+    learn = learner(loss_func=RMSE(), metrics=metrics and metrics(), **regression())
+    assert_same(*fit_both(learn, n, launcher, 2, cbs=[AddsTerm()]))
+    assert capfd.readouterr().out.count('AddsTerm changes the loss') == 1
 
 
 def assert_same_weights(learn, one):
