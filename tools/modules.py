@@ -22,7 +22,7 @@ TESTS = {
     'payload': 'comes_back/test_comes_back.py',
     'payload/blame': 'test_refusals.py', 'payload/buffers': 'test_shapes.py',
     'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
-    'payload/state': 'comes_back/test_variables.py',
+    'payload/state': 'comes_back/test_comes_back.py', 'payload/changes': 'comes_back/test_variables.py',
     'output': 'test_capture.py', 'output/panel': 'test_background.py',
     'launch/background': 'test_background.py',
     'output/replay': 'test_lines.py',
