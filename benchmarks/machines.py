@@ -16,8 +16,9 @@ dominates; as many ranks without another host say whether the hosts have a part 
 this machine: with two of them one rank on each host is the fair case, and with `--per_node 2` four ranks wait for two
 cores.
 
-`links`: all-reduces over gloo between one rank on each host, on the virtual link as it is and held to 10 and 1 Gbit/s
-(by `tc`, where the system has it), and the latency and bandwidth of model.py's formula fitted to them.
+`links`: all-reduces over gloo between one rank on each host, and the meeting of a step, on the virtual link as it
+is and held to 10 and 1 Gbit/s (by `tc`, where the system has it), and the latency and bandwidth of model.py's
+formula fitted to them.
 
 `predicted`: that formula for 2 to 64 machines of 8 GPUs at 1 to 400 Gbit/s per machine. A prediction, unproven: nobody
 has run it there. Measured is the latency (gloo's over TCP; NCCL's is shorter), the share of the line rate that an
@@ -154,7 +155,7 @@ def steps(net, hosts, name, per_node, turns):
 
 # Links, and the prediction
 
-def timed(ctx, sizes): return model.timed(sizes)
+def timed(ctx, sizes): return model.timed(sizes), model.meetings()
 
 
 @contextlib.contextmanager
@@ -175,7 +176,7 @@ def links(net, hosts, small):
         name = f'held to {gbit} Gbit/s' if gbit else 'as it is'
         try:
             with held_to(net, gbit):
-                secs = hosts.run(Job.of(timed, model.SIZES[:3] if small else model.SIZES), 2).results[0]
+                secs, meeting = hosts.run(Job.of(timed, model.SIZES[:3] if small else model.SIZES), 2).results[0]
         except subprocess.CalledProcessError as e:
             print(f'{name}: not measured ({e.stderr.strip()})', file=sys.stderr)
             continue
@@ -183,8 +184,8 @@ def links(net, hosts, small):
         link = fits[gbit] = model.fitted(secs)
         show(f'All-reduce over gloo, a rank on each host, the link {name}', model.shown(secs, link))
         rate = link['bandwidth']*8e-9
-        rows.append(dict(case=name, latency_us=round(link['latency']*1e6, 1), gbit_per_s=round(rate, 2),
-                         share_of_the_line=round(rate/gbit, 3) if gbit else ''))
+        rows.append(dict(case=name, meeting_us=round(meeting*1e6), latency_us=round(link['latency']*1e6, 1),
+                         gbit_per_s=round(rate, 2), share_of_the_line=round(rate/gbit, 3) if gbit else ''))
     show('Links, fitted', rows)
     return rows, fits
 
@@ -209,7 +210,8 @@ def _predict(n, rate, name, known):
     network = dict(latency=known['latency'], bandwidth=rate/GPUS)
     ship = n*max(known['sent']/rate, known['ship_per_byte'])
     comm = model.over_hosts(n, GPUS, model.CASE['gradients'], network)
-    p = model.predict(name, n*GPUS, comm, dict(start=known['start'], ship=ship, back=1/rate))
+    p = model.predict(name, n*GPUS, comm, dict(start=known['start'], ship=ship, back=1/rate),
+                      model.meet(n, 0., known['latency']))
     ideal = model.CASE['compute']*1e3/p['step_ms']
     return dict(case=name, gpus=p['ranks'], communicate_ms=p['communicate_ms'], step_ms=p['step_ms'],
                 speed_up=round(p['ranks']*ideal, 1), of_ideal=round(ideal, 3),

@@ -23,87 +23,87 @@ __all__ = ['CantDistribute', 'NotPicklable', 'RankDied', 'RankRaised', 'WorkerEr
 
 class Learner(_Learner):
     def distrib(self, name: str, *args, **kwargs):
-        """`learn.name(*args, **kwargs)` on the workers."""
+        """Call `learn.name(*args, **kwargs)` on workers."""
 
     def distrib_bench(self, nprocs = None, bs = None, num_workers = None, steps: int = 20, seconds: float = 5.0):
-        """Trains some steps with each choice and returns a `Bench`: items per second, also without
-        waiting for data and of each worker, seconds of an epoch, and how many workers are worth it.
-        Learner and random streams stay as they are"""
+        """Train some steps with each choice and return a `Bench`: items per second (in all, without
+        waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
+        and random streams are unchanged."""
 
     def distrib_check(self, steps: int = 5, tol: float = 1e-05, **options) -> Answer:
-        """Compares a few steps on N workers with one process over the same global batches."""
+        """Compare `steps` training steps on N workers with one process over the same global batches."""
 
     def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, in_notebook: bool | None = None, **ddp_kwargs) -> ContextManager[Learner]:
-        """Inside the block all training and inference of this learner runs on workers, which stay warm
-        from call to call.
+        """Run all training and inference of this learner inside the block on workers, which stay from
+        call to call.
 
-        Options, by name:
-            nprocs=None: Workers, with `num_workers` each: one per GPU, or so many on the CPU
+        Options:
+            nprocs=None: Workers (None: one per GPU); each starts up to `num_workers` processes
             gpus=None: Exactly these GPUs, in this order; `[]` for workers on the CPU
-            batch='per_worker': A batch for each worker and step; 'global': a part of one batch
-            sync_bn=True: Batch norm over all ranks (on the CPU: statistics averaged per epoch)
-            loss='auto': Joins workers' losses: 'mean' over items, 'sum', 'gather' predictions, 'auto'
+            batch='per_worker': Each worker takes a batch; 'global': each batch is divided
+            sync_bn=True: Batch norm over all workers (CPU: statistics averaged per epoch)
+            loss='auto': How losses combine: 'auto', 'mean' or 'sum' over items, 'gather' predictions
             model_factory=None: Called in every worker to make the model, instead of sending it
             dls_factory=None: Called in every worker to make the DataLoaders
             launcher=None: Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
-            see=(0,): Ranks whose output is shown, or 'all'
+            see=(0,): Workers whose output is shown, or 'all'
             see_load=True: In a notebook: a line with each worker's CPU, memory and GPU
-            restarts=0: After a failure, go on that many times from the last complete epoch
-            timeout=1800: Seconds without a step after which a fit counts as hanging
-            wait=True: False: return a job at once, which trains in the background
-            offload=False: With `wait=False`: `learn` is on the CPU until `job.result()`
-            checkpoint=None: Save at the end of each 'epoch', or of the one that '10min' end in
+            restarts=0: How often a failed fit continues after its last complete epoch
+            timeout=1800: Seconds without a training step after which a fit is terminated
+            wait=True: False: train in the background and return a job
+            offload=False: With `wait=False`: keep `learn` on the CPU until `job.result()`
+            checkpoint=None: Save after each 'epoch', or after an epoch once '10min' have passed
             **ddp_kwargs: For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 
         Yields the learner.
 
         Raises
-            CantDistribute: before anything is started or changed; the message says why and what to do
-            RankRaised: a rank raised an exception; the error shows your lines first, and what to do
-            RankDied: a rank's process ended, for example killed for lack of memory
-            GroupTimeout: no training step for `timeout` seconds; the error shows the stack of each rank
-            KeyboardInterrupt: you interrupted; all ranks stopped after the same batch
+            CantDistribute: nothing was started or changed; the message says why and what to do
+            RankRaised: a worker raised an exception; the error shows your lines first, and what to do
+            RankDied: a worker's process ended, for example killed for lack of memory
+            GroupTimeout: no training step for `timeout` seconds; the error shows each worker's stack
+            KeyboardInterrupt: you interrupted; all workers stopped after the same batch
 
-        After a failure the learner holds the end of the last complete epoch, or is as it
-        was before the fit if there was none; the error's `kept` says which. After an interrupt it holds
-        what was trained until then. `distrib_resume()` goes on from there."""
+        After a failure the learner has the state of the last complete epoch, or is
+        unchanged if there was none; the error's `kept` says which. After an interrupt it has the state of
+        the last finished batch. `distrib_resume()` continues the fit."""
 
     def distrib_fine_tune(self, epochs, base_lr = 0.002, freeze_epochs = 1, lr_mult = 100, pct_start = 0.3, div = 5.0, *, lr_max = None, div_final = 100000.0, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
-        """`fine_tune` on workers, by default one per GPU. Fine tune with `Learner.freeze` for `freeze_epochs`, then with `Learner.unfreeze` for `epochs`, using discriminative LR."""
+        """Run `fine_tune` on workers, one per GPU. Fine tune with `Learner.freeze` for `freeze_epochs`, then with `Learner.unfreeze` for `epochs`, using discriminative LR."""
 
     def distrib_fit(self, n_epoch, lr = None, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
-        """`fit` on workers, by default one per GPU. Fit `self.model` for `n_epoch` using `cbs`. Optionally `reset_opt`."""
+        """Run `fit` on workers, one per GPU. Fit `self.model` for `n_epoch` using `cbs`. Optionally `reset_opt`."""
 
     def distrib_fit_flat_cos(self, n_epoch, lr = None, div_final = 100000.0, pct_start = 0.75, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
-        """`fit_flat_cos` on workers, by default one per GPU. Fit `self.model` for `n_epoch` at flat `lr` before a cosine annealing."""
+        """Run `fit_flat_cos` on workers, one per GPU. Fit `self.model` for `n_epoch` at flat `lr` before a cosine annealing."""
 
     def distrib_fit_one_cycle(self, n_epoch, lr_max = None, div = 25.0, div_final = 100000.0, pct_start = 0.25, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
-        """`fit_one_cycle` on workers, by default one per GPU. Fit `self.model` for `n_epoch` using the 1cycle policy."""
+        """Run `fit_one_cycle` on workers, one per GPU. Fit `self.model` for `n_epoch` using the 1cycle policy."""
 
     def distrib_fit_sgdr(self, n_cycles, cycle_len, lr_max = None, cycle_mult = 2, cbs = None, reset_opt = False, wd = None, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
-        """`fit_sgdr` on workers, by default one per GPU. Fit `self.model` for `n_cycles` of `cycle_len` using SGDR."""
+        """Run `fit_sgdr` on workers, one per GPU. Fit `self.model` for `n_cycles` of `cycle_len` using SGDR."""
 
     def distrib_get_preds(self, ds_idx: int = 1, dl = None, with_input: bool = False, with_decoded: bool = False, with_loss: bool = False, act = None, inner: bool = False, reorder: bool = True, cbs = None, *, save_preds = None, save_targs = None, with_preds: bool = True, with_targs: bool = True, concat_dim: int = 0, pickle_protocol: int = 2, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True, offload: bool = False):
-        """`get_preds` on workers, by default one per GPU. Get the predictions and targets on the `ds_idx`-th dbunchset or `dl`, optionally `with_input` and `with_loss`"""
+        """Run `get_preds` on workers, one per GPU. Get the predictions and targets on the `ds_idx`-th dbunchset or `dl`, optionally `with_input` and `with_loss`"""
 
     def distrib_lr_find(self, start_lr = 1e-07, end_lr = 10, num_it = 100, stop_div = True, show_plot = True, suggest_funcs = ..., *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
-        """`lr_find` on workers, by default one per GPU. Launch a mock training to find a good learning rate and return suggestions based on `suggest_funcs` as a named tuple"""
+        """Run `lr_find` on workers, one per GPU. Launch a mock training to find a good learning rate and return suggestions based on `suggest_funcs` as a named tuple"""
 
     @property
     def distrib_report(self):
-        """What would make the last call on the workers faster, and where its time went (a `Report`);
-None before the first"""
+        """A `Report` of the last call on workers: what would make it faster, and where its time went;
+None before the first call"""
 
     @property
     def distrib_reports(self):
         """The `Report` of each call of the last block, in order"""
 
     def distrib_resume(self, file = None, wait = True, offload = False, launcher = None):
-        """Continue a distributed fit that was interrupted or failed: same call, same schedule, next
+        """Continue a fit on workers that was interrupted or failed: same call, same schedule, next
         epoch."""
 
     def distrib_tta(self, ds_idx = 1, dl = None, n = 4, item_tfms = None, batch_tfms = None, beta = 0.25, use_max = False, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True, offload: bool = False):
-        """`tta` on workers, by default one per GPU. Return predictions on the `ds_idx` dataset or `dl` using Test Time Augmentation"""
+        """Run `tta` on workers, one per GPU. Return predictions on the `ds_idx` dataset or `dl` using Test Time Augmentation"""
 
     def distrib_validate(self, ds_idx = 1, dl = None, cbs = None, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True, offload: bool = False):
-        """`validate` on workers, by default one per GPU. Validate on `dl` with potential new `cbs`."""
+        """Run `validate` on workers, one per GPU. Validate on `dl` with potential new `cbs`."""

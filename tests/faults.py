@@ -19,7 +19,7 @@ class OneFault(Callback):
         epoch, batch = self.when
         return epoch in (None, getattr(self.learn, 'epoch', 0)) and batch in (None, getattr(self.learn, 'iter', 0))
     def after_fit(self):
-        "What can't travel back: `when_done` says which"
+        "What can't be sent back: `when_done` says which"
         kind = getattr(self, 'when_done', None)
         if kind == 'generator': self.generator = (i for i in range(3))
         if kind == 'fussy': self.fussy = Fussy(1, 2)

@@ -8,6 +8,11 @@ import atexit, gc, json, os, pathlib, signal, sys, tempfile, time, warnings
 LIMIT = 280     # seconds for a notebook
 
 
+def latest(displays):
+    "What a reader sees in the end: an update is in the place of what it updates"
+    return [*{o.transient.get('display_id', i): o for i, o in enumerate(displays)}.values()]
+
+
 def keep_outputs(path):
     "The notebook as it ran, with its outputs, goes into build/executed, for the site"
     import nbdev.test
@@ -18,6 +23,10 @@ def keep_outputs(path):
             super().run_all(nb, *args, **kwargs)
             target.parent.mkdir(parents=True, exist_ok=True)
             write_nb(nb, target)
+        def _run_res(self, *args):
+            res = super()._run_res(*args)
+            res.display_objects = latest(res.display_objects)
+            return res
     nbdev.test.CaptureShell = Shell
 
 

@@ -166,7 +166,7 @@ def test_what_cant_be_shared_stays_here(capsys, nothing_started):
         def create_batches(self, samps): return super().create_batches(samps)
     learn, dl = make_learner(), Own(points(29), bs=4, num_workers=0)
     with learn.distrib_ctx(nprocs=2): got = learn.get_preds(dl=dl)
-    assert "Not on the workers but in this process: its own `create_batches`" in capsys.readouterr().out
+    assert "Running in this process, not on workers: its own `create_batches`" in capsys.readouterr().out
     same(got, learn.get_preds(dl=dl))
 
 
@@ -323,7 +323,7 @@ def test_failure_says_so():
     learn = make_learner()
     before = [p.clone() for p in learn.model.parameters()]
     with pytest.raises(RankRaised, match='no such thing') as e: learn.distrib_validate(nprocs=2, cbs=Bad())
-    assert 'as it was before the call' in str(e.value)
+    assert 'learn is unchanged.' in str(e.value)
     same(before, list(map(lambda p: p.detach(), learn.model.parameters())))
 
 

@@ -168,7 +168,7 @@ def test_lr_find_and_get_preds(tmp_path, capsys):
     AfterThat(tmp_path/'done0', 3)
     with pytest.raises(KeyboardInterrupt): learn.distrib_lr_find(nprocs=2, show_plot=False, stop_div=False)
     said = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r'Stopped in iteration \d+ of lr_find\. learn is as it was before the fit\.', said), said
+    assert re.fullmatch(r'Stopped in iteration \d+ of lr_find\. learn is unchanged\.', said), said
     assert [p.tolist() for p in learn.model.parameters()] == before
     assert max(steps(tmp_path)) < 100 and 'fit' not in vars(learn)
     (tmp_path/'valid0').unlink(missing_ok=True)
@@ -176,7 +176,7 @@ def test_lr_find_and_get_preds(tmp_path, capsys):
     AfterThat(tmp_path/'valid0', was+2)
     with pytest.raises(KeyboardInterrupt): learn.distrib_get_preds(nprocs=2)
     assert number(tmp_path/'valid0') < was+200
-    assert capsys.readouterr().out.splitlines()[-1] == 'Stopped. learn is as it was before the call.'
+    assert capsys.readouterr().out.splitlines()[-1] == 'Stopped. learn is unchanged.'
 
 
 SCRIPT = '''

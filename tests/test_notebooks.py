@@ -1,10 +1,14 @@
-"""Every notebook runs from top to bottom: `nbdev-test` on each, in a process of its own (notebook_runner.py). (The
-lesson: test_demo.py; fastai v1: v1.)"""
-import json, subprocess, sys
+"""Every notebook runs from top to bottom: `nbdev-test` on each, in a process of its own (notebook_runner.py); the
+tutorials in a Jupyter kernel, as readers run them. (The lesson: test_demo.py; fastai v1: v1.)"""
+import json, re, subprocess, sys
 from pathlib import Path
-import pytest, torch
+import nbformat, pytest, torch
 
 root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root/'tools'))
+import demo
+
+
 def of_v1(path):
     "Does the notebook at `path` need fastai v1? Then tests/v1 runs it"
     return path.parent.name in ('fastai1', 'v1')
@@ -35,8 +39,28 @@ def nbdev_test():
         runner.stdin.close()
 
 
-@pytest.mark.parametrize('path', [pytest.param(o, marks=pytest.mark.full) if o[4:-6] in LONG else o
-                                  for o in NOTEBOOKS])
+TUTORIALS = [o for o in NOTEBOOKS if 'tutorials/' in o]
+SKIPPED = re.compile(r'#\| *(slow|ray)' if FLAGS else r'#\| *(slow|ray|cuda)')
+
+
+def marked(paths): return [pytest.param(o, marks=pytest.mark.full) if o[4:-6] in LONG else o for o in paths]
+
+
+@pytest.mark.parametrize('path', marked(TUTORIALS))
+def test_tutorial(path, tmp_path):
+    "As it ran, it goes into build/executed, for the site"
+    nb = nbformat.read(root/path, 4)
+    cells, nb.cells = nb.cells, [o for o in nb.cells if not SKIPPED.match(o.source)]
+    demo.execute(nb, tmp_path, 200)
+    ran = [o for o in nb.cells if o.cell_type == 'code']
+    assert all(o.execution_count for o in ran)
+    nb.cells = cells
+    kept = root/'build'/'executed'/path
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(nb, kept)
+
+
+@pytest.mark.parametrize('path', marked(o for o in NOTEBOOKS if o not in TUTORIALS))
 def test_notebook(nbdev_test, path):
     code, text = nbdev_test(path)
     assert code == 0 and 'Success.' in text, text

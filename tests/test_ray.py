@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.parametrize('environ', [{}, pytest.param(dict(RAY_ADDRESS='ray://head:10001'), marks=skip_without_ray)])
 def test_a_client_is_refused(environ, monkeypatch):
     for k, v in environ.items(): monkeypatch.setenv(k, v)
-    with pytest.raises(CantDistribute, match='ray://head:10001: a Ray client has no part in the cluster') as caught:
+    with pytest.raises(CantDistribute, match='ray://head:10001: a Ray client is outside the cluster') as caught:
         learner().distrib_fit(1, launcher=Ray(None if environ else 'ray://head:10001'))
     assert '\n' not in str(caught.value)
 

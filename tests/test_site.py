@@ -44,7 +44,7 @@ def test_outputs_of_older_code_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(website, 'EXECUTED', tmp_path)
     nb = json.loads((root/path).read_text(encoding='utf-8'))
     code = [o for o in nb['cells'] if o['cell_type'] == 'code']
-    for o in code: o['outputs'] = [dict(name='stdout'), dict(name='stderr')]
+    for o in code: o['outputs'] = [dict(output_type='stream', name=k, text='x') for k in ('stdout', 'stderr')]
     ran.parent.mkdir(parents=True)
     def outputs(): return sum(len(o.get('outputs', ())) for o in website.with_outputs(path)['cells'])
     assert outputs() == 0
@@ -53,6 +53,30 @@ def test_outputs_of_older_code_are_left_out(tmp_path, monkeypatch):
     code[0]['source'] = 'other()'
     ran.write_text(json.dumps(nb))
     assert outputs() == 0
+
+
+def stream(text): return dict(output_type='stream', name='stdout', text=text)
+def display(**data): return dict(output_type='display_data', metadata={}, data=data)
+
+
+@pytest.mark.parametrize('output,text', [
+    (stream(['a\n', '0 %\r', '50 %\r', '100 %\n']), 'a\n100 %\n'), (stream('a\r\nb'), 'a\r\nb'),
+    (stream('0 %\r \r'), None)])
+def test_what_a_progress_bar_overwrote_is_gone(output, text):
+    assert (website.shown(output) or {}).get('text') == text
+
+
+def test_a_display_that_became_empty_is_left_out():
+    assert website.shown(display(**{'text/html': '', 'text/plain': ''})) is None
+    assert website.shown(display(**{'text/html': '<p>', 'text/plain': ''}))
+
+
+def test_an_update_takes_the_place_of_what_it_updates():
+    from IPython.utils.capture import RichOutput
+    from notebook_runner import latest
+    def show(text, **transient): return RichOutput(dict(text=text), transient=transient)
+    shown = latest([show('0 %', display_id='bar'), show('a'), show('100 %', display_id='bar'), show('a')])
+    assert [o.data['text'] for o in shown] == ['100 %', 'a', 'a']
 
 
 class Links(html.parser.HTMLParser):

@@ -6,26 +6,24 @@ root = Path(__file__).resolve().parent.parent
 HEAD = '''\
 # When things go wrong
 
-> Each message, what lies behind it, and what to do
+> Each message, its cause and its remedy
 
-Made by `make troubles` from the catalogue `TROUBLES` in `fastddp.base`, which the errors themselves and the tests \
-use as well.
+When a worker fails, your cell raises an error. It shows rank, epoch and batch, then your own lines and their \
+variables, the items of the batch, the worker's traceback, the state of the learner, and what to do. `err.failure` \
+has all of it, `err.failure.locals` the variables of each of your frames, `err.batch_items` the indices.
 
-A failure of a worker is raised in your cell: first the headline with rank, epoch and batch, then your own lines and \
-what their variables were, the items of the batch at hand, the worker's whole traceback, what the learner holds now, \
-and what to do. `err.failure` has all of it, `err.failure.locals` the variables of each of your frames, \
-`err.batch_items` the indices.
+The learner then has the state of the last complete epoch (or is unchanged if there was none), and \
+`learn.distrib_resume()` continues from there: same call, same schedule, same table. `restarts=2` does that \
+automatically, at most twice.
 
-The learner then holds the end of the last complete epoch (or is as it was before the fit), and \
-`learn.distrib_resume()` goes on from there: same call, same schedule, same table. `restarts=2` does that by itself, \
-twice at most.
+**Stop.** One interrupt (the button, or Ctrl-C) stops all workers after the same batch: weights, optimizer and \
+recorder are in the learner, as after a fit in one process. A second interrupt ends the workers at once; the learner \
+then has the state of the last complete epoch. `learn.distrib_resume()` repeats the interrupted epoch and continues.
 
-**Stop.** One interrupt (the button, or Ctrl-C) stops all ranks at the same batch and keeps it: weights, optimizer \
-and recorder are in the learner, as after a local fit. A second interrupt ends the workers at once; what you have \
-then is the last complete epoch. `learn.distrib_resume()` begins the interrupted epoch anew, and goes on.
+**A fit hangs.** After `timeout=` seconds without a training step (1,800 by default) the fit ends with an error that \
+shows the Python stack of each rank, beginning with the rank that all others wait for.
 
-**Nothing happens any more.** After `timeout=` seconds without a step (1,800 if you say nothing) the fit is ended \
-with one Python stack per rank, the one that all others wait for first.'''
+`make troubles` renders this page from the catalogue `TROUBLES` in `fastddp.base.errors`, which the errors use, too.'''
 
 
 def entry(t): return f'### {t.name}\n\n`{t.seen}`\n\n{t.cause}\n\n*What to do:* {t.remedy}'
@@ -33,27 +31,27 @@ def entry(t): return f'### {t.name}\n\n`{t.seen}`\n\n{t.cause}\n\n*What to do:* 
 
 def refusal():
     return ("### before anything is started\n\n`CantDistribute`, `CantShard`, `NotPicklable`\n\n"
-            "What can't work is refused before any process is started, and nothing is changed.\n\n"
-            "*What to do:* the message says it; `NotPicklable` names the attribute that can't be sent.")
+            "The request can't run on workers. No process is started, and nothing is changed.\n\n"
+            "*What to do:* as the message says; `NotPicklable` names the attribute that can't be sent.")
 
 
 def lost():
     return ("### after a fit\n\n`UserWarning: fastddp: learn.my_callback.stream (TypeError: cannot pickle 'generator' "
             "object) can't be sent back from the workers ...`\n\n"
-            "A callback made something in a worker that can't leave it: an open file, a connection, a generator. "
-            "All else came back: weights, optimizer, recorder, the other attributes. An object that can be sent but "
-            "not loaded again (exceptions with arguments of their own are known for that) costs what all callbacks "
-            "hold; weights and optimizer are there.\n\n"
-            "*What to do:* keep plain values in the callback, or let it put the object away in `after_fit`.")
+            "A callback has made an object that can't be sent to the notebook: an open file, a connection, a "
+            "generator. Weights, optimizer, recorder and all other attributes came back. If an object can be sent but "
+            "not loaded again (some exceptions with arguments), no callback's attributes come back; weights and "
+            "optimizer do.\n\n"
+            "*What to do:* keep plain values in the callback, or remove the object in `after_fit`.")
 
 
 def notices():
-    return ("### what is only said\n\n`fastddp: ... so workers start by spawn, which takes seconds`\n\n"
+    return ("### notices\n\n`fastddp: ... so workers start by spawn, which takes seconds`\n\n"
             "The helper process from which workers are forked can't be used: it crashed, or a library that it imported "
-            "touched CUDA. All works, but each call starts slower.\n\n"
+            "used CUDA. Everything works, but each call starts slower.\n\n"
             "`fastddp: ... so data is shared through a temporary file`\n\n"
-            "The system gives no anonymous memory files, or free memory is short. All works; the file has no name and "
-            "is gone with the call. `TMPDIR` chooses the folder.\n\n*What to do:* nothing, or what the line says.")
+            "The system has no anonymous memory files, or little free memory. Everything works; the file has no name "
+            "and is deleted with the call. `TMPDIR` chooses the folder.\n\n*What to do:* nothing, or as the line says.")
 
 
 def render():

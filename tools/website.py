@@ -81,6 +81,15 @@ def directives(source):
 def sources(nb): return [''.join(o['source']) for o in nb['cells'] if o['cell_type'] == 'code']
 
 
+def shown(output):
+    "`output` as a reader sees it in the end, None if that is nothing: what a carriage return overwrote is gone"
+    if output['output_type'] == 'stream':
+        if output['name'] == 'stderr': return None
+        output = {**output, 'text': re.sub(r'[^\n]*\r(?!\n)', '', ''.join(output['text']))}
+        return output if output['text'].strip() else None
+    return output if any(output.get('data', {1: 1}).values()) else None
+
+
 def with_outputs(path):
     "The notebook as it last ran, if its code is still the same"
     nb = json.loads((root/path).read_text(encoding='utf-8'))
@@ -90,7 +99,7 @@ def with_outputs(path):
     if sources(done) != sources(nb): return nb
     outputs = iter([o['outputs'] for o in done['cells'] if o['cell_type'] == 'code'])
     for o in nb['cells']:
-        if o['cell_type'] == 'code': o['outputs'] = [x for x in next(outputs) if x.get('name') != 'stderr']
+        if o['cell_type'] == 'code': o['outputs'] = [*filter(None, map(shown, next(outputs)))]
     return nb
 
 

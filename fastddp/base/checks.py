@@ -27,7 +27,7 @@ def check(
     "Raise `CantDistribute` with one sentence if `value` doesn't fit"
     with contextlib.suppress(Exception):
         if c.fits(value): return
-    raise CantDistribute(f"{name}={' '.join(in_words(value).split())}: {c.meant}.")
+    raise CantDistribute(f"{name}={' '.join(in_words(value).split())}: expected {c.meant}.")
 
 def check_all(
     values, # Name -> value

@@ -41,15 +41,15 @@ _MEMORY = [
     Trouble('shared memory is full',
         'RankRaised: rank 0 raised RuntimeError: DataLoader worker (pid 4242) is killed by signal: '
         'Bus error',
-        "DataLoader workers hand their batches over through /dev/shm, 64 MB in a Docker "
-        "container; or one of them was killed.",
+        "DataLoader workers pass batches through /dev/shm, which has 64 MB in a Docker container, "
+        "or one of them was killed.",
         "A DataLoader worker died or shared memory is full: try num_workers=0, or enlarge "
         "/dev/shm (docker: --shm-size=2g).",
         lambda k,m: 'DataLoader worker (pid' in m or _SHM.search(m)),
     Trouble('a connection broke',
         'RankRaised: rank 1 raised ConnectionResetError: [Errno 104] Connection reset by peer',
-        "With `num_workers` a DataLoader worker was killed while it handed a batch over, most "
-        "likely for lack of memory; or it is a connection of your own.",
+        "With `num_workers` a DataLoader worker was killed while it sent a batch, most likely for "
+        "lack of memory; or it is a connection of your own.",
         "If no connection of your own broke, a DataLoader worker was killed, most likely for lack "
         "of memory: use fewer, or num_workers=0.",
         lambda k,m: k == 'ConnectionResetError'),
@@ -71,7 +71,7 @@ _SURROUNDINGS = [
     Trouble('file not found',
         "RankRaised: rank 0 raised FileNotFoundError: [Errno 2] No such file or directory: "
         "'data/x.csv'",
-        "A path that isn't there, seen from the workers.",
+        "The path doesn't exist for the workers.",
         "Workers run in the notebook's folder; a relative path must be valid from there.",
         lambda k,m: k in ('FileNotFoundError','NotADirectoryError')),
     Trouble('path too long', 'RankRaised: rank 0 raised OSError: AF_UNIX path too long',
@@ -81,8 +81,8 @@ _SURROUNDINGS = [
         lambda k,m: 'AF_UNIX path too long' in m),
     Trouble('not writable',
         "RankRaised: rank 0 raised OSError: [Errno 30] Read-only file system: 'models'",
-        "`lr_find`, `save` and SaveModelCallback write to `learn.path/learn.model_dir`, which "
-        "lies in the working directory if you say nothing.",
+        "`lr_find`, `save` and SaveModelCallback write to `learn.path/learn.model_dir`, by "
+        "default in the working directory.",
         "The folder isn't writable: point learn.model_dir at one that is, e.g. learn.model_dir = "
         "Path('/tmp/models').",
         lambda k,m: 'Read-only file system' in m
@@ -90,20 +90,20 @@ _SURROUNDINGS = [
     Trouble('not permitted',
         "RankRaised: rank 1 raised PermissionError: [Errno 13] Permission denied: '/data/x.png'",
         "Another user owns the file or folder, or its permissions don't allow access.",
-        "The system refuses access to that path: look at its owner and rights (ls -l). Workers "
+        "The system refuses access to that path: check its owner and permissions (ls -l). Workers "
         "run as the user of the notebook.",
         lambda k,m: k == 'PermissionError'),
     Trouble('no keyboard', 'RankRaised: rank 0 raised EOFError: EOF when reading a line',
         "`input()`, `breakpoint()` or `pdb.set_trace()` in a worker, a process of its own, "
         "without the notebook's keyboard.",
-        "Workers have no keyboard, so input() and pdb can't ask there. With launcher=InProcess() "
-        "the fit runs in the notebook's process, where they can.",
+        "Workers have no keyboard, so input() and pdb don't work there. With launcher=InProcess() "
+        "the fit runs in the notebook's process, where they do.",
         lambda k,m: k == 'EOFError' and 'reading a line' in m
         or k in ('BdbQuit','StdinNotImplementedError')),
     Trouble('name not known', "RankRaised: rank 0 raised NameError: name 'helper' is not defined",
         "Functions of the notebook are sent with the globals that they use; a name made by `exec` "
         "or a magic may be missing.",
-        "The name isn't known in the worker: define it in a cell, or pass it as an argument.",
+        "The name isn't defined in the worker: define it in a cell, or pass it as an argument.",
         lambda k,m: k == 'NameError'),
     Trouble('WandbCallback',
         'RankRaised: rank 0 raised TypeError: Exception occured in WandbCallback ... '
@@ -133,9 +133,9 @@ _PROCESSES = [
         "smaller batch or fewer DataLoader workers.",
         lambda k,m: k == 'SIGKILL'),
     Trouble('no room for a file in memory', 'RankDied: rank 0 died: killed by SIGBUS',
-        "A file that is mapped into memory got no room when it was written to (`np.memmap`, "
-        "shared memory), because its folder's disk is full; or it was cut short meanwhile.",
-        "A file that is mapped into memory has no room: free some, enlarge /dev/shm (docker: "
+        "The disk was full when a memory-mapped file (`np.memmap`, shared memory) was written, or "
+        "the file was truncated meanwhile.",
+        "The disk of a memory-mapped file is full: free some space, enlarge /dev/shm (docker: "
         "--shm-size=2g), or restart with the variable TMPDIR set to a folder with more.",
         lambda k,m: k == 'SIGBUS'),
     Trouble('compiled code crashed', 'RankDied: rank 0 died: killed by SIGSEGV',
@@ -148,8 +148,8 @@ _PROCESSES = [
         lambda k,m: k == 'exit'),
     Trouble('machine or link lost', 'RankDied: rank 2 on gpu2 died: the connection ended',
         "Another machine, its agent, or the network between the machines failed.",
-        "Look after that machine and the network (ssh to it; ip link). The call can be made again "
-        "when it is back, without the machine, or with restarts=.",
+        "Check that machine and the network (ssh to it; ip link). Repeat the call when it is "
+        "back, or without the machine, or use restarts=.",
         lambda k,m: k == 'lost'),
     Trouble(
         'no step',
@@ -216,7 +216,7 @@ class WorkerError(RuntimeError):
         "The whole report as a list of lines, with at most four other ranks"
         res = [f"{type(self).__name__}: {self._headline()}", *self._details()]
         res += _headed('Other ranks:', [f"  {o}" for o in self.others[:4]])
-        if self.kept: res += ['', f"The learner: {self.kept}"]
+        if self.kept: res += ['', f"learn {self.kept}"]
         if self.remedy: res += ['', f"What to do: {self.remedy}"]
         if self.debug: res += ['', self.debug]
         return res

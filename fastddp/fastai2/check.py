@@ -244,18 +244,18 @@ def _verdict(res, without):
 def distrib_check(self:Learner,
     steps:int=5, # Training steps to compare
     tol:float=1e-5, # Differences up to here, relative to size, are rounding
-    **options # Of `distrib_ctx`; without GPUs two workers, if they say nothing else
+    **options # Of `distrib_ctx`; default without GPUs: two workers
 ):
-    """Compares a few steps on N workers with one process over the same global batches.
+    """Compare `steps` training steps on N workers with one process over the same global batches.
 
-    `steps` is how many, `tol` the difference, relative to size, that is still rounding."""
+    Differences up to `tol`, relative to size, count as rounding."""
     options = dict(batch='per_worker') | options
     if 'gpus' not in options: options.setdefault('nprocs', max(group.n_gpus(), 2))
     # torch's batch size is fixed
     if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): options['batch'] = 'global'
     res = _compare(self, steps, tol, options)
     res.reasons = reasons_for(self, options.get('gpus', group.n_gpus()))
-    if 'average of averages' in res.loss:
+    if 'averaged over workers' in res.loss:
         res.reasons['loss'] = Reason("the model's own number, averaged over workers")
     def without(reasons):
         with hushed(): return _compare(self, steps, tol, options, reasons)
@@ -324,11 +324,11 @@ def distrib_bench(self:Learner,
     bs=None, # Batch sizes of one worker
     num_workers=None, # Loader processes of one worker
     steps:int=20, # Steps to time for each, after three to warm up
-    seconds:float=5. # Or so long, whatever is less
+    seconds:float=5. # At most this long for each
 ):
-    """Trains some steps with each choice and returns a `Bench`: items per second, also without
-    waiting for data and of each worker, seconds of an epoch, and how many workers are worth it.
-    Learner and random streams stay as they are"""
+    """Train some steps with each choice and return a `Bench`: items per second (in all, without
+    waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
+    and random streams are unchanged."""
     most,one_n = group.n_gpus() or visible_cores(),bs is not None or num_workers is not None
     if one_n and not isinstance(self.dls.loaders[0], DataLoader):
         raise CantDistribute("bs and num_workers can be tried with fastai's DataLoader only.")

@@ -41,26 +41,26 @@ from ..shard.gathered_loss import check_loss
 @patch
 @contextlib.contextmanager
 def distrib_ctx(self:Learner,
-    nprocs:int=None, # Workers, with `num_workers` each: one per GPU, or so many on the CPU
+    nprocs:int=None, # Workers (None: one per GPU); each starts up to `num_workers` processes
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
-    batch:str='per_worker', # A batch for each worker and step; 'global': a part of one batch
-    sync_bn:bool=True, # Batch norm over all ranks (on the CPU: statistics averaged per epoch)
-    loss:str='auto', # Joins workers' losses: 'mean' over items, 'sum', 'gather' predictions, 'auto'
+    batch:str='per_worker', # Each worker takes a batch; 'global': each batch is divided
+    sync_bn:bool=True, # Batch norm over all workers (CPU: statistics averaged per epoch)
+    loss:str='auto', # How losses combine: 'auto', 'mean' or 'sum' over items, 'gather' predictions
     model_factory=None, # Called in every worker to make the model, instead of sending it
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
-    see=(0,), # Ranks whose output is shown, or 'all'
+    see=(0,), # Workers whose output is shown, or 'all'
     see_load:bool=True, # In a notebook: a line with each worker's CPU, memory and GPU
-    restarts:int=0, # After a failure, go on that many times from the last complete epoch
-    timeout:float=1800, # Seconds without a step after which a fit counts as hanging
-    wait:bool=True, # False: return a job at once, which trains in the background
-    offload:bool=False, # With `wait=False`: `learn` is on the CPU until `job.result()`
-    checkpoint:str=None, # Save at the end of each 'epoch', or of the one that '10min' end in
+    restarts:int=0, # How often a failed fit continues after its last complete epoch
+    timeout:float=1800, # Seconds without a training step after which a fit is terminated
+    wait:bool=True, # False: train in the background and return a job
+    offload:bool=False, # With `wait=False`: keep `learn` on the CPU until `job.result()`
+    checkpoint:str=None, # Save after each 'epoch', or after an epoch once '10min' have passed
     in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
-    """Inside the block all training and inference of this learner runs on workers, which stay warm
-    from call to call."""
+    """Run all training and inference of this learner inside the block on workers, which stay from
+    call to call."""
     given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
     if not wait: raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, "
                                       "wait=False). A block waits for its fits.")
@@ -255,7 +255,7 @@ def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any `fit_*` that was patched in
     *args, **kwargs # Its arguments, and the options of `distrib_ctx`
 ):
-    "`learn.name(*args, **kwargs)` on the workers."
+    "Call `learn.name(*args, **kwargs)` on workers."
     check_method(self, name)
     options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.check_call(type(self), name, args, kwargs)
@@ -267,18 +267,18 @@ def distrib(self:Learner,
 
 @patch
 def distrib_resume(self:Learner,
-    file=None, # A checkpoint, written by `checkpoint=`; None: the fit that was cut off last here
+    file=None, # A checkpoint, written by `checkpoint=`; None: the last fit cut off in this kernel
     wait=True, # False: return a job
     offload=False, # As in `distrib_ctx`
     launcher=None, # With `file`: the fit's `Hosts(...)` or `Ray(...)`, which is not in it
 ):
-    """Continue a distributed fit that was interrupted or failed: same call, same schedule, next
+    """Continue a fit on workers that was interrupted or failed: same call, same schedule, next
     epoch.
 
-    With `file`, in a new kernel, the learner must be made as it was: a checkpoint of another model,
-    data or optimizer is refused. Its pickles are loaded, so open files of your own only.
+    With `file`, in a new kernel, make the learner as before: a checkpoint of another model, data or
+    optimizer is refused. Its pickles are loaded, so open files of your own only.
 
-    Returns what that call returns. The learner is then as if nothing had cut the fit off.
+    Returns what that call returns. The learner is then as after a fit without interruption.
 
     Raises
         CantDistribute: there is no fit to continue, or model, loaders or callbacks are not those of
@@ -294,9 +294,9 @@ def distrib_resume(self:Learner,
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
 _FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
 _INFERS = 'validate','get_preds','tta'
-_AFTER_FIT = """After a failure the learner holds the end of the last complete epoch, or is as it
-was before the fit if there was none; the error's `kept` says which. After an interrupt it holds
-what was trained until then. `distrib_resume()` goes on from there."""
+_AFTER_FIT = """After a failure the learner has the state of the last complete epoch, or is
+unchanged if there was none; the error's `kept` says which. After an interrupt it has the state of
+the last finished batch. `distrib_resume()` continues the fit."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in _FITS:

@@ -51,7 +51,7 @@ class FitCall(Call):
         if self.cut:
             return ("holds the last finished batch; learn.distrib_resume() begins epoch "
                     f"{self.learn.epoch} again.")
-        if not (self.kept or self.first): return "is as it was before the fit."
+        if not (self.kept or self.first): return "is unchanged."
         first = self.learn.epoch+1 if self.kept else self.first
         return (f"holds the end of epoch {first-1}. learn.distrib_resume() goes on with epoch "
                 f"{first}.")
@@ -181,7 +181,7 @@ class Session(_Session):
         why = stays_here(dl, learn.cbs, self.n, learn.model)
         if why is not None:
             with hushed(why == '' or self.quiet()):
-                print_line(f"Not on the workers but in this process: {why}")
+                print_line(f"Running in this process, not on workers: {why}")
             return type(learn)._do_epoch_validate(learn, dl=dl)
         # by now `before_fit` of loggers has opened their files
         loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
@@ -201,8 +201,8 @@ class Session(_Session):
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    """What would make the last call on the workers faster, and where its time went (a `Report`);
-    None before the first"""
+    """A `Report` of the last call on workers: what would make it faster, and where its time went;
+    None before the first call"""
     return next(reversed(reports.get(self, ())), None)
 
 @patch(as_prop=True)

@@ -57,7 +57,7 @@ _OFTEN = {'after_pred', 'after_loss',
 
 _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
             "it, this would end the event for the callbacks behind it silently, and the "
-            "ranks would go different ways.")
+            "ranks would diverge.")
 
 class OwnEvents:
     "Takes the place of `learn._call_one`; a `Clock` notes when events begin and end"

@@ -180,7 +180,7 @@ class Spawned:
         return not self._thread.is_alive()
 
 _SPAWN = dict(
-    nprocs=whole("at least one process, and torch.cuda.device_count() is 0 without a GPU", 1, 1024),
+    nprocs=whole("at least one process; torch.cuda.device_count() is 0 without a GPU", 1, 1024),
     fn=Check("the function to call as fn(rank, *args)", callable),
     args=Check("a tuple of the function's arguments behind the rank",
                lambda v: isinstance(v, (tuple,list))))

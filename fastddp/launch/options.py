@@ -39,8 +39,8 @@ CHECKS = dict(
         lambda v: v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type)),
     see=SEE,
     see_load=flag(),
-    restarts=whole("how many times a failed fit is resumed, a whole number from 0 on", 0),
-    timeout=number("seconds without a step after which a fit counts as hanging, above 0; "
+    restarts=whole("the number of times that a failed fit is resumed, a whole number from 0 on", 0),
+    timeout=number("a number of seconds without a training step before termination, above 0; "
                    "None: no limit", none=True),
     wait=flag(),
     offload=flag())
@@ -97,11 +97,11 @@ def list_params(
 
 # %% ../../nbs/launch/508_options.ipynb #696b0e52
 RAISES = """Raises
-    CantDistribute: before anything is started or changed; the message says why and what to do
-    RankRaised: a rank raised an exception; the error shows your lines first, and what to do
-    RankDied: a rank's process ended, for example killed for lack of memory
-    GroupTimeout: no training step for `timeout` seconds; the error shows the stack of each rank
-    KeyboardInterrupt: you interrupted; all ranks stopped after the same batch"""
+    CantDistribute: nothing was started or changed; the message says why and what to do
+    RankRaised: a worker raised an exception; the error shows your lines first, and what to do
+    RankDied: a worker's process ended, for example killed for lack of memory
+    GroupTimeout: no training step for `timeout` seconds; the error shows each worker's stack
+    KeyboardInterrupt: you interrupted; all workers stopped after the same batch"""
 
 ITEMS = """The last line shows items/s: training items of all workers per second, without start and
 validation."""
@@ -176,7 +176,7 @@ class Options:
         return '\n\n'.join([about, f"{intro}\n{list_params(params, self.comments)}", *more])
     def document(self, f, *more):
         "The options for the docstring of `f`, which takes them"
-        f.__doc__ = self.doc(f.__doc__, 'Options, by name:', self.params.values(), *more)
+        f.__doc__ = self.doc(f.__doc__, 'Options:', self.params.values(), *more)
     def method(self,
         cls, # fastai's `Learner`; its `distrib` makes the call
         name, # The method to run on workers
@@ -191,8 +191,8 @@ class Options:
         method.__signature__ = inspect.Signature([*own, *behind])
         method.__name__,method.__qualname__ = f'distrib_{name}',f'{cls.__name__}.distrib_{name}'
         method.__module__ = self.module
-        about = f"`{name}` on workers, by default one per GPU. {wrapped.__doc__ or ''}".rstrip()
-        method.__doc__ = self.doc(about, f"Behind the arguments of `{name}`, by name:", shown,
+        about = f"Run `{name}` on workers, one per GPU. {wrapped.__doc__ or ''}".rstrip()
+        method.__doc__ = self.doc(about, f"Options, after the arguments of `{name}`:", shown,
             f"Returns what `{name}` returns. The learner is then as after `{name}` in one process.",
             RAISES, *afterwards)
         return method
@@ -224,7 +224,7 @@ def _chosen(gpus, nprocs, have):
     gpus = list(range(have)) if isinstance(gpus, str) else list(gpus)      # 'all'
     if bad := [g for g in gpus if not 0 <= g < have]:
         raise CantDistribute(f"gpus={gpus}: {bad} not among the {have} visible GPUs (0 to "
-                             f"{have-1}). CUDA_VISIBLE_DEVICES counts.")
+                             f"{have-1}). CUDA_VISIBLE_DEVICES sets which are visible.")
     if len(set(gpus)) < len(gpus):
         raise CantDistribute(f"gpus={gpus}: each GPU takes one worker; name each once.")
     if nprocs not in (None, len(gpus)):

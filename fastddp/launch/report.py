@@ -77,7 +77,7 @@ def on_exchange(fit):
         lost += fit.mean('other')+fit.mean('uneven', 'waits')
         each = lost/max(fit.steps, 1)
         return Advice('small', lost, f"A step takes {(fit.step+each)*1000:.1f} ms, of which "
-                      f"{each*1000:.1f} ms go into keeping the workers together: take a larger "
+                      f"{each*1000:.1f} ms synchronize the workers: take a larger "
                       "batch, or one worker.")
     each = f"{fit.share(lost)} of the time the workers exchange gradients, {size(grads)} per step"
     name,nbytes = fit.first['largest']

@@ -137,7 +137,7 @@ class Call:
     def holds(self):
         "What the learner holds, as an error says it"
         if self.kept and self.keeps != 'nothing': return "holds the end of its last complete epoch."
-        return "is as it was before the call."
+        return "is unchanged."
     def stopped(self, result):
         "What the learner holds after an interrupt; `result` is rank 0's"
         return "holds the last finished batch."

@@ -151,7 +151,7 @@ def load_state(meta, buffers, refs,
         rest = {}
     if lost := [' '.join(o.split()) for o in rest.get('lost', ())]:
         verb = 'is' if len(lost) == 1 else 'are'
-        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't travel back from the workers and "
+        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't be sent back from the workers and "
                       f"{verb} in the notebook as before the fit. Everything else of the fit is "
                       "there.")
     unknown = [k for k in state['tensors'] if k not in model_tensors(model)]

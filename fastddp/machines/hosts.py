@@ -176,7 +176,7 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
     except RankRaised as e:
         f = e.failure
         if len(self.counts) < 2 or not is_echo(f): raise
-        why = f"the network between the machines failed, as it seems: {f.message}"
+        why = f"the network between the machines seems to have failed: {f.message}"
         at = [name for name,n in self.counts.items() for _ in range(n)][f.rank]
         err = RankDied(f.rank, why, f.where, e.log, '' if at in HOME else at)
         err.state,err.cut = e.state,e.cut

@@ -24,7 +24,7 @@ class Machine:
     def __init__(self,
         name, # As the user calls it
         conn, # Starts an agent when called: `read_fd`, `write`, `end`, `said()`, `close(seconds)`
-        silence=30., # Seconds without a sign of life after which it is lost
+        silence=30., # Seconds without a message after which it is lost
         home=False, # Is it the notebook's own?
     ):
         self.name,self.silence,self.home = name,silence,home
@@ -42,7 +42,7 @@ class Machine:
             last = self.said().splitlines()[-1:]
             return f"the connection to {self.name} ended{f' ({last[0]})' if last else ''}"
         if self.stream.silent_for() > self.silence:
-            return f"no sign of life of {self.name} for {self.silence:g} s"
+            return f"no message from {self.name} for {self.silence:g} s"
     def wait_for(self, what, deadline):
         "As `Stream.wait_for`; raises `CantDistribute` when the message doesn't come"
         res = self.stream.wait_for(what, deadline)

@@ -104,7 +104,7 @@ class RelayConnection:
 def _refuse_client(address):
     if str(address or '').startswith('ray://'):
         raise CantDistribute(
-            f"{address}: a Ray client has no part in the cluster. Run the notebook on a machine of "
+            f"{address}: a Ray client is outside the cluster. Run the notebook on a machine of "
             "it, and say Ray().")
 
 def connect(

@@ -177,9 +177,10 @@ def check_loss(loss # The option
                          "predictions and targets of all workers).")
 
 _WORDS = dict(known="weighted by the elements that count", mean="a mean over items",
-              sum="a sum over items", average="an average of averages",
+              sum="a sum over items", average="averaged over workers, weighted by items",
               gather="computed over the predictions and targets of all workers")
-AVERAGED = "each worker's is averaged, weighted by items. That is an average of averages."
+AVERAGED = ("it is averaged over workers, weighted by items, which may differ slightly from one "
+            "process.")
 
 class Losses:
     "How the losses of ranks make that of the batch, for each loss function of a fit"

@@ -585,7 +585,7 @@ def test_tensorboard_projector(tmp_path, capsys):
     learn = shades()
     learn.add_cbs([TensorBoardProjectorCallback(log_dir=tmp_path, layer=learn.model[1]), Images()])
     preds = learn.distrib_get_preds(nprocs=2)[0]
-    assert 'Not on the workers but in this process: TensorBoardProjectorCallback writes' in capsys.readouterr().out
+    assert 'Running in this process, not on workers: TensorBoardProjectorCallback writes' in capsys.readouterr().out
     [features] = tmp_path.rglob('tensors.tsv')
     assert len(features.read_text().splitlines()) == len(preds) == 8
 

@@ -163,7 +163,7 @@ def test_large_states_come_back_whole():
         with pytest.raises(RankRaised, match='end of epoch 1'): learn.fit(4, 0.01)
         check(2*steps)
         learn.boom.at = 0
-        with pytest.raises(RankRaised, match='as it was before'): learn.fit(1, 0.01)
+        with pytest.raises(RankRaised, match='learn is unchanged'): learn.fit(1, 0.01)
         check(2*steps)
         learn.boom.at = None
         learn.fit(1, 0.01)
@@ -173,7 +173,7 @@ def test_large_states_come_back_whole():
 def test_a_failure_in_the_first_epoch_changes_nothing():
     learn = make_learner(cbs=Boom(0))
     weights, attrs, cbs = [p.clone() for p in learn.model.parameters()], dict(vars(learn)), list(learn.cbs)
-    with pytest.raises(RankRaised, match='as it was before the fit'): learn.distrib_fit(1, 0.01, nprocs=2)
+    with pytest.raises(RankRaised, match='learn is unchanged'): learn.distrib_fit(1, 0.01, nprocs=2)
     assert all(torch.equal(a, b) for a, b in zip(learn.model.parameters(), weights))
     assert list(learn.cbs) == cbs and learn.opt is None and vars(learn).keys() == attrs.keys()
     learn.remove_cb(learn.boom)

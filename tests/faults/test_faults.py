@@ -72,7 +72,7 @@ def test_table(what, place, rank, tmp_path):
         if complete is None: assert len(learn.recorder.values) in (1, 2)    # rank 0's state may be on its way
         else: assert len(learn.recorder.values) == complete
     if not learn.recorder.values:
-        assert 'as it was before the fit' in text
+        assert 'learn is unchanged.' in text
         assert all(torch.equal(a, b) for a, b in zip(learn.model.parameters(), before.model.parameters()))
     else: assert f'the end of epoch {len(learn.recorder.values)-1}' in text
     learn.__dict__.pop('heavy', None)
@@ -147,13 +147,13 @@ def test_post_mortem(tmp_path):
 
 
 def test_what_cannot_be_pickled_costs_nothing(tmp_path):
-    """An attribute of a callback that can't travel back stays as the notebook has it, and is named; the training is
+    """An attribute of a callback that can't be sent back stays as the notebook has it, and is named; the training is
     not lost"""
     learn = make_learner(cbs=[OneFault('nothing', 'before_fit', 9, marker=str(tmp_path/'fired'))])
     learn.one_fault.extra = OnDump('exception', 0, str(tmp_path/'dumped'))     # the first time only
     learn.one_fault.when_done = 'generator'
     with pytest.warns(UserWarning, match=r"learn.one_fault.generator \(TypeError: cannot pickle 'generator' object\) "
-                                         r"can't travel back"):
+                                         r"can't be sent back"):
         learn.distrib_fit(1, nprocs=2)
     assert len(learn.recorder.values) == 1 and not hasattr(learn.one_fault, 'generator')
     learn.one_fault.when_done = 'fussy'

@@ -196,7 +196,7 @@ def test_what_the_model_averaged_is_weighted_by_items_and_named(ranks, model, lo
     n, launcher = ranks
     learn, one = fit_both(learner(model=model(), loss_func=loss, cbs=cbs), n, launcher, 2)
     assert_same(learn, one)         # these are means over items
-    assert capfd.readouterr().out.count('an average of averages') == 1
+    assert capfd.readouterr().out.count('averaged over workers') == 1
 
 
 class Penalty(Callback):

@@ -23,7 +23,7 @@ def test_it_says_what_the_page_says(code, row, monkeypatch):
     assert re.fullmatch('.*'.join(map(re.escape, row.split(' ... '))), said, re.S), said
 
 
-@pytest.mark.parametrize('given,says', [(dict(callbacks=5), '^callbacks=5: callbacks, such as'),
+@pytest.mark.parametrize('given,says', [(dict(callbacks=5), '^callbacks=5: expected callbacks, such as'),
                                         (dict(cbs=5), '^No option cbs.')])
 def test_what_is_no_callback(given, says, monkeypatch):
     monkeypatch.setattr(launch, 'Workers', None)

@@ -61,10 +61,14 @@ def test_a_failing_cell_is_noticed(run):
 
 @pytest.mark.parametrize('path', long_but(LESSONS, *LESSONS[:1]), ids=lambda p: p.stem)
 def test_lesson(path, tmp_path):
+    "As it ran, the lesson goes into build/executed, for the site"
     nb = nbformat.read(path, 4)
     nb.metadata['kernelspec'] = dict(name='python3', display_name='python3', language='python')
     NotebookClient(nb, timeout=200, resources=dict(metadata=dict(path=str(tmp_path)))).execute()
     assert any('epochs in' in o.get('text', '') for c in nb.cells if c.cell_type == 'code' for o in c.outputs)
+    kept = root/'build'/'executed'/path.relative_to(root)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(nb, kept)
 
 
 def test_there_are_lessons(): assert len(LESSONS) == 3 and len(ROOMS) >= 4
