@@ -22,7 +22,7 @@ TESTS = {
     'payload': 'comes_back/test_comes_back.py',
     'payload/blame': 'test_refusals.py', 'payload/buffers': 'test_shapes.py',
     'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
-    'payload/state': 'comes_back/test_variables.py',
+    'payload/state': 'comes_back/test_comes_back.py', 'payload/changes': 'comes_back/test_variables.py',
     'output': 'test_capture.py', 'output/panel': 'test_background.py',
     'launch/background': 'test_background.py',
     'output/replay': 'test_lines.py',
@@ -45,8 +45,8 @@ TESTS = {
     'fastai2/session': 'comes_back/test_warm.py', 'fastai2/learner': 'test_shift_tab.py',
     'fastai2/check': 'same_answer/test_check.py', 'fastai2/clock': 'test_report.py',
     'fastai1': 'v1/test_v1_fit.py',
-    'fastai1/callbacks': 'v1/test_v1_callbacks.py', 'fastai1/snapshot': 'v1/test_v1_comes_back.py',
-    'fastai1/learner': 'v1/test_v1_life.py',
+    'fastai1/validation': 'v1/test_v1_any_loss.py', 'fastai1/callbacks': 'v1/test_v1_callbacks.py',
+    'fastai1/snapshot': 'v1/test_v1_comes_back.py', 'fastai1/learner': 'v1/test_v1_life.py',
     '': 'test_start.py', 'ranch': 'test_ranch.py', 'doctor': 'test_doctor.py', 'magics': 'test_magics.py'}
 
 

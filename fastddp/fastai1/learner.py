@@ -21,10 +21,11 @@ from ..base import group
 from ..base.checks import Check, check, whole
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import Interrupts, environment, with_attrs
-from .callbacks import Ranks, Validation, distributed_v1, trained_beside
+from .callbacks import Ranks, distributed_v1, trained_beside
 from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
 from .snapshot import (apply, baseline, capture, loaders, persistent_refs, place,
                                       snapshot, tracked, unpack)
+from .validation import Validation
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.session import Call, Session as _Session, block, refuse_untrainable
 from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,

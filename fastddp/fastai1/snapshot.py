@@ -14,9 +14,10 @@ from .loaders import (old_numpy, picklable_preloaders, set_text_order, text_orde
                                      torch_dl)
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.state import (OPT_HOOKS, Changes, apply_grads, apply_hooks, apply_model,
-                                   hooked, hooks_of, model_grads, move_opt, opt_attrs,
-                                   opt_owners, put_back)
+from ..payload.changes import Changes, put_back
+from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, get_hooks,
+                                   model_grads, move_opt, objects_with_hooks, opt_attrs,
+                                   opt_owners)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
@@ -51,14 +52,14 @@ def persistent_refs(learn, callbacks=(), metrics=()):
             *learn.callbacks, *learn.metrics, *learn.callback_fns]
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
-def _hooked(learn): return hooked(learn, loss_module(learn.loss_func))
+def _with_hooks(learn): return objects_with_hooks(learn, loss_module(learn.loss_func))
 
 def snapshot(learn, callbacks, columns=None, definitions=None, **call):
     """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `columns` and
     `definitions` as of `dump_snapshot`"""
     obj = dict(learn=learn, callbacks=list(callbacks),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
-               grads=model_grads(learn.model), hooks=hooks_of(_hooked(learn)), **call)
+               grads=model_grads(learn.model), hooks=get_hooks(_with_hooks(learn)), **call)
     # Path -> object, most telling first: where to look for what can't be pickled
     roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
     roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
@@ -79,7 +80,7 @@ def unpack(obj, device):
         vars(o).update(attrs)
     place(learn, device)
     apply_grads(learn.model, obj['grads'])
-    apply_hooks(_hooked(learn), *obj['hooks'])
+    apply_hooks(_with_hooks(learn), *obj['hooks'])
 
 def place(learn, device):
     "Model, loaders and optimizer state on `device`"
@@ -106,7 +107,7 @@ def capture(learn, base, refs, rng=None,
 ):
     """Everything that training changed, as a `Payload`: weights to be copied in place, the rest as
     a dump of its own"""
-    rest,loss = dict(changes=base.now(ended), rng=rng),loss_module(learn.loss_func)
+    rest,loss = dict(changes=base.since_start(ended), rng=rng),loss_module(learn.loss_func)
     rest['order'] = text_order(learn.data.train_dl)
     state = model_state(learn.model) | dict(grads=model_grads(learn.model) if left else {},
                                             loss=model_state(loss) if loss else None)

@@ -34,7 +34,8 @@ from ..base.scoped import with_attrs
 from . import snapshot
 from ..launch.options import RAISES
 from ..output.replay import hushed
-from ..payload.state import hooks_of, put_back
+from ..payload.changes import put_back
+from ..payload.state import get_hooks
 from ..shard.gathered_loss import tensors_in
 from ..shard.sharded import workers_per_rank
 
@@ -130,7 +131,7 @@ def reasons_for(learn, gpus):
             "it may act on what a worker sees, its part of each batch, or draw random numbers. "
             "Decide by what all workers know (learn.loss after the backward pass, metrics), and "
             "draw from torch.Generator().manual_seed(42)", _no_callbacks)
-    if hooks_of([*learn.model.parameters()])[1]:
+    if get_hooks([*learn.model.parameters()])[1]:
         res['hooks of parameters'] = Reason(
             "they act on each worker's gradient, before the mean over workers. Where that matters "
             "(a clamp), change p.grad in a callback's before_step")

@@ -33,7 +33,8 @@ from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_
 from ..launch.session import beside_workers, block, offloaded
 from ..output.replay import print_line
 from ..payload.pickling import dumped_instead
-from ..payload.state import fingerprint, opt_tensors, own_copy
+from ..payload.changes import fingerprint
+from ..payload.state import opt_tensors, own_copy
 from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d

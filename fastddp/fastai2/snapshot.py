@@ -21,10 +21,11 @@ from ..base.scoped import with_attrs, without_attrs
 from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.state import (OPT_STAYS, Changes, apply_grads, apply_hooks, apply_model,
-                                   apply_opt, has_arrays, hooked, hooks_of, model_grads,
-                                   model_tensors, move_opt, opt_attrs, opt_owners, opt_state,
-                                   picklable_attrs, put_back)
+from ..payload.changes import Changes, has_arrays, put_back
+from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
+                                   get_hooks, model_grads, model_tensors, move_opt,
+                                   objects_with_hooks, opt_attrs, opt_owners, opt_state,
+                                   picklable_attrs)
 from ..payload.pickling import copied
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
@@ -74,6 +75,8 @@ def _roots(learn, cbs):
     classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *cbs)}
     return classes | res | {'learn': learn}
 
+def _with_hooks(learn): return objects_with_hooks(learn, loss_module(learn.loss_func))
+
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
 def snapshot(
@@ -85,13 +88,13 @@ def snapshot(
     **kwargs # Of `dump_snapshot`
 ):
     "A `Payload`; `NotPicklable` names what can't be pickled"
-    objs = hooked(learn, loss_module(learn.loss_func)) if training and not model_factory else ()
+    objs = _with_hooks(learn) if training and not model_factory else ()
     made = (['model','opt'] if model_factory else []) + (['dls','dl'] if dls_factory else [])
     obj = dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
                grads=model_grads(learn.model) if training else {},
                opt_attrs=opt_attrs(learn.opt) if training else [],
                state=learner_state(learn, opt=training) if model_factory else None,
-               hooks=hooks_of(objs))
+               hooks=get_hooks(objs))
     loaders = [o for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl'))
                if isinstance(o, DataLoader)]
     without = [without_attrs(learn, *made), *(without_attrs(o, 'it') for o in loaders)]
@@ -144,7 +147,7 @@ def unpack(obj, device):
     apply_grads(learn.model, obj['grads'])
     for o,attrs in zip(opt_owners(learn.opt), obj['opt_attrs']): vars(o).update(attrs)
     move_opt(learn.opt, device)
-    if not model_factory: apply_hooks(hooked(learn, loss_module(learn.loss_func)), *obj['hooks'])
+    if not model_factory: apply_hooks(_with_hooks(learn), *obj['hooks'])
     return learn, obj['cbs'], obj['call']
 
 def _new_dls(factory):
@@ -248,7 +251,7 @@ def capture(
     its own"""
     refs = refs or persistent_refs(learn, cbs)
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
-    changes,then = base.now(ended),base.groups['cbs']
+    changes,then = base.since_start(ended),base.groups['cbs']
     left,come = [],[]
     if weights:
         left = [i for i,cb in enumerate(then) if all(cb is not o for o in learn.cbs)]

@@ -15,7 +15,8 @@ from ..base.rng import CommonRNG
 from .report import banner, closing_line, summary, what_ran
 from ..output.replay import print_line
 from ..payload.pickling import dump, load
-from ..payload.state import STRUCTURE, model_tensors
+from ..payload.changes import STRUCTURE
+from ..payload.state import model_tensors
 
 # %% ../../nbs/launch/510_training.ipynb #958b4b68
 RANK0_ONLY = {
@@ -129,7 +130,7 @@ def dump_state(
     "Both as one `Payload`"
     try: small = dump(rest, refs)
     except Exception:
-        lost = base.picklable(rest['changes'])
+        lost = base.drop_unpicklable(rest['changes'])
         fits = not any(k in STRUCTURE for *_,k,_ in lost)
         # Loggers' connections are expected to stay in the worker
         said = [f"{_known_as(g, o)}.{k if isinstance(k, str) else k[1]} ({type(e).__name__}: {e})"
