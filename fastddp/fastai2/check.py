@@ -308,8 +308,9 @@ class Bench(list):
             if not o.rate: lines.append(line+"out of memory")
             else: lines.append(f"{line}{o.rate:>10,.0f} {o.without_data:>10,.0f} "
                                f"{o.rate/o.workers:>10,.0f} {o.epoch:>8,.1f} s")
-        if o := self.worth_it: lines.append(f"Worth it: {several(o.workers, 'worker')}, batch {o.batch}, "
-                                            f"num_workers={o.num_workers}.")
+        if o := self.worth_it:
+            lines.append(f"Worth it: {several(o.workers, 'worker')}, batch {o.batch}, "
+                         f"num_workers={o.num_workers}.")
         return '\n'.join(lines)
     __repr__ = __str__
 
