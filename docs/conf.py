@@ -6,4 +6,5 @@ html_static_path, html_css_files = ['static'], ['site.css']
 html_copy_source = html_show_sphinx = html_show_copyright = False
 nb_execution_mode = 'off'           # outputs are those that a test run or the demo left
 myst_heading_anchors = 4
+smartquotes = False     # options begin with --
 suppress_warnings = ['myst-nb.unknown_mime_type', 'misc.highlighting_failure', 'myst.header']

@@ -83,7 +83,7 @@ def pages():
     "Path -> Markdown"
     heads = ['A learner\'s methods\n\nOn fastai\'s `Learner` after `from fastddp.all import *`.',
              'Functions on N processes\n\n`from fastddp.ranch import *`, or from `fastddp.all`.',
-             'What runs a job\n\nFor `launcher=`.',
+             'Launchers\n\nThe values of `launcher=`: they start the processes that run a job.',
              'Errors\n\nFrom `fastddp.all`; [their messages, and what to do](../../nbs/troubles.ipynb).',
              'Magics\n\n`%load_ext fastddp`; see [Cells on all GPUs](../../nbs/tutorials/dip.ipynb).']
     parts = [learner(), named('fastddp.ranch', ['ranch', 'in_torchddp', 'TorchDDPCtx', 'spawn', 'global_imports',

@@ -33,7 +33,7 @@ from .learner import OPTIONS
 from ..base.scoped import with_attrs
 from . import snapshot
 from ..launch.options import RAISES
-from ..output.replay import hushed
+from ..output.replay import hushed, several
 from ..payload.changes import put_back
 from ..payload.state import get_hooks
 from ..shard.gathered_loss import tensors_in
@@ -311,9 +311,10 @@ class Bench(list):
             if not o.rate: lines.append(line+"out of memory")
             else: lines.append(f"{line}{o.rate:>10,.0f} {o.without_data:>10,.0f} "
                                f"{o.rate/o.workers:>10,.0f} {o.epoch:>8,.1f} s  "
-                                f"{'#'*round(20*o.rate/best)}")
-        if o := self.worth_it: lines.append(f"Worth it: {o.workers} workers, batch {o.batch}, "
-                                            f"num_workers={o.num_workers}.")
+                               f"{'#'*round(20*o.rate/best)}")
+        if o := self.worth_it:
+            lines.append(f"Worth it: {several(o.workers, 'worker')}, batch {o.batch}, "
+                         f"num_workers={o.num_workers}.")
         return '\n'.join(lines)
     __repr__ = __str__
 

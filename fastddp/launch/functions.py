@@ -27,8 +27,8 @@ def global_imports(
     imports, # Import statements: a string of lines, or a list of them
     globals=None, # Namespace that gets the names; default: `__main__`'s
 ):
-    """Runs import statements in a namespace; refuses anything else, and raises what the imports
-    raise"""
+    """Run import statements in a namespace; refuses other statements, and raises the imports'
+    errors"""
     tree = _parsed(imports)
     namespace = vars(sys.modules['__main__']) if globals is None else globals
     exec(compile(tree, '<imports>', 'exec'), namespace)
@@ -118,14 +118,14 @@ def ranch(
     caller_rank=0, # The rank whose output is shown; None: rank 0's, and no result without `gather`
     gather=True, # Return the list of all results by rank, else that of `caller_rank`
     ctx=None, # Context manager around the call in each process
-    need="", # Names of notebook objects to bring along; what `fn` refers to is brought anyway
+    need="", # Names of notebook objects to send; objects that `fn` refers to are sent anyway
     imports="", # Import statements, run in `__main__`
-    wait=True, # False: return a job at once, whose `result()` this is
+    wait=True, # False: return a job; its `result()` returns this
     **kwargs # Keyword arguments of `fn`
 ):
-    """Calls `fn` on `nprocs` processes, which know their `LOCAL_RANK` and `LOCAL_WORLD_SIZE`.
-    Raises `CantDistribute` for what can't be, before anything is started, and `RankRaised` or
-    `RankDied` when a process failed"""
+    """Call `fn` in `nprocs` processes, each with `LOCAL_RANK` and `LOCAL_WORLD_SIZE` in its
+    environment. Raises `CantDistribute` for wrong arguments, before anything is started, and
+    `RankRaised` or `RankDied` if a process fails"""
     _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports)
     needed = _needed(need)
     bound(fn, args, kwargs)
@@ -194,7 +194,8 @@ def spawn(
     start_method='spawn', # Accepted for code written for torch
 ):
     """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises
-    `CantDistribute` for what can't be pickled, `RankRaised` or `RankDied` when a process failed"""
+    `CantDistribute` for objects that can't be pickled, `RankRaised` or `RankDied` if a process
+    fails"""
     check_all(dict(nprocs=nprocs, fn=fn, args=args), CHECKS | _SPAWN)
     bound(fn, (0, *args), hint=" spawn passes the rank as the first argument.")
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
@@ -213,7 +214,7 @@ _CHECKS = dict(
 
 class TorchDDPCtx(contextlib.AbstractContextManager):
     """A process group, and a device for each process of a `ranch`. Raises `CantDistribute` for
-    ranks or GPUs that can't be, and outside of a `ranch`"""
+    ranks or GPUs that don't exist, and outside of a `ranch`"""
     def __init__(self, *args,
         world_size=None, # Ranks on all hosts together; default: those of this `ranch`
         base_rank=0, # Rank of this host's first process
@@ -305,8 +306,8 @@ def in_torchddp(
     imports="", # As for `ranch`
     **kwargs # Keyword arguments of `fn`
 ):
-    """Calls `fn` on all ranks of a process group and returns what the first of them returned;
-    raises as `ranch` does"""
+    """Call `fn` on all ranks of a process group and return the result of the first; raises as
+    `ranch` does"""
     check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _CHECKS)
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)

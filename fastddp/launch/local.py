@@ -29,8 +29,8 @@ from ..process.workers import Workers, without_helper
 
 # %% ../../nbs/launch/505_local.ipynb #ce508ea8
 class Local(Launcher):
-    """Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager
-    that keeps them warm"""
+    """Run jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager
+    in which they stay"""
     workers_are_local = True
     def __init__(self,
         gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, if any
@@ -38,9 +38,9 @@ class Local(Launcher):
         threads=None, # CPU threads per rank; None: the cores divided by the ranks
         see=(0,), # Ranks whose output is shown, or 'all'
         interrupt_grace=2., # Seconds to answer an interrupt, beyond the longest step so far
-        timeout=None, # Seconds without a step of any rank that count as hanging; None: no limit
+        timeout=None, # Seconds without a training step before termination; None: no limit
         live=True, # Show output while it happens, or all of it in the end
-        see_load=None, # Show in a notebook what each rank takes of CPU, memory and GPU
+        see_load=None, # Show each rank's CPU, memory and GPU in a notebook
         idle=600., # Seconds after which idle workers of a block exit; the next job starts new ones
     ):
         check('see', see, SEE)

@@ -283,8 +283,8 @@ _HOST_CHECKS = dict(
     python=Check("the path of the interpreter there, as text", is_text))
 
 class Hosts(Machines):
-    """Runs jobs on the machines `hosts`, reached by a command; a context manager that keeps agents
-    and workers warm"""
+    """Run jobs on the machines `hosts`, reached by a command; a context manager in which agents and
+    workers stay"""
     def __init__(self,
         hosts, # Names that the command knows; 'localhost' is the notebook's own machine
         per_node=None, # Ranks on each; None: its GPUs, or one where there are none

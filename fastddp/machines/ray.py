@@ -176,8 +176,8 @@ _CHECKS = dict(
     gpus=_AMOUNT, cpus=_AMOUNT, wait=_AMOUNT)
 
 class Ray(Machines):
-    """Runs jobs on the machines of a Ray cluster; a context manager that keeps agents and workers
-    warm"""
+    """Run jobs on the machines of a Ray cluster; a context manager in which agents and workers
+    stay"""
     def __init__(self,
         address=None, # Of the cluster; None: the one that the notebook or its machine is in
         nodes=None, # Machines, the notebook's first; None: all that have what is asked for
