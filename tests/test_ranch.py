@@ -6,7 +6,6 @@ import psutil, pytest, torch
 from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp,
                          ranch,
                          spawn)
-from fastddp.base import rendezvous
 from fastddp.base.errors import NotPicklable
 from fastddp.cluster.cluster import Cluster
 from fastddp.process import workers
@@ -320,18 +319,6 @@ def test_a_dead_worker_leaves_the_notebook_in_no_group(how):
         with pytest.raises(RankDied): in_torchddp(2, dies, how, use_gpu=False)
         assert not torch.distributed.is_initialized() and dict(os.environ) == env
     assert in_torchddp(2, summed, 1., use_gpu=False) == [3.]*3
-
-
-def test_who_connects_is_waited_for(monkeypatch, tmp_path):
-    """Before ranks are stopped: in there neither Ctrl-C nor a death is heard, and a missing rank would keep the
-    caller for ever"""
-    seen = []
-    monkeypatch.setattr(rendezvous.group, 'joined', False)     # and so it is again afterwards
-    for o in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'): monkeypatch.setenv(o, 'lo')
-    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *args,
-                        **kwargs: seen.append(rendezvous.wait_connected(0)))
-    rendezvous.join(str(tmp_path/'meet'), 0, 1)
-    assert seen == [False] and rendezvous.wait_connected(0)
 
 
 def test_a_group_that_did_not_come_about_keeps_no_later_one_waiting(tmp_path):
