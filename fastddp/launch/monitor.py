@@ -94,9 +94,7 @@ class Monitor:
         self.began,self.asked_to_stop = time.monotonic(),None       # times; None: not asked
         # what is there now is of earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
-    def wait(self,
-        results_here={}, # rank -> result of a rank without a process of its own
-    ):
+    def wait(self):
         """Waits until all ranks are done and returns their `Outcome`. The first failure ends it for
         all and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the
         newest state as its `state`"""
@@ -111,18 +109,17 @@ class Monitor:
             finally:
                 self.replay.close()
                 if self.load: self.load.close()
-            results = {**results_here}
+            results = []
             for r in self.workers.ranks:
                 block,packed = self.workers.latest[r,'result']
-                results[r] = load(packed.meta, block.read(packed, copy=True))
+                results.append(load(packed.meta, block.read(packed, copy=True)))
         # the notebook's own failures, too, such as a closed output
         except BaseException as e:
             self._with_state(e)
             raise
         state = self._newest('state') or self._newest('cut')
-        in_order = [results[r] for r in sorted(results)]
         interrupted = bool(self.interrupts.count)
-        return Outcome(in_order, interrupted, state, self._newest('epoch'), (*self.marks,))
+        return Outcome(results, interrupted, state, self._newest('epoch'), (*self.marks,))
     def ended(self, how):
         "What each rank said that ended like this, 'done', 'failed' or 'died', by rank"
         return {r:said for r,(h,said) in self.ends.items() if h == how}
