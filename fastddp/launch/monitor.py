@@ -169,7 +169,6 @@ def _with_state(self:Monitor, err):
     one, or of an epoch"""
     err.epoch,whole,cut = self._newest('epoch'),self._newest('state'),self._newest('cut')
     err.state,err.cut = whole or cut or err.epoch,bool(cut and not whole)
-    return err
 
 @patch
 def _log_size(self:Monitor, r):
@@ -194,7 +193,7 @@ def _interrupted(self:Monitor):
     longest = max((b.longest for b in beats.values()), default=0.)
     late = now-self.asked_to_stop > self.local.interrupt_grace+longest
     stuck = late and not any(b.leaving for b in beats.values())
-    if self.interrupts.count > 1 or stuck: raise self._with_state(KeyboardInterrupt())
+    if self.interrupts.count > 1 or stuck: raise KeyboardInterrupt
 
 @patch
 def ask_to_stop(self:Monitor):
@@ -237,7 +236,7 @@ def hang(self:Monitor):
     first,*others = sorted(beats, key=priority)
     lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
              for r in (first, *others)]
-    return self._with_state(GroupTimeout(first, beats[first].where, self.local.timeout, lines))
+    return GroupTimeout(first, beats[first].where, self.local.timeout, lines)
 
 # %% ../../nbs/launch/503_monitor.ipynb #8dc7c349
 @patch
@@ -247,12 +246,12 @@ def _failure(self:Monitor):
     while (left := end-time.monotonic()) > 0 and self.at_work: self._turn(left)
     died = self.ended('died')
     failed = first_failure(f for f in self.ended('failed').values() if not self._is_answer(f))
-    if not (failed or died): return self._with_state(KeyboardInterrupt())
+    if not (failed or died): return KeyboardInterrupt()
     if failed and is_timeout(failed[0]) and self.at_work: return self.hang()
     by_death = died and (not failed or is_echo(failed[0]))
     err = self._death(*next(iter(died.items()))) if by_death else self._raised(failed.pop(0))
     err.others = tuple(map(str, failed))
-    return self._with_state(err)
+    return err
 
 @patch
 def _death(self:Monitor, r, code):
