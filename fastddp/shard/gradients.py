@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DDP_CHECKS', 'synced_bn', 'bn_note', 'sync_buffers', 'sync_params', 'drift_warning', 'SameWeights', 'graph_of',
-           'leaves_of', 'unused_params', 'names_of', 'is_reentrant', 'params_beside', 'zero_loss', 'average_grads',
-           'Passes', 'check_ddp', 'Overlapped']
+           'leaves_of', 'is_reentrant', 'params_beside', 'zero_loss', 'average_grads', 'Passes', 'check_ddp',
+           'Overlapped']
 
 # %% ../../nbs/shard/312_gradients.ipynb #4f21f8e3
 import contextlib, warnings, torch, inspect, time, zlib
@@ -117,16 +117,6 @@ def graph_of(loss, until=()):
 def leaves_of(nodes):
     "The ids of the leaf tensors among the `nodes` of a graph"
     return {id(node.variable) for node in nodes if hasattr(node, 'variable')}
-
-def unused_params(loss, params):
-    "Those of `params` that the graph of `loss` doesn't reach"
-    used = leaves_of(graph_of(loss))
-    return [p for p in params if id(p) not in used]
-
-def names_of(params, named # `(name, parameter)`, all there are
-):
-    ids = {id(p) for p in params}
-    return [k for k,p in named if id(p) in ids]
 
 def is_reentrant(nodes):
     """True if a node of the graph runs a backward pass of its own, which DDP can't follow
@@ -322,14 +312,14 @@ class Overlapped:
 
     def _name_unused(self, loss):
         "Those of the trainable parameters that the graph of `loss` doesn't reach"
-        named = self.trainable()
-        unused = unused_params(loss, [p for _,p in named])
+        used = leaves_of(graph_of(loss))
+        unused = [(k,p) for k,p in self.trainable() if id(p) not in used]
         if unused:
-            names = names_of(unused, named)
+            names = [k for k,_ in unused]
             few = ', '.join(names[:5]) + (f' and {len(names)-5} more' if len(names)>5 else '')
             self.cant = (f"No gradient for {few} in a step, and find_unused_parameters=True is not "
                          "set")
-        return unused
+        return [p for _,p in unused]
 
     def backward(self, real, loss, *args, **kwargs):
         """The backward pass of `loss`, by the function `real`; afterwards each gradient is the mean
