@@ -2669,8 +2669,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fastddp/shard/gradients.py'),
                                          'fastddp.shard.gradients.Overlapped.__init__': ( 'shard/gradients.html#overlapped.__init__',
                                                                                           'fastddp/shard/gradients.py'),
-                                         'fastddp.shard.gradients.Overlapped._complete': ( 'shard/gradients.html#overlapped._complete',
-                                                                                           'fastddp/shard/gradients.py'),
                                          'fastddp.shard.gradients.Overlapped._name_unused': ( 'shard/gradients.html#overlapped._name_unused',
                                                                                               'fastddp/shard/gradients.py'),
                                          'fastddp.shard.gradients.Overlapped._not_hidden': ( 'shard/gradients.html#overlapped._not_hidden',

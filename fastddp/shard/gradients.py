@@ -265,16 +265,14 @@ class Overlapped:
     "Averages the gradients of a backward pass over ranks, by DDP"
     def __init__(self,
         model,        # Called without arguments: the learner's model
-        # Called without arguments: all that is trained; default: the model's parameters
-        params=None,
+        params,       # Called without arguments: all that is trained
         alike=False,  # All ranks loaded the same weights
         # `(state, bucket)`: a communication hook of DDP's, such as `bf16_compress_hook`
         comm_hook=None,
         **ddp_kwargs  # What the user asks DDP for
     ):
         self.model,self.alike,self.ddp_kwargs = model,alike,ddp_kwargs
-        self.params = params or (lambda: [*model().parameters()])
-        self.comm_hook = comm_hook
+        self.params,self.comm_hook = params,comm_hook
         # parameters that are trained beside the model's: see `params_beside`
         self.beside = []
         self.ddp = None         # the DDP module
@@ -324,11 +322,15 @@ class Overlapped:
     def backward(self, real, loss, *args, **kwargs):
         """The backward pass of `loss`, by the function `real`; afterwards each gradient is the mean
         over ranks"""
-        bare,self.steps = [p for p in self.params() if p.grad is None],self.steps+1
+        bare = {id(p) for p in self.params() if p.grad is None}
+        self.steps += 1
         real(self.ddp(loss), *args, **kwargs)
         try: return self.ddp.reducer._check_reducer_finalized()
         except RuntimeError: pass       # DDP has not averaged all gradients
-        self._complete(real, loss, bare)
+        filled = self._name_unused(loss)
+        real(zero_loss(filled))
+        for p in filled:
+            if id(p) in bare and not p.grad.any(): p.grad = None
 
     def prepare(self):
         """Makes the DDP module for what is trained now. A collective; not between forward and
@@ -348,13 +350,6 @@ class Overlapped:
         self.ddp = nn.parallel.DistributedDataParallel(hull, **kw)
         if self.comm_hook is not None: self.ddp.register_comm_hook(None, self.comm_hook)
         self.synced,self.built_for = model,self.config()
-
-    def _complete(self, real, loss, bare):
-        filled = self._name_unused(loss)
-        real(zero_loss(filled))
-        known = {id(p) for p in bare}
-        for p in filled:
-            if id(p) in known and not p.grad.any(): p.grad = None
 
     def close(self):
         "Takes DDP's hooks off the parameters"
