@@ -1574,7 +1574,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastddp.launch.rank._finish': ('launch/rank.html#_finish', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank._free_memory': ('launch/rank.html#_free_memory', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank._join_group': ('launch/rank.html#_join_group', 'fastddp/launch/rank.py'),
-                                     'fastddp.launch.rank._now': ('launch/rank.html#_now', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank._print_options': ('launch/rank.html#_print_options', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank.call': ('launch/rank.html#call', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank.could_not_connect': ( 'launch/rank.html#could_not_connect',

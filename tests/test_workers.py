@@ -12,7 +12,7 @@ def run(w, entry, until='done'):
     "The news of a job of `entry` on the workers `w`, until one says `until`"
     with_it, news = Block(), []
     try:
-        w.submit(entry, with_it.write(dump(None)), with_it, configs=[None]*w.n)
+        w.submit(entry, with_it.write(dump(None)), with_it, configs=[None]*len(w.ranks))
         while not any(what == until for _, what, *_ in news): news += w.poll(60)
     finally: with_it.close()
     return news

@@ -73,8 +73,6 @@ class RankSpec(NamedTuple):
     settings:dict={}    # `notebook_settings`
 
 # %% ../../nbs/launch/500_rank.ipynb #911963a5
-def _now(o): return o() if callable(o) else o
-
 class _WorkerContext(Context):
     "A context over a worker's `Channel`; where the job is goes into failure reports"
     def __init__(self, channel, spec, device):
@@ -85,7 +83,7 @@ class _WorkerContext(Context):
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
         board.on_wait = self._waits_for
         self._heartbeats,self._last = channel.heartbeats(),board.Heartbeat()
-        channel.where,channel.items = lambda: _now(self.where),lambda: _now(self.items)
+        channel.where,channel.items = lambda: self.where,lambda: self.items
     def beat(self, where='', leaving=False):
         now,last = time.monotonic(),self._last
         longest = max(last.longest, now-last.at) if last.at else 0.

@@ -97,8 +97,7 @@ def sweep():
             finally: os.close(fd)
 
 # %% ../../nbs/process/404_helper.ipynb #edb3fccc
-import contextlib, gc, importlib, os, pickle, signal, socket, struct, subprocess, sys, threading
-import time, traceback, warnings
+import gc, importlib, pickle, socket, struct, subprocess, time, traceback, warnings
 from multiprocessing import connection
 
 # %% ../../nbs/process/404_helper.ipynb #d8d16bf7

@@ -198,7 +198,7 @@ def worker_main(
     rank,           # Its rank
     parent_pid,     # The notebook's process
     log,            # File for descriptors 1 and 2 and stacks; its folder goes with the notebook
-    lasts=False,    # True if the thread that started it lives as long as the notebook
+    lasts,          # True if the thread that started it lives as long as the notebook
 ):
     "Run one task after the other in the new process until the notebook ends it; doesn't return"
     if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
@@ -266,6 +266,9 @@ def _pickled(e):
     return original if len(original) <= _MOST_BYTES else b''
 
 def _asked(o, default):
-    "`o`, or what it returns if it is a function, or `default` if that fails"
-    try: return o() if callable(o) else o
+    """`o`, or what it returns if it is a function, which may be another function, or `default` if
+    that fails"""
+    try:
+        while callable(o): o = o()
+        return o
     except Exception: return default

@@ -56,7 +56,6 @@ class Workers:
         waiting=lambda secs: None,  # Called while the helper isn't ready, see `start_worker`
     ):
         self.ranks,self.first = list(range(n) if ranks is None else ranks),first
-        self.n = len(self.ranks)
         self.method,self._mark,self._waiting = method or start_method(),mark,waiting
         try: self._start_with_any_helper()
         except OSError as e: raise CantDistribute(_refusal(e)) from e
@@ -101,7 +100,7 @@ class Workers:
     def are(self, ranks):
         """True if these are the ranks, all of them live and their folder exists; users may clean
         their temporary folders"""
-        return self.ranks == ranks and len(self.alive()) == self.n and os.path.isdir(self.dir)
+        return self.ranks == ranks == self.alive() and os.path.isdir(self.dir)
     def alive(self):
         "Ranks whose process runs"
         return [r for r,p in self.procs.items() if r not in self._dead and p.is_alive()]
