@@ -331,7 +331,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastddp.doctor': { 'fastddp.doctor._Module': ('doctor.html#_module', 'fastddp/doctor.py'),
                                 'fastddp.doctor._Module.__call__': ('doctor.html#_module.__call__', 'fastddp/doctor.py'),
                                 'fastddp.doctor._all_reduce': ('doctor.html#_all_reduce', 'fastddp/doctor.py'),
-                                'fastddp.doctor._available': ('doctor.html#_available', 'fastddp/doctor.py'),
                                 'fastddp.doctor._gb': ('doctor.html#_gb', 'fastddp/doctor.py'),
                                 'fastddp.doctor._gpus': ('doctor.html#_gpus', 'fastddp/doctor.py'),
                                 'fastddp.doctor._have_peers': ('doctor.html#_have_peers', 'fastddp/doctor.py'),

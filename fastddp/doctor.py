@@ -6,7 +6,7 @@
 __all__ = ['facts', 'traps', 'page', 'doctor']
 
 # %% ../nbs/904_doctor.ipynb #f8127d16
-import contextlib, os, platform, re, resource, shutil, subprocess, sys, types
+import contextlib, os, platform, resource, shutil, subprocess, sys, types
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from .base.device import (accelerator_type, device_module, n_gpus, numa_nodes,
 from .base.errors import WorkerError
 from .launch.engine import Job
 from .launch.local import Local, all_reduce_seconds
+from .payload.buffers import free_memory
 from .process.helper import start_method
 
 # %% ../nbs/904_doctor.ipynb #92eb2751
@@ -47,12 +48,6 @@ def _have_peers():
     reaches,gpus = getattr(device_module(), 'can_device_access_peer', None),range(n_gpus())
     return reaches is None or all(reaches(a, b) for a in gpus for b in gpus if a != b)
 
-def _available():
-    "Bytes of memory that are free or can be freed; None where the system doesn't say"
-    info = Path('/proc/meminfo')
-    found = info.exists() and re.search(r'MemAvailable: +(\d+) kB', info.read_text())
-    return int(found[1])*1024 if found else None
-
 def facts():
     "What is known of this machine, without starting anything: a dict"
     installed = [((o.name or '').lower(), o.version) for o in distributions()]
@@ -71,7 +66,7 @@ def facts():
              if k.startswith(('NCCL_','GLOO_')) or k == 'CUDA_VISIBLE_DEVICES'},
         shm=shutil.disk_usage('/dev/shm').free if os.path.isdir('/dev/shm') else None,
         memory=os.sysconf('SC_PHYS_PAGES')*os.sysconf('SC_PAGE_SIZE'),
-        available=_available(), locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        available=free_memory(), locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         cores=os.cpu_count(), may_use=visible_cores(), numa_nodes=numa_nodes(),
         folder=(_output('df', '--output=fstype', '.').split() or [''])[-1],
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0], helper=start_method(),

@@ -54,9 +54,10 @@ def number(meant, none=False):
         return isinstance(v, numbers.Real) and not isinstance(v, bool) and v > 0
     return Check(meant, fits)
 
-def flag(meant="True or False"):
+def flag():
     "A `Check` for a truth value, also as 0 or 1"
-    return Check(meant, lambda v: type(v).__name__ in ('bool','bool_') or is_whole(v, 0, 1))
+    return Check("True or False",
+                 lambda v: type(v).__name__ in ('bool','bool_') or is_whole(v, 0, 1))
 
 def one_of(*words):
     "A `Check` for one of a few words"

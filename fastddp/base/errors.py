@@ -251,7 +251,7 @@ class RankRaised(WorkerError):
         failure, # A `Failure`
     ):
         super().__init__(failure)
-        self.failure,self.rank,self.log = failure,failure.rank,''
+        self.failure,self.rank = failure,failure.rank
         self.remedy = remedy_for(failure.kind, failure.message)
         self.debug = (f"To look closer: %debug shows the recorded frames and variables of rank "
                       f"{self.rank}. In code: err = sys.last_value; err.failure.locals, "

@@ -243,9 +243,9 @@ def _change_as_one(tensors, change):
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):
             t.detach().copy_(new.view_as(t))
 
-def broadcast_(tensors, src=0):
-    "Set `tensors` in place to those of rank `src`"
-    _change_as_one(tensors, lambda t: torch.distributed.broadcast(t, src))
+def broadcast_(tensors):
+    "Set `tensors` in place to those of rank 0"
+    _change_as_one(tensors, lambda t: torch.distributed.broadcast(t, 0))
 
 def average_(tensors):
     "Set float `tensors` in place to their mean over ranks"
