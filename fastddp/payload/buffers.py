@@ -142,19 +142,18 @@ class Rows(MutableSequence):
     def __init__(self,
         column, # Of `column`
     ):
-        self._column,self._changed = column,None        # the plain list, once there is one
+        self._column = column       # the plain list, once there is one
     @property
     def __class__(self): return list
-    def __len__(self): return len(self._column) if self._changed is None else len(self._changed)
+    def __len__(self): return len(self._column)
     def __getitem__(self, i):
-        if self._changed is not None: return self._changed[i]
         ids = range(len(self._column))[i]       # an IndexError, as a list has it
         return [self._column[o] for o in ids] if isinstance(ids, range) else self._column[ids]
-    def __iter__(self): return iter(self._column if self._changed is None else self._changed)
+    def __iter__(self): return iter(self._column)
     def _list(self):
         "The plain list that this becomes when it is changed"
-        if self._changed is None: self._changed,self._column = list(self._column),None
-        return self._changed
+        if type(self._column) is not list: self._column = list(self._column)
+        return self._column
     def __setitem__(self, i, v): self._list()[i] = v
     def __delitem__(self, i): del self._list()[i]
     def insert(self, i, v): self._list().insert(i, v)
