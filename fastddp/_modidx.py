@@ -2797,7 +2797,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.is_sharded': ('shard/sharded.html#is_sharded', 'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.loss_weight': ('shard/sharded.html#loss_weight', 'fastddp/shard/sharded.py'),
-                                       'fastddp.shard.sharded.n_chunks': ('shard/sharded.html#n_chunks', 'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.no_batches': ('shard/sharded.html#no_batches', 'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.original': ('shard/sharded.html#original', 'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.outside_loop': ( 'shard/sharded.html#outside_loop',

@@ -8,7 +8,7 @@ __all__ = ['changed_bs', 'is_lm', 'lay_out', 'keeps_state', 'rows_are_streams', 
            'follow_original']
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #72f94fac
-import contextlib, copy, itertools, numbers, random, sys, warnings, weakref
+import contextlib, copy, itertools, math, numbers, random, sys, warnings, weakref
 
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import find_bs, to_device
@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 from ..base.failure import note_item
 from ..base.rng import CommonRNG
 from ..shard.sharded import (CantShard, Shard, Sharded, Step, account, chunk, draw_seed,
-                                   generator_state, global_batch_size, n_chunks, no_batches,
-                                   original, outside_loop, reading, refuse_loader, reporting,
-                                   set_generator, sharded_clone, too_few, track_changes,
-                                   workers_per_rank)
+                                   generator_state, global_batch_size, no_batches, original,
+                                   outside_loop, reading, refuse_loader, reporting, set_generator,
+                                   sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import (is_stream, samplers_of, shard_torch, torch_bs,
                                         why_not_torch)
 
@@ -34,7 +33,7 @@ def is_lm(dl):
 def lay_out(dl):
     "Give `dl`, an `LMDataLoader`, the layout that its constructor makes for `dl.bs` streams"
     dl.bl = (sum(dl.lens)-1)//dl.bs
-    dl.n_batches = n_chunks(dl.bl, dl.seq_len)
+    dl.n_batches = math.ceil(dl.bl/dl.seq_len)
     dl.last_len = dl.bl - (dl.n_batches-1)*dl.seq_len
     dl.n = dl.n_batches*dl.bs
 

@@ -6,12 +6,14 @@
 __all__ = ['is_stream', 'torch_bs', 'NextSteps', 'ShardedTorch', 'shard_torch', 'samplers_of', 'why_not_torch']
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #7ca15bdc
+import math
+
 from torch.utils.data import (BatchSampler, DataLoader, DistributedSampler, IterDataPipe,
                               IterableDataset, MapDataPipe)
 
 from .sharded import (Shard, Sharded, clone_loader, draw_seed, global_batch_size,
-                                   n_chunks, no_batches, outside_loop, reporting,
-                                   sharded_clone, track_changes, workers_per_rank)
+                                   no_batches, outside_loop, reporting, sharded_clone,
+                                   track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
 def is_stream(dl):
@@ -34,7 +36,8 @@ class ShardedTorch(Sharded):
     "Mixed in before the class of a torch `DataLoader`"
     def __len__(self):
         s = self._shard
-        return n_chunks(len(s.batches), s.n) if s.whole else len(s.batches)
+        n_batches = len(s.batches)
+        return math.ceil(n_batches/s.n) if s.whole else n_batches
 
     def _begin(self):
         s = self._shard
