@@ -173,7 +173,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastddp.base.group.everyone': ('base/group.html#everyone', 'fastddp/base/group.py'),
                                     'fastddp.base.group.from_rank0': ('base/group.html#from_rank0', 'fastddp/base/group.py'),
                                     'fastddp.base.group.has_distributed': ('base/group.html#has_distributed', 'fastddp/base/group.py'),
-                                    'fastddp.base.group.import_for_ddp': ('base/group.html#import_for_ddp', 'fastddp/base/group.py'),
                                     'fastddp.base.group.in_group': ('base/group.html#in_group', 'fastddp/base/group.py'),
                                     'fastddp.base.group.key': ('base/group.html#key', 'fastddp/base/group.py'),
                                     'fastddp.base.group.native_backend': ('base/group.html#native_backend', 'fastddp/base/group.py'),

@@ -33,7 +33,8 @@ def preload_learners(
     preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline',
             f'fastddp.fastai{gen}.learner')
     preload(*_APPS[gen], if_imported=not typed)
-    preload('fastddp.base.group:import_for_ddp')
+    # the first `DistributedDataParallel` of a process imports it, which takes a second
+    preload('torch._dynamo')
 
 # %% ../nbs/900_early.ipynb #e8887678
 def _interactive():

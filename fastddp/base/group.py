@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['joined', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key', 'native_backend',
-           'backend_for', 'backend', 'comm_device', 'import_for_ddp', 'check_group', 'all_gather', 'all_sum', 'barrier',
-           'subgroup', 'sum_in', 'sum_', 'bytes_of', 'all_gather_object', 'from_rank0', 'all_gather_tensors',
-           'broadcast_', 'average_']
+           'backend_for', 'backend', 'comm_device', 'check_group', 'all_gather', 'all_sum', 'barrier', 'subgroup',
+           'sum_in', 'sum_', 'bytes_of', 'all_gather_object', 'from_rank0', 'all_gather_tensors', 'broadcast_',
+           'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import collections, contextlib, importlib, io, math, operator, os, pickle, sys, time
+import collections, contextlib, io, math, operator, os, pickle, sys, time
 
 import torch
 
@@ -65,12 +65,6 @@ def backend():
 def comm_device():
     "The device of the tensors that the backend sends"
     return current_device() if backend() == native_backend() else torch.device('cpu')
-
-# %% ../../nbs/base/009_group.ipynb #5d1e77a1
-def import_for_ddp():
-    "Import what torch imports with the first `DistributedDataParallel`"
-    # torch before 2.0 has no compiler
-    with contextlib.suppress(ImportError): importlib.import_module('torch._dynamo')
 
 # %% ../../nbs/base/009_group.ipynb #e02f6a7c
 _FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)

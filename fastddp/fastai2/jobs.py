@@ -209,7 +209,7 @@ def _fit_in_place(learn, options, asked, done):
     """`Learner.fit` by all ranks, each of which has called it; `asked`: see `fit_args`, `done`:
     reports"""
     _sync_streams(learn)
-    if group.world_size() > 1: group.import_for_ddp()       # no part of the fit's time
+    if group.world_size() > 1: import torch._dynamo     # DDP's, and no part of the fit's time
     if not asked.get('reset_opt'): sync_opt(learn)
     cbs,dl,n = asked.pop('cbs'),learn.dls.loaders[0],group.world_size()
     def steps(): return n_batches(dl, n, options['batch'])
