@@ -17,7 +17,7 @@ from fastai.torch_core import find_bs, to_device
 
 from ..base import group
 from .together import OurCallback
-from ..shard.gathered_loss import Losses, by_batch, map_tensors, whole_batch
+from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.sharded import is_sharded
 
@@ -217,8 +217,8 @@ class ReduceMetrics(OurCallback):
     "Brings the metrics of all ranks together at the end of each phase"
     # after the votes, before all else: what leaves the loop in `after_train` leaves after this
     order = -999_998
-    def __init__(self, losses=None):
-        self.losses,self.phase = losses or Losses(),None
+    def __init__(self, losses): # The fit's `Losses`
+        self.losses,self.phase = losses,None
         self.common = False     # True if the metrics of this phase hold the state of all ranks
     def before_train(self):    self._open('_train_mets')
     def before_validate(self): self._open('_valid_mets')

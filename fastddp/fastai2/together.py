@@ -87,14 +87,13 @@ class OwnEvents:
         self.speakers[event_name] = [(self.asked(cb), kind_of(cb)) for cb in found]
         return self.speakers[event_name]
 
-@contextlib.contextmanager
 def own_events(learn,
                # Callback -> what is called with the event's name in its place; by default itself
                asked=noop,
                clock=None # `Clock` that notes when events begin and end
 ):
     "Inside, each callback of `learn` is asked only for its own events"
-    with with_attrs(learn, _call_one=OwnEvents(learn, asked, clock)): yield
+    return with_attrs(learn, _call_one=OwnEvents(learn, asked, clock))
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
 _RAISES = dict(backward=CancelBackwardException, step=CancelStepException,

@@ -176,8 +176,8 @@ def script_lines(
     report=None, # The `Report`, complete when the fit is over
 ):
     "Under torchrun rank 0 says in one line what runs inside, and in another one how long it took"
-    tells,n,began = group.under_launcher() and group.rank() == 0,group.world_size(),time.time()
-    tells = tells and not quiet
+    tells = not quiet and group.under_launcher() and group.rank() == 0
+    n,began = group.world_size(),time.time()
     if tells: print_line(banner(n, (), *sizes, where=f'torchrun, {group.backend()}'))
     yield
     result = progress.result(False)

@@ -15,6 +15,8 @@ import cloudpickle, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
 from torch.utils.hooks import RemovableHandle
 
+from ..base.scoped import with_context
+
 # %% ../../nbs/payload/101_pickling.ipynb #b3420573
 class Payload(NamedTuple):
     "A dumped object: the pickle, and its large buffers in order, not yet copied anywhere"
@@ -175,14 +177,11 @@ _REMEMBER = pickle.BININT + b'%b' + pickle.BINPERSID + pickle.MEMOIZE + pickle.P
 
 _instead = contextvars.ContextVar('fastddp-instead', default=None)
 
-@contextlib.contextmanager
 def dumped_instead(
     pairs, # Of objects
 ):
     "Inside, in this thread, `dump` takes the second object of a pair where it meets the first"
-    token = _instead.set({id(a):(a, b) for a,b in pairs if a is not b})
-    try: yield
-    finally: _instead.reset(token)
+    return with_context(_instead, {id(a):(a, b) for a,b in pairs if a is not b})
 
 def _same(o): return o
 

@@ -27,7 +27,7 @@ def end_forks_with_us():
     main = False
     def before():
         nonlocal main
-        main = threading.current_thread() is threading.main_thread()
+        main = lasts()
     def in_child():
         if main: end_with_parent()
     os.register_at_fork(before=before, after_in_child=in_child)
