@@ -105,7 +105,8 @@ def predict(name, n, comm, fixed, meeting, epochs=10):
     total = fixed['start'] + fixed['ship']*c['data'] + epochs*steps*step + fixed['back']*c['gradients']
     alone = epochs*c['items']/c['batch']*c['compute']
     return dict(case=name, ranks=n, communicate_ms=round(comm*1e3, 2), meet_ms=round(meeting*1e3, 3),
-                step_ms=round(step*1e3, 1), fit_s=round(total), speed_up=round(alone/total, 1), of_ideal=round(alone/total/n, 3))
+                step_ms=round(step*1e3, 1), fit_s=round(total),
+                speed_up=round(alone/total, 1), of_ideal=round(alone/total/n, 3))
 
 
 def shown(secs, link):
