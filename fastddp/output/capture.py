@@ -114,31 +114,31 @@ def _shell_class(name):
     return type(name, (Shell,), {})
 
 # %% ../../nbs/output/203_capture.ipynb #7b85702c
-_cached = None      # (namespace, shell) of this process
+_cached = None      # the shell of this process
 
-def _shell_for(namespace, name):
-    "The shell of this process for the `namespace`; `name` is its class name"
+def _shell_for(main, name):
+    "The shell of this process for the module `main`; `name` is its class name"
     global _cached
-    if _cached and _cached[0] is namespace and type(_cached[1]).__name__ == name: return _cached[1]
+    if _cached and _cached.user_module is main and type(_cached).__name__ == name: return _cached
     from traitlets.config import Config
-    main,before = sys.modules['__main__'],dict(namespace)
+    before = dict(vars(main))
     config = Config(HistoryManager=dict(enabled=False, hist_file=':memory:'))
     with tempfile.TemporaryDirectory() as folder:
-        shell = _shell_class(name)(config=config, ipython_dir=folder, user_ns=namespace,
-                                   user_module=main if namespace is vars(main) else None)
+        shell = _shell_class(name)(config=config, ipython_dir=folder, user_ns=vars(main),
+                                   user_module=main)
     shell.db = {}               # a database in that folder
-    namespace.update(before)    # names that the shell replaced
-    _cached = namespace, shell
+    vars(main).update(before)   # names that the shell replaced
+    _cached = shell
     return shell
 
 # %% ../../nbs/output/203_capture.ipynb #1b60d495
-def _use_shell(undo, queue, name, user_ns):
+def _use_shell(undo, queue, name):
     "Send displays of this process to `queue`, through a shell whose class is called `name`"
     # before the shell is made, which replaces them
     restore_entries(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
     restore_entries(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
     restore_entries(undo, sys.modules, '__main__')
-    shell = _shell_for(vars(sys.modules['__main__']) if user_ns is None else user_ns, name)
+    shell = _shell_for(sys.modules['__main__'], name)
     for c in shell._walk_mro(): _use_instance(undo, c, shell)
     set_entries(undo, vars(shell), queue=queue)
     from IPython.display import display
@@ -172,7 +172,6 @@ def _use_figures(undo, shell):
 def capture_output(
     send,                           # Called with one event, by one thread at a time
     settings=DisplaySettings(),     # How this rank shows its output
-    user_ns=None,                   # Namespace of the shell, default `__main__`'s
 ):
     "Context manager that passes what is shown inside to `send`; restores the process at the end"
     terminal = settings.frontend == 'terminal'
@@ -186,7 +185,7 @@ def capture_output(
         if terminal: set_entries(undo, os.environ, COLUMNS=str(settings.width))
         if settings.shell:
             name = 'TerminalInteractiveShell' if terminal else 'ZMQInteractiveShell'
-            shell = _use_shell(undo, queue, name, user_ns)
+            shell = _use_shell(undo, queue, name)
             if not terminal: _use_figures(undo, shell)
         use_bars(undo, settings.frontend)
         yield
