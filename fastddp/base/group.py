@@ -48,7 +48,7 @@ def key():
 
 def native_backend():
     "The backend for this machine's kind of accelerator, such as 'nccl'"
-    known = getattr(getattr(torch.distributed, 'Backend', None), 'default_device_backend_map', {})
+    known = getattr(torch.distributed.Backend, 'default_device_backend_map', {})
     return known.get(accelerator_type(), 'nccl')
 
 def backend_for(device):

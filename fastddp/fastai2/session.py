@@ -22,7 +22,7 @@ from .jobs import enough_epochs, fit_args, fit_job, infer_job, reports
 from .loaders import (check_dl, global_bs, n_batches, rows_are_streams,
                                      set_dl_state)
 from .resume import UserCall, dropped_lists, resume_points, user_calls
-from .snapshot import all_cbs, apply, loader_refs, snapshot
+from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr, is_rank0_only
@@ -138,8 +138,7 @@ class Session(_Session):
                           "below the other, so they break its streams. batch='global' keeps "
                           "them: each worker has its rows of each batch.")
         for i,dl in enumerate(self.learn.dls.loaders):
-            name = ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
-            check_dl(dl, self.n, batch, name, train=i==0)
+            check_dl(dl, self.n, batch, name_of_loader(i), train=i==0)
     def datasets(self):
         if self.factories[1]: return ()
         return [o for dl in self.learn.dls.loaders

@@ -164,8 +164,8 @@ class Spawned:
     results by rank"""
     def __init__(self, run):
         self.result,self.error = None,None
-        self._thread = threading.Thread(target=self._keep, args=(run,), name='fastddp-spawn')
-        self._thread.daemon = True
+        self._thread = threading.Thread(target=self._keep, args=(run,), name='fastddp-spawn',
+                                        daemon=True)
         self._thread.start()
     def _keep(self, run):
         try: self.result = run()

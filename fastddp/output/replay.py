@@ -13,11 +13,9 @@ from .capture import DisplaySettings
 from ..base.scoped import with_context
 from .streams import overwritten
 from types import TracebackType
-from ..base.failure import is_user_file
+from ..base.failure import ipython_shell as _get_ipython, is_user_file
 
 # %% ../../nbs/output/204_replay.ipynb #1f8c5e81
-def _get_ipython(): return getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)()
-
 def frontend():
     "'notebook' if this process can show HTML (Jupyter, VS Code, Colab), else 'terminal'"
     names = [c.__name__ for c in type(_get_ipython()).__mro__]

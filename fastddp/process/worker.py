@@ -134,9 +134,8 @@ class Channel:
         self.on_idle = noop
         self.tasks = queue.SimpleQueue()    # of `Task`; None: no more
         self._pipe,self._stop = Pipe(conn),threading.Event()
-        inbox = threading.Thread(target=self._inbox, args=(parent_pid,), name='fastddp-inbox')
-        inbox.daemon = True
-        inbox.start()
+        threading.Thread(target=self._inbox, args=(parent_pid,), name='fastddp-inbox',
+                         daemon=True).start()
     def send(self, what, *values, fd=None):
         "Sends a message to `Workers.poll`, see the table above"
         self._pipe.send(what, *values, fd=fd)
