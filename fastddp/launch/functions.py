@@ -33,8 +33,6 @@ def global_imports(
     namespace = vars(sys.modules['__main__']) if globals is None else globals
     exec(compile(tree, '<imports>', 'exec'), namespace)
 
-_IMPORTS = ast.Import,ast.ImportFrom
-
 def _parsed(imports):
     """The syntax tree of `imports`; refuses what is no text, what doesn't parse, and other
     statements"""
@@ -44,7 +42,7 @@ def _parsed(imports):
     except SyntaxError as e: why = f"line {e.lineno} doesn't parse ({e.msg})"
     except (TypeError,AttributeError): why = "lines of text are meant"
     else:
-        others = [o for o in tree.body if not isinstance(o, _IMPORTS)]
+        others = [o for o in tree.body if not isinstance(o, (ast.Import,ast.ImportFrom))]
         why = f"{ast.unparse(others[0])!r} is none" if others else None
     if why: raise CantDistribute(f"imports={imports!r}: {why}. Give import statements, such as "
                                  "'import torch'.")

@@ -168,7 +168,7 @@ def _free_memory(device):
     "An idle worker holds no model, no free pages and no GPU cache"
     gc.collect()
     if device.type == 'cpu': trim_memory()
-    if is_accelerator(device): device_module().empty_cache()
+    else: device_module().empty_cache()
 
 # %% ../../nbs/launch/500_rank.ipynb #2f435573
 class Setting(NamedTuple):
