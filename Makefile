@@ -124,7 +124,7 @@ gpu:
 
 test-ray: venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[ray]'
-	@$(PY) -m pytest tests/test_ray.py tests/test_ray_nodes.py $(if $(REPORT),--junitxml='$(REPORT)')
+	@$(PY) -m pytest tests/machines/test_ray.py tests/machines/test_ray_nodes.py $(if $(REPORT),--junitxml='$(REPORT)')
 
 test-kaggle: venv
 	@$(PY) tools/like_kaggle.py $(PY) -m pytest tests $(SELECT) --ignore=tests/test_browser.py \

@@ -18,7 +18,7 @@ def test_a_module_is_its_notebook_and_has_its_tests(path):
     found = touched([path])
     assert notebook('nbs/shard/312_gradients.ipynb') in found and 'tests/test_floors.py' in found
     assert {'tests/same_answer/test_drift.py', 'tests/same_answer/test_parity.py'} <= {*found}
-    assert 'tests/test_magics.py' not in found and len([o for o in found if '[' in o]) == 1
+    assert 'tests/cluster/test_magics.py' not in found and len([o for o in found if '[' in o]) == 1
 
 
 def test_who_imports_or_names_a_module():
@@ -31,7 +31,7 @@ def test_who_imports_or_names_a_module():
 
 
 def test_a_helper_of_tests_stands_for_those_that_use_it():
-    assert 'tests/test_ray.py' in touched(['tests/two_hosts.py'])
+    assert 'tests/machines/test_ray.py' in touched(['tests/two_hosts.py'])
     assert 'tests/test_scripts.py' in touched(['tests/script_fit.py'])
     assert 'tests/test_start.py' in touched(['tests/test_start.py'])
 

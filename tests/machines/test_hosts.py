@@ -423,7 +423,7 @@ def test_a_connection_of_ones_own(hosts):
 @pytest.mark.full
 def test_the_notebook_takes_part_and_dies(net, shared):
     "Two ranks at home and two on the other machine; when the notebook is killed, nothing is left anywhere"
-    script = Path(__file__).with_name('script_hosts.py')
+    script = Path(__file__).parent.with_name('script_hosts.py')
     with subprocess.Popen([sys.executable, script, net.command, net.b, shared], stdout=subprocess.PIPE, text=True) as p:
         try:
             said = [p.stdout.readline() for _ in range(3)]
@@ -439,7 +439,7 @@ def test_the_notebook_takes_part_and_dies(net, shared):
 
 @pytest.mark.full
 def test_the_same_code_under_torchrun_on_two_hosts(net, shared):
-    here = Path(__file__).parent
+    here = Path(__file__).parent.parent
     env = dict(PYTHONPATH=f'{here}{os.pathsep}{here.parent}')
     said = net.torchrun(here/'script_fit.py', shared, env=env)
     assert [o[2] for o in said] == [0, 0], said[0][1][-2000:]+said[1][1][-2000:]

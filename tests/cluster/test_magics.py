@@ -6,7 +6,7 @@ from traces import children, files, left_after
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-root = Path(__file__).resolve().parent.parent
+root = Path(__file__).resolve().parent.parent.parent
 
 
 class Kernel:

@@ -462,7 +462,7 @@ learn = make_learner(cbs=Slow())
 def test_in_a_kernel(tmp_path):
     "Output goes to the cell that began the job, while others run; the job in another cell shows the same"
     import nbclient, nbformat
-    code = [c.replace('TESTS', str(Path(__file__).parent)) for c in CELLS]
+    code = [c.replace('TESTS', str(Path(__file__).parent.parent)) for c in CELLS]
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in code])
     nbclient.NotebookClient(nb, timeout=200, resources=dict(metadata=dict(path=str(tmp_path)))).execute()
     _, began, other, waited, shown = ([o for o in c.outputs if o.output_type != 'stream' or o.name == 'stdout']
@@ -499,7 +499,7 @@ if __name__ == '__main__':
 def test_the_kernel_is_killed(tmp_path):
     def run(folder, *args):
         folder.mkdir(exist_ok=True)
-        text = SCRIPT.replace('TESTS', repr(str(Path(__file__).parent))).replace('PARENT', 'os.getppid()*0+PID')
+        text = SCRIPT.replace('TESTS', repr(str(Path(__file__).parent.parent))).replace('PARENT', 'os.getppid()*0+PID')
         (folder/'script.py').write_text('PID = int(__import__("os").environ.setdefault("PID", str('
                                         '__import__("os").getpid())))\n'+text)
         env = {k: v for k, v in os.environ.items() if k != 'PID'}
@@ -604,7 +604,7 @@ def test_random_sequences(s, two):
 SEQUENCE = """
 import os, random, sys, time
 from pathlib import Path
-sys.path.insert(0, TESTS)
+sys.path[:0] = TESTS, TESTS + "/launch"
 from parity import seed
 from test_background import night
 if __name__ == '__main__':
@@ -635,7 +635,7 @@ def test_random_deaths_of_the_kernel(s, two, tmp_path):
     whole = night(tmp_path)
     seed(1)
     whole.distrib_fit_one_cycle(6, 1e-2, **two)
-    (tmp_path/'script.py').write_text(SEQUENCE.replace('TESTS', repr(str(Path(__file__).parent))))
+    (tmp_path/'script.py').write_text(SEQUENCE.replace('TESTS', repr(str(Path(__file__).parent.parent))))
     for i in range(1+s%2):
         res = subprocess.run([sys.executable, 'script.py', str(10*s+i)], cwd=tmp_path, capture_output=True, text=True)
         assert res.returncode == -signal.SIGKILL, res.stderr

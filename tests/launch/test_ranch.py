@@ -10,7 +10,7 @@ from fastddp.base.errors import NotPicklable
 from fastddp.cluster.cluster import Cluster
 from fastddp.process import workers
 
-root = Path(__file__).resolve().parent.parent
+root = Path(__file__).resolve().parent.parent.parent
 
 
 def me(*_): return int(os.environ['LOCAL_RANK'])

@@ -3,7 +3,7 @@ import os, re, sys
 from pathlib import Path
 import nbclient, nbformat, pexpect, pytest
 
-here = Path(__file__).resolve().parent
+here = Path(__file__).resolve().parent.parent
 
 CELLS = dict(
     start="import sys; sys.path.insert(0, HERE)\nfrom capture_jobs import Child\nimport builtins\n"

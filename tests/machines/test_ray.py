@@ -224,7 +224,7 @@ def test_the_notebook_connects_by_itself_and_dies(cluster, shared):
     """`Ray(address)` connects, and disconnects at the end of the call; so does Ray() with RAY_ADDRESS. Nothing of Ray's
     appears in the notebook. When it is killed, nothing is left anywhere, and the cluster has its resources again"""
     wait_until_free(CPU=4)
-    argv = [sys.executable, '-Wignore', Path(__file__).with_name('script_ray.py'), cluster.address, shared]
+    argv = [sys.executable, '-Wignore', Path(__file__).parent.with_name('script_ray.py'), cluster.address, shared]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
         try:
             said = [p.stdout.readline() for _ in range(4)]
