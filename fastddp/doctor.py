@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from .base import group
-from .base.device import (accelerator_type, device_module, n_gpus, numa_nodes,
-                                 visible_cores)
+from .base.device import accelerator_type, device_module, n_gpus, numa_nodes, visible_cores
 from .base.errors import WorkerError
 from .launch.engine import Job
 from .launch.local import Local, all_reduce_seconds

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/901_ranch.ipynb #09eeb8bb
-from .launch.functions import (Spawned, TorchDDPCtx, global_imports, import_star,
-                                      in_torchddp, ranch, spawn)
+from .launch.functions import (
+    Spawned, TorchDDPCtx, global_imports, import_star, in_torchddp, ranch, spawn)
 
 __all__ = ['Spawned','TorchDDPCtx','global_imports','import_star','in_torchddp','ranch','spawn']

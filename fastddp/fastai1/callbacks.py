@@ -17,14 +17,14 @@ from ..base.board import group_board
 from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, with_attrs
-from .loaders import (counts_now, global_batches, own_loader, place_now, shard,
-                                     torch_dl)
+from .loaders import (
+    counts_now, global_batches, own_loader, place_now, shard, torch_dl)
 from .validation import Validation
 from ..launch.training import cbs_of_rank
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, Losses, tensors_in
-from ..shard.gradients import (Passes, SameWeights, graph_of, leaves_of, params_beside,
-                                     sync_buffers, synced_bn)
+from ..shard.gradients import (
+    Passes, SameWeights, graph_of, leaves_of, params_beside, sync_buffers, synced_bn)
 from ..shard.loss import loss_part
 from ..shard.sharded import outside_loop
 

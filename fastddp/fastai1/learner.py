@@ -23,14 +23,14 @@ from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import Interrupts, environment, with_attrs
 from .callbacks import Ranks, distributed_v1, trained_beside
 from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
-from .snapshot import (apply, baseline, capture, loaders, persistent_refs, place,
-                                      snapshot, tracked, unpack)
+from .snapshot import (
+    apply, baseline, capture, loaders, persistent_refs, place, snapshot, tracked, unpack)
 from .validation import Validation
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.session import Call, Session as _Session, block, refuse_untrainable
-from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,
-                                     launched_group, script_lines, sync_streams,
-                                     until_interrupted, whereabouts)
+from ..launch.training import (
+    NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
+    until_interrupted, whereabouts)
 from ..output.capture import quiet_bars
 from ..shard.gathered_loss import check_loss
 

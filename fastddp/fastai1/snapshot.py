@@ -10,14 +10,14 @@ from fastai.callback import Callback
 
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
-from .loaders import (old_numpy, picklable_preloaders, set_text_order, text_order,
-                                     torch_dl)
+from .loaders import (
+    old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl)
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
 from ..payload.changes import Changes, put_back
-from ..payload.state import (OPT_HOOKS, apply_grads, apply_hooks, apply_model, get_hooks,
-                                   model_grads, move_opt, objects_with_hooks, opt_attrs,
-                                   opt_owners)
+from ..payload.state import (
+    OPT_HOOKS, apply_grads, apply_hooks, apply_model, get_hooks, model_grads, move_opt,
+    objects_with_hooks, opt_attrs, opt_owners)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540

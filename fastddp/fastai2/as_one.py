@@ -10,8 +10,8 @@ __all__ = ['takes_whole', 'shard_batches', 'gatherers', 'stays_here', 'run_part'
 # %% ../../nbs/fastai2/725_as_one.ipynb #29306989
 import contextlib, functools, itertools, sys
 
-from fastai.callback.core import (CancelEpochException, CancelFitException, GatherPredsCallback,
-                                  _inner_loop)
+from fastai.callback.core import (
+    CancelEpochException, CancelFitException, GatherPredsCallback, _inner_loop)
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastai.callback.schedule import LRFinder
 from fastai.data.load import DataLoader
@@ -23,8 +23,8 @@ from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .callbacks import kept_streams, opt_from_rank0
-from .loaders import (Undivided, dl_state, follow_original, is_lm, rows_are_streams,
-                                     set_dl_state, shard_dl, why_not)
+from .loaders import (
+    Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, shard_dl, why_not)
 from .together import LOAD, own_events
 from ..launch.training import is_kind, is_rank0_only
 from ..shard.sharded import is_sharded, original

@@ -10,8 +10,8 @@ import contextlib, itertools, time
 from typing import NamedTuple
 
 import torch
-from fastai.callback.core import (Callback, CancelFitException, CancelTrainException,
-                                  CancelValidException, _inner_loop)
+from fastai.callback.core import (
+    Callback, CancelFitException, CancelTrainException, CancelValidException, _inner_loop)
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.tracker import TrackerCallback
 from fastai.data.load import DataLoader

@@ -23,17 +23,17 @@ from ..base.scoped import Interrupts, with_attrs
 from .callbacks import distributed
 from .clock import use_of
 from .together import OurCallback
-from .as_one import (as_one_process, infer_in_group, leave_together, open_run,
-                                    order_from_rank0, preds_in_one_order, run_part, sync_opt,
-                                    wants_no_lines)
+from .as_one import (
+    as_one_process, infer_in_group, leave_together, open_run, order_from_rank0, preds_in_one_order,
+    run_part, sync_opt, wants_no_lines)
 from .loaders import batch_items, dl_state, global_bs, n_batches
 from .resume import ResumeFit
-from .snapshot import (baseline, capture, loader_refs, persistent_refs, place,
-                                      place_dl, unpack)
+from .snapshot import (
+    baseline, capture, loader_refs, persistent_refs, place, place_dl, unpack)
 from ..launch.report import Report
-from ..launch.training import (NoNotebook, Progress, cbs_of_rank, finds_lr,
-                                     launched_group, script_lines, sync_streams,
-                                     until_interrupted, whereabouts)
+from ..launch.training import (
+    NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
+    until_interrupted, whereabouts)
 from ..output.replay import hushed
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209

@@ -21,15 +21,15 @@ from ..base.scoped import with_attrs
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
 from .jobs import in_place, reports, train_in_place
-from .resume import (EVERY, Checkpoints, UserCall, call_from, cut_off_call,
-                                    resume_points, seconds_of, writing)
+from .resume import (
+    EVERY, Checkpoints, UserCall, call_from, cut_off_call, resume_points, seconds_of, writing)
 from .as_one import wants_no_lines
 from .session import Session
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
 from ..launch.background import BackgroundJob, refuse_blocks, refuse_busy
 from ..launch.engine import InProcess
-from ..launch.options import (ITEMS, RAISES, Options, check_method, in_launched_group,
-                                    no_attribute)
+from ..launch.options import (
+    ITEMS, RAISES, Options, check_method, in_launched_group, no_attribute)
 from ..launch.session import beside_workers, block, offloaded
 from ..output.replay import print_line
 from ..payload.pickling import dumped_instead

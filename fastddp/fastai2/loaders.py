@@ -16,12 +16,11 @@ from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
 from ..base.failure import note_item
 from ..base.rng import CommonRNG
-from ..shard.sharded import (CantShard, Shard, Sharded, Step, account, chunk, draw_seed,
-                                   generator_state, global_batch_size, no_batches, original,
-                                   outside_loop, reading, refuse_loader, reporting, set_generator,
-                                   sharded_clone, too_few, track_changes, workers_per_rank)
-from ..shard.torch_loader import (is_stream, samplers_of, shard_torch, torch_bs,
-                                        why_not_torch)
+from ..shard.sharded import (
+    CantShard, Shard, Sharded, Step, account, chunk, draw_seed, generator_state, global_batch_size,
+    no_batches, original, outside_loop, reading, refuse_loader, reporting, set_generator,
+    sharded_clone, too_few, track_changes, workers_per_rank)
+from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a
 def is_lm(dl):

@@ -16,11 +16,10 @@ from fastcore.basics import patch
 from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts
-from .as_one import (gatherers, give, join_parts, notebook_run, stays_here,
-                                    wants_no_lines)
+from .as_one import (
+    gatherers, give, join_parts, notebook_run, stays_here, wants_no_lines)
 from .jobs import enough_epochs, fit_args, fit_job, infer_job, reports
-from .loaders import (check_dl, global_bs, n_batches, rows_are_streams,
-                                     set_dl_state)
+from .loaders import check_dl, global_bs, n_batches, rows_are_streams, set_dl_state
 from .resume import UserCall, dropped_lists, resume_points, user_calls
 from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
 from ..launch.engine import EpochEnd

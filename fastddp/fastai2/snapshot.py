@@ -22,10 +22,9 @@ from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
 from ..payload.changes import Changes, has_arrays, put_back
-from ..payload.state import (OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt,
-                                   get_hooks, model_grads, model_tensors, move_opt,
-                                   objects_with_hooks, opt_attrs, opt_owners, opt_state,
-                                   picklable_attrs)
+from ..payload.state import (
+    OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt, get_hooks, model_grads,
+    model_tensors, move_opt, objects_with_hooks, opt_attrs, opt_owners, opt_state, picklable_attrs)
 from ..payload.pickling import copied
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back

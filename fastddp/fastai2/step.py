@@ -14,12 +14,13 @@ from fastcore.basics import patch
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
-from .together import (BATCH, BEFORE_TRAIN, BEFORE_VALID, END_VALID, GATHER, PASS,
-                                      VALUE, _FIRST, _LAST, OurCallback, runs_user_code)
+from fastddp.fastai2.together import (
+    BATCH, BEFORE_TRAIN, BEFORE_VALID, END_VALID, GATHER, PASS, VALUE, _FIRST, _LAST, OurCallback,
+    runs_user_code)
 from ..output.replay import print_line
 from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
-from ..shard.gradients import (Overlapped, Passes, graph_of, leaves_of, params_beside,
-                                     zero_loss)
+from ..shard.gradients import (
+    Overlapped, Passes, graph_of, leaves_of, params_beside, zero_loss)
 from ..shard.loss import class_weights, loss_part
 from ..shard.sharded import is_sharded
 

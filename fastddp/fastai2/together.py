@@ -10,9 +10,10 @@ __all__ = ['LEFT', 'FIELDS', 'BEFORE_TRAIN', 'BATCH', 'AFTER_TRAIN', 'BEFORE_VAL
 # %% ../../nbs/fastai2/705_together.ipynb #04564b79
 import contextlib, os
 
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException,
-                                  CancelEpochException, CancelFitException, CancelStepException,
-                                  CancelTrainException, CancelValidException, _inner_loop, event)
+from fastai.callback.core import (
+    Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+    CancelFitException, CancelStepException, CancelTrainException, CancelValidException,
+    _inner_loop, event)
 from fastcore.basics import getcallable, noop
 
 from ..base import board, group

@@ -16,8 +16,8 @@ from ..base.checks import SEE, check
 from ..payload.buffers import Block
 from .engine import Job, Launcher, Outcome
 from ..base.errors import GroupTimeout, RankRaised
-from .rank import (RankSpec, could_not_connect, join_early, notebook_settings,
-                                 run_on_rank)
+from .rank import (
+    RankSpec, could_not_connect, join_early, notebook_settings, run_on_rank)
 from ..output.replay import Status, display_settings, print_line, several
 from ..base.device import accelerator_type, device_module, is_accelerator, visible_cores
 from .report import Report

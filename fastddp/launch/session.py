@@ -16,8 +16,7 @@ from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .background import holding, refuse_busy, refuse_overlap
 from .engine import Job
-from .report import (Report, banner, closing_line, start_of, summary,
-                                   what_ran)
+from .report import Report, banner, closing_line, start_of, summary, what_ran
 from .options import engine_for, in_launched_group, nested
 from ..output.replay import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import not_picklable

@@ -17,8 +17,8 @@ from ..base.errors import CantDistribute
 from ..payload.pickling import address
 from ..payload.buffers import Block
 from .worker import HEARTBEATS, Pipe, Surroundings, worker_main
-from .helper import (HelperEnded, lasts, new_folder, remove_folder,
-                                    start_method, start_worker, without_helper)
+from .helper import (
+    HelperEnded, lasts, new_folder, remove_folder, start_method, start_worker, without_helper)
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
 _REMEDIES = {

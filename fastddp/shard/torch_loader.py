@@ -8,12 +8,12 @@ __all__ = ['is_stream', 'torch_bs', 'NextSteps', 'ShardedTorch', 'shard_torch', 
 # %% ../../nbs/shard/303_torch_loader.ipynb #7ca15bdc
 import math
 
-from torch.utils.data import (BatchSampler, DataLoader, DistributedSampler, IterDataPipe,
-                              IterableDataset, MapDataPipe)
+from torch.utils.data import (
+    BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
-from .sharded import (Shard, Sharded, clone_loader, draw_seed, global_batch_size,
-                                   no_batches, outside_loop, reporting, sharded_clone,
-                                   track_changes, workers_per_rank)
+from .sharded import (
+    Shard, Sharded, clone_loader, draw_seed, global_batch_size, no_batches, outside_loop, reporting,
+    sharded_clone, track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
 def is_stream(dl):
