@@ -29,8 +29,8 @@ from .validation import Validation
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.session import Call, Session as _Session, block, refuse_untrainable
 from ..launch.training import (
-    NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
-    until_interrupted, whereabouts)
+    NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines,
+    sync_streams, until_interrupted, whereabouts)
 from ..output.capture import quiet_bars
 from ..shard.gathered_loss import check_loss
 

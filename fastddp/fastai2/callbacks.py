@@ -15,9 +15,9 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
-from fastddp.fastai2.loaders import (
-    Undivided, dl_state, follow_original, is_lm, keeps_state, rows_are_streams, set_dl_state,
-    shard_dl)
+from .loaders import (
+    Undivided, dl_state, follow_original, is_lm, keeps_state,
+    rows_are_streams, set_dl_state, shard_dl)
 from .metrics import ReduceMetrics
 from .step import AfterOthers, StepSync
 from .together import _FIRST, OurCallback, Together, own_events

@@ -32,8 +32,8 @@ from .snapshot import (
     baseline, capture, loader_refs, persistent_refs, place, place_dl, unpack)
 from ..launch.report import Report
 from ..launch.training import (
-    NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
-    until_interrupted, whereabouts)
+    NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines,
+    sync_streams, until_interrupted, whereabouts)
 from ..output.replay import hushed
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209

@@ -14,9 +14,9 @@ from fastcore.basics import patch
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
-from fastddp.fastai2.together import (
-    BATCH, BEFORE_TRAIN, BEFORE_VALID, END_VALID, GATHER, PASS, VALUE, _FIRST, _LAST, OurCallback,
-    runs_user_code)
+from .together import (
+    BATCH, BEFORE_TRAIN, BEFORE_VALID, END_VALID, GATHER, PASS, VALUE, _FIRST,
+    _LAST, OurCallback, runs_user_code)
 from ..output.replay import print_line
 from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
 from ..shard.gradients import (

@@ -12,8 +12,8 @@ import contextlib, os
 
 from fastai.callback.core import (
     Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
-    CancelFitException, CancelStepException, CancelTrainException, CancelValidException,
-    _inner_loop, event)
+    CancelFitException, CancelStepException, CancelTrainException,
+    CancelValidException, _inner_loop, event)
 from fastcore.basics import getcallable, noop
 
 from ..base import board, group

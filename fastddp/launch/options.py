@@ -10,9 +10,9 @@ __all__ = ['CHECKS', 'RAISES', 'ITEMS', 'check_method', 'no_attribute', 'comment
 import contextlib, inspect, os, re, sys
 
 from ..base import group
-from fastddp.base.checks import (
-    SEE, Check, bound, check_all, flag, is_list, is_whole, near, number, one_of, takes_nothing,
-    whole)
+from ..base.checks import (
+    SEE, Check, bound, check_all, flag, is_list, is_whole, near,
+    number, one_of, takes_nothing, whole)
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .local import Local
