@@ -182,6 +182,9 @@ def group_board():
 def forget_board():
     "Forget the board; the next group has its own"
     global _board,_key
+    # callbacks may hold the board longer than the group lives: a fork that collects a process group
+    # as garbage crashes
+    if _board is not None: _board.between_hosts = None
     _board = _key = None
 
 def _make_board():

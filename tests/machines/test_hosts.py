@@ -249,7 +249,7 @@ def test_the_link_goes_down(hosts, net, shared, late):
     cut = subprocess.Popen(['sh', '-c', f'until [ -e {shared}/cut ]; do sleep .01; done; '
                                         f'ip -n {net.a} link set eth0 down'])
     try:
-        with pytest.raises(RankDied, match='the network between the machines failed') as caught:
+        with pytest.raises(RankDied, match='the network between the machines seems to have failed') as caught:
             learn.distrib_fit(50, nprocs=4, launcher=hosts)
     finally:
         cut.kill()
@@ -442,7 +442,7 @@ def test_the_same_code_under_torchrun_on_two_hosts(net, shared):
     here = Path(__file__).parent.parent
     env = dict(PYTHONPATH=f'{here}{os.pathsep}{here.parent}')
     said = net.torchrun(here/'script_fit.py', shared, env=env)
-    assert [o[2] for o in said] == [0, 0], said[0][1][-2000:]+said[1][1][-2000:]
+    assert [o[2] for o in said] == [0, 0], said[0][1][:6000]+said[1][1][:6000]
     ranks = [json.loads((shared/f'rank{r}.json').read_text()) for r in range(4)]
     assert all(o['world'] == '4' and o['weights'] == ranks[0]['weights'] for o in ranks)
     assert '4 workers (torchrun, gloo) x batch 16 = 64 per step' in said[0][0] and 'workers (' not in said[1][0]
