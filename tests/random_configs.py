@@ -94,9 +94,11 @@ def try_one(c, launcher):
     one.fit(c['epochs'], cbs=[Quits(0, *c['quits'][1:])] if c['quits'] else [])
     apart = largest([p for p in learn.model.parameters()], [p for p in one.model.parameters()])
     assert apart < 1e-5, f'weights are {apart} apart'
+    # of a batch that one rank leaves after its loss, the Recorder notes the loss before (docs/same_answer.md)
+    first = 1 if c['quits'] and c['quits'][2] == 'before_backward' else 0
     for a, b in zip(values(learn), values(one), strict=not c['quits']):
         assert len(a) == len(b), (a, b)
-        for x, y in zip(a, b): assert x == y or x != x and y != y or abs(x-y) < 1e-4*max(1, abs(y)), (a, b)
+        for x, y in zip(a[first:], b[first:]): assert x == y or x != x and y != y or abs(x-y) < 1e-4*max(1, abs(y)), (a, b)
 
 
 def main(how_many=200, start=0):

@@ -42,16 +42,19 @@ def _bar_classes(fp):
 def use_bars(undo, frontend):
     "Set the bars of `frontend` in every module, and fastprogress's flags, until `undo` closes"
     fp = sys.modules.get('fastprogress.fastprogress')
-    if fp is None: return
-    classes = _bar_classes(fp)
+    if fp is None and frontend == 'silent': return
+    # a fastprogress that is imported inside goes by the flags
+    classes = _bar_classes(fp) if fp else {}
     known = {id(c) for pair in classes.values() for c in pair}
-    values = dict(zip(_BARS, classes[frontend])) | dict.fromkeys(_FLAGS, frontend != 'terminal')
+    values = dict(zip(_BARS, classes.get(frontend, ())))
+    values |= dict.fromkeys(_FLAGS, frontend != 'terminal')
     for name,module in sys.modules.copy().items():
         namespace = getattr(module, '__dict__', {})
         keys = [k for k in _BARS if id(namespace.get(k)) in known]
         if name.startswith(('fastcore.','fastprogress.','fastai.')):
             keys += [k for k in _FLAGS if k in namespace]
         if keys: set_entries(undo, namespace, **{k:values[k] for k in keys})
+    if fp is None: return
     # each cell needs the styles once
     if hasattr(fp, '_style_shown'): set_entries(undo, vars(fp), _style_shown=False)
     elif frontend == 'notebook' and not hasattr(fp, 'HTML'): _complete(fp)
