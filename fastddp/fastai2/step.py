@@ -155,7 +155,9 @@ def weigh(self:StepSync, loss, first):
     if divisor: return loss if isinstance(scale, float) and scale == 1. else loss*scale
     # None of this rank's items counts: its loss may be no number, and class weights of zero no
     # gradients
-    if self._has_weights(): return zero_loss(self.params())
+    if self._has_weights():
+        used = leaves_of(graph_of(loss))    # one process gives the others no gradients either
+        return zero_loss([p for p in self.params() if id(p) in used])
     return torch.where(loss.new_zeros(()) > 0, loss, 0.)
 
 @patch

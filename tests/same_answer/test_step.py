@@ -5,6 +5,7 @@ from fastai.callback.core import Callback, CancelValidException
 from fastai.data.load import DataLoader
 from fastai.learner import Learner, Metric
 from fastai.metrics import accuracy
+from fastai.optimizer import Adam
 from fastcore.foundation import L
 from torch import nn
 from fastddp.base import group
@@ -189,3 +190,20 @@ def test_metrics_of_training_after_a_callbacks_own_validation(ranks, metric, n_o
     one.fit(2, cbs=[same])
     assert largest(validates.got, same.got) < 1e-6
     assert largest(*(sum(o.recorder.values, start=L()) for o in (learn, one))) < 1e-6
+
+
+class WithUnused(nn.Module):
+    "A layer that no batch uses"
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = mlp(), nn.Linear(2, 2)
+    def forward(self, x): return self.used(x)
+
+
+def test_an_unused_layer_stays_without_gradients_where_a_rank_has_no_items(two):
+    "In the last batch of one item; with zeros for gradients it would be decayed"
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1., 3., .5]))
+    learn = learner(train=37, bs=2, model=WithUnused(), loss_func=weighted, opt_func=Adam, wd=.1)
+    start = learn.model.unused.weight.clone()
+    assert_same(*fit_both(learn, 2, two, 1))
+    assert torch.equal(learn.model.unused.weight, start) and learn.model.unused.weight.grad is None
