@@ -134,8 +134,9 @@ class LearnerJob(BackgroundJob):
         self.pairs = [*zip(persistent_refs(learn, self.cbs), self.refs)]
         self.base = baseline(self.twin, self.twins_cbs, self.refs)
         self.mark,self.block = _mark(learn),contextlib.ExitStack()
-        # the learner's parts, which the notebook may exchange meanwhile
-        self.at_start = {k:copy.copy(vars(learn)[k]) for k in ('cbs','_metrics')}
+        # the learner's parts, which the notebook may exchange meanwhile; `copy.copy` of an `L`
+        # shares its list in fastcore 1.7
+        self.at_start = {k:vars(learn)[k].copy() for k in ('cbs','_metrics')}
         self.at_start |= {k:vars(learn)[k] for k in ('dls','loss_func','opt')}
 
 # %% ../../nbs/fastai2/730_learner.ipynb #040c6e14

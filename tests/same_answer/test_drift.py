@@ -31,8 +31,10 @@ class Weights(Collect):
 
 
 class Reset(Callback):
-    "A new last layer in each epoch"
-    def before_epoch(self): self.model[2].reset_parameters()
+    "A new last layer in each epoch, after the first batch"
+    # there DDP of torch 2.6, which has no `init_sync`, gives all ranks rank 0's weights
+    def after_batch(self):
+        if self.training and self.iter == 0: self.model[2].reset_parameters()
 
 
 class Noise(Callback):
