@@ -99,7 +99,8 @@ def try_one(c, launcher):
     first = 1 if c['quits'] and c['quits'][2] == 'before_backward' else 0
     for a, b in zip(values(learn), values(one), strict=not c['quits']):
         assert len(a) == len(b), (a, b)
-        for x, y in zip(a[first:], b[first:]): assert x == y or x != x and y != y or abs(x-y) < 1e-4*max(1, abs(y)), (a, b)
+        for x, y in zip(a[first:], b[first:]):
+            assert x == y or x != x and y != y or abs(x-y) < 1e-4*max(1, abs(y)), (a, b)
 
 
 def main(how_many=200, start=0):
