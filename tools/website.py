@@ -38,7 +38,7 @@ LISTED = {o for v in ORDER.values() for o in v}
 # A new document comes last, until it gets its place
 ORDER['Use'] += sorted(o for o in (f'docs/{p.name}' for p in (root/'docs').glob('*.md')) if o not in LISTED)
 PAGES = [o for v in (*ORDER.values(), *UNDER.values()) for o in v]
-SAME = {'README.md': 'index.md', 'nbs/index.ipynb': 'index.md'}
+SAME = {'README.md': 'index.md', 'nbs/index.ipynb': 'index.md', 'nbs/tutorials': OTHERS[0]}
 
 
 def address():
