@@ -83,6 +83,11 @@ def test_a_display_that_became_empty_is_left_out():
     assert website.shown(display(**{'text/html': '<p>', 'text/plain': ''}))
 
 
+def test_streams_in_a_row_are_one():
+    outputs = [stream(['a', 'b']), stream('c\n'), display(text='d'), stream('e'), dict(stream('f'), name='stderr')]
+    assert [''.join(o.get('text', '-')) for o in website.joined(outputs)] == ['abc\n', '-', 'e', 'f']
+
+
 def test_an_update_takes_the_place_of_what_it_updates():
     from IPython.utils.capture import RichOutput
     from notebook_runner import latest
