@@ -38,7 +38,8 @@ def test_the_folder_of_tutorials_leads_to_the_first():
 
 def test_a_call_names_its_functions_and_each_of_its_exceptions():
     "A default by its name, not its address; several exceptions in one line of a docstring"
-    def f(a, how=cell): '''Does.\n\n    Raises\n        KeyError, ValueError: no\n            key\n        OSError: no file'''
+    def f(a, how=cell): ...
+    f.__doc__ = 'Does.\n\n    Raises\n        KeyError, ValueError: no\n            key\n        OSError: no file'
     text = website.api.function('f', f, {})
     assert 'f(a, how=cell)' in text
     assert '- `KeyError`, `ValueError`: no' in text and '\n- `OSError`: no file' in text
