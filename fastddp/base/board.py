@@ -18,7 +18,7 @@ from . import group
 _CHECKSUM = struct.Struct('=I')
 
 def _record_bytes(layout):
-    "A record shares no cache line with another"
+    "The size of a record with its checksum: whole cache lines of 64 bytes, shared with no other"
     return 64 * -(-(struct.calcsize(layout)+_CHECKSUM.size) // 64)
 
 class Page:
@@ -90,19 +90,20 @@ class Board:
     ): # For each rank in order, a tuple of `MAX_NUMBERS` numbers: its own, then zeros
         """Exchange up to `MAX_NUMBERS` numbers with all ranks, like an all-gather: every rank calls
         it. Raises RuntimeError after `limit` seconds, naming the missing ranks"""
-        if self.n == 1: return [tuple(map(float, numbers)) + (0.,)*(MAX_NUMBERS-len(numbers))]
+        row = *map(float, numbers), *[0.]*(MAX_NUMBERS-len(numbers))
+        if self.n == 1: return [row]
         group.check_group()
         self.meeting += 1
         self.last = None
-        self._write_row(self.rank, numbers)
+        self._write_row(self.rank, row)
         if self.between_hosts is not None: self._exchange_rows(limit)
         return self._wait_for(range(self.n), limit)
     def _record(self, rank):
-        "Two by turns: one is written anew when all ranks have read it, see above"
+        """The number of the record of `rank` at this meeting: its two records take turns, so that
+        none is overwritten before all ranks have read it"""
         return 2*rank+self.meeting%2
-    def _write_row(self, rank, numbers):
-        padding = [0.]*(MAX_NUMBERS-len(numbers))
-        self.page.write(self._record(rank), self.meeting, *numbers, *padding)
+    def _write_row(self, rank, row):
+        self.page.write(self._record(rank), self.meeting, *row)
     def _read_row(self, rank):
         "The numbers of `rank` at this meeting, None if they aren't there yet"
         found = self.page.read(self._record(rank))
@@ -128,8 +129,8 @@ class Board:
         rank,before = self.last or (rank, 0.)
         self.last = rank,before+secs
     def _exchange_rows(self, limit):
-        "Send the rows of this host to the other hosts, and write theirs into this page"
-        rows = torch.zeros(self.n, MAX_NUMBERS, dtype=torch.float64)
+        "Exchange rows with the other hosts by a sum, and write theirs into this page"
+        rows = torch.zeros(self.n, MAX_NUMBERS, dtype=torch.float64)    # of other hosts: 0
         for r,row in zip(self.on_host, self._wait_for(self.on_host, limit)):
             rows[r] = torch.tensor(row)
         began = time.perf_counter()

@@ -13,15 +13,13 @@ import ctypes, importlib.util, os
 import torch
 
 # %% ../../nbs/base/007_device.ipynb #fb524a99
-_NO_COLLECTIVES = ('mps',)
-
 def accelerator_type():
     """The device type that torch was built for, such as 'cuda' or 'xpu'; 'cuda' also where there is
     none, and `n_gpus` is 0 then"""
     # CUDA first: `torch.accelerator` starts it before torch 2.7, and isn't there before 2.6
     if torch.backends.cuda.is_built() or not hasattr(torch, 'accelerator'): return 'cuda'
     found = torch.accelerator.current_accelerator()
-    return 'cuda' if found is None or found.type in _NO_COLLECTIVES else found.type
+    return 'cuda' if found is None or found.type == 'mps' else found.type   # mps: no collectives
 
 def device_module():
     "`torch.cuda`, or the module of another kind"

@@ -9,7 +9,7 @@ __all__ = ['HOME', 'differs', 'files_among', 'is_text', 'Machines', 'Command', '
 import contextlib, os, shlex, signal, socket, subprocess, sys, tempfile, time
 from functools import partial
 
-from fastcore.basics import patch
+from fastcore.basics import patch, store_attr
 
 from ..base import group
 from ..base.checks import Check, check_all, is_list, number, whole
@@ -71,11 +71,9 @@ class Machines(Local):
         link_timeout=30., # Seconds of silence that break a connection to a machine or a rank
         **kwargs, # As for `Local`
     ):
-        check_all(dict(per_node=per_node, interface=interface, start_timeout=start_timeout,
-                       link_timeout=link_timeout), _CHECKS)
+        check_all(locals(), _CHECKS)
         super().__init__(**kwargs)
-        self.per_node,self.interface = per_node,interface
-        self.start_timeout,self.link_timeout = start_timeout,link_timeout
+        store_attr()
         self.machines,self.cards,self.on_gpu = [],{},False
         self.counts = {}                        # name of a machine -> its ranks
         # names: lost in the last job; left out until the outermost block ends
@@ -292,7 +290,7 @@ class Hosts(Machines):
         python=None, # The interpreter there; None: the path of the notebook's
         **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
-        check_all(dict(hosts=hosts, command=command, python=python), _HOST_CHECKS)
+        check_all(locals(), _HOST_CHECKS)
         super().__init__(per_node, **kwargs)
         self.hosts,self.command,self.python = list(hosts),command,python
     def _argv(self, host):

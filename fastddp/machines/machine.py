@@ -9,6 +9,8 @@ __all__ = ['Machine', 'RemoteWorkers']
 import os, time
 from multiprocessing import connection
 
+from fastcore.basics import store_attr
+
 from ..base.board import Heartbeat
 from ..base.errors import CantDistribute
 from .agent import own_modules
@@ -27,7 +29,7 @@ class Machine:
         silence=30., # Seconds without a message after which it is lost
         home=False, # Is it the notebook's own?
     ):
-        self.name,self.silence,self.home = name,silence,home
+        store_attr('name,silence,home')
         self.ranks,self.facts = [],{}       # `facts`: see `agent.facts`
         self.conn = conn()
         self.stream = Stream(self.conn.read_fd, self.conn.write, self.conn.end)

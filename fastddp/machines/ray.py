@@ -189,7 +189,7 @@ class Ray(Machines):
         wait=0., # Seconds to wait for resources that others have at the moment
         **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
-        check_all(dict(nodes=nodes, gpus=gpus, cpus=cpus, wait=wait), _CHECKS)
+        check_all(locals(), _CHECKS)
         _refuse_client(address)
         super().__init__(per_node, **kwargs)
         self.cluster,self.nodes,self.runtime_env = address,nodes,runtime_env

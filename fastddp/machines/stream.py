@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import cloudpickle
 
-from ..payload.buffers import Block
+from ..payload.buffers import Block, write_at
 
 # %% ../../nbs/machines/610_stream.ipynb #8fb1f305
 GREETING = b'\nfastddp agent, stream 5\n'
@@ -144,18 +144,15 @@ class Stream:
         return self._size-self._at
     def _take_frame(self, data):
         "Take a piece of the block that is coming, or else the next message"
-        if self._missing(): self._take_piece(memoryview(data))
+        if self._missing():
+            write_at(self._block.fd, memoryview(data), self._at)
+            self._at += len(data)
         else:
             self._msg,self._size = pickle.loads(data)
             self._block,self._at = Block() if self._size else None,0
             if self._block: self._block.make_room(self._size)
         if self._missing(): return
         self._inbox.append((*self._msg, self._block) if self._block else self._msg)
-    def _take_piece(self, data):
-        while data:
-            n = os.pwrite(self._block.fd, data, self._at)
-            self._at += n
-            data = data[n:]
     def close(self,
         timeout=1., # Seconds for what is not sent yet
     ):

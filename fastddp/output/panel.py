@@ -19,7 +19,7 @@ class Panel:
     "What a thread shows, as one display of the notebook"
     def __init__(self,
         title, # Called for the first line
-        on_refresh=lambda: None, # Called when workers are at work
+        on_refresh=lambda: None, # Called at each `refresh`
     ):
         self.title,self.on_refresh = title,on_refresh
         self.items = []         # `['stdout' or 'stderr', text]` and `['display', data, display_id]`

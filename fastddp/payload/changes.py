@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
+from fastcore.basics import store_attr
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -62,8 +63,8 @@ def _set(o, name, v):
     else: o.__closure__[o.__code__.co_freevars.index(name[1])].cell_contents = v
 
 def _is_gone(o, name):
-    """True if it was deleted; what is no data any more is still there. Arguments and variables of
-    enclosing functions count as being there"""
+    """True if `name` was deleted from `o`, rather than replaced by something that is no data.
+    Default values and variables of enclosing functions can't be deleted"""
     if isinstance(name, str): return name not in vars(o)
     kind,key = name
     if kind == 'attribute': return key not in vars(o)
@@ -117,7 +118,7 @@ def fingerprint(
     return h.digest(), p.nbytes
 
 def has_arrays(v):
-    "Is `v` a tensor, an array or an image, or a container of such?"
+    "True for a tensor, an array or an image, and for a container that has one"
     if isinstance(v, dict): v = v.values()
     elif not isinstance(v, (list,tuple,set)):
         is_array = hasattr(type(v), 'tobytes') and not np.isscalar(v)
@@ -143,11 +144,11 @@ class Change(NamedTuple):
 class Changes:
     "What changes in objects from now on"
     def __init__(self,
-        groups, # Name -> objects
+        groups, # Name -> objects: 'learn', 'opt', 'cbs', 'parts' (modules, data sets), 'variables'
         stays=lambda group, o, name: False, # True for an attribute that stays here
         refs=None, # What both sides have; None: all contents count as changed
     ):
-        self.groups,self.stays,self.refs = groups,stays,refs
+        store_attr()
         self.before = self._note()
     def _note(self):
         "Group -> for each object `{name: (value, mark)}`"
@@ -183,6 +184,8 @@ class Changes:
                 if new or removed: res[g].append(Change(i, new, removed))
         return res
     def _is_sent(self, group, o, name, v, mark, changed, ended):
+        """True if the value goes to the notebook: a change, except in the caches of parts; and while
+        the job goes on (not `ended`) any small value"""
         if group == 'parts': return changed and (name in STRUCTURE or not _is_cache(o, v))
         return changed or not ended and mark and mark[1] <= _ALWAYS_SENT_BYTES
     def drop_unpicklable(self, found):

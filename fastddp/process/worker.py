@@ -106,7 +106,7 @@ class Pipe:
 
 # %% ../../nbs/process/405_worker.ipynb #b40da885
 class Task(NamedTuple):
-    "One call that the notebook wants"
+    "One call of a function that the notebook has asked for"
     entry:object                # The function's `address`: `module:function`, or its pickle
     surroundings:bytes          # A pickled `Surroundings`
     config:object               # What this rank is given of its own
@@ -122,7 +122,7 @@ class Channel:
         conn,           # This end of the pipe
         rank,           # Of this worker
         parent_pid,     # The notebook's process: when it ends, this one does
-        folder=None,    # Removed then, for the notebook had no time for it
+        folder=None,    # Removed when the notebook ends
     ):
         self.rank,self.folder,self.pid = rank,folder,os.getpid()
         # where the job is, for a failure report; or a function that says it
@@ -197,13 +197,13 @@ def worker_main(
     rank,           # Its rank
     parent_pid,     # The notebook's process
     log,            # File for descriptors 1 and 2 and stacks; its folder goes with the notebook
-    lasts,          # True if the thread that started it lives as long as the notebook
+    by_main_thread, # True if the notebook's main thread started it
 ):
     "Run one task after the other in the new process until the notebook ends it; doesn't return"
     if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The helper forks in its only thread; the notebook may spawn in one that ends before it.
-    if lasts or os.getppid() != parent_pid: end_with_parent()
+    if by_main_thread or os.getppid() != parent_pid: end_with_parent()
     end_forks_with_us()
     try: stacks = open(log, 'a')
     except FileNotFoundError: os._exit(0)    # the notebook didn't wait
@@ -265,8 +265,7 @@ def _pickled(e):
     return original if len(original) <= _MOST_BYTES else b''
 
 def _asked(o, default):
-    """`o`, or what it returns if it is a function, which may be another function, or `default` if
-    that fails"""
+    "The value of `o`, which is called until it is no function; `default` if that fails"
     try:
         while callable(o): o = o()
         return o

@@ -70,7 +70,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad*ctx.by, None
 
-NO_ROWS = -1.   # in place of `LocalBatch.kind`
+NO_ROWS = -1.   # returned by `LocalBatch.kind`: no tensor has rows of items
 
 class LocalBatch:
     "This rank's predictions and targets of a training batch, as items"
@@ -132,8 +132,9 @@ class LocalBatch:
 def join_rows(trees,    # Each rank's tensors, in lists, tuples and dicts of the same shape
               positions # Each rank's positions of its items
 ):
-    """The tree that one process has; None if tensors don't fit together. Numbers become their mean
-    over items; of what has no rows of items the first rank's is taken"""
+    """The tree that one process would have, its rows in the order of `positions`; None if tensors
+    don't fit together. Numbers become their mean over items; of a tensor without rows of items the
+    first rank's is taken"""
     counts,apart = [len(p) for p in positions],[]
     def join(*ts):
         if not ts[0].ndim:
@@ -215,7 +216,7 @@ class Losses:
         "How each loss function is computed, in words"
         return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.seen)
 
-    def of_all_ranks(self, f,
+    def of_all_ranks(self, f, # The loss function
               batch,  # This rank's `LocalBatch`; every rank calls this
               nbytes, counts, kinds # What each rank's has, as lists
     ):
@@ -240,10 +241,13 @@ class Losses:
 
     def name_terms(self, names # Of weights that the loss uses beside predictions and targets
     ):
+        "Tell the user that the loss has a term which is averaged over workers"
         if not names: return
         self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
                         f"{', '.join(sorted(names)[:3])}): {AVERAGED}", 'terms')
 
-    def print_once(self, line, what):
+    def print_once(self, line,
+                   what # A name for the line, by which it is known that it was shown
+    ):
         if what not in self.said and group.rank() == 0: self.say(line)
         self.said.add(what)

@@ -27,8 +27,8 @@ def _defining_module(f):
 _OF_FASTAI = 'fastai.losses','fastai.layers','fastai.callback','fastai.vision.gan'
 
 def unwrapped(loss_func):
-    """`(f, keywords)`: what does the work inside wrappers of functools' and fastai's, and what it
-    is called with"""
+    """`(f, keywords)`: the function inside `functools.partial` and fastai's wrappers, and the
+    keywords that they pass to it"""
     kw = {}
     while True:
         if isinstance(loss_func, functools.partial) and not loss_func.args:
@@ -43,7 +43,7 @@ def loss_module(loss_func):
     return f if isinstance(f, nn.Module) else None
 
 def loss_name(loss_func):
-    "What the user calls it"
+    "The name that the user knows the loss by"
     f,_ = unwrapped(loss_func)
     return getattr(f, '__name__', None) or type(f).__name__
 
@@ -114,8 +114,8 @@ def _target_weight(y, weight, ignore_index):
 
 # %% ../../nbs/shard/304_loss.ipynb #1663fb35
 class LossPart(NamedTuple):
-    """This rank's part in the loss of a global batch. To branch on a divisor that is a tensor
-    would wait for the GPU: `torch.where` does it there"""
+    """This rank's part in the loss of a global batch. A divisor that is a tensor stays on the GPU,
+    where `torch.where` tests it: an `if` would wait for the GPU"""
     divisor:object # Of its mean: a number, or a tensor on a GPU. 0: none of its items count
     is_sum:bool # The loss is a sum over items
     def scale(self,
