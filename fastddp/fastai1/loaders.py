@@ -7,7 +7,7 @@ __all__ = ['old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_
            'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1', 'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
-import contextlib, sys
+import contextlib, copyreg, sys
 
 import numpy as np
 from fastai import core
@@ -54,11 +54,9 @@ def streams_of(dl):
     return ds if cls and isinstance(ds, cls) else None
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #a3cd0a2b
-def _new_preloader():
-    from fastai.text.data import LanguageModelPreLoader
-    return object.__new__(LanguageModelPreLoader)
-
 def _set_state(o, state): vars(o).update(state)
+
+def _reduce(o): return copyreg.__newobj__, (type(o),), vars(o), None, None, _set_state
 
 @contextlib.contextmanager
 def picklable_preloaders():
@@ -67,7 +65,7 @@ def picklable_preloaders():
     if cls is None:
         yield
         return
-    cls.__reduce__ = lambda self: (_new_preloader, (), dict(vars(self)), None, None, _set_state)
+    cls.__reduce__ = _reduce
     try: yield
     finally: del cls.__reduce__
 

@@ -35,11 +35,11 @@ class Machine:
         self.stream = Stream(self.conn.read_fd, self.conn.write, self.conn.end)
         self.stream.send('link_timeout', silence)
     def said(self):
-        "What came that was not the agent's: errors of the command, or of Python there"
+        "The output that isn't from the agent: errors of the command, or of Python there"
         preamble = bytes(self.stream.preamble).decode(errors='replace')
         return f'{preamble}\n{self.conn.said()}'.strip()
     def lost(self):
-        "Why nothing will come any more, or None"
+        "Why the connection counts as lost, or None"
         if self.stream.end_reason:
             last = self.said().splitlines()[-1:]
             return f"the connection to {self.name} ended{f' ({last[0]})' if last else ''}"

@@ -40,11 +40,11 @@ class Stream:
         end=lambda: None, # Called there when nothing more will be written
     ):
         self._read_fd,self._write,self._end = read_fd,write,end
-        self.preamble = b''             # what came before the greeting
-        self.end_reason = None          # why nothing comes any more; None: it may
-        self._heard = time.monotonic()  # when something came
+        self.preamble = b''             # bytes before the greeting: output of a shell, say
+        self.end_reason = None          # why the connection has ended; None: it is open
+        self._heard = time.monotonic()  # when bytes came last
         self._greeted,self._buffer,self._inbox = False,bytearray(),[]
-        # the message that is coming, its block, and how much of that is there
+        # the message that is coming, its block, bytes of the block that are there, and all of them
         self._msg,self._block,self._at,self._size = None,None,0,0
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, daemon=True, name='fastddp-stream')
@@ -124,7 +124,7 @@ class Stream:
                 self._heard = time.monotonic()
                 self._buffer += data
                 self._take_frames()
-        # of what isn't a frame anything can come, also from pickle
+        # bytes that are no frame can raise anything, also in pickle
         except Exception as e: self.end_reason = str(e) or type(e).__name__
     def _take_frames(self):
         if not self._greeted:
