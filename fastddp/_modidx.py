@@ -1978,8 +1978,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastddp/output/capture.py'),
                                         'fastddp.output.capture._QuietBar.progress': ( 'output/capture.html#_quietbar.progress',
                                                                                        'fastddp/output/capture.py'),
-                                        'fastddp.output.capture._bar_classes': ( 'output/capture.html#_bar_classes',
-                                                                                 'fastddp/output/capture.py'),
                                         'fastddp.output.capture._complete': ('output/capture.html#_complete', 'fastddp/output/capture.py'),
                                         'fastddp.output.capture._send_warning': ( 'output/capture.html#_send_warning',
                                                                                   'fastddp/output/capture.py'),

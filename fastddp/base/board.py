@@ -10,7 +10,7 @@ import contextlib, mmap, os, struct, tempfile, time, zlib
 from typing import NamedTuple
 
 import torch
-from fastcore.basics import noop
+from fastcore.basics import noop, store_attr
 
 from . import group
 
@@ -70,7 +70,8 @@ def _pause(secs, rank):
     elif hasattr(os, 'sched_yield'): os.sched_yield()
 
 class Board:
-    "Where all ranks meet"
+    """Where all ranks meet: `meet` is an all-gather of a few numbers through a page of shared memory.
+    On several hosts the first rank of each also exchanges the rows with the other hosts"""
     def __init__(self,
         rank, n,   # This rank, and how many there are
         page=None, # The `Page` of this host; None: this rank is alone
@@ -78,8 +79,8 @@ class Board:
         # The process group of the hosts' first ranks; None: one host, or this isn't a first rank
         between_hosts=None,
     ):
-        self.rank,self.n,self.page = rank,n,page
-        self.on_host,self.between_hosts = on_host or range(n),between_hosts
+        store_attr(but='on_host')
+        self.on_host = on_host or range(n)
         self.meeting = 0        # number of the last one
         self.waited = 0.        # seconds at all meetings
         # `(rank, seconds)`: which came last to the last meeting, and how long this rank waited

@@ -9,6 +9,7 @@ __all__ = ['accelerator_type', 'device_module', 'is_accelerator', 'n_gpus', 'vis
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
 import ctypes, importlib.util, os
+from glob import glob
 
 import torch
 
@@ -62,9 +63,7 @@ def has_context():
 # %% ../../nbs/base/007_device.ipynb #b49c2766
 def numa_nodes():
     "NUMA nodes of this machine, at least one"
-    folder = '/sys/devices/system/node'
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return max(sum(o.startswith('node') and o[4:].isdigit() for o in names), 1)
+    return max(len(glob('/sys/devices/system/node/node[0-9]*')), 1)
 
 def binds_to_numa():
     "True if this machine has several NUMA nodes, and torch can bind processes to them"

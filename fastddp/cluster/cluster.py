@@ -171,7 +171,7 @@ class Cluster:
         if app not in ('none', default_app()):
             raise CantDistribute(f"app {app!r}: known are none and {default_app()}, for the fastai "
                                  "that is installed.")
-        if nprocs != 0: check_all(dict(gpus=gpus, nprocs=nprocs, timeout=timeout), CHECKS)
+        if nprocs != 0: check_all(locals(), CHECKS)
         if not gpus and not nprocs:
             raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")
         self.app,(self.n,self.gpus) = app,workers_for(None if gpus else nprocs, gpus or [])

@@ -34,17 +34,14 @@ class _QuietBar:
 _BARS = 'master_bar','progress_bar'
 _FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'
 
-def _bar_classes(fp):
-    "Front end -> classes of its two bars; `fp` is fastprogress's module"
-    return dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), silent=(_QuietBar, _QuietBar),
-                terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
-
 def use_bars(undo, frontend):
     "Set the bars of `frontend` in every module, and fastprogress's flags, until `undo` closes"
     fp = sys.modules.get('fastprogress.fastprogress')
     if fp is None and frontend == 'silent': return
+    classes = {}        # front end -> classes of its two bars
     # a fastprogress that is imported inside goes by the flags
-    classes = _bar_classes(fp) if fp else {}
+    if fp: classes = dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), silent=(_QuietBar, _QuietBar),
+                          terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
     known = {id(c) for pair in classes.values() for c in pair}
     values = dict(zip(_BARS, classes.get(frontend, ())))
     values |= dict.fromkeys(_FLAGS, frontend != 'terminal')

@@ -72,15 +72,14 @@ _FEW = 16       # at most so many storages are sent as they are; tensors of more
 def _are_plain(ts):
     """True if `ts` have one type and number of dimensions, and are described by memory and shape
     alone: dense and contiguous on the CPU, without gradients and attributes"""
-    dtype,dim = ts[0].dtype,ts[0].dim()
-    if dtype not in _DTYPES or type(ts[0]).__torch_dispatch__ is not _T.__torch_dispatch__:
-        return False
-    if isinstance(ts[0], torch.nn.Parameter) or not all(map(attrgetter('is_cpu'), ts)): return False
-    if {*map(attrgetter('dtype'), ts)} != {dtype} or {*map(_T.dim, ts)} != {dim}: return False
-    if {*map(attrgetter('layout'), ts)} != {torch.strided}: return False
-    if any(map(attrgetter('is_nested'), ts)) or not all(map(_T.is_contiguous, ts)): return False
-    if any(map(attrgetter('requires_grad'), ts)) or any(map(_T.is_neg, ts)): return False
-    return not any(map(vars, ts))
+    first = ts[0]
+    if first.dtype not in _DTYPES or isinstance(first, torch.nn.Parameter): return False
+    if type(first).__torch_dispatch__ is not _T.__torch_dispatch__: return False
+    wanted = dict(dtype=first.dtype, ndim=first.ndim, layout=torch.strided, is_cpu=True,
+                  is_nested=False, requires_grad=False)
+    for k,v in wanted.items():
+        if {*map(attrgetter(k), ts)} != {v}: return False
+    return all(map(_T.is_contiguous, ts)) and not any(map(_T.is_neg, ts)) and not any(map(vars, ts))
 
 def _tensors(ts):
     "A column of tensors of one class; None if one is not plain memory, or not like the others"
@@ -120,7 +119,7 @@ class Tuples(_Column):
     def __iter__(self): return zip(*self._columns)
 
 # %% ../../nbs/payload/104_buffers.ipynb #b490059f
-_TEXTS = {str, pathlib.PosixPath, pathlib.WindowsPath}
+_TEXTS = {str, pathlib.PosixPath}
 _NUMBERS = {bool, int, float}
 
 def column(

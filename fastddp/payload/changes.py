@@ -144,7 +144,7 @@ class Change(NamedTuple):
 class Changes:
     "What changes in objects from now on"
     def __init__(self,
-        groups, # Name -> objects: 'learn', 'opt', 'cbs', 'parts' (modules, data sets), 'variables'
+        groups, # Name -> objects: 'learn', 'opt', 'cbs', 'parts' (modules, data), 'variables'
         stays=lambda group, o, name: False, # True for an attribute that stays here
         refs=None, # What both sides have; None: all contents count as changed
     ):
@@ -184,8 +184,8 @@ class Changes:
                 if new or removed: res[g].append(Change(i, new, removed))
         return res
     def _is_sent(self, group, o, name, v, mark, changed, ended):
-        """True if the value goes to the notebook: a change, except in the caches of parts; and while
-        the job goes on (not `ended`) any small value"""
+        """True if the value goes to the notebook: a change, except in the caches of parts; and
+        while the job goes on (not `ended`) any small value"""
         if group == 'parts': return changed and (name in STRUCTURE or not _is_cache(o, v))
         return changed or not ended and mark and mark[1] <= _ALWAYS_SENT_BYTES
     def drop_unpicklable(self, found):
