@@ -70,8 +70,8 @@ def _pause(secs, rank):
     elif hasattr(os, 'sched_yield'): os.sched_yield()
 
 class Board:
-    """Where all ranks meet: `meet` is an all-gather of a few numbers through a page of shared memory.
-    On several hosts the first rank of each also exchanges the rows with the other hosts"""
+    """Where all ranks meet: `meet` is an all-gather of a few numbers through shared memory. On
+    several hosts the first rank of each also exchanges the rows with the other hosts"""
     def __init__(self,
         rank, n,   # This rank, and how many there are
         page=None, # The `Page` of this host; None: this rank is alone

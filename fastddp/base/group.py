@@ -85,12 +85,12 @@ def _count_from_zero():
     if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
 
 # %% ../../nbs/base/009_group.ipynb #cd305c8a
-_LOOPBACK = 'lo0' if sys.platform == 'darwin' else 'lo'
 _NO_LIMIT = 10*365*24*3600.     # seconds
 
 def _stay_on_host():
     "Connect over the loopback only, unless the user chose an interface"
-    for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, _LOOPBACK)
+    loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
+    for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
 
 joined = False      # True between `join` and `leave`
 
@@ -151,10 +151,10 @@ def join_at(addr, port, rank, world_size, backend='gloo', device=None, timeout=N
     join(store, rank, world_size, backend, device, timeout)
 
 # %% ../../nbs/base/009_group.ipynb #b65acfdb
-before_leave = []       # functions that `leave` calls first, such as `board.forget_board`
+before_leave = []   # functions that `leave` calls first, such as `board.forget_board`
 
 def leave(
-    broken=False, # Neighbours may have failed, so nothing is waited for
+    broken=False, # Other ranks may have failed: don't wait for them
 ):
     "Leave the group, if there is one"
     global joined
@@ -214,7 +214,7 @@ def check_group():
 def all_gather(
     t, # A tensor on `comm_device()`
 ):
-    "The `t` of every rank, all of one shape and type, on the same device"
+    "The tensors `t` of all ranks, which have one shape and type, on the device of this rank's"
     check_group()
     parts = [torch.empty_like(t) for _ in range(world_size())]
     with _until_released([t, *parts]): torch.distributed.all_gather(parts, t)

@@ -6,7 +6,7 @@
 __all__ = ['facts', 'merged_env', 'merged_path', 'own_modules', 'write_files', 'Agent', 'main']
 
 # %% ../../nbs/machines/612_agent.ipynb #0535b0b9
-import contextlib, functools, hashlib, os, re, signal, socket, sys
+import functools, hashlib, os, re, signal, socket, sys
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import connection
 from pathlib import Path
@@ -90,7 +90,7 @@ _SILENCE = 60.  # at least so many seconds without a sign of life of the noteboo
 
 class Agent:
     """Runs the workers of one machine for the notebook, until the notebook is gone. `run` handles
-    each message of the notebook by the method `on_` and its name, and reports what the workers do"""
+    each message of the notebook by the method `on_` and its name, and sends news of the workers"""
     def __init__(self,
         read_fd, write_fd, # Of the stream
         names=(), # Environment variables that workers here have from this machine

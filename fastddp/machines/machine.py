@@ -18,7 +18,6 @@ from .stream import Stream
 from ..payload.buffers import Block
 from ..process import helper
 from ..process.worker import Surroundings
-from ..process.helper import new_folder, remove_folder
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356
 class Machine:
@@ -78,7 +77,7 @@ class RemoteWorkers:
         self.ranks,self._dead = [*self._of],set()
         # (rank, kind) -> `(Block, Packed)` of what the rank put last; rank -> `Heartbeat`
         self.latest,self._beats = {},{}
-        self._folder = new_folder()         # for logs
+        self._folder = helper.new_folder()  # for logs
     def submit(self, m, entry, specs, card, packed, block):
         "Every rank on the machine `m` calls `entry`; modules of the user's own go along"
         env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
@@ -136,4 +135,4 @@ class RemoteWorkers:
         "As `Workers.stop`: the ranks end with their agents, which end with their streams"
         for m in self.machines: m.stream.close()
         self.forget()
-        remove_folder(self._folder)
+        helper.remove_folder(self._folder)
