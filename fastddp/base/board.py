@@ -142,7 +142,7 @@ class Board:
 
 # %% ../../nbs/base/010_board.ipynb #f01dfd9e
 class Heartbeat(NamedTuple):
-    "What a rank wrote last"
+    "The state of a rank, as it wrote it last"
     at:float=0.         # `time.monotonic()`, which all processes of a host share; 0: nothing yet
     longest:float=0.    # Seconds between two heartbeats, at most
     leaving:bool=False  # Has it seen that it is to stop?

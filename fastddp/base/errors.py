@@ -182,7 +182,8 @@ class WorkerError(RuntimeError):
 def folded(
     text, # A traceback, as text
 ):
-    "Its lines, with the frames of libraries folded except the innermost, and cells by their number"
+    """The lines of a traceback: frames of libraries are folded except the innermost, and cells are
+    shown by their number"""
     res,n_folded = [],0
     parts = re.split(r'(?m)^(?=  File ")', text)
     for part in parts:

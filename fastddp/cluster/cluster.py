@@ -187,12 +187,12 @@ class Cluster:
         self.local.timeout = None   # a cell may take any time
         self.pids,self.devices = zip(*started)
     def dead(self):
-        "Ranks whose processes don't live"
+        "Ranks whose processes have ended"
         live = self.local.workers.alive() if self.local and self.local.workers else []
         return [r for r in range(self.n) if r not in live]
     @property
     def alive(self):
-        "Does it stand, with all of its workers?"
+        "True if all of its workers live"
         return not self.dead()
     def shutdown(self):
         "Ends the cluster; harmless when repeated"
@@ -329,5 +329,5 @@ def stat(self:Cluster):
 
 @patch
 def info(self:Cluster):
-    "What the cluster is, as text"
+    "A description of the cluster and its workers, as text"
     return f'{self!r}\n{self.stat()}' if self.alive else repr(self)

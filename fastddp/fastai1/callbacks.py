@@ -85,7 +85,7 @@ class Ranks:
         return [row[0] for row in self.meet(mask)]
 
 def trained_beside(learn):
-    "What is trained beside the model: see `params_beside`"
+    "The trained parameters that aren't the model's: see `params_beside`"
     opt = getattr(learn, 'opt', None)
     groups = [pg['params'] for pg in opt.opt.param_groups] if opt is not None else ()
     return params_beside(learn.model, learn.loss_func, groups)
@@ -164,7 +164,7 @@ class ShardLoaders(Callback):
     # the fit's own loop
     def on_epoch_begin(self, **kwargs): torch_dl(self.learn.data.train_dl)._shard.due = True
     def _iterate_whole(self, dl):
-        "What a callback gets that loops over a loader: all of it"
+        "All batches of `dl`, for a callback that loops over it"
         state = None if self.learn.model.training else self.common.state()
         try: yield from outside_loop(dl, self.common)
         finally:
@@ -242,7 +242,7 @@ def distributed_v1(learn,
                    # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
                    loss='auto'
 ): # Yields the callbacks of this rank, with ours
-    "Inside, `basic_train.fit` of `learn` is one with the other ranks'; afterwards all is as it was"
+    "Inside, `basic_train.fit` trains `learn` together with the other ranks"
     ranks = Ranks(learn.model, stop_requested)
     ranks.extra_params = lambda: trained_beside(learn)
     losses = Losses(loss, print_line)

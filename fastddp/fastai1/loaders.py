@@ -78,15 +78,15 @@ def _lay_out(pre):
     pre.idx.idx = order
 
 def mend_streams(dl):
-    """As many streams as `dl` has rows: where the environment tells of ranks, v1 has multiplied
-    them already"""
+    """Give a language model's loader as many streams as `dl` has rows; v1 multiplies them by
+    WORLD_SIZE where that is set"""
     pre = streams_of(dl)
     if pre is None or pre.bs == (bs := torch_dl(dl).batch_size): return
     pre.bs = bs
     _lay_out(pre)
 
 def text_order(dl):
-    """What the next epoch of a language model depends on: its texts' order as an array, None for
+    """The order of a language model's texts as an array, on which its next epoch depends; None for
     other loaders"""
     pre = streams_of(dl)
     return None if pre is None or pre.idx is None else np.array(pre.idx.idx)

@@ -85,7 +85,7 @@ class Validation:
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
-        "As v1's; the same on every rank"
+        "As `basic_train.validate`; returns the same on every rank"
         handler = cb_handler or CallbackHandler()
         if n_batch or self.whole and has_state_of(model, torch_bs(torch_dl(dl))):
             with self.common:       # on each rank
@@ -112,7 +112,7 @@ class Validation:
         return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
 
     def _run(self, model, dl, loss_func, handler, metrics, pbar):
-        "What fastai's own function returns for this rank's shard, with `metrics` for the handler's"
+        "Run fastai's own function over this rank's shard, with `metrics` in place of the handler's"
         plain = handler.on_batch_end
         # a request to stop ends this rank's loop; in `all_reduce` the ranks agree on it
         def on_batch_end(loss): return plain(loss) or self.ranks.stop_requested()

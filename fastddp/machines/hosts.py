@@ -30,7 +30,7 @@ from ..payload.buffers import Block
 def differs(
     there, here, # `facts` of a machine, and of the notebook's
 ):
-    "What is not the same, as a text, or None"
+    "A text that names the versions which differ, or None"
     bad = [f"{k} {there['versions'].get(k) or '(none)'}, the notebook {v or '(none)'}"
            for k,v in here['versions'].items() if there['versions'].get(k) != v]
     return f"has {'; '.join(bad)}; they have to be the same" if bad else None
@@ -261,7 +261,7 @@ class Command:
         self.proc.stdin.close()
         self.proc.stdout.close()
     def said(self):
-        "What didn't come from the agent: errors of the command, or of Python there"
+        "The output that isn't from the agent: errors of the command, or of Python there"
         self._errors.seek(0)
         return self._errors.read()
     def close(self,

@@ -24,7 +24,7 @@ _CHUNK = 1<<20                  # bytes of data in one frame
 def _frame(data): return _HEADER.pack(_MAGIC, len(data))+data
 
 class _Outgoing(NamedTuple):
-    "What the queue of a `Stream` holds"
+    "A message in the queue of a `Stream`"
     msg:bytes=b''
     file:object=None    # With data that follows the message; owned by this object
     size:int=0          # Bytes of data

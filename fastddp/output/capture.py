@@ -65,7 +65,7 @@ def _complete(fp):
 
 # %% ../../nbs/output/203_capture.ipynb #0a0a9a55
 class DisplaySettings(NamedTuple):
-    "How a rank shows its output; made by `replay.display_settings` in the notebook"
+    "The way a rank shows its output; made by `replay.display_settings` in the notebook"
     frontend:str='notebook'     # 'notebook': HTML bars and displays; 'terminal': text; 'silent'
     send_text:bool=True         # Send text and displays?
     shell:bool=True             # True if the notebook's process has an IPython shell

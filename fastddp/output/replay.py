@@ -7,13 +7,15 @@ __all__ = ['frontend', 'in_terminal', 'display_settings', 'shown_in', 'publish',
            'several', 'print_once', 'Status', 'shorten', 'shortened']
 
 # %% ../../nbs/output/204_replay.ipynb #2d81c0a3
-import contextvars, shutil, sys, contextlib, time
-from fastcore.basics import patch
-from .capture import DisplaySettings
-from ..base.scoped import with_context
-from .streams import overwritten
+import contextlib, contextvars, shutil, sys, time
 from types import TracebackType
+
+from fastcore.basics import patch
+
 from ..base.failure import ipython_shell as _get_ipython, is_user_file
+from ..base.scoped import with_context
+from .capture import DisplaySettings
+from .streams import overwritten
 
 # %% ../../nbs/output/204_replay.ipynb #1f8c5e81
 def frontend():

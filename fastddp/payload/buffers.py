@@ -6,11 +6,14 @@
 __all__ = ['Texts', 'Tensors', 'Numbers', 'Tuples', 'column', 'Rows', 'Columns', 'free_memory', 'Packed', 'write_at', 'Block']
 
 # %% ../../nbs/payload/104_buffers.ipynb #cbc9dfd7
-import math, operator, pathlib, types, numpy as np, torch, contextlib, mmap, os, tempfile, warnings
+import contextlib, math, mmap, operator, os, pathlib, tempfile, types, warnings
 from collections import UserList
 from operator import attrgetter
-from .pickling import StandIn, parts
 from typing import NamedTuple
+
+import numpy as np, torch
+
+from .pickling import StandIn, parts
 
 # %% ../../nbs/payload/104_buffers.ipynb #4b344d7f
 _UTF8 = 'utf-8','surrogatepass'     # a file's name may be no text

@@ -30,7 +30,7 @@ def _is_data(v):
     return of_cells or not callable(v) or isinstance(v, nn.Module)
 
 def _variables(definition):
-    "`(kind, name)` -> value, for what a function or class leads to"
+    "`(kind, name)` -> value, for the variables that a function or class of a cell uses"
     found = {('attribute',k):v for k,v in vars(definition).items() if not k.startswith('__')}
     if isinstance(definition, types.FunctionType):
         code,space = definition.__code__,definition.__globals__
@@ -88,7 +88,7 @@ class _Members(list):
         return len(self) == len(other) and all(a is b for a,b in zip(self, other))
 
 def _members(owner, name, v):
-    "What is compared of an attribute `name`; equal for the same members and the same version"
+    "A value to compare for an attribute `name`: equal if members and tensor version are the same"
     is_own = isinstance(owner, nn.Module)       # a data set may use the same names
     if is_own and name in ('_parameters','_buffers'): return [(k, t is None) for k,t in v.items()]
     if is_own and name == '_modules':
@@ -136,13 +136,13 @@ _TRAINED = 'state','param_groups'       # of torch's optimizers: they change any
 STRUCTURE = '_modules','_parameters','_buffers','model'
 
 class Change(NamedTuple):
-    "What changed in one object"
+    "The changes of one object"
     index:int       # Of the object in its group
     values:dict     # Name -> `(value, True if it is the object of before)`
     removed:list    # Names that were deleted
 
 class Changes:
-    "What changes in objects from now on"
+    "Finds what changes in objects after it was made: `since_start` compares with that moment"
     def __init__(self,
         groups, # Name -> objects: 'learn', 'opt', 'cbs', 'parts' (modules, data), 'variables'
         stays=lambda group, o, name: False, # True for an attribute that stays here
@@ -241,7 +241,8 @@ def _replace_attributes(old, new, but=()):
 _OF_MODULES = vars(nn.Module()).keys() - {'training'}
 
 def _update_module(old, new):
-    "Its modules, parameters and buffers stay the same objects; False if `new` has others"
+    """Make the module `old` equal to `new`; its modules, parameters and buffers stay the same
+    objects. False if `new` has others"""
     mine,theirs = dict(old.named_modules()),dict(new.named_modules())
     values = model_tensors(new)
     if mine.keys() != theirs.keys() or model_tensors(old).keys() != values.keys(): return False

@@ -76,7 +76,7 @@ def _spent_handle(): return RemovableHandle(collections.OrderedDict())
 
 # %% ../../nbs/payload/101_pickling.ipynb #8ced6949
 def attr_of(module, name):
-    "What has `name` in `module`, which is imported if need be"
+    "The attribute `name` of a module, which is imported if need be"
     return getattr(importlib.import_module(module), name)
 
 _MAIN = '__main__','__mp_main__'     # the second is the first's name in `multiprocess`
@@ -152,7 +152,7 @@ def own_classes():
 
 def known_as(o # One of the `Definitions`
 ):
-    "How `definition_of` finds it in another kernel in which the same cell has run"
+    "A description by which `definition_of` finds `o` in another kernel that has run the same cell"
     args = []
     if isinstance(o, types.FunctionType):
         args = [o.__code__.co_freevars, len(o.__defaults__ or ()), sorted(o.__kwdefaults__ or ())]
@@ -189,7 +189,7 @@ def dumped_instead(
 def _same(o): return o
 
 class StandIn:
-    "What is pickled for an object: `make(*args)`"
+    "Pickled in place of an object: loads as `make(*args)`"
     def __init__(self, make, *args): self._reduced = make,args
     def __reduce__(self): return self._reduced
 
@@ -363,7 +363,7 @@ def _function_parts(f):
 
 # %% ../../nbs/payload/101_pickling.ipynb #c601cf04
 def address(fn):
-    "How another process finds `fn`: as 'module:function' if it can import it, else its pickle"
+    "`fn` as another process finds it: 'module:function' if that can be imported, else its pickle"
     module,name = fn.__module__,getattr(fn, '__qualname__', '')     # a partial has none
     by_name = module != '__main__' and getattr(sys.modules.get(module), name, None) is fn
     return f'{module}:{name}' if by_name else cloudpickle.dumps(fn, protocol=5)

@@ -134,7 +134,7 @@ def preload(
     listed.extend(m for m in modules if m not in listed)
 
 def preloads():
-    "What a helper that starts now imports, in order"
+    "The modules that a helper imports if it starts now, in order"
     imported = (m for m in _preload_if_imported if m in sys.modules and m not in _preload)
     return [*_preload, *imported]
 

@@ -33,7 +33,7 @@ _REMEDIES = {
 def _refusal(
     e, # An OSError from the start of workers
 ):
-    "What a `CantDistribute` says about it"
+    "The message of a `CantDistribute` about it"
     folder = tempfile.gettempdir()
     if e.errno in _REMEDIES: remedy = _REMEDIES[e.errno]
     elif os.path.isdir(folder):
@@ -173,7 +173,7 @@ def tell_again(self:Workers, ranks):
 
 @patch
 def waitables(self:Workers):
-    "What `poll` waits for, to wait for other things as well"
+    "The pipes and sentinels that `poll` waits for, so that a caller can wait for more"
     there = [r for r in self.procs if r not in self._dead]
     pipes = [self.pipes[r] for r in there if not self.pipes[r].ended]
     return [*(self.procs[r].sentinel for r in there), *pipes]

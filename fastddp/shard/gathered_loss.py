@@ -41,7 +41,7 @@ def tensors_in(tree):
 def rows_per_item(t, # A tensor
                   bs # Items of the batch
 ):
-    "How many rows `t` has for each item; 0: it has no rows of items"
+    "The number of rows of `t` for each item; 0: its rows aren't items"
     if t.ndim and not bs: return int(not len(t))        # a rank without items
     return len(t)//bs if t.ndim and not len(t)%bs else 0
 
@@ -184,7 +184,7 @@ AVERAGED = ("it is averaged over workers, weighted by items, which may differ sl
             "process.")
 
 class Losses:
-    "How the losses of ranks make that of the batch, for each loss function of a fit"
+    "Decides for each loss function of a fit how the losses of ranks make that of the batch"
     MOST_BYTES = 256*2**20      # of one rank's predictions and targets
     def __init__(self,
                  asked='auto', # The option `loss`: one of `LOSS_KINDS`
@@ -213,7 +213,7 @@ class Losses:
         return self.kind(f) == 'gather'
 
     def describe(self):
-        "How each loss function is computed, in words"
+        "A text that says how each loss function is computed"
         return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.seen)
 
     def of_all_ranks(self, f, # The loss function

@@ -8,9 +8,12 @@ __all__ = ['DDP_CHECKS', 'synced_bn', 'bn_note', 'sync_buffers', 'sync_params', 
            'Overlapped']
 
 # %% ../../nbs/shard/312_gradients.ipynb #4f21f8e3
-import contextlib, warnings, torch, inspect, time, zlib
+import contextlib, inspect, time, warnings, zlib
+
+import torch
 from fastcore.basics import store_attr
 from torch import nn
+
 from ..base import group
 from ..base.checks import flag, number
 from ..base.errors import CantDistribute
@@ -126,8 +129,8 @@ def is_reentrant(nodes):
     return any(node.name().startswith('CheckpointFunction') for node in nodes)
 
 def params_beside(model, loss_func, groups):
-    """What is trained beside `model`: parameters of the loss, and others in `groups` of the
-    optimizer"""
+    """The trained parameters that aren't the model's: those of the loss, and others in `groups` of
+    the optimizer"""
     module = loss_module(loss_func)
     params = [*(module.parameters() if module else ()), *(p for pg in groups for p in pg)]
     of_model = {id(p) for p in model.parameters()}
@@ -231,8 +234,8 @@ class Passes:
 
 # %% ../../nbs/shard/312_gradients.ipynb #c1d0dc04
 class _Wrapped(nn.Module):
-    """What DDP wraps: the model, whose loss passes through, and parameters that are trained beside
-    it"""
+    """The module that DDP wraps: the model, and parameters that are trained beside it. It is called
+    with the loss, and returns it"""
     def __init__(self, model, more):
         super().__init__()
         self.model,self.more = model,nn.ParameterList(more)
@@ -300,7 +303,7 @@ class Overlapped:
         return self.built_for != self.config()
 
     def config(self):
-        "What a DDP module is made for"
+        "A description of what is trained now: another one needs another DDP module"
         trainable = [p.requires_grad for p in self.params()]
         return id(self.model()), trainable, [*map(id, self.beside)]
 

@@ -56,7 +56,7 @@ def pad_shard(shard, # What this rank has of a global batch
               batch, # The global batch, of which it may borrow
               n      # Number of ranks; one rank alone changes nothing
 ):
-    "What a rank feeds its model in a training step: two items at least"
+    "The items that a rank feeds its model in a training step: at least two"
     if n==1 or len(shard)>1: return shard
     return [*shard,*shard] if len(shard) else [*batch,*batch][:2]
 
@@ -113,7 +113,7 @@ def workers_per_rank(num_workers, # The user's number, for one process
                      n,           # Number of ranks
                      cores=None   # Of this machine; default: those that this process may use
 ):
-    "How many DataLoader workers each rank starts: as many, but no more than its part of the cores"
+    "Number of DataLoader workers of a rank: the user's, but at most its part of the cores"
     n = int(os.environ.get('LOCAL_WORLD_SIZE', n))      # on this machine
     return max(1, min(num_workers, (cores or visible_cores())//n)) if num_workers else 0
 
@@ -165,7 +165,7 @@ class Shard:
 
 # %% ../../nbs/shard/301_sharded.ipynb #58f146f6
 class Epoch:
-    "What one iteration over a sharded loader knows and has yielded"
+    "The state of one iteration over a sharded loader: its steps, and what it has yielded"
     def __init__(self, steps # This rank's; those of a stream are added as they are read
     ):
         self.steps,self.counts = steps,[o.counts for o in steps]
