@@ -80,7 +80,7 @@ def environment(
 # %% ../../nbs/base/005_scoped.ipynb #6486a7dd
 class Interrupts:
     "Counts Ctrl-C instead of raising it: `count` is how many came inside `counting()`"
-    def __init__(self): self.count = 0
+    count = 0
     def _add(self, *_): self.count += 1
     @contextlib.contextmanager
     def counting(self):

@@ -94,7 +94,7 @@ def drift_warning(names, apart, # As of `sync_params`
 # %% ../../nbs/shard/312_gradients.ipynb #2b8a3332
 class SameWeights:
     "Gives rank 0's weights to all ranks where they differ; every rank calls it"
-    def __init__(self): self.warned = False
+    warned = False
     def __call__(self,
         named, # `(name, parameter)`s
         epoch
