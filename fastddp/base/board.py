@@ -58,16 +58,14 @@ MAX_NUMBERS = 24    # of a rank at a meeting
 # the number of the meeting and the rank's numbers; a page has two such records for each rank
 _RECORD = f'=q{MAX_NUMBERS}d'
 _REPORT_AFTER = 1.  # seconds of waiting after which `on_wait` is called
-_YIELD_FOR = 2e-3   # seconds in which others get the core in turn
-_MAX_SLEEP = 5e-3   # seconds between two looks later
+_MIN_SLEEP,_MAX_SLEEP = 5e-5,5e-3   # seconds between two looks
 # Called with the rank that this one waits for. `launch.rank` sets it: read it from this module
 on_wait = noop
 
 def _pause(secs, rank):
-    "Let other processes run, for longer the longer this rank has waited for `rank`"
+    "Sleep, for longer the longer this rank has waited for `rank`"
     if secs > _REPORT_AFTER: on_wait(rank)
-    if secs > _YIELD_FOR: time.sleep(min(secs/20, _MAX_SLEEP))
-    elif hasattr(os, 'sched_yield'): os.sched_yield()
+    time.sleep(min(max(secs/20, _MIN_SLEEP), _MAX_SLEEP))
 
 class Board:
     """Where all ranks meet: `meet` is an all-gather of a few numbers through shared memory. On
