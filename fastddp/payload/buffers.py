@@ -163,7 +163,7 @@ class Rows(UserList):
         return [self._column[o] for o in ids] if isinstance(ids, range) else self._column[ids]
     def __iter__(self): return iter(self._column)
     def __reduce__(self): return list, (self[:],)      # a copy is a plain list
-    __copy__ = None     # that of `UserList` needs an attribute `data`
+    __copy__ = None     # so that `copy.copy` uses `__reduce__`
 
 # %% ../../nbs/payload/104_buffers.ipynb #00001ed0
 _MANY = dict.fromkeys(_TEXTS|_NUMBERS, 10_000)  # items that make a column pay; 1,000 of other kinds
