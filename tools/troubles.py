@@ -21,9 +21,7 @@ recorder are in the learner, as after a fit in one process. A second interrupt e
 then has the state of the last complete epoch. `learn.distrib_resume()` repeats the interrupted epoch and continues.
 
 **A fit hangs.** After `timeout=` seconds without a training step (1,800 by default) the fit ends with an error that \
-shows the Python stack of each rank, beginning with the rank that all others wait for.
-
-`make troubles` renders this page from the catalogue `TROUBLES` in `fastddp.base.errors`, which the errors use, too.'''
+shows the Python stack of each rank, beginning with the rank that all others wait for.'''
 
 
 # Of each entry of the catalogue: what the cell shows, and its cause
@@ -82,7 +80,7 @@ PAGE = {
         "Code of the fit called sys.exit."),
     'killed by the system': (
         "RankDied: rank 1 died: killed by SIGKILL",
-        "Most likely the kernel's out-of-memory killer."),
+        "Most likely Linux's out-of-memory killer."),
     'no room for a file in memory': (
         "RankDied: rank 0 died: killed by SIGBUS",
         "The disk was full when a memory-mapped file (`np.memmap`, shared memory) was written, or the file "
