@@ -24,7 +24,84 @@ then has the state of the last complete epoch. `learn.distrib_resume()` repeats 
 shows the Python stack of each rank, beginning with the rank that all others wait for.'''
 
 
-def entry(t): return f'### {t.name}\n\n`{t.seen}`\n\n{t.cause}\n\n*What to do:* {t.remedy}'
+# Of each entry of the catalogue: what the cell shows, and its cause
+PAGE = {
+    'out of memory on the GPU': (
+        "RankRaised: rank 1 raised OutOfMemoryError: CUDA out of memory ...",
+        "The GPU of that rank is full."),
+    'out of memory': (
+        "RankRaised: rank 1 raised MemoryError",
+        "The host's memory, or a limit on this process, was reached."),
+    'shared memory is full': (
+        "RankRaised: rank 0 raised RuntimeError: DataLoader worker (pid 4242) is killed by signal: Bus error",
+        "DataLoader workers pass batches through /dev/shm, which has 64 MB in a Docker container, or one of "
+        "them was killed."),
+    'a connection broke': (
+        "RankRaised: rank 1 raised ConnectionResetError: [Errno 104] Connection reset by peer",
+        "With `num_workers` a DataLoader worker was killed while it sent a batch, most likely for lack of "
+        "memory; or it is a connection of your own."),
+    'disk is full': (
+        "RankRaised: rank 0 raised OSError: [Errno 28] No space left on device: '/tmp/x'",
+        "A file grew until its disk was full: a checkpoint, or something temporary."),
+    'module not found': (
+        "RankRaised: rank 0 raised ModuleNotFoundError: No module named 'mine'",
+        "Code from files is imported by the workers, not sent to them."),
+    'file not found': (
+        "RankRaised: rank 0 raised FileNotFoundError: [Errno 2] No such file or directory: 'data/x.csv'",
+        "The path doesn't exist for the workers."),
+    'path too long': (
+        "RankRaised: rank 0 raised OSError: AF_UNIX path too long",
+        "Processes meet at a socket in the temporary folder, and its path has 107 letters at most."),
+    'not writable': (
+        "RankRaised: rank 0 raised OSError: [Errno 30] Read-only file system: 'models'",
+        "`lr_find`, `save` and SaveModelCallback write to `learn.path/learn.model_dir`, by default in the "
+        "working directory."),
+    'not permitted': (
+        "RankRaised: rank 1 raised PermissionError: [Errno 13] Permission denied: '/data/x.png'",
+        "Another user owns the file or folder, or its permissions don't allow access."),
+    'no keyboard': (
+        "RankRaised: rank 0 raised EOFError: EOF when reading a line",
+        "`input()`, `breakpoint()` or `pdb.set_trace()` in a worker, a process of its own, without the "
+        "notebook's keyboard."),
+    'name not known': (
+        "RankRaised: rank 0 raised NameError: name 'helper' is not defined",
+        "Functions of the notebook are sent with the globals that they use; a name made by `exec` or a magic "
+        "may be missing."),
+    'WandbCallback': (
+        "RankRaised: rank 0 raised TypeError: Exception occured in WandbCallback ... vars() argument must "
+        "have __dict__ attribute",
+        "`WandbCallback` of fastai 2.8.12 fails with fastcore 2.2, in a fit without workers, too."),
+    'batch size built in': (
+        "RankRaised: rank 0 raised RuntimeError: Expected hidden size (2, 16, 64), got [2, 8, 64]",
+        "The model keeps a state for as many rows as the loader's batch has; with `batch='global'` a worker "
+        "gets a part of these rows."),
+    'sys.exit': (
+        "RankRaised: rank 0 raised SystemExit: 3",
+        "Code of the fit called sys.exit."),
+    'killed by the system': (
+        "RankDied: rank 1 died: killed by SIGKILL",
+        "Most likely Linux's out-of-memory killer."),
+    'no room for a file in memory': (
+        "RankDied: rank 0 died: killed by SIGBUS",
+        "The disk was full when a memory-mapped file (`np.memmap`, shared memory) was written, or the file "
+        "was truncated meanwhile."),
+    'compiled code crashed': (
+        "RankDied: rank 0 died: killed by SIGSEGV",
+        "A library's compiled code crashed."),
+    'exited': (
+        "RankDied: rank 0 died: exited with code 1",
+        "Something ended the process without an exception."),
+    'machine or link lost': (
+        "RankDied: rank 2 on gpu2 died: the connection ended",
+        "Another machine, its agent, or the network between the machines failed."),
+    'no step': (
+        "GroupTimeout: no step for 1800 s: all ranks are waiting for rank 1 (epoch 3, batch 17)",
+        "One rank makes no progress, and the others wait for it. The stacks below the message show where.")}
+
+
+def entry(t):
+    seen, cause = PAGE[t.name]
+    return f'### {t.name}\n\n`{seen}`\n\n{cause}\n\n*What to do:* {t.remedy}'
 
 
 def refusal():

@@ -10,7 +10,7 @@ import contextlib, mmap, os, struct, tempfile, time, zlib
 from typing import NamedTuple
 
 import torch
-from fastcore.basics import noop
+from fastcore.basics import noop, store_attr
 
 from . import group
 
@@ -18,7 +18,7 @@ from . import group
 _CHECKSUM = struct.Struct('=I')
 
 def _record_bytes(layout):
-    "A record shares no cache line with another"
+    "The size of a record with its checksum: whole cache lines of 64 bytes, shared with no other"
     return 64 * -(-(struct.calcsize(layout)+_CHECKSUM.size) // 64)
 
 class Page:
@@ -68,7 +68,8 @@ def _pause(secs, rank):
     time.sleep(min(max(secs/20, _MIN_SLEEP), _MAX_SLEEP))
 
 class Board:
-    "Where all ranks meet"
+    """Where all ranks meet: `meet` is an all-gather of a few numbers through shared memory. On
+    several hosts the first rank of each also exchanges the rows with the other hosts"""
     def __init__(self,
         rank, n,   # This rank, and how many there are
         page=None, # The `Page` of this host; None: this rank is alone
@@ -76,8 +77,8 @@ class Board:
         # The process group of the hosts' first ranks; None: one host, or this isn't a first rank
         between_hosts=None,
     ):
-        self.rank,self.n,self.page = rank,n,page
-        self.on_host,self.between_hosts = on_host or range(n),between_hosts
+        store_attr(but='on_host')
+        self.on_host = on_host or range(n)
         self.meeting = 0        # number of the last one
         self.waited = 0.        # seconds at all meetings
         # `(rank, seconds)`: which came last to the last meeting, and how long this rank waited
@@ -88,19 +89,20 @@ class Board:
     ): # For each rank in order, a tuple of `MAX_NUMBERS` numbers: its own, then zeros
         """Exchange up to `MAX_NUMBERS` numbers with all ranks, like an all-gather: every rank calls
         it. Raises RuntimeError after `limit` seconds, naming the missing ranks"""
-        if self.n == 1: return [tuple(map(float, numbers)) + (0.,)*(MAX_NUMBERS-len(numbers))]
+        row = *map(float, numbers), *[0.]*(MAX_NUMBERS-len(numbers))
+        if self.n == 1: return [row]
         group.check_group()
         self.meeting += 1
         self.last = None
-        self._write_row(self.rank, numbers)
+        self._write_row(self.rank, row)
         if self.between_hosts is not None: self._exchange_rows(limit)
         return self._wait_for(range(self.n), limit)
     def _record(self, rank):
-        "Two by turns: one is written anew when all ranks have read it, see above"
+        """The number of the record of `rank` at this meeting: its two records take turns, so that
+        none is overwritten before all ranks have read it"""
         return 2*rank+self.meeting%2
-    def _write_row(self, rank, numbers):
-        padding = [0.]*(MAX_NUMBERS-len(numbers))
-        self.page.write(self._record(rank), self.meeting, *numbers, *padding)
+    def _write_row(self, rank, row):
+        self.page.write(self._record(rank), self.meeting, *row)
     def _read_row(self, rank):
         "The numbers of `rank` at this meeting, None if they aren't there yet"
         found = self.page.read(self._record(rank))
@@ -126,8 +128,8 @@ class Board:
         rank,before = self.last or (rank, 0.)
         self.last = rank,before+secs
     def _exchange_rows(self, limit):
-        "Send the rows of this host to the other hosts, and write theirs into this page"
-        rows = torch.zeros(self.n, MAX_NUMBERS, dtype=torch.float64)
+        "Exchange rows with the other hosts by a sum, and write theirs into this page"
+        rows = torch.zeros(self.n, MAX_NUMBERS, dtype=torch.float64)    # of other hosts: 0
         for r,row in zip(self.on_host, self._wait_for(self.on_host, limit)):
             rows[r] = torch.tensor(row)
         began = time.perf_counter()
@@ -138,7 +140,7 @@ class Board:
 
 # %% ../../nbs/base/010_board.ipynb #f01dfd9e
 class Heartbeat(NamedTuple):
-    "What a rank wrote last"
+    "The state of a rank, as it wrote it last"
     at:float=0.         # `time.monotonic()`, which all processes of a host share; 0: nothing yet
     longest:float=0.    # Seconds between two heartbeats, at most
     leaving:bool=False  # Has it seen that it is to stop?
@@ -184,6 +186,8 @@ def forget_board():
     # as garbage crashes
     if _board is not None: _board.between_hosts = None
     _board = _key = None
+
+group.before_leave.append(forget_board)
 
 def _make_board():
     rank,n = group.rank(),group.world_size()

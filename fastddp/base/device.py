@@ -9,19 +9,18 @@ __all__ = ['accelerator_type', 'device_module', 'is_accelerator', 'n_gpus', 'vis
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
 import ctypes, importlib.util, os
+from glob import glob
 
 import torch
 
 # %% ../../nbs/base/007_device.ipynb #fb524a99
-_NO_COLLECTIVES = ('mps',)
-
 def accelerator_type():
     """The device type that torch was built for, such as 'cuda' or 'xpu'; 'cuda' also where there is
     none, and `n_gpus` is 0 then"""
     # CUDA first: `torch.accelerator` starts it before torch 2.7, and isn't there before 2.6
     if torch.backends.cuda.is_built() or not hasattr(torch, 'accelerator'): return 'cuda'
     found = torch.accelerator.current_accelerator()
-    return 'cuda' if found is None or found.type in _NO_COLLECTIVES else found.type
+    return 'cuda' if found is None or found.type == 'mps' else found.type   # mps: no collectives
 
 def device_module():
     "`torch.cuda`, or the module of another kind"
@@ -64,9 +63,7 @@ def has_context():
 # %% ../../nbs/base/007_device.ipynb #b49c2766
 def numa_nodes():
     "NUMA nodes of this machine, at least one"
-    folder = '/sys/devices/system/node'
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return max(sum(o.startswith('node') and o[4:].isdigit() for o in names), 1)
+    return max(len(glob('/sys/devices/system/node/node[0-9]*')), 1)
 
 def binds_to_numa():
     "True if this machine has several NUMA nodes, and torch can bind processes to them"

@@ -14,10 +14,9 @@ from .failure import is_user_file, user_lines, place, recorded_traceback
 
 # %% ../../nbs/base/001_errors.ipynb #461bafd1
 class Trouble(NamedTuple):
-    "An entry of the catalogue: an error, its cause and its remedy"
-    name:str       # Name in the tests
-    seen:str       # What the cell shows
-    cause:str      # Its cause
+    """An entry of the catalogue: a kind of error and its remedy. `tools/troubles.py` has its cause
+    and an example, for the page of all errors"""
+    name:str       # Its title on that page
     remedy:str     # What to do, as the error says it
     test:object    # `test(kind, message)`: an exception's type name and message, or a signal and ''
 
@@ -28,34 +27,22 @@ _SHM = re.compile(r'/dev/shm|shared memory|/torch_\d|/psm_|\bshm\b|shm_open|torc
 
 _MEMORY = [
     Trouble('out of memory on the GPU',
-        'RankRaised: rank 1 raised OutOfMemoryError: CUDA out of memory ...',
-        "The GPU of that rank is full.",
         "The GPU of this rank is full: lower the batch size, or free what other processes hold "
         "(nvidia-smi shows them).",
         lambda k,m: k == 'OutOfMemoryError' or 'CUDA out of memory' in m),
-    Trouble('out of memory', 'RankRaised: rank 1 raised MemoryError',
-        "The host's memory, or a limit on this process, was reached.",
+    Trouble('out of memory',
         "The host's memory is used up: use fewer workers (nprocs=), a smaller batch or fewer "
         "DataLoader workers.",
         lambda k,m: k == 'MemoryError' or "can't allocate memory" in m.lower()),
     Trouble('shared memory is full',
-        'RankRaised: rank 0 raised RuntimeError: DataLoader worker (pid 4242) is killed by signal: '
-        'Bus error',
-        "DataLoader workers pass batches through /dev/shm, which has 64 MB in a Docker container, "
-        "or one of them was killed.",
         "A DataLoader worker died or shared memory is full: try num_workers=0, or enlarge "
         "/dev/shm (docker: --shm-size=2g).",
         lambda k,m: 'DataLoader worker (pid' in m or _SHM.search(m)),
     Trouble('a connection broke',
-        'RankRaised: rank 1 raised ConnectionResetError: [Errno 104] Connection reset by peer',
-        "With `num_workers` a DataLoader worker was killed while it sent a batch, most likely for "
-        "lack of memory; or it is a connection of your own.",
         "If no connection of your own broke, a DataLoader worker was killed, most likely for lack "
         "of memory: use fewer, or num_workers=0.",
         lambda k,m: k == 'ConnectionResetError'),
     Trouble('disk is full',
-        "RankRaised: rank 0 raised OSError: [Errno 28] No space left on device: '/tmp/x'",
-        "A file grew until its disk was full: a checkpoint, or something temporary.",
         "The disk of that file is full: free some of it, or write elsewhere (learn.model_dir for "
         "models, the variable TMPDIR for temporary files).",
         lambda k,m: 'No space left on device' in m)]
@@ -63,99 +50,67 @@ _MEMORY = [
 # %% ../../nbs/base/001_errors.ipynb #ff5ed2d5
 _SURROUNDINGS = [
     Trouble('module not found',
-        "RankRaised: rank 0 raised ModuleNotFoundError: No module named 'mine'",
-        "Code from files is imported by the workers, not sent to them.",
         "The workers import by name: put the module on sys.path or in the notebook's folder, or "
         "define it in a cell.",
         lambda k,m: k in ('ModuleNotFoundError','ImportError')),
     Trouble('file not found',
-        "RankRaised: rank 0 raised FileNotFoundError: [Errno 2] No such file or directory: "
-        "'data/x.csv'",
-        "The path doesn't exist for the workers.",
         "Workers run in the notebook's folder; a relative path must be valid from there.",
         lambda k,m: k in ('FileNotFoundError','NotADirectoryError')),
-    Trouble('path too long', 'RankRaised: rank 0 raised OSError: AF_UNIX path too long',
-        "Processes meet at a socket in the temporary folder, and its path has 107 letters at most.",
+    Trouble('path too long',
         "The temporary folder's path is too long: restart with the variable TMPDIR set to a "
         "shorter one, e.g. /tmp.",
         lambda k,m: 'AF_UNIX path too long' in m),
     Trouble('not writable',
-        "RankRaised: rank 0 raised OSError: [Errno 30] Read-only file system: 'models'",
-        "`lr_find`, `save` and SaveModelCallback write to `learn.path/learn.model_dir`, by "
-        "default in the working directory.",
         "The folder isn't writable: point learn.model_dir at one that is, e.g. learn.model_dir = "
         "Path('/tmp/models').",
         lambda k,m: 'Read-only file system' in m
         or k == 'PermissionError' and re.search(r'\bmodels\b', m)),
     Trouble('not permitted',
-        "RankRaised: rank 1 raised PermissionError: [Errno 13] Permission denied: '/data/x.png'",
-        "Another user owns the file or folder, or its permissions don't allow access.",
         "The system refuses access to that path: check its owner and permissions (ls -l). Workers "
         "run as the user of the notebook.",
         lambda k,m: k == 'PermissionError'),
-    Trouble('no keyboard', 'RankRaised: rank 0 raised EOFError: EOF when reading a line',
-        "`input()`, `breakpoint()` or `pdb.set_trace()` in a worker, a process of its own, "
-        "without the notebook's keyboard.",
+    Trouble('no keyboard',
         "Workers have no keyboard, so input() and pdb don't work there. With launcher=InProcess() "
         "the fit runs in the notebook's process, where they do.",
         lambda k,m: k == 'EOFError' and 'reading a line' in m
         or k in ('BdbQuit','StdinNotImplementedError')),
-    Trouble('name not known', "RankRaised: rank 0 raised NameError: name 'helper' is not defined",
-        "Functions of the notebook are sent with the globals that they use; a name made by `exec` "
-        "or a magic may be missing.",
+    Trouble('name not known',
         "The name isn't defined in the worker: define it in a cell, or pass it as an argument.",
         lambda k,m: k == 'NameError'),
     Trouble('WandbCallback',
-        'RankRaised: rank 0 raised TypeError: Exception occured in WandbCallback ... '
-        'vars() argument must have __dict__ attribute',
-        "`WandbCallback` of fastai 2.8.12 fails with fastcore 2.2, in a fit without workers, too.",
         "WandbCallback fails in learn.fit, too: the installed fastai and fastcore don't fit "
         "together there. Install another version of one of them, or leave the callback out.",
         lambda k,m: 'WandbCallback' in m and 'vars() argument must have __dict__' in m),
     Trouble('batch size built in',
-        "RankRaised: rank 0 raised RuntimeError: Expected hidden size (2, 16, 64), got [2, 8, 64]",
-        "The model keeps a state for as many rows as the loader's batch has; with "
-        "`batch='global'` a worker gets a part of these rows.",
         "The model has a batch size built in. With batch='per_worker' each worker gets batches of "
         "the loader's own size; with batch='global' it gets a part of them.",
         lambda k,m: re.search(r'Expected hidden(\[\d\])? size', m)),
     Trouble('sys.exit',
-        'RankRaised: rank 0 raised SystemExit: 3', "Code of the fit called sys.exit.",
         "sys.exit ends a script, not a fit: raise an exception, or CancelFitException to stop "
         "early.",
         lambda k,m: k == 'SystemExit')]
 
 # %% ../../nbs/base/001_errors.ipynb #865f174c
 _PROCESSES = [
-    Trouble('killed by the system', 'RankDied: rank 1 died: killed by SIGKILL',
-        "Most likely Linux's out-of-memory killer.",
+    Trouble('killed by the system',
         "The system killed it, most likely for lack of memory: use fewer workers (nprocs=), a "
         "smaller batch or fewer DataLoader workers.",
         lambda k,m: k == 'SIGKILL'),
-    Trouble('no room for a file in memory', 'RankDied: rank 0 died: killed by SIGBUS',
-        "The disk was full when a memory-mapped file (`np.memmap`, shared memory) was written, or "
-        "the file was truncated meanwhile.",
+    Trouble('no room for a file in memory',
         "The disk of a memory-mapped file is full: free some space, enlarge /dev/shm (docker: "
         "--shm-size=2g), or restart with the variable TMPDIR set to a folder with more.",
         lambda k,m: k == 'SIGBUS'),
-    Trouble('compiled code crashed', 'RankDied: rank 0 died: killed by SIGSEGV',
-        "A library's compiled code crashed.",
+    Trouble('compiled code crashed',
         "Compiled code crashed; its last output is above.",
         lambda k,m: k in ('SIGSEGV','SIGABRT','SIGILL','SIGFPE')),
-    Trouble('exited', 'RankDied: rank 0 died: exited with code 1',
-        "Something ended the process without an exception.",
+    Trouble('exited',
         "Something in the worker ended the process (os._exit, or another program).",
         lambda k,m: k == 'exit'),
-    Trouble('machine or link lost', 'RankDied: rank 2 on gpu2 died: the connection ended',
-        "Another machine, its agent, or the network between the machines failed.",
+    Trouble('machine or link lost',
         "Check that machine and the network (ssh to it; ip link). Repeat the call when it is "
         "back, or without the machine, or use restarts=.",
         lambda k,m: k == 'lost'),
-    Trouble(
-        'no step',
-        'GroupTimeout: no step for 1800 s: all ranks are waiting for rank 1 (epoch 3, batch 17)',
-        "One rank makes no progress, and the others wait for it. The stacks below the message "
-        "show where.",
+    Trouble('no step',
         "Look at that rank's stack. If the step is slow rather than stuck, raise `timeout=` "
         "(seconds).",
         lambda k,m: k == 'GroupTimeout')]
@@ -227,7 +182,8 @@ class WorkerError(RuntimeError):
 def folded(
     text, # A traceback, as text
 ):
-    "Its lines, with the frames of libraries folded except the innermost, and cells by their number"
+    """The lines of a traceback: frames of libraries are folded except the innermost, and cells are
+    shown by their number"""
     res,n_folded = [],0
     parts = re.split(r'(?m)^(?=  File ")', text)
     for part in parts:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['restore_entries', 'set_entries', 'with_context', 'with_attrs', 'without_attrs', 'environment', 'Interrupts',
-           'StopButton', 'delay_interrupts', 'allow_interrupts', 'uninterrupted_exit']
+           'StopButton', 'in_main_thread', 'delay_interrupts', 'allow_interrupts', 'uninterrupted_exit']
 
 # %% ../../nbs/base/005_scoped.ipynb #2ab1786a
 import contextlib, contextvars, os, signal, threading
@@ -80,7 +80,7 @@ def environment(
 # %% ../../nbs/base/005_scoped.ipynb #6486a7dd
 class Interrupts:
     "Counts Ctrl-C instead of raising it: `count` is how many came inside `counting()`"
-    def __init__(self): self.count = 0
+    count = 0
     def _add(self, *_): self.count += 1
     @contextlib.contextmanager
     def counting(self):
@@ -90,7 +90,7 @@ class Interrupts:
         so the caller must act on `count`"""
         button,outer = _button.get(),_active_interrupts()
         if button: counts = with_attrs(button, interrupts=self)
-        elif _in_main(): counts = _on_ctrl_c(self._add)
+        elif in_main_thread(): counts = _on_ctrl_c(self._add)
         else: counts = contextlib.nullcontext()
         with counts:
             # once they are counted here, so that none is lost between
@@ -114,12 +114,14 @@ class StopButton:
 
 _button = contextvars.ContextVar('fastddp-stop', default=None)
 
-def _in_main(): return threading.current_thread() is threading.main_thread()
+def in_main_thread():
+    "True in the main thread, which lives as long as its process"
+    return threading.current_thread() is threading.main_thread()
 
 def _active_interrupts():
     "The `Interrupts` that count just now in this thread, or None"
     if button := _button.get(): return button.interrupts
-    handler = signal.getsignal(signal.SIGINT) if _in_main() else None
+    handler = signal.getsignal(signal.SIGINT) if in_main_thread() else None
     counter = getattr(handler, '__self__', None)
     return counter if isinstance(counter, Interrupts) else None
 
@@ -137,7 +139,7 @@ def delay_interrupts():
 @contextlib.contextmanager
 def allow_interrupts():
     "Context manager in which Ctrl-C is raised at once, also inside `delay_interrupts`"
-    if (outer := _active_interrupts()) is None or not _in_main():
+    if (outer := _active_interrupts()) is None or not in_main_thread():
         yield
         return
     with _on_ctrl_c(signal.default_int_handler):

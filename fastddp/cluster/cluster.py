@@ -37,12 +37,13 @@ def as_left(
     ctx, # The job's `Context`
     on=None, # Ranks that run it; None: all
 ):
-    "This worker as the last job left it, but for who it is, and with whom; yields its namespace"
+    """Inside, environment, folder and import path are as the last job left them, except for the
+    variables of the group; yields the worker's namespace"""
     global _last
     if _last is not None: _last.enter()
     rank,n = str(ctx.rank),str(ctx.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
-    # libraries would wait for others
+    # a cell of some ranks runs without the others, for whom libraries would wait
     if on is not None and len(on) < ctx.world_size: del os.environ['WORLD_SIZE']
     if _train_in_place: _train_in_place(ctx)
     try: yield vars(sys.modules['__main__'])
@@ -70,7 +71,7 @@ def cell_job(
         if name: shell.compile.get_code_name = lambda *_: name
         shell.set_hook('show_in_pager', page.as_hook(page.display_page))
         with ctx.interruptible(): result = shell.run_cell(obj['cell'], store_history=True)
-        # These would keep the frames of a cell that failed
+        # these would keep the frames of a cell that failed
         sys.last_value = sys.last_traceback = sys.last_exc = None
         shell.last_execution_result = None
         error = result.error_before_exec or result.error_in_exec
@@ -143,8 +144,8 @@ class Standing(Local):
         if monitor is not None and self._come_to_rest(monitor): self.after_success(job)
         else: self.close(0)
     def _come_to_rest(self, monitor):
-        """Do all ranks live and wait for the next job? They have five seconds, or a longer
-        `interrupt_grace`; one that waits in a collective doesn't hear the wish to stop"""
+        """Ask the ranks to stop; True if all live and wait for the next job after five seconds, or
+        a longer `interrupt_grace`. A rank that waits in a collective can't stop"""
         until = time.monotonic()+max(5., self.interrupt_grace)
         if monitor.ended('died'): return False
         if monitor.asked_to_stop is None and monitor.at_work: monitor.ask_to_stop()
@@ -174,7 +175,7 @@ class Cluster:
         if app not in ('none', default_app()):
             raise CantDistribute(f"app {app!r}: known are none and {default_app()}, for the fastai "
                                  "that is installed.")
-        if nprocs != 0: check_all(dict(gpus=gpus, nprocs=nprocs, timeout=timeout), CHECKS)
+        if nprocs != 0: check_all(locals(), CHECKS)
         if not gpus and not nprocs:
             raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")
         self.app,(self.n,self.gpus) = app,workers_for(None if gpus else nprocs, gpus or [])
@@ -193,12 +194,12 @@ class Cluster:
         self.local.timeout = None   # a cell may take any time
         self.pids,self.devices = zip(*started)
     def dead(self):
-        "Ranks whose processes don't live"
+        "Ranks whose processes have ended"
         live = self.local.workers.alive() if self.local and self.local.workers else []
         return [r for r in range(self.n) if r not in live]
     @property
     def alive(self):
-        "Does it stand, with all of its workers?"
+        "True if all of its workers live"
         return not self.dead()
     def shutdown(self):
         "Ends the cluster; harmless when repeated"
@@ -236,7 +237,7 @@ def _job(self:Cluster,
         self.running,self.local.see,self.local.live = what,see,live
         out = self.local.run(Job.of(fn, payload), self.n)
     except WorkerError as e:
-        # in its own words
+        # a refusal has its own message
         if isinstance(e.__cause__, CantDistribute): raise e.__cause__ from None
         if getattr(e, 'failure', None) and e.failure.kind == 'NameError':
             e.remedy = ("The workers don't know this name: define it in a cell of %%dip, or copy "
@@ -337,5 +338,5 @@ def stat(self:Cluster):
 
 @patch
 def info(self:Cluster):
-    "What the cluster is, as text"
+    "A description of the cluster and its workers, as text"
     return f'{self!r}\n{self.stat()}' if self.alive else repr(self)

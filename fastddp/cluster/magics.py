@@ -162,7 +162,7 @@ class DipMagics(Magics):
 # %% ../../nbs/cluster/652_magics.ipynb #b0420685
 @patch
 def _wanted(self:DipMagics, args):
-    "What group is asked for, as arguments of `Cluster`; None for none"
+    "The group that a line asks for, as arguments of `Cluster`; None if it asks for none"
     gpus = gpus_of(args.gpus)
     if gpus and args.nprocs:
         raise CantDistribute("-g is for GPUs, -n for workers on the CPU: one of them.")

@@ -11,6 +11,7 @@ import contextlib, sys
 import torch
 from fastai import basic_train
 from fastai.callback import Callback
+from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.board import group_board
@@ -32,7 +33,7 @@ from ..shard.sharded import outside_loop
 _NUMBERS = 5    # in every meeting
 
 class Ranks:
-    "This rank's meetings with the others"
+    "Exchanges numbers with the other ranks during a fit; any rank can stop all of them there"
     LIMIT = 1800.   # seconds; where no notebook watches over the ranks
     def __init__(self,
                  model, # Whose gradients are averaged
@@ -69,26 +70,29 @@ class Ranks:
         return [sum(o) for o in zip(*self.meet(*numbers))]
 
     def leave(self):
-        "This rank stops by itself: comes to the others' next meeting and says so"
+        "Have all ranks stop at their next meeting, since this one stops"
         if self.stop_agreed: return
         try: self.meet(stop=True)
         except KeyboardInterrupt: pass
 
     def scale_loss(self, loss, first):
-        "The first pass of a batch is that of a `GlobalLoss`, which is scaled already"
+        """As `weigh` of `Passes`. The first pass of a batch is that of a `GlobalLoss`, which is
+        scaled already"""
         return loss if first or self.scale == 1. else loss*self.scale
 
-    def agree(self, mask): return [row[0] for row in self.meet(mask)]
+    def agree(self, mask):
+        "As `agree` of `Passes`"
+        return [row[0] for row in self.meet(mask)]
 
 def trained_beside(learn):
-    "What is trained beside the model: see `params_beside`"
+    "The trained parameters that aren't the model's: see `params_beside`"
     opt = getattr(learn, 'opt', None)
     groups = [pg['params'] for pg in opt.opt.param_groups] if opt is not None else ()
     return params_beside(learn.model, learn.loss_func, groups)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327757
 class _ReplaceValue(torch.autograd.Function):
-    "`value` in place of this rank's loss, with `scale` times its gradient"
+    "`value`, whose gradient is `scale` times that of `loss`"
     @staticmethod
     def forward(ctx, loss, value, scale):
         ctx.scale = scale
@@ -105,14 +109,11 @@ class GlobalLoss:
                  losses=None, # `Losses` of the fit
                  named=lambda: () # `model.named_parameters`
     ):
-        self.loss_func = loss_func
-        self.ranks = ranks
-        self.positions = positions
+        store_attr(but='losses')
         self.losses = losses or Losses()
-        self.named = named
 
     def _look(self, loss, out):
-        "Names what is in the first `loss` beside predictions and targets"
+        "Tell the user of weights that the first `loss` uses beside predictions and targets"
         if self.losses.looked: return
         self.losses.looked = True
         beside = leaves_of(graph_of(loss, until={t.grad_fn for t in tensors_in(out)}))
@@ -150,8 +151,7 @@ class ShardLoaders(Callback):
     "Shards the loaders for the time of the fit"
     _order = _LAST      # others may put another loader there before
     def __init__(self, learn, common):
-        self.learn = learn
-        self.common = common
+        store_attr()
     def on_train_begin(self, **kwargs):
         data = self.learn.data
         data.train_dl = self._sharded(data.train_dl, True)
@@ -164,7 +164,7 @@ class ShardLoaders(Callback):
     # the fit's own loop
     def on_epoch_begin(self, **kwargs): torch_dl(self.learn.data.train_dl)._shard.due = True
     def _iterate_whole(self, dl):
-        "What a callback gets that loops over a loader: all of it"
+        "All batches of `dl`, for a callback that loops over it"
         state = None if self.learn.model.training else self.common.state()
         try: yield from outside_loop(dl, self.common)
         finally:
@@ -177,9 +177,7 @@ class SyncModel(Callback):
     and puts the loaders back"""
     _order = _FIRST     # before other callbacks save or read it
     def __init__(self, learn, ranks, average_bn):
-        self.learn = learn
-        self.ranks = ranks
-        self.average_bn = average_bn
+        store_attr()
         self.make_same = SameWeights()
         self.epoch = 0
     def on_epoch_begin(self, epoch, **kwargs): self.epoch = epoch
@@ -200,16 +198,15 @@ class SyncModel(Callback):
             if group.rank(): opt.load_state_dict(state)
 
 def _own_loaders(data):
+    "Put back the loaders as they were before they were sharded"
     data.train_dl = own_loader(data.train_dl)
     if not data.empty_val: data.valid_dl = own_loader(data.valid_dl)
 
 class _CountAll(Callback):
-    """Lets `AccumulateScheduler` count the global batch's items; it divides by what it counts,
-    validation included"""
+    """Make `AccumulateScheduler` (`acc`) count the items of all ranks: it divides gradients by its
+    count, which includes validation"""
     def __init__(self, learn, ranks, acc):
-        self.learn = learn
-        self.ranks = ranks
-        self.acc = acc
+        store_attr()
         self._order = acc._order-.5     # right before it counts this rank's
     def on_epoch_begin(self, **kwargs): self.own = 0
     def on_batch_begin(self, last_input, train, **kwargs):
@@ -220,7 +217,7 @@ class _CountAll(Callback):
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #68742c06
 class Agree(Callback):
-    "What a callback of one rank skips or stops, all ranks do"
+    "Where a callback of one rank skips a step or stops the fit, all ranks do"
     _order = _LAST+1
     def __init__(self, ranks): self.ranks = ranks
     def _agreed(self, **flags):
@@ -245,7 +242,7 @@ def distributed_v1(learn,
                    # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
                    loss='auto'
 ): # Yields the callbacks of this rank, with ours
-    "Inside, `basic_train.fit` of `learn` is one with the other ranks'; afterwards all is as it was"
+    "Inside, `basic_train.fit` trains `learn` together with the other ranks"
     ranks = Ranks(learn.model, stop_requested)
     ranks.extra_params = lambda: trained_beside(learn)
     losses = Losses(loss, print_line)
@@ -257,7 +254,10 @@ def distributed_v1(learn,
     validate = _validate_synced(sync, Validation(ranks, common, losses=losses))
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
-        if batch == 'per_worker': stack.enter_context(_global_batch_size(learn.data))
+        if batch == 'per_worker':
+            data = learn.data
+            for dl in [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]:
+                stack.enter_context(global_batches(dl, group.world_size()))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         # `learn.load` waits there until rank 0 has written what it had to write
         stack.enter_context(with_attrs(basic_train, validate=validate, loss_batch=loss_batch,
@@ -293,11 +293,3 @@ def _validate_synced(sync, validation):
         sync.sync()
         return validation(*args, **kwargs)
     return validate
-
-@contextlib.contextmanager
-def _global_batch_size(data):
-    "Inside, the loaders make batches for all ranks"
-    with contextlib.ExitStack() as stack:
-        for dl in [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]:
-            stack.enter_context(global_batches(dl, group.world_size()))
-        yield

@@ -31,7 +31,7 @@ from ..launch.session import Call, Session as _Session, block, refuse_untrainabl
 from ..launch.training import (
     NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines,
     sync_streams, until_interrupted, whereabouts)
-from ..output.capture import quiet_bars
+from ..output.capture import use_bars
 from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai1/808_learner.ipynb #7f809572
@@ -230,7 +230,8 @@ def in_place(
     if hasattr(basic_train.fit, 'plain'):       # in a cell of `%%dip` every learner does
         yield
         return
-    with launched_group() as device, (quiet_bars() if group.rank() else contextlib.nullcontext()):
+    with launched_group() as device, contextlib.ExitStack() as undo:
+        if group.rank(): use_bars(undo, 'silent')
         place(learn, device)
         in_block = with_attrs(learn, distrib_session=given)
         with in_block, with_attrs(basic_train, **overrides(**options)): yield

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_streams', 'text_order', 'set_text_order',
-           'global_batches', 'shard', 'can_be_whole', 'own_loader', 'counts_now', 'place_now', 'check_v1', 'step_sizes']
+           'global_batches', 'shard', 'own_loader', 'counts_now', 'place_now', 'check_v1', 'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
-import contextlib, sys
+import contextlib, copyreg, sys
 
 import numpy as np
 from fastai import core
@@ -54,11 +54,9 @@ def streams_of(dl):
     return ds if cls and isinstance(ds, cls) else None
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #a3cd0a2b
-def _new_preloader():
-    from fastai.text.data import LanguageModelPreLoader
-    return object.__new__(LanguageModelPreLoader)
-
 def _set_state(o, state): vars(o).update(state)
+
+def _reduce(o): return copyreg.__newobj__, (type(o),), vars(o), None, None, _set_state
 
 @contextlib.contextmanager
 def picklable_preloaders():
@@ -67,7 +65,7 @@ def picklable_preloaders():
     if cls is None:
         yield
         return
-    cls.__reduce__ = lambda self: (_new_preloader, (), dict(vars(self)), None, None, _set_state)
+    cls.__reduce__ = _reduce
     try: yield
     finally: del cls.__reduce__
 
@@ -80,15 +78,15 @@ def _lay_out(pre):
     pre.idx.idx = order
 
 def mend_streams(dl):
-    """As many streams as `dl` has rows: where the environment tells of ranks, v1 has multiplied
-    them already"""
+    """Give a language model's loader as many streams as `dl` has rows; v1 multiplies them by
+    WORLD_SIZE where that is set"""
     pre = streams_of(dl)
     if pre is None or pre.bs == (bs := torch_dl(dl).batch_size): return
     pre.bs = bs
     _lay_out(pre)
 
 def text_order(dl):
-    """What the next epoch of a language model depends on: its texts' order as an array, None for
+    """The order of a language model's texts as an array, on which its next epoch depends; None for
     other loaders"""
     pre = streams_of(dl)
     return None if pre is None or pre.idx is None else np.array(pre.idx.idx)
@@ -127,8 +125,10 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, with the batches of
 ):
     "A loader like `dl` that yields the shard of `rank`"
     mine = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
-    if whole and can_be_whole(dl) and n > 1: mine.give_whole_batches()
-    if (pre := streams_of(dl)) is not None:
+    pre = streams_of(dl)
+    # not of a stream, nor of a language model, whose hidden state goes from batch to batch
+    if whole and n > 1 and pre is None and not is_stream(torch_dl(dl)): mine.give_whole_batches()
+    if pre is not None:
         def on_epoch_begin(**kwargs):
             with common: type(pre).on_epoch_begin(pre, **kwargs)
         vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
@@ -136,11 +136,6 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, with the batches of
     res = object.__new__(type(dl))
     vars(res).update(vars(dl), dl=mine, unsharded=dl)
     return res
-
-def can_be_whole(dl):
-    """Can whole batches of `dl` go to different ranks? Not a stream's, and a language model's state
-    lives across batches"""
-    return streams_of(dl) is None and not is_stream(torch_dl(dl))
 
 def own_loader(dl):
     "`dl` as it was before it was sharded"
@@ -172,12 +167,11 @@ def check_v1(data, # A `DataBunch`
     for name,dl in dls.items():
         own = torch_dl(dl)
         bs,why = global_batch_size(torch_bs(own), n, batch),why_not_torch(own)
-        if bs is None and batch == 'per_worker': why = why or _OWN_BATCHES
+        if bs is None and batch == 'per_worker':
+            why = why or "its own batch_sampler decides about its batches: use batch='global'."
         if not why and dl is data.train_dl:
             why = too_few(bs, n, len(shard_torch(own, 0, n, batch, True, None)))
         if why: refuse_loader(name, n, why)
-
-_OWN_BATCHES = "its own batch_sampler decides about its batches: use batch='global'."
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #41ad1466
 def step_sizes(dl, n, batch):

@@ -11,6 +11,7 @@ from fastai import basic_train, metrics as _metrics
 from fastai.callback import AverageMetric, Callback, CallbackHandler
 from fastai.core import is_listy
 from fastai.torch_core import to_device
+from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.scoped import with_attrs
@@ -33,12 +34,11 @@ def is_item_mean(m # A metric, as v1 keeps it: a callback
 def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
 class _KeepBatches(Callback):
-    "Keeps what other metrics are to see: stands for them while this rank's shard is validated"
+    "Keeps this rank's batches for `_replay`, while its shard is validated"
     def __init__(self, dl,
                  keeps_all # False: only which items a batch had
     ):
-        self.dl = dl
-        self.keeps_all = keeps_all
+        store_attr()
         # `(number, positions, (output, target, loss) on the CPU or None)` of each global batch
         self.kept = []
     def on_batch_end(self, last_output, last_target, last_loss, **kwargs):
@@ -51,9 +51,7 @@ class _KeepBatches(Callback):
 class _RecordLosses:
     "A loss function that keeps the rows for `batch_losses`"
     def __init__(self, loss_func, dl, reduction):
-        self.loss_func = loss_func
-        self.dl = dl
-        self.reduction = reduction
+        store_attr()
         self.rows = []
     def __call__(self, out, *yb):
         loss = self.loss_func(out, *yb)
@@ -81,15 +79,13 @@ class Validation:
                  whole=False, # Whole batches to each rank where that can be, as for predictions?
                  losses=None # `Losses` of the fit
     ):
+        store_attr(but='losses')
         self.real = basic_train.validate
-        self.ranks = ranks
-        self.common = common
-        self.whole = whole
         self.losses = losses or Losses()
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
-        "As v1's; the same on every rank"
+        "As `basic_train.validate`; returns the same on every rank"
         handler = cb_handler or CallbackHandler()
         if n_batch or self.whole and has_state_of(model, torch_bs(torch_dl(dl))):
             with self.common:       # on each rank
@@ -97,10 +93,13 @@ class Validation:
         mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
         means = [m for m in handler.metrics if is_item_mean(m)]
         others = [m for m in handler.metrics if not is_item_mean(m)]
-        # a loss that needs all of a batch is computed anew at the end
-        anew = loss_func if self._needs_whole_batch(loss_func, mine) else None
+        anew,record = None,None
+        if loss_func:
+            # a loss that needs all of a batch is computed anew at the end
+            if self.losses.is_gathered(loss_func) and not torch_dl(mine)._shard.whole:
+                anew = loss_func
+            record = _RecordLosses(loss_func, mine, self.losses.reduction(loss_func))
         keep = _KeepBatches(mine, others or anew)
-        record = self._record(loss_func, mine)
         outs = self._run(model, mine, record, handler, [*means, keep], pbar)
         for m in means: _sum_mean(m)
         replayed = []
@@ -112,16 +111,10 @@ class Validation:
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]
         return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
 
-    def _needs_whole_batch(self, loss_func, dl):
-        return loss_func and self.losses.is_gathered(loss_func) and not torch_dl(dl)._shard.whole
-
-    def _record(self, loss_func, dl):
-        if loss_func: return _RecordLosses(loss_func, dl, self.losses.reduction(loss_func))
-
     def _run(self, model, dl, loss_func, handler, metrics, pbar):
-        "What fastai's own function returns for this rank's shard, with `metrics` for the handler's"
+        "Run fastai's own function over this rank's shard, with `metrics` in place of the handler's"
         plain = handler.on_batch_end
-        # A request to stop ends this rank's loop; in `all_reduce` the ranks agree on it
+        # a request to stop ends this rank's loop; in `all_reduce` the ranks agree on it
         def on_batch_end(loss): return plain(loss) or self.ranks.stop_requested()
         with with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
             outs = self.real(model, dl, loss_func, handler, pbar, average=False)
@@ -130,7 +123,7 @@ class Validation:
 
 def _sum_mean(m):
     "Sum an `AverageMetric` over all ranks"
-    val,count,*_ = group.all_sum([float(m.val), m.count])
+    val,count = group.all_sum([float(m.val), m.count])
     m.val = torch.tensor(val)
     m.count = int(count)
 

@@ -12,12 +12,13 @@ import contextlib, copy, itertools, math, numbers, random, sys, warnings, weakre
 
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import find_bs, to_device
+from fastcore.basics import chunked
 from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
 from ..base.failure import note_item
 from ..base.rng import CommonRNG
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, Step, account, chunk, draw_seed, generator_state, global_batch_size,
+    CantShard, Shard, Sharded, Step, account, draw_seed, generator_state, global_batch_size,
     no_batches, original, outside_loop, reading, refuse_loader, reporting, set_generator,
     sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, why_not_torch
@@ -78,7 +79,7 @@ class ShardedDL(Sharded):
     def _begin(self):
         self.randomize()
         self.before_iter()
-        steps = [*self._shard.steps(chunk([*self.get_idxs()], self.bs, self.drop_last))]
+        steps = [*self._shard.steps(chunked(self.get_idxs(), self.bs, self.drop_last))]
         draw_seed()     # in one process torch's iterator draws one here
         return steps
     def _batches(self):

@@ -6,7 +6,7 @@
 __all__ = ['facts', 'merged_env', 'merged_path', 'own_modules', 'write_files', 'Agent', 'main']
 
 # %% ../../nbs/machines/612_agent.ipynb #0535b0b9
-import contextlib, functools, hashlib, os, re, signal, socket, sys
+import functools, hashlib, os, re, signal, socket, sys
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import connection
 from pathlib import Path
@@ -33,7 +33,7 @@ def _digest():
     return res.hexdigest()
 
 def facts():
-    "What the notebook has to know of this machine, in plain numbers and strings"
+    "The versions and the number of GPUs of this machine, as plain numbers and strings"
     versions = dict(Python='.'.join(map(str, sys.version_info[:2])), torch=_version('torch'),
                     fastai=_version('fastai'), fastddp=f"{_version('fastddp')}+{_digest()}")
     return dict(versions=versions, gpus=group.n_gpus())
@@ -89,8 +89,8 @@ _TURN = .2      # seconds between two looks at logs and heartbeats
 _SILENCE = 60.  # at least so many seconds without a sign of life of the notebook end the agent
 
 class Agent:
-    """Has the workers of one machine: `run` does what the notebook's messages say, until the
-    notebook is gone. A message is handled by the method `on_` and its name"""
+    """Runs the workers of one machine for the notebook, until the notebook is gone. `run` handles
+    each message of the notebook by the method `on_` and its name, and sends news of the workers"""
     def __init__(self,
         read_fd, write_fd, # Of the stream
         names=(), # Environment variables that workers here have from this machine

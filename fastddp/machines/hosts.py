@@ -9,7 +9,7 @@ __all__ = ['HOME', 'differs', 'files_among', 'is_text', 'Machines', 'Command', '
 import contextlib, os, shlex, signal, socket, subprocess, sys, tempfile, time
 from functools import partial
 
-from fastcore.basics import patch
+from fastcore.basics import patch, store_attr
 
 from ..base import group
 from ..base.checks import Check, check_all, is_list, number, whole
@@ -30,7 +30,7 @@ from ..payload.buffers import Block
 def differs(
     there, here, # `facts` of a machine, and of the notebook's
 ):
-    "What is not the same, as a text, or None"
+    "A text that names the versions which differ, or None"
     bad = [f"{k} {there['versions'].get(k) or '(none)'}, the notebook {v or '(none)'}"
            for k,v in here['versions'].items() if there['versions'].get(k) != v]
     return f"has {'; '.join(bad)}; they have to be the same" if bad else None
@@ -71,11 +71,9 @@ class Machines(Local):
         link_timeout=30., # Seconds of silence that break a connection to a machine or a rank
         **kwargs, # As for `Local`
     ):
-        check_all(dict(per_node=per_node, interface=interface, start_timeout=start_timeout,
-                       link_timeout=link_timeout), _CHECKS)
+        check_all(locals(), _CHECKS)
         super().__init__(**kwargs)
-        self.per_node,self.interface = per_node,interface
-        self.start_timeout,self.link_timeout = start_timeout,link_timeout
+        store_attr()
         self.machines,self.cards,self.on_gpu = [],{},False
         self.counts = {}                        # name of a machine -> its ranks
         # names: lost in the last job; left out until the outermost block ends
@@ -263,7 +261,7 @@ class Command:
         self.proc.stdin.close()
         self.proc.stdout.close()
     def said(self):
-        "What didn't come from the agent: errors of the command, or of Python there"
+        "The output that isn't from the agent: errors of the command, or of Python there"
         self._errors.seek(0)
         return self._errors.read()
     def close(self,
@@ -292,7 +290,7 @@ class Hosts(Machines):
         python=None, # The interpreter there; None: the path of the notebook's
         **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
-        check_all(dict(hosts=hosts, command=command, python=python), _HOST_CHECKS)
+        check_all(locals(), _HOST_CHECKS)
         super().__init__(per_node, **kwargs)
         self.hosts,self.command,self.python = list(hosts),command,python
     def _argv(self, host):

@@ -9,6 +9,8 @@ __all__ = ['Machine', 'RemoteWorkers']
 import os, time
 from multiprocessing import connection
 
+from fastcore.basics import store_attr
+
 from ..base.board import Heartbeat
 from ..base.errors import CantDistribute
 from .agent import own_modules
@@ -16,7 +18,6 @@ from .stream import Stream
 from ..payload.buffers import Block
 from ..process import helper
 from ..process.worker import Surroundings
-from ..process.helper import new_folder, remove_folder
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356
 class Machine:
@@ -27,17 +28,17 @@ class Machine:
         silence=30., # Seconds without a message after which it is lost
         home=False, # Is it the notebook's own?
     ):
-        self.name,self.silence,self.home = name,silence,home
+        store_attr('name,silence,home')
         self.ranks,self.facts = [],{}       # `facts`: see `agent.facts`
         self.conn = conn()
         self.stream = Stream(self.conn.read_fd, self.conn.write, self.conn.end)
         self.stream.send('link_timeout', silence)
     def said(self):
-        "What came that was not the agent's: errors of the command, or of Python there"
+        "The output that isn't from the agent: errors of the command, or of Python there"
         preamble = bytes(self.stream.preamble).decode(errors='replace')
         return f'{preamble}\n{self.conn.said()}'.strip()
     def lost(self):
-        "Why nothing will come any more, or None"
+        "Why the connection counts as lost, or None"
         if self.stream.end_reason:
             last = self.said().splitlines()[-1:]
             return f"the connection to {self.name} ended{f' ({last[0]})' if last else ''}"
@@ -76,7 +77,7 @@ class RemoteWorkers:
         self.ranks,self._dead = [*self._of],set()
         # (rank, kind) -> `(Block, Packed)` of what the rank put last; rank -> `Heartbeat`
         self.latest,self._beats = {},{}
-        self._folder = new_folder()         # for logs
+        self._folder = helper.new_folder()  # for logs
     def submit(self, m, entry, specs, card, packed, block):
         "Every rank on the machine `m` calls `entry`; modules of the user's own go along"
         env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
@@ -134,4 +135,4 @@ class RemoteWorkers:
         "As `Workers.stop`: the ranks end with their agents, which end with their streams"
         for m in self.machines: m.stream.close()
         self.forget()
-        remove_folder(self._folder)
+        helper.remove_folder(self._folder)

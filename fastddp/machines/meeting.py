@@ -52,7 +52,7 @@ def reached(
     token, # Its word
     only=None, # Name of the card to use; None: any
 ):
-    "Those of the addresses that this machine reaches -> the network card by which it does"
+    "Addresses of `offers` that this machine reaches -> the network card by which it does"
     all_cards,source,res = cards(),None,{}
     if only:
         own = next(iter(cards(only)), None)
@@ -108,8 +108,8 @@ def store_at(where):
 
 # %% ../../nbs/machines/611_meeting.ipynb #b833ba9f
 def _break_dead_links(seconds):
-    """Has every TCP connection that this process has now break after `seconds` of silence (see
-    tcp(7))"""
+    """Set options on all TCP connections of this process, so that they break after `seconds` of
+    silence (see tcp(7))"""
     options = dict(TCP_KEEPIDLE=seconds/2, TCP_KEEPINTVL=seconds/6, TCP_USER_TIMEOUT=1000*seconds)
     known = {getattr(socket, k): max(1, round(v)) for k,v in options.items() if hasattr(socket, k)}
     for fd in map(int, os.listdir('/dev/fd')):

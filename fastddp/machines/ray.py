@@ -31,17 +31,17 @@ class Relay:
                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                      stderr=self.errors)
     def write(self, frame):
-        "Gives it to the agent"
+        "Pass bytes to the agent"
         self.proc.stdin.write(frame)
         self.proc.stdin.flush()
     def end(self):
-        "No more comes: the agent ends"
+        "Close the agent's input, which ends it"
         self.proc.stdin.close()
     def read(self):
-        "What the agent says, as soon as it says something; nothing when it has ended"
+        "The next bytes of the agent's output, as soon as there are some; none once it has ended"
         return self.proc.stdout.read1(1<<20)
     def said(self):
-        "What else came: errors of Python"
+        "Errors of Python, which the agent did not send"
         self.errors.seek(0)
         return self.errors.read().decode(errors='replace')
 
@@ -89,7 +89,7 @@ class RelayConnection:
         "Nothing more is sent"
         with contextlib.suppress(Exception): self.actor.end.remote()    # the cluster may be gone
     def said(self):
-        "What didn't come from the agent"
+        "The output that isn't from the agent"
         return self._said
     def close(self,
         seconds, # That it has to end by itself
@@ -189,7 +189,7 @@ class Ray(Machines):
         wait=0., # Seconds to wait for resources that others have at the moment
         **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
-        check_all(dict(nodes=nodes, gpus=gpus, cpus=cpus, wait=wait), _CHECKS)
+        check_all(locals(), _CHECKS)
         _refuse_client(address)
         super().__init__(per_node, **kwargs)
         self.cluster,self.nodes,self.runtime_env = address,nodes,runtime_env

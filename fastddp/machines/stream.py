@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import cloudpickle
 
-from ..payload.buffers import Block
+from ..payload.buffers import Block, write_at
 
 # %% ../../nbs/machines/610_stream.ipynb #8fb1f305
 GREETING = b'\nfastddp agent, stream 5\n'
@@ -24,7 +24,7 @@ _CHUNK = 1<<20                  # bytes of data in one frame
 def _frame(data): return _HEADER.pack(_MAGIC, len(data))+data
 
 class _Outgoing(NamedTuple):
-    "What the queue of a `Stream` holds"
+    "A message in the queue of a `Stream`"
     msg:bytes=b''
     file:object=None    # With data that follows the message; owned by this object
     size:int=0          # Bytes of data
@@ -40,11 +40,11 @@ class Stream:
         end=lambda: None, # Called there when nothing more will be written
     ):
         self._read_fd,self._write,self._end = read_fd,write,end
-        self.preamble = b''             # what came before the greeting
-        self.end_reason = None          # why nothing comes any more; None: it may
-        self._heard = time.monotonic()  # when something came
+        self.preamble = b''             # bytes before the greeting: output of a shell, say
+        self.end_reason = None          # why the connection has ended; None: it is open
+        self._heard = time.monotonic()  # when bytes came last
         self._greeted,self._buffer,self._inbox = False,bytearray(),[]
-        # the message that is coming, its block, and how much of that is there
+        # the message that is coming, its block, bytes of the block that are there, and all of them
         self._msg,self._block,self._at,self._size = None,None,0,0
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, daemon=True, name='fastddp-stream')
@@ -124,7 +124,7 @@ class Stream:
                 self._heard = time.monotonic()
                 self._buffer += data
                 self._take_frames()
-        # of what isn't a frame anything can come, also from pickle
+        # bytes that are no frame can raise anything, also in pickle
         except Exception as e: self.end_reason = str(e) or type(e).__name__
     def _take_frames(self):
         if not self._greeted:
@@ -144,18 +144,15 @@ class Stream:
         return self._size-self._at
     def _take_frame(self, data):
         "Take a piece of the block that is coming, or else the next message"
-        if self._missing(): self._take_piece(memoryview(data))
+        if self._missing():
+            write_at(self._block.fd, memoryview(data), self._at)
+            self._at += len(data)
         else:
             self._msg,self._size = pickle.loads(data)
             self._block,self._at = Block() if self._size else None,0
             if self._block: self._block.make_room(self._size)
         if self._missing(): return
         self._inbox.append((*self._msg, self._block) if self._block else self._msg)
-    def _take_piece(self, data):
-        while data:
-            n = os.pwrite(self._block.fd, data, self._at)
-            self._at += n
-            data = data[n:]
     def close(self,
         timeout=1., # Seconds for what is not sent yet
     ):

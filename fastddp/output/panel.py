@@ -16,10 +16,10 @@ PERIOD = .3         # seconds between two updates
 _SHOWN = 20_000     # characters of text in the display
 
 class Panel:
-    "What a thread shows, as one display of the notebook"
+    "Collects the output of a thread, and shows it in one display of the notebook"
     def __init__(self,
         title, # Called for the first line
-        on_refresh=lambda: None, # Called when workers are at work
+        on_refresh=lambda: None, # Called at each `refresh`
     ):
         self.title,self.on_refresh = title,on_refresh
         self.items = []         # `['stdout' or 'stderr', text]` and `['display', data, display_id]`

@@ -7,13 +7,15 @@ __all__ = ['frontend', 'in_terminal', 'display_settings', 'shown_in', 'publish',
            'several', 'print_once', 'Status', 'shorten', 'shortened']
 
 # %% ../../nbs/output/204_replay.ipynb #2d81c0a3
-import contextvars, shutil, sys, contextlib, time
-from fastcore.basics import patch
-from .capture import DisplaySettings
-from ..base.scoped import with_context
-from .streams import overwritten
+import contextlib, contextvars, shutil, sys, time
 from types import TracebackType
+
+from fastcore.basics import patch
+
 from ..base.failure import ipython_shell as _get_ipython, is_user_file
+from ..base.scoped import with_context
+from .capture import DisplaySettings
+from .streams import overwritten
 
 # %% ../../nbs/output/204_replay.ipynb #1f8c5e81
 def frontend():
@@ -64,7 +66,7 @@ class Replay:
         else: self._show(rank, *event)
         self.is_new = True
     def flush(self):
-        "Bring out what is shown"
+        "Flush stdout and stderr if something was shown"
         for o in (sys.stdout, sys.stderr):
             if self.is_new and o is not None: o.flush()
         self.is_new = False
@@ -136,6 +138,7 @@ def _show_warning(self:Replay, text):
     if text in _shown_once: return
     _shown_once.add(text)
     spaces = [getattr(m, '__dict__', {}) for m in [*sys.modules.values()]]
+    # what Python has shown already in this process: `(text, category, line)` in each module
     noted = [k for ns in spaces for k in ns.get('__warningregistry__', ()) if isinstance(k, tuple)]
     if not any(f":{line}: {kind.__name__}: {said}\n" in text for said,kind,line in noted):
         _write('stderr', text)
@@ -147,7 +150,7 @@ _hushed = contextvars.ContextVar('fastddp-hushed', default=False)
 def hushed(
     quiet=True, # False: change nothing
 ):
-    "Context manager that suppresses the library's lines in this thread"
+    "Context manager in which this thread prints no lines of the library"
     return with_context(_hushed, _hushed.get() or quiet)
 
 def print_line(
@@ -161,7 +164,7 @@ def end_line():
     if frontend() == 'terminal': print_line('')
 
 def several(n, what):
-    "`n` of them, as a line says it"
+    "A number and its noun as text, such as '2 machines'"
     return f"{n:,} {what}{'s' if n != 1 else ''}"
 
 # %% ../../nbs/output/204_replay.ipynb #b5db82cf
@@ -212,8 +215,8 @@ def shortened():
         raise
 
 def _short_lines():
-    """The lines that IPython shows; no reference from the exception to itself, which would keep its
-    frames alive"""
+    """The lines that IPython shows for the exception at hand. A method of the exception would be a
+    reference to itself, which keeps its frames alive"""
     e = sys.exc_info()[1]
     try:
         return _get_ipython().InteractiveTB.structured_traceback(type(e), e, _user_frames(e),

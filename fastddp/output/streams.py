@@ -57,19 +57,15 @@ class EventQueue:
         self.put(('stream', name, s))
 
 # %% ../../nbs/output/201_streams.ipynb #84e793cb
-def _update_same(a, b):
-    "True for two display events that update one display: their transient data are the same"
-    return a[0] == b[0] == 'display' and a[3:] == b[3:]
-
 @patch
 def _add(self:EventQueue, event):
     "Append `event`, and remove the events that it makes invisible"
     kind,*values = event
     last = self.events[-1] if self.events else ('',)
     is_update = kind == 'display' and values[-1]
-    # what waits would be cleared as soon as it is seen
+    # this clears all output that waits
     if event == ('clear', False): self.events = []
-    # that one clears when new output comes, which an update isn't
+    # `clear_output(wait=True)` clears when new output comes, which an update isn't
     elif last[0] == 'clear' and not is_update: self.events = [last]
     if kind == 'stream':
         name,text = values
@@ -77,9 +73,9 @@ def _add(self:EventQueue, event):
         if last[:2] == ('stream', name): last[2].append(text)
         else: self.events.append(('stream', name, [text]))
         return
-    # a display without an id can't be updated, so it replaces nothing
+    # an update replaces the one before it of the same display, which the transient data name
     if is_update and 'display_id' in event[3]:
-        self.events = [e for e in self.events if not _update_same(e, event)]
+        self.events = [e for e in self.events if e[0] != 'display' or e[3:] != event[3:]]
     self.events.append(event)
 
 # %% ../../nbs/output/201_streams.ipynb #3e25526a
@@ -112,6 +108,7 @@ def _run(self:EventQueue):
 # %% ../../nbs/output/201_streams.ipynb #e70fd1a5
 @patch
 def _write_in_fork(self:EventQueue, text):
+    "Pass complete lines to the rank that this process was forked from"
     *lines,self.line = (self.line+text).split('\n')
     for o in lines:
         with contextlib.suppress(OSError): os.write(self.w, f'{o}\n'.encode(errors='replace'))
@@ -133,7 +130,7 @@ def _send(self:EventQueue, event):
     if self.send is None: return
     try: self.send(event)
     except (OSError, EOFError): self.send = None    # the notebook is gone
-    except Exception: pass      # it can't be pickled, say: the next may
+    except Exception: pass      # an event that can't be pickled is dropped
 
 # %% ../../nbs/output/201_streams.ipynb #9a51c5f7
 class Stream(io.TextIOBase):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
+from fastcore.basics import store_attr
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -29,7 +30,7 @@ def _is_data(v):
     return of_cells or not callable(v) or isinstance(v, nn.Module)
 
 def _variables(definition):
-    "`(kind, name)` -> value, for what a function or class leads to"
+    "`(kind, name)` -> value, for the variables that a function or class of a cell uses"
     found = {('attribute',k):v for k,v in vars(definition).items() if not k.startswith('__')}
     if isinstance(definition, types.FunctionType):
         code,space = definition.__code__,definition.__globals__
@@ -62,8 +63,8 @@ def _set(o, name, v):
     else: o.__closure__[o.__code__.co_freevars.index(name[1])].cell_contents = v
 
 def _is_gone(o, name):
-    """True if it was deleted; what is no data any more is still there. Arguments and variables of
-    enclosing functions count as being there"""
+    """True if `name` was deleted from `o`, rather than replaced by something that is no data.
+    Default values and variables of enclosing functions can't be deleted"""
     if isinstance(name, str): return name not in vars(o)
     kind,key = name
     if kind == 'attribute': return key not in vars(o)
@@ -87,7 +88,7 @@ class _Members(list):
         return len(self) == len(other) and all(a is b for a,b in zip(self, other))
 
 def _members(owner, name, v):
-    "What is compared of an attribute `name`; equal for the same members and the same version"
+    "A value to compare for an attribute `name`: equal if members and tensor version are the same"
     is_own = isinstance(owner, nn.Module)       # a data set may use the same names
     if is_own and name in ('_parameters','_buffers'): return [(k, t is None) for k,t in v.items()]
     if is_own and name == '_modules':
@@ -117,7 +118,7 @@ def fingerprint(
     return h.digest(), p.nbytes
 
 def has_arrays(v):
-    "Is `v` a tensor, an array or an image, or a container of such?"
+    "True for a tensor, an array or an image, and for a container that has one"
     if isinstance(v, dict): v = v.values()
     elif not isinstance(v, (list,tuple,set)):
         is_array = hasattr(type(v), 'tobytes') and not np.isscalar(v)
@@ -135,19 +136,19 @@ _TRAINED = 'state','param_groups'       # of torch's optimizers: they change any
 STRUCTURE = '_modules','_parameters','_buffers','model'
 
 class Change(NamedTuple):
-    "What changed in one object"
+    "The changes of one object"
     index:int       # Of the object in its group
     values:dict     # Name -> `(value, True if it is the object of before)`
     removed:list    # Names that were deleted
 
 class Changes:
-    "What changes in objects from now on"
+    "Finds what changes in objects after it was made: `since_start` compares with that moment"
     def __init__(self,
-        groups, # Name -> objects
+        groups, # Name -> objects: 'learn', 'opt', 'cbs', 'parts' (modules, data), 'variables'
         stays=lambda group, o, name: False, # True for an attribute that stays here
         refs=None, # What both sides have; None: all contents count as changed
     ):
-        self.groups,self.stays,self.refs = groups,stays,refs
+        store_attr()
         self.before = self._note()
     def _note(self):
         "Group -> for each object `{name: (value, mark)}`"
@@ -183,6 +184,8 @@ class Changes:
                 if new or removed: res[g].append(Change(i, new, removed))
         return res
     def _is_sent(self, group, o, name, v, mark, changed, ended):
+        """True if the value goes to the notebook: a change, except in the caches of parts; and
+        while the job goes on (not `ended`) any small value"""
         if group == 'parts': return changed and (name in STRUCTURE or not _is_cache(o, v))
         return changed or not ended and mark and mark[1] <= _ALWAYS_SENT_BYTES
     def drop_unpicklable(self, found):
@@ -238,7 +241,8 @@ def _replace_attributes(old, new, but=()):
 _OF_MODULES = vars(nn.Module()).keys() - {'training'}
 
 def _update_module(old, new):
-    "Its modules, parameters and buffers stay the same objects; False if `new` has others"
+    """Make the module `old` equal to `new`; its modules, parameters and buffers stay the same
+    objects. False if `new` has others"""
     mine,theirs = dict(old.named_modules()),dict(new.named_modules())
     values = model_tensors(new)
     if mine.keys() != theirs.keys() or model_tensors(old).keys() != values.keys(): return False

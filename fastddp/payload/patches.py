@@ -79,7 +79,7 @@ def _register(owner, attr, value):
 
 # %% ../../nbs/payload/105_patches.ipynb #61fe5e7e
 class Patch(NamedTuple):
-    "What cells put onto one attribute"
+    "An attribute of a library that cells have set, or implementations that they registered there"
     module:str
     cls:str|None        # The class in it, if the attribute is a class's
     name:str            # The attribute
@@ -93,7 +93,7 @@ def _this_process(): return _process_token,os.getpid()
 _undo = []      # functions that take away the patches that came with the last payload, in order
 
 def _install(sender, patches):
-    "What loading `Patches` does: takes away the last ones, and puts these where they were found"
+    "Load `Patches`: undo those of the last payload, and set these where they were found"
     if sender == _this_process(): return
     while _undo: _undo.pop()()
     for o in patches:
@@ -128,7 +128,7 @@ def _namespaces():
                 yield name, path, dict(vars(c))
 
 def collect_patches():
-    "What cells patched onto the libraries that training uses, as `Patches`"
+    "The `Patches` that cells have made to the libraries that training uses"
     function,main = types.FunctionType,vars(sys.modules['__main__'])
     handlers = dict.fromkeys([function, *_INNER_FUNCTIONS], (_set,_notebook_function))
     for module,name,select in (('plum','Function',_plum_implementations),

@@ -76,21 +76,23 @@ def _spent_handle(): return RemovableHandle(collections.OrderedDict())
 
 # %% ../../nbs/payload/101_pickling.ipynb #8ced6949
 def attr_of(module, name):
-    "What has `name` in `module`, which is imported if need be"
+    "The attribute `name` of a module, which is imported if need be"
     return getattr(importlib.import_module(module), name)
 
 _MAIN = '__main__','__mp_main__'     # the second is the first's name in `multiprocess`
 
 def _class(pickler, cls):
+    "A class that isn't in the module it names is sent by the name of the module that has it"
     name,module = cls.__name__,sys.modules.get(cls.__module__)
     in_place = module is None or getattr(module, name, None) is cls
-    if in_place or cls.__module__ == '__main__' or '.' in cls.__qualname__:
-        return _noted(pickler, cls)
-    for k,m in sys.modules.copy().items():
-        if k not in _MAIN and getattr(m, '__dict__', {}).get(name) is cls: return attr_of, (k,name)
+    if not (in_place or cls.__module__ == '__main__' or '.' in cls.__qualname__):
+        for k,m in sys.modules.copy().items():
+            if k not in _MAIN and getattr(m, '__dict__', {}).get(name) is cls:
+                return attr_of, (k,name)
     return _noted(pickler, cls)
 
 def _function(pickler, f):
+    "A function that a library made is sent without its globals, which the other process has"
     if not _is_librarys(f): return _noted(pickler, f)
     reduced = _by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple): return reduced
@@ -100,7 +102,7 @@ def _function(pickler, f):
     return _library_function, args, (attrs, more|dict(__globals__={})), *reduced[3:]
 
 def _is_librarys(f):
-    "Can another process import the module of `f`, and is `f` no function's local one?"
+    "True if another process can import the module of `f`, and no function has made `f`"
     m = sys.modules.get(f.__module__)
     if getattr(m, '__dict__', None) is not f.__globals__: return False
     if f.__module__ == '__main__' or m.__spec__ is None: return False
@@ -124,6 +126,7 @@ class Definitions(list):
     "Put last into what is dumped: becomes the functions and classes that it sends by value"
 
 def _noted(pickler, o):
+    "As cloudpickle does it; what it sends by value is noted for `Definitions`"
     reduced = _by_cloudpickle(pickler, o)
     if isinstance(reduced, tuple): pickler.definitions.append(o)
     return reduced
@@ -149,7 +152,7 @@ def own_classes():
 
 def known_as(o # One of the `Definitions`
 ):
-    "How `definition_of` finds it in another kernel in which the same cell has run"
+    "A description by which `definition_of` finds `o` in another kernel that has run the same cell"
     args = []
     if isinstance(o, types.FunctionType):
         args = [o.__code__.co_freevars, len(o.__defaults__ or ()), sorted(o.__kwdefaults__ or ())]
@@ -163,7 +166,7 @@ def definition_of(known):
     alike = isinstance(found, (type,types.FunctionType)) and known_as(found) == known
     return found if alike else None
 
-# The first that fits counts
+# Type -> function `(pickler, object)` that reduces objects of it; the first that fits counts
 _REDUCERS = [
     (Definitions, _definitions),
     (torch.storage.TypedStorage, _typed_storage), (torch.UntypedStorage, _untyped_storage),
@@ -186,7 +189,7 @@ def dumped_instead(
 def _same(o): return o
 
 class StandIn:
-    "What is pickled for an object: `make(*args)`"
+    "Pickled in place of an object: loads as `make(*args)`"
     def __init__(self, make, *args): self._reduced = make,args
     def __reduce__(self): return self._reduced
 
@@ -210,7 +213,7 @@ class _Pickler(cloudpickle.Pickler):
         "The storage that stands for all of its memory"
         return self._storages.setdefault((s.device, s.data_ptr(), s.nbytes()), s)
     def remember(self, numbered):
-        "From now on these objects are named by their numbers, see `_Unpickler.persistent_load`"
+        "From now on these objects are sent as their numbers, see `_Unpickler.persistent_load`"
         memo = self.memo.copy()
         for i,o in numbered:
             if id(o) in memo: continue
@@ -238,7 +241,8 @@ def dump(
 
 @contextlib.contextmanager
 def _no_collection():
-    "Inside, thousands of new objects don't make the garbage collector look through the notebook"
+    """Inside, the garbage collector is off: it would search the notebook's objects again and again
+    while thousands of new ones are made"""
     was_on = gc.isenabled()
     gc.disable()
     try: yield
@@ -286,7 +290,7 @@ class _Unpickler(pickle.Unpickler):
         if id(ns) not in self._globals: self._globals[id(ns)] = _Globals(ns, self._home), ns
         return make(code, self._globals[id(ns)][0], *args)
     def _set_state(self, setstate, o, state):
-        "A class or function of the notebook is put where plain pickle looks for it: into `home`"
+        "Put a class or function of the notebook into `home`, where plain pickle looks for it"
         res = setstate(o, state)
         name = getattr(o, '__qualname__', '.')
         is_free = self._home.get(name, o) is _defined.get(name, o)      # or holds an older one
@@ -359,7 +363,7 @@ def _function_parts(f):
 
 # %% ../../nbs/payload/101_pickling.ipynb #c601cf04
 def address(fn):
-    "How another process finds `fn`: as 'module:function' if it can import it, else its pickle"
+    "`fn` as another process finds it: 'module:function' if that can be imported, else its pickle"
     module,name = fn.__module__,getattr(fn, '__qualname__', '')     # a partial has none
     by_name = module != '__main__' and getattr(sys.modules.get(module), name, None) is fn
     return f'{module}:{name}' if by_name else cloudpickle.dumps(fn, protocol=5)

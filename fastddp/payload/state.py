@@ -26,7 +26,7 @@ def picklable_attrs(
     attrs, # Name -> value
     refs,  # Objects that the other process has, as of `dump`
 ):
-    "Those of `attrs` that can be dumped, as a dict"
+    "The entries of `attrs` that can be dumped, as a dict"
     res = {}
     for k,v in attrs.items():
         with contextlib.suppress(Exception):
@@ -131,7 +131,7 @@ def opt_owners(opt):
     return res
 
 def opt_attrs(opt):
-    "What `opt` and those it wraps keep in attributes; torch's leave such out when pickled"
+    "Other attributes of `opt` and the optimizers that it wraps; torch leaves them out of pickles"
     return [{k:v for k,v in vars(o).items() if k not in OPT_STAYS} for o in opt_owners(opt)]
 
 def _tensors_in(v):

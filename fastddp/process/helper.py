@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HELPER_ENDED', 'end_with_parent', 'end_forks_with_us', 'new_folder', 'remove_folder', 'private_folder', 'sweep',
-           'start_method', 'without_helper', 'preload', 'preloads', 'serve', 'run_spawned', 'lasts', 'ensure_helper',
-           'warm', 'is_new', 'WorkerProcess', 'HelperEnded', 'is_stopped', 'start_worker']
+           'start_method', 'without_helper', 'preload', 'preloads', 'serve', 'run_spawned', 'ensure_helper', 'warm',
+           'is_new', 'WorkerProcess', 'HelperEnded', 'is_stopped', 'start_worker']
 
 # %% ../../nbs/process/404_helper.ipynb #dfa8706d
 import atexit, contextlib, ctypes, os, shutil, signal, stat, sys, tempfile, threading
@@ -13,6 +13,8 @@ from glob import escape, glob
 
 try: import fcntl
 except ImportError: fcntl = None    # not on Windows, where there are no workers
+
+from ..base.scoped import in_main_thread
 
 # %% ../../nbs/process/404_helper.ipynb #1da79cef
 _PR_SET_PDEATHSIG = 1
@@ -27,7 +29,7 @@ def end_forks_with_us():
     main = False
     def before():
         nonlocal main
-        main = lasts()
+        main = in_main_thread()
     def in_child():
         if main: end_with_parent()
     os.register_at_fork(before=before, after_in_child=in_child)
@@ -74,7 +76,7 @@ def _remove_all():
         for path in list(_locks): remove_folder(path)
 
 def _close_locks():
-    "In a forked child: a lock that it holds, too, would keep the folder as long as the child lives"
+    "In a forked child: close the locks, which would keep the folders as long as the child lives"
     for fd in _locks.values(): os.close(fd)
     _locks.clear()
 
@@ -132,7 +134,7 @@ def preload(
     listed.extend(m for m in modules if m not in listed)
 
 def preloads():
-    "What a helper that starts now imports, in order"
+    "The modules that a helper imports if it starts now, in order"
     imported = (m for m in _preload_if_imported if m in sys.modules and m not in _preload)
     return [*_preload, *imported]
 
@@ -240,17 +242,13 @@ def _start_python(call, fds):
     return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True,
                             env={**os.environ, 'PYTHONPATH': path})
 
-def lasts():
-    "True if this thread lives as long as its process"
-    return threading.current_thread() is threading.main_thread()
-
 class _Helper:
     "The notebook's side of one helper process"
     def __init__(self):
         self.sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(None)      # `socket.setdefaulttimeout` is for the user's sockets
         self.has_forked = False
-        parent = os.getpid() if lasts() else 0
+        parent = os.getpid() if in_main_thread() else 0
         with theirs: self.popen = _start_python(f'serve({theirs.fileno()}, {parent}, {preloads()})',
                                                 [theirs.fileno()])
 
@@ -272,8 +270,8 @@ def is_new():
     return start_method() == 'forkserver' and not (_helper is not None and _helper.has_forked)
 
 def _forget_helper():
-    """A forked child must not keep the socket open: the helper ends when the notebook's end is
-    closed"""
+    """In a forked child: close the helper's socket, since the helper ends when all copies of the
+    notebook's end are closed"""
     global _helper,_lock
     if _helper is not None: _helper.sock.close()
     _helper,_lock = None,threading.Lock()

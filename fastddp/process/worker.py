@@ -6,16 +6,19 @@
 __all__ = ['HEARTBEATS', 'Surroundings', 'Pipe', 'Task', 'Channel', 'worker_main']
 
 # %% ../../nbs/process/405_worker.ipynb #07c13687
-import array, os, pickle, queue, shutil, signal, socket, struct, sys, threading, traceback
-import warnings, cloudpickle, contextlib, faulthandler, gc, multiprocessing, tempfile
+import array, contextlib, faulthandler, gc, multiprocessing, os, pickle, queue, shutil, signal
+import socket, struct, sys, tempfile, threading, traceback, warnings
 from multiprocessing import connection
 from typing import NamedTuple
+
+import cloudpickle
 from fastcore.basics import noop, patch
+
 from ..base.board import Heartbeats
-from ..base.errors import CantDistribute
-from ..payload.buffers import Block, Packed
 from ..base.device import in_bad_fork, reset_device_count
+from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
+from ..payload.buffers import Block, Packed
 from ..payload.pickling import function_at
 from .helper import end_forks_with_us, end_with_parent
 
@@ -23,7 +26,7 @@ from .helper import end_forks_with_us, end_with_parent
 _NO_CWD = "The notebook's working directory is gone: os.chdir() to one that is there."
 
 class Surroundings(NamedTuple):
-    "What a function sees of its process, apart from its arguments"
+    "The state of a process that a function may depend on, apart from its arguments"
     env:dict        # Environment
     cwd:str         # Folder
     path:list       # Import path
@@ -33,13 +36,13 @@ class Surroundings(NamedTuple):
     def now(cls,
         **env, # Variables on top of the environment, or in place of those there
     ):
-        "Those of this process"
+        "The surroundings of this process"
         try: cwd = os.getcwd()
         except OSError: raise CantDistribute(_NO_CWD)
         return cls({**os.environ, **env}, cwd, list(sys.path), list(sys.argv),
                    cloudpickle.dumps(list(warnings.filters)))
     def enter(self):
-        "Makes them those of this process; raises an OSError where the folder is gone"
+        "Set them in this process; raises an OSError if the folder is gone"
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.cwd)
@@ -106,7 +109,7 @@ class Pipe:
 
 # %% ../../nbs/process/405_worker.ipynb #b40da885
 class Task(NamedTuple):
-    "One call that the notebook wants"
+    "One call of a function that the notebook has asked for"
     entry:object                # The function's `address`: `module:function`, or its pickle
     surroundings:bytes          # A pickled `Surroundings`
     config:object               # What this rank is given of its own
@@ -122,7 +125,7 @@ class Channel:
         conn,           # This end of the pipe
         rank,           # Of this worker
         parent_pid,     # The notebook's process: when it ends, this one does
-        folder=None,    # Removed then, for the notebook had no time for it
+        folder=None,    # Removed when the notebook ends
     ):
         self.rank,self.folder,self.pid = rank,folder,os.getpid()
         # where the job is, for a failure report; or a function that says it
@@ -143,13 +146,13 @@ class Channel:
         "Sends a small picklable `event`, in order"
         self.send('event', event)
     def put(self, kind, payload):
-        """Leaves `payload` with the notebook as the newest of its `kind`; it has it even if this
-        process dies next"""
+        """Send `payload` as the newest of its `kind`; the notebook has it even if this process dies
+        right afterwards"""
         block = Block()
         try: self.send('put', kind, block.write(payload), fd=block.fd)
         finally: block.close()
     def heartbeats(self):
-        "The page on which this worker says where it is"
+        "The page of shared memory on which workers write their heartbeats"
         return Heartbeats(os.path.join(self.folder, HEARTBEATS))
     def stop_requested(self):
         "True if the notebook wants this job to stop"
@@ -164,7 +167,7 @@ def _parent_watch(pid):
 
 @patch
 def _inbox(self:Channel, parent_pid):
-    "Receives messages while the notebook lives; then kills this process and all of its group"
+    "Receive messages while the notebook lives; then kill this process and all of its group"
     parent = None
     try:
         parent = _parent_watch(parent_pid)      # fails when the notebook is gone already
@@ -197,13 +200,13 @@ def worker_main(
     rank,           # Its rank
     parent_pid,     # The notebook's process
     log,            # File for descriptors 1 and 2 and stacks; its folder goes with the notebook
-    lasts,          # True if the thread that started it lives as long as the notebook
+    by_main_thread, # True if the notebook's main thread started it
 ):
     "Run one task after the other in the new process until the notebook ends it; doesn't return"
     if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The helper forks in its only thread; the notebook may spawn in one that ends before it.
-    if lasts or os.getppid() != parent_pid: end_with_parent()
+    if by_main_thread or os.getppid() != parent_pid: end_with_parent()
     end_forks_with_us()
     try: stacks = open(log, 'a')
     except FileNotFoundError: os._exit(0)    # the notebook didn't wait
@@ -265,8 +268,7 @@ def _pickled(e):
     return original if len(original) <= _MOST_BYTES else b''
 
 def _asked(o, default):
-    """`o`, or what it returns if it is a function, which may be another function, or `default` if
-    that fails"""
+    "The value of `o`, which is called until it is no function; `default` if that fails"
     try:
         while callable(o): o = o()
         return o

@@ -14,11 +14,12 @@ from fastcore.basics import patch
 
 from ..base.board import Heartbeats
 from ..base.errors import CantDistribute
+from ..base.scoped import in_main_thread
 from ..payload.pickling import address
 from ..payload.buffers import Block
 from .worker import HEARTBEATS, Pipe, Surroundings, worker_main
 from .helper import (
-    HelperEnded, lasts, new_folder, remove_folder, start_method, start_worker, without_helper)
+    HelperEnded, new_folder, remove_folder, start_method, start_worker, without_helper)
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
 _REMEDIES = {
@@ -32,7 +33,7 @@ _REMEDIES = {
 def _refusal(
     e, # An OSError from the start of workers
 ):
-    "What a `CantDistribute` says about it"
+    "The message of a `CantDistribute` about it"
     folder = tempfile.gettempdir()
     if e.errno in _REMEDIES: remedy = _REMEDIES[e.errno]
     elif os.path.isdir(folder):
@@ -84,7 +85,7 @@ class Workers:
     def _start_one(self, r):
         ours,theirs = socket.socketpair()
         try:
-            args = r, os.getpid(), self.log_path(r), lasts()
+            args = r, os.getpid(), self.log_path(r), in_main_thread()
             main = address(worker_main)
             self.procs[r] = start_worker(self.method, theirs, main, args, self._waiting)
         except BaseException:
@@ -121,8 +122,8 @@ def submit(self:Workers,
 
 @patch
 def early(self:Workers, entry, configs, **env):
-    """Every rank calls `entry(channel, config)` before the job that is submitted next; only a
-    failure is heard of"""
+    """Every rank calls `entry(channel, config)` before the job that is submitted next; its only
+    news is a failure"""
     self._send_each('early', entry, configs, env)
 
 @patch
@@ -139,13 +140,12 @@ def _send(self:Workers, r, *msg):
 
 @patch
 def ask_stop(self:Workers):
-    """Sends every rank the wish to stop; `Channel.stop_requested` is then true, and
-    `Channel.on_stop` is called"""
+    "Ask every rank to stop: `Channel.stop_requested` becomes true, `Channel.on_stop` is called"
     for r in self.alive(): self._send(r, 'stop')
 
 @patch
 def ask_stacks(self:Workers, ranks):
-    "Lets `ranks` write the Python stacks of all their threads into their logs"
+    "Have `ranks` write the Python stacks of all their threads into their logs"
     for r in ranks:
         with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
 
@@ -154,7 +154,8 @@ def ask_stacks(self:Workers, ranks):
 def poll(self:Workers,
     timeout=None, # Seconds; None: until something is there
 ):
-    "Everything that is new, as a list of news"
+    """What the workers have sent since the last call: a list of `(rank, what, *values)`, see the
+    table of messages in `process.worker`; 'died' comes with the exit code"""
     ends = {p.sentinel:r for r,p in self.procs.items() if r not in self._dead}
     pipes = {self.pipes[r]:r for r in ends.values() if not self.pipes[r].ended}
     ready = connection.wait([*pipes, *ends], timeout)
@@ -167,12 +168,12 @@ def poll(self:Workers,
 
 @patch
 def tell_again(self:Workers, ranks):
-    "That these died is news for the next `poll` as well"
+    "Have the next `poll` report the deaths of `ranks` again"
     self._dead -= {*ranks}
 
 @patch
 def waitables(self:Workers):
-    "What `poll` waits for, to wait for other things as well"
+    "The pipes and sentinels that `poll` waits for, so that a caller can wait for more"
     there = [r for r in self.procs if r not in self._dead]
     pipes = [self.pipes[r] for r in there if not self.pipes[r].ended]
     return [*(self.procs[r].sentinel for r in there), *pipes]
@@ -184,22 +185,22 @@ def host(self:Workers, r):
 
 @patch
 def _read(self:Workers, r, *most):
-    "The messages that lie in the pipe of rank `r`, as news; `most`: see `Pipe.receive`"
+    "The messages in the pipe of rank `r`, as news; `most`: see `Pipe.receive`"
     return [(r, *self._received(r, *msg)) for msg in self.pipes[r].receive(*most)]
 
 # %% ../../nbs/process/406_workers.ipynb #ffc2ff38
 @patch
 def _received(self:Workers, r, what, *values):
-    if what == 'put':
-        kind,packed,fd = values
-        if old := self.latest.get((r,kind)): old[0].close()
-        self.latest[r,kind] = Block(fd), packed
-        return what, kind
-    return what, *values
+    "A message as news; a payload replaces the one of its kind in `latest`"
+    if what != 'put': return what, *values
+    kind,packed,fd = values
+    if old := self.latest.get((r,kind)): old[0].close()
+    self.latest[r,kind] = Block(fd),packed
+    return what, kind
 
 @patch
 def forget(self:Workers):
-    "Frees what the last job left"
+    "Free the payloads that the last job's ranks have sent"
     for block,_ in self.latest.values(): block.close()
     self.latest.clear()
 
@@ -208,7 +209,7 @@ def forget(self:Workers):
 def stop(self:Workers,
     grace=2., # Seconds that they have to end by themselves; 0: none
 ):
-    "Ends all processes within about `grace` seconds and frees everything; harmless when repeated"
+    "End all processes within about `grace` seconds, and free everything; harmless when repeated"
     if grace:
         for r in self.alive(): self._send(r, 'exit')
         self._join(grace)

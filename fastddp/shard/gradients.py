@@ -8,8 +8,12 @@ __all__ = ['DDP_CHECKS', 'synced_bn', 'bn_note', 'sync_buffers', 'sync_params', 
            'Overlapped']
 
 # %% ../../nbs/shard/312_gradients.ipynb #4f21f8e3
-import contextlib, warnings, torch, inspect, time, zlib
+import contextlib, inspect, time, warnings, zlib
+
+import torch
+from fastcore.basics import store_attr
 from torch import nn
+
 from ..base import group
 from ..base.checks import flag, number
 from ..base.errors import CantDistribute
@@ -63,21 +67,22 @@ def _length(p):
 @torch.no_grad()
 def sync_params(named # `(name, parameter)`s
 ): # `(names of those that differed, by how much at most)`
-    "Gives rank 0's parameters to all ranks where they differ; every rank calls it"
+    "Give rank 0's parameters to all ranks where they differ; every rank calls it"
     named = [(k,p) for k,p in named if p.numel()]
     ranks = group.all_gather_object([_length(p) for _,p in named])
     differ = [kp for kp,*lengths in zip(named, *ranks) if len({*lengths}) > 1]
     if not differ: return [],0.
-    old = [p.detach().clone() for _,p in differ]
-    group.broadcast_(p for _,p in differ)
-    apart = [(a-p).abs().double().nan_to_num(float('inf')).max() for a,(_,p) in zip(old, differ)]
-    return [k for k,_ in differ],max(group.all_gather_object(float(max(apart))))
+    names,params = zip(*differ)
+    old = [p.detach().clone() for p in params]
+    group.broadcast_(params)
+    apart = [(a-p).abs().double().nan_to_num(float('inf')).max() for a,p in zip(old, params)]
+    return [*names],max(group.all_gather_object(float(max(apart))))
 
 # %% ../../nbs/shard/312_gradients.ipynb #64e7b51c
 def drift_warning(names, apart, # As of `sync_params`
                   epoch
 ):
-    "What to tell about weights that differed"
+    "The text of the warning about weights that differed"
     few = ', '.join(names[:4]) + (f' and {len(names)-4} more' if len(names) > 4 else '')
     return (f"fastddp: the ranks' weights had drifted apart by up to {apart:.2g} by the end of "
             f"epoch {epoch} ({few}). All ranks go on with rank 0's weights, now and in later "
@@ -89,7 +94,7 @@ def drift_warning(names, apart, # As of `sync_params`
 # %% ../../nbs/shard/312_gradients.ipynb #2b8a3332
 class SameWeights:
     "Gives rank 0's weights to all ranks where they differ; every rank calls it"
-    def __init__(self): self.warned = False
+    warned = False
     def __call__(self,
         named, # `(name, parameter)`s
         epoch
@@ -124,8 +129,8 @@ def is_reentrant(nodes):
     return any(node.name().startswith('CheckpointFunction') for node in nodes)
 
 def params_beside(model, loss_func, groups):
-    """What is trained beside `model`: parameters of the loss, and others in `groups` of the
-    optimizer"""
+    """The trained parameters that aren't the model's: those of the loss, and others in `groups` of
+    the optimizer"""
     module = loss_module(loss_func)
     params = [*(module.parameters() if module else ()), *(p for pg in groups for p in pg)]
     of_model = {id(p) for p in model.parameters()}
@@ -153,19 +158,19 @@ def average_grads(params,
 
 # %% ../../nbs/shard/312_gradients.ipynb #d4fc5dbc
 class Passes:
-    "Takes the place of `torch.autograd.backward` during a fit, inside of `wrapped()`"
+    """Replaces `torch.autograd.backward` inside `wrapped()`: a pass of a training batch leaves the
+    mean gradient of all ranks. The first pass of a batch may overlap with the exchange
+    (`Overlapped`); any other is flat, that is, gradients are averaged after it"""
     def __init__(self,
         params,     # Called without arguments: what is trained
         # `weigh(loss, first)`: what to run backward in its place; may raise what the ranks decided
         weigh,
-        # `agree(mask)`: all ranks' masks after a flat pass; None if other ranks don't make this
-        # pass
+        # `agree(mask)`: all ranks' masks after a flat pass; None if other ranks skip this pass
         agree,
         overlapped=None, # `Overlapped`; without it all passes are flat
         is_loss_of_learner=lambda loss: False # Then its graph isn't walked
     ):
-        self.params,self.weigh,self.agree = params,weigh,agree
-        self.overlapped,self.is_loss_of_learner = overlapped,is_loss_of_learner
+        store_attr()
         # number of passes that this batch had so far; None outside of a training batch
         self.batch = None
         self.inside = False     # True while one of these passes runs
@@ -180,8 +185,13 @@ class Passes:
         self.real = torch.autograd.backward
         with with_attrs(torch.autograd, backward=self._backward): yield self
 
-    def open(self): self.batch,self.gathers,self.flat_batch = 0,False,False
-    def close(self): self.batch = None
+    def open(self):
+        "A training batch begins"
+        self.batch,self.gathers,self.flat_batch = 0,False,False
+
+    def close(self):
+        "The training batch has ended: passes are this rank's own"
+        self.batch = None
 
     def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False,
                   grad_variables=None, inputs=None):
@@ -190,9 +200,7 @@ class Passes:
         if not self._is_ours(loss, inputs):
             return self.real(tensors, grad_tensors, grad_variables=grad_variables, inputs=inputs,
                              **more)
-        self.inside = True
-        try: self._pass(loss, grad_tensors, inputs=inputs, **more)
-        finally: self.inside = False
+        with with_attrs(self, inside=True): self._pass(loss, grad_tensors, inputs=inputs, **more)
 
     def _is_ours(self, loss, inputs):
         "True for a pass of a training batch that changes gradients of what is trained"
@@ -225,9 +233,9 @@ class Passes:
         self.exchange += time.perf_counter()-began
 
 # %% ../../nbs/shard/312_gradients.ipynb #c1d0dc04
-class _Hull(nn.Module):
-    """What DDP wraps: the model, whose loss passes through, and parameters that are trained beside
-    it"""
+class _Wrapped(nn.Module):
+    """The module that DDP wraps: the model, and parameters that are trained beside it. It is called
+    with the loss, and returns it"""
     def __init__(self, model, more):
         super().__init__()
         self.model,self.more = model,nn.ParameterList(more)
@@ -235,7 +243,7 @@ class _Hull(nn.Module):
 
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 # Its old name warns since torch 2.15. Buffers are synchronized once per epoch instead: see
-# `shard.batchnorm`.
+# `sync_buffers`.
 _NO_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers') if k in _PARAMS)
 
 # %% ../../nbs/shard/312_gradients.ipynb #0fc61245
@@ -271,8 +279,8 @@ class Overlapped:
         comm_hook=None,
         **ddp_kwargs  # What the user asks DDP for
     ):
-        self.model,self.alike,self.ddp_kwargs = model,alike,ddp_kwargs
-        self.params,self.comm_hook = params,comm_hook
+        store_attr()
+        self.ddp_kwargs = ddp_kwargs
         # parameters that are trained beside the model's: see `params_beside`
         self.beside = []
         self.ddp = None         # the DDP module
@@ -295,12 +303,12 @@ class Overlapped:
         return self.built_for != self.config()
 
     def config(self):
-        "What a DDP module is made for"
+        "A description of what is trained now: another one needs another DDP module"
         trainable = [p.requires_grad for p in self.params()]
         return id(self.model()), trainable, [*map(id, self.beside)]
 
     def look_at(self, loss):
-        "Sees in the graph of the first `loss` whether DDP can follow the model"
+        "Set `cant` if the graph of the first `loss` shows that DDP can't follow the model"
         if self.checked: return
         self.checked = True
         if is_reentrant(graph_of(loss)):
@@ -309,7 +317,8 @@ class Overlapped:
         elif not self.ddp_kwargs.get('find_unused_parameters'): self._name_unused(loss)
 
     def _name_unused(self, loss):
-        "Those of the trainable parameters that the graph of `loss` doesn't reach"
+        """The trainable parameters that the graph of `loss` doesn't reach; if there are any, `cant`
+        names them"""
         used = leaves_of(graph_of(loss))
         unused = [(k,p) for k,p in self.trainable() if id(p) not in used]
         if unused:
@@ -322,32 +331,32 @@ class Overlapped:
     def backward(self, real, loss, *args, **kwargs):
         """The backward pass of `loss`, by the function `real`; afterwards each gradient is the mean
         over ranks"""
-        bare = {id(p) for p in self.params() if p.grad is None}
+        without_grad = {id(p) for p in self.params() if p.grad is None}
         self.steps += 1
         real(self.ddp(loss), *args, **kwargs)
         try: return self.ddp.reducer._check_reducer_finalized()
-        except RuntimeError: pass       # DDP has not averaged all gradients
-        filled = self._name_unused(loss)
-        real(zero_loss(filled))
-        for p in filled:
-            if id(p) in bare and not p.grad.any(): p.grad = None
+        except RuntimeError: pass       # DDP still waits for parameters that got no gradient
+        unused = self._name_unused(loss)
+        real(zero_loss(unused))
+        for p in unused:
+            if id(p) in without_grad and not p.grad.any(): p.grad = None
 
     def prepare(self):
-        """Makes the DDP module for what is trained now. A collective; not between forward and
-        backward pass, since rank 0's weights are given to all the first time"""
+        """Make the DDP module for what is trained now; every rank calls it. Not between forward and
+        backward pass, since the first call gives rank 0's weights to all"""
         if not self.is_new() or not self.trainable(): return
         self.close()
         self.checked = False
         model = self.model()
-        hull = _Hull(model, self.beside)
+        wrapped = _Wrapped(model, self.beside)
         empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
-        hull._ddp_params_and_buffers_to_ignore = empty
+        wrapped._ddp_params_and_buffers_to_ignore = empty
         kw = {_NO_BUFFERS: False, **self.ddp_kwargs}
         # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would
         # become a copy in each
         alike = self.alike or self.synced is model
         if alike and 'init_sync' in _PARAMS: kw['init_sync'] = False
-        self.ddp = nn.parallel.DistributedDataParallel(hull, **kw)
+        self.ddp = nn.parallel.DistributedDataParallel(wrapped, **kw)
         if self.comm_hook is not None: self.ddp.register_comm_hook(None, self.comm_hook)
         self.synced,self.built_for = model,self.config()
 

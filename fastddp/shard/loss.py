@@ -27,8 +27,8 @@ def _defining_module(f):
 _OF_FASTAI = 'fastai.losses','fastai.layers','fastai.callback','fastai.vision.gan'
 
 def unwrapped(loss_func):
-    """`(f, keywords)`: what does the work inside wrappers of functools' and fastai's, and what it
-    is called with"""
+    """`(f, keywords)`: the function inside `functools.partial` and fastai's wrappers, and the
+    keywords that they pass to it"""
     kw = {}
     while True:
         if isinstance(loss_func, functools.partial) and not loss_func.args:
@@ -43,7 +43,7 @@ def loss_module(loss_func):
     return f if isinstance(f, nn.Module) else None
 
 def loss_name(loss_func):
-    "What the user calls it"
+    "The name that the user knows the loss by"
     f,_ = unwrapped(loss_func)
     return getattr(f, '__name__', None) or type(f).__name__
 
@@ -89,8 +89,8 @@ def loss_divisor(loss_func,
                  yb,      # Targets of what this rank fed its model: a tuple of tensors
                  share=1. # Which part of the fed items counts
 ):
-    """What the mean loss of this rank was divided by (a number or a scalar tensor), in proportion
-    to other ranks'"""
+    """The divisor of this rank's mean loss, in proportion to those of other ranks: a number or a
+    scalar tensor"""
     y = next((y for y in yb if isinstance(y, torch.Tensor) and y.ndim), None)
     if y is None or not share: return float(share)
     f,_ = unwrapped(loss_func)
@@ -114,8 +114,8 @@ def _target_weight(y, weight, ignore_index):
 
 # %% ../../nbs/shard/304_loss.ipynb #1663fb35
 class LossPart(NamedTuple):
-    """This rank's part in the loss of a global batch. To branch on a divisor that is a tensor
-    would wait for the GPU: `torch.where` does it there"""
+    """This rank's part in the loss of a global batch. A divisor that is a tensor stays on the GPU,
+    where `torch.where` tests it: an `if` would wait for the GPU"""
     divisor:object # Of its mean: a number, or a tensor on a GPU. 0: none of its items count
     is_sum:bool # The loss is a sum over items
     def scale(self,
@@ -127,7 +127,7 @@ class LossPart(NamedTuple):
         if isinstance(total, torch.Tensor): return torch.where(total > 0, n*self.divisor/total, 0.)
         return loss_weight(self.divisor, total, n)
     def weighted(self, loss):
-        "What this rank adds to the sum that makes the global loss"
+        "This rank's term of the sum that makes the global loss"
         # the mean over nothing is not a number
         if isinstance(self.divisor, torch.Tensor):
             return torch.where(self.divisor > 0, loss, 0.)*self.divisor
@@ -167,7 +167,7 @@ def weighted_loss_and_divisor(loss_func, # The learner's
                               count, # How many they are
                               reduction=None # As in `loss_part`
 ): # `(loss times divisor, divisor)`; the divisor is 0. for a loss that is a sum
-    "What this rank adds to a batch's loss in validation"
+    "This rank's terms of a batch's loss in validation"
     part = loss_part(loss_func, yb, count, reduction, train=False)
     loss = loss.detach().mean().double()
     return (loss, 0.) if part.is_sum else (part.weighted(loss), part.divisor)

@@ -59,7 +59,7 @@ class _StepItems(IterableDataset):
     def __init__(self, dl): self.dl = dl
     def __iter__(self):
         s = self.dl._shard
-        epoch = s.epoch         # now: another iteration may begin before this one ends
+        epoch = s.epoch         # of this iteration: another one may begin before this one ends
         for step in s.steps(outside_loop(s.batches, s.common)):
             epoch.steps.append(step._replace(items=()))
             yield step.items

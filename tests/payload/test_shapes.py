@@ -76,7 +76,8 @@ def test_a_list_is_a_list_over_a_column(shape):
     assert same(o[5:9], items[5:9]) and same(o[9:2:-3], items[9:2:-3])
     assert same(list(p['many'][[4, 2]]), [items[4], items[2]])
     with pytest.raises(IndexError): o[N]
-    for other in pickle.loads(pickle.dumps(o)), copy.deepcopy(o): assert type(other) is list and same(other, items)
+    for other in pickle.loads(pickle.dumps(o)), copy.deepcopy(o), copy.copy(o), o.copy(), o*1, o+[], []+o:
+        assert type(other) is list and same(other, items)
     del o[0]
     o.append(items[0])
     assert same(list(o), items[1:]+items[:1])

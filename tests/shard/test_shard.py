@@ -1,8 +1,7 @@
 """The arithmetic of `shard.sharded` for random sizes, ranks and batch sizes: thousands of cases, no processes."""
-import math
 from hypothesis import given, settings, strategies as st
-from fastddp.shard.sharded import (chunk, loss_weight, pad_shard, shard_batch, shard_steps,
-                                   workers_per_rank)
+from fastcore.basics import chunked
+from fastddp.shard.sharded import loss_weight, pad_shard, shard_batch, shard_steps, workers_per_rank
 
 settings.load_profile('many')       # how many: conftest.py
 ranks, sizes, batch_sizes = st.integers(1, 8), st.integers(0, 300), st.integers(1, 70)
@@ -11,15 +10,6 @@ ranks, sizes, batch_sizes = st.integers(1, 8), st.integers(0, 300), st.integers(
 def train_shard(batch, rank, n):
     own = shard_batch(batch, rank, n)
     return pad_shard(own, batch, n), len(own)
-
-
-@given(sizes, batch_sizes, st.booleans())
-def test_chunks_are_the_items_in_order(m, bs, drop_last):
-    res = chunk([*range(m)], bs, drop_last)
-    kept = m//bs*bs if drop_last else m
-    assert [o for b in res for o in b] == [*range(kept)]
-    assert all(len(b) == bs for b in res[:-1]) and all(0 < len(b) <= bs for b in res)
-    assert len(res) == (m//bs if drop_last else math.ceil(m/bs))
 
 
 @given(sizes, ranks)
@@ -49,7 +39,7 @@ def test_the_weighted_mean_over_ranks_is_the_batch_mean(losses, n):
 
 @given(sizes, batch_sizes, st.booleans(), ranks, st.booleans())
 def test_results_of_all_ranks_return_to_the_order_of_one_process(m, bs, drop_last, n, whole):
-    batches = chunk([*range(m)], bs, drop_last)
+    batches = [*chunked(range(m), bs, drop_last)]
     steps = [[*shard_steps(batches, r, n, False, whole)] for r in range(n)]
     handled = sorted(pair for each in steps for o in each for pair in zip(o.positions, o.items))
     assert handled == [*enumerate(o for b in batches for o in b)]
@@ -58,9 +48,9 @@ def test_results_of_all_ranks_return_to_the_order_of_one_process(m, bs, drop_las
 
 @given(sizes, batch_sizes, ranks, st.booleans(), st.booleans())
 def test_all_ranks_take_the_steps_of_training_together(m, bs, n, drop_last, whole):
-    batches = chunk([*range(m)], bs, drop_last)
+    batches = [*chunked(range(m), bs, drop_last)]
     steps = [[*shard_steps(batches, r, n, True, whole)] for r in range(n)]
-    expect = [sum(map(len, o)) for o in chunk(batches, n)] if whole else [len(b) for b in batches]
+    expect = [sum(map(len, o)) for o in chunked(batches, n)] if whole else [len(b) for b in batches]
     for r in range(n): assert [o.total for o in steps[r]] == expect
     for each in zip(*steps): assert sum(own for own, _ in (o.counts for o in each)) == each[0].total
     if n > 1: assert all(len(o.items) > 1 for each in steps for o in each)
@@ -79,7 +69,7 @@ def test_a_rank_keeps_its_streams(b, n, n_batches):
 def test_sharding_a_sorted_batch_never_costs_more_than_slicing_it(n, b, data):
     lens = sorted(data.draw(st.lists(st.integers(1, 2000), min_size=n*b, max_size=n*b)), reverse=True)
     def cost(parts): return [len(p)*max(p) for p in parts]
-    sharded, sliced = cost(shard_batch(lens, r, n) for r in range(n)), cost(chunk(lens, b))
+    sharded, sliced = cost(shard_batch(lens, r, n) for r in range(n)), cost(chunked(lens, b))
     assert max(sharded) == max(sliced) == b*lens[0]      # somebody has the longest text, whatever one does;
     assert min(sharded) >= min(sliced)                   # but the others have no longer to wait for that rank
     assert max(sharded) - min(sharded) <= b*(lens[0] - lens[n-1])
