@@ -24,7 +24,6 @@ BELOW = {
          'cluster')}
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
 KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'), 'base.group': ('fastai', 'multiprocessing'),
-             'base.rendezvous': ('fastai', 'multiprocessing'),
              **dict.fromkeys(('base.failure', 'base.errors'),
                              ('fastai', 'torch', 'multiprocessing', 'subprocess')),
              'payload': ('fastai', 'multiprocessing', 'torch.distributed'),

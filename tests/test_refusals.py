@@ -6,7 +6,7 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
 from fastddp.all import *
-from fastddp.base import group, rendezvous
+from fastddp.base import group
 from fastddp.launch import local as launch
 from learners import make_learner, mlp, points
 
@@ -125,10 +125,10 @@ def test_too_little_to_train_on():
 
 def test_a_group_of_somebody_elses():
     with tempfile.TemporaryDirectory() as d:
-        rendezvous.join(f'{d}/store', 0, 1)
+        group.join(f'{d}/store', 0, 1)
         try: assert 'destroy_process_group' in refused(make_learner(), 'already initialized', nprocs=2)
         finally:
-            rendezvous.leave()
+            group.leave()
             for v in 'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME': os.environ.pop(v, None)
 
 

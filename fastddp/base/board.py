@@ -185,6 +185,8 @@ def forget_board():
     if _board is not None: _board.between_hosts = None
     _board = _key = None
 
+group.before_leave.append(forget_board)
+
 def _make_board():
     rank,n = group.rank(),group.world_size()
     if n == 1: return Board(0, 1)

@@ -9,7 +9,7 @@ __all__ = ['Job', 'Outcome', 'EpochEnd', 'Launcher', 'InProcess']
 import contextlib, os
 from typing import NamedTuple
 
-from ..base import group, rendezvous
+from ..base import group
 from ..base.scoped import allow_interrupts, environment
 from .rank import Context, call
 from ..output.replay import print_line, shortened
@@ -115,9 +115,9 @@ def _group_of_one(device):
     "Inside, this process is rank 0 of 1"
     as_it_was = environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
     with private_folder() as d, as_it_was:
-        rendezvous.join(os.path.join(d, 'rendezvous'), 0, 1, group.backend_for(device), device)
+        group.join(os.path.join(d, 'rendezvous'), 0, 1, group.backend_for(device), device)
         try: yield
-        finally: rendezvous.leave()
+        finally: group.leave()
 
 # %% ../../nbs/launch/502_engine.ipynb #d6b9d3d3
 class InProcess(Launcher):

@@ -7,7 +7,7 @@ __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spaw
 
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
 import ast, contextlib, os, re, sys, threading
-from ..base import group, rendezvous
+from ..base import group
 from ..base.checks import CONTEXT, Check, bound, check_all, is_whole, whole, flag, near
 from ..base.errors import CantDistribute
 from .background import BackgroundJob
@@ -245,7 +245,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         self._join(rank, world_size, device)
         return self
     def __exit__(self, kind, *_):
-        rendezvous.leave(broken=kind is not None)
+        group.leave(broken=kind is not None)
         self._env.__exit__(None, None, None)
 
 # %% ../../nbs/launch/514_functions.ipynb #569bdb33
@@ -253,8 +253,8 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
 def _join(self:TorchDDPCtx, rank, world_size, device):
     backend,(_,n) = group.backend_for(device),_local_rank()
     if world_size == n or not (self.addr or self.port):
-        return rendezvous.join(_next_store(), rank, world_size, backend, device, self.timeout)
-    rendezvous.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend,
+        return group.join(_next_store(), rank, world_size, backend, device, self.timeout)
+    group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend,
                        device, self.timeout)
 
 _n_joined = {}      # path -> groups that this process joined there

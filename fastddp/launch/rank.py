@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np, torch
 from fastcore.basics import noop
 
-from ..base import board, group, rendezvous
+from ..base import board, group
 from ..base.device import bind_near, device_module, is_accelerator, keep_freed_memory, trim_memory
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, function_at, load
@@ -111,9 +111,9 @@ def _join_group(channel, spec, device):
     "Joins the group of `spec`, unless this process is in it already"
     global _rendezvous
     if group.in_group() and _rendezvous == spec.store: return
-    rendezvous.leave(broken=True)
+    group.leave(broken=True)
     was,channel.where = channel.where,_CONNECTING
-    rendezvous.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
+    group.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
     channel.where,_rendezvous = was,spec.store
 
 def could_not_connect(failure):

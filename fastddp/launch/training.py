@@ -10,7 +10,7 @@ __all__ = ['RANK0_ONLY', 'MODULES_STAY', 'is_kind', 'finds_lr', 'is_rank0_only',
 # %% ../../nbs/launch/510_training.ipynb #a349c4b5
 import contextlib, os, pickle, time, warnings
 
-from ..base import group, rendezvous
+from ..base import group
 from ..base.rng import CommonRNG
 from .report import banner, closing_line, summary, what_ran
 from ..output.replay import print_line
@@ -194,6 +194,6 @@ def launched_group():
         yield group.comm_device()
         return
     device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None)
-    rendezvous.join_launched(device)
+    group.join_launched(device)
     try: yield device
-    finally: rendezvous.leave()
+    finally: group.leave()
