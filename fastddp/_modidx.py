@@ -1320,6 +1320,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastddp/launch/background.py'),
                                            'fastddp.launch.background._common': ( 'launch/background.html#_common',
                                                                                   'fastddp/launch/background.py'),
+                                           'fastddp.launch.background._refuse_held': ( 'launch/background.html#_refuse_held',
+                                                                                       'fastddp/launch/background.py'),
                                            'fastddp.launch.background.holding': ( 'launch/background.html#holding',
                                                                                   'fastddp/launch/background.py'),
                                            'fastddp.launch.background.refuse_blocks': ( 'launch/background.html#refuse_blocks',

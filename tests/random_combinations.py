@@ -3,7 +3,7 @@ one process leaves, and one more epoch in the notebook goes on from there.
 
     python tests/random_combinations.py [how many] [seed]     # 100 unless said otherwise
 """
-import functools, itertools, random, sys, tempfile, time
+import functools, itertools, random, sys, tempfile, time, traceback
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np, torch
@@ -224,7 +224,9 @@ def main(how_many=100, start=0):
         with Local() as launcher:
             for c in cs:
                 try: try_one(c, launcher)
-                except Exception as e: failed.append((c, f'{type(e).__name__}: {e}'[:400]))
+                except Exception as e:
+                    at = traceback.extract_tb(e.__traceback__)[-1]      # most assertions have no message
+                    failed.append((c, f'{at.name}, line {at.lineno}: {at.line}\n    {type(e).__name__}: {e}'[:600]))
     print(f'{how_many} combinations in {time.monotonic()-began:.0f} s, {len(failed)} failed')
     for c, e in failed: print(c, '\n   ', e)
     return not failed

@@ -18,6 +18,7 @@ from ..base.checks import bound, check_all
 from ..base.device import current_device, device_module, is_accelerator
 from ..base.errors import CantDistribute, WorkerError
 from ..base.failure import is_user_file
+from ..launch.background import holding, refuse_blocks, refuse_overlap
 from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
@@ -159,6 +160,9 @@ def default_app():
     try: return f"fastai_v{version('fastai').split('.')[0]}"
     except PackageNotFoundError: return 'none'
 
+_HAS_GPU = ("A standing cluster has GPU {}. Pass other gpus=, or end it with %makedip -k, or the "
+            "shutdown() of a Cluster.")
+
 class Cluster:
     "A standing cluster: `run_cell`, `run`, `push`, `pull`, `stat`, `info`, `shutdown`"
     def __init__(self,
@@ -174,6 +178,9 @@ class Cluster:
         if not gpus and not nprocs:
             raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")
         self.app,(self.n,self.gpus) = app,workers_for(None if gpus else nprocs, gpus or [])
+        for refuse in (refuse_overlap,refuse_blocks): refuse(self.gpus)
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(holding(None, self.gpus, _HAS_GPU))
         self.local = Standing(gpus=self.gpus, timeout=timeout).__enter__()
         self._lock,self.running = threading.Lock(),''       # what the workers are doing
         self.last_run = ''      # first line of the last cell
@@ -198,6 +205,7 @@ class Cluster:
         atexit.unregister(self.shutdown)
         if self.local: self.local.__exit__()
         self.local = None
+        self._held.close()
     def __repr__(self):
         if not self.alive: return f"A group of {self.n} that ended"
         where = 'CPU (gloo)'
@@ -236,6 +244,7 @@ def _job(self:Cluster,
         if self.local.workers is None: e.remedy = _HAS_ENDED
         raise
     finally:
+        if not (self.local and self.local.workers): self._held.close()
         self.running = ''
         self._lock.release()
     if out.interrupted: raise KeyboardInterrupt

@@ -18,30 +18,37 @@ from ..output.panel import Panel
 
 # %% ../../nbs/launch/509_background.ipynb #63fdc617
 _jobs = []      # all that have not ended
-_blocks = []    # `(learner, its GPUs)` of each open `distrib_ctx` block
+_held = []      # `(learner, GPUs, refusal)` of workers that stay
 
 @contextlib.contextmanager
-def holding(learn, gpus):
-    "Inside, a block of `learn` has `gpus`"
-    _blocks.append(block := (learn, gpus))
+def holding(
+    learn, # The learner of the `distrib_ctx` block that has the GPUs; None: no block has them
+    gpus, # Their numbers
+    refusal="A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
+            "the block.",
+):
+    "Inside, a job on one of `gpus` is refused, and without `learn` a block, too"
+    _held.append(entry := (learn, gpus, refusal))
     try: yield
-    finally: _blocks.remove(block)
+    finally: _held.remove(entry)
 
 def _common(gpus, others): return ', '.join(map(str, sorted({*(gpus or ())} & {*(others or ())})))
 
 def refuse_overlap(gpus):
-    "Raises `CantDistribute` if a background job has one of `gpus`"
+    "Raises `CantDistribute` if a background job, or what is no block, has one of `gpus`"
     for job in [*_jobs]:
         if common := _common(gpus, job.gpus):
             raise CantDistribute(f"{job.title()} has GPU {common}. Pass other gpus=, wait for "
                                  "job.result(), or queue with job.then(...).")
+    _refuse_held(gpus, [o for o in _held if o[0] is None])
 
-def refuse_blocks(gpus, learn):
+def refuse_blocks(gpus, learn=None):
     "Raises `CantDistribute` if an open block of another learner than `learn` has one of `gpus`"
-    for other,held in [*_blocks]:
-        if other is not learn and (common := _common(gpus, held)):
-            raise CantDistribute(f"A distrib_ctx block of another learner has GPU {common}. Pass "
-                                 "other gpus=, or begin the job after the block.")
+    _refuse_held(gpus, [o for o in _held if o[0] is not learn])
+
+def _refuse_held(gpus, held):
+    for _,theirs,refusal in held:
+        if common := _common(gpus, theirs): raise CantDistribute(refusal.format(common))
 
 def refuse_busy(learn):
     "Raises `CantDistribute` if a background job trains `learn`"

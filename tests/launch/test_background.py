@@ -287,7 +287,7 @@ def test_a_job_beside_a_block(two, monkeypatch):
     job = learn.distrib_fit(1, gpus=[1, 2], wait=False)
     with pytest.raises(CantDistribute, match='has GPU 1'), outer.distrib_ctx(gpus=[0, 1]): pass
     job.result(60)
-    assert not background._blocks
+    assert not background._held
 
 
 def test_a_closure_means_the_twin(two):

@@ -1,0 +1,57 @@
+"The GPUs of a standing cluster (made up: its workers are on the CPU) and those of blocks and background jobs."
+import os, signal
+import pytest
+from fastddp.all import CantDistribute
+from fastddp.cluster import cluster
+from fastddp.launch import background, session
+from parity import learner, warm
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
+
+
+@pytest.fixture(autouse=True)
+def gpus(two, monkeypatch):
+    "Clusters and blocks that count as being on the GPUs they ask for"
+    def engine_for(given, defaults): return session.contextlib.nullcontext((two, 2, given['gpus']))
+    class OnCPU(cluster.Standing):
+        def __init__(self, gpus, **kwargs): super().__init__(gpus=[], **kwargs)
+    monkeypatch.setattr(session, 'engine_for', engine_for)
+    monkeypatch.setattr(cluster, 'workers_for', lambda nprocs, gpus: (2, gpus))
+    monkeypatch.setattr(cluster, 'Standing', OnCPU)
+
+
+HELD = 'standing cluster has GPU 1.*%makedip -k'
+
+
+def test_jobs_and_blocks_beside_a_cluster():
+    learn, dip = learner(), cluster.Cluster(gpus=[0, 1])
+    for wait in True, False:
+        with pytest.raises(CantDistribute, match=HELD): learn.distrib_fit(1, gpus=[1, 2], wait=wait)
+    learn.distrib_fit(1, gpus=[2, 3], wait=False).result(60)
+    with pytest.raises(CantDistribute, match=HELD): cluster.Cluster(gpus=[1, 2])
+    dip.shutdown()
+    learn.distrib_fit(1, gpus=[1, 2], wait=False).result(60)
+    assert not background._held
+
+
+def test_a_cluster_beside_jobs_and_blocks():
+    learn = learner()
+    with learn.distrib_ctx(gpus=[0, 1]), pytest.raises(CantDistribute, match='distrib_ctx block .*has GPU 0'):
+        cluster.Cluster(gpus=[0, 2])
+    job = learn.distrib_fit(50, gpus=[0, 1], wait=False)
+    with pytest.raises(CantDistribute, match=r'fit\(50.* has GPU 1'): cluster.Cluster(gpus=[1, 2])
+    job.stop()
+    job.result(60)
+    cluster.Cluster(gpus=[1, 2]).shutdown()
+    assert not background._held
+
+
+def test_a_cluster_that_has_ended_holds_nothing():
+    dip = cluster.Cluster(gpus=[0, 1])
+    os.kill(dip.pids[1], signal.SIGKILL)
+    with pytest.raises(Exception, match='ended'): dip.run_cell('import time; time.sleep(60)')
+    assert not background._held
+    dip.shutdown()
