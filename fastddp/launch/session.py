@@ -8,16 +8,16 @@ __all__ = ['dump_or_blame', 'dump_snapshot', 'offloaded', 'beside_workers', 'blo
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
 import contextlib, threading
 
-from fastcore.basics import noop
+from fastcore.basics import noop, store_attr
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
-from .background import holding, refuse_busy, refuse_overlap
 from .engine import Job
 from .report import Report, banner, closing_line, start_of, summary, what_ran
-from .options import engine_for, in_launched_group, nested
+from .options import (
+    engine_for, holding, in_launched_group, nested, refuse_busy, refuse_overlap)
 from ..output.replay import end_line, hushed, print_line, print_once, shorten
 from ..payload.blame import not_picklable
 from ..payload.buffers import Columns
@@ -127,8 +127,8 @@ class Call:
         keeps='nothing', # Of failed runs: 'nothing', 'last' (the epoch of the last try), 'all'
         iterations=False, # It is counted in steps, not in epochs (`lr_find`)
     ):
-        self.session,self.learn,self.job = session,session.learn,job
-        self.keeps,self.iterations = keeps,iterations
+        store_attr('session,job,keeps,iterations')
+        self.learn = session.learn
         self.timings,self.on_start = Report(what),noop
         self.definitions = Definitions()
         # The learner holds what the workers came to; that is a fit interrupted in an epoch
@@ -196,8 +196,7 @@ class Session:
         options, # What the ranks are told: `batch`, `sync_bn`, and what goes to DDP
         restarts=0, # Tries after a failure
     ):
-        self.learn,self.launcher,self.n,self.gpus = learn,launcher,n,gpus
-        self.options,self.restarts = options,restarts
+        store_attr()
         self.last_banner,self.columns = None,Columns()
         # calls of other threads are refused; a background job sets its own
         self.thread = threading.current_thread()
