@@ -133,7 +133,7 @@ def distributed(learn,
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
         if shard_dls:
-            stack.enter_context(sharded_dls(learn, batch, common, whole_loops(learn, together)))
+            stack.enter_context(sharded_dls(learn, batch, together))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(quiet(learn))
         learn.add_cbs(cbs)
@@ -161,10 +161,11 @@ def _depart(together, step, same):
     if said.sum('cancelled'): same.sync_weights()
 
 @contextlib.contextmanager
-def sharded_dls(learn, batch, common, outside):
-    """The learner's loaders, each giving this rank its shard, and other loops than the fit's what
-    `outside` yields"""
+def sharded_dls(learn, batch, together):
+    """Inside, each loader of `learn.dls` yields this rank's shard to the fit, and the whole to other
+    loops"""
     dls,old = learn.dls,list(learn.dls.loaders)      # a callback may exchange them
+    common,outside = together.common,whole_loops(learn, together)
     train = shard_dl(old[0], group.rank(), group.world_size(), batch, common=common)
     dls.loaders = [train, *(shard_to_validate(learn.model, dl, batch, common) for dl in old[1:])]
     for dl in dls.loaders: dl._shard.outside = outside

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from fastai.callback.core import Callback, CancelEpochException
+from fastcore.basics import store_attr
 from fastcore.foundation import L
 
 from ..base.checks import Check
@@ -42,7 +43,7 @@ class UserCall:
         name, args, kwargs, # `learn.name(*args, **kwargs)`
         options, # The options of its `distrib_ctx` that are not as they are by default
     ):
-        self.name,self.args,self.kwargs,self.options = name,args,kwargs,options
+        store_attr()
         self.fits = self.done = 0       # that began, and that came to their end
         self.state = None       # what the next one goes on from: `(meta, buffers)`
         # that is the end of an epoch; else its first epoch, None: as fastai's own `fit`

@@ -200,14 +200,16 @@ def learner_state(learn, opt=True, weights=True):
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
-STAY = {'learn','dls','model','opt','cbs','logger','lock','loss_grad','dl','xb','yb','pred','loss',
-        'distrib_session','pbar','mbar','_state','old_logger','scaler','autocast','_metrics',
-        'create_mbar'}
+# Attributes of callbacks (and but for three, of a learner) that are not sent back
+STAY = set('''
+    learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
+    _state old_logger scaler autocast _metrics create_mbar'''.split())
 
 # fastai's loaders draw `_DataLoader__idxs`, the order of an epoch, anew in each
-_PARTS_STAY = MODULES_STAY | {'loaders','_device','device','_shard','it','rng','fake_l',
-                              '_DataLoader__idxs'}
+_PARTS_STAY = MODULES_STAY | set(
+    'loaders _device device _shard it rng fake_l _DataLoader__idxs'.split())
 
+# Group of `tracked` -> the attributes of its objects that are not sent back
 _STAYS = dict(learn=STAY-{'dls','model','opt'}, opt=OPT_STAYS, cbs=STAY, parts=_PARTS_STAY,
               metrics={'accumulate'}, variables=())
 

@@ -223,13 +223,11 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         timeout=1800, # Seconds that a rank waits for others in one operation, as in torch
         **kwargs
     ):
-        given = dict(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu, port=port,
-                     num_threads=num_threads)
         for k in kwargs:
-            likely = near(k, [*given, 'addr', 'timeout'])
+            likely = near(k, [*_CHECKS, 'addr', 'timeout'])
             if likely: raise CantDistribute(f"No option {k}. Did you mean {likely}=?")
-        check_all(given, _CHECKS)
         store_attr('world_size,base_rank,use_gpu,addr,port,num_threads,timeout')
+        check_all({k:getattr(self, k) for k in _CHECKS}, _CHECKS)
     def __enter__(self):
         local,n = _local_rank()
         rank,world_size = local+self.base_rank,self.world_size or n

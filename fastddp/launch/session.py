@@ -18,7 +18,7 @@ from .engine import Job
 from .report import Report, banner, closing_line, start_of, summary, what_ran
 from .options import (
     engine_for, holding, in_launched_group, nested, refuse_busy, refuse_overlap)
-from ..output.replay import end_line, hushed, print_line, print_once, shorten
+from ..output.replay import end_line, hushed, print_line, print_once, several, shorten
 from ..payload.blame import not_picklable
 from ..payload.buffers import Columns
 from ..payload.patches import collect_patches
@@ -88,7 +88,6 @@ def beside_workers(
             "offload=True moves it to the CPU until job.result().")
 
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
-@contextlib.contextmanager
 def block(
     learn, # It has its overrides, and the options as `distrib_session`, for the time of the block
     given, # The options
@@ -97,12 +96,11 @@ def block(
     overrides, # Called as `overrides(launcher, n, gpus)`: the methods that override the learner's
     quiet=lambda learn: False, # True for a learner that wants none of our lines
 ):
-    "Inside, `learn` trains as `given` says"
+    "A context manager in which `learn` trains as `given` says"
     outer = vars(learn).get('distrib_session')
-    if outer is not None: ctx = nested(outer, given, defaults)
-    elif in_launched_group(): ctx = in_place()
-    else: ctx = _on_workers(learn, given, defaults, overrides, quiet)
-    with ctx: yield learn
+    if outer is not None: return nested(outer, given, defaults)
+    if in_launched_group(): return in_place()
+    return _on_workers(learn, given, defaults, overrides, quiet)
 
 @contextlib.contextmanager
 def _on_workers(learn, given, defaults, overrides, quiet):
@@ -241,9 +239,9 @@ class Session:
             except WorkerError as e:
                 if call.cut: raise      # the user has interrupted it
                 self.place_again(e)
-                headline,s = ' '.join(e._headline().split()),'s' if left != 1 else ''
+                headline = ' '.join(e._headline().split())
                 print_line(f"{type(e).__name__}: {headline}. {call.next_try} on fresh workers "
-                           f"({left} restart{s} left).")
+                           f"({several(left, 'restart')} left).")
         return call.run()
     def place_again(self, e):
         """After the failure `e`: fewer workers if a machine is lost; raises `e` where the rest
