@@ -48,7 +48,7 @@ def shard_batches(dl,      # A fastai or torch loader, sharded or not
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #08e24dee
 def gatherers(learn):
-    "The callbacks that collect something per batch"
+    "fastai's `GatherPredsCallback`s, which collect predictions batch by batch"
     return [cb for cb in learn.cbs if isinstance(cb, GatherPredsCallback)]
 
 def stays_here(dl,     # What to predict: a loader, or a list of batches

@@ -51,7 +51,11 @@ _LONG = 10      # times the usual wait for a batch
 _LEAST = .05    # seconds; less is not worth a word
 
 class Clock:
-    "Seconds of a fit on this rank, by phase or callback"
+    """Seconds of a fit on this rank, by phase or callback.
+
+    `OwnEvents` calls `enter` when an event begins, `lap` after each callback, and `leave` when it
+    ends; the time between two events is what fastai's loop does there (`_NEXT`). `Together` calls
+    `tell` before each meeting, and `hear` after it."""
     def __init__(self,
         board=None, # Where the ranks meet
     ):

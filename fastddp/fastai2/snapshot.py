@@ -31,6 +31,14 @@ from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5feb3b73
+# A learner's way to the ranks and back:
+#
+#     notebook                                rank
+#     snapshot ------- the learner ---------> unpack
+#                                             baseline: notes what there is when the job begins
+#     apply <--- what differs from it ------- capture: of rank 0
+#
+# Objects that both sides have (`persistent_refs`) are sent as their place in a list.
 def all_cbs(learn, cbs=()):
     "The learner's callbacks, then those of this fit only"
     return [*learn.cbs, *(cb for cb in cbs if not any(cb is o for o in learn.cbs))]

@@ -6,7 +6,7 @@
 __all__ = ['BackgroundJob']
 
 # %% ../../nbs/launch/509_background.ipynb #bd672174
-import asyncio, contextlib, contextvars, itertools, threading, traceback
+import asyncio, contextvars, itertools, threading, traceback
 
 from fastcore.basics import patch
 

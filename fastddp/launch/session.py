@@ -94,7 +94,7 @@ def block(
     defaults, # As they are when nothing is said
     in_place, # Called in a group that stands: a context manager
     overrides, # Called as `overrides(launcher, n, gpus)`: the methods that override the learner's
-    quiet=lambda learn: False, # True for a learner that wants none of our lines
+    quiet, # Function of the learner: True if it wants none of our lines
 ):
     "A context manager in which `learn` trains as `given` says"
     outer = vars(learn).get('distrib_session')
