@@ -123,9 +123,8 @@ class Options:
     ):
         params = {k:p for k,p in inspect.signature(ctx).parameters.items() if k != 'self'}
         self.params = {k:p for k,p in params.items() if k not in ignored}       # what is shown
-        self.names = [k for k,p in self.params.items() if p.kind != p.VAR_KEYWORD]
-        self.defaults = {k:self.params[k].default for k in self.names}
-        self.accepted = {*self.names, *ignored, *further}
+        self.defaults = {k:p.default for k,p in self.params.items() if p.kind != p.VAR_KEYWORD}
+        self.accepted = {*self.defaults, *ignored, *further}
         self.comments,self.module = comments_of(ctx),ctx.__module__
         self.further,self.checks = further,CHECKS | {k:c for k,c in further.items() if c}
         self.lacks = lacks
@@ -136,7 +135,7 @@ class Options:
     ):
         """Those of `values` that are options, and `more`; refuses, in one sentence, a name or a
         value that can't be"""
-        given = {k:values[k] for k in self.names} | more
+        given = {k:values[k] for k in self.defaults} | more
         for k in more:
             if k not in self.further and k not in ours: self.refuse_name(k)
         check_all(given, self.checks)
@@ -146,7 +145,7 @@ class Options:
         """Raises `CantDistribute` for an option or argument that the method `of`, with arguments
         `own`, doesn't have"""
         if name in self.lacks: raise CantDistribute(f"No option {name}. {self.lacks[name]}")
-        known = [*own, *self.names]
+        known = [*own, *self.defaults]
         likely = near(name, [*known, *self.further], _ALIASES)
         end = f"Did you mean {likely}=?" if likely else f"{of} has {', '.join(known)}"
         if self.further and not likely:
@@ -158,8 +157,8 @@ class Options:
         method,own = getattr(cls, name),_arguments(cls, name)
         takes_any = inspect.getfullargspec(method).varkw
         for k in kwargs.keys()-{*own}:
-            likely = near(k, [*own, *self.names], _ALIASES)
-            if likely in self.names or not takes_any: self.refuse_name(k, name, own)
+            likely = near(k, [*own, *self.defaults], _ALIASES)
+            if likely in self.defaults or not takes_any: self.refuse_name(k, name, own)
         bound(method, (None, *args), kwargs)
     def asked_for(self, given):
         "Those of `given` that are not as they are by default"

@@ -200,11 +200,10 @@ class Report:
         # of what was sent to the workers, and of the state that they sent back last
         self.nbytes = self.state = 0
     def mark(self,
-        phase,   # Name of the phase that ends
-        at=None, # When it ended, seconds as of `time.time()` (None: now)
+        phase, # Its name
     ):
-        "Notes that a phase ended"
-        self.marks.append((phase, time.time() if at is None else at))
+        "A phase ends now"
+        self.marks.append((phase, time.time()))
     def take(self,
         results, # Of `Progress`, of each rank
     ):

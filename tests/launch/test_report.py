@@ -187,7 +187,7 @@ def test_a_cause_is_named_once_in_a_session(monkeypatch):
     monkeypatch.setattr(report, '_said', set())
     def line(seconds):
         r = report.Report('1 epoch')
-        r.mark('train', r.began+seconds)
+        r.marks.append(('train', r.began+seconds))
         r.take([dict(begun=r.began, epochs=1, steps=10, report=rank(dict(data=.6*seconds)))]*2)
         return report.closing_line(r)
     assert line(2.) is None and 'wait for data' in line(20.) and line(20.) is None
