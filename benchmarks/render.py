@@ -105,7 +105,8 @@ def full(results, machine):
     for name, content in results.items():
         about = content.get('about', {})
         where = f"torch {about.get('torch')}, {about.get('cores')} cores, {about.get('date')}"
-        parts.append(f"### {name} ({content.get('unit', '')}; {where})")
+        unit = f"{content['unit']}; " if content.get('unit') else ''
+        parts.append(f'### {name} ({unit}{where})')
         for title, t in tables(content): parts += [f'**{title}**', t] if title else [t]
     return '\n\n'.join(parts)
 

@@ -30,7 +30,7 @@ def live():
     bar = display('0%', display_id=True)
     for i in range(100): bar.update(f'{i}%')
     bar.update('now')
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not os.path.exists(os.environ['CAPTURE_SEEN']) and time.monotonic() < end: time.sleep(0.01)
     print('seen' if os.path.exists(os.environ['CAPTURE_SEEN']) else 'not seen')
 
@@ -120,5 +120,5 @@ class Child:
 
     def close(self):
         self.conn.send(None)
-        self.proc.join(20)
+        self.proc.join(120)
         assert self.proc.exitcode == 0

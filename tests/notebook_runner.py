@@ -79,11 +79,13 @@ def run(path, flags):
 def main(flags=''):
     warnings.simplefilter('ignore')
     answers = os.fdopen(os.dup(1), 'w')
+    gc.disable()
     import nbdev.test, fastai.vision.all, fastai.tabular.all, fastai.text.all, fastai.collab, matplotlib.pyplot
     import matplotlib_inline.backend_inline, IPython.core.magics, execnb.shell
     warnings.resetwarnings()
     gc.collect()
     gc.freeze()     # else the first collection in each fork copies what all have in common: most of its time
+    gc.enable()
     for line in iter(sys.stdin.readline, ''):
         code, text = run(line.rstrip('\n'), flags)
         print(json.dumps(dict(code=code, text=text)), file=answers, flush=True)

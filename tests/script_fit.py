@@ -1,9 +1,11 @@
 "A training script, for torchrun and for plain python: the same code as in a notebook."
-import json, os, sys
+import gc, json, os, sys
+gc.disable()    # what it imports takes less time so
 import psutil
 from fastai.callback.core import Callback
 from learners import make_learner, seed_all
 from fastddp.all import *
+gc.enable()
 
 listening = set()
 

@@ -5,6 +5,7 @@ nbclient = pytest.importorskip('nbclient', reason='nbclient is not installed')
 from nbformat.v4 import new_code_cell, new_notebook
 
 SETUP = """
+import gc; gc.disable()
 import random, torch
 from fastai.data.all import *
 from fastai.learner import *
@@ -15,6 +16,7 @@ from torch import nn
 import torch.nn.functional as FF
 from functools import partial
 from fastddp.all import *
+gc.enable()
 
 items = [(x, (x.sum() > 0).long()) for x in torch.randn(90, 8)]
 def loaders(): return DataLoaders.from_dsets(items[:64], items[64:], bs=8, device='cpu')

@@ -3,7 +3,7 @@ import copy
 import numpy as np, pytest, torch
 import fastai.callback.hook     # patches summary
 from fastai.callback.core import Callback, CancelFitException, CancelValidException, FetchPredsCallback
-from fastai.callback.progress import CSVLogger
+from fastai.callback.progress import CSVLogger, ProgressCallback
 from fastai.callback.schedule import minimum, slide, steep, valley
 from fastai.callback.tracker import SaveModelCallback
 from fastai.data.all import Categorize, DataLoaders, Datasets, TfmdDL
@@ -397,6 +397,23 @@ def test_local_lr_find_before_a_distributed_fit(tmp_path):
     "It leaves a half-used iterator in the loader"
     learn = class_learner(path=tmp_path)
     learn.lr_find(show_plot=False)
+    learn.distrib_fit(1, nprocs=2)
+    assert len(learn.recorder.values) == 1
+
+
+@pytest.mark.parametrize('calls', [['get_preds'], ['fit', 'get_preds']])
+def test_a_stopped_prediction_before_a_distributed_fit(calls, tmp_path):
+    "fastai's bar keeps the loader of the prediction, with its half-used iterator"
+    class Stops(Callback):
+        def after_batch(self): raise KeyboardInterrupt
+    learn, stops = class_learner(path=tmp_path), []
+    learn.add_cb(ProgressCallback())
+    for o in calls:
+        with pytest.raises(KeyboardInterrupt) as stop:
+            if o == 'fit': learn.fit(1, cbs=Stops())
+            else: learn.get_preds(cbs=Stops())
+        stops.append(stop)      # as IPython keeps it
+    learn.distrib_lr_find(num_it=4, show_plot=False, nprocs=2)      # learn.dl is another loader
     learn.distrib_fit(1, nprocs=2)
     assert len(learn.recorder.values) == 1
 

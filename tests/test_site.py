@@ -32,6 +32,19 @@ def test_links_to_what_is_no_page():
     assert website.linked(text, 'docs/gpus.md', 'https://h/a') == f'[a](https://h/a/blob/main/LICENSE) {rest}'
 
 
+def test_the_folder_of_tutorials_leads_to_the_first():
+    assert website.linked('[a](nbs/tutorials)', 'README.md') == f'[a]({website.OTHERS[0]})'
+
+
+def test_a_call_names_its_functions_and_each_of_its_exceptions():
+    "A default by its name, not its address; several exceptions in one line of a docstring"
+    def f(a, how=cell): ...
+    f.__doc__ = 'Does.\n\n    Raises\n        KeyError, ValueError: no\n            key\n        OSError: no file'
+    text = website.api.function('f', f, {})
+    assert 'f(a, how=cell)' in text
+    assert '- `KeyError`, `ValueError`: no' in text and '\n- `OSError`: no file' in text
+
+
 def test_a_notebooks_cells_without_nbdevs_words():
     nb = dict(cells=[cell('code', '#| default_exp x'), cell('code', '#| export\nx = 1'), cell('code', '#| hide\ny'),
                      cell('markdown', 'z'), cell('code', '#| slow\nw')])
@@ -69,6 +82,11 @@ def test_what_a_progress_bar_overwrote_is_gone(output, text):
 def test_a_display_that_became_empty_is_left_out():
     assert website.shown(display(**{'text/html': '', 'text/plain': ''})) is None
     assert website.shown(display(**{'text/html': '<p>', 'text/plain': ''}))
+
+
+def test_streams_in_a_row_are_one():
+    outputs = [stream(['a', 'b']), stream('c\n'), display(text='d'), stream('e'), dict(stream('f'), name='stderr')]
+    assert [''.join(o.get('text', '-')) for o in website.joined(outputs)] == ['abc\n', '-', 'e', 'f']
 
 
 def test_an_update_takes_the_place_of_what_it_updates():

@@ -221,7 +221,7 @@ def test_workers_that_die_before_they_are_ready(monkeypatch):
     new = local._new_workers
     monkeypatch.setattr(local, 'start_workers', start)
     monkeypatch.setattr(local, '_new_workers', dying)
-    with pytest.raises(RankDied, match='SIGKILL'): Local(gpus=[], timeout=20).run(Job.of(me, None), 2)
+    with pytest.raises(RankDied, match='SIGKILL'): Local(gpus=[], timeout=60).run(Job.of(me, None), 2)
 
 
 class Destroys(Callback):

@@ -4,7 +4,7 @@ import contextlib, os, re, signal, sys, tempfile, time
 from pathlib import Path
 import psutil
 
-GRACE = 5.   # seconds for a process that is on its way out
+GRACE = 15.   # seconds for a process that is on its way out
 
 
 def helper_pid():

@@ -10,7 +10,8 @@ def cell(text): return str(text).replace('|', '\\|')
 
 def call(name, sig):
     "A call as one reads it, a line for each parameter if there are many"
-    params = [str(p.replace(annotation=p.empty)) for k, p in sig.parameters.items() if k != 'self']
+    params = [re.sub(r'<function (\w+) at \w+>', r'\1', str(p.replace(annotation=p.empty)))
+              for k, p in sig.parameters.items() if k != 'self']
     one = f"{name}({', '.join(params)})"
     return one if len(one) < 90 else f'{name}(\n    ' + ',\n    '.join(params) + ')'
 
@@ -22,13 +23,19 @@ def table(sig, comments):
     return '\n'.join(['| parameter | |', '|---|---|', *rows]) if rows else ''
 
 
+def bullet(found): return '- ' + ', '.join(f'`{o}`' for o in found[1].split(', ')) + ': '
+
+
+def ended(text): return text if text.endswith(('.', ':')) else f'{text}.'
+
+
 def paragraphs(doc, listed=()):
     "A docstring's paragraphs; a list of what `listed` names is left out, and one of exceptions becomes a list"
     for part in filter(None, re.split(r'\n\s*\n', inspect.cleandoc(doc or ''))):
         head, *lines = part.split('\n')
-        if head != 'Raises' and not head.endswith(':'): yield part
+        if head != 'Raises' and not head.endswith(':'): yield ended(part)
         elif not {re.match(r'\W*(\w+)', lines[0])[1]} & {*listed}:
-            yield f'{head}:\n\n' + '\n'.join(re.sub(r'^    (\w+): ?', r'- `\1`: ', o) for o in lines)
+            yield f'{head}:\n\n' + '\n'.join(re.sub(r'^    (\w+(?:, \w+)*): ?', bullet, o) for o in lines)
 
 
 def function(name, f, comments, sig=None):
@@ -76,7 +83,8 @@ def magics():
     from fastddp.cluster.magics import DipMagics
     for name in 'makedip', 'dip', 'autodip', 'dipush', 'dipull', 'dipper', 'dipstat':
         f = getattr(DipMagics, name)
-        yield f"## {'%%' if name == 'dip' else '%'}{name}\n\n```text\n{inspect.cleandoc(f.__doc__).strip(':')}\n```"
+        help = re.sub(r'(?<!%)%dip\b', '%%dip', inspect.cleandoc(f.__doc__).strip(':'))
+        yield f"## {'%%' if name == 'dip' else '%'}{name}\n\n```text\n{help}\n```"
 
 
 def pages():

@@ -21,9 +21,7 @@ recorder are in the learner, as after a fit in one process. A second interrupt e
 then has the state of the last complete epoch. `learn.distrib_resume()` repeats the interrupted epoch and continues.
 
 **A fit hangs.** After `timeout=` seconds without a training step (1,800 by default) the fit ends with an error that \
-shows the Python stack of each rank, beginning with the rank that all others wait for.
-
-`make troubles` renders this page from the catalogue `TROUBLES` in `fastddp.base.errors`, which the errors use, too.'''
+shows the Python stack of each rank, beginning with the rank that all others wait for.'''
 
 
 def entry(t): return f'### {t.name}\n\n`{t.seen}`\n\n{t.cause}\n\n*What to do:* {t.remedy}'

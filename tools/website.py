@@ -38,7 +38,7 @@ LISTED = {o for v in ORDER.values() for o in v}
 # A new document comes last, until it gets its place
 ORDER['Use'] += sorted(o for o in (f'docs/{p.name}' for p in (root/'docs').glob('*.md')) if o not in LISTED)
 PAGES = [o for v in (*ORDER.values(), *UNDER.values()) for o in v]
-SAME = {'README.md': 'index.md', 'nbs/index.ipynb': 'index.md'}
+SAME = {'README.md': 'index.md', 'nbs/index.ipynb': 'index.md', 'nbs/tutorials': OTHERS[0]}
 
 
 def address():
@@ -90,6 +90,17 @@ def shown(output):
     return output if any(output.get('data', {1: 1}).values()) else None
 
 
+def joined(outputs):
+    "Streams that follow each other as one, as Jupyter shows them"
+    res = []
+    for o in outputs:
+        last = res[-1] if res else {}
+        if o['output_type'] == 'stream' and last.get('name') == o['name']:
+            res[-1] = {**last, 'text': ''.join([*last['text'], *o['text']])}
+        else: res.append(o)
+    return res
+
+
 def with_outputs(path):
     "The notebook as it last ran, if its code is still the same"
     nb = json.loads((root/path).read_text(encoding='utf-8'))
@@ -99,7 +110,7 @@ def with_outputs(path):
     if sources(done) != sources(nb): return nb
     outputs = iter([o['outputs'] for o in done['cells'] if o['cell_type'] == 'code'])
     for o in nb['cells']:
-        if o['cell_type'] == 'code': o['outputs'] = [*filter(None, map(shown, next(outputs)))]
+        if o['cell_type'] == 'code': o['outputs'] = joined(filter(None, map(shown, next(outputs))))
     return nb
 
 

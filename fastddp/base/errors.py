@@ -128,7 +128,7 @@ _SURROUNDINGS = [
 # %% ../../nbs/base/001_errors.ipynb #865f174c
 _PROCESSES = [
     Trouble('killed by the system', 'RankDied: rank 1 died: killed by SIGKILL',
-        "Most likely the kernel's out-of-memory killer.",
+        "Most likely Linux's out-of-memory killer.",
         "The system killed it, most likely for lack of memory: use fewer workers (nprocs=), a "
         "smaller batch or fewer DataLoader workers.",
         lambda k,m: k == 'SIGKILL'),

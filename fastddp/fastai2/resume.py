@@ -226,7 +226,7 @@ def call_from(learn, file, launcher=None):
 # %% ../../nbs/fastai2/724_resume.ipynb #c51f3906
 def dropped_lists(learn, cbs):
     "What callbacks leave out when they are pickled: the recorder's lists"
-    return [{k:vars(cb)[k] for k in getattr(cb, '_stateattrs', ()) if k in vars(cb)}
+    return [{k:vars(cb)[k] for k in getattr(cb, '_stateattrs', ()) if k in vars(cb).keys()-STAY}
             for cb in all_cbs(learn, cbs)]
 
 class ResumeFit(Callback):

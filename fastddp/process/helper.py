@@ -154,9 +154,11 @@ def serve(
     os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'   # torch.cuda.is_available(): no CUDA runtime
     # the notebook has shown them when it imported the same library
     warnings.simplefilter('ignore')
+    gc.disable()    # collections while it imports would take a third of the time
     for o in modules: _import(o)
     gc.collect()
     gc.freeze()
+    gc.enable()
     _serve_forks(socket.socket(fileno=fd))
 
 def _import(

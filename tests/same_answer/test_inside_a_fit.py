@@ -111,7 +111,7 @@ def test_one_rank_leaves_after_predictions_in_the_middle_of_training(batch, two)
     learn = learner()
     one = alone_like(learn, 2, batch)
     seed(1)
-    learn.distrib('fit', 2, nprocs=2, launcher=two, batch=batch, cbs=[AsksMidway()], timeout=20)
+    learn.distrib('fit', 2, nprocs=2, launcher=two, batch=batch, cbs=[AsksMidway()], timeout=60)
     seed(1)
     one.fit(2, cbs=[AsksMidway()])
     assert len(learn.recorder.losses) == len(one.recorder.losses) == 4

@@ -63,7 +63,7 @@ def test_one_rank_makes_no_backward_pass(ranks, capfd):
     n, launcher = ranks
     learn = learner(train=8*n, kind=LeavesOutAPass)
     learn.n = n
-    learn, one = fit_both(learn, n, launcher, 1, ddp=dict(timeout=20))
+    learn, one = fit_both(learn, n, launcher, 1, ddp=dict(timeout=60))
     assert largest([p.detach() for p in learn.model.parameters()], [p.detach() for p in one.model.parameters()]) < 1e-5
     assert capfd.readouterr().err.count("the ranks' weights had drifted apart") == 1
 
