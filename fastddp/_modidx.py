@@ -2612,6 +2612,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastddp/shard/gathered_loss.py'),
                                              'fastddp.shard.gathered_loss.Losses.describe': ( 'shard/gathered_loss.html#losses.describe',
                                                                                               'fastddp/shard/gathered_loss.py'),
+                                             'fastddp.shard.gathered_loss.Losses.has_averages': ( 'shard/gathered_loss.html#losses.has_averages',
+                                                                                                  'fastddp/shard/gathered_loss.py'),
                                              'fastddp.shard.gathered_loss.Losses.is_gathered': ( 'shard/gathered_loss.html#losses.is_gathered',
                                                                                                  'fastddp/shard/gathered_loss.py'),
                                              'fastddp.shard.gathered_loss.Losses.kind': ( 'shard/gathered_loss.html#losses.kind',

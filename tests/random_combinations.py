@@ -120,9 +120,9 @@ CBS = dict(clip=lambda c: GradientClip(.3), acc=lambda c: GradientAccumulation(2
            plateau=lambda c: ReduceLROnPlateau(min_delta=.01, patience=1, factor=2.),
            looks=lambda c: Looks(*c['looks']), thaws=lambda c: Thaws(), keeps=lambda c: Keeps())
 
-OPTS = dict(sgd=SGD, momentum=functools.partial(SGD, mom=.9), adam=functools.partial(Adam, eps=1e-3), rms=RMSProp,
-            radam=functools.partial(RAdam, eps=1e-3), qh=functools.partial(QHAdam, eps=1e-3),
-            ranger=functools.partial(ranger, eps=1e-3, k=3),
+OPTS = dict(sgd=SGD, momentum=functools.partial(SGD, mom=.9), adam=functools.partial(Adam, eps=1e-3),
+            rms=functools.partial(RMSProp, eps=1e-3), radam=functools.partial(RAdam, eps=1e-3),
+            qh=functools.partial(QHAdam, eps=1e-3), ranger=functools.partial(ranger, eps=1e-3, k=3),
             adamw=functools.partial(OptimWrapper, opt=functools.partial(torch.optim.AdamW, eps=1e-3)),
             nesterov=functools.partial(OptimWrapper, opt=functools.partial(torch.optim.SGD, momentum=.9,
                                                                            nesterov=True)))
@@ -200,8 +200,9 @@ def try_one(c, launcher):
         getattr(one, c['how'])(c['epochs'], cbs=cbs[1])
         assert drawn == streams(one), 'random streams differ'
         for o in learn, one: drop_times(o)
-        # gradients of a sum are as much larger; drawn losses divide by small numbers
-        tol = {'summed': 1e-4, None: 3e-5}.get(c['loss'], 1e-5)
+        # gradients of a sum are as much larger; drawn losses divide by small numbers, and rounding depends on the
+        # threads of this process
+        tol = 1e-4 if c['loss'] in ('summed', None) else 1e-5
         assert_same(learn, one, tol)
         for x, y in zip(*cbs):
             assert attrs(x).keys() == attrs(y).keys(), f'{type(x).__name__}: {attrs(x).keys()} or {attrs(y).keys()}'

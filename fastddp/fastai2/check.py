@@ -47,7 +47,7 @@ class NoteSteps(Callback):
     def __init__(self, steps): self.steps = steps
     def before_fit(self):
         self.losses,self.grads = [],[]
-        self.n,self.loss_kind = group.world_size(),''
+        self.n,self.loss_kind,self.averaged = group.world_size(),'',False
         self.sums = torch.zeros(self.steps, 2, dtype=torch.float64)
     def before_batch(self):
         if not self.training: return
@@ -66,7 +66,8 @@ class NoteSteps(Callback):
         if self.iter+1 == self.steps: raise CancelTrainException()
     def after_train(self):
         for cb in self.learn.cbs:
-            if isinstance(cb, StepSync): self.loss_kind = cb.losses.describe()
+            if not isinstance(cb, StepSync): continue
+            self.loss_kind,self.averaged = cb.losses.describe(),cb.losses.has_averages
         group.sum_(self.sums)
         self.batches = self.sums.tolist()
 
@@ -178,8 +179,9 @@ class Row(NamedTuple):
 
 class Answer(list):
     """The rows of a check; `same` if all of them are; `loss` says how the workers' losses make that
-    of the batch, `reasons` what is expected to differ, `verdict` what follows"""
-    loss,reasons,verdict = '',{},''
+    of the batch, `averaged` if one is averaged over workers, `reasons` what is expected to differ,
+    `verdict` what follows"""
+    loss,averaged,reasons,verdict = '',False,{},''
     @property
     def same(self): return all(r.same for r in self)
     def __str__(self):
@@ -218,7 +220,7 @@ def _compare(learn, steps, tol, options,
                   Row('gradients', _apart(a.grads, b.grads), tol*10),
                   Row('weights', _apart(_params(many), _params(one)), tol),
                   Row('validation', _apart(_values(many), _values(one), each=True), tol*10)])
-    res.loss = a.loss_kind
+    res.loss,res.averaged = a.loss_kind,a.averaged
     return res
 
 # %% ../../nbs/fastai2/731_check.ipynb #8dd93006
@@ -255,7 +257,7 @@ def distrib_check(self:Learner,
     if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): options['batch'] = 'global'
     res = _compare(self, steps, tol, options)
     res.reasons = reasons_for(self, options.get('gpus', group.n_gpus()))
-    if 'averaged over workers' in res.loss:
+    if res.averaged:
         res.reasons['loss'] = Reason("the model's own number, averaged over workers")
     def without(reasons):
         with hushed(): return _compare(self, steps, tol, options, reasons)

@@ -16,6 +16,7 @@ from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, LossMetric
 from fastai.torch_core import find_bs, to_device
 
 from ..base import group
+from ..base.scoped import with_attrs
 from .together import OurCallback
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
@@ -192,20 +193,18 @@ class Phase:
     def _replay(self, mets):
         "Runs `mets` over all ranks' batches as one process would have made them"
         learn = self.learn
-        old = {k:getattr(learn,k) for k in ('xb','yb','pred','loss')}
         if not self.resumed:
             for m in mets: m.reset()
         terms = self.loss_anew and any(group.all_gather_object(self.terms))
-        try:
+        # a rank without a batch so far has none of these
+        with with_attrs(learn, xb=NoInput(), yb=None, pred=None, loss=None):
             for _,parts in by_batch(self.kept):
                 if terms: parts = [(pos, self._with_term(*tree)) for pos,tree in parts]
                 for learn.pred,learn.yb,learn.loss,term in whole_batch(parts):
-                    learn.xb = NoInput()
                     if self.loss_anew:
                         learn.loss = self._loss(self.loss_func, learn.pred, learn.yb)+term
                     if terms: group.broadcast_([learn.loss])
                     for m in mets: m.accumulate(learn)
-        finally: vars(learn).update(old)
 
     def _term(self):
         "What callbacks added to the loss of this rank's part"

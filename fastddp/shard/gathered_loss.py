@@ -215,6 +215,11 @@ class Losses:
         "How each loss function is computed, in words"
         return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.seen)
 
+    @property
+    def has_averages(self):
+        "True if a loss is averaged over ranks"
+        return any(kind == 'average' for _,kind in self.seen)
+
     def of_all_ranks(self, f,
               batch,  # This rank's `LocalBatch`; every rank calls this
               nbytes, counts, kinds # What each rank's has, as lists

@@ -133,3 +133,10 @@ def root(pred, y): return ((pred.sum(1)-y)**2).mean().sqrt()
 def test_the_kind_of_loss_is_named(two, loss_func, kind):
     res = learner(loss_func=loss_func).distrib_check(nprocs=2, launcher=two)
     assert res.same and res.loss.endswith(f': {kind}') and f'loss: {res.loss}' in str(res)
+
+
+def test_the_name_of_a_loss_decides_nothing(two):
+    def own(pred, y): return root(pred, y)
+    own.__name__ = 'averaged over workers'
+    res = learner(loss_func=own).distrib_check(nprocs=2, launcher=two)
+    assert res.loss.startswith(own.__name__) and not res.averaged and not res.reasons

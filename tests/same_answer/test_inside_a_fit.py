@@ -1,9 +1,10 @@
 """A callback that validates or predicts in the middle of a fit: its numbers, and what follows, are one process's."""
-import copy, random
+import copy, functools, random
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback, CancelFitException
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
+from fastai.metrics import F1Score
 from fastcore.basics import noop
 from torch.utils.data import DataLoader as TorchLoader
 from parity import assert_same, largest, learner, seed, alone_like, warm
@@ -15,6 +16,11 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope='module')
 def two():
     with warm(2) as launcher: yield launcher
+
+
+@pytest.fixture(scope='module')
+def three():
+    with warm(3) as launcher: yield launcher
 
 
 class Asks(Callback):
@@ -250,3 +256,16 @@ def test_a_changed_batch_size_holds_after_a_look_at_the_whole(ask, batch, two):
         drop_times(o)
     assert len(learn.recorder.losses) == len(one.recorder.losses)
     assert_same(learn, one)
+
+
+def test_a_rank_that_has_seen_no_batch_yet(three):
+    "Three ranks, two batches, before the first of training; F1Score needs all of them again"
+    def make(): return learner(valid=20, bs=12, metrics=F1Score(average='macro'))
+    learn, one, seen = make(), make(), []
+    for fit in functools.partial(learn.distrib_fit, nprocs=3, launcher=three, batch='global'), one.fit:
+        cb = Asks('before_train', lambda learn: learn.validate())
+        seed(1)
+        fit(1, cbs=[cb])
+        seen.append(cb.got[0])
+    assert len(seen[1]) == 2
+    np.testing.assert_allclose(*seen, rtol=1e-5)
