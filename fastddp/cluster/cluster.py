@@ -18,10 +18,10 @@ from ..base.checks import bound, check_all
 from ..base.device import current_device, device_module, is_accelerator
 from ..base.errors import CantDistribute, WorkerError
 from ..base.failure import is_user_file
-from ..launch.background import holding, refuse_blocks, refuse_overlap
 from ..launch.engine import Job
 from ..launch.local import Local
-from ..launch.options import CHECKS, workers_for
+from ..launch.options import (
+    CHECKS, holding, refuse_blocks, refuse_overlap, workers_for)
 from ..launch.session import dump_or_blame
 from ..output.replay import shortened
 from ..payload.patches import collect_patches

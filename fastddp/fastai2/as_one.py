@@ -48,7 +48,7 @@ def shard_batches(dl,      # A fastai or torch loader, sharded or not
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #08e24dee
 def gatherers(learn):
-    "The callbacks that collect something per batch"
+    "fastai's `GatherPredsCallback`s, which collect predictions batch by batch"
     return [cb for cb in learn.cbs if isinstance(cb, GatherPredsCallback)]
 
 def stays_here(dl,     # What to predict: a loader, or a list of batches
@@ -60,7 +60,7 @@ def stays_here(dl,     # What to predict: a loader, or a list of batches
     explanation"""
     dl = original(dl)
     if not isinstance(dl, (DataLoader,TorchLoader)): return ''
-    if why := why_not(dl, n, 'global'): return why
+    if why := why_not(dl, n): return why
     if len(dl) < 2: return ''
     if not takes_whole(dl): return "its batches are parts of a stream."
     if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in cbs):
@@ -98,8 +98,8 @@ def join_parts(parts # What `run_part` gave on each rank
 ):
     "The lists that each gatherer has in one process: dicts by name"
     def join(lists):
-        turns = itertools.chain(*itertools.zip_longest(*lists, fillvalue=_GONE))
-        return [o for o in turns if o is not _GONE]
+        turns = itertools.zip_longest(*lists, fillvalue=_GONE)
+        return [o for turn in turns for o in turn if o is not _GONE]
     return [{k:join([o.get(k, []) for o in of_ranks]) for k in of_ranks[0]}
             for of_ranks in zip(*parts)]
 
@@ -114,24 +114,22 @@ def give(gather, # The gatherers of the learner that asked
 # %% ../../nbs/fastai2/725_as_one.ipynb #4c0d3a11
 def order_from_rank0(dl):
     "The order of rank 0's loader, for that of each rank"
-    if group.world_size() == 1 or not isinstance(dl, (DataLoader,TorchLoader)): return
+    if not isinstance(dl, (DataLoader,TorchLoader)): return
     state = group.from_rank0(dl_state(dl))
     if group.rank(): set_dl_state(dl, state)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #4c0d3a13
-@contextlib.contextmanager
 def _drawn_alike(dl, common):
-    "Inside, clones of the fastai loader `dl`, and theirs, draw from `common`"
-    if not isinstance(dl, DataLoader):
-        yield
-        return
+    """A context manager in which `dl.new()` draws random numbers from `common`, and so does `new()`
+    of the loaders that it makes, if `dl` is a fastai `DataLoader`"""
+    if not isinstance(dl, DataLoader): return contextlib.nullcontext()
     def new_of(o):
         def new(*args, **kwargs):
             with common: res = type(o).new(o, *args, **kwargs)
             res.new = new_of(res)
             return res
         return new
-    with with_attrs(dl, new=new_of(dl)): yield
+    return with_attrs(dl, new=new_of(dl))
 
 def preds_in_one_order(learn,
                        common=contextlib.nullcontext(), # `CommonRNG` of a fit
@@ -225,7 +223,6 @@ def sync_load(learn,
 # %% ../../nbs/fastai2/725_as_one.ipynb #0edfb766
 def sync_opt(learn):
     "Rank 0's optimizer on every rank"
-    if group.world_size() == 1: return
     if not group.from_rank0(bool(learn.opt)):
         learn.opt = None      # the fit makes one
         return

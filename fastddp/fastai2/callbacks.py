@@ -77,7 +77,7 @@ class ShardData(OurCallback):
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ddce7439
 @contextlib.contextmanager
 def kept_streams(learn, common):
-    "The common streams and the loaders' generators, afterwards as they were"
+    "Afterwards the common random streams and the loaders' generators are as they were"
     dls,state = list(learn.dls.loaders),common.state()
     kept = [dl_state(dl) for dl in dls]
     try: yield
@@ -90,7 +90,8 @@ def kept_streams(learn, common):
 def whole_loops(learn,
                 together # Of the fit
 ):
-    "For `Shard.outside`: function of a sharded loader that yields the whole, alike on all ranks"
+    """The function for `Shard.outside`: yields all batches of a sharded loader, the same on all
+    ranks, where a callback loops over it by itself"""
     def batches(dl):
         apart = together.alone or together.phase == 'validate'
         with kept_streams(learn, together.common) if apart else contextlib.nullcontext():
@@ -133,7 +134,7 @@ def distributed(learn,
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
         if shard_dls:
-            stack.enter_context(sharded_dls(learn, batch, common, whole_loops(learn, together)))
+            stack.enter_context(sharded_dls(learn, batch, together))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(quiet(learn))
         learn.add_cbs(cbs)
@@ -161,10 +162,11 @@ def _depart(together, step, same):
     if said.sum('cancelled'): same.sync_weights()
 
 @contextlib.contextmanager
-def sharded_dls(learn, batch, common, outside):
-    """The learner's loaders, each giving this rank its shard, and other loops than the fit's what
-    `outside` yields"""
+def sharded_dls(learn, batch, together):
+    """Inside, each loader of `learn.dls` yields this rank's shard to the fit, and all batches to
+    other loops"""
     dls,old = learn.dls,list(learn.dls.loaders)      # a callback may exchange them
+    common,outside = together.common,whole_loops(learn, together)
     train = shard_dl(old[0], group.rank(), group.world_size(), batch, common=common)
     dls.loaders = [train, *(shard_to_validate(learn.model, dl, batch, common) for dl in old[1:])]
     for dl in dls.loaders: dl._shard.outside = outside

@@ -9,7 +9,6 @@ __all__ = ['PHASES', 'kind_of', 'on_device', 'Clock', 'use_of']
 import os, time
 from collections import defaultdict
 
-import torch
 from fastai.learner import Recorder
 
 from ..base import group
@@ -51,7 +50,11 @@ _LONG = 10      # times the usual wait for a batch
 _LEAST = .05    # seconds; less is not worth a word
 
 class Clock:
-    "Seconds of a fit on this rank, by phase or callback"
+    """Seconds of a fit on this rank, by phase or callback.
+
+    `OwnEvents` calls `enter` when an event begins, `lap` after each callback, and `leave` when it
+    ends; the time between two events is what fastai's loop does there (`_NEXT`). `Together` calls
+    `tell` before each meeting, and `hear` after it."""
     def __init__(self,
         board=None, # Where the ranks meet
     ):
@@ -170,7 +173,7 @@ def use_of(
     device, # Of this rank
     dl=None, # What was validated or predicted; None: it was a fit
 ):
-    "Threads, loader processes, memory and exchanged bytes of this rank, as plain numbers"
+    "Loader processes, memory and exchanged bytes of this rank, as plain numbers"
     import resource     # not on Windows, where there are no workers
     trains,dl = dl is None,learn.dls.loaders[0] if dl is None else dl
     of_dl,n = getattr(dl, 'fake_l', dl),group.world_size()
@@ -178,7 +181,7 @@ def use_of(
     largest = max(sizes, key=sizes.get, default='')
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
     on_gpu = is_accelerator(device)
-    return dict(threads=torch.get_num_threads(), loaders=getattr(of_dl, 'num_workers', 0),
+    return dict(loaders=getattr(of_dl, 'num_workers', 0),
                 on_gpu=on_gpu, peak=peak,
                 gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,
                 grads=sum(sizes.values()) if trains and n > 1 else 0,

@@ -90,8 +90,8 @@ class NoteProgress(OurCallback):
     def after_fit(self): self.depth -= 1
 
 class EndOfAll(OurCallback):
-    """A training batch is over when every other callback has seen it; then, too, `keep` is called
-    at the end of each epoch"""
+    """Comes after every other callback: notes the end of each training batch, and calls `keep` at
+    the end of each epoch"""
     order = 2_000_000
     def __init__(self, noted, keep=noop): self.noted,self.keep = noted,keep
     def after_batch(self): self.noted.in_batch = False
@@ -166,8 +166,8 @@ def infer_job(ctx, obj):
 _FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
 
 def fit_args(learn, args, kwargs):
-    """What `learn.fit(*args, **kwargs)` gives by name to its class's `fit`, maybe the user's own;
-    objects in `cbs`"""
+    """The arguments of `learn.fit(*args, **kwargs)`, by name, for the `fit` of its class. That may
+    be the user's own, also one that takes `*args`. Classes in `cbs` are replaced by objects"""
     own,res = inspect.signature(type(learn).fit),{}
     plain = [k for k in _FIT if k not in own.parameters]
     for k,v in bound(type(learn).fit, (learn, *args), kwargs).arguments.items():
@@ -185,7 +185,8 @@ def enough_epochs(
     cbs,
     steps, # Called without arguments: steps per epoch
 ):
-    "As many epochs as `lr_find` needs, which counted the batches of one process"
+    """Raises the number of epochs of an `lr_find` until they have its `num_it` steps: on several
+    ranks an epoch has fewer steps than in one process, for which fastai has counted"""
     if asked.get('n_epoch') is None or not finds_lr(cbs): return
     its = max(cb.num_it for cb in cbs if isinstance(cb, LRFinder))
     asked['n_epoch'] = max(asked['n_epoch'], its//max(steps(), 1)+1)

@@ -26,10 +26,11 @@ from .resume import (
 from .as_one import wants_no_lines
 from .session import Session
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
-from ..launch.background import BackgroundJob, refuse_blocks, refuse_busy
+from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
-from ..launch.options import (
-    ITEMS, RAISES, Options, check_method, in_launched_group, no_attribute)
+from fastddp.launch.options import (
+    ITEMS, RAISES, Options, check_method, in_launched_group, no_attribute, refuse_blocks,
+    refuse_busy)
 from ..launch.session import beside_workers, block, offloaded
 from ..output.replay import print_line
 from ..payload.pickling import dumped_instead
@@ -74,8 +75,8 @@ def distrib_ctx(self:Learner,
                           asked_for=OPTIONS.asked_for(given))
         if checkpoint: session.on_epoch.append(Checkpoints(seconds_of(checkpoint)).at_epoch)
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
-    def group_stands(): return in_place(self, options, given)
-    opens = block(self, given, OPTIONS.defaults, group_stands, overrides, wants_no_lines)
+    def in_launched(): return in_place(self, options, given)
+    opens = block(self, given, OPTIONS.defaults, in_launched, overrides, wants_no_lines)
     with writing(self, checkpoint), opens: yield self
 
 # `import fastai.distributed` puts fastai's own in its place
@@ -105,7 +106,7 @@ Learner.__getattr__ = _missing
 
 # %% ../../nbs/fastai2/730_learner.ipynb #943cdbd9
 def _mark(learn):
-    "What changes with each weight and the optimizer's state"
+    "A number that is another one once a weight or the optimizer's state has changed"
     ts = [*learn.model.parameters(), *opt_tensors(learn.opt)]
     return fingerprint([t.detach() for t in ts])
 
@@ -115,7 +116,8 @@ def _with_args(user_call, args, kwargs):
     return res
 
 class LearnerJob(BackgroundJob):
-    "A call of a learner's in the background"
+    """A call of a learner's in the background. Its workers train a copy of the learner, the `twin`;
+    `pull` and `bring` put the state of the twin into the learner"""
     def __init__(self, learn,
         user_call, # The `UserCall`
         trains, # False for inference
@@ -193,7 +195,8 @@ def _target(self:LearnerJob, into, force):
 
 @patch
 def _put(self:LearnerJob, learn, cbs, state):
-    "What was exchanged meanwhile stays; what was there when the job began gets the state"
+    """Puts `state` into the parts (optimizer, callbacks, loaders ...) that `learn` had when the job
+    began; parts that the notebook has put in their place stay as they are"""
     with with_attrs(learn, **self.at_start if learn is self.of else {}):
         refs,groups = persistent_refs(learn, cbs),tracked(learn, cbs)
     apply(learn, cbs, *state, refs=refs, groups=groups)
@@ -213,7 +216,7 @@ def pull(self:LearnerJob,
 
 @patch
 def bring(self:LearnerJob, into=None, force=False):
-    "Puts what the call came to into the learner"
+    "Puts the state of the twin after the call into the learner, or into `into`"
     if self.state == 'refused': return self.away.close()
     learn,twin,call = self._target(into, force),self.twin,self.user_call
     self.away.close()
@@ -230,7 +233,7 @@ def bring(self:LearnerJob, into=None, force=False):
     self.epoch = self.twins_call = self.twins_cbs = None
 
 def start_job(learn, user_call, trains, offload):
-    "The `LearnerJob` of a call, at work"
+    "Starts the `LearnerJob` of a call and returns it; refuses what can't run in the background"
     if in_launched_group():
         raise CantDistribute("wait=False is for a notebook: this process is a rank of a launcher's "
                              "process group.")

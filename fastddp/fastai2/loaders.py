@@ -190,12 +190,10 @@ class Undivided(Sharded):
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
 
 def why_not(dl,         # A loader
-            world_size, # Number of ranks
-            batch='per_worker' # Batch size of one worker, or the 'global' one
+            world_size  # Number of ranks
 ):
-    "Why `dl` can't be sharded, with the remedy, or None; raises `CantShard` for another `batch`"
+    "Why `dl` can't be sharded, with the remedy, or None"
     dl = original(dl)
-    global_batch_size(None, world_size, batch)      # refuses another word
     if world_size==1: return None
     if isinstance(dl, TorchLoader): return why_not_torch(dl)
     if not isinstance(dl, DataLoader): return (
@@ -232,7 +230,7 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`
     """The loader that yields the shard of `rank`; raises `CantShard` with the remedy where that
     can't be done faithfully"""
     dl = original(dl)
-    if why := why_not(dl, world_size, batch): refuse_loader('This loader', world_size, why)
+    if why := why_not(dl, world_size): refuse_loader('This loader', world_size, why)
     if world_size==1: return Undivided(dl)
     shard = shard_torch if isinstance(dl, TorchLoader) else shard_fastai
     return shard(dl, rank, world_size, batch, train, common or CommonRNG.capture())
@@ -254,7 +252,7 @@ def check_dl(dl,         # A loader
 ):
     """Raise `CantShard`, naming the loader, if it can't be sharded or has too few items; before
     anything is started"""
-    why = why_not(dl, world_size, batch)
+    why = why_not(dl, world_size)
     if not why and world_size>1:
         try: steps = n_batches(dl, world_size, batch)
         except TypeError: why = ("it has no length, and `fit` asks for it. Give its dataset or "

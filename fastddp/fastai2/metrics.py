@@ -24,7 +24,7 @@ from ..shard.sharded import is_sharded
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #3c20bfa6
 def _total(vs):
-    "Sum over ranks, in rank order and in float64; of whole numbers it is one"
+    "Sum of `vs`, one value per rank, in rank order and in float64; ints stay ints"
     if isinstance(vs[0], dict):
         return {k: sum(float(v.get(k, 0.)) for v in vs) for k in sorted({k for v in vs for k in v})}
     if isinstance(vs[0], list): return [sum(map(float, o)) for o in zip(*vs)]
@@ -53,7 +53,7 @@ def _merge(m):
 
 def reducer_for(m # A metric
 ):
-    "The function that brings the state of a metric together; None if it has to be replayed"
+    "The function that combines the state of a metric over ranks; None if it has to be replayed"
     cls = type(m)
     if getattr(m, 'replay', False): return None
     if hasattr(cls, 'merge'): return _merge
@@ -91,7 +91,15 @@ def _copy_of(loss_func):
     except Exception: return loss_func
 
 class Phase:
-    "What this rank keeps of the metrics of one phase"
+    """Computes the metrics of one phase over all ranks, each in one of three ways, as `reducers`
+    says:
+
+    - A function: the metric accumulates this rank's items, and in the end its state is summed over
+      ranks (`STATES`), or merged by its own `merge`.
+    - `_sum_losses`: of an `AvgLoss` in a validation, the loss and divisor of each batch are kept,
+      and summed.
+    - None: predictions and targets of each batch are kept. In the end each rank gets those of all
+      and runs the metric over the batches of one process (`_replay`)."""
     def __init__(self, learn, mets, training, losses):
         self.learn,self.training = learn,training
         self.seen = 0           # positions of earlier batches in a validation

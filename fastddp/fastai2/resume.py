@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from fastai.callback.core import Callback, CancelEpochException
+from fastcore.basics import store_attr
 from fastcore.foundation import L
 
 from ..base.checks import Check
@@ -42,7 +43,7 @@ class UserCall:
         name, args, kwargs, # `learn.name(*args, **kwargs)`
         options, # The options of its `distrib_ctx` that are not as they are by default
     ):
-        self.name,self.args,self.kwargs,self.options = name,args,kwargs,options
+        store_attr()
         self.fits = self.done = 0       # that began, and that came to their end
         self.state = None       # what the next one goes on from: `(meta, buffers)`
         # that is the end of an epoch; else its first epoch, None: as fastai's own `fit`
@@ -50,7 +51,7 @@ class UserCall:
         # the second: functions that return what its variables hang on, or None
         self.facts,self.definitions = {},()
     def run(self, learn):
-        "Make it; the outermost counts"
+        "Call the method; of calls inside one another, as in `fine_tune`, the outermost is noted"
         if learn in user_calls: return getattr(learn, self.name)(*self.args, **self.kwargs)
         user_calls[learn],self.fits = self,0
         try: res = getattr(learn, self.name)(*self.args, **self.kwargs)
@@ -62,7 +63,8 @@ class UserCall:
         self.fits += 1
         return self.fits <= self.done
     def put_back(self, learn, cbs):
-        "The first epoch of this fit, None: as fastai's own; `learn` holds what it goes on from"
+        """If this is the fit that was cut off, put its state into `learn` and return the epoch with
+        which it goes on. None: it begins as fastai's own"""
         if self.state is None or self.fits > self.done+1: return None
         apply(learn, cbs, *self.state, definitions=[o() for o in self.definitions])
         return learn.epoch+1 if self.at_end else self.first
@@ -80,7 +82,7 @@ class UserCall:
         self.facts,self.definitions = facts_of(learn),[*map(_weakly, definitions)]
         resume_points[learn] = self
     def complete(self, learn):
-        "This fit came to its end; the call may be cut off behind it"
+        "This fit is complete; a failure later in the call resumes after it"
         self.done,self.state,self.facts = self.fits,None,facts_of(learn)
         resume_points[learn] = self
 

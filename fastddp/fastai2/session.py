@@ -11,7 +11,7 @@ import contextlib, warnings
 from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
 from fastai.learner import Learner
-from fastcore.basics import patch
+from fastcore.basics import patch, store_attr
 
 from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
@@ -25,17 +25,22 @@ from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr, is_rank0_only
-from ..output.replay import hushed, print_line
+from ..output.replay import hushed, print_line, several
 from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
 class FitCall(Call):
     "A fit on the workers, which can be continued when it is cut off"
-    def __init__(self, session, cbs, user_call, first=None, n_epoch=None):
-        what = f"{n_epoch or ''} epoch{'s' if n_epoch != 1 else ''}".strip()
+    def __init__(self, session,
+        cbs, # Callbacks of this fit only
+        user_call, # The `UserCall` that it is a part of
+        first=None, # The first epoch that is not complete; None: nothing is
+        n_epoch=None, # As the user asked
+    ):
+        # the user's own `fit` may have no number of epochs
+        what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, keeps='all', iterations=finds_lr(cbs))
-        self.cbs,self.user_call = cbs,user_call
-        self.first = first      # the first epoch that is not complete; None: nothing is
+        store_attr('cbs,user_call,first')
         self.sent = {}      # what the ranks get besides the learner
     def snapshot(self):
         call = dict(self.sent, first=self.first, lists=dropped_lists(self.learn, self.cbs))
@@ -117,7 +122,8 @@ class Session(_Session):
         **kwargs
     ):
         super().__init__(*args, **kwargs)
-        self.factories,self.asked_for,self.reports = factories,asked_for,[]
+        store_attr('factories,asked_for')
+        self.reports = []       # a `Report` of each call
         self.on_epoch = []      # functions of a `FitCall` and an `EpochEnd`
     def quiet(self): return wants_no_lines(self.learn)
     def note(self):

@@ -31,6 +31,14 @@ from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5feb3b73
+# A learner's way to the ranks and back:
+#
+#     notebook                                rank
+#     snapshot ------- the learner ---------> unpack
+#                                             baseline: notes what there is when the job begins
+#     apply <--- what differs from it ------- capture: of rank 0
+#
+# Objects that both sides have (`persistent_refs`) are sent as their place in a list.
 def all_cbs(learn, cbs=()):
     "The learner's callbacks, then those of this fit only"
     return [*learn.cbs, *(cb for cb in cbs if not any(cb is o for o in learn.cbs))]
@@ -200,14 +208,16 @@ def learner_state(learn, opt=True, weights=True):
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
-STAY = {'learn','dls','model','opt','cbs','logger','lock','loss_grad','dl','xb','yb','pred','loss',
-        'distrib_session','pbar','mbar','_state','old_logger','scaler','autocast','_metrics',
-        'create_mbar'}
+# Attributes of callbacks (and but for three, of a learner) that are not sent back
+STAY = set('''
+    learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
+    _state old_logger scaler autocast _metrics create_mbar'''.split())
 
 # fastai's loaders draw `_DataLoader__idxs`, the order of an epoch, anew in each
-_PARTS_STAY = MODULES_STAY | {'loaders','_device','device','_shard','it','rng','fake_l',
-                              '_DataLoader__idxs'}
+_PARTS_STAY = MODULES_STAY | set(
+    'loaders _device device _shard it rng fake_l _DataLoader__idxs'.split())
 
+# Group of `tracked` -> the attributes of its objects that are not sent back
 _STAYS = dict(learn=STAY-{'dls','model','opt'}, opt=OPT_STAYS, cbs=STAY, parts=_PARTS_STAY,
               metrics={'accumulate'}, variables=())
 

@@ -43,7 +43,19 @@ def accumulation(learn):
 
 # %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
 class StepSync(OurCallback):
-    "Makes each training step of this rank one with the others'"
+    """Makes one training step of all ranks: the gradient of the global batch, and its loss.
+
+    In a batch, in the order of fastai's loop:
+
+        before_batch   the backward passes that follow are caught (`passes.open`)
+        after_pred     from here on no rank may leave the batch without the others (`mid_batch`)
+        backward       `weigh` gets the loss: the ranks meet, exchange their losses and weights, and
+                       each scales its loss so that the mean of gradients over ranks is that of the
+                       global batch
+        after_batch    a rank that made no backward pass meets the others here (`attend`)
+
+    DDP averages gradients during the backward pass (`overlapped`). While gradients accumulate, and
+    where DDP can't follow the model, they are averaged afterwards ("flat")."""
     order = _FIRST+1    # right after `Together`, which must know of the batch
     run_valid = False
     def __init__(self,

@@ -23,7 +23,7 @@ from ..base.scoped import with_attrs
 
 # %% ../../nbs/fastai2/705_together.ipynb #6be54914
 class OurCallback(Callback):
-    "Base of the callbacks that make a fit a distributed one: called without detours"
+    "Base of the callbacks that make a fit a distributed one; faster to call than fastai's"
     # fastai asks learner and model about each name that is set; at each step that takes as long as
     # a small layer
     __setattr__ = object.__setattr__
@@ -61,7 +61,8 @@ _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Wher
             "ranks would diverge.")
 
 class OwnEvents:
-    "Takes the place of `learn._call_one`; a `Clock` notes when events begin and end"
+    """Takes the place of `learn._call_one`: calls only the callbacks that do something at an event,
+    and has a `Clock` note when events begin and end"""
     def __init__(self, learn, asked=noop, clock=None):
         self.learn,self.asked,self.clock = learn,asked,clock or Clock()
         self.pid = os.getpid()
@@ -132,7 +133,15 @@ _OVER = float('inf')    # the epoch after the last one
 _FIRST,_LAST = -1_000_000,1_000_000     # before, after every other callback
 
 class Together(OurCallback):
-    "Follows the loop, and has all ranks leave a step, batch, phase, epoch or fit together"
+    """Has all ranks leave a step, batch, phase, epoch or fit together.
+
+    The ranks meet at places: `(epoch, stage, batch, detail)`, numbers that grow as fastai's loop
+    goes on. At a meeting each rank says its place, what it has left since all were at one place
+    (`LEFT`), and the `FIELDS` that are given to `meet`. If all are at the same place, `meet`
+    returns what they said. A rank that finds others ahead raises what they left, and so gets there:
+
+        rank 0: CancelFitException in batch 3 -> `leave('fit')` -> meets at the end of the fit
+        rank 1: at batch 3, rank 0 is ahead -> raises CancelFitException -> meets there, too"""
     order = _FIRST      # it must know of an event before any other callback can leave in it
     LIMIT = 1800.       # seconds; where no notebook watches over the ranks
     def __init__(self,

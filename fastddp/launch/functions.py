@@ -6,7 +6,7 @@
 __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spawned', 'spawn', 'TorchDDPCtx', 'in_torchddp']
 
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
-import ast, contextlib, os, re, sys, threading
+import ast, contextlib, os, sys, threading
 from ..base import group
 from ..base.checks import CONTEXT, Check, bound, check_all, is_whole, whole, flag, near
 from ..base.errors import CantDistribute
@@ -19,7 +19,7 @@ from ..output.replay import shortened
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..process.helper import private_folder
-from fastcore.basics import patch
+from fastcore.basics import store_attr
 from ..base.device import visible_cores
 
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633
@@ -59,7 +59,7 @@ def import_star(
 def _needed(need):
     "The notebook's objects that `need` names, separated by spaces or commas"
     ns = vars(sys.modules['__main__'])
-    names = [o for o in re.split(r'[\s,]+', need) if o]
+    names = need.replace(',', ' ').split()
     missing = [o for o in names if o not in ns]
     if missing: raise CantDistribute(f"need={need!r}: {', '.join(missing)} is not defined in the "
                                      "notebook.")
@@ -223,14 +223,11 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         timeout=1800, # Seconds that a rank waits for others in one operation, as in torch
         **kwargs
     ):
-        given = dict(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu, port=port,
-                     num_threads=num_threads)
         for k in kwargs:
-            likely = near(k, [*given, 'addr', 'timeout'])
+            likely = near(k, [*_CHECKS, 'addr', 'timeout'])
             if likely: raise CantDistribute(f"No option {k}. Did you mean {likely}=?")
-        check_all(given, _CHECKS)
-        self.world_size,self.base_rank,self.use_gpu = world_size,base_rank,use_gpu
-        self.addr,self.port,self.num_threads,self.timeout = addr,port,num_threads,timeout
+        store_attr('world_size,base_rank,use_gpu,addr,port,num_threads,timeout')
+        check_all({k:getattr(self, k) for k in _CHECKS}, _CHECKS)
     def __enter__(self):
         local,n = _local_rank()
         rank,world_size = local+self.base_rank,self.world_size or n
@@ -242,21 +239,17 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         self._env = environment(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=self.addr,
                                 MASTER_PORT=self.port and str(self.port))
         self._env.__enter__()
-        self._join(rank, world_size, device)
+        how = group.backend_for(device), device, self.timeout
+        if world_size == n or not (self.addr or self.port):
+            group.join(_next_store(), rank, world_size, *how)
+        else:
+            group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, *how)
         return self
     def __exit__(self, kind, *_):
         group.leave(broken=kind is not None)
         self._env.__exit__(None, None, None)
 
 # %% ../../nbs/launch/514_functions.ipynb #569bdb33
-@patch
-def _join(self:TorchDDPCtx, rank, world_size, device):
-    backend,(_,n) = group.backend_for(device),_local_rank()
-    if world_size == n or not (self.addr or self.port):
-        return group.join(_next_store(), rank, world_size, backend, device, self.timeout)
-    group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, backend,
-                       device, self.timeout)
-
 _n_joined = {}      # path -> groups that this process joined there
 
 def _next_store():

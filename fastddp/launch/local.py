@@ -9,7 +9,7 @@ __all__ = ['Local', 'all_reduce_seconds', 'start_workers']
 import contextlib, os, re, threading, time
 
 import torch
-from fastcore.basics import patch
+from fastcore.basics import patch, store_attr
 
 from ..base import group
 from ..base.checks import SEE, check
@@ -44,9 +44,7 @@ class Local(Launcher):
         idle=600., # Seconds after which idle workers of a block exit; the next job starts new ones
     ):
         check('see', see, SEE)
-        self.gpus,self.backend,self.threads,self.see,self.live = gpus,backend,threads,see,live
-        self.see_load = see_load
-        self.interrupt_grace,self.timeout,self.idle = interrupt_grace,timeout,idle
+        store_attr()
         self.workers = None
         self._payload_block = None  # a `Block`
         self._rendezvous = None     # of the workers' group

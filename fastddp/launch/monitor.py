@@ -11,9 +11,9 @@ import contextlib, os, pickle, re, signal, time
 try: import psutil
 except ImportError: psutil = None
 
-from fastcore.basics import patch
+from fastcore.basics import patch, store_attr
 
-from .engine import EpochEnd, Outcome
+from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, RankDied, RankRaised
 from ..base.failure import first_failure, is_echo, is_timeout
 from ..process.helper import HELPER_ENDED
@@ -46,7 +46,7 @@ class LoadLine:
         pids, # Rank -> process
         gpus, # Rank -> its GPU, or None
     ):
-        self.pids,self.gpus = pids,gpus
+        store_attr()
         self.status,self.read_at = Status(),time.monotonic()
         # CPU seconds of each process at the last reading; loader processes are not there yet
         self.seconds = {pid:use[0] for pid in pids.values() if (use := _use_of(pid))}
@@ -85,8 +85,8 @@ class Monitor:
         on_event, # Called as `on_event(rank, event)`
         interrupts, # `Interrupts`, counting already
     ):
-        self.local,self.workers = local,local.workers
-        self.on_event,self.interrupts = on_event,interrupts
+        store_attr()
+        self.workers = local.workers
         # rank -> 'done' and None, 'failed' and its `Failure`, or 'died' and its exit code
         self.ends = {}
         self.replay,self.marks = Replay(see=local.see, live=local.live),[]
@@ -115,11 +115,12 @@ class Monitor:
                 results.append(load(packed.meta, block.read(packed, copy=True)))
         # the notebook's own failures, too, such as a closed output
         except BaseException as e:
-            self._with_state(e)
+            add_state(e, self._latest)
             raise
-        state = self._newest('state') or self._newest('cut')
-        interrupted = bool(self.interrupts.count)
-        return Outcome(results, interrupted, state, self._newest('epoch'), (*self.marks,))
+        latest = self._latest
+        return Outcome(results, bool(self.interrupts.count),
+                       latest.get('state') or latest.get('cut'), latest.get('epoch'),
+                       (*self.marks,))
     def ended(self, how):
         "What each rank said that ended like this, 'done', 'failed' or 'died', by rank"
         return {r:said for r,(h,said) in self.ends.items() if h == how}
@@ -146,7 +147,7 @@ class Monitor:
         if self.load: self.load.refresh()
         if self.interrupts.count: self._interrupted()
     def _handle(self, rank, what, said=None, *_):
-        if what == 'put' and said == 'epoch': self.on_event(rank, EpochEnd(*self._newest('epoch')))
+        if what == 'put' and said == 'epoch': self.on_event(rank, EpochEnd(*self._latest['epoch']))
         # the first counts: a rank that failed may die then
         if what in ('done','failed','died'): self.ends.setdefault(rank, (what, said))
         if what != 'event': return
@@ -156,19 +157,11 @@ class Monitor:
         else: self.on_event(rank, e)
 
 # %% ../../nbs/launch/503_monitor.ipynb #be3295d5
-@patch
-def _newest(self:Monitor, kind):
-    "`(meta, buffers)` of what rank 0 put last as `kind`, or None"
-    if (0,kind) not in self.workers.latest: return None
-    block,packed = self.workers.latest[0,kind]
-    return packed.meta, block.read(packed)
-
-@patch
-def _with_state(self:Monitor, err):
-    """Puts what rank 0 left last onto the exception, as `err.state`: of the whole job, of a cut
-    one, or of an epoch"""
-    err.epoch,whole,cut = self._newest('epoch'),self._newest('state'),self._newest('cut')
-    err.state,err.cut = whole or cut or err.epoch,bool(cut and not whole)
+@patch(as_prop=True)
+def _latest(self:Monitor):
+    "What rank 0 put last: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
+    return {kind:(packed.meta, block.read(packed))
+            for (rank,kind),(block,packed) in self.workers.latest.items() if rank == 0}
 
 @patch
 def _log_size(self:Monitor, r):

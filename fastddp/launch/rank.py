@@ -11,7 +11,7 @@ import contextlib, ctypes, gc, os, signal, sys, threading, time
 from typing import NamedTuple
 
 import numpy as np, torch
-from fastcore.basics import noop
+from fastcore.basics import noop, store_attr
 
 from ..base import board, group
 from ..base.device import bind_near, device_module, is_accelerator, keep_freed_memory, trim_memory
@@ -29,8 +29,8 @@ class Context:
         put, # `put(name, payload)` leaves a `Payload` there: 'state', 'epoch' or 'cut'
         stop_requested, # `stop_requested()` is True once the notebook wants the job to stop
     ):
-        self.rank,self.world_size,self.device,self.local_rank = rank,world_size,device,rank
-        self.emit,self.put,self.stop_requested = emit,put,stop_requested
+        store_attr()
+        self.local_rank = rank
         # What the job is doing, e.g. `epoch 2, batch 17`, or a function that says it
         self.where = ''
         self.items = ()     # Dataset indices of the batch at hand, or a function that says them

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['PHASES', 'PARTS', 'Advice', 'Fit', 'size', 'on_data', 'is_small', 'on_exchange', 'on_uneven', 'on_metrics',
-           'on_callbacks', 'on_validation', 'on_start', 'on_threads', 'advice_for', 'Report', 'banner', 'start_of',
-           'rate', 'summary', 'what_ran', 'closing_line']
+           'on_callbacks', 'on_validation', 'on_start', 'advice_for', 'Report', 'banner', 'start_of', 'rate', 'summary',
+           'what_ran', 'closing_line']
 
 # %% ../../nbs/launch/504_report.ipynb #1273e1ad
-import math, html, time
+import html, math, time
+from collections import Counter, defaultdict
 from typing import NamedTuple
 from ..output.replay import several
 from ..base import group
@@ -93,16 +94,15 @@ def on_exchange(fit):
 
 # %% ../../nbs/launch/504_report.ipynb #7c2680d5
 def on_uneven(fit):
-    lost,by_rank = fit.mean('uneven', 'waits'),{}
     if fit.n == 1 or is_small(fit): return None
+    lost = fit.mean('uneven', 'waits')
+    by_rank = defaultdict(Counter)      # rank -> epoch -> seconds that others waited for it
     for r in fit.ranks:
-        for (rank,epoch),secs in r['uneven'].items():
-            by_rank.setdefault(rank, {}).setdefault(epoch, 0.)
-            by_rank[rank][epoch] += secs
+        for (rank,epoch),secs in r['uneven'].items(): by_rank[rank][epoch] += secs
     if not by_rank: return None
-    rank = max(by_rank, key=lambda r: sum(by_rank[r].values()))
+    rank = max(by_rank, key=lambda r: by_rank[r].total())
     wait,epochs = f"{fit.share(lost)} of the time workers wait for others",by_rank[rank]
-    if sum(epochs.values()) < .8*sum(sum(o.values()) for o in by_rank.values()):
+    if epochs.total() < .8*sum(o.total() for o in by_rank.values()):
         return Advice('sizes', lost, f"{wait}, in turn, because their items differ in size: sort "
                       "them by length (SortedDL), or cut the longest ones.")
     since = min(e for e,secs in epochs.items() if secs > max(epochs.values())/4)
@@ -143,15 +143,8 @@ def on_start(fit):
     return Advice('start', lost, f"{fit.share(lost)} of the time is the start, which {pays}: call "
                   "several fits in one distrib_ctx block, or train locally.")
 
-def on_threads(fit):
-    threads = sum(r['threads'] for r in fit.ranks)
-    if fit.first['on_gpu'] or threads <= 1.5*fit.cores: return None
-    lost = (fit.compute+fit.mean('uneven', 'waits')+fit.mean('exchange'))*(1-fit.cores/threads)
-    return Advice('threads', lost, f"{fit.n} workers compute with {threads} threads on "
-                  f"{several(fit.cores, 'core')}: leave out threads= and torch.set_num_threads.")
-
 # %% ../../nbs/launch/504_report.ipynb #186a83d5
-_CAUSES = (on_data,on_exchange,on_uneven,on_metrics,on_callbacks,on_validation,on_start,on_threads)
+_CAUSES = (on_data,on_exchange,on_uneven,on_metrics,on_callbacks,on_validation,on_start)
 # On a GPU, where the clock of inference is the host's: see `fastai2.clock`
 _OF_INFERENCE,_ON_GPU = (on_data,on_metrics,on_callbacks),(on_data,)
 _PART,_SECONDS = .1,.5      # of the call
@@ -196,20 +189,19 @@ class Report:
         what='', # What was called, e.g. 'fit'
     ):
         self.what,self.began,self.marks = what,time.time(),[]
-        self.ranks,self.result,self.begun = [],{},None
+        self.ranks,self.result = [],{}
         # of what was sent to the workers, and of the state that they sent back last
         self.nbytes = self.state = 0
     def mark(self,
-        phase,   # Name of the phase that ends
-        at=None, # When it ended, seconds as of `time.time()` (None: now)
+        phase, # Its name
     ):
-        "Notes that a phase ended"
-        self.marks.append((phase, time.time() if at is None else at))
+        "A phase ends now"
+        self.marks.append((phase, time.time()))
     def take(self,
         results, # Of `Progress`, of each rank
     ):
         "The numbers that the ranks have brought"
-        self.result,self.begun = results[0],results[0]['begun']
+        self.result = results[0]
         self.ranks = [r['report'] for r in results if r.get('report')]
     @property
     def cores(self):
@@ -230,9 +222,10 @@ class Report:
     @property
     def advice(self):
         "What would make it faster, best first: a list of `Advice`"
-        if not self.ranks or self.begun is None: return []
-        return advice_for(Fit(self.total, self.begun-self.began, self.cores,
-                              self.result['epochs'], self.result['steps'], self.ranks))
+        begun = self.result.get('begun')     # the first batch
+        if not self.ranks or begun is None: return []
+        return advice_for(Fit(self.total, begun-self.began, self.cores, self.result['epochs'],
+                              self.result['steps'], self.ranks))
     def bars(self):
         "For each rank: part -> seconds, in the order of `PARTS`"
         res = []

@@ -8,17 +8,17 @@ __all__ = ['dump_or_blame', 'dump_snapshot', 'offloaded', 'beside_workers', 'blo
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
 import contextlib, threading
 
-from fastcore.basics import noop
+from fastcore.basics import noop, store_attr
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
-from .background import holding, refuse_busy, refuse_overlap
 from .engine import Job
 from .report import Report, banner, closing_line, start_of, summary, what_ran
-from .options import engine_for, in_launched_group, nested
-from ..output.replay import end_line, hushed, print_line, print_once, shorten
+from .options import (
+    engine_for, holding, in_launched_group, nested, refuse_busy, refuse_overlap)
+from ..output.replay import end_line, hushed, print_line, print_once, several, shorten
 from ..payload.blame import not_picklable
 from ..payload.buffers import Columns
 from ..payload.patches import collect_patches
@@ -88,21 +88,19 @@ def beside_workers(
             "offload=True moves it to the CPU until job.result().")
 
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
-@contextlib.contextmanager
 def block(
     learn, # It has its overrides, and the options as `distrib_session`, for the time of the block
     given, # The options
     defaults, # As they are when nothing is said
     in_place, # Called in a group that stands: a context manager
     overrides, # Called as `overrides(launcher, n, gpus)`: the methods that override the learner's
-    quiet=lambda learn: False, # True for a learner that wants none of our lines
+    quiet, # Function of the learner: True if it wants none of our lines
 ):
-    "Inside, `learn` trains as `given` says"
+    "A context manager in which `learn` trains as `given` says"
     outer = vars(learn).get('distrib_session')
-    if outer is not None: ctx = nested(outer, given, defaults)
-    elif in_launched_group(): ctx = in_place()
-    else: ctx = _on_workers(learn, given, defaults, overrides, quiet)
-    with ctx: yield learn
+    if outer is not None: return nested(outer, given, defaults)
+    if in_launched_group(): return in_place()
+    return _on_workers(learn, given, defaults, overrides, quiet)
 
 @contextlib.contextmanager
 def _on_workers(learn, given, defaults, overrides, quiet):
@@ -127,8 +125,8 @@ class Call:
         keeps='nothing', # Of failed runs: 'nothing', 'last' (the epoch of the last try), 'all'
         iterations=False, # It is counted in steps, not in epochs (`lr_find`)
     ):
-        self.session,self.learn,self.job = session,session.learn,job
-        self.keeps,self.iterations = keeps,iterations
+        store_attr('session,job,keeps,iterations')
+        self.learn = session.learn
         self.timings,self.on_start = Report(what),noop
         self.definitions = Definitions()
         # The learner holds what the workers came to; that is a fit interrupted in an epoch
@@ -196,8 +194,7 @@ class Session:
         options, # What the ranks are told: `batch`, `sync_bn`, and what goes to DDP
         restarts=0, # Tries after a failure
     ):
-        self.learn,self.launcher,self.n,self.gpus = learn,launcher,n,gpus
-        self.options,self.restarts = options,restarts
+        store_attr()
         self.last_banner,self.columns = None,Columns()
         # calls of other threads are refused; a background job sets its own
         self.thread = threading.current_thread()
@@ -242,9 +239,9 @@ class Session:
             except WorkerError as e:
                 if call.cut: raise      # the user has interrupted it
                 self.place_again(e)
-                headline,s = ' '.join(e._headline().split()),'s' if left != 1 else ''
+                headline = ' '.join(e._headline().split())
                 print_line(f"{type(e).__name__}: {headline}. {call.next_try} on fresh workers "
-                           f"({left} restart{s} left).")
+                           f"({several(left, 'restart')} left).")
         return call.run()
     def place_again(self, e):
         """After the failure `e`: fewer workers if a machine is lost; raises `e` where the rest

@@ -19,13 +19,13 @@ from ..payload.changes import STRUCTURE
 from ..payload.state import model_tensors
 
 # %% ../../nbs/launch/510_training.ipynb #958b4b68
-RANK0_ONLY = {
-    'CSVLogger','WandbCallback',        # of both
-    'ProgressCallback','ShowGraphCallback','TensorBoardBaseCallback','TensorBoardCallback',
-    'TensorBoardProjectorCallback',
-    'NeptuneCallback','CometCallback','CaptumInterpretation',       # fastai 2
-    'LearnerTensorboardWriter','GANTensorboardWriter','ImageGenTensorboardWriter','MLFlowTracker',
-    'NeptuneMonitor','ShowGraph','TrackEpochCallback'}   # fastai v1
+# Classes of callbacks that write files, log to servers or draw: in fastai 2, then in fastai v1
+RANK0_ONLY = set('''
+    CSVLogger WandbCallback ProgressCallback ShowGraphCallback TensorBoardBaseCallback
+    TensorBoardCallback TensorBoardProjectorCallback NeptuneCallback CometCallback
+    CaptumInterpretation
+    LearnerTensorboardWriter GANTensorboardWriter ImageGenTensorboardWriter MLFlowTracker
+    NeptuneMonitor ShowGraph TrackEpochCallback'''.split())
 
 def is_kind(cb,    # A callback
             names  # Names of classes
@@ -106,9 +106,10 @@ def until_interrupted(ctx, fit, leave):
 
 # %% ../../nbs/launch/510_training.ipynb #710ab405
 # Attributes of modules that a fit sets for its own time
-MODULES_STAY = {'training','_forward_hooks','_backward_hooks','_forward_pre_hooks',
-                '_backward_pre_hooks','_forward_hooks_with_kwargs','_forward_hooks_always_called',
-                '_forward_pre_hooks_with_kwargs','_is_full_backward_hook'}
+MODULES_STAY = set('''
+    training _forward_hooks _backward_hooks _forward_pre_hooks _backward_pre_hooks
+    _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks_with_kwargs
+    _is_full_backward_hook'''.split())
 
 def model_state(model, weights=True):
     "What `apply_model` takes; without `weights` what a validation may change: no tensor"
@@ -118,7 +119,7 @@ def model_state(model, weights=True):
 
 def _known_as(group, o):
     "What the user calls the object `o`"
-    if group in ('learn','opt'): return dict(learn='learn', opt='learn.opt')[group]
+    if group in ('learn','opt'): return 'learn' if group == 'learn' else 'learn.opt'
     if group == 'cbs' and hasattr(o, 'name'): return f'learn.{o.name}'
     return getattr(o, '__name__', type(o).__name__)
 

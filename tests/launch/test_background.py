@@ -10,7 +10,7 @@ from fastai.metrics import accuracy
 from torch import nn
 from fastddp.all import CantDistribute, InProcess, Local, RankRaised, ranch
 from fastddp.fastai2 import learner as words, resume
-from fastddp.launch import background, session
+from fastddp.launch import background, options as launch_options, session
 from fastddp.launch.engine import Job
 from fastddp.process.helper import sweep
 from parity import learner, mlp, seed, values, warm
@@ -259,18 +259,18 @@ def test_refused(two):
     with pytest.raises(CantDistribute, match='n_epoch'): learn.distrib_fit('x', wait=False, **two)
     for p in learn.model.parameters(): p.requires_grad_(False)
     with pytest.raises(CantDistribute, match='no trainable parameters'): learn.distrib_fit(1, wait=False, **two)
-    assert not background._jobs and not [k for k in vars(learn) if k == 'fit']
+    assert not launch_options.running_jobs and not [k for k in vars(learn) if k == 'fit']
 
 
 def test_gpus_of_a_job():
     job = background.BackgroundJob('fit(9)')
     job.gpus = 0, 1
-    background._jobs.append(job)
-    with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'): background.refuse_overlap([1, 2])
-    background.refuse_overlap([2])
-    background.refuse_overlap(None)
-    background._jobs.remove(job)
-    background.refuse_overlap([1])
+    launch_options.running_jobs.append(job)
+    with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'): launch_options.refuse_overlap([1, 2])
+    launch_options.refuse_overlap([2])
+    launch_options.refuse_overlap(None)
+    launch_options.running_jobs.remove(job)
+    launch_options.refuse_overlap([1])
 
 
 def test_a_job_beside_a_block(two, monkeypatch):
@@ -287,7 +287,7 @@ def test_a_job_beside_a_block(two, monkeypatch):
     job = learn.distrib_fit(1, gpus=[1, 2], wait=False)
     with pytest.raises(CantDistribute, match='has GPU 1'), outer.distrib_ctx(gpus=[0, 1]): pass
     job.result(60)
-    assert not background._held
+    assert not launch_options._held
 
 
 def test_a_closure_means_the_twin(two):
