@@ -41,7 +41,7 @@ def tensors_in(tree):
 def rows_per_item(t, # A tensor
                   bs # Items of the batch
 ):
-    "How many rows `t` has for each item; 0: it has no rows of items"
+    "The number of rows of `t` for each item; 0: its rows aren't items"
     if t.ndim and not bs: return int(not len(t))        # a rank without items
     return len(t)//bs if t.ndim and not len(t)%bs else 0
 
@@ -70,7 +70,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad*ctx.by, None
 
-NO_ROWS = -1.   # in place of `LocalBatch.kind`
+NO_ROWS = -1.   # returned by `LocalBatch.kind`: no tensor has rows of items
 
 class LocalBatch:
     "This rank's predictions and targets of a training batch, as items"
@@ -132,8 +132,9 @@ class LocalBatch:
 def join_rows(trees,    # Each rank's tensors, in lists, tuples and dicts of the same shape
               positions # Each rank's positions of its items
 ):
-    """The tree that one process has; None if tensors don't fit together. Numbers become their mean
-    over items; of what has no rows of items the first rank's is taken"""
+    """The tree that one process would have, its rows in the order of `positions`; None if tensors
+    don't fit together. Numbers become their mean over items; of a tensor without rows of items the
+    first rank's is taken"""
     counts,apart = [len(p) for p in positions],[]
     def join(*ts):
         if not ts[0].ndim:
@@ -183,7 +184,7 @@ AVERAGED = ("it is averaged over workers, weighted by items, which may differ sl
             "process.")
 
 class Losses:
-    "How the losses of ranks make that of the batch, for each loss function of a fit"
+    "Decides for each loss function of a fit how the losses of ranks make that of the batch"
     MOST_BYTES = 256*2**20      # of one rank's predictions and targets
     def __init__(self,
                  asked='auto', # The option `loss`: one of `LOSS_KINDS`
@@ -212,7 +213,7 @@ class Losses:
         return self.kind(f) == 'gather'
 
     def describe(self):
-        "How each loss function is computed, in words"
+        "A text that says how each loss function is computed"
         return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.seen)
 
     @property
@@ -220,7 +221,7 @@ class Losses:
         "True if a loss is averaged over ranks"
         return any(kind == 'average' for _,kind in self.seen)
 
-    def of_all_ranks(self, f,
+    def of_all_ranks(self, f, # The loss function
               batch,  # This rank's `LocalBatch`; every rank calls this
               nbytes, counts, kinds # What each rank's has, as lists
     ):
@@ -245,10 +246,13 @@ class Losses:
 
     def name_terms(self, names # Of weights that the loss uses beside predictions and targets
     ):
+        "Tell the user that the loss has a term which is averaged over workers"
         if not names: return
         self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
                         f"{', '.join(sorted(names)[:3])}): {AVERAGED}", 'terms')
 
-    def print_once(self, line, what):
+    def print_once(self, line,
+                   what # A name for the line, by which it is known that it was shown
+    ):
         if what not in self.said and group.rank() == 0: self.say(line)
         self.said.add(what)
