@@ -1607,6 +1607,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.launch.report.on_exchange': ('launch/report.html#on_exchange', 'fastddp/launch/report.py'),
                                        'fastddp.launch.report.on_metrics': ('launch/report.html#on_metrics', 'fastddp/launch/report.py'),
                                        'fastddp.launch.report.on_start': ('launch/report.html#on_start', 'fastddp/launch/report.py'),
+                                       'fastddp.launch.report.on_threads': ('launch/report.html#on_threads', 'fastddp/launch/report.py'),
                                        'fastddp.launch.report.on_uneven': ('launch/report.html#on_uneven', 'fastddp/launch/report.py'),
                                        'fastddp.launch.report.on_validation': ( 'launch/report.html#on_validation',
                                                                                 'fastddp/launch/report.py'),

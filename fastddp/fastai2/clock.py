@@ -9,6 +9,7 @@ __all__ = ['PHASES', 'kind_of', 'on_device', 'Clock', 'use_of']
 import os, time
 from collections import defaultdict
 
+import torch
 from fastai.learner import Recorder
 
 from ..base import group
@@ -173,7 +174,7 @@ def use_of(
     device, # Of this rank
     dl=None, # What was validated or predicted; None: it was a fit
 ):
-    "Loader processes, memory and exchanged bytes of this rank, as plain numbers"
+    "Threads, loader processes, memory and exchanged bytes of this rank, as plain numbers"
     import resource     # not on Windows, where there are no workers
     trains,dl = dl is None,learn.dls.loaders[0] if dl is None else dl
     of_dl,n = getattr(dl, 'fake_l', dl),group.world_size()
@@ -181,7 +182,7 @@ def use_of(
     largest = max(sizes, key=sizes.get, default='')
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
     on_gpu = is_accelerator(device)
-    return dict(loaders=getattr(of_dl, 'num_workers', 0),
+    return dict(threads=torch.get_num_threads(), loaders=getattr(of_dl, 'num_workers', 0),
                 on_gpu=on_gpu, peak=peak,
                 gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,
                 grads=sum(sizes.values()) if trains and n > 1 else 0,

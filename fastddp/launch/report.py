@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PHASES', 'PARTS', 'Advice', 'Fit', 'size', 'on_data', 'is_small', 'on_exchange', 'on_uneven', 'on_metrics',
-           'on_callbacks', 'on_validation', 'on_start', 'advice_for', 'Report', 'banner', 'start_of', 'rate', 'summary',
-           'what_ran', 'closing_line']
+           'on_callbacks', 'on_validation', 'on_start', 'on_threads', 'advice_for', 'Report', 'banner', 'start_of',
+           'rate', 'summary', 'what_ran', 'closing_line']
 
 # %% ../../nbs/launch/504_report.ipynb #1273e1ad
 import html, math, time
@@ -143,8 +143,15 @@ def on_start(fit):
     return Advice('start', lost, f"{fit.share(lost)} of the time is the start, which {pays}: call "
                   "several fits in one distrib_ctx block, or train locally.")
 
+def on_threads(fit):
+    threads = sum(r['threads'] for r in fit.ranks)
+    if fit.first['on_gpu'] or threads <= 1.5*fit.cores: return None
+    lost = (fit.compute+fit.mean('uneven', 'waits')+fit.mean('exchange'))*(1-fit.cores/threads)
+    return Advice('threads', lost, f"{fit.n} workers compute with {threads} threads on "
+                  f"{several(fit.cores, 'core')}: leave out threads= and torch.set_num_threads.")
+
 # %% ../../nbs/launch/504_report.ipynb #186a83d5
-_CAUSES = (on_data,on_exchange,on_uneven,on_metrics,on_callbacks,on_validation,on_start)
+_CAUSES = (on_data,on_exchange,on_uneven,on_metrics,on_callbacks,on_validation,on_start,on_threads)
 # On a GPU, where the clock of inference is the host's: see `fastai2.clock`
 _OF_INFERENCE,_ON_GPU = (on_data,on_metrics,on_callbacks),(on_data,)
 _PART,_SECONDS = .1,.5      # of the call

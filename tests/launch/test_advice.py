@@ -54,6 +54,13 @@ def learner(model=None, train=320, valid=16, bs=8, secs=0., slow=(), start=0., n
     return Learner(dls, model or Model(), loss_func=CrossEntropyLossFlat(), opt_func=SGD, **kwargs)
 
 
+class Matrices(Model):
+    def forward(self, x):
+        m = torch.ones(1200, 1200)
+        for _ in range(3): m = m@m/1200
+        return self.layers(x)+m[0, 0]
+
+
 TROUBLES = {
     'slow transform': (dict(secs=.01), 'data', 'raise num_workers'),
     'slow transform, too few cores': (dict(secs=.02, num_workers=16), 'data', 'no core is free'),
@@ -65,7 +72,8 @@ TROUBLES = {
     'slow metric': (dict(metrics=slow_metric, valid=200), 'metrics', 'slow_metric'),
     'callback in each step': (dict(cbs=SavesEachStep()), 'callback', 'into SavesEachStep'),
     'long validation': (dict(valid=4000), 'validation', 'larger batches'),
-    'start': (dict(start=4., train=64), 'start', 'of the time is the start')}
+    'start': (dict(start=4., train=64), 'start', 'of the time is the start'),
+    'threads': (dict(model=Matrices()), 'threads', 'threads on')}
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -75,8 +83,9 @@ def helper(): learner(train=32).distrib_fit(1, nprocs=2)     # it has imported t
 @pytest.mark.parametrize('name', TROUBLES)
 def test_the_cause_is_named_first(name):
     kwargs, cause, words = TROUBLES[name]
+    threads = 4*(os.cpu_count() or 1) if name == 'threads' else None
     learn = learner(**kwargs)
-    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1, nprocs=2, launcher=Local())
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1, nprocs=2, launcher=Local(threads=threads))
     first = learn.distrib_report.advice[0]
     assert first.cause == cause and words in first.text, learn.distrib_report
 

@@ -43,7 +43,7 @@ def test_phases_of_a_fit_add_up():
 
 def rank(secs=None, waits=None, **more):
     res = dict(seconds=dict(forward=3., backward=4., optimizer=1., data=.5, other=.5), waits=waits or {}, uneven={},
-               callbacks={}, slow=0., starts=0., slowest=(0., 0, 0), loaders=0, grads=2**20,
+               callbacks={}, slow=0., starts=0., slowest=(0., 0, 0), loaders=0, threads=1, grads=2**20,
                largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0, cpu=1., cores=8.)
     return res | dict(seconds=res['seconds'] | (secs or {})) | more
 
@@ -70,7 +70,8 @@ TROUBLES = {
     'callback': (fit(rank(dict(callbacks=4.), callbacks=dict(Saves=4., Other=.1)), rank(waits=dict(callbacks=4.))),
                  'into Saves'),
     'validation': (fit(rank(dict(forward=.5, backward=.5, optimizer=.1, validation=8.))), 'val_bs'),
-    'start': (fit(seconds=30., start=22.), 'pays from epoch')}
+    'start': (fit(seconds=30., start=22.), 'pays from epoch'),
+    'threads': (fit(rank(threads=8), cores=2), '16 threads on 2 cores')}
 
 
 @pytest.mark.parametrize('name', TROUBLES)
