@@ -1309,6 +1309,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastddp/launch/background.py')},
             'fastddp.launch.engine': { 'fastddp.launch.engine.EpochEnd': ('launch/engine.html#epochend', 'fastddp/launch/engine.py'),
                                        'fastddp.launch.engine.InProcess': ('launch/engine.html#inprocess', 'fastddp/launch/engine.py'),
+                                       'fastddp.launch.engine.InProcess.__init__': ( 'launch/engine.html#inprocess.__init__',
+                                                                                     'fastddp/launch/engine.py'),
                                        'fastddp.launch.engine.InProcess.place': ( 'launch/engine.html#inprocess.place',
                                                                                   'fastddp/launch/engine.py'),
                                        'fastddp.launch.engine.InProcess.run': ( 'launch/engine.html#inprocess.run',

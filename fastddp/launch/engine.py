@@ -130,13 +130,15 @@ def _group_of_one(device):
 
 # %% ../../nbs/launch/502_engine.ipynb #d6b9d3d3
 class InProcess(Launcher):
-    """Runs a job as the only rank, in the calling process, for debugging: on the first GPU, or on
-    the CPU"""
+    "Runs a job as the only rank, in the calling process, for debugging"
+    def __init__(self,
+        gpu=0, # Number of the GPU, where there is one; None: the CPU
+    ): self.gpu = gpu if group.n_gpus() else None
     def place(self, nprocs, gpus):
         "One rank, whatever is asked for, so that one option is enough to debug a call"
         if gpus or nprocs not in (None,1):
             print_line("InProcess() runs one rank, in this process: nprocs= and gpus= are ignored.")
-        return 1, [0] if group.n_gpus() else None
+        return 1, None if self.gpu is None else [self.gpu]
     def run(self,
         job, # A `Job`
         nprocs=1, # 1
@@ -144,7 +146,7 @@ class InProcess(Launcher):
     )->Outcome:
         """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with
         `state` and `cut` as `Launcher.run` says"""
-        device = group.use_device(0 if group.n_gpus() else None)
+        device = group.use_device(self.gpu)
         latest = {}     # name -> `(meta, buffers)` of what the job put last
         def put(name, payload):     # copied at once, since the job goes on to change it
             latest[name] = payload.meta, payload.copied_buffers()
