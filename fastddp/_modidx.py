@@ -516,6 +516,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fastddp/fastai1/loaders.py'),
                                          'fastddp.fastai1.loaders.place_now': ( 'fastai1/loaders.html#place_now',
                                                                                 'fastddp/fastai1/loaders.py'),
+                                         'fastddp.fastai1.loaders.replace_in_fastai': ( 'fastai1/loaders.html#replace_in_fastai',
+                                                                                        'fastddp/fastai1/loaders.py'),
                                          'fastddp.fastai1.loaders.set_text_order': ( 'fastai1/loaders.html#set_text_order',
                                                                                      'fastddp/fastai1/loaders.py'),
                                          'fastddp.fastai1.loaders.shard': ('fastai1/loaders.html#shard', 'fastddp/fastai1/loaders.py'),
