@@ -109,14 +109,13 @@ class Agent:
         self.silence = _SILENCE
         self.stream = Stream(read_fd, *to_fd(write_fd))
         self.stream.send('facts', facts())
-    @property
     def notebook_is_gone(self):
         "True if its stream has ended, or nothing has come for too long"
         return self.stream.end_reason is not None or self.stream.silent_for() > self.silence
     def run(self):
         "Handles messages and reports what the workers do, until the notebook is gone"
         try:
-            while not self.notebook_is_gone:
+            while not self.notebook_is_gone():
                 worker_handles = self.workers.waitables() if self.workers else []
                 timeout = 0 if self.stream.has_messages else _TURN
                 handles = [self.stream, *self.listening, *worker_handles]
@@ -157,7 +156,7 @@ class Agent:
         "Starts this machine's workers"
         self._apply_surroundings(*surroundings)
         helper.preload(*preload)
-        self.workers = start_workers(ranks, on_gpu, lambda: self.notebook_is_gone, first=ranks[0])
+        self.workers = start_workers(ranks, on_gpu, self.notebook_is_gone, first=ranks[0])
     def on_job(self, entry, specs, env, surroundings, files, packed, block):
         "Every rank here calls `entry`; `files` are modules of the user's own"
         self.unsent_states = set()
