@@ -2730,8 +2730,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Sharded._iter_shard': ( 'shard/sharded.html#sharded._iter_shard',
                                                                                       'fastddp/shard/sharded.py'),
-                                       'fastddp.shard.sharded.Sharded.give_whole_batches': ( 'shard/sharded.html#sharded.give_whole_batches',
-                                                                                             'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Step': ('shard/sharded.html#step', 'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Step.counts': ('shard/sharded.html#step.counts', 'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded._blank': ('shard/sharded.html#_blank', 'fastddp/shard/sharded.py'),

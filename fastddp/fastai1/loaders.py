@@ -132,7 +132,7 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, with the batches of
     mine = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
     pre = streams_of(dl)
     # not of a stream, nor of a language model, whose hidden state goes from batch to batch
-    if whole and n > 1 and pre is None and not is_stream(torch_dl(dl)): mine.give_whole_batches()
+    if whole and n > 1 and pre is None and not is_stream(torch_dl(dl)): mine._shard.whole = True
     if pre is not None:
         def on_epoch_begin(**kwargs):
             with common: type(pre).on_epoch_begin(pre, **kwargs)
