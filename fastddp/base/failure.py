@@ -205,7 +205,8 @@ def failure_of(
     frames = tuple((f.filename, f.lineno, f.name) for f in trace)
     kind,message,text = type(exc).__name__,_message(exc),_formatted(exc)
     if found := _from_loader(message):
-        process,kind,message,text = found
+        process,*said = found
+        kind,message,text = said
         frames += tuple((f, int(n), name) for f,n,name in _FRAME.findall(text))
         where = f"{where}, in {process}" if where else f"in {process}"
     bad = [(int(i), name) for i,name in _NOTED.findall(text)]
