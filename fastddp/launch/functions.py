@@ -8,7 +8,7 @@ __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spaw
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
 import ast, contextlib, os, sys, threading
 from ..base import group
-from ..base.checks import CONTEXT, Check, bound, check_all, is_whole, whole, flag, near
+from ..base.checks import CONTEXT, FLAG, Check, bound, check_all, is_whole, near, whole
 from ..base.errors import CantDistribute
 from .background import BackgroundJob
 from .local import Local
@@ -206,7 +206,7 @@ _CHECKS = dict(
     world_size=whole("the number of ranks on all hosts together; leave it out for those of this "
                      "ranch", 1, none=True),
     base_rank=whole("the rank of this host's first process, 0 or more", 0),
-    use_gpu=flag(),
+    use_gpu=FLAG,
     port=whole("a port of rank 0's host, from 1 to 65535", 1, 65535, none=True),
     num_threads=whole("the CPU threads of each process", 1, none=True))
 

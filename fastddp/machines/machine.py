@@ -25,8 +25,8 @@ class Machine:
     def __init__(self,
         name, # As the user calls it
         conn, # Starts an agent when called: `read_fd`, `write`, `end`, `said()`, `close(seconds)`
-        silence=30., # Seconds without a message after which it is lost
-        home=False, # Is it the notebook's own?
+        silence, # Seconds without a message after which it is lost
+        home, # Is it the notebook's own?
     ):
         store_attr('name,silence,home')
         self.ranks,self.facts = [],{}       # `facts`: see `agent.facts`
