@@ -30,7 +30,7 @@ def gpus_of(words):
         raise CantDistribute(f"-g {' '.join(words)}: GPU numbers, or all.")
     return [int(o) for o in names]
 
-def run_in_notebook(shell, cell, silent=False):
+def run_in_notebook(shell, cell, silent):
     "Runs a cell in the notebook's own namespace; raises what it raises"
     with with_attrs(shell, _showtraceback=noop):
         coro = shell.run_cell_async(cell, silent=silent,
@@ -44,7 +44,8 @@ class DipMagics(Magics):
     "Holds the notebook's group, and whether following cells go to it"
     def __init__(self, shell):
         super().__init__(shell=shell)
-        self.cluster,self.requested = None,None     # the group; what it was asked for with
+        self.cluster = None         # the group
+        self.requested = None       # what it was asked for with
         self.auto_line = None       # first line for cells that have none, while `%autodip` is on
         self.in_notebook = False    # does a cell of `%%dip local` run just now?
         self.verbose = None         # True: say where each cell runs; False: say nothing
@@ -129,8 +130,10 @@ class DipMagics(Magics):
     @line_magic
     def dipush(self, line=''):
         "Copies objects of the notebook to all workers"
-        names,ns = parse_argstring(self.dipush, line).names,self.shell.user_ns
-        cluster,missing = self.group(),[o for o in names if o not in ns]
+        names = parse_argstring(self.dipush, line).names
+        ns = self.shell.user_ns
+        cluster = self.group()
+        missing = [o for o in names if o not in ns]
         if missing:
             raise CantDistribute(f"The notebook has no variable {', '.join(map(repr, missing))}.")
         cluster.push({o:ns[o] for o in names})
@@ -178,7 +181,8 @@ def _make(self:DipMagics, wanted, args):
     said = ''
     if self.cluster is None or not self.cluster.alive or args.restart:
         self.shutdown()
-        self.cluster,self.requested = Cluster(**wanted, timeout=args.timeout),wanted
+        self.cluster = Cluster(**wanted, timeout=args.timeout)
+        self.requested = wanted
     elif wanted == self.requested: said = ': it stands already'
     else:
         raise CantDistribute(f"There is a group already ({self.cluster!r}): "

@@ -63,15 +63,18 @@ _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Wher
 class OwnEvents:
     """Takes the place of `learn._call_one`: calls only the callbacks that do something at an event,
     and has a `Clock` note when events begin and end"""
-    def __init__(self, learn, asked=noop, clock=None):
-        self.learn,self.asked,self.clock = learn,asked,clock or Clock()
+    def __init__(self, learn, asked, clock):
+        self.learn = learn
+        self.asked = asked
+        self.clock = clock or Clock()
         self.pid = os.getpid()
-        # the callbacks for which the list holds; event -> what is called
-        self.cbs,self.speakers = [],{}
+        self.cbs = []           # the callbacks for which `speakers` holds
+        self.speakers = {}      # event -> what is called
     def __call__(self, event_name):
         cbs = self.learn.cbs.items
         if event_name not in _OFTEN or self.cbs != cbs: self.cbs,self.speakers = [*cbs],{}
-        speakers,clock = self.speakers.get(event_name),self.clock
+        speakers = self.speakers.get(event_name)
+        clock = self.clock
         outermost = clock.enter(self.learn)
         try:
             for cb,kind in self._find(event_name) if speakers is None else speakers:
@@ -148,7 +151,8 @@ class Together(OurCallback):
                  stop_requested=lambda: False, # Returns True once this rank is asked to stop
                  at=None # The `Board`; default: that of this process's group
     ):
-        self.stop_requested,self.board = stop_requested,at or board.group_board()
+        self.stop_requested = stop_requested
+        self.board = at or board.group_board()
         self.clock = Clock(self.board)
         self.limit = self.LIMIT if group.under_launcher() else None
         # What others set for the time of a fit
@@ -176,7 +180,8 @@ class Together(OurCallback):
         if self.depth == 1: self._begin()
     def before_epoch(self):
         if self.depth != 1: return
-        self.phase,self.back_to = 'start',[]
+        self.phase = 'start'
+        self.back_to = []
         self._begin_at(-1, 0)
     def before_train(self): self.cancelled = False
     def before_batch(self):
@@ -185,11 +190,13 @@ class Together(OurCallback):
             self._begin_at(BATCH, self.iter)
         elif self.stop_requested(): raise CancelValidException()
     def after_train(self):
-        self.phase,self.back_to = 'between',[]
+        self.phase = 'between'
+        self.back_to = []
         self._end_phase(AFTER_TRAIN, 'cancel_train')
     def before_validate(self):
         self.back_to.append('end' if self.phase == 'between' else self.phase)
-        self.cancelled,self.n_details = False,self.n_details+1
+        self.cancelled = False
+        self.n_details += 1
     def after_validate(self): self._end_phase(AFTER_VALID, 'cancel_valid')
     def after_fit(self):
         self.depth -= 1
@@ -222,7 +229,8 @@ class Together(OurCallback):
         self.cancelled = True
     def after_cancel_epoch(self):
         self.leave('epoch')
-        self.phase,self.back_to = 'end',[]
+        self.phase = 'end'
+        self.back_to = []
     def after_cancel_fit(self): self.leave('fit')
 
     @contextlib.contextmanager

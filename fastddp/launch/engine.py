@@ -151,8 +151,7 @@ class InProcess(Launcher):
         def put(name, payload):     # copied at once, since the job goes on to change it
             latest[name] = payload.meta, payload.copied_buffers()
             if name == 'epoch': on_event(0, EpochEnd(*latest[name]))
-        ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e), put=put,
-                      stop_requested=lambda: False)
+        ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e), put=put)
         with shortened(), allow_interrupts(), _group_of_one(device), own_classes():
             try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
