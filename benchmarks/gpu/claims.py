@@ -62,7 +62,7 @@ CLAIMS = [
     Claim('`in_torchddp` gives each process its GPU', (), ('one GPU each',)),
     Claim('GPUs of several machines', ()),
     Claim('background jobs on GPUs of their own', (),
-          ('so is a job that shares a GPU with another job or with the open block of another learner',
+          ('so is a job that shares a GPU with another job, the open block of another learner or a standing cluster',
            '`ranch` is not checked, since its function may use no GPU')),
     Claim('the learner stays on its GPU while a job runs, and a line says what it keeps there',
           ('a job: the learner stays where it is', 'a job: a line says what the learner keeps'),
@@ -78,7 +78,7 @@ CLAIMS = [
 
 # Words about GPUs that promise nothing that could fail on one
 NO_CLAIMS = ('Nothing has been run on a GPU yet', 'what is promised about GPUs',
-             'with one GPU or none, the fit runs in the notebook', 'more workers than GPUs')
+             'with one GPU or none, the fit runs in the notebook', 'more workers than GPUs, where there are GPUs')
 
 
 def results(folder=RESULTS):

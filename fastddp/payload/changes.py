@@ -97,6 +97,8 @@ def _members(owner, name, v):
     if isinstance(v, torch.Tensor): return None if v.is_inference() else v._version
     if isinstance(v, np.ndarray):
         return hash(v.tobytes() if v.nbytes < _MAX_HASHED_BYTES else _sample(v))
+    if hasattr(type(v), 'iloc'):    # a frame or series of pandas
+        return fingerprint(v.iloc[::max(len(v)//4096, 1)])
     if isinstance(v, dict): return _Members([*v, *v.values()])
     return _Members(v) if type(v) in (list,set) else None
 

@@ -1,7 +1,7 @@
 """What cells write into their own variables in a fit is in the notebook afterwards: globals, closures, attributes."""
 import sys
 from functools import partial
-import numpy as np, pytest
+import numpy as np, pandas as pd, pytest
 from fastai.callback.core import Callback
 from fastai.metrics import AvgMetric, Metric
 from fastddp.all import *
@@ -154,6 +154,17 @@ def test_a_large_array_comes_back():
     learn = learner()
     learn.distrib_fit(2, nprocs=2, cbs=Fills())
     assert preds.sum() == 17_000_000 and not kept.any()
+
+
+def test_a_large_frame_comes_back(two):
+    "Rows of it are compared"
+    frame = pd.DataFrame(dict(pred=np.zeros(17_000_000)))
+    same = frame
+    class Fills(Callback):
+        def after_epoch(self): frame.loc[len(frame)//2:, 'pred'] += 1
+    learn = learner()
+    learn.distrib_fit(2, nprocs=2, launcher=two, cbs=Fills())
+    assert same.pred.sum() == 17_000_000
 
 
 def test_what_cannot_come_back_is_named(two):

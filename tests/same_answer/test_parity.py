@@ -266,6 +266,12 @@ def test_batch_norm_is_averaged_and_never_sees_one_item(ranks, train, capfd, mon
     assert capfd.readouterr().out.count('Batch norm') == 1
 
 
+def test_running_means_are_those_of_the_global_batch(two):
+    "Each worker sees its part of the batch: without the average they would be rank 0's"
+    learn, one = fit_both(learner(train=24, model=nn.Sequential(nn.BatchNorm1d(4), mlp())), 2, two, 1)
+    torch.testing.assert_close(learn.model[0].running_mean, one.model[0].running_mean)
+
+
 class Reductions(Callback):
     "Counts how often gradients are averaged"
     def before_fit(self):

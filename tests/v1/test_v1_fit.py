@@ -36,6 +36,15 @@ def test_one_cycle(tmp_path):
     assert not any(torch.equal(p, q) for p, q in zip(before, two.model.parameters()))
 
 
+def test_running_means_are_those_of_the_global_batch():
+    def make(bs):
+        learn = plain(bs=bs, n=48)
+        learn.model = nn.Sequential(nn.BatchNorm1d(3), *learn.model)
+        return learn
+    two, one = pair(make, lambda learn: learn.fit(1))
+    torch.testing.assert_close(two.model[0].running_mean, one.model[0].running_mean)
+
+
 def test_methods(tmp_path):
     "`validate`, `get_preds`, `lr_find`, a callback's refusal of other options; sizes that don't divide"
     two, one = plain(4, path=tmp_path/'a'), plain(8, path=tmp_path/'b')
