@@ -149,7 +149,7 @@ def check_p2p(self:Local, nprocs, interrupts):
             _extra_env['NCCL_P2P_DISABLE'] = '1'
             print_line(f"The GPUs can't exchange data directly ({type(e).__name__}): workers use "
                        "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
-    _p2p_checked.add(tuple(self._gpus(nprocs)))
+    _p2p_checked.add(tuple(self._gpus(nprocs) or ()))
 
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch
