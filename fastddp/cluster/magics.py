@@ -73,7 +73,7 @@ class DipMagics(Magics):
               help="Say at each cell where it runs; False: say nothing.")
     @argument('-t', '--timeout', type=float, help="Seconds to wait until the group stands.")
     @line_magic
-    def makedip(self, line=''):
+    def makedip(self, line):
         "Starts, shows or ends the group of workers"
         args = parse_argstring(self.makedip, line)
         if args.verbose: self.verbose = args.verbose == 'True'
@@ -113,7 +113,7 @@ class DipMagics(Magics):
     @argument('switch', nargs='?', choices=['on','off'], help="Without it: show the state.")
     @argument('-a', '--args', help="Arguments for %%%%dip, in quotes.")
     @line_magic
-    def autodip(self, line=''):
+    def autodip(self, line):
         "Runs following cells by %%dip, unless they begin with %"
         args = parse_argstring(self.autodip, line)
         if args.switch == 'on':
@@ -128,7 +128,7 @@ class DipMagics(Magics):
     @magic_arguments()
     @argument('names', nargs='+', help="Names of objects in the notebook.")
     @line_magic
-    def dipush(self, line=''):
+    def dipush(self, line):
         "Copies objects of the notebook to all workers"
         names = parse_argstring(self.dipush, line).names
         ns = self.shell.user_ns
@@ -142,7 +142,7 @@ class DipMagics(Magics):
     @argument('-r', '--rank', type=int, default=0, help="Rank to copy from. Default: 0.")
     @argument('names', nargs='+', help="Names of objects in the group.")
     @line_magic
-    def dipull(self, line=''):
+    def dipull(self, line):
         "Copies objects of a worker to the notebook"
         args = parse_argstring(self.dipull, line)
         self.shell.user_ns.update(self.group().pull(*args.names, rank=args.rank,
@@ -151,13 +151,13 @@ class DipMagics(Magics):
     @magic_arguments()
     @argument('name', help="Variable that gets the group.")
     @line_magic
-    def dipper(self, line=''):
+    def dipper(self, line):
         "Gives the group (a `Cluster`) to the notebook, as an object"
         self.shell.user_ns[parse_argstring(self.dipper, line).name] = self.group()
 
     @magic_arguments()
     @line_magic
-    def dipstat(self, line=''):
+    def dipstat(self, line):
         "Shows rank, pid, device, memory, and what each worker runs"
         parse_argstring(self.dipstat, line)
         print(self.group().stat())

@@ -79,7 +79,8 @@ class Clock:
         self.slowest = 0.,0,0       # the longest of all, with its epoch and number
         self.starts = 0.            # seconds until the first batches of phases
         self.phases = 0             # so many
-        self.last,self.waited = time.perf_counter(),self.board.waited
+        self.last = time.perf_counter()     # the last look at the clock
+        self.waited = self.board.waited     # what the board had waited by then
         self.cpu = time.process_time()
     def enter(self, learn):
         "An event begins; False if a callback of another one called it"
@@ -96,11 +97,13 @@ class Clock:
         return True
     def lap(self, kind):
         "What has passed since the last look was `kind`, without waiting for other ranks; seconds"
-        now,waited = time.perf_counter(),self.board.waited
+        now = time.perf_counter()
+        waited = self.board.waited
         secs = now-self.last-waited+self.waited
         self.seconds[kind] += secs
         if kind not in _OF_LOOP: self.of_cbs += secs
-        self.last,self.waited = now,waited
+        self.last = now
+        self.waited = waited
         return secs
     def leave(self, event_name):
         "An event ends"

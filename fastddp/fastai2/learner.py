@@ -112,7 +112,8 @@ def _mark(learn):
 
 def _with_args(user_call, args, kwargs):
     res = copy.copy(user_call)
-    res.args,res.kwargs = args,kwargs
+    res.args = args
+    res.kwargs = kwargs
     return res
 
 class LearnerJob(BackgroundJob):
@@ -122,7 +123,8 @@ class LearnerJob(BackgroundJob):
         user_call, # The `UserCall`
         trains, # False for inference
     ):
-        args,kwargs = user_call.args,user_call.kwargs
+        args = user_call.args
+        kwargs = user_call.kwargs
         said = [*map(repr, args), *(f'{k}={v!r}' for k,v in kwargs.items())]
         what = f"{user_call.name}({', '.join(o if len(o) < 40 else '...' for o in said)})"
         super().__init__(what, self._open, self._call, learn if trains else None)

@@ -150,8 +150,10 @@ class Phase:
         n = learn.dl.counts[learn.iter][0] if learn.training else bs
         if m is self.mets[0]: self._note_batch(n, bs)
         if not n: return
-        pred,yb = learn.pred,learn.yb
-        learn.pred,learn.yb = trim(pred, n, bs),trim(yb, n, bs)
+        pred = learn.pred
+        yb = learn.yb
+        learn.pred = trim(pred, n, bs)
+        learn.yb = trim(yb, n, bs)
         try:
             reducer = self.reducers[self.mets.index(m)]
             if reducer == self._sum_losses:

@@ -115,7 +115,11 @@ FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
           'nbytes','items','layout',    # of its predictions and targets: see `shard.gathered_loss`
           'cancelled',          # 1 if this phase was cancelled
           'grads')              # 1 if it has gradients that no step used
-_PLACE,_LEFT,_STOP,_FIELDS = 4,4,5,6    # numbers of a place, and where the rest of a row begins
+# A row: the numbers of a place, then what was left, the wish to stop, and the fields
+_PLACE = 4
+_LEFT = 4
+_STOP = 5
+_FIELDS = 6
 
 class Said(list):
     "What all ranks said at a meeting: a row for each"
@@ -133,7 +137,8 @@ _KINDS = 16
 _OVER = float('inf')    # the epoch after the last one
 
 # %% ../../nbs/fastai2/705_together.ipynb #a9fdffe5
-_FIRST,_LAST = -1_000_000,1_000_000     # before, after every other callback
+_FIRST = -1_000_000     # before every other callback
+_LAST = 1_000_000       # after every other callback
 
 class Together(OurCallback):
     """Has all ranks leave a step, batch, phase, epoch or fit together.

@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     # `(meta, buffers)` of what rank 0 put last as 'state' or 'cut'; read-only, until the next run
     state:tuple|None=None
     epoch:tuple|None=None   # The same for 'epoch', the end of the last complete one
-    marks:tuple=()          # `(phase, time of its end)` of the engine and of rank 0, for a `Report`
+    marks:list|tuple=()     # `(phase, time of its end)` of the engine and of rank 0, for a `Report`
 
 # %% ../../nbs/launch/502_engine.ipynb #6188ea01
 def add_state(
@@ -159,4 +159,4 @@ class InProcess(Launcher):
                 raise
         return Outcome(results=[load(res.meta, res.copied_buffers())], interrupted=False,
                        state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
-                       marks=(*ctx.marks,))
+                       marks=ctx.marks)

@@ -305,5 +305,4 @@ def in_torchddp(
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)
         _check_ranks(nprocs, world_size or nprocs, base_rank, ctx.addr)
         if use_gpu and group.n_gpus(): _check_gpus(nprocs)
-    return ranch(nprocs, fn, *args, caller_rank=0, gather=False, ctx=ctx, need=need,
-                 imports=imports, **kwargs)
+    return ranch(nprocs, fn, *args, gather=False, ctx=ctx, need=need, imports=imports, **kwargs)

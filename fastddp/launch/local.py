@@ -102,7 +102,7 @@ def _run_once(self:Local, job, nprocs, on_event, interrupts):
     except BaseException:
         self.after_failure(job, monitor)
         raise
-    return outcome._replace(marks=(*report.marks, *outcome.marks))
+    return outcome._replace(marks=report.marks+outcome.marks)
 
 # %% ../../nbs/launch/505_local.ipynb #886a3e9a
 def all_reduce_seconds(

@@ -125,7 +125,7 @@ class Monitor:
         latest = self._latest
         return Outcome(results, bool(self.interrupts.count),
                        latest.get('state') or latest.get('cut'), latest.get('epoch'),
-                       (*self.marks,))
+                       self.marks)
     def ended(self, how):
         "What each rank said that ended like this, 'done', 'failed' or 'died', by rank"
         return {r:said for r,(h,said) in self.ends.items() if h == how}

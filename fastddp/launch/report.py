@@ -158,7 +158,8 @@ def on_threads(fit):
 # %% ../../nbs/launch/504_report.ipynb #186a83d5
 _CAUSES = (on_data,on_exchange,on_uneven,on_metrics,on_callbacks,on_validation,on_start,on_threads)
 # On a GPU, where the clock of inference is the host's: see `fastai2.clock`
-_OF_INFERENCE,_ON_GPU = (on_data,on_metrics,on_callbacks),(on_data,)
+_OF_INFERENCE = on_data,on_metrics,on_callbacks
+_ON_GPU = (on_data,)
 _PART = .1          # of the call
 _SECONDS = .5
 

@@ -178,7 +178,7 @@ def script_lines(
     began = time.time()
     if tells: print_line(banner(n, (), *sizes, where=f'torchrun, {group.backend()}'))
     yield
-    result = progress.result(False)
+    result = progress.result()
     if tells and result['seconds']:
         print_line(summary(what_ran(result, iterations), n, result, began))
         if report and (line := closing_line(report)): print_line(line)
