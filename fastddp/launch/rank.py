@@ -28,7 +28,8 @@ class Context:
         # The rest as in a script, where no notebook asks how far the rank has come
         emit=noop, # `emit(event)` sends a small picklable event to the notebook, in order
         put=noop, # `put(name, payload)` leaves a `Payload` there: 'state', 'epoch' or 'cut'
-        stop_requested=noop, # `stop_requested()` is True once the notebook wants the job to stop
+        # `stop_requested()` is True once the notebook wants the job to stop
+        stop_requested=lambda: False,
     ):
         store_attr()
         self.local_rank = rank
