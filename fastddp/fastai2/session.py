@@ -196,7 +196,8 @@ class Session(_Session):
         call = InferCall(self, dl)
         with learn.removed_cbs(loggers), learn.no_logging(), self.telling(call):
             out = call.run()
-            parts,left,states,results = zip(*out.results)
+            *found,results = zip(*out.results)
+            parts,left,states = found
             call.timings.take(results)
             self.keep(call.timings)
             if out.interrupted or KeyboardInterrupt in left: raise KeyboardInterrupt
