@@ -35,7 +35,8 @@ def paragraphs(doc, listed=()):
         head, *lines = part.split('\n')
         if head != 'Raises' and not head.endswith(':'): yield ended(part)
         elif not {re.match(r'\W*(\w+)', lines[0])[1]} & {*listed}:
-            yield f'{head.rstrip(":")}:\n\n' + '\n'.join(re.sub(r'^    \**(\w+(?:=.*?)?(?:, \w+)*): ?', bullet, o) for o in lines)
+            name = r'^    \**(\w+(?:=.*?)?(?:, \w+)*): ?'
+            yield f'{head.rstrip(":")}:\n\n' + '\n'.join(re.sub(name, bullet, o) for o in lines)
 
 
 def function(name, f, comments, sig=None):

@@ -225,8 +225,8 @@ def _compare(learn, steps, tol, options,
 
 # %% ../../nbs/fastai2/731_check.ipynb #8dd93006
 _LOOK = ("Does the model compare the items of a batch, of which each worker sees its part, or draw "
-         "random numbers by itself, or is a metric not a mean over items? The page 'Same answer on N "
-         "GPUs' says what can differ, and what to do.")
+         "random numbers by itself, or is a metric not a mean over items? "
+         "The page 'Same answer on N GPUs' says what can differ, and what to do.")
 
 def _verdict(res, without):
     "One sentence or two on the `Answer` `res`; `without(reasons)` is that of a second comparison"
