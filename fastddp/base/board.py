@@ -205,22 +205,13 @@ def _make_board():
 def _shared_page(ranks, n):
     "The `Page` of the `ranks` of one host, None if they can't have one. A collective"
     path = page = None
-    try:
-        if ranks[0] == group.rank(): path = _new_file(n)
+    with contextlib.ExitStack() as undo:
+        if ranks[0] == group.rank():
+            with contextlib.suppress(OSError):      # there is no room for the file
+                file = undo.enter_context(tempfile.NamedTemporaryFile(prefix='fastddp-board-'))
+                Page.create(file.name, _RECORD, 2*n)
+                path = file.name
         paths = group.all_gather_object(path)
         with contextlib.suppress(OSError,TypeError): page = Page.open(paths[ranks[0]], _RECORD)
         group.barrier()
-    finally:
-        if path: os.unlink(path)
     return page
-
-def _new_file(n):
-    "The path of a file for a page of `n` ranks, None if there is no room for it"
-    path = None
-    try:
-        fd,path = tempfile.mkstemp(prefix='fastddp-board-')
-        os.close(fd)
-        Page.create(path, _RECORD, 2*n)
-        return path
-    except OSError:
-        if path: os.unlink(path)

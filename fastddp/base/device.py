@@ -76,8 +76,7 @@ def bind_near(
 ):
     "Bind this process to the cores near `gpu`, where the machine has several NUMA nodes"
     global _bound,_unbound
-    if gpu is None or gpu == _bound: return     # on the CPU, or bound already
-    if not binds_to_numa(): return
+    if gpu in (None, _bound) or not binds_to_numa(): return
     _bound = gpu
     from torch.numa import binding
     # a private function of torch's

@@ -38,14 +38,13 @@ class Ranks:
     def __init__(self,
                  model, # Whose gradients are averaged
                  stop_requested=lambda: False, # Was this rank asked to stop?
-                 board=None # The `Board` where they meet; default: that of this process's group
+                 board=None, # The `Board` where they meet; default: that of this process's group
+                 extra_params=lambda: [] # What is trained beside the model: see `trained_beside`
     ):
-        self.model = model
-        self.stop_requested = stop_requested
+        store_attr('model,stop_requested,extra_params')
         self.board = board or group_board()
         self.limit = self.LIMIT if group.under_launcher() else None
         self.stop_agreed = False        # did all ranks decide to stop?
-        self.extra_params = lambda: []  # what is trained beside the model: see `trained_beside`
         self.scale = 1.                 # the factor on this batch's loss
         self.passes = Passes(self.parameters, self.scale_loss, self.agree)
 
@@ -106,11 +105,10 @@ class GlobalLoss:
                  loss_func, # The learner's
                  ranks,     # `Ranks`
                  positions, # Of this rank's items that count, in the order of one process
-                 losses=None, # `Losses` of the fit
+                 losses,    # `Losses` of the fit
                  named=lambda: () # `model.named_parameters`
     ):
-        store_attr(but='losses')
-        self.losses = losses or Losses()
+        store_attr()
 
     def _look(self, loss, out):
         "Tell the user of weights that the first `loss` uses beside predictions and targets"
@@ -243,15 +241,14 @@ def distributed_v1(learn,
                    loss='auto'
 ): # Yields the callbacks of this rank, with ours
     "Inside, `basic_train.fit` trains `learn` together with the other ranks"
-    ranks = Ranks(learn.model, stop_requested)
-    ranks.extra_params = lambda: trained_beside(learn)
+    ranks = Ranks(learn.model, stop_requested, extra_params=lambda: trained_beside(learn))
     losses = Losses(loss, print_line)
     on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
     sync = SyncModel(learn, ranks, average_bn=sync_bn and not on_gpu)
     counting = [_CountAll(learn, ranks, cb) for cb in callbacks
                 if type(cb).__name__ == 'AccumulateScheduler']
     loss_batch = _global_loss_batch(learn, ranks, losses)
-    validate = _validate_synced(sync, Validation(ranks, common, losses=losses))
+    validate = _validate_synced(sync, Validation(ranks, common, losses))
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
         if batch == 'per_worker':

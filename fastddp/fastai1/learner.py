@@ -7,7 +7,7 @@ __all__ = ['OPTIONS', 'NoteProgress', 'KeepState', 'fit_job', 'infer_job', 'Lear
            'train_in_place', 'mend_barrier']
 
 # %% ../../nbs/fastai1/808_learner.ipynb #eb1d3515
-import contextlib, functools, sys
+import contextlib, functools
 
 import fastai.train     # patches fit_one_cycle and lr_find onto Learner
 from fastai import basic_train, torch_core
@@ -22,17 +22,19 @@ from ..base.checks import Check, check, whole
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import Interrupts, environment, with_attrs
 from .callbacks import Ranks, distributed_v1, trained_beside
-from .loaders import check_v1, counts_now, mend_streams, old_numpy, step_sizes
+from .loaders import (
+    check_v1, counts_now, mend_streams, old_numpy, replace_in_fastai, step_sizes)
 from .snapshot import (
     apply, baseline, capture, loaders, persistent_refs, place, snapshot, tracked, unpack)
 from .validation import Validation
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
+from ..launch.rank import Context
 from ..launch.session import Call, Session as _Session, block, refuse_untrainable
 from ..launch.training import (
-    NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines,
-    sync_streams, until_interrupted, whereabouts)
+    Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
+    until_interrupted, whereabouts)
 from ..output.capture import use_bars
-from ..shard.gathered_loss import check_loss
+from ..shard.gathered_loss import Losses, check_loss
 
 # %% ../../nbs/fastai1/808_learner.ipynb #7f809572
 class NoteProgress(Callback):
@@ -81,15 +83,13 @@ def fit_job(ctx, obj):
     if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(left=not interrupted))
     return noted.progress.result(interrupted)
 
-def _validate(stop_requested, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
-              n_batch=None):
-    "`basic_train.validate` by all ranks"
+def _validate(stop_requested, model, *args, **kwargs):
+    "`basic_train.validate(model, *args, **kwargs)` by all ranks"
     common,ranks = CommonRNG.capture(),Ranks(model, stop_requested)
     with environment('WORLD_SIZE'):
         seed_rank(group.rank(), group.world_size(), common)
         try:
-            validation = Validation(ranks, common, whole=True)
-            return validation(model, dl, loss_func, cb_handler, pbar, average, n_batch)
+            return Validation(ranks, common, Losses(), whole=True)(model, *args, **kwargs)
         except KeyboardInterrupt:
             ranks.leave()
             raise
@@ -115,9 +115,9 @@ class LearnerCall(Call):
     "A fit or a validation on the workers"
     def __init__(self, session, job, callbacks, metrics, sent, **kwargs):
         super().__init__(session, job, **kwargs)
-        state = self.learn,callbacks,metrics
         self.callbacks,self.sent = callbacks,sent
-        self.refs,self.state = persistent_refs(*state),state
+        self.state = self.learn,callbacks,metrics
+        self.refs = persistent_refs(*self.state)
     def snapshot(self):
         return snapshot(self.learn, self.callbacks, self.session.columns, self.definitions,
                         **self.sent)
@@ -186,11 +186,12 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     check_v1(learn.data, group.world_size(), options['batch'])
     sync_streams()
     def from_rank0():
-        params = *learn.model.parameters(),*trained_beside(learn)
-        group.broadcast_([*params, *learn.model.buffers()])
+        model = learn.model
+        group.broadcast_([*model.parameters(), *trained_beside(learn), *model.buffers()])
     from_rank0()
-    callbacks,noted = callbacks or [],NoteProgress(NoNotebook(), learn)
-    sizes = step_sizes(learn.data.train_dl, group.world_size(), options['batch'])
+    n,callbacks = group.world_size(),callbacks or []
+    noted = NoteProgress(Context(group.rank(), n), learn)
+    sizes = step_sizes(learn.data.train_dl, n, options['batch'])
     lines = script_lines(noted.progress, sizes, learn.silent, finds_lr(callbacks))
     with lines, distributed_v1(learn, callbacks, CommonRNG.capture(), **options) as cbs:
         real(epochs, learn, callbacks=[*cbs, noted], metrics=metrics)
@@ -251,12 +252,10 @@ def train_in_place(ctx):
 def mend_barrier():
     """In a script under torchrun, `load` and its kin wait for rank 0 in a group; between fits there
     is none, so one is made"""
-    old = torch_core.distrib_barrier
     def distrib_barrier():
         if torch_core.num_distrib() <= 1: return
         with launched_group(): group.barrier()
-    for m in [o for k,o in sys.modules.copy().items() if k.startswith('fastai')]:
-        if vars(m).get('distrib_barrier') is old: m.distrib_barrier = distrib_barrier
+    replace_in_fastai('distrib_barrier', torch_core.distrib_barrier, distrib_barrier)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #d9b11a6f
 @patch

@@ -90,10 +90,11 @@ def place(learn, device):
     if opt := getattr(learn, 'opt', None): move_opt(opt.opt)    # None before the first fit
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
-_STAY = {'pbar',*OPT_HOOKS}
-_STAYS = dict(learn={*_STAY,'data','model','layer_groups','callbacks','callback_fns','metrics',
+# Attributes that stay on their side: of every object, and by the groups of `tracked`
+_ALWAYS = {'pbar',*OPT_HOOKS}
+_STAYS = dict(learn={*_ALWAYS,'data','model','layer_groups','callbacks','callback_fns','metrics',
                      'load',*OVERRIDES},
-              opt=_STAY, cbs=_STAY, parts=MODULES_STAY, variables=())
+              opt=_ALWAYS, cbs=_ALWAYS, parts=MODULES_STAY, variables=())
 
 def baseline(learn, callbacks=(), metrics=(), refs=None, definitions=()):
     "The `Changes` of the learner and all that belongs to it"
@@ -107,8 +108,8 @@ def capture(learn, base, refs, rng=None,
 ):
     """Everything that training changed, as a `Payload`: weights to be copied in place, the rest as
     a dump of its own"""
-    rest,loss = dict(changes=base.since_start(ended), rng=rng),loss_module(learn.loss_func)
-    rest['order'] = text_order(learn.data.train_dl)
+    rest = dict(changes=base.since_start(ended), rng=rng, order=text_order(learn.data.train_dl))
+    loss = loss_module(learn.loss_func)
     state = model_state(learn.model) | dict(grads=model_grads(learn.model) if left else {},
                                             loss=model_state(loss) if loss else None)
     return dump_state(state, rest, base, refs)

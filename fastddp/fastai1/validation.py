@@ -16,14 +16,14 @@ from fastcore.basics import store_attr
 from ..base import group
 from ..base.scoped import with_attrs
 from .loaders import place_now, shard, torch_dl
-from ..shard.gathered_loss import Losses, by_batch, map_tensors, whole_batch
+from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.torch_loader import torch_bs
 
 # %% ../../nbs/fastai1/802_validation.ipynb #1940b65c
 _NAMES = ('accuracy','accuracy_thresh','top_k_accuracy','error_rate','mean_absolute_error',
           'mean_squared_error','mean_squared_logarithmic_error','fbeta')
-_ITEM_MEANS = {getattr(_metrics, k) for k in _NAMES if hasattr(_metrics, k)}
+_ITEM_MEANS = {getattr(_metrics, k) for k in _NAMES}
 
 def is_item_mean(m # A metric, as v1 keeps it: a callback
 ):
@@ -76,12 +76,11 @@ class Validation:
     def __init__(self,
                  ranks,      # `Ranks`
                  common,     # `CommonRNG` from which an order is drawn
-                 whole=False, # Whole batches to each rank where that can be, as for predictions?
-                 losses=None # `Losses` of the fit
+                 losses,     # `Losses` of the fit
+                 whole=False # Whole batches to each rank where that can be, as for predictions?
     ):
-        store_attr(but='losses')
+        store_attr()
         self.real = basic_train.validate
-        self.losses = losses or Losses()
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
@@ -104,8 +103,8 @@ class Validation:
         for m in means: _sum_mean(m)
         replayed = []
         if others or anew:
-            has_terms = 'terms' in self.losses.said
-            replayed = _replay(handler, others, keep.kept, model, anew, has_terms)
+            replayed = _replay(handler, others, keep.kept, model, anew,
+                               has_terms='terms' in self.losses.said)
         if not record: return _pairs(outs, keep.kept)
         losses = replayed if anew else batch_losses(record.rows)
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]

@@ -81,7 +81,8 @@ class StepSync(OurCallback):
         self.met = self.together.mid_batch = False
         self.whole_loss = None  # `learn.loss`, once it is that of all ranks
         self.part,self.scale = None,1.  # this rank's `LossPart`, and the factor on its loss
-        self.made = None        # node of what the loss function made, and nodes of the predictions
+        # nodes of the graph: of what the loss function made, and of the predictions
+        self.loss_node,self.pred_nodes = None,set()
         self.gathered = None    # items of this rank in a loss that was gathered
         # the learner's loss function, and the one in its place
         self.user_loss = self.gathering = None
@@ -108,8 +109,9 @@ class StepSync(OurCallback):
     def after_pred(self): self.together.mid_batch = self.n > 1
     def after_loss(self):
         if not self.checked:
-            nodes = {t.grad_fn for t in tensors_in(self.pred) if t.grad_fn is not None}
-            self.made = getattr(self.loss_grad, 'grad_fn', None),nodes
+            self.loss_node = getattr(self.loss_grad, 'grad_fn', None)
+            preds = tensors_in(self.pred)
+            self.pred_nodes = {t.grad_fn for t in preds if t.grad_fn is not None}
     def before_step(self):
         "`GradientAccumulation`, which comes later, counts this rank's items"
         if self.n == 1 or self.accumulating is None: return
@@ -185,29 +187,33 @@ def _has_loss(self:StepSync):
 
 @patch
 def _meet(self:StepSync, loss):
+    "The ranks meet in the first backward pass of the batch, that of `loss`"
     if not self.checked: self._check_terms(loss)
-    learn,f = self.learn,self.user_loss or self.learn.loss_func
+    learn = self.learn
+    f = self.user_loss or learn.loss_func
     if self.gathered is not None:
         self.part = loss_part(f, learn.yb, self.gathered, reduction='mean')
     else:
         self.part = loss_part(f, learn.yb, true_counts(learn)[0], self.losses.reduction(f),
                               to_number=not self._on_device())
     self.passes.gathers = not self.reduces()
-    numbers,on_device = self._numbers(self.learn.loss if self._has_loss() else loss)
-    said = self.together.meet(BATCH, self.learn.iter, backward=1., **self._of_graph(loss),
-                              **numbers)
+    for_board,for_device = self._numbers(learn.loss if self._has_loss() else loss)
+    said = self.together.meet(BATCH, learn.iter, backward=1., **self._of_graph(loss), **for_board)
     self.met,self.together.mid_batch = True,False
     self._decide(said)
-    self._use(said, on_device)
+    self._use(said, for_device)
 
 @patch
 def _share_loss(self:StepSync):
-    numbers,on_device = self._numbers(self.learn.loss)
-    if (said := self.together.meet_aside(VALUE, **numbers)) is not None: self._use(said, on_device)
+    "The ranks met before `learn.loss` was there: it becomes that of the global batch now"
+    for_board,for_device = self._numbers(self.learn.loss)
+    said = self.together.meet_aside(VALUE, **for_board)
+    if said is not None: self._use(said, for_device)
 
 @patch
 def _numbers(self:StepSync, loss):
-    "What the others need of this rank's loss: for the board, and for an all-reduce on the device"
+    """What the others need of this rank's loss, in one of two ways: `(numbers for the board,
+    None)`, or `({}, what is summed on the device)`"""
     # fastai's kinds of tensors make each operation slower
     loss = loss.detach().as_subclass(torch.Tensor)
     if loss.ndim: loss = loss.float().mean()
@@ -215,14 +221,15 @@ def _numbers(self:StepSync, loss):
     return dict(divisor=self.part.divisor, loss=self.part.weighted(loss.item())), None
 
 @patch
-def _use(self:StepSync, said, on_device):
-    "The factor on this rank's loss, and the loss of the global batch"
-    if on_device: value,total = self._sum_on_device(*on_device)
+def _use(self:StepSync, said, for_device):
+    "Sets the factor on this rank's loss, and the loss of the global batch, as of `_numbers`"
+    if for_device: value,total = self._sum_on_device(*for_device)
     else: value,total = said.sum('loss'),said.sum('divisor')
     self.scale = self.part.scale(total, self.n)
     if self.accumulating is not None: self.scale = self.scale*self.items()/find_bs(self.learn.yb)
     if not self._has_loss(): return
-    loss,whole = self.learn.loss,self.part.global_loss(value, total)
+    loss = self.learn.loss
+    whole = self.part.global_loss(value, total)
     if isinstance(whole, torch.Tensor): whole = whole.to(loss.dtype)
     else: whole = loss.new_tensor(whole)
     self.whole_loss = self.learn.loss = whole
@@ -234,8 +241,7 @@ def _on_device(self:StepSync): return self.on_device(self.params()[0].device)
 def _sum_on_device(self:StepSync, value=0., divisor=0.):
     "Sums over ranks of two numbers, on the device where the model lies"
     sums = torch.zeros(2, dtype=torch.float64, device=self.params()[0].device)
-    for place,o in zip(sums, (value,divisor)):
-        place.copy_(o) if isinstance(o, torch.Tensor) else place.fill_(o)
+    sums[0],sums[1] = value,divisor     # numbers, or tensors that only the device knows
     group.sum_(sums)
     return sums.float()
 
@@ -312,7 +318,8 @@ class AfterOthers(OurCallback):
     def before_batch(self):
         sync,f = self.sync,self.learn.loss_func
         if sync.n == 1 or not sync.losses.is_gathered(f): return
-        sync.user_loss,sync.gathering = f,lambda pred, *yb: sync.gather(f, pred, yb)
+        sync.user_loss = f
+        sync.gathering = lambda pred, *yb: sync.gather(f, pred, yb)
         vars(self.learn)['loss_func'] = sync.gathering
 
 @patch
@@ -343,12 +350,12 @@ _EVENTS = 'after_pred','after_loss','before_backward'
 def _check_terms(self:StepSync, loss):
     "Names what is in the loss beside a function of predictions and targets"
     self.checked = True
-    if self.made is None or self.made[0] is None: return
-    (made,preds),names = self.made,{id(p):k for k,p in self.learn.model.named_parameters()}
-    added = graph_of(loss, until=[made])
-    if not preds.isdisjoint(added) or leaves_of(added) & names.keys():
+    if self.loss_node is None: return
+    names = {id(p):k for k,p in self.learn.model.named_parameters()}
+    added = graph_of(loss, until=[self.loss_node])
+    if not self.pred_nodes.isdisjoint(added) or leaves_of(added) & names.keys():
         cbs = [cb for cb in self.learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS)]
         who = ', '.join(type(cb).__name__ for cb in cbs)
         if who: self.losses.print_once(f"{who} changes the loss (loss_grad): {AVERAGED}", 'penalty')
-    beside = leaves_of(graph_of(made, until=preds)) & names.keys()
+    beside = leaves_of(graph_of(self.loss_node, until=self.pred_nodes)) & names.keys()
     self.losses.name_terms([names[i] for i in beside])

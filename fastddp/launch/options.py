@@ -12,7 +12,7 @@ import contextlib, inspect, os, re, sys
 
 from ..base import group
 from ..base.checks import (
-    SEE, Check, bound, check_all, flag, is_list, is_whole, near,
+    FLAG, SEE, Check, bound, check_all, is_list, is_whole, near,
     number, one_of, takes_nothing, whole)
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
@@ -33,19 +33,19 @@ CHECKS = dict(
                lambda v: (v is None or isinstance(v, str) and v == 'all'
                           or is_list(v) and all(map(is_whole, v)))),
     batch=one_of('per_worker','global'),
-    sync_bn=flag(),
+    sync_bn=FLAG,
     model_factory=_factory('model', 'resnet34()'),
     dls_factory=_factory('DataLoaders', 'ImageDataLoaders.from_folder(path)'),
     launcher=Check(
         "a Launcher such as InProcess(). Leave launcher out to use local processes",
         lambda v: v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type)),
     see=SEE,
-    see_load=flag(),
+    see_load=FLAG,
     restarts=whole("the number of times that a failed fit is resumed, a whole number from 0 on", 0),
     timeout=number("a number of seconds without a training step before termination, above 0; "
                    "None: no limit", none=True),
-    wait=flag(),
-    offload=flag())
+    wait=FLAG,
+    offload=FLAG)
 
 # What other tools call it
 _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs',
@@ -82,9 +82,11 @@ def comments_of(fn):
     try: source = inspect.getsource(fn)
     except (OSError,TypeError): return {}
     head = re.split(r'\n\)|\):', source)[0]     # the signature
-    def beside(k): return re.search(rf'(?:^|[(,])\s*\**{k}\b[^#\n]*# *(.*)$', head, re.M)
-    found = {k:beside(k) for k in inspect.signature(fn).parameters}
-    return {k:m[1] for k,m in found.items() if m}
+    res = {}
+    for k in inspect.signature(fn).parameters:
+        beside = re.search(rf'(?:^|[(,])\s*\**{k}\b[^#\n]*# *(.*)$', head, re.M)
+        if beside: res[k] = beside[1]
+    return res
 
 def list_params(
     params, # `inspect.Parameter`s
@@ -110,8 +112,8 @@ validation."""
 
 def _arguments(cls, name):
     "Arguments of the method `name` of `cls` and of its bases, to which its `**kwargs` mostly go"
-    found = [vars(c)[name] for c in cls.__mro__ if callable(vars(c).get(name))]
-    return [k for f in found for k in inspect.signature(f).parameters if k != 'self']
+    methods = [vars(c)[name] for c in cls.__mro__ if callable(vars(c).get(name))]
+    return [k for f in methods for k in inspect.signature(f).parameters if k != 'self']
 
 class Options:
     "What `distrib_ctx` takes, and what each `distrib_*` shows of it"
@@ -126,7 +128,8 @@ class Options:
         self.defaults = {k:p.default for k,p in self.params.items() if p.kind != p.VAR_KEYWORD}
         self.accepted = {*self.defaults, *ignored, *further}
         self.comments,self.module = comments_of(ctx),ctx.__module__
-        self.further,self.checks = further,CHECKS | {k:c for k,c in further.items() if c}
+        self.further = further
+        self.checks = CHECKS | {k:c for k,c in further.items() if c}
         self.lacks = lacks
     def checked(self,
         values, # Name -> value, other names among them
@@ -185,7 +188,8 @@ class Options:
         without=(), # Options that do nothing for it
     ):
         "`distrib_{name}`: the method `name` with options behind its own arguments"
-        wrapped,shown = getattr(cls, name),[p for k,p in self.params.items() if k not in without]
+        wrapped = getattr(cls, name)
+        shown = [p for k,p in self.params.items() if k not in without]
         def method(self, *args, **kwargs): return self.distrib(name, *args, **kwargs)
         own = [p for p in inspect.signature(wrapped).parameters.values() if p.kind != p.VAR_KEYWORD]
         behind = [p if p.kind == p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in shown]
@@ -235,7 +239,7 @@ def _chosen(gpus, nprocs, have):
 
 # %% ../../nbs/launch/508_options.ipynb #63fdc617
 running_jobs = []   # each `BackgroundJob` that has not ended
-_held = []          # `(learner, GPUs, refusal)` of workers that stay
+_held = []          # `(learner, GPUs, refusal)` as of `holding`, of workers that stay
 
 @contextlib.contextmanager
 def holding(
@@ -306,15 +310,15 @@ def engine_for(
         print_line(why)
         yield None
         return
-    launcher,asked = Local() if launcher is None else launcher,{}
-    local = launcher.workers_are_local
+    if launcher is None: launcher = Local()
+    asked = {}      # attributes that it has for the time of the block
     if isinstance(launcher, Local):
         asked = {k:_option(launcher, k, given, defaults) for k in ('see','see_load','timeout')}
-    if local:
+    if launcher.workers_are_local:
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
         asked['gpus'] = gpus or []
     with with_attrs(launcher, **asked), launcher as engine:
-        if not local: n,gpus = engine.place(nprocs, gpus)
+        if not launcher.workers_are_local: n,gpus = engine.place(nprocs, gpus)
         see = asked.get('see', given['see'])
         if see != 'all' and any(r != 0 and r >= n for r in see):
             raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")

@@ -60,7 +60,7 @@ def merged_path(notebook, own):
     return [*dict.fromkeys([*there, *own])]
 
 # %% ../../nbs/machines/612_agent.ipynb #bebe2fb0
-# following a file's links takes longer than the rest of a job's start
+# cached: following a file's links takes longer than the rest of a job's start
 _is_own = functools.cache(is_user_file)
 
 def own_modules():
@@ -86,7 +86,7 @@ def write_files(
 
 # %% ../../nbs/machines/612_agent.ipynb #8aad38c8
 _TURN = .2      # seconds between two looks at logs and heartbeats
-_SILENCE = 60.  # at least so many seconds without a sign of life of the notebook end the agent
+_SILENCE = 60.  # seconds without a sign of life of the notebook that end the agent, at least
 
 class Agent:
     """Runs the workers of one machine for the notebook, until the notebook is gone. `run` handles
@@ -107,18 +107,15 @@ class Agent:
         self.log_positions = {}     # rank -> bytes of its log that were sent
         self.sent_beats = {}        # rank -> its last `Heartbeat` that was sent
         self.silence = _SILENCE
-        self.given_up = False       # the notebook was gone while workers started
         self.stream = Stream(read_fd, *to_fd(write_fd))
         self.stream.send('facts', facts())
-    @property
     def notebook_is_gone(self):
         "True if its stream has ended, or nothing has come for too long"
-        if self.given_up or self.stream.end_reason is not None: return True
-        return self.stream.silent_for() > self.silence
+        return self.stream.end_reason is not None or self.stream.silent_for() > self.silence
     def run(self):
         "Handles messages and reports what the workers do, until the notebook is gone"
         try:
-            while not self.notebook_is_gone:
+            while not self.notebook_is_gone():
                 worker_handles = self.workers.waitables() if self.workers else []
                 timeout = 0 if self.stream.has_messages else _TURN
                 handles = [self.stream, *self.listening, *worker_handles]
@@ -127,8 +124,8 @@ class Agent:
                     if o in ready: answer_one(o, self.token)
                 for what,*values in self.stream.received():
                     getattr(self, f'on_{what}')(*values)
-                    if self.given_up: return
                 if self.workers: self._report()
+        except KeyboardInterrupt: pass      # of `start_workers`: the notebook was gone meanwhile
         finally:
             if self.workers: self.workers.stop(1.)
             self.stream.close()
@@ -159,15 +156,12 @@ class Agent:
         "Starts this machine's workers"
         self._apply_surroundings(*surroundings)
         helper.preload(*preload)
-        try:
-            self.workers = start_workers(ranks, on_gpu, lambda: self.notebook_is_gone,
-                                         first=ranks[0])
-        # the messages that follow are for workers that aren't there
-        except KeyboardInterrupt: self.given_up = True
+        self.workers = start_workers(ranks, on_gpu, self.notebook_is_gone, first=ranks[0])
     def on_job(self, entry, specs, env, surroundings, files, packed, block):
         "Every rank here calls `entry`; `files` are modules of the user's own"
         self.unsent_states = set()
-        write_files(files, folder := os.path.join(self.workers.dir, 'modules'))
+        folder = os.path.join(self.workers.dir, 'modules')
+        write_files(files, folder)
         self._apply_surroundings(*surroundings, folder)
         threads = max(1, visible_cores()//len(specs))
         specs = [s._replace(threads=s.threads or threads) for s in specs]
@@ -202,8 +196,10 @@ class Agent:
         if new: self.stream.send('beats', new)
     def _report_news(self):
         for r,what,*values in self.workers.poll(0):
-            if what == 'put' and values == ['result']: self._send_payload(r, 'result')
-            elif what == 'put' and r == 0: self.unsent_states.add(*values)
+            if what == 'put':
+                kind, = values
+                if kind == 'result': self._send_payload(r, kind)
+                elif r == 0: self.unsent_states.add(kind)
             elif what in ('event','done','failed','died'):
                 if what != 'event': self._send_states()
                 self.stream.send('news', r, what, *values)

@@ -36,8 +36,9 @@ def cards(
         for name in sorted(names, key=_speed, reverse=True):
             with contextlib.suppress(OSError):      # it has none
                 found = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack('256s', name.encode()[:15]))
-                res[socket.inet_ntoa(found[20:24])] = name
-    return {k:v for k,v in res.items() if not k.startswith('127.')}
+                addr = socket.inet_ntoa(found[20:24])
+                if not addr.startswith('127.'): res[addr] = name
+    return res
 
 # %% ../../nbs/machines/611_meeting.ipynb #b9261177
 def answer_one(

@@ -32,15 +32,16 @@ def _why_not(o):
     except KeyboardInterrupt: raise
     except BaseException as e: return e
 
+_DEPTH = 12     # steps down, at most
+
 def blame(
-    obj,      # What may hold the culprit
-    path,     # How the user calls `obj`
-    depth=12, # Steps down, at most
+    obj,  # What may hold the culprit
+    path, # How the user calls `obj`
 ):
     "`(path, reason)` of the smallest part of `obj` that can't be dumped; None if all of it can"
     why,dead_ends = _why_not(obj),[]
     if why is None: return None
-    found = _culprit(obj, path, why, depth, set(), dead_ends)
+    found = _culprit(obj, path, why, _DEPTH, set(), dead_ends)
     path,why = found or max(dead_ends, key=lambda o: len(o[0]))
     return path, _in_words(why)
 

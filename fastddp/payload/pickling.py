@@ -314,7 +314,7 @@ def _same_here(i): return _copied[i]
 
 def copied(
     obj,        # What is copied, into CPU memory
-    same=(),    # Objects that the copy refers to as well
+    same,       # Objects that the copy refers to as well
 ):
     "A copy of `obj` for this process, of whatever `dump` can send"
     payload = dump(obj, same, pickler=_Copier)

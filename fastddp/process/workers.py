@@ -129,14 +129,13 @@ def early(self:Workers, entry, configs, **env):
 @patch
 def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
     entry = address(entry)
-    for (r,pipe),config in zip(self.pipes.items(), configs):
+    for r,config in zip(self.pipes, configs):
         surroundings = Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first))
-        with contextlib.suppress(OSError):
-            pipe.send(what, entry, cloudpickle.dumps(surroundings), config, *packed, fd=fd)
+        self._send(r, what, entry, cloudpickle.dumps(surroundings), config, *packed, fd=fd)
 
 @patch
-def _send(self:Workers, r, *msg):
-    with contextlib.suppress(OSError): self.pipes[r].send(*msg)
+def _send(self:Workers, r, *msg, fd=None):
+    with contextlib.suppress(OSError): self.pipes[r].send(*msg, fd=fd)      # it may have died
 
 @patch
 def ask_stop(self:Workers):

@@ -191,17 +191,16 @@ class Losses:
                  say=print     # Called on rank 0 with a line for the user
     ):
         self.asked,self.say = asked,say
-        self.seen = []          # `[loss function, kind]`
+        self.seen = {}          # id of a loss function -> `(the function, its kind)`
         self.said = set()       # the lines that the user has seen
         self.looked = False     # at the terms of a loss, in fastai v1
 
     def kind(self, f):
         "'known', 'mean', 'sum', 'gather', or 'average' for one that could not be gathered"
-        for o in self.seen:
-            if o[0] is f: return o[1]
-        known = 'known' if is_known(f) else 'gather'
-        self.seen.append([f, known if self.asked == 'auto' else self.asked])
-        return self.seen[-1][1]
+        if id(f) not in self.seen:
+            known = 'known' if is_known(f) else 'gather'
+            self.seen[id(f)] = f, known if self.asked == 'auto' else self.asked
+        return self.seen[id(f)][1]
 
     def reduction(self, f):
         "'mean' or 'sum' over items; None if that is known from `f`"
@@ -214,12 +213,12 @@ class Losses:
 
     def describe(self):
         "A text that says how each loss function is computed"
-        return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.seen)
+        return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.seen.values())
 
     @property
     def has_averages(self):
         "True if a loss is averaged over ranks"
-        return any(kind == 'average' for _,kind in self.seen)
+        return any(kind == 'average' for _,kind in self.seen.values())
 
     def of_all_ranks(self, f, # The loss function
               batch,  # This rank's `LocalBatch`; every rank calls this
@@ -235,7 +234,7 @@ class Losses:
         if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
                                 f"workers ({why}): {AVERAGED}", 'average')
         if apart or large:
-            next(o for o in self.seen if o[0] is f)[1] = 'average'
+            self.seen[id(f)] = f,'average'
             return None
         if not why: self.print_once(f"{loss_name(f)} is computed over the predictions of all "
                                     f"workers: {sum(nbytes)/1e6:.2g} MB to exchange per step. If "

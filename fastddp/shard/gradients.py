@@ -15,7 +15,7 @@ from fastcore.basics import store_attr
 from torch import nn
 
 from ..base import group
-from ..base.checks import flag, number
+from ..base.checks import FLAG, number
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .loss import loss_module
@@ -27,8 +27,7 @@ _BN = nn.modules.batchnorm._BatchNorm
 def synced_bn(model):
     """Inside, `nn.SyncBatchNorm` is in place of every batch norm below `model`; the originals come
     back afterwards"""
-    children = [(m,k,c) for m in model.modules() for k,c in m.named_children()]
-    old = [(m,k,c) for m,k,c in children
+    old = [(m,k,c) for m in model.modules() for k,c in m.named_children()
            if isinstance(c,_BN) and not isinstance(c,nn.SyncBatchNorm)]
     for m,k,c in old: setattr(m, k, nn.SyncBatchNorm.convert_sync_batchnorm(c))
     try: yield
@@ -60,6 +59,10 @@ def sync_buffers(model,
     group.broadcast_([b for b,mean in zip(buffers,averaged) if not mean])
 
 # %% ../../nbs/shard/312_gradients.ipynb #1e4eb990
+def _first_of(names, most):
+    "The first `most` of a list of names as text, and how many more there are"
+    return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
+
 def _length(p):
     "The length of a parameter as a string, since a nan does not equal itself"
     return repr(p.detach().as_subclass(torch.Tensor).abs().double().norm().item())
@@ -83,7 +86,7 @@ def drift_warning(names, apart, # As of `sync_params`
                   epoch
 ):
     "The text of the warning about weights that differed"
-    few = ', '.join(names[:4]) + (f' and {len(names)-4} more' if len(names) > 4 else '')
+    few = _first_of(names, 4)
     return (f"fastddp: the ranks' weights had drifted apart by up to {apart:.2g} by the end of "
             f"epoch {epoch} ({few}). All ranks go on with rank 0's weights, now and in later "
             "epochs. A callback, an optimizer or a hook changed them on each rank in its own way, "
@@ -252,7 +255,7 @@ _OURS = ('module','device_ids','output_device','dim','process_group','device_mes
          'param_to_hook_all_reduce','mixed_precision','check_reduction')
 
 # Name -> `Check`, or None
-DDP_CHECKS = {k: flag() if isinstance(o.default, bool) else None
+DDP_CHECKS = {k: FLAG if isinstance(o.default, bool) else None
               for k,o in _PARAMS.items() if k not in _OURS}
 DDP_CHECKS |= dict(comm_hook=None,
                    bucket_cap_mb=number("the size of DDP's buckets in megabytes", none=True))
@@ -322,8 +325,7 @@ class Overlapped:
         used = leaves_of(graph_of(loss))
         unused = [(k,p) for k,p in self.trainable() if id(p) not in used]
         if unused:
-            names = [k for k,_ in unused]
-            few = ', '.join(names[:5]) + (f' and {len(names)-5} more' if len(names)>5 else '')
+            few = _first_of([k for k,_ in unused], 5)
             self.cant = (f"No gradient for {few} in a step, and find_unused_parameters=True is not "
                          "set")
         return [p for _,p in unused]

@@ -172,8 +172,8 @@ def weighted_loss_and_divisor(loss_func, # The learner's
     loss = loss.detach().mean().double()
     return (loss, 0.) if part.is_sum else (part.weighted(loss), part.divisor)
 
-# This rank's `(number of the global batch, loss times divisor, divisor, items)`
-def batch_losses(rows
+def batch_losses(
+    rows # This rank's `(number of the global batch, loss times divisor, divisor, items)`
 ): # `[(number, loss, items)]`, in the order of numbers; the same on every rank
     "The losses of all global batches, from what each rank noted"
     sums = {}
@@ -181,8 +181,5 @@ def batch_losses(rows
         for number,*values in rows:
             before = sums.get(number, (0.,0.,0.))
             sums[number] = [a+b for a,b in zip(before, values)]
-    losses = []
-    for number,(weighted,divisor,items) in sorted(sums.items()):
-        loss = weighted/divisor if divisor else weighted
-        losses.append((int(number), loss, int(items)))
-    return losses
+    return [(int(number), weighted/divisor if divisor else weighted, int(items))
+            for number,(weighted,divisor,items) in sorted(sums.items())]

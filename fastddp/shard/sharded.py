@@ -137,7 +137,8 @@ def reporting(init):
 # %% ../../nbs/shard/301_sharded.ipynb #f15aba19
 class Shard:
     "One rank's part in a loader: how it is divided, and where the current epoch stands"
-    # Each rank takes whole batches of the original's, instead of some items of each
+    # Each rank takes whole batches of the original's in turn, instead of some items of each; may be
+    # set before the first iteration
     whole = False
     epoch = None            # The `Epoch` that is read, or was read last
     # The sharded loader's attributes when `track_changes` looked at them last
@@ -208,9 +209,6 @@ class Sharded:
         s.due = False
         return self._iter_shard()
     def __reduce__(self): return _blank, (type(self).__mro__[1], type(self._shard.orig)), vars(self)
-    def give_whole_batches(self):
-        "From now on each rank gets whole batches of the original's, in turn"
-        self._shard.whole = True
     def _iter_shard(self):
         with self._shard.common: steps = self._begin()
         write_back(self)
