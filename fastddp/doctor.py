@@ -44,7 +44,8 @@ def _gpus():
 
 def _have_peers():
     "True if each GPU says that it reaches the memory of each other one"
-    reaches,gpus = getattr(device_module(), 'can_device_access_peer', None),range(n_gpus())
+    reaches = getattr(device_module(), 'can_device_access_peer', None)
+    gpus = range(n_gpus())
     return reaches is None or all(reaches(a, b) for a in gpus for b in gpus if a != b)
 
 def facts():
@@ -78,7 +79,8 @@ def traps(
     f, # Of `facts`; `all_reduce` has an error as text if that failed
 ):
     "Name and remedy of each known trap that the facts show"
-    several,driver = f['visible'] > 1,f['gpus'][0]['driver'] if f['gpus'] else ''
+    several = f['visible'] > 1
+    driver = f['gpus'][0]['driver'] if f['gpus'] else ''
     consumer = any('RTX 40' in o['name'] for o in f['gpus'])
     old = driver and int(driver.split('.')[0]) < 550
     others = [f"GPU {o['index']}: {', '.join(o['pids'])}" for o in f['gpus'] if o['pids']]
@@ -155,8 +157,7 @@ def doctor(
     return [name for name,_ in traps(f)]
 
 # %% ../nbs/904_doctor.ipynb #43429582
-class _Module(types.ModuleType):
-    def __call__(self, *args, **kwargs): return doctor(*args, **kwargs)
+class _Module(types.ModuleType): __call__ = staticmethod(doctor)
 
 sys.modules[__name__].__class__ = _Module
 if __name__ == '__main__':

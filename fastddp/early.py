@@ -53,8 +53,10 @@ def ask_for_helper():
 def imported_by_cell(frame, # The frame of a module that is being imported
     name, # The module's
 ):
-    "Is it imported by its own name, by what was typed?"
-    frame,first = frame.f_back,''
+    "True if a cell or script imports the module by its own name, not by that of a submodule"
+    frame = frame.f_back
+    asked_for = ''      # the module that the import statement names
     while frame and 'importlib' in frame.f_globals.get('__name__', ''):
-        first,frame = frame.f_locals.get('name', first),frame.f_back
-    return frame is not None and frame.f_globals.get('__name__') == '__main__' and first == name
+        asked_for = frame.f_locals.get('name', asked_for)
+        frame = frame.f_back
+    return bool(frame) and frame.f_globals.get('__name__') == '__main__' and asked_for == name

@@ -11,8 +11,6 @@ from .process import helper
 from .cluster.magics import DipMagics, default_app
 
 # %% ../nbs/902_magics.ipynb #1507eaaa
-_MAGICS = dict(line=('makedip','autodip','dipush','dipull','dipper','dipstat'), cell=('dip',))
-
 def load(
     shell, # IPython's
 ):
@@ -34,6 +32,6 @@ def unload(shell):
     magics.shutdown()
     transformers = shell.input_transformers_cleanup
     transformers[:] = [o for o in transformers if o != magics.transform]
-    for kind,names in _MAGICS.items():
+    for kind,names in magics.magics.items():
         for name in names: shell.magics_manager.magics[kind].pop(name, None)
     if magics in shell.configurables: shell.configurables.remove(magics)

@@ -45,6 +45,13 @@ def test_a_call_names_its_functions_and_each_of_its_exceptions():
     assert '- `KeyError`, `ValueError`: no' in text and '\n- `OSError`: no file' in text
 
 
+def test_options_of_another_function_are_a_list():
+    def f(**options): ...
+    f.__doc__ = "Does.\n\nOptions:\n    see=(0,): Whose\n    loss='auto': How: 'sum'\n    **more: Others"
+    text = website.api.function('f', f, {})
+    assert 'Options:\n\n- `see=(0,)`: Whose\n- `loss=\'auto\'`: How: \'sum\'\n- `more`: Others' in text
+
+
 def test_a_notebooks_cells_without_nbdevs_words():
     nb = dict(cells=[cell('code', '#| default_exp x'), cell('code', '#| export\nx = 1'), cell('code', '#| hide\ny'),
                      cell('markdown', 'z'), cell('code', '#| slow\nw')])

@@ -20,7 +20,7 @@ def table(sig, comments):
     "A row for each parameter that has a comment"
     rows = [f"| `{p.name if p.default is p.empty else f'{p.name}={p.default!r}'}` | {cell(comments[k])} |"
             for k, p in sig.parameters.items() if comments.get(k)]
-    return '\n'.join(['| parameter | |', '|---|---|', *rows]) if rows else ''
+    return '\n'.join(['| parameter | meaning |', '|---|---|', *rows]) if rows else ''
 
 
 def bullet(found): return '- ' + ', '.join(f'`{o}`' for o in found[1].split(', ')) + ': '
@@ -35,7 +35,7 @@ def paragraphs(doc, listed=()):
         head, *lines = part.split('\n')
         if head != 'Raises' and not head.endswith(':'): yield ended(part)
         elif not {re.match(r'\W*(\w+)', lines[0])[1]} & {*listed}:
-            yield f'{head}:\n\n' + '\n'.join(re.sub(r'^    (\w+(?:, \w+)*): ?', bullet, o) for o in lines)
+            yield f'{head.rstrip(":")}:\n\n' + '\n'.join(re.sub(r'^    \**(\w+(?:=.*?)?(?:, \w+)*): ?', bullet, o) for o in lines)
 
 
 def function(name, f, comments, sig=None):

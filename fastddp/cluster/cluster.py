@@ -64,7 +64,9 @@ def cell_job(
     if ctx.rank not in obj['on']: return
     from IPython import get_ipython
     from IPython.core import page
-    ctx.where,shell,name = '',get_ipython(),obj['name']
+    ctx.where = ''
+    shell = get_ipython()
+    name = obj['name']
     with as_left(ctx, obj['on']):
         shell._showtraceback = noop     # the exception tells it
         shell.displayhook.label = f'Out[{ctx.rank}:{shell.execution_count}]: '
@@ -178,12 +180,15 @@ class Cluster:
         if nprocs != 0: check_all(locals(), CHECKS)
         if not gpus and not nprocs:
             raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")
-        self.app,(self.n,self.gpus) = app,workers_for(None if gpus else nprocs, gpus or [])
-        for refuse in (refuse_overlap,refuse_blocks): refuse(self.gpus)
+        self.app = app
+        self.n,self.gpus = workers_for(None if gpus else nprocs, gpus or [])
+        refuse_overlap(self.gpus)
+        refuse_blocks(self.gpus)
         self._held = contextlib.ExitStack()
         self._held.enter_context(holding(None, self.gpus, _HAS_GPU))
         self.local = Standing(gpus=self.gpus, timeout=timeout).__enter__()
-        self._lock,self.running = threading.Lock(),''       # what the workers are doing
+        self._lock = threading.Lock()
+        self.running = ''       # what the workers are doing
         self.last_run = ''      # first line of the last cell
         self.pids = None        # not before it stands
         atexit.register(self.shutdown)
@@ -234,7 +239,9 @@ def _job(self:Cluster,
             died = f"Rank {dead[0]} died between two cells. " if self.local.workers else ''
             self.local.close(0)
             raise CantDistribute(died+_HAS_ENDED)
-        self.running,self.local.see,self.local.live = what,see,live
+        self.running = what
+        self.local.see = see
+        self.local.live = live
         out = self.local.run(Job.of(fn, payload), self.n)
     except WorkerError as e:
         # a refusal has its own message
@@ -269,7 +276,8 @@ def run_cell(self:Cluster,
     name=None, # What tracebacks call it
 ):
     "Runs a cell in the workers' namespaces; an error of the cell's is raised here as `RankRaised`"
-    on,see = self.ranks(on, 'on'),self.ranks(see, 'see')
+    on = self.ranks(on, 'on')
+    see = self.ranks(see, 'see')
     if not set(see) & set(on): see = on[:1]     # who runs alone is seen
     title = next((o for o in cell.split('\n') if o.strip()), '')[:60]
     self._job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
@@ -298,7 +306,8 @@ def push(self:Cluster,
 ):
     """Copies objects, by name, into every worker's namespace. Refuses, by name, what can't be
     pickled"""
-    objs,patches = {**(objs or {}), **kwargs},collect_patches()
+    objs = {**(objs or {}), **kwargs}
+    patches = collect_patches()
     with with_lists():
         payload = dump_or_blame(dict(patches=patches, objs=objs), objs | patches.roots())
     self._job(push_job, payload, f"receiving {', '.join(objs)}")
@@ -327,7 +336,8 @@ def pull(self:Cluster,
 def stat(self:Cluster):
     """A table as text, a line per rank: rank, pid, device, memory when idle, busy ('yes', 'no' or
     'dead'), what they run or ran last"""
-    running,dead = self.running,self.dead()
+    running = self.running
+    dead = self.dead()
     memory = [''] * self.n if running or dead else self._job(memory_job, None, 'stat')
     row = '{:4}  {:8}  {:7}  {:20}  {:4}  {}'.format
     lines = [row('rank', 'pid', 'device', 'memory', 'busy', 'runs')]

@@ -30,7 +30,7 @@ def gpus_of(words):
         raise CantDistribute(f"-g {' '.join(words)}: GPU numbers, or all.")
     return [int(o) for o in names]
 
-def run_in_notebook(shell, cell, silent=False):
+def run_in_notebook(shell, cell, silent):
     "Runs a cell in the notebook's own namespace; raises what it raises"
     with with_attrs(shell, _showtraceback=noop):
         coro = shell.run_cell_async(cell, silent=silent,
@@ -44,7 +44,8 @@ class DipMagics(Magics):
     "Holds the notebook's group, and whether following cells go to it"
     def __init__(self, shell):
         super().__init__(shell=shell)
-        self.cluster,self.requested = None,None     # the group; what it was asked for with
+        self.cluster = None         # the group
+        self.requested = None       # what it was asked for with
         self.auto_line = None       # first line for cells that have none, while `%autodip` is on
         self.in_notebook = False    # does a cell of `%%dip local` run just now?
         self.verbose = None         # True: say where each cell runs; False: say nothing
@@ -72,7 +73,7 @@ class DipMagics(Magics):
               help="Say at each cell where it runs; False: say nothing.")
     @argument('-t', '--timeout', type=float, help="Seconds to wait until the group stands.")
     @line_magic
-    def makedip(self, line=''):
+    def makedip(self, line):
         "Starts, shows or ends the group of workers"
         args = parse_argstring(self.makedip, line)
         if args.verbose: self.verbose = args.verbose == 'True'
@@ -112,7 +113,7 @@ class DipMagics(Magics):
     @argument('switch', nargs='?', choices=['on','off'], help="Without it: show the state.")
     @argument('-a', '--args', help="Arguments for %%%%dip, in quotes.")
     @line_magic
-    def autodip(self, line=''):
+    def autodip(self, line):
         "Runs following cells by %%dip, unless they begin with %"
         args = parse_argstring(self.autodip, line)
         if args.switch == 'on':
@@ -127,10 +128,12 @@ class DipMagics(Magics):
     @magic_arguments()
     @argument('names', nargs='+', help="Names of objects in the notebook.")
     @line_magic
-    def dipush(self, line=''):
+    def dipush(self, line):
         "Copies objects of the notebook to all workers"
-        names,ns = parse_argstring(self.dipush, line).names,self.shell.user_ns
-        cluster,missing = self.group(),[o for o in names if o not in ns]
+        names = parse_argstring(self.dipush, line).names
+        ns = self.shell.user_ns
+        cluster = self.group()
+        missing = [o for o in names if o not in ns]
         if missing:
             raise CantDistribute(f"The notebook has no variable {', '.join(map(repr, missing))}.")
         cluster.push({o:ns[o] for o in names})
@@ -139,7 +142,7 @@ class DipMagics(Magics):
     @argument('-r', '--rank', type=int, default=0, help="Rank to copy from. Default: 0.")
     @argument('names', nargs='+', help="Names of objects in the group.")
     @line_magic
-    def dipull(self, line=''):
+    def dipull(self, line):
         "Copies objects of a worker to the notebook"
         args = parse_argstring(self.dipull, line)
         self.shell.user_ns.update(self.group().pull(*args.names, rank=args.rank,
@@ -148,13 +151,13 @@ class DipMagics(Magics):
     @magic_arguments()
     @argument('name', help="Variable that gets the group.")
     @line_magic
-    def dipper(self, line=''):
+    def dipper(self, line):
         "Gives the group (a `Cluster`) to the notebook, as an object"
         self.shell.user_ns[parse_argstring(self.dipper, line).name] = self.group()
 
     @magic_arguments()
     @line_magic
-    def dipstat(self, line=''):
+    def dipstat(self, line):
         "Shows rank, pid, device, memory, and what each worker runs"
         parse_argstring(self.dipstat, line)
         print(self.group().stat())
@@ -178,7 +181,8 @@ def _make(self:DipMagics, wanted, args):
     said = ''
     if self.cluster is None or not self.cluster.alive or args.restart:
         self.shutdown()
-        self.cluster,self.requested = Cluster(**wanted, timeout=args.timeout),wanted
+        self.cluster = Cluster(**wanted, timeout=args.timeout)
+        self.requested = wanted
     elif wanted == self.requested: said = ': it stands already'
     else:
         raise CantDistribute(f"There is a group already ({self.cluster!r}): "

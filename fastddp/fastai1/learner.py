@@ -28,10 +28,11 @@ from .snapshot import (
     apply, baseline, capture, loaders, persistent_refs, place, snapshot, tracked, unpack)
 from .validation import Validation
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
+from ..launch.rank import Context
 from ..launch.session import Call, Session as _Session, block, refuse_untrainable
 from ..launch.training import (
-    NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines,
-    sync_streams, until_interrupted, whereabouts)
+    Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
+    until_interrupted, whereabouts)
 from ..output.capture import use_bars
 from ..shard.gathered_loss import Losses, check_loss
 
@@ -188,8 +189,9 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
         model = learn.model
         group.broadcast_([*model.parameters(), *trained_beside(learn), *model.buffers()])
     from_rank0()
-    callbacks,noted = callbacks or [],NoteProgress(NoNotebook(), learn)
-    sizes = step_sizes(learn.data.train_dl, group.world_size(), options['batch'])
+    n,callbacks = group.world_size(),callbacks or []
+    noted = NoteProgress(Context(group.rank(), n), learn)
+    sizes = step_sizes(learn.data.train_dl, n, options['batch'])
     lines = script_lines(noted.progress, sizes, learn.silent, finds_lr(callbacks))
     with lines, distributed_v1(learn, callbacks, CommonRNG.capture(), **options) as cbs:
         real(epochs, learn, callbacks=[*cbs, noted], metrics=metrics)

@@ -17,7 +17,7 @@ from fastai.callback.schedule import LRFinder
 from fastai.data.load import DataLoader
 from fastcore.basics import noop
 from fastcore.foundation import L
-from torch.utils.data import DataLoader as TorchLoader, IterableDataset
+from torch.utils.data import DataLoader as TorchLoader
 
 from ..base import group
 from ..base.errors import CantDistribute
@@ -28,14 +28,15 @@ from .loaders import (
 from .together import LOAD, own_events
 from ..launch.training import is_kind, is_rank0_only
 from ..shard.sharded import is_sharded, original
+from ..shard.torch_loader import is_stream
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #0d0195c9
-def takes_whole(dl # A loader as the user made it
+def takes_whole(dl # A fastai or torch loader, not sharded
 ):
     """True if batches of `dl` can go to different ranks: not those of streams, nor those of a
     language model, whose state lives across batches"""
     if isinstance(dl, DataLoader): return dl.indexed and not is_lm(dl)
-    return isinstance(dl, TorchLoader) and not isinstance(dl.dataset, IterableDataset)
+    return not is_stream(dl)
 
 def shard_batches(dl,      # A fastai or torch loader, sharded or not
                   rank, n, # This rank, and how many there are
@@ -79,7 +80,8 @@ def run_part(learn, # Validates as the user set it up, metrics and callbacks inc
     """Runs fastai's validation over this rank's part of `dl`; returns each gatherer's lists by
     name"""
     rank,n = group.rank(),group.world_size()
-    own,gather = shard_batches(dl, rank, n, common),gatherers(learn)
+    own = shard_batches(dl, rank, n, common)
+    gather = gatherers(learn)
     def all_batches():      # with the numbers that the batches have in one process
         if learn.dl is not own: return type(learn).all_batches(learn)
         learn.n_iter = len(own)
@@ -151,16 +153,17 @@ def infer_in_group(learn, # The same on all ranks
                    common=None # `CommonRNG` from which an order is drawn
 ):
     "Validation over `dl` by all ranks; each ends with what one process would have"
-    given,dl,n = dl,original(dl),group.world_size()
+    given = dl
+    dl = original(dl)
+    n = group.world_size()
     if n == 1 or stays_here(dl, learn.cbs, n, learn.model) is not None:
         type(learn)._do_epoch_validate(learn, dl=Undivided(dl, common))
-        if is_sharded(given): follow_original(given)
-        return
-    order_from_rank0(dl)
-    gather = gatherers(learn)
-    parts = group.all_gather_object(run_part(learn, dl, common))
+    else:
+        order_from_rank0(dl)
+        gather = gatherers(learn)
+        parts = group.all_gather_object(run_part(learn, dl, common))
+        give(gather, join_parts(parts))
     if is_sharded(given): follow_original(given)
-    give(gather, join_parts(parts))
 
 @contextlib.contextmanager
 def inner_inference(learn, together):
@@ -248,7 +251,8 @@ def one_tmp_file(learn, cbs # All callbacks of the fit
 @contextlib.contextmanager
 def _without_ours(learn, ours):
     "`learn.cbs` without the callbacks `ours`; those that are added meanwhile act on rank 0 only"
-    old,ids = learn.cbs,{id(cb) for cb in ours}
+    old = learn.cbs
+    ids = {id(cb) for cb in ours}
     others = [cb for cb in old if id(cb) not in ids]
     learn.cbs = L([*others])     # an `L` keeps the list that it is given
     try: yield

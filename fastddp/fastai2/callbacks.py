@@ -40,7 +40,9 @@ class SameModel(OurCallback):
     "One set of buffers and weights for all ranks at the end of each training phase"
     order = ReduceMetrics.order     # after the votes, before anything is validated or saved
     def __init__(self, average_bn=True):
-        self.average_bn,self.same,self.compared = average_bn,SameWeights(),True
+        self.average_bn = average_bn
+        self.same = SameWeights()
+        self.compared = True
     def before_train(self): self.compared = False
     def after_train(self):
         sync_buffers(self.model, self.average_bn)
@@ -61,8 +63,10 @@ class ShardData(OurCallback):
     "This rank's random streams in each epoch, and its shard of a loader that isn't sharded yet"
     order = _FIRST      # before any other callback draws, or sees the loader
     def __init__(self, together, batch):
-        self.together,self.batch = together,batch
-        self.rank,self.n = group.rank(),group.world_size()
+        self.together = together
+        self.batch = batch
+        self.rank = group.rank()
+        self.n = group.world_size()
     def before_epoch(self):
         if self.n > 1 and self.together.depth == 1:
             seed_rank(self.rank, self.n, self.together.common, self.epoch)
@@ -78,7 +82,8 @@ class ShardData(OurCallback):
 @contextlib.contextmanager
 def kept_streams(learn, common):
     "Afterwards the common random streams and the loaders' generators are as they were"
-    dls,state = list(learn.dls.loaders),common.state()
+    dls = list(learn.dls.loaders)
+    state = common.state()
     kept = [dl_state(dl) for dl in dls]
     try: yield
     finally:
@@ -123,12 +128,16 @@ def distributed(learn,
 ): # Yields the `Together`
     """Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it
     is as it was"""
-    common,together,losses = CommonRNG.capture(),Together(stop_requested),Losses(loss, print_line)
+    common = CommonRNG.capture()
+    together = Together(stop_requested)
+    losses = Losses(loss, print_line)
     on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
-    step,metrics = StepSync(together, losses, alike, **ddp_kwargs),ReduceMetrics(losses)
+    step = StepSync(together, losses, alike, **ddp_kwargs)
+    metrics = ReduceMetrics(losses)
     same = SameModel(average_bn=sync_bn and not on_gpu)
     cbs = [together, step, AfterOthers(step), ShardData(together, batch), metrics, same]
-    together.common,together.ours = common,cbs
+    together.common = common
+    together.ours = cbs
     together.clock.on_gpu = on_gpu
     together.depart = lambda: _depart(together, step, same)
     with contextlib.ExitStack() as stack:
@@ -165,8 +174,10 @@ def _depart(together, step, same):
 def sharded_dls(learn, batch, together):
     """Inside, each loader of `learn.dls` yields this rank's shard to the fit, and all batches to
     other loops"""
-    dls,old = learn.dls,list(learn.dls.loaders)      # a callback may exchange them
-    common,outside = together.common,whole_loops(learn, together)
+    dls = learn.dls         # a callback may exchange them
+    old = list(dls.loaders)
+    common = together.common
+    outside = whole_loops(learn, together)
     train = shard_dl(old[0], group.rank(), group.world_size(), batch, common=common)
     dls.loaders = [train, *(shard_to_validate(learn.model, dl, batch, common) for dl in old[1:])]
     for dl in dls.loaders: dl._shard.outside = outside

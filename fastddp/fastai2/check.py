@@ -46,8 +46,11 @@ class NoteSteps(Callback):
     order = 52      # after the Recorder
     def __init__(self, steps): self.steps = steps
     def before_fit(self):
-        self.losses,self.grads = [],[]
-        self.n,self.loss_kind,self.averaged = group.world_size(),'',False
+        self.losses = []
+        self.grads = []
+        self.n = group.world_size()
+        self.loss_kind = ''
+        self.averaged = False
         self.sums = torch.zeros(self.steps, 2, dtype=torch.float64)
     def before_batch(self):
         if not self.training: return
@@ -67,7 +70,8 @@ class NoteSteps(Callback):
     def after_train(self):
         for cb in self.learn.cbs:
             if not isinstance(cb, StepSync): continue
-            self.loss_kind,self.averaged = cb.losses.describe(),cb.losses.has_averages
+            self.loss_kind = cb.losses.describe()
+            self.averaged = cb.losses.has_averages
         group.sum_(self.sums)
         self.batches = self.sums.tolist()
 
@@ -120,7 +124,8 @@ def _no_callbacks(learn, stack): learn.remove_cbs(_of_part(learn))
 # %% ../../nbs/fastai2/731_check.ipynb #19d64be2
 def reasons_for(learn, gpus):
     "What makes this learner's answers differ between one process and several workers, by name"
-    ms,res = list(learn.model.modules()),{}
+    ms = list(learn.model.modules())
+    res = {}
     if any(isinstance(m, _BN) for m in ms) and not gpus:
         res['batch norm on the CPU'] = Reason("each worker normalizes its own part of a batch",
                                               _fix_batch_norm)
@@ -178,10 +183,11 @@ class Row(NamedTuple):
         return f"{self.what}: {100*self.largest:.3g} % apart"
 
 class Answer(list):
-    """The rows of a check; `same` if all of them are; `loss` says how the workers' losses make that
-    of the batch, `averaged` if one is averaged over workers, `reasons` what is expected to differ,
-    `verdict` what follows"""
-    loss,averaged,reasons,verdict = '',False,{},''
+    "The rows of a check; `same` if all of them are"
+    loss = ''           # How the workers' losses make that of the batch
+    averaged = False    # True if one is averaged over workers
+    reasons = {}        # Name -> `Reason`: what is expected to differ
+    verdict = ''        # What follows
     @property
     def same(self): return all(r.same for r in self)
     def __str__(self):
@@ -202,7 +208,9 @@ def _compare(learn, steps, tol, options,
              reasons=() # `Reason`s: they are taken out
 ):
     "The `Answer` of two copies of `learn`, on workers and in one process"
-    many,one,streams = copy_of(learn),copy_of(learn),CommonRNG.capture()
+    many = copy_of(learn)
+    one = copy_of(learn)
+    streams = CommonRNG.capture()
     a,b = NoteSteps(steps),NoteSteps(steps)
     with contextlib.ExitStack() as stack:
         stack.callback(streams.install)
@@ -220,12 +228,14 @@ def _compare(learn, steps, tol, options,
                   Row('gradients', _apart(a.grads, b.grads), tol*10),
                   Row('weights', _apart(_params(many), _params(one)), tol),
                   Row('validation', _apart(_values(many), _values(one), each=True), tol*10)])
-    res.loss,res.averaged = a.loss_kind,a.averaged
+    res.loss = a.loss_kind
+    res.averaged = a.averaged
     return res
 
 # %% ../../nbs/fastai2/731_check.ipynb #8dd93006
 _LOOK = ("Does the model compare the items of a batch, of which each worker sees its part, or draw "
-         "random numbers by itself? docs/same_answer.md says what can differ, and what to do.")
+         "random numbers by itself, or is a metric not a mean over items? The page 'Same answer on N "
+         "GPUs' says what can differ, and what to do.")
 
 def _verdict(res, without):
     "One sentence or two on the `Answer` `res`; `without(reasons)` is that of a second comparison"
@@ -278,13 +288,15 @@ class Pace(Callback):
     def __init__(self, steps, seconds): self.steps,self.most = steps,seconds
     def before_fit(self): self.done,self.items,self.waited,self.seconds = 0,0,0.,0.
     def after_batch(self):
-        now,clock = time.perf_counter(),self.learn._call_one.clock
+        now = time.perf_counter()
+        clock = self.learn._call_one.clock
         data = clock.seconds['data']+clock.waits['data']
         self.done += 1
         if self.done <= _WARM: self.began,self.data = now,data
         else:
             self.items += self.dl.counts[self.iter][1]
-            self.seconds,self.waited = now-self.began,data-self.data
+            self.seconds = now-self.began
+            self.waited = data-self.data
             if self.done >= _WARM+self.steps or self.seconds > self.most:
                 raise CancelFitException
     def before_validate(self): raise CancelValidException
@@ -332,18 +344,22 @@ def distrib_bench(self:Learner,
     """Train some steps with each choice and return a `Bench`: items per second (in all, without
     waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
     and random streams are unchanged."""
-    most,one_n = group.n_gpus() or visible_cores(),bs is not None or num_workers is not None
+    most = group.n_gpus() or visible_cores()
+    one_n = bs is not None or num_workers is not None
     if one_n and not isinstance(self.dls.loaders[0], DataLoader):
         raise CantDistribute("bs and num_workers can be tried with fastai's DataLoader only.")
     ns = [most] if one_n else [n for n in (1,2,4,8,16,32,64) if n < most]+[most]
     res = Bench()
     for n,b,w in itertools.product(L(nprocs) or ns, L(bs) or [None], L(num_workers) or [None]):
-        learn,pace,streams = copy_of(self),Pace(steps, seconds),CommonRNG.capture()
+        learn = copy_of(self)
+        pace = Pace(steps, seconds)
+        streams = CommonRNG.capture()
         for dl in learn.dls.loaders:
             if b is not None: dl.bs = b
             if w is not None: dl.fake_l.num_workers = w
         dl = learn.dls.loaders[0]
-        of_dl,size = getattr(dl, 'fake_l', dl),getattr(dl, 'bs', None) or dl.batch_size
+        of_dl = getattr(dl, 'fake_l', dl)
+        size = getattr(dl, 'bs', None) or dl.batch_size
         line = Measured(n, size, workers_per_rank(of_dl.num_workers, n))
         try:
             with hushed(): learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])

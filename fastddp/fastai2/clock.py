@@ -64,7 +64,8 @@ class Clock:
         self.on_gpu = self.sampling = False
         self.steps = self.samples = 0       # of training; those in which the host waited
         self.sampled = defaultdict(float)   # phase -> its seconds there
-        self.seconds,self.phase = defaultdict(float),'other'
+        self.seconds = defaultdict(float)
+        self.phase = 'other'
         self.valid = False
         self.of_cbs = 0.            # seconds in callbacks and metrics
         self.said = self.told = (0.,0.)     # seconds of data and callbacks: until the last meeting,
@@ -74,10 +75,12 @@ class Clock:
         self.uneven = defaultdict(float)    # (rank, epoch) -> seconds that this one waited for it
         self.epoch = self.batches = self.of_phase = 0
         self.wait = 0.,0,0      # for the batch that comes, with its epoch and number
-        # batches that took much longer to come than others: seconds, and the longest with its place
-        self.slow,self.slowest = 0.,(0.,0,0)
-        self.starts,self.phases = 0.,0      # seconds until the first batches of so many phases
-        self.last,self.waited = time.perf_counter(),self.board.waited
+        self.slow = 0.              # seconds of batches that took much longer than others to come
+        self.slowest = 0.,0,0       # the longest of all, with its epoch and number
+        self.starts = 0.            # seconds until the first batches of phases
+        self.phases = 0             # so many
+        self.last = time.perf_counter()     # the last look at the clock
+        self.waited = self.board.waited     # what the board had waited by then
         self.cpu = time.process_time()
     def enter(self, learn):
         "An event begins; False if a callback of another one called it"
@@ -88,16 +91,19 @@ class Clock:
         if self.sampling and self.phase in _OF_DEVICE: self.sampled[self.phase] += secs
         if self.phase == 'data':
             of_learn = vars(learn)
-            self.epoch,i = of_learn.get('epoch') or 0,of_learn.get('iter') or 0
+            self.epoch = of_learn.get('epoch') or 0
+            i = of_learn.get('iter') or 0
             self.wait = secs,self.epoch,i
         return True
     def lap(self, kind):
         "What has passed since the last look was `kind`, without waiting for other ranks; seconds"
-        now,waited = time.perf_counter(),self.board.waited
+        now = time.perf_counter()
+        waited = self.board.waited
         secs = now-self.last-waited+self.waited
         self.seconds[kind] += secs
         if kind not in _OF_LOOP: self.of_cbs += secs
-        self.last,self.waited = now,waited
+        self.last = now
+        self.waited = waited
         return secs
     def leave(self, event_name):
         "An event ends"
@@ -176,8 +182,10 @@ def use_of(
 ):
     "Threads, loader processes, memory and exchanged bytes of this rank, as plain numbers"
     import resource     # not on Windows, where there are no workers
-    trains,dl = dl is None,learn.dls.loaders[0] if dl is None else dl
-    of_dl,n = getattr(dl, 'fake_l', dl),group.world_size()
+    trains = dl is None
+    dl = learn.dls.loaders[0] if dl is None else dl
+    of_dl = getattr(dl, 'fake_l', dl)
+    n = group.world_size()
     sizes = {k:p.nbytes for k,p in learn.model.named_parameters() if p.requires_grad}
     largest = max(sizes, key=sizes.get, default='')
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
@@ -188,4 +196,4 @@ def use_of(
                 grads=sum(sizes.values()) if trains and n > 1 else 0,
                 cores=visible_cores()/int(os.environ.get('LOCAL_WORLD_SIZE', n)),
                 largest=(largest, sizes.get(largest, 0)),
-                metrics=[o.name for o in getattr(learn, 'metrics', ())])
+                metrics=[o.name for o in learn.metrics])

@@ -30,10 +30,11 @@ from .loaders import batch_items, dl_state, global_bs, n_batches
 from .resume import ResumeFit
 from .snapshot import (
     baseline, capture, loader_refs, persistent_refs, place, place_dl, unpack)
+from ..launch.rank import Context
 from ..launch.report import Report
 from ..launch.training import (
-    NoNotebook, Progress, cbs_of_rank, finds_lr, launched_group, script_lines,
-    sync_streams, until_interrupted, whereabouts)
+    Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
+    until_interrupted, whereabouts)
 from ..output.replay import hushed
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209
@@ -42,12 +43,13 @@ class NoteProgress(OurCallback):
     them"""
     order = -2_000_000
     def __init__(self, ctx, folder=None):
-        self.ctx,self.progress = ctx,Progress(ctx, folder)
+        self.ctx = ctx
+        self.progress = Progress(ctx, folder)
         self.in_batch = self.stepped = False
         # of fits; to fastai, a callback's `learn.validate` is one
         self.depth = 0
-        # 'epoch', 'train' or 'validate'; batches of it that began
-        self.phase,self.batches = None,0
+        self.phase = None       # 'epoch', 'train' or 'validate'
+        self.batches = 0        # of it that began
     def where(self):
         "What this rank is doing, for failure reports"
         if self.phase is None: return 'before the first epoch'
@@ -57,11 +59,12 @@ class NoteProgress(OurCallback):
         """Dataset indices of the current batch, or of the one that is being loaded, each with its
         name"""
         dl = getattr(learn, 'dl', None)
-        if dl is None: return ()
         return tuple((i, item_name(getattr(dl, 'dataset', None), i))
                      for i in batch_items(dl, self.in_batch))
     def _enter(self, phase):
-        self.phase,self.batches,self.in_batch = phase,0,False
+        self.phase = phase
+        self.batches = 0
+        self.in_batch = False
         # a report that comes later may find no learner here
         self.epoch = getattr(self.learn, 'epoch', None)
     def before_fit(self): self.depth += 1
@@ -109,7 +112,8 @@ def _fit(learn, cbs, asked, ours):
 def fit_job(ctx, obj):
     "Train the learner of a snapshot on this rank"
     learn,cbs,call = unpack(obj, ctx.device)
-    refs,noted = persistent_refs(learn, cbs),NoteProgress(ctx, learn.path)
+    refs = persistent_refs(learn, cbs)
+    noted = NoteProgress(ctx, learn.path)
     # Rank 0 alone captures what comes back, so it alone looks into all that the callbacks hold
     base = baseline(learn, cbs, refs if ctx.rank == 0 else None, any(obj['factories']),
                     obj['definitions'])
@@ -121,7 +125,8 @@ def fit_job(ctx, obj):
         stack.enter_context(open_run(call['run']))
         together = stack.enter_context(as_one)
         stack.enter_context(as_one_process(learn, cbs, together))
-        end,extra = EndOfAll(noted),[]
+        end = EndOfAll(noted)
+        extra = []
         if ctx.rank == 0: end.keep = lambda: ctx.put('epoch', state())
         if call['first'] is not None:
             extra = [ResumeFit(learn, base.groups['cbs'], call['first'], call['lists'], refs)]
@@ -131,7 +136,8 @@ def fit_job(ctx, obj):
             try: _fit(learn, cbs, call['fit'], [noted, end, *extra])
             except (Exception,SystemExit):
                 # noted while the learner is in the state that it failed in
-                ctx.where,ctx.items = noted.where(),noted.items(learn)
+                ctx.where = noted.where()
+                ctx.items = noted.items(learn)
                 raise
         interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
     ctx.mark('train')
@@ -147,9 +153,11 @@ def infer_job(ctx, obj):
     dl = learn.dls[call['dl']] if isinstance(call['dl'], int) else call['dl']
     if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
     place_dl(dl, ctx.device)
-    refs,noted = loader_refs(learn, dl),NoteProgress(ctx)
+    refs = loader_refs(learn, dl)
+    noted = NoteProgress(ctx)
     base = baseline(learn, (), refs if ctx.rank == 0 else None, definitions=obj['definitions'])
-    ctx.where,ctx.items = noted.where,lambda: noted.items(learn)
+    ctx.where = noted.where
+    ctx.items = lambda: noted.items(learn)
     as_one = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)
     with as_one as together, learn.added_cbs([noted]):
         part,left = leave_together(together, lambda: run_part(learn, dl, together.common))
@@ -168,7 +176,8 @@ _FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
 def fit_args(learn, args, kwargs):
     """The arguments of `learn.fit(*args, **kwargs)`, by name, for the `fit` of its class. That may
     be the user's own, also one that takes `*args`. Classes in `cbs` are replaced by objects"""
-    own,res = inspect.signature(type(learn).fit),{}
+    own = inspect.signature(type(learn).fit)
+    res = {}
     plain = [k for k in _FIT if k not in own.parameters]
     for k,v in bound(type(learn).fit, (learn, *args), kwargs).arguments.items():
         kind = own.parameters[k].kind
@@ -212,10 +221,13 @@ def _fit_in_place(learn, options, asked, done):
     _sync_streams(learn)
     if group.world_size() > 1: import torch._dynamo     # DDP's, and no part of the fit's time
     if not asked.get('reset_opt'): sync_opt(learn)
-    cbs,dl,n = asked.pop('cbs'),learn.dls.loaders[0],group.world_size()
+    cbs = asked.pop('cbs')
+    dl = learn.dls.loaders[0]
+    n = group.world_size()
     def steps(): return n_batches(dl, n, options['batch'])
     enough_epochs(asked, cbs, steps)
-    noted,report = NoteProgress(NoNotebook()),Report('fit')
+    noted = NoteProgress(Context(group.rank(), n))
+    report = Report('fit')
     lines = script_lines(noted.progress, (global_bs(dl, n, options['batch']), steps()),
                          wants_no_lines(learn), finds_lr(cbs), report)
     with lines:
@@ -238,7 +250,8 @@ def in_place(
         return _fit_in_place(learn, options, fit_args(learn, args, kwargs), done)
     def validate(ds_idx=1, dl=None):
         _sync_streams(learn)
-        report,dl = Report('inference'),learn.dls[ds_idx] if dl is None else dl
+        report = Report('inference')
+        dl = learn.dls[ds_idx] if dl is None else dl
         with distributed(learn, sync_bn=False, shard_dls=False) as together:
             infer_in_group(learn, dl, together.common)
         _complete(report, together, dict(steps=0, epochs=0),

@@ -112,7 +112,8 @@ def _mark(learn):
 
 def _with_args(user_call, args, kwargs):
     res = copy.copy(user_call)
-    res.args,res.kwargs = args,kwargs
+    res.args = args
+    res.kwargs = kwargs
     return res
 
 class LearnerJob(BackgroundJob):
@@ -122,20 +123,25 @@ class LearnerJob(BackgroundJob):
         user_call, # The `UserCall`
         trains, # False for inference
     ):
-        args,kwargs = user_call.args,user_call.kwargs
+        args = user_call.args
+        kwargs = user_call.kwargs
         said = [*map(repr, args), *(f'{k}={v!r}' for k,v in kwargs.items())]
         what = f"{user_call.name}({', '.join(o if len(o) < 40 else '...' for o in said)})"
         super().__init__(what, self._open, self._call, learn if trains else None)
-        self.of,self.trains,self.user_call = learn,trains,user_call
+        self.of = learn
+        self.trains = trains
+        self.user_call = user_call
         self.cbs = [cb for v in (*args, *kwargs.values()) for cb in L(v)
                     if isinstance(cb, Callback)]
         self.twin,given = twin(learn, dict(args=args, kwargs=kwargs, cbs=self.cbs))
         self.twins_call = _with_args(user_call, given['args'], given['kwargs'])
-        self.twins_cbs,self.epoch = given['cbs'],None
+        self.twins_cbs = given['cbs']
+        self.epoch = None
         self.refs = persistent_refs(self.twin, self.twins_cbs)
         self.pairs = [*zip(persistent_refs(learn, self.cbs), self.refs)]
         self.base = baseline(self.twin, self.twins_cbs, self.refs)
-        self.mark,self.block = _mark(learn),contextlib.ExitStack()
+        self.mark = _mark(learn)
+        self.block = contextlib.ExitStack()
         # the learner's parts, which the notebook may exchange meanwhile; `copy.copy` of an `L`
         # shares its list in fastcore 1.7
         self.at_start = {k:vars(learn)[k].copy() for k in ('cbs','_metrics')}
@@ -198,7 +204,8 @@ def _put(self:LearnerJob, learn, cbs, state):
     """Puts `state` into the parts (optimizer, callbacks, loaders ...) that `learn` had when the job
     began; parts that the notebook has put in their place stay as they are"""
     with with_attrs(learn, **self.at_start if learn is self.of else {}):
-        refs,groups = persistent_refs(learn, cbs),tracked(learn, cbs)
+        refs = persistent_refs(learn, cbs)
+        groups = tracked(learn, cbs)
     apply(learn, cbs, *state, refs=refs, groups=groups)
 
 @patch
@@ -209,7 +216,8 @@ def pull(self:LearnerJob,
     """Put the last complete epoch into the learner, while the job trains on. Raises
     `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
     if self.epoch is None: raise CantDistribute(f"{self.title()}: no epoch is complete yet.")
-    learn,(call,state) = self._target(into, force),self.epoch
+    learn = self._target(into, force)
+    call,state = self.epoch
     own = {id(a):b for a,b in zip(self.twins_cbs, self.cbs)}
     with streams_apart(): self._put(learn, [own.get(id(cb), cb) for cb in call.cbs], state)
     if into is None: self.mark = _mark(learn)
@@ -218,7 +226,9 @@ def pull(self:LearnerJob,
 def bring(self:LearnerJob, into=None, force=False):
     "Puts the state of the twin after the call into the learner, or into `into`"
     if self.state == 'refused': return self.away.close()
-    learn,twin,call = self._target(into, force),self.twin,self.user_call
+    learn = self._target(into, force)
+    twin = self.twin
+    call = self.user_call
     self.away.close()
     p = capture(twin, self.twins_cbs, self.base, self._streams, self.refs, weights=self.trains,
                 grads=self.trains or None)
@@ -263,7 +273,8 @@ def distrib(self:Learner,
     check_method(self, name)
     options = OPTIONS.pop(kwargs, self, name)
     OPTIONS.check_call(type(self), name, args, kwargs)
-    wait,offload = options.pop('wait', True),options.pop('offload', False)
+    wait = options.pop('wait', True)
+    offload = options.pop('offload', False)
     check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
     user_call = UserCall(name, args, kwargs, options)
     if not wait: return start_job(self, user_call, name not in _INFERS, offload)

@@ -164,8 +164,8 @@ class Undivided(Sharded):
     def __init__(self, dl,
                  common=None # `CommonRNG` to draw from: every rank goes over all of it
     ):
-        common = common or contextlib.nullcontext()
-        self.__dict__['_shard'] = Shard(dl, 0, 1, None, True, common)
+        shard = Shard(dl, 0, 1, None, True, common or contextlib.nullcontext())
+        self.__dict__['_shard'] = shard
     def __reduce__(self): return Undivided, (self._shard.orig,)
     def __getattr__(self, k):
         if k.startswith('__') or k=='_shard': raise AttributeError(k)

@@ -72,7 +72,7 @@ def trim(tree, # Tensors in tuples and lists
 def batch_number(learn, pos # Positions of this rank's items
 ):
     "Which global batch the items at `pos` belong to"
-    size = getattr(getattr(learn.dl,'_shard',None),'bs',None)
+    size = learn.dl._shard.bs
     return pos[0]//size if size else learn.iter
 
 class NoInput(tuple):
@@ -101,7 +101,8 @@ class Phase:
     - None: predictions and targets of each batch are kept. In the end each rank gets those of all
       and runs the metric over the batches of one process (`_replay`)."""
     def __init__(self, learn, mets, training, losses):
-        self.learn,self.training = learn,training
+        self.learn = learn
+        self.training = training
         self.seen = 0           # positions of earlier batches in a validation
         self.positions = []     # of the items of this batch
         # `(number, positions, (pred, yb, loss, term of it))` of each, for a replay
@@ -111,7 +112,7 @@ class Phase:
         self.reduction = losses.reduction(f)
         # in training `learn.loss` is the global one, and so is that of a batch which one rank has
         # alone
-        parts = not training and not getattr(getattr(learn.dl,'_shard',None), 'whole', False)
+        parts = not training and not learn.dl._shard.whole
         self.loss_anew = parts and losses.is_gathered(f)
         self.loss_func = f
         if self.loss_anew: learn.loss_func = _copy_of(f)
@@ -130,7 +131,8 @@ class Phase:
     ):
         "Goes on after a callback's own validation, which the metrics went through, too"
         if common:
-            self.kept,self.resumed = [],True
+            self.kept = []
+            self.resumed = True
             for m,reducer in zip(self.mets, self.reducers):
                 # one rank's is enough of what is added up
                 if reducer is not None and group.rank(): m.reset()
@@ -148,8 +150,10 @@ class Phase:
         n = learn.dl.counts[learn.iter][0] if learn.training else bs
         if m is self.mets[0]: self._note_batch(n, bs)
         if not n: return
-        pred,yb = learn.pred,learn.yb
-        learn.pred,learn.yb = trim(pred, n, bs),trim(yb, n, bs)
+        pred = learn.pred
+        yb = learn.yb
+        learn.pred = trim(pred, n, bs)
+        learn.yb = trim(yb, n, bs)
         try:
             reducer = self.reducers[self.mets.index(m)]
             if reducer == self._sum_losses:
@@ -160,9 +164,11 @@ class Phase:
         finally: learn.pred,learn.yb = pred,yb
 
     def _note_batch(self, n, bs):
-        learn,idxs = self.learn,self.learn.dl.idxs
+        learn = self.learn
+        idxs = learn.dl.idxs
         # a callback may have left items out, or doubled them
-        pos,self.seen = idxs[-n:] if learn.training else idxs[self.seen:],len(idxs)
+        pos = idxs[-n:] if learn.training else idxs[self.seen:]
+        self.seen = len(idxs)
         if not n: return
         if len(pos) and bs%len(pos): pos = pos[:bs]
         self.positions = pos
@@ -225,7 +231,8 @@ class ReduceMetrics(OurCallback):
     # after the votes, before all else: what leaves the loop in `after_train` leaves after this
     order = -999_998
     def __init__(self, losses): # The fit's `Losses`
-        self.losses,self.phase = losses,None
+        self.losses = losses
+        self.phase = None
         self.common = False     # True if the metrics of this phase hold the state of all ranks
     def before_train(self):    self._open('_train_mets')
     def before_validate(self): self._open('_valid_mets')
@@ -249,12 +256,14 @@ class ReduceMetrics(OurCallback):
         self.common = len(mets) > 0
     def end(self):
         "The metrics are as they were; returns the `Phase`, if there is one"
-        phase,self.phase = self.phase,None
+        phase = self.phase
+        self.phase = None
         if phase is not None: phase.restore()
         return phase
     @contextlib.contextmanager
     def aside(self):
-        outer,self.common = self.end(),False
+        outer = self.end()
+        self.common = False
         try: yield
         finally:
             self.end()

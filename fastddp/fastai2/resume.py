@@ -25,7 +25,8 @@ from ..payload.state import model_tensors, own_copy, picklable_attrs
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
 def facts_of(learn):
     "What a learner must have in common with the one whose state it goes on from"
-    refs,data = [o for o in persistent_refs(learn) if o is not learn.opt],[]
+    refs = [o for o in persistent_refs(learn) if o is not learn.opt]
+    data = []
     for dl in learn.dls.loaders:
         ds = getattr(dl, 'dataset', None)
         data.append([len(ds) if hasattr(ds, '__len__') else None, getattr(dl, 'bs', None)])
@@ -44,18 +45,21 @@ class UserCall:
         options, # The options of its `distrib_ctx` that are not as they are by default
     ):
         store_attr()
-        self.fits = self.done = 0       # that began, and that came to their end
-        self.state = None       # what the next one goes on from: `(meta, buffers)`
-        # that is the end of an epoch; else its first epoch, None: as fastai's own `fit`
-        self.at_end,self.first = False,None
-        # the second: functions that return what its variables hang on, or None
-        self.facts,self.definitions = {},()
+        self.fits = 0           # how many began
+        self.done = 0           # how many of them are complete
+        self.state = None       # from which the next one goes on: `(meta, buffers)`
+        self.at_end = False     # True if that is the end of an epoch
+        self.first = None       # else the epoch with which it goes on; None: as fastai's `fit`
+        self.facts = {}         # `facts_of` the learner when the call was cut off
+        self.definitions = ()   # functions that return what its variables hang on, or None
     def run(self, learn):
         "Call the method; of calls inside one another, as in `fine_tune`, the outermost is noted"
-        if learn in user_calls: return getattr(learn, self.name)(*self.args, **self.kwargs)
-        user_calls[learn],self.fits = self,0
-        try: res = getattr(learn, self.name)(*self.args, **self.kwargs)
-        finally: user_calls.pop(learn, None)
+        call = partial(getattr(learn, self.name), *self.args, **self.kwargs)
+        if learn in user_calls: return call()
+        user_calls[learn] = self
+        self.fits = 0
+        try: res = call()
+        finally: del user_calls[learn]
         if resume_points.get(learn) is self: del resume_points[learn]
         return res
     def was_complete(self):
@@ -74,16 +78,21 @@ class UserCall:
         definitions, # What its variables hang on
     ):
         "`distrib_resume` goes on from here, with the current streams and loaders"
-        self.done,self.at_end,self.first = self.fits-1,epoch is not None,first
+        self.done = self.fits-1
+        self.at_end = epoch is not None
+        self.first = first
         if epoch is None:       # in the form in which workers send it
             base = baseline(learn, cbs, definitions=definitions)
             epoch = capture(learn, cbs, base, CommonRNG.capture().state())
         self.state = own_copy(*epoch)
-        self.facts,self.definitions = facts_of(learn),[*map(_weakly, definitions)]
+        self.facts = facts_of(learn)
+        self.definitions = [*map(_weakly, definitions)]
         resume_points[learn] = self
     def complete(self, learn):
         "This fit is complete; a failure later in the call resumes after it"
-        self.done,self.state,self.facts = self.fits,None,facts_of(learn)
+        self.done = self.fits
+        self.state = None
+        self.facts = facts_of(learn)
         resume_points[learn] = self
 
 user_calls = weakref.WeakKeyDictionary()        # Learner -> the call that it is in
@@ -132,7 +141,8 @@ def write(path, facts,
 ):
     "Write `payloads` atomically; the file before it stays"
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp,pieces = path.with_name(path.name+'.tmp'),[[meta, *buffers] for meta,buffers in payloads]
+    tmp = path.with_name(path.name+'.tmp')
+    pieces = [[meta, *buffers] for meta,buffers in payloads]
     with open(tmp, 'wb') as f:
         sizes = [[memoryview(b).nbytes for b in o] for o in pieces]
         f.write(json.dumps(facts | dict(sizes=sizes)).encode()+b'\n')
@@ -185,42 +195,47 @@ class Checkpoints:
     def __init__(self,
         every, # Seconds between two of them, as of `seconds_of`
     ):
-        self.every,self.last = every,time.monotonic()
+        self.every = every
+        self.last = time.monotonic()
     def at_epoch(self,
         call, # The `FitCall`
-        e, # The `EpochEnd`
+        end, # The `EpochEnd`
     ):
+        "Writes the state, if `every` seconds have passed"
         if call.iterations or time.monotonic()-self.last < self.every: return
-        self.last,learn,user_call = time.monotonic(),call.learn,call.user_call
+        self.last = time.monotonic()
+        learn = call.learn
+        user_call = call.user_call
         options = dict(user_call.options)
         # an engine has processes and descriptors
         engine = options.pop('launcher', None)
         if engine and not engine.workers_are_local:
             options['launcher'] = type(engine).__name__
-        made = user_call.name,user_call.args,user_call.kwargs,options
+        args = user_call.name,user_call.args,user_call.kwargs,options   # of `UserCall`
         try:
             known = [*map(known_as, call.definitions)]
-            p = dump((made, user_call.fits-1, known), persistent_refs(learn))
-            write(checkpoint_path(learn), facts_of(learn), [p, e])
+            p = dump((args, user_call.fits-1, known), persistent_refs(learn))
+            write(checkpoint_path(learn), facts_of(learn), [p, end])
         # a night's fit goes on without
         except Exception as e:
-            warnings.warn("fastddp: the checkpoint can't be written: "
-                          f"{type(e).__name__}: {e}")
+            warnings.warn(f"fastddp: the checkpoint can't be written: {type(e).__name__}: {e}")
 
-def call_from(learn, file, launcher=None):
+def call_from(learn, file, launcher):
     "The `UserCall` of a checkpoint, with the engine that it has now"
     if not learn.opt: learn.create_opt()
-    of_call,state = read(checkpoint_path(learn, file), learn)
-    made,done,known = load(*of_call, refs=persistent_refs(learn))
-    call = UserCall(*made)
+    dumped_call,state = read(checkpoint_path(learn, file), learn)
+    args,done,known = load(*dumped_call, refs=persistent_refs(learn))
+    call = UserCall(*args)
     was = call.options.pop('launcher', None)
     if launcher is not None: call.options['launcher'] = launcher
     elif was and 'distrib_session' not in vars(learn):
         raise CantDistribute(f"This fit ran with launcher={was}(...), which is not in the file: "
                              "pass launcher= again.")
-    call.done,call.state = done,state
+    call.done = done
+    call.state = state
     call.definitions = [partial(definition_of, o) for o in known]
-    call.at_end,call.facts = True,facts_of(learn)
+    call.at_end = True
+    call.facts = facts_of(learn)
     return call
 
 # %% ../../nbs/fastai2/724_resume.ipynb #c51f3906
@@ -234,7 +249,8 @@ class ResumeFit(Callback):
     notebook, as they are now"""
     order = 3_000_000
     def __init__(self, learn, cbs, first, lists, refs):
-        self.callbacks,self.count = cbs,getattr(learn, 'train_iter', 0)
+        self.callbacks = cbs
+        self.count = getattr(learn, 'train_iter', 0)
         for cb,o in zip(cbs, lists): vars(cb).update(o)
         attrs = [{k:v for k,v in vars(cb).items() if k not in STAY and v is not None} for cb in cbs]
         self.then = copied([picklable_attrs(o, refs) for o in attrs], refs)

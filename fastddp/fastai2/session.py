@@ -83,7 +83,8 @@ class FitCall(Call):
     def resumable(self):
         """A fit inside that is cut off can be gone on with, and leaves the old optimizer if nothing
         of it is kept"""
-        learn,old = self.learn,self.learn.opt
+        learn = self.learn
+        old = learn.opt
         try: yield
         except BaseException as e:
             with Interrupts().counting():      # all ends here anyway
@@ -127,9 +128,8 @@ class Session(_Session):
         self.on_epoch = []      # functions of a `FitCall` and an `EpochEnd`
     def quiet(self): return wants_no_lines(self.learn)
     def note(self):
-        streams = self.n > 1 and any(rows_are_streams(dl, self.learn.model)
-                                     for dl in self.learn.dls.loaders[1:])
-        if streams:
+        validating = self.learn.dls.loaders[1:]
+        if self.n > 1 and any(rows_are_streams(dl, self.learn.model) for dl in validating):
             return ("The model keeps state from batch to batch: each worker validates all of it, "
                     "no faster.")
     def check(self):
@@ -150,13 +150,15 @@ class Session(_Session):
                 if hasattr(o := getattr(dl.dataset, 'items', None), '__len__')]
     def global_batch(self):
         if self.factories[1]: return None
-        dl,batch = self.learn.dls.loaders[0],self.options['batch']
+        dl = self.learn.dls.loaders[0]
+        batch = self.options['batch']
         return global_bs(dl, self.n, batch), n_batches(dl, self.n, batch)
     def fit(self, *args, **kwargs):
         "`Learner.fit` on the workers; afterwards the learner is as after a local fit"
         learn = self.learn
         asked = fit_args(learn, args, kwargs)
-        cbs,n_epoch = asked.pop('cbs'),asked.get('n_epoch')
+        cbs = asked.pop('cbs')
+        n_epoch = asked.get('n_epoch')
         check('cbs', cbs, _CBS)
         if type(learn).fit is Learner.fit: check('n_epoch', n_epoch, _EPOCHS)
         user_call = user_calls.get(learn)
@@ -181,7 +183,8 @@ class Session(_Session):
     def validate(self, ds_idx=1, dl=None):
         "`Learner._do_epoch_validate` on the workers; in this process where a launch wouldn't pay"
         learn = self.learn
-        dl,gather = learn.dls[ds_idx] if dl is None else dl,gatherers(learn)
+        dl = learn.dls[ds_idx] if dl is None else dl
+        gather = gatherers(learn)
         why = stays_here(dl, learn.cbs, self.n, learn.model)
         if why is not None:
             with hushed(why == '' or self.quiet()):
@@ -193,8 +196,9 @@ class Session(_Session):
         call = InferCall(self, dl)
         with learn.removed_cbs(loggers), learn.no_logging(), self.telling(call):
             out = call.run()
-            call.timings.take([o[3] for o in out.results])
-            parts,left,states = zip(*(o[:3] for o in out.results))
+            *found,results = zip(*out.results)
+            parts,left,states = found
+            call.timings.take(results)
             self.keep(call.timings)
             if out.interrupted or KeyboardInterrupt in left: raise KeyboardInterrupt
         learn.dl = dl

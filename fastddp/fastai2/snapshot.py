@@ -39,13 +39,15 @@ from ..shard.torch_loader import samplers_of
 #     apply <--- what differs from it ------- capture: of rank 0
 #
 # Objects that both sides have (`persistent_refs`) are sent as their place in a list.
-def all_cbs(learn, cbs=()):
+def all_cbs(learn, cbs):
     "The learner's callbacks, then those of this fit only"
     return [*learn.cbs, *(cb for cb in cbs if not any(cb is o for o in learn.cbs))]
 
 def persistent_refs(learn, cbs=()):
     "The objects that notebook and workers have, in one order"
-    dls,model,loss = learn.dls,learn.model,loss_module(learn.loss_func)
+    dls = learn.dls
+    model = learn.model
+    loss = loss_module(learn.loss_func)
     data = [dls, *dls.loaders, *parts_of_data(dls)]
     of_loss = [*loss.modules(), *loss.parameters()] if loss else []
     rest = [learn.loss_func, *of_loss, learn.opt, *all_cbs(learn, cbs), *learn.metrics]
@@ -150,7 +152,8 @@ def place(learn, device):
 
 def unpack(obj, device):
     "The learner, callbacks and call of a snapshot, ready to train on `device`"
-    learn,(model_factory,dls_factory) = obj['learn'],obj['factories']
+    learn = obj['learn']
+    model_factory,dls_factory = obj['factories']
     if dls_factory: learn.dls = _new_dls(dls_factory)
     if model_factory: _build_model(learn, model_factory, obj['state'])
     CommonRNG(obj['rng']).install()
@@ -169,7 +172,9 @@ def _new_dls(factory):
 
 def _build_model(learn, factory, state):
     "The factory's model with the notebook's weights, and an optimizer for it"
-    learn.model,learn.opt,theirs = factory(),None,state['tensors']
+    learn.model = factory()
+    learn.opt = None
+    theirs = state['tensors']
     ours = model_tensors(learn.model) if isinstance(learn.model, torch.nn.Module) else {}
     differ = [k for k in {**theirs, **ours} if k not in ours or k not in theirs
               or ours[k].shape != theirs[k].shape]
@@ -189,7 +194,7 @@ def twin(
 ):
     "A copy of both on the CPU, which shares the data sets with `learn`"
     data = [o for dl in learn.dls.loaders if (o := getattr(dl, 'dataset', None)) is not None]
-    def copy(obj, roots, *without, columns=None):
+    def copy(obj, roots, *without):
         with contextlib.ExitStack() as stack:
             for o in without: stack.enter_context(o)
             return copied(obj | dict(rng=CommonRNG.capture().state()), data)
@@ -264,8 +269,10 @@ def capture(
     its own"""
     refs = refs or persistent_refs(learn, cbs)
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
-    changes,then = base.since_start(ended),base.groups['cbs']
-    left,come = [],[]
+    changes = base.since_start(ended)
+    then = base.groups['cbs']
+    left = []
+    come = []
     if weights:
         left = [i for i,cb in enumerate(then) if all(cb is not o for o in learn.cbs)]
     else: del changes['opt'], changes['parts']

@@ -63,15 +63,18 @@ _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Wher
 class OwnEvents:
     """Takes the place of `learn._call_one`: calls only the callbacks that do something at an event,
     and has a `Clock` note when events begin and end"""
-    def __init__(self, learn, asked=noop, clock=None):
-        self.learn,self.asked,self.clock = learn,asked,clock or Clock()
+    def __init__(self, learn, asked, clock):
+        self.learn = learn
+        self.asked = asked
+        self.clock = clock or Clock()
         self.pid = os.getpid()
-        # the callbacks for which the list holds; event -> what is called
-        self.cbs,self.speakers = [],{}
+        self.cbs = []           # the callbacks for which `speakers` holds
+        self.speakers = {}      # event -> what is called
     def __call__(self, event_name):
         cbs = self.learn.cbs.items
         if event_name not in _OFTEN or self.cbs != cbs: self.cbs,self.speakers = [*cbs],{}
-        speakers,clock = self.speakers.get(event_name),self.clock
+        speakers = self.speakers.get(event_name)
+        clock = self.clock
         outermost = clock.enter(self.learn)
         try:
             for cb,kind in self._find(event_name) if speakers is None else speakers:
@@ -112,7 +115,11 @@ FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
           'nbytes','items','layout',    # of its predictions and targets: see `shard.gathered_loss`
           'cancelled',          # 1 if this phase was cancelled
           'grads')              # 1 if it has gradients that no step used
-_PLACE,_LEFT,_STOP,_FIELDS = 4,4,5,6    # numbers of a place, and where the rest of a row begins
+# A row: the numbers of a place, then what was left, the wish to stop, and the fields
+_PLACE = 4
+_LEFT = 4
+_STOP = 5
+_FIELDS = 6
 
 class Said(list):
     "What all ranks said at a meeting: a row for each"
@@ -130,7 +137,8 @@ _KINDS = 16
 _OVER = float('inf')    # the epoch after the last one
 
 # %% ../../nbs/fastai2/705_together.ipynb #a9fdffe5
-_FIRST,_LAST = -1_000_000,1_000_000     # before, after every other callback
+_FIRST = -1_000_000     # before every other callback
+_LAST = 1_000_000       # after every other callback
 
 class Together(OurCallback):
     """Has all ranks leave a step, batch, phase, epoch or fit together.
@@ -148,7 +156,8 @@ class Together(OurCallback):
                  stop_requested=lambda: False, # Returns True once this rank is asked to stop
                  at=None # The `Board`; default: that of this process's group
     ):
-        self.stop_requested,self.board = stop_requested,at or board.group_board()
+        self.stop_requested = stop_requested
+        self.board = at or board.group_board()
         self.clock = Clock(self.board)
         self.limit = self.LIMIT if group.under_launcher() else None
         # What others set for the time of a fit
@@ -176,7 +185,8 @@ class Together(OurCallback):
         if self.depth == 1: self._begin()
     def before_epoch(self):
         if self.depth != 1: return
-        self.phase,self.back_to = 'start',[]
+        self.phase = 'start'
+        self.back_to = []
         self._begin_at(-1, 0)
     def before_train(self): self.cancelled = False
     def before_batch(self):
@@ -185,11 +195,13 @@ class Together(OurCallback):
             self._begin_at(BATCH, self.iter)
         elif self.stop_requested(): raise CancelValidException()
     def after_train(self):
-        self.phase,self.back_to = 'between',[]
+        self.phase = 'between'
+        self.back_to = []
         self._end_phase(AFTER_TRAIN, 'cancel_train')
     def before_validate(self):
         self.back_to.append('end' if self.phase == 'between' else self.phase)
-        self.cancelled,self.n_details = False,self.n_details+1
+        self.cancelled = False
+        self.n_details += 1
     def after_validate(self): self._end_phase(AFTER_VALID, 'cancel_valid')
     def after_fit(self):
         self.depth -= 1
@@ -222,7 +234,8 @@ class Together(OurCallback):
         self.cancelled = True
     def after_cancel_epoch(self):
         self.leave('epoch')
-        self.phase,self.back_to = 'end',[]
+        self.phase = 'end'
+        self.back_to = []
     def after_cancel_fit(self): self.leave('fit')
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from ..output.panel import Panel
 
 # %% ../../nbs/launch/509_background.ipynb #1c1477e1
 _numbers = itertools.count(1)
-_after = contextvars.ContextVar('fastddp-after', default=None)
+_after = contextvars.ContextVar('fastddp-after', default=None)    # set by `then`
 
 class BackgroundJob:
     """A call on the workers in the background. `print(job.log)` shows its output, `job` in a cell
@@ -29,13 +29,19 @@ class BackgroundJob:
         run=lambda: None, # Called in a thread; its result is that of `result()`
         learn=None, # The learner that it trains; None: it trains none
     ):
-        self.what,self.state = f'job {next(_numbers)}: {what}','starting'
-        self._prepare,self._run,self.learn = prepare,run,learn
-        self.after,self.gpus = _after.get(),()
-        self._button,self.panel = StopButton(), Panel(self.title, self._at_work)
+        self.what = f'job {next(_numbers)}: {what}'
+        self.state = 'starting'
+        self.learn = learn
+        self.gpus = ()              # of the workers, once they are known
+        self.after = _after.get()   # the job that this one waits for, or None
+        self._prepare = prepare
+        self._run = run
+        self._button = StopButton()
+        self.panel = Panel(self.title, self._at_work)
         self._started,self._ended = threading.Event(),threading.Event()
-        self._value = self._error = self._streams = None
-        self._brought = False
+        self._value = self._error = None    # what the call returned, or raised
+        self._streams = None        # random streams of the job's thread
+        self._brought = False       # True once `bring` was called
     def title(self):
         "The call and its state"
         return f"{self.what}, {self.state}"
@@ -44,11 +50,12 @@ class BackgroundJob:
         "The workers have the job"
         if self.state == 'starting': self._set('running')
         self._started.set()
-    def bring(self, **kwargs): "What `result` does with the learner"
+    def bring(self, **kwargs): "Called by `result`: puts what was trained into the learner"
 
 # %% ../../nbs/launch/509_background.ipynb #49aa18c2
 @patch
 def start(self:BackgroundJob):
+    "Starts the thread, and waits until the workers have the job or it has to wait for another one"
     if self.learn is not None: refuse_busy(self.learn)
     running_jobs.append(self)
     with streams_apart() as self._streams: pass
@@ -63,7 +70,7 @@ def start(self:BackgroundJob):
         if thread.is_alive(): self.stop()
         else: self._end(None)
         raise
-    if self._ended.is_set() and self.state == 'refused': raise self._error
+    if self.state == 'refused': raise self.exception()
     return self
 
 @patch
@@ -89,10 +96,12 @@ def _wait_for_turn(self:BackgroundJob):
 
 @patch
 def _end(self:BackgroundJob, e):
+    "The call has ended, with the exception `e` or None"
     self._error = e
-    refused = e is not None and not self._started.is_set()
-    ends = 'stopped' if isinstance(e, KeyboardInterrupt) else 'refused' if refused else 'failed'
-    self._set(ends if e is not None else 'done')
+    if e is None: self._set('done')
+    elif isinstance(e, KeyboardInterrupt): self._set('stopped')
+    elif self._started.is_set(): self._set('failed')
+    else: self._set('refused')
     self._started.set()
     if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
     if self in running_jobs: running_jobs.remove(self)

@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     # `(meta, buffers)` of what rank 0 put last as 'state' or 'cut'; read-only, until the next run
     state:tuple|None=None
     epoch:tuple|None=None   # The same for 'epoch', the end of the last complete one
-    marks:tuple=()          # `(phase, time of its end)` of the engine and of rank 0, for a `Report`
+    marks:list|tuple=()     # `(phase, time of its end)` of the engine and of rank 0, for a `Report`
 
 # %% ../../nbs/launch/502_engine.ipynb #6188ea01
 def add_state(
@@ -151,8 +151,7 @@ class InProcess(Launcher):
         def put(name, payload):     # copied at once, since the job goes on to change it
             latest[name] = payload.meta, payload.copied_buffers()
             if name == 'epoch': on_event(0, EpochEnd(*latest[name]))
-        ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e), put=put,
-                      stop_requested=lambda: False)
+        ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e), put=put)
         with shortened(), allow_interrupts(), _group_of_one(device), own_classes():
             try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
@@ -160,4 +159,4 @@ class InProcess(Launcher):
                 raise
         return Outcome(results=[load(res.meta, res.copied_buffers())], interrupted=False,
                        state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
-                       marks=(*ctx.marks,))
+                       marks=ctx.marks)

@@ -146,7 +146,7 @@ CHECKS = dict(
     need=Check("names of notebook objects in one string, such as 'x, y'",
                lambda v: isinstance(v, str)))
 
-def _check_call(nprocs, fn, caller_rank=None, imports='', **others):
+def _check_call(nprocs, fn, caller_rank, imports, **others):
     "Refuses, before anything starts, what `ranch` can't be called with"
     if callable(nprocs) and is_whole(fn):
         name = getattr(nprocs, '__name__', 'fn')
@@ -161,7 +161,7 @@ class Spawned:
     """What `spawn(join=False)` returns: processes at work. After `join`, `result` is the list of
     results by rank"""
     def __init__(self, run):
-        self.result,self.error = None,None
+        self.result = self.error = None
         self._thread = threading.Thread(target=self._keep, args=(run,), name='fastddp-spawn',
                                         daemon=True)
         self._thread.start()
@@ -230,7 +230,8 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         check_all({k:getattr(self, k) for k in _CHECKS}, _CHECKS)
     def __enter__(self):
         local,n = _local_rank()
-        rank,world_size = local+self.base_rank,self.world_size or n
+        rank = local+self.base_rank
+        world_size = self.world_size or n
         _check_ranks(n, world_size, self.base_rank, self.addr or self.port)
         gpu = local if self.use_gpu and group.n_gpus() else None
         if gpu is not None: _check_gpus(n)
@@ -304,5 +305,4 @@ def in_torchddp(
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)
         _check_ranks(nprocs, world_size or nprocs, base_rank, ctx.addr)
         if use_gpu and group.n_gpus(): _check_gpus(nprocs)
-    return ranch(nprocs, fn, *args, caller_rank=0, gather=False, ctx=ctx, need=need,
-                 imports=imports, **kwargs)
+    return ranch(nprocs, fn, *args, gather=False, ctx=ctx, need=need, imports=imports, **kwargs)

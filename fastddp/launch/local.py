@@ -9,7 +9,7 @@ __all__ = ['Local', 'all_reduce_seconds', 'start_workers']
 import contextlib, os, re, threading, time
 
 import torch
-from fastcore.basics import patch, store_attr
+from fastcore.basics import noop, patch, store_attr
 
 from ..base import group
 from ..base.checks import SEE, check
@@ -64,7 +64,7 @@ class Local(Launcher):
         """Leaves all blocks: its processes end, after the job of another thread if one runs; Ctrl-C
         ends the wait for it"""
         self._depth = 0
-        with (interrupts := Interrupts()).counting(), self._exclusive(interrupts): self.close()
+        with self._exclusive() as interrupts: self.close()
         if interrupts.count: raise KeyboardInterrupt
     def close(self,
         grace=2., # Seconds that processes have to end by themselves
@@ -73,15 +73,15 @@ class Local(Launcher):
         with delay_interrupts():
             if self.workers: self.workers.stop(grace)
             if self._payload_block: self._payload_block.close()
-            self.workers,self._payload_block,self._rendezvous = None,None,None
+            self.workers = self._payload_block = self._rendezvous = None
 
 # %% ../../nbs/launch/505_local.ipynb #c63e39b7
 @patch
-def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
+def run(self:Local, job, nprocs, on_event=noop)->Outcome:
     """As `Launcher.run`: runs `job` on `nprocs` ranks and returns its `Outcome`; raises
     `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
     with rank 0's newest state as their `state`"""
-    with (interrupts := Interrupts()).counting(), self._exclusive(interrupts):
+    with self._exclusive() as interrupts:
         if self.needs_p2p_check(nprocs): self.check_p2p(nprocs, interrupts)
         try: outcome = self._run_once(job, nprocs, on_event, interrupts)
         except RankRaised as e:
@@ -93,7 +93,8 @@ def run(self:Local, job, nprocs, on_event=lambda rank,e: None)->Outcome:
 
 @patch
 def _run_once(self:Local, job, nprocs, on_event, interrupts):
-    report,monitor = Report(),None
+    report = Report()
+    monitor = None
     try:
         self.submit(job, nprocs, interrupts, report.mark)
         monitor = Monitor(self, on_event, interrupts)
@@ -101,7 +102,7 @@ def _run_once(self:Local, job, nprocs, on_event, interrupts):
     except BaseException:
         self.after_failure(job, monitor)
         raise
-    return outcome._replace(marks=(*report.marks, *outcome.marks))
+    return outcome._replace(marks=report.marks+outcome.marks)
 
 # %% ../../nbs/launch/505_local.ipynb #886a3e9a
 def all_reduce_seconds(
@@ -109,16 +110,17 @@ def all_reduce_seconds(
     sizes, # MB of each sum
 ):
     "A job: MB -> seconds of a sum over all ranks, the shortest of three"
-    res = {}
+    shortest = {}
     for mb in sizes:
-        t,times = torch.ones(mb*2**18, device=ctx.device),[]
+        t = torch.ones(mb*2**18, device=ctx.device)
+        times = []
         for _ in range(4):
             began = time.perf_counter()
             group.sum_(t)
             if is_accelerator(ctx.device): device_module().synchronize()
             times.append(time.perf_counter()-began)
-        res[mb] = min(times[1:])
-    return res
+        shortest[mb] = min(times[1:])       # the first one connects
+    return shortest
 
 # %% ../../nbs/launch/505_local.ipynb #c03b8414
 _extra_env = {}         # environment of workers beyond this process's
@@ -141,7 +143,7 @@ def check_p2p(self:Local, nprocs, interrupts):
     line says so. Raises any other failure"""
     job = Job.of(all_reduce_seconds, (1,))
     with with_attrs(self, timeout=_P2P_TIMEOUT):
-        try: self._run_once(job, nprocs, lambda rank,e: None, interrupts)
+        try: self._run_once(job, nprocs, noop, interrupts)
         except (GroupTimeout,RankRaised) as e:
             if isinstance(e, RankRaised) and not _P2P_ERROR.search(e.failure.message): raise
             _extra_env['NCCL_P2P_DISABLE'] = '1'
@@ -152,20 +154,22 @@ def check_p2p(self:Local, nprocs, interrupts):
 # %% ../../nbs/launch/505_local.ipynb #3d6c0944
 @patch
 @contextlib.contextmanager
-def _exclusive(self:Local, interrupts):
-    "Inside, no other thread's call runs on these workers, and idle ones don't exit"
-    while not self._lock.acquire(timeout=.1):
-        if interrupts.count: raise KeyboardInterrupt
-    try:
-        if self._timer: self._timer.cancel()
-        self._timer = None
-        yield
-    finally: self._lock.release()
+def _exclusive(self:Local):
+    """Inside, no other thread's call runs on these workers, idle ones don't exit, and Ctrl-C is
+    counted by the `Interrupts` that this yields"""
+    with (interrupts := Interrupts()).counting():
+        while not self._lock.acquire(timeout=.1):
+            if interrupts.count: raise KeyboardInterrupt
+        try:
+            if self._timer: self._timer.cancel()
+            self._timer = None
+            yield interrupts
+        finally: self._lock.release()
 
 @patch
 def prepare(self:Local, nprocs):
     "As `Launcher.prepare`"
-    with (interrupts := Interrupts()).counting(), self._exclusive(interrupts):
+    with self._exclusive() as interrupts:
         if self.workers_are_local: self._get_workers(nprocs, interrupts)
         self._start_timer()
     if interrupts.count: raise KeyboardInterrupt
@@ -179,24 +183,25 @@ def submit(self:Local,
 ):
     "Gets workers for a job and gives it to them"
     self._get_workers(nprocs, interrupts, mark)
-    is_new = self._rendezvous is None
-    if is_new:
+    new_group = self._rendezvous is None
+    if new_group:
         self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
-    specs,env = self._specs(nprocs, job.work),dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
-    if is_new and self.workers.method == 'forkserver':
+    specs = self._specs(nprocs, job.work)
+    env = dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
+    if new_group and self.workers.method == 'forkserver':
         self.workers.early(join_early, specs, **env)
     buffers = [memoryview(job.payload.meta), *job.payload.buffers]
     packed = self._payload_block.write(Payload(b'', buffers))
     self.workers.submit(run_on_rank, packed, self._payload_block, specs, **env)
 
 @patch
-def _get_workers(self:Local, nprocs, interrupts, mark=lambda phase: None):
+def _get_workers(self:Local, nprocs, interrupts, mark=noop):
     "Workers that fit: those of the last job, or new ones"
     ranks = [*range(nprocs)]
     if self._payload_block is None: self._payload_block = Block()
     if self.workers and not self.workers.are(ranks):
         self.workers.stop()
-        self.workers,self._rendezvous = None,None
+        self.workers = self._rendezvous = None
     if self.workers is None:
         on_gpu = bool(self._gpus(nprocs))
         self.workers = start_workers(ranks, on_gpu, lambda: interrupts.count, mark)
@@ -205,7 +210,8 @@ def _get_workers(self:Local, nprocs, interrupts, mark=lambda phase: None):
 def _new_workers(ranks, stopped, mark, first):
     "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
     first_time = " (first time in this kernel: importing torch and fastai)" if is_new() else ''
-    what,status = f"starting {several(len(ranks), 'worker')}{first_time} ...",Status()
+    what = f"starting {several(len(ranks), 'worker')}{first_time} ..."
+    status = Status()
     def waiting(secs):
         if stopped(): raise KeyboardInterrupt
         if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
@@ -216,7 +222,7 @@ def start_workers(
     ranks, # Their ranks
     on_gpu, # They need a GPU
     stopped, # Function: true once the workers are not wanted any more; ends the wait for them
-    mark=lambda phase: None, # Called when a phase of the start ends
+    mark=noop, # Called when a phase of the start ends
     first=0, # Rank whose `LOCAL_RANK` is 0
 ):
     """New `Workers`; if they need a GPU, ones that can use it. Raises `KeyboardInterrupt` if it was
@@ -277,7 +283,8 @@ def _specs(self:Local, nprocs, work):
     backend = self.backend
     if backend is None:
         backend = group.backend_for('cpu' if gpus[0] is None else accelerator_type())
-    threads,settings = self.threads or max(1, visible_cores()//nprocs),self.settings()
+    threads = self.threads or max(1, visible_cores()//nprocs)
+    settings = self.settings()
     def spec(r):
         return RankSpec(world_size=nprocs, gpu=gpus[r], backend=backend, threads=threads,
                         store=self._rendezvous, display=self.display_of(r), work=work,

@@ -47,7 +47,8 @@ class LoadLine:
         gpus, # Rank -> its GPU, or None
     ):
         store_attr()
-        self.status,self.read_at = Status(),time.monotonic()
+        self.status = Status()
+        self.read_at = time.monotonic()
         # CPU seconds of each process at the last reading; loader processes are not there yet
         self.seconds = {pid:use[0] for pid in pids.values() if (use := _use_of(pid))}
     def refresh(self):
@@ -55,7 +56,9 @@ class LoadLine:
         if (passed := time.monotonic()-self.read_at) < _PERIOD: return
         # one look at all processes of the machine, which may have thousands
         parents = {o.pid:o.info['ppid'] for o in psutil.process_iter(['ppid'])}
-        before,self.seconds,texts = self.seconds,{},[]
+        before = self.seconds
+        self.seconds = {}
+        texts = []
         for r,pid in self.pids.items():
             family = [pid, *(k for k,parent in parents.items() if parent == pid)]
             uses = {k:use for k in family if (use := _use_of(k))}
@@ -89,9 +92,11 @@ class Monitor:
         self.workers = local.workers
         # rank -> 'done' and None, 'failed' and its `Failure`, or 'died' and its exit code
         self.ends = {}
-        self.replay,self.marks = Replay(see=local.see, live=local.live),[]
+        self.replay = Replay(see=local.see, live=local.live)
+        self.marks = []
         self.load = local.see_load and load_line(local)
-        self.began,self.asked_to_stop = time.monotonic(),None       # times; None: not asked
+        self.began = time.monotonic()
+        self.asked_to_stop = None       # time of the wish to stop
         # what is there now is of earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
     def wait(self):
@@ -120,7 +125,7 @@ class Monitor:
         latest = self._latest
         return Outcome(results, bool(self.interrupts.count),
                        latest.get('state') or latest.get('cut'), latest.get('epoch'),
-                       (*self.marks,))
+                       self.marks)
     def ended(self, how):
         "What each rank said that ended like this, 'done', 'failed' or 'died', by rank"
         return {r:said for r,(h,said) in self.ends.items() if h == how}
@@ -181,7 +186,8 @@ def _beats(self:Monitor):
 
 @patch
 def _interrupted(self:Monitor):
-    now,beats = time.monotonic(),self._beats()
+    now = time.monotonic()
+    beats = self._beats()
     if self.asked_to_stop is None: self.ask_to_stop()
     longest = max((b.longest for b in beats.values()), default=0.)
     late = now-self.asked_to_stop > self.local.interrupt_grace+longest
@@ -224,7 +230,8 @@ def hang(self:Monitor):
     self.workers.ask_stacks(beats)
     end = time.monotonic()+5.
     while time.monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
-    stacks,awaited = {r:stack(r) for r in beats},{b.waits_for for b in beats.values()}
+    stacks = {r:stack(r) for r in beats}
+    awaited = {b.waits_for for b in beats.values()}
     def priority(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
     first,*others = sorted(beats, key=priority)
     lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"

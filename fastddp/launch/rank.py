@@ -24,10 +24,12 @@ class Context:
     def __init__(self,
         rank, # Of this process, from 0
         world_size, # Ranks of this job
-        device, # Where the job's tensors are loaded
-        emit, # `emit(event)` sends a small picklable event to the notebook, in order
-        put, # `put(name, payload)` leaves a `Payload` there: 'state', 'epoch' or 'cut'
-        stop_requested, # `stop_requested()` is True once the notebook wants the job to stop
+        device=None, # Where the job's tensors are loaded
+        # The rest as in a script, where no notebook asks how far the rank has come
+        emit=noop, # `emit(event)` sends a small picklable event to the notebook, in order
+        put=noop, # `put(name, payload)` leaves a `Payload` there: 'state', 'epoch' or 'cut'
+        # `stop_requested()` is True once the notebook wants the job to stop
+        stop_requested=lambda: False,
     ):
         store_attr()
         self.local_rank = rank
@@ -79,13 +81,17 @@ class _WorkerContext(Context):
         super().__init__(channel.rank, spec.world_size, device,
                          lambda e: channel.emit(('event', e)),
                          channel.put, channel.stop_requested)
-        self._channel,self.where = channel,channel.where
+        self._channel = channel
+        self.where = channel.where
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
         board.on_wait = self._waits_for
-        self._heartbeats,self._last = channel.heartbeats(),board.Heartbeat()
-        channel.where,channel.items = lambda: self.where,lambda: self.items
+        self._heartbeats = channel.heartbeats()
+        self._last = board.Heartbeat()
+        channel.where = lambda: self.where
+        channel.items = lambda: self.items
     def beat(self, where='', leaving=False):
-        now,last = time.monotonic(),self._last
+        now = time.monotonic()
+        last = self._last
         longest = max(last.longest, now-last.at) if last.at else 0.
         self._last = board.Heartbeat(now, longest, leaving, -1, where)
         self._heartbeats.write(self.local_rank, self._last)
@@ -112,9 +118,11 @@ def _join_group(channel, spec, device):
     global _rendezvous
     if group.in_group() and _rendezvous == spec.store: return
     group.leave(broken=True)
-    was,channel.where = channel.where,_CONNECTING
+    was = channel.where
+    channel.where = _CONNECTING
     group.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
-    channel.where,_rendezvous = was,spec.store
+    channel.where = was
+    _rendezvous = spec.store
 
 def could_not_connect(failure):
     """True for a `Failure` of gloo's at the start, as a busy machine has it now and then; no rank
@@ -143,7 +151,9 @@ def run_on_rank(
     "The entry of every worker's job; returns its result as a `Payload`"
     meta,*buffers = buffers
     global _joined_early
-    began,joined,_joined_early = time.time(),_joined_early,None
+    began = time.time()
+    joined = _joined_early
+    _joined_early = None
     device = group.use_device(spec.gpu, spec.threads)
     bind_near(spec.gpu)
     if device.type == 'cpu': keep_freed_memory()

@@ -50,7 +50,8 @@ def size(nbytes): return f"{nbytes/2**20:,.0f} MB" if nbytes >= 2**20 else f"{nb
 
 # %% ../../nbs/launch/504_report.ipynb #03fd0813
 def on_data(fit):
-    lost,loaders = fit.lost('data'),fit.first['loaders']
+    lost = fit.lost('data')
+    loaders = fit.first['loaders']
     secs,epoch,batch = max(r['slowest'] for r in fit.ranks)
     wait = f"{fit.share(lost)} of the time the workers wait for data"
     if sum(r['slow'] for r in fit.ranks) > lost/2:
@@ -76,7 +77,8 @@ _SMALL = .01    # seconds of a step
 def is_small(fit): return fit.step < _SMALL
 
 def on_exchange(fit):
-    lost,grads = fit.mean('exchange'),fit.first['grads']
+    lost = fit.mean('exchange')
+    grads = fit.first['grads']
     if fit.n == 1: return None
     if is_small(fit):
         lost += fit.mean('other')+fit.mean('uneven', 'waits')
@@ -101,7 +103,8 @@ def on_uneven(fit):
         for (rank,epoch),secs in r['uneven'].items(): by_rank[rank][epoch] += secs
     if not by_rank: return None
     rank = max(by_rank, key=lambda r: by_rank[r].total())
-    wait,epochs = f"{fit.share(lost)} of the time workers wait for others",by_rank[rank]
+    wait = f"{fit.share(lost)} of the time workers wait for others"
+    epochs = by_rank[rank]
     if epochs.total() < .8*sum(o.total() for o in by_rank.values()):
         return Advice('sizes', lost, f"{wait}, in turn, because their items differ in size: sort "
                       "them by length (SortedDL), or cut the longest ones.")
@@ -113,12 +116,14 @@ def on_uneven(fit):
 
 # %% ../../nbs/launch/504_report.ipynb #419af330
 def on_metrics(fit):
-    lost,names = fit.mean('metrics'),', '.join(fit.first['metrics'])
+    lost = fit.mean('metrics')
+    names = ', '.join(fit.first['metrics'])
     return Advice('metrics', lost, f"{fit.share(lost)} of the time goes into metrics"
                   f"{f' ({names})' if names else ''}: compute them less often, or on fewer items.")
 
 def on_callbacks(fit):
-    lost,secs = fit.lost('callbacks'),{}
+    lost = fit.lost('callbacks')
+    secs = {}
     for r in fit.ranks:
         for k,v in r['callbacks'].items(): secs[k] = max(secs.get(k, 0.), v)
     # waiting that a metric on one rank causes is counted as that for a callback
@@ -153,8 +158,10 @@ def on_threads(fit):
 # %% ../../nbs/launch/504_report.ipynb #186a83d5
 _CAUSES = (on_data,on_exchange,on_uneven,on_metrics,on_callbacks,on_validation,on_start,on_threads)
 # On a GPU, where the clock of inference is the host's: see `fastai2.clock`
-_OF_INFERENCE,_ON_GPU = (on_data,on_metrics,on_callbacks),(on_data,)
-_PART,_SECONDS = .1,.5      # of the call
+_OF_INFERENCE = on_data,on_metrics,on_callbacks
+_ON_GPU = (on_data,)
+_PART = .1          # of the call
+_SECONDS = .5
 
 def advice_for(
     fit, # A `Fit`
@@ -195,8 +202,11 @@ class Report:
     def __init__(self,
         what='', # What was called, e.g. 'fit'
     ):
-        self.what,self.began,self.marks = what,time.time(),[]
-        self.ranks,self.result = [],{}
+        self.what = what
+        self.began = time.time()
+        self.marks = []
+        self.ranks = []
+        self.result = {}
         # of what was sent to the workers, and of the state that they sent back last
         self.nbytes = self.state = 0
     def mark(self,
@@ -217,7 +227,8 @@ class Report:
     @property
     def phases(self):
         "Phase -> seconds, in the order in which they happened"
-        res,last = {},self.began
+        res = {}
+        last = self.began
         for phase,at in self.marks:
             res[phase] = res.get(phase, 0.) + max(at-last, 0.)
             last = max(at, last)
@@ -277,7 +288,8 @@ class Report:
                 f'{"<br>".join(text)}{self._bars()}</div>')
     def _bars(self):
         "A stacked bar for each rank, and what its colours mean"
-        bars,res = self.bars(),[]
+        bars = self.bars()
+        res = []
         longest = max((sum(b.values()) for b in bars), default=0.)
         for r,bar in enumerate(bars):
             res.append('<div style="display:flex;height:20px;margin:3px 0">'
@@ -314,7 +326,8 @@ _START = dict(failed='runs that failed', snapshot='snapshot', helper='helper pro
 def start_of(timings, begun):
     """How long it took until the first batch, at the time `begun`; after a second or more also what
     took it"""
-    total,phases = begun-timings.began,timings.phases
+    total = begun-timings.began
+    phases = timings.phases
     if total < 1: return f"start {total:.1f} s"
     parts = {name:phases[k] for k,name in _START.items() if k in phases}
     parts['first batch'] = total-sum(parts.values())
@@ -345,7 +358,8 @@ def what_ran(result, iterations=False):
     return several(result['epochs'], 'epoch')
 
 # %% ../../nbs/launch/504_report.ipynb #d7d35b37
-_MUCH,_LONG = .3,5.         # part of the call, and seconds
+_MUCH = .3          # part of the call
+_LONG = 5.          # seconds
 _said = set()               # causes that this process has named
 
 def closing_line(

@@ -127,7 +127,8 @@ class Call:
     ):
         store_attr('session,job,keeps,iterations')
         self.learn = session.learn
-        self.timings,self.on_start = Report(what),noop
+        self.timings = Report(what)
+        self.on_start = noop
         self.definitions = Definitions()
         # The learner holds what the workers came to; that is a fit interrupted in an epoch
         self.kept = self.cut = False
@@ -158,7 +159,8 @@ class Call:
     def failed(self, e, last):
         "Put what is left of a failed fit into the learner, and into `e` what the learner holds"
         # they map memory, and an exception may live long
-        state,e.state,e.epoch = e.state,None,None
+        state = e.state
+        e.state = e.epoch = None
         if state and (self.keeps == 'all' or last and self.keeps == 'last'):
             self.apply(*state)
             self.kept = True
@@ -195,7 +197,8 @@ class Session:
         restarts=0, # Tries after a failure
     ):
         store_attr()
-        self.last_banner,self.columns = None,Columns()
+        self.last_banner = None
+        self.columns = Columns()
         # calls of other threads are refused; a background job sets its own
         self.thread = threading.current_thread()
     def datasets(self): return ()       # sequences of what items are made from, paths perhaps
@@ -213,7 +216,8 @@ class Session:
             try: yield
             except KeyboardInterrupt as e:
                 end_line()
-                where,kept = getattr(e, 'where', ''),getattr(e, 'kept', None) or call.holds()
+                where = getattr(e, 'where', '')
+                kept = getattr(e, 'kept', None) or call.holds()
                 print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
                 shorten(e)
                 raise

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['RANK0_ONLY', 'MODULES_STAY', 'is_kind', 'finds_lr', 'is_rank0_only', 'cbs_of_rank', 'sync_streams', 'whereabouts',
-           'Progress', 'until_interrupted', 'model_state', 'dump_state', 'load_state', 'NoNotebook', 'script_lines',
-           'launched_group']
+           'Progress', 'until_interrupted', 'model_state', 'dump_state', 'load_state', 'script_lines', 'launched_group']
 
 # %% ../../nbs/launch/510_training.ipynb #a349c4b5
 import contextlib, os, pickle, time, warnings
@@ -69,9 +68,12 @@ class Progress:
         folder=None, # `learn.path`, below which callbacks save files
     ):
         self.ctx = ctx
-        self.begun,self.where = None,''         # when the first batch began, and where the last one
-        self.seconds,self.items = 0.,0          # of training, on all ranks
-        self.steps,self.epochs = 0,0            # batches of training that began, epochs that ended
+        self.begun = None       # time at which the first batch began
+        self.where = ''         # where the last one began
+        self.seconds = 0.       # of training
+        self.items = 0          # of training, on all ranks
+        self.steps = 0          # batches of training that began
+        self.epochs = 0         # that ended
         if folder is not None: ctx.saves_below(folder)
     def at_batch(self, where, train=True):
         "A batch begins at `where`"
@@ -119,7 +121,8 @@ def model_state(model, weights=True):
 
 def _known_as(group, o):
     "What the user calls the object `o`"
-    if group in ('learn','opt'): return 'learn' if group == 'learn' else 'learn.opt'
+    if group == 'learn': return 'learn'
+    if group == 'opt': return 'learn.opt'
     if group == 'cbs' and hasattr(o, 'name'): return f'learn.{o.name}'
     return getattr(o, '__name__', type(o).__name__)
 
@@ -161,27 +164,21 @@ def load_state(meta, buffers, refs,
                   "loaded here; the learner is as before the fit.")
 
 # %% ../../nbs/launch/510_training.ipynb #4c7d8b67
-class NoNotebook:
-    "Stands for a rank's `Context` where no notebook asks how far the rank has come"
-    def __init__(self): self.rank = group.rank()
-    def beat(self, *args, **kwargs): pass
-    def mark(self, what): pass
-    def saves_below(self, folder): pass
-
 @contextlib.contextmanager
 def script_lines(
     progress, # `Progress` of the fit inside
     sizes, # `(items per step of all ranks, steps per epoch or None)`
-    quiet=False, # The learner wants none of our lines
-    iterations=False, # It is told in steps, not in epochs: see `what_ran`
+    quiet, # The learner wants none of our lines
+    iterations, # It is told in steps, not in epochs: see `what_ran`
     report=None, # The `Report`, complete when the fit is over
 ):
     "Under torchrun rank 0 says in one line what runs inside, and in another one how long it took"
     tells = not quiet and group.under_launcher() and group.rank() == 0
-    n,began = group.world_size(),time.time()
+    n = group.world_size()
+    began = time.time()
     if tells: print_line(banner(n, (), *sizes, where=f'torchrun, {group.backend()}'))
     yield
-    result = progress.result(False)
+    result = progress.result()
     if tells and result['seconds']:
         print_line(summary(what_ran(result, iterations), n, result, began))
         if report and (line := closing_line(report)): print_line(line)

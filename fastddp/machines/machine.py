@@ -29,7 +29,8 @@ class Machine:
         home, # Is it the notebook's own?
     ):
         store_attr('name,silence,home')
-        self.ranks,self.facts = [],{}       # `facts`: see `agent.facts`
+        self.ranks = []
+        self.facts = {}         # see `agent.facts`
         self.conn = conn()
         self.stream = Stream(self.conn.read_fd, self.conn.write, self.conn.end)
         self.stream.send('link_timeout', silence)
@@ -59,6 +60,7 @@ class Machine:
 
 # %% ../../nbs/machines/613_machine.ipynb #0af4b7dc
 def _surroundings():
+    "Environment, folder and import path of this process, for those of a remote rank"
     now = Surroundings.now()
     return now.env, now.cwd, [os.path.abspath(o) if o else o for o in now.path]
 
@@ -69,14 +71,16 @@ class RemoteWorkers:
         counts, # Ranks on each
         on_gpu, # They need GPUs
     ):
-        self.machines,self._of = machines,{}        # rank -> its `Machine`
+        self.machines = machines
+        self._of = {}           # rank -> its `Machine`
         for m,n in zip(machines, counts):
             m.ranks = list(range(len(self._of), len(self._of)+n))
             self._of |= dict.fromkeys(m.ranks, m)
             m.stream.send('start', m.ranks, on_gpu, helper.preloads(), _surroundings())
-        self.ranks,self._dead = [*self._of],set()
-        # (rank, kind) -> `(Block, Packed)` of what the rank put last; rank -> `Heartbeat`
-        self.latest,self._beats = {},{}
+        self.ranks = [*self._of]
+        self._dead = set()
+        self.latest = {}        # (rank, kind) -> `(Block, Packed)` of what the rank put last
+        self._beats = {}        # rank -> its last `Heartbeat`
         self._folder = helper.new_folder()  # for logs
     def submit(self, m, entry, specs, card, packed, block):
         "Every rank on the machine `m` calls `entry`; modules of the user's own go along"
@@ -130,7 +134,8 @@ class RemoteWorkers:
     def forget(self):
         "As `Workers.forget`"
         for block,_ in self.latest.values(): block.close()
-        self.latest,self._beats = {},{}
+        self.latest = {}
+        self._beats = {}
     def stop(self, grace=2.):
         "As `Workers.stop`: the ranks end with their agents, which end with their streams"
         for m in self.machines: m.stream.close()

@@ -21,10 +21,12 @@ class Panel:
         title, # Called for the first line
         on_refresh=lambda: None, # Called at each `refresh`
     ):
-        self.title,self.on_refresh = title,on_refresh
+        self.title = title
+        self.on_refresh = on_refresh
         self.items = []         # `['stdout' or 'stderr', text]` and `['display', data, display_id]`
-        self.id = f'fastddp-job-{uuid.uuid4().hex}'
-        self.changed,self.shown_at = False,0.
+        self.id = f'fastddp-job-{uuid.uuid4().hex}'     # of the display in the notebook
+        self.changed = False    # True if there is something that isn't shown yet
+        self.shown_at = 0.      # time of the last update
     def write(self, name, text):
         "Add text of a stream"
         if self.items and self.items[-1][0] == name: self.items[-1][1] += text
@@ -46,7 +48,8 @@ class Panel:
         "Update the display"
         self.on_refresh()
         if not force and (not self.changed or time.monotonic()-self.shown_at < PERIOD): return
-        self.shown_at,self.changed = time.monotonic(),False
+        self.shown_at = time.monotonic()
+        self.changed = False
         self._display(update=True)
     def show(self):
         "Display it in the running cell"
@@ -64,10 +67,12 @@ class Panel:
                  for kind,o,*_ in [*self.items]]
         return '\n'.join(map(overwritten, ''.join(texts).split('\n')))
     def html(self):
+        "Title and everything, as HTML"
         shown = [_html_of(o) if kind == 'display' else _pre(o) for kind,o,*_ in [*self.items]]
         return f"<div><b>{html.escape(self.title())}</b>{''.join(shown)}</div>"
 
 def _pre(text):
+    "The end of `text` as HTML, without colours"
     lines = '\n'.join(map(overwritten, text[-_SHOWN:].split('\n'))).strip('\n')
     plain = re.sub(r'\x1b\[[0-9;]*m', '', lines)
     return f'<pre style="margin:0">{html.escape(plain)}</pre>' if plain else ''

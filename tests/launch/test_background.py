@@ -240,6 +240,18 @@ def test_queue(two):
     job.result(60)
 
 
+def test_a_refusal_is_raised_by_the_call_although_its_thread_goes_on_for_a_while():
+    def refuse(): raise CantDistribute('not like this')
+    job = background.BackgroundJob('a call', run=refuse)
+    write = job.panel.write
+    def slowly(*args):
+        time.sleep(.3)
+        write(*args)
+    job.panel.write = slowly
+    with pytest.raises(CantDistribute, match='not like this'): job.start()
+    assert job.done() and 'not like this' in job.log
+
+
 def test_refused(two):
     learn = learner()
     for options, why in ((dict(nprocs=1), 'needs workers in processes of their own'),

@@ -1,5 +1,5 @@
 """`learn.distrib_check`: the answer, the reasons, and a learner that stays as it was."""
-import copy, random
+import copy, pathlib, random, re
 import pytest, torch
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.training import GradientClip
@@ -8,6 +8,7 @@ from fastai.metrics import accuracy
 from fastai.optimizer import Adam
 from fastai.text.data import SortedDL, pad_input
 from fastai.text.models.awdlstm import WeightDropout
+from fastddp.fastai2.check import _LOOK
 from torch import nn
 from parity import items, learner, mlp, warm
 
@@ -75,6 +76,9 @@ class Skips(Callback):
         if self.training and random.random() < .5: raise CancelBatchException()
 
 
+def largest(preds, targs): return preds.max()
+
+
 class MovesAverage(nn.Module):
     "A buffer that a forward pass changes"
     def __init__(self): super().__init__(); self.m = mlp(); self.register_buffer('average', torch.zeros(3))
@@ -104,7 +108,8 @@ def clamped(learn):
 
 OWN = {'size': (lambda: learner(model=Odd()), 'Does the model compare the items of a batch'),
        'compares': (lambda: learner(model=Compares()), f'{EXPECTED}dropout. Without it, losses: '),
-       'draws': (lambda: learner(model=DrawsNoise()), 'or draw random numbers by itself?'),
+       'draws': (lambda: learner(model=DrawsNoise()), 'or draw random numbers by itself'),
+       'metric': (lambda: learner(metrics=largest), 'is a metric not a mean over items?'),
        'callback': (lambda: learner(cbs=Skips()), f'{EXPECTED}callback Skips. Without it: same.'),
        'hook': (lambda: clamped(learner()), 'not removed here: hooks of parameters.'),
        'buffers': (lambda: learner(model=MovesAverage()), 'not removed here: buffers.'),
@@ -116,6 +121,12 @@ def test_a_difference_of_a_learners_own_is_named(two, kind):
     make, said = OWN[kind]
     res = make().distrib_check(nprocs=2, launcher=two)
     assert not res.same and said in res.verdict and 'report' not in res.verdict, res
+
+
+def test_the_verdict_points_to_a_page():
+    docs = pathlib.Path(__file__).parents[2]/'docs'
+    title = re.search("The page '(.*)' says", _LOOK)[1]
+    assert f'# {title}\n' in (docs/'same_answer.md').read_text(encoding='utf-8')
 
 
 def test_torch_loaders(two):
