@@ -2778,6 +2778,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'fastddp/shard/torch_loader.py'),
                                             'fastddp.shard.torch_loader._StepItems.__iter__': ( 'shard/torch_loader.html#_stepitems.__iter__',
                                                                                                 'fastddp/shard/torch_loader.py'),
+                                            'fastddp.shard.torch_loader._is_plain': ( 'shard/torch_loader.html#_is_plain',
+                                                                                      'fastddp/shard/torch_loader.py'),
                                             'fastddp.shard.torch_loader.is_stream': ( 'shard/torch_loader.html#is_stream',
                                                                                       'fastddp/shard/torch_loader.py'),
                                             'fastddp.shard.torch_loader.samplers_of': ( 'shard/torch_loader.html#samplers_of',
