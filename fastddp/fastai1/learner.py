@@ -316,10 +316,10 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 
 for _name in ('fit','fit_one_cycle','lr_find'):
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT, ITEMS))
+_FOR_FITS = 'batch','sync_bn','loss','restarts'
 for _name in ('validate','get_preds'):
-    _none = 'batch','sync_bn','loss','restarts'
     setattr(Learner, f'distrib_{_name}',
-            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
+            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
 OPTIONS.document(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)

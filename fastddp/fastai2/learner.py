@@ -11,7 +11,7 @@ import contextlib, copy, threading
 
 from fastai.callback.core import Callback
 from fastai.learner import Learner
-from fastcore.basics import patch
+from fastcore.basics import GetAttr, patch
 from fastcore.foundation import L
 
 from ..base.checks import check, check_all
@@ -85,7 +85,8 @@ Learner._distrib_ctx = Learner.distrib_ctx
 OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
-_getstate = Learner.__getstate__
+# fastai's, also when this module is loaded anew
+_getstate = getattr(Learner.__getstate__, 'instead_of', Learner.__getstate__)
 
 @patch
 def __getstate__(self:Learner):
@@ -93,13 +94,13 @@ def __getstate__(self:Learner):
     def is_ours(v): return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')
     return {k:v for k,v in _getstate(self).items() if k != 'distrib_session' and not is_ours(v)}
 
-# %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
-_asks_model = Learner.__getattr__
+Learner.__getstate__.instead_of = _getstate
 
+# %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
 def _missing(self, k):
     "As fastai's, which asks the model; for our own words with what was probably meant"
     if k.startswith('distrib'): raise no_attribute(self, k)
-    return _asks_model(self, k)
+    return GetAttr.__getattr__(self, k)
 
 # not by `@patch`, which would leave the name in this module: modules have one, too
 Learner.__getattr__ = _missing
@@ -301,6 +302,7 @@ def distrib_resume(self:Learner,
         RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
 
     After a failure it can be called again: it continues from the last complete epoch."""
+    check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
     if file is not None: resume_points[self] = call_from(self, file, launcher)
     call = cut_off_call(self)
     if not wait: return start_job(self, call, True, offload)
@@ -316,10 +318,10 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 
 for _name in _FITS:
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT, ITEMS))
+_FOR_FITS = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
 for _name in _INFERS:
-    _none = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
     setattr(Learner, f'distrib_{_name}',
-            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_none))
+            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS))
 
 OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
 OPTIONS.document(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)

@@ -17,7 +17,7 @@ from fastai.torch_core import find_bs, to_device
 
 from ..base import group
 from ..base.scoped import with_attrs
-from .together import OurCallback
+from .together import _FIRST, OurCallback
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.sharded import is_sharded
@@ -102,12 +102,11 @@ class Phase:
       and runs the metric over the batches of one process (`_replay`)."""
     def __init__(self, learn, mets, training, losses):
         self.learn = learn
-        self.training = training
-        self.seen = 0           # positions of earlier batches in a validation
+        self.n_seen = 0         # positions of earlier batches in a validation
         self.positions = []     # of the items of this batch
-        # `(number, positions, (pred, yb, loss, term of it))` of each, for a replay
-        self.kept = []
-        self.weighted = []      # of the loss of each, for `batch_losses`
+        # `(number, positions, (pred, yb, loss, term of it))` of each batch
+        self.to_replay = []
+        self.loss_terms = []    # of each batch, for `batch_losses`
         f = learn.loss_func
         self.reduction = losses.reduction(f)
         # in training `learn.loss` is the global one, and so is that of a batch which one rank has
@@ -116,7 +115,7 @@ class Phase:
         self.loss_anew = parts and losses.is_gathered(f)
         self.loss_func = f
         if self.loss_anew: learn.loss_func = _copy_of(f)
-        self.own = None         # the loss of this batch, before callbacks add to it
+        self.loss_alone = None  # the loss of this batch, before callbacks add to it
         # True if this rank saw that the loss reads what the model keeps of a batch
         self.terms = 'terms' in losses.said
         self.mets = [m for m in mets if type(m) is not AvgSmoothLoss]
@@ -131,11 +130,11 @@ class Phase:
     ):
         "Goes on after a callback's own validation, which the metrics went through, too"
         if common:
-            self.kept = []
+            self.to_replay,self.loss_terms = [],[]
             self.resumed = True
             for m,reducer in zip(self.mets, self.reducers):
-                # one rank's is enough of what is added up
-                if reducer is not None and group.rank(): m.reset()
+                # one rank's is enough of what is added up over ranks
+                if reducer not in (None,self._sum_losses) and group.rank(): m.reset()
         self._listen()
 
     def _reducer(self, m, parts):
@@ -159,7 +158,7 @@ class Phase:
             if reducer == self._sum_losses:
                 weighted = weighted_loss_and_divisor(learn.loss_func, learn.loss, learn.yb, n,
                                                      self.reduction)
-                self.weighted.append((batch_number(learn, self.positions), *weighted, n))
+                self.loss_terms.append((batch_number(learn, self.positions), *weighted, n))
             elif reducer is not None: type(m).accumulate(m, learn)
         finally: learn.pred,learn.yb = pred,yb
 
@@ -167,15 +166,15 @@ class Phase:
         learn = self.learn
         idxs = learn.dl.idxs
         # a callback may have left items out, or doubled them
-        pos = idxs[-n:] if learn.training else idxs[self.seen:]
-        self.seen = len(idxs)
+        pos = idxs[-n:] if learn.training else idxs[self.n_seen:]
+        self.n_seen = len(idxs)
         if not n: return
         if len(pos) and bs%len(pos): pos = pos[:bs]
         self.positions = pos
         if None not in self.reducers: return
         tree = trim((learn.pred,tuple(learn.yb)), n, bs)
         cpu = map_tensors(lambda t: t.detach().cpu(), (*tree,learn.loss,self._term()))
-        self.kept.append((batch_number(learn, pos), pos, cpu))
+        self.to_replay.append((batch_number(learn, pos), pos, cpu))
 
     def restore(self):
         "The metrics' own `accumulate` again"
@@ -192,9 +191,10 @@ class Phase:
 
     def _sum_losses(self, m):
         "Total and count of an `AvgLoss`, batch by batch"
-        losses = batch_losses(self.weighted)
-        m.total = torch.tensor(sum(loss*n for _,loss,n in losses), dtype=torch.float64)
-        m.count = sum(n for *_,n in losses)
+        losses = batch_losses(self.loss_terms)
+        if not self.resumed: m.reset()
+        m.total += torch.tensor(sum(loss*n for _,loss,n in losses), dtype=torch.float64)
+        m.count += sum(n for *_,n in losses)
 
     def _replay(self, mets):
         "Runs `mets` over all ranks' batches as one process would have made them"
@@ -204,18 +204,19 @@ class Phase:
         terms = self.loss_anew and any(group.all_gather_object(self.terms))
         # a rank without a batch so far has none of these
         with with_attrs(learn, xb=NoInput(), yb=None, pred=None, loss=None):
-            for _,parts in by_batch(self.kept):
+            for _,parts in by_batch(self.to_replay):
                 if terms: parts = [(pos, self._with_term(*tree)) for pos,tree in parts]
-                for learn.pred,learn.yb,learn.loss,term in whole_batch(parts):
-                    if self.loss_anew:
-                        learn.loss = self._loss(self.loss_func, learn.pred, learn.yb)+term
+                for pred,yb,loss,term in whole_batch(parts):
+                    learn.pred,learn.yb,learn.loss = pred,yb,loss
+                    if self.loss_anew: learn.loss = self._loss(self.loss_func, pred, yb)+term
                     if terms: group.broadcast_([learn.loss])
                     for m in mets: m.accumulate(learn)
 
     def _term(self):
         "What callbacks added to the loss of this rank's part"
-        if self.own is None: return torch.zeros(())
-        return torch.where(self.own.isfinite(), self.learn.loss-self.own, 0.)
+        alone = self.loss_alone
+        if alone is None: return torch.zeros(())
+        return torch.where(alone.isfinite(), self.learn.loss-alone, 0.)
 
     def _with_term(self, pred, yb, loss, _):
         "With the loss of a part less what it would be now, when the model keeps another batch's"
@@ -228,8 +229,9 @@ class Phase:
 # %% ../../nbs/fastai2/706_metrics.ipynb #0ce40083
 class ReduceMetrics(OurCallback):
     "Brings the metrics of all ranks together at the end of each phase"
-    # after the votes, before all else: what leaves the loop in `after_train` leaves after this
-    order = -999_998
+    # after the votes (`Together`, `StepSync`), before all else: what leaves the loop in
+    # `after_train` leaves after this
+    order = _FIRST+2
     def __init__(self, losses): # The fit's `Losses`
         self.losses = losses
         self.phase = None
@@ -239,7 +241,8 @@ class ReduceMetrics(OurCallback):
     def after_train(self):     self._close('_train_mets')
     def after_validate(self):  self._close('_valid_mets')
     def after_loss(self):
-        if self.phase and self.phase.loss_anew: self.phase.own = self.learn.loss.detach().clone()
+        phase = self.phase
+        if phase and phase.loss_anew: phase.loss_alone = self.learn.loss.detach().clone()
     def _open(self, which):
         self.end()
         # each rank goes over all of a loader that is not sharded over ranks
@@ -263,9 +266,12 @@ class ReduceMetrics(OurCallback):
     @contextlib.contextmanager
     def aside(self):
         outer = self.end()
+        dl = self.learn.dl
         self.common = False
         try: yield
         finally:
             self.end()
             self.phase = outer
-            if outer is not None: outer.resume(self.common)
+            if outer is not None:
+                self.learn.dl = dl      # as it is where one process validates the same loader
+                outer.resume(self.common)

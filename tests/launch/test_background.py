@@ -259,6 +259,8 @@ def test_refused(two):
                          (dict(nprocs=2, wait='no'), 'True or False'),
                          (dict(nprocs=2, checkpoint='often'), "'epoch', or the time")):
         with pytest.raises(CantDistribute, match=why): learn.distrib_fit(1, **dict(wait=False) | options)
+    for word in 'wait', 'offload':
+        with pytest.raises(CantDistribute, match=f'{word}=.*True or False'): learn.distrib_resume(**{word: 'no'})
     with pytest.raises(CantDistribute, match='A block waits'), learn.distrib_ctx(nprocs=2, wait=False): pass
     with pytest.raises(CantDistribute, match='outside of it'), learn.distrib_ctx(**two):
         learn.distrib_fit(1, wait=False)

@@ -4,7 +4,7 @@ import numpy as np, pytest, torch
 from fastai.callback.core import Callback, CancelFitException
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.metrics import F1Score
+from fastai.metrics import F1Score, accuracy
 from fastcore.basics import noop
 from torch.utils.data import DataLoader as TorchLoader
 from parity import assert_same, largest, learner, seed, alone_like, warm
@@ -269,3 +269,26 @@ def test_a_rank_that_has_seen_no_batch_yet(three):
         seen.append(cb.got[0])
     assert len(seen[1]) == 2
     np.testing.assert_allclose(*seen, rtol=1e-5)
+
+
+class MidValidation(Callback):
+    "Validates in the middle of each validation"
+    order = 60      # the recorder has seen the batch
+    asking = False
+    def after_batch(self):
+        if self.training or self.iter != 1 or self.asking: return
+        self.asking = True
+        self.learn.validate()
+        self.asking = False
+
+
+def test_a_validation_within_a_validation(two):
+    "In one process the metrics go on from the inner one's totals"
+    def make(): return learner(valid=32, bs=8, metrics=[accuracy, F1Score(average='macro')])
+    learn, one = make(), make()
+    for o, fit in (learn, functools.partial(learn.distrib_fit, nprocs=2, launcher=two, batch='global')), (one, one.fit):
+        seed(1)
+        fit(2, cbs=[MidValidation()])
+        drop_times(o)
+    for row, own in zip(learn.recorder.values, one.recorder.values, strict=True):
+        np.testing.assert_allclose([*row], [*own], rtol=1e-5)
