@@ -253,8 +253,7 @@ class Together(OurCallback):
         """`Said` of all ranks at a stage of this epoch; raises what another rank left, or
         KeyboardInterrupt"""
         # a batch's meeting comes after its beginning, and what callbacks do there
-        at = 0 if batch is None else batch+.5
-        return self.meet_at(self._place_of(stage, at), **numbers)
+        return self.meet_at(self._place_of(stage, 0 if batch is None else batch+.5), **numbers)
 
     def meet_aside(self, kind, **numbers):
         "As `meet`, for one of the kinds of details; None if the other ranks go on without it"
