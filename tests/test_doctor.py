@@ -1,5 +1,5 @@
 """The doctor's page, and GPUs that can't exchange data, made up with workers on the CPU."""
-import os, subprocess, sys
+import contextlib, os, subprocess, sys, threading, time
 import fastddp, pytest
 from fastddp.base import device
 from fastddp.base.errors import RankDied, RankRaised
@@ -71,14 +71,39 @@ def test_gpus_that_exchange_over_the_cpu_are_not_checked(monkeypatch):
     assert not local.Local(gpus=[7, 8], backend='gloo').needs_p2p_check(2)
 
 
-def test_a_bound_process_counts_the_cores_of_the_machine(monkeypatch):
-    "Near a GPU it has those of one NUMA node, made up here: loader processes of all ranks share the machine's"
+@pytest.fixture
+def two_nodes(monkeypatch):
+    "A machine with two NUMA nodes of one core each, made up here, and as many GPUs; the cores of this process"
     was, binding = os.sched_getaffinity(0), pytest.importorskip('torch.numa.binding')
+    if len(was) < 2: pytest.skip('one core')
     for k in '_bound', '_unbound': monkeypatch.setattr(device, k, None)
     monkeypatch.setattr(device, 'binds_to_numa', lambda: True)
-    def bind(**kwargs): os.sched_setaffinity(0, {min(was)})
+    def bind(device_index, **kwargs):
+        cores, now = {sorted(was)[device_index]} & os.sched_getaffinity(0), os.sched_getaffinity(0)
+        for thread in map(int, os.listdir('/proc/self/task')) if cores else ():
+            with contextlib.suppress(OSError):
+                if os.sched_getaffinity(thread) == now: os.sched_setaffinity(thread, cores)
     monkeypatch.setattr(binding, '_maybe_apply_numa_binding_to_current_process', bind)
+    yield sorted(was)
+    for thread in map(int, os.listdir('/proc/self/task')):
+        with contextlib.suppress(OSError): os.sched_setaffinity(thread, was)
+
+
+def test_a_bound_process_counts_the_cores_of_the_machine(two_nodes):
+    "Near a GPU it has those of one NUMA node: loader processes of all ranks share the machine's"
+    device.bind_near(0)
+    assert os.sched_getaffinity(0) == {two_nodes[0]} and device.visible_cores() == len(two_nodes)
+
+
+def test_a_process_that_gets_a_gpu_of_another_node_moves_there_with_its_threads(two_nodes):
+    "torch chooses among the cores that a process has, and it has none there"
+    end, ids = threading.Event(), []
+    thread = threading.Thread(target=lambda: (ids.append(threading.get_native_id()), end.wait()))
+    thread.start()
     try:
-        device.bind_near(0)
-        assert len(os.sched_getaffinity(0)) == 1 and device.visible_cores() == len(was)
-    finally: os.sched_setaffinity(0, was)
+        while not ids: time.sleep(.01)
+        for gpu, core in enumerate(two_nodes[:2]):
+            device.bind_near(gpu)
+            assert os.sched_getaffinity(0) == os.sched_getaffinity(*ids) == {core}
+        assert device.visible_cores() == len(two_nodes)
+    finally: end.set(); thread.join()

@@ -401,7 +401,7 @@ def test_local_lr_find_before_a_distributed_fit(tmp_path):
     assert len(learn.recorder.values) == 1
 
 
-@pytest.mark.parametrize('calls', [['get_preds'], ['fit', 'get_preds']])
+@pytest.mark.parametrize('calls', [['get_preds'], pytest.param(['fit', 'get_preds'], marks=pytest.mark.full)])
 def test_a_stopped_prediction_before_a_distributed_fit(calls, tmp_path):
     "fastai's bar keeps the loader of the prediction, with its half-used iterator"
     class Stops(Callback):

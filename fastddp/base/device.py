@@ -35,12 +35,12 @@ def n_gpus():
     "Number of visible accelerators; doesn't create a context"
     return device_module().device_count()
 
-_unbound = None     # cores of this process before `bind_near` chose among them
+_unbound = None     # the set of cores of this process before `bind_near` chose among them
 
 def visible_cores():
     "CPU cores that this process may use, or might before it was bound to those near its GPU"
-    if _unbound: return _unbound
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    if not hasattr(os, 'sched_getaffinity'): return os.cpu_count()
+    return len(_unbound or os.sched_getaffinity(0))
 
 def use_device(
     gpu=None,     # Index of the GPU; None: the CPU
@@ -83,24 +83,29 @@ def bind_near(
     bind = getattr(binding, '_maybe_apply_numa_binding_to_current_process', None)
     if bind is None: return
     options = binding.NumaOptions(binding.AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-    _unbound = visible_cores()
+    now = os.sched_getaffinity(0)
+    _unbound = _unbound or now
+    # from another GPU: torch chooses among the cores that a thread has, and leaves other threads
+    for thread in map(int, os.listdir('/proc/self/task')):
+        try:
+            if os.sched_getaffinity(thread) == now: os.sched_setaffinity(thread, _unbound)
+        except OSError: pass        # it has ended
     bind(device_index=gpu, numa_options=options)
 
 # %% ../../nbs/base/007_device.ipynb #3816bc73
 def reset_device_count():
     "Have torch count the devices again: it remembers the count of the helper, which sees none"
-    module = device_module()
-    if hasattr(module, '_cached_device_count'): module._cached_device_count = None
+    device_module()._cached_device_count = None
 
 def in_bad_fork():
     "True if the process that this one was forked from had a context: this one can't use the device"
     return device_module()._is_in_bad_fork()
 
 # %% ../../nbs/base/007_device.ipynb #450a10d0
-_TRIM_THRESHOLD,_TOP_PAD,_MMAP_THRESHOLD = -1,-2,-3      # malloc.h
-_KEEP = {_MMAP_THRESHOLD: 32*2**20,     # the largest that glibc accepts on 64 bits
-         _TRIM_THRESHOLD: 2**31-1,      # the largest int: never
-         _TOP_PAD: 16*2**20}            # bytes beyond what is needed when the heap grows
+# parameters of malloc.h
+_KEEP = {-3: 32*2**20,      # M_MMAP_THRESHOLD: the largest that glibc accepts on 64 bits
+         -1: 2**31-1,       # M_TRIM_THRESHOLD, the largest int: never
+         -2: 16*2**20}      # M_TOP_PAD: bytes beyond what is needed when the heap grows
 
 def keep_freed_memory():
     """Have glibc keep freed memory as long as this process lives; `trim_memory` returns it.

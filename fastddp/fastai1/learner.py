@@ -80,7 +80,7 @@ def fit_job(ctx, obj):
                             **obj['options']) as cbs:
             basic_train.fit(obj['epochs'], learn, callbacks=[*cbs, *ours], metrics=metrics)
     interrupted = until_interrupted(ctx, fit, noop)
-    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(left=not interrupted))
+    if ctx.rank == 0: ctx.put('cut' if interrupted else 'state', state(grads=not interrupted))
     return noted.progress.result(interrupted)
 
 def _validate(stop_requested, model, *args, **kwargs):

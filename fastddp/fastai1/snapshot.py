@@ -74,7 +74,7 @@ def snapshot(learn, callbacks, columns=None, definitions=None, **call):
 def unpack(obj, device):
     "Makes the learner of a snapshot ready on `device`"
     old_numpy()
-    CommonRNG(obj['rng']).install()
+    CommonRNG(obj['rng']).install()     # `dump_snapshot` adds it
     learn = obj['learn']
     for o,attrs in zip(opt_owners(getattr(learn, 'opt', None)), obj['opt_attrs']):
         vars(o).update(attrs)
@@ -103,14 +103,14 @@ def baseline(learn, callbacks=(), metrics=(), refs=None, definitions=()):
                    None if refs is None else [*refs, *definitions])
 
 def capture(learn, base, refs, rng=None,
-            left=True, # May gradients be left for the next step? Not where an interrupt cut a step
+            grads=True, # Send gradients? Not where an interrupt cut a step
             ended=True # False: the job goes on
 ):
     """Everything that training changed, as a `Payload`: weights to be copied in place, the rest as
     a dump of its own"""
     rest = dict(changes=base.since_start(ended), rng=rng, order=text_order(learn.data.train_dl))
     loss = loss_module(learn.loss_func)
-    state = model_state(learn.model) | dict(grads=model_grads(learn.model) if left else {},
+    state = model_state(learn.model) | dict(grads=model_grads(learn.model) if grads else {},
                                             loss=model_state(loss) if loss else None)
     return dump_state(state, rest, base, refs)
 

@@ -156,7 +156,7 @@ def unpack(obj, device):
     model_factory,dls_factory = obj['factories']
     if dls_factory: learn.dls = _new_dls(dls_factory)
     if model_factory: _build_model(learn, model_factory, obj['state'])
-    CommonRNG(obj['rng']).install()
+    CommonRNG(obj['rng']).install()     # `dump_snapshot` or `twin` adds it
     place(learn, device)
     apply_grads(learn.model, obj['grads'])
     for o,attrs in zip(opt_owners(learn.opt), obj['opt_attrs']): vars(o).update(attrs)

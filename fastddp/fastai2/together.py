@@ -281,8 +281,8 @@ class Together(OurCallback):
     def _detail(self, kind): return (*self.place[:3], self.n_details*_KINDS+kind)
 
     def meet_at(self, place, final=False, optional=False, **numbers):
-        """As `meet`, at any place. Where others are further on, it returns None if it is `final`, or
-        if it is `optional` and they left nothing"""
+        """As `meet`, at any place. Where others are further on, a `final` meeting returns None, and
+        so does an `optional` one, unless they left something"""
         self.place = place
         if not place[3]: self.n_details = 0
         left = 0 if self.left is None else LEFT.index(self.left)+1

@@ -156,7 +156,7 @@ class Options:
         raise CantDistribute(f"No option {name}. {end}")
     def check_call(self, cls, name, args, kwargs):
         """Refuses arguments that the method `name` of `cls` can't take; a name in `kwargs` may be
-        one of its bases' methods"""
+        an argument of its bases' methods, to which its `**kwargs` go"""
         method,own = getattr(cls, name),_arguments(cls, name)
         takes_any = inspect.getfullargspec(method).varkw
         for k in kwargs.keys()-{*own}:
@@ -169,10 +169,12 @@ class Options:
     def pop(self, kwargs, learn, name):
         "Takes the options out of `kwargs`; refuses one that the method `name` of `learn` has, too"
         own = inspect.signature(getattr(type(learn), name)).parameters
-        for k in kwargs.keys() & self.accepted & own.keys(): raise CantDistribute(
-            f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with "
-            f"learn.distrib_ctx(...): learn.{name}({k}=...)` gives it to the method, `with "
-            f"learn.distrib_ctx({k}=...): learn.{name}(...)` to the workers.")
+        if both := kwargs.keys() & self.accepted & own.keys():
+            k = min(both)
+            raise CantDistribute(
+                f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with "
+                f"learn.distrib_ctx(...): learn.{name}({k}=...)` gives it to the method, `with "
+                f"learn.distrib_ctx({k}=...): learn.{name}(...)` to the workers.")
         return {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
     def doc(self, text, intro, params, *more):
         "A docstring that lists `params`"
@@ -261,21 +263,23 @@ def refuse_overlap(gpus):
         if common := _common(gpus, job.gpus):
             raise CantDistribute(f"{job.title()} has GPU {common}. Pass other gpus=, wait for "
                                  "job.result(), or queue with job.then(...).")
-    _refuse_held(gpus, [o for o in _held if o[0] is None])
+    _refuse_held(gpus, lambda o: o is None)
 
 def refuse_blocks(gpus, learn=None):
     "Raises `CantDistribute` if an open block of another learner than `learn` has one of `gpus`"
-    _refuse_held(gpus, [o for o in _held if o[0] is not learn])
+    _refuse_held(gpus, lambda o: o is not learn)
 
-def _refuse_held(gpus, held):
-    for _,theirs,refusal in held:
-        if common := _common(gpus, theirs): raise CantDistribute(refusal.format(common))
+def _refuse_held(gpus, is_meant):
+    for learn,theirs,refusal in _held:
+        if common := is_meant(learn) and _common(gpus, theirs):
+            raise CantDistribute(refusal.format(common))
 
 def refuse_busy(learn):
     "Raises `CantDistribute` if a background job trains `learn`"
-    for job in [o for o in running_jobs if o.learn is learn]:
-        raise CantDistribute(f"{job.title()} trains this learner. Wait for job.result(), or end it "
-                             "with job.stop().")
+    for job in [*running_jobs]:
+        if job.learn is learn:
+            raise CantDistribute(f"{job.title()} trains this learner. Wait for job.result(), or "
+                                 "end it with job.stop().")
 
 # %% ../../nbs/launch/508_options.ipynb #35f9d209
 def local_reason(nprocs, gpus, launcher):
@@ -342,7 +346,8 @@ def nested(
     given, # Options of this block
     defaults, # Their default values
 ):
-    "Context manager for a block inside another one of the same learner: only its options are valid"
+    """Context manager for a block inside another one of the same learner; refuses options that
+    differ from those of the outer block"""
     other = [k for k,v in given.items() if v != defaults.get(k) and v != outer.get(k)]
     if other: raise CantDistribute("Already inside a distrib_ctx of this learner, and "
                                    f"{', '.join(other)} can't change there. Leave the options out, "

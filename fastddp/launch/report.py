@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PHASES', 'PARTS', 'Advice', 'Fit', 'size', 'on_data', 'is_small', 'on_exchange', 'on_uneven', 'on_metrics',
-           'on_callbacks', 'on_validation', 'on_start', 'on_threads', 'advice_for', 'Report', 'banner', 'start_of',
-           'rate', 'summary', 'what_ran', 'closing_line']
+           'on_callbacks', 'on_validation', 'on_start', 'on_threads', 'advice_for', 'Part', 'Report', 'banner',
+           'start_of', 'rate', 'summary', 'what_ran', 'closing_line']
 
 # %% ../../nbs/launch/504_report.ipynb #1273e1ad
 import html, math, time
@@ -188,13 +188,18 @@ PHASES = {
     'failed': "runs that failed before this one"}
 
 # %% ../../nbs/launch/504_report.ipynb #e0afe343
-# What is shown of a rank: name -> what it says, and its colour, which is seen on white and on black
-PARTS = {'data':("waiting for data",'#d9822b'), 'forward':("forward",'#3f8ae0'),
-         'backward':("backward",'#2559a8'), 'optimizer':("optimizer",'#7fb2e8'),
-         'exchange':("exchange of gradients",'#b04ad0'),
-         'waiting':("waiting for other ranks",'#c94a3b'),
-         'metrics':("metrics",'#3a9d8f'), 'callbacks':("callbacks",'#87a330'),
-         'validation':("validation",'#5ba3b5'), 'other':("all else",'#8a8f98')}
+class Part(NamedTuple):
+    "What is shown of a part of a rank's time"
+    meaning:str
+    colour:str  # Is seen on white and on black
+
+# in the order in which they are shown
+PARTS = {'data': Part("waiting for data",'#d9822b'), 'forward': Part("forward",'#3f8ae0'),
+         'backward': Part("backward",'#2559a8'), 'optimizer': Part("optimizer",'#7fb2e8'),
+         'exchange': Part("exchange of gradients",'#b04ad0'),
+         'waiting': Part("waiting for other ranks",'#c94a3b'),
+         'metrics': Part("metrics",'#3a9d8f'), 'callbacks': Part("callbacks",'#87a330'),
+         'validation': Part("validation",'#5ba3b5'), 'other': Part("all else",'#8a8f98')}
 
 class Report:
     """Where the seconds of one call on the workers went; shown as a picture in a notebook. The
@@ -277,7 +282,7 @@ class Report:
         for phase,secs in self.phases.items():
             lines.append(f"  {phase:<12}{secs:>8.3f} s  {PHASES.get(phase, '')}".rstrip())
         for r,bar in enumerate(self.bars()):
-            parts = [f"{PARTS[k][0]} {secs:.2f} s" for k,secs in bar.items()]
+            parts = [f"{PARTS[k].meaning} {secs:.2f} s" for k,secs in bar.items()]
             lines.append(f"  rank {r}: {', '.join(parts)}")
         lines += [f"  {o}" for o in self.facts()]
         return '\n'.join(lines)
@@ -285,8 +290,8 @@ class Report:
         phases = [f"{k} {secs:.1f} s" for k,secs in self.phases.items()]
         text = [html.escape(o) for o in (*self.headlines(), ', '.join(phases), *self.facts())]
         return ('<div style="max-width:720px;line-height:1.5">'
-                f'{"<br>".join(text)}{self._bars()}</div>')
-    def _bars(self):
+                f'{"<br>".join(text)}{self._bars_html()}</div>')
+    def _bars_html(self):
         "A stacked bar for each rank, and what its colours mean"
         bars = self.bars()
         res = []
@@ -323,11 +328,11 @@ def banner(n, gpus, total, steps=None, where=None):
 _START = dict(failed='runs that failed', snapshot='snapshot', helper='helper process',
               fork='other workers', ship='shared memory', join='process group', load='loading')
 
-def start_of(timings, begun):
+def start_of(report, begun):
     """How long it took until the first batch, at the time `begun`; after a second or more also what
     took it"""
-    total = begun-timings.began
-    phases = timings.phases
+    total = begun-report.began
+    phases = report.phases
     if total < 1: return f"start {total:.1f} s"
     parts = {name:phases[k] for k,name in _START.items() if k in phases}
     parts['first batch'] = total-sum(parts.values())

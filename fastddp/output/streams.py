@@ -64,9 +64,9 @@ def _add(self:EventQueue, event):
     last = self.events[-1] if self.events else ('',)
     is_update = kind == 'display' and values[-1]
     # this clears all output that waits
-    if event == ('clear', False): self.events = []
+    if event == ('clear', False): self.events,self.chars = [],0
     # `clear_output(wait=True)` clears when new output comes, which an update isn't
-    elif last[0] == 'clear' and not is_update: self.events = [last]
+    elif last[0] == 'clear' and not is_update: self.events,self.chars = [last],0
     if kind == 'stream':
         name,text = values
         self.chars += len(text)
@@ -74,8 +74,9 @@ def _add(self:EventQueue, event):
         else: self.events.append(('stream', name, [text]))
         return
     # an update replaces the one before it of the same display, which the transient data name
-    if is_update and 'display_id' in event[3]:
-        self.events = [e for e in self.events if e[0] != 'display' or e[3:] != event[3:]]
+    if is_update:
+        transient,_ = ending = event[3:]        # only displays have so many values
+        if 'display_id' in transient: self.events = [e for e in self.events if e[3:] != ending]
     self.events.append(event)
 
 # %% ../../nbs/output/201_streams.ipynb #3e25526a

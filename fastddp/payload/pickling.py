@@ -7,8 +7,8 @@ __all__ = ['Payload', 'load_typed', 'load_storage', 'attr_of', 'Definitions', 'o
            'dumped_instead', 'StandIn', 'dump', 'copied', 'load', 'parts', 'address', 'function_at']
 
 # %% ../../nbs/payload/101_pickling.ipynb #15824912
-import _thread, collections, contextlib, contextvars, functools, gc, importlib, io, pickle, sys
-import threading, types, weakref
+import _thread, collections, contextlib, contextvars, functools, gc, importlib, io, operator, pickle
+import sys, threading, types, weakref
 from typing import NamedTuple
 
 import cloudpickle, torch
@@ -277,13 +277,15 @@ class _Unpickler(pickle.Unpickler):
         return self._refs[i] if i < len(self._refs) else None
     def find_class(self, module, name):
         found = super().find_class(module, name)
+        if found is load_storage: return functools.partial(found, to=self._device)
+        if module != 'cloudpickle.cloudpickle': return found
         if self._home is not None and name == '_make_function':
             return functools.partial(self._at_home, found)
         if self._define and name in ('_class_setstate','_function_setstate'):
             return functools.partial(self._set_state, found)
         if self._home is None and name == '_class_setstate':
             return lambda cls, state: cls if cls in _sent else found(cls, state)
-        return functools.partial(found, to=self._device) if name == 'load_storage' else found
+        return found
     def _at_home(self, make, code, ns, *args):
         "A function of the notebook; those of one pickle have their globals in common"
         if ns.get('__name__') != '__main__': return make(code, ns, *args)
@@ -302,24 +304,24 @@ _defined = {}       # what payloads defined in `home`
 
 class _Copier(_Pickler):
     "Functions, classes and modules are the same in the copy"
+    def __init__(self, code, *args):
+        super().__init__(*args)
+        self._code = code       # id -> one of them; the copy refers to this dict, too
     def reducer_override(self, o):
-        is_code = isinstance(o, (types.FunctionType,types.ModuleType,type))
-        if not is_code or o is _same_here: return super().reducer_override(o)
-        _copied[id(o)] = o
-        return _same_here, (id(o),)
-
-_copied = {}        # id -> what a copy refers to
-
-def _same_here(i): return _copied[i]
+        if not isinstance(o, (types.FunctionType,types.ModuleType,type)):
+            return super().reducer_override(o)
+        self._code[id(o)] = o
+        return operator.getitem, (self._code, id(o))
 
 def copied(
     obj,        # What is copied, into CPU memory
     same,       # Objects that the copy refers to as well
 ):
     "A copy of `obj` for this process, of whatever `dump` can send"
-    payload = dump(obj, same, pickler=_Copier)
-    try: return load(payload.meta, payload.copied_buffers(), refs=same)
-    finally: _copied.clear()
+    code = {}
+    refs = [code, *same]
+    payload = dump(obj, refs, pickler=functools.partial(_Copier, code))
+    return load(payload.meta, payload.copied_buffers(), refs=refs)
 
 def load(
     meta,        # The pickle of a `Payload`

@@ -24,7 +24,8 @@ def _defining_module(f):
         f = getattr(type(f), 'forward' if isinstance(f, nn.Module) else '__call__', f)
     return getattr(f, '__module__', None) or ''
 
-_OF_FASTAI = 'fastai.losses','fastai.layers','fastai.callback','fastai.vision.gan'
+_WRAPPERS = 'fastai.losses','fastai.layers'     # modules whose losses have another as `func`
+_OF_FASTAI = *_WRAPPERS, 'fastai.callback','fastai.vision.gan'      # their names begin so
 
 def unwrapped(loss_func):
     """`(f, keywords)`: the function inside `functools.partial` and fastai's wrappers, and the
@@ -33,7 +34,7 @@ def unwrapped(loss_func):
     while True:
         if isinstance(loss_func, functools.partial) and not loss_func.args:
             loss_func,kw = loss_func.func,{**loss_func.keywords,**kw}
-        elif _defining_module(loss_func) in _OF_FASTAI and 'func' in vars(loss_func):
+        elif _defining_module(loss_func) in _WRAPPERS and 'func' in vars(loss_func):
             loss_func = loss_func.func
         else: return loss_func,kw
 
@@ -75,6 +76,7 @@ def class_weights(loss_func):
     if not _has_known_reduction(f, kw): return None
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)): return f.weight, f.ignore_index
     if f in (F.cross_entropy, F.nll_loss): return kw.get('weight'), kw.get('ignore_index',-100)
+    return None     # also of mixup's cross entropy, whose mean isn't weighted
 
 def is_sum_loss(loss_func):
     "True if a known `loss_func` is a sum over its items instead of a mean"

@@ -89,8 +89,8 @@ def shard_steps(batches, # Those of an epoch, in order
     start = 0
     for group in chunked(batches, n) if whole else ([b] for b in batches):
         batch = [o for b in group for o in b]
-        mine = shard_batch(range(len(batch)), rank, n)
         if whole: mine = range(sum(map(len, group[:rank])), sum(map(len, group[:rank+1])))
+        else: mine = shard_batch(range(len(batch)), rank, n)
         own = [batch[i] for i in mine]
         positions = range(start+mine.start, start+mine.stop, mine.step)
         if train: yield Step(pad_shard(own, batch, n), len(batch), positions)
@@ -105,8 +105,10 @@ def too_few(bs,   # Items of a full global batch; None where a batch sampler dec
     "Why there is too little training data, with the remedy, or None"
     if bs and bs<n: return (f"a global batch of {bs} is smaller than {n} workers. Use a larger "
                             "batch, or fewer workers.")
-    if not steps: return (f"it is empty, or its items make no full batch of {bs}. Use a smaller "
-                          "batch, `batch='global'`, or `drop_last=False`.")
+    if steps: return None
+    if not bs: return "its batch sampler makes no batch. Check its batch size and `drop_last`."
+    return (f"it is empty, or its items make no full batch of {bs}. Use a smaller batch, "
+            "`batch='global'`, or `drop_last=False`.")
 
 # %% ../../nbs/shard/301_sharded.ipynb #29387a34
 def workers_per_rank(num_workers, # The user's number, for one process
@@ -142,7 +144,7 @@ class Shard:
     whole = False
     epoch = None            # The `Epoch` that is read, or was read last
     # The sharded loader's attributes when `track_changes` looked at them last
-    seen = None
+    attrs_before = None
     batches = None          # torch: a batch sampler of the global batches
     inner = None            # torch: the loader that does the work
     sampler = None          # torch: the inner loader's batch sampler
@@ -178,11 +180,11 @@ def reading(dl,   # A sharded loader
 ):
     "For one iteration over `dl`: yields its `Epoch`"
     outer,epoch = dl._shard.epoch,Epoch(steps)
-    _show(dl, epoch)
+    _publish(dl, epoch)
     try: yield epoch
     finally:
         epoch.running = False
-        if outer and outer.running: _show(dl, outer)
+        if outer and outer.running: _publish(dl, outer)
 
 def account(dl, epoch):
     "Note the next step of `epoch`, just before its batch is yielded"
@@ -190,9 +192,9 @@ def account(dl, epoch):
     epoch.counts[epoch.done:epoch.done+1] = [step.counts]
     epoch.idxs += step.positions
     epoch.done += 1
-    _show(dl, epoch)
+    _publish(dl, epoch)
 
-def _show(dl, epoch):
+def _publish(dl, epoch):
     "Make `epoch` the current one of `dl`; called at each step, since a loader may use these names"
     dl._shard.epoch,dl.counts,dl.idxs = epoch,epoch.counts,epoch.idxs
 
@@ -275,15 +277,15 @@ _OURS = {'_shard','counts','idxs','_iterator','it'}
 
 def track_changes(dl):
     "From now on, what changes in the sharded `dl` belongs to its original, too"
-    dl._shard.seen = {k:v for k,v in vars(dl).items() if k not in _OURS}
+    dl._shard.attrs_before = {k:v for k,v in vars(dl).items() if k not in _OURS}
 
 def write_back(dl):
     "Carry what changed in the sharded `dl` since `track_changes` into its original"
-    seen = dl._shard.seen
-    if seen is None: return
+    before = dl._shard.attrs_before
+    if before is None: return
     for k,v in vars(dl).items():
-        if k not in _OURS and seen.get(k,seen) is not v and not _bound_to(v,dl):
-            vars(dl._shard.orig)[k] = v
+        is_same = k in before and before[k] is v
+        if not (is_same or k in _OURS or _bound_to(v,dl)): vars(dl._shard.orig)[k] = v
     track_changes(dl)
 
 # %% ../../nbs/shard/301_sharded.ipynb #d30640d4
