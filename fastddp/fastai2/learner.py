@@ -28,9 +28,9 @@ from .session import Session
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
 from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
-from fastddp.launch.options import (
-    ITEMS, RAISES, Options, check_method, in_launched_group, no_attribute, refuse_blocks,
-    refuse_busy)
+from ..launch.options import (
+    ITEMS, RAISES, Options, check_method, in_launched_group,
+    no_attribute, refuse_blocks, refuse_busy)
 from ..launch.session import beside_workers, block, offloaded
 from ..output.replay import print_line
 from ..payload.pickling import dumped_instead
