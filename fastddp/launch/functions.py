@@ -124,7 +124,7 @@ def ranch(
     """Call `fn` in `nprocs` processes, each with `LOCAL_RANK` and `LOCAL_WORLD_SIZE` in its
     environment. Raises `CantDistribute` for wrong arguments, before anything is started, and
     `RankRaised` or `RankDied` if a process fails"""
-    _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports)
+    _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait)
     needed = _needed(need)
     bound(fn, args, kwargs)
     sends = 'all' if gather else caller_rank
@@ -143,6 +143,7 @@ CHECKS = dict(
     fn=Check("the function to call, then its arguments", callable),
     caller_rank=whole("a rank, or None", none=True),
     ctx=CONTEXT,
+    wait=FLAG,
     need=Check("names of notebook objects in one string, such as 'x, y'",
                lambda v: isinstance(v, str)))
 
