@@ -11,7 +11,7 @@ from fastai.optimizer import Adam, OptimWrapper
 from torch import nn
 from fastddp.base import group
 from losses import RMSE, numbers
-from parity import assert_same, fit_both, learner, mlp, warm
+from parity import Idle, assert_same, fit_both, learner, mlp, warm
 
 READS = 'item', 'tolist', 'numpy', '__bool__', '__float__', '__int__', 'cpu'
 
@@ -37,14 +37,6 @@ class OnDevice(Callback):
             self.n_sums += 1
             return sum_there(*args)
         sync._sum_on_device = counted
-
-
-class Idle(nn.Module):
-    "A layer that nothing uses"
-    def __init__(self):
-        super().__init__()
-        self.net, self.idle = mlp(), nn.Linear(2, 2)
-    def forward(self, x): return self.net(x)
 
 
 def some_ignored(n, s=0):

@@ -10,8 +10,8 @@ from fastcore.foundation import L
 from torch import nn
 from fastddp.base import group
 from losses import RMSE, numbers
-from parity import (Collect, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
-                    warm)
+from parity import (Collect, Idle, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp,
+                    seed, warm)
 from spread import long_but
 from test_decisions import Leave
 
@@ -192,18 +192,10 @@ def test_metrics_of_training_after_a_callbacks_own_validation(ranks, metric, n_o
     assert largest(*(sum(o.recorder.values, start=L()) for o in (learn, one))) < 1e-6
 
 
-class WithUnused(nn.Module):
-    "A layer that no batch uses"
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = mlp(), nn.Linear(2, 2)
-    def forward(self, x): return self.used(x)
-
-
 def test_an_unused_layer_stays_without_gradients_where_a_rank_has_no_items(two):
     "In the last batch of one item; with zeros for gradients it would be decayed"
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1., 3., .5]))
-    learn = learner(train=37, bs=2, model=WithUnused(), loss_func=weighted, opt_func=Adam, wd=.1)
-    start = learn.model.unused.weight.clone()
+    learn = learner(train=37, bs=2, model=Idle(), loss_func=weighted, opt_func=Adam, wd=.1)
+    start = learn.model.idle.weight.clone()
     assert_same(*fit_both(learn, 2, two, 1))
-    assert torch.equal(learn.model.unused.weight, start) and learn.model.unused.weight.grad is None
+    assert torch.equal(learn.model.idle.weight, start) and learn.model.idle.weight.grad is None
