@@ -207,6 +207,16 @@ def test_a_helper_that_dies_is_named():
     works()
 
 
+@pytest.mark.parametrize('gpus', [[], [0, 1]])
+def test_workers_that_need_gpus_are_asked_for(monkeypatch, gpus):
+    asked = []
+    monkeypatch.setattr(local, 'start_workers', lambda ranks, on_gpu, *_: asked.append(on_gpu))
+    engine = Local(gpus=gpus)
+    engine._get_workers(2, None)
+    engine.close()
+    assert asked == [bool(gpus)]
+
+
 def test_workers_that_die_before_they_are_ready(monkeypatch):
     "On GPUs it is asked first whether the helper has touched one"
     real = local.start_workers

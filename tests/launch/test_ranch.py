@@ -6,6 +6,7 @@ import psutil, pytest, torch
 from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp,
                          ranch,
                          spawn)
+from fastddp.base import group
 from fastddp.base.errors import NotPicklable
 from fastddp.cluster.cluster import Cluster
 from fastddp.process import workers
@@ -260,6 +261,21 @@ def test_ranks_that_do_not_fit(kwargs, says):
 
 def test_outside_of_a_ranch():
     with pytest.raises(CantDistribute, match='LOCAL_RANK'): TorchDDPCtx(world_size=2).__enter__()
+
+
+@pytest.mark.parametrize('use_gpu,gpu', [(True, 1), (False, None)])
+def test_a_gpu_for_each_process(monkeypatch, use_gpu, gpu):
+    def use_device(gpu, threads): raise CantDistribute(f'device {gpu}')
+    for k, v in dict(LOCAL_RANK='1', LOCAL_WORLD_SIZE='2').items(): monkeypatch.setenv(k, v)
+    monkeypatch.setattr(group, 'n_gpus', lambda: 2)
+    monkeypatch.setattr(group, 'use_device', use_device)
+    with pytest.raises(CantDistribute, match=f'device {gpu}$'): TorchDDPCtx(use_gpu=use_gpu).__enter__()
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    monkeypatch.setattr(group, 'n_gpus', lambda: 1)
+    with pytest.raises(CantDistribute, match='2 processes, but 1 GPU is visible.*nprocs=1'): in_torchddp(2, me)
+    assert in_torchddp(2, me, use_gpu=False) == 0
 
 
 # Failures

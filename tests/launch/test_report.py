@@ -167,6 +167,20 @@ def test_of_inference_only_what_its_clock_can_tell(on_gpu, causes):
     assert [o.cause for o in advice_for(fit(one, steps=0, epochs=0))] == causes
 
 
+def test_on_a_gpu_the_cores_are_no_cause():
+    uneven = [rank(waits=dict(uneven=6.), uneven={(1, 3): 6.}, on_gpu=True), rank()]
+    assert 'another program on its GPU,' in advice_for(fit(*uneven))[0].text
+    assert not advice_for(fit(rank(threads=8, on_gpu=True), cores=2))
+
+
+@pytest.mark.parametrize('on_gpu', [False, True])
+def test_memory_of_gpus_where_there_are_some(on_gpu):
+    r = report.Report('1 epoch')
+    ranks = [rank(on_gpu=on_gpu, gpu_peak=o*2**30) for o in (3, 5)]
+    r.take([dict(begun=r.began, epochs=1, steps=10, report=o) for o in ranks])
+    assert [o for o in r.facts() if 'GPU' in o] == ['on GPUs 3,072 MB, 5,120 MB']*on_gpu
+
+
 class Sleeps(Callback):
     "After each step of rank 0, `secs`"
     rank0_only = True

@@ -8,6 +8,9 @@ from fastai.metrics import accuracy
 from fastai.optimizer import Adam
 from fastai.text.data import SortedDL, pad_input
 from fastai.text.models.awdlstm import WeightDropout
+from fastddp.all import CantDistribute
+from fastddp.base import group
+from fastddp.fastai2 import check
 from fastddp.fastai2.check import _LOOK
 from torch import nn
 from parity import items, learner, mlp, warm
@@ -127,6 +130,15 @@ def test_the_verdict_points_to_a_page():
     docs = pathlib.Path(__file__).parents[2]/'docs'
     title = re.search("The page '(.*)' says", _LOOK)[1]
     assert f'# {title}\n' in (docs/'same_answer.md').read_text(encoding='utf-8')
+
+
+@pytest.mark.parametrize('n,nprocs', [(0, 2), (1, 2), (3, 3)])
+def test_without_options_as_many_workers_as_gpus(monkeypatch, n, nprocs):
+    "At least two, or there is nothing to compare"
+    def compare(learn, steps, tol, options): raise CantDistribute(str(options['nprocs']))
+    monkeypatch.setattr(group, 'n_gpus', lambda: n)
+    monkeypatch.setattr(check, '_compare', compare)
+    with pytest.raises(CantDistribute, match=f'^{nprocs}$'): learner().distrib_check()
 
 
 def test_torch_loaders(two):
