@@ -138,11 +138,11 @@ def call_job(
     with worker_namespace(ctx), ctx.interruptible(): return fn(*args, **kwargs)
 
 def memory_job(ctx, obj):
-    "Return as text the memory of this process, on Linux, and what it has allocated on its GPU"
+    "Return as text the memory of this process, and what it has allocated on its GPU"
     text = ''
-    with contextlib.suppress(OSError), open('/proc/self/statm') as f:
-        resident_pages = int(f.read().split()[1])
-        text = f"{resident_pages*os.sysconf('SC_PAGE_SIZE')>>20} MB"
+    with contextlib.suppress(ImportError):      # ipykernel brings psutil, IPython alone doesn't
+        import psutil
+        text = f"{psutil.Process().memory_info().rss>>20} MB"
     if not is_accelerator(ctx.device): return text
     return f"{text} + {device_module().memory_allocated(ctx.device)>>20} MB GPU"
 

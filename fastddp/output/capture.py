@@ -42,7 +42,8 @@ def _search_new_modules():
     "Add the modules that were imported since the last search to `_found`"
     global _newest
     try: new = [*takewhile(lambda m: m is not _newest, reversed(sys.modules.values()))]
-    except RuntimeError: new = [*sys.modules.values()]      # another thread imports meanwhile
+    # another thread imports meanwhile
+    except RuntimeError: new = [*reversed(sys.modules.copy().values())]
     for module in new:
         namespace = getattr(module, '__dict__', {})
         if not namespace.keys().isdisjoint(_BARS+_FLAGS): _found[id(namespace)] = namespace
