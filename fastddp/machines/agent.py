@@ -15,153 +15,177 @@ from ..base import group
 from ..base.failure import is_user_file
 from ..base.device import visible_cores
 from ..launch.local import start_workers
-from .meeting import answer_one, cards, host_store, reached
-from .stream import Stream, to_fd
+from .meeting import accept_one, network_cards, reachable, start_store
+from .stream import Stream, writer_to
 from ..process import helper
 
 # %% ../../nbs/machines/612_agent.ipynb #cae723cc
 def _version(package):
+    "Return the version of an installed package; None if it isn't installed"
     try: return version(package)
     except PackageNotFoundError: return None
 
 @functools.cache
 def _digest():
-    "A digest of this package's code, since two clones may have the same version"
-    res = hashlib.blake2b(digest_size=4)
+    "Return a digest of this package's code, since two clones may have the same version"
+    digest = hashlib.blake2b(digest_size=4)
     package = Path(sys.modules['fastddp'].__file__).parent
-    for o in sorted(package.rglob('*.py')): res.update(o.read_bytes())
-    return res.hexdigest()
+    for path in sorted(package.rglob('*.py')): digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 def facts():
-    "The versions and the number of GPUs of this machine, as plain numbers and strings"
+    """Return a dict about this machine: `versions`, from package to version, and `gpus`, the number
+    of its GPUs"""
     versions = dict(Python='.'.join(map(str, sys.version_info[:2])), torch=_version('torch'),
                     fastai=_version('fastai'), fastddp=f"{_version('fastddp')}+{_digest()}")
     return dict(versions=versions, gpus=group.n_gpus())
 
 # %% ../../nbs/machines/612_agent.ipynb #36343a1b
-_OF_THE_MACHINE = re.compile(
+# variables that describe a machine; the notebook's values are of no use on another one
+_MACHINE_VARIABLE = re.compile(
     '(PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|TMPDIR|PWD|OLDPWD|LD_.*|VIRTUAL_ENV|CONDA_.*|'
     'PYTHONHOME|PYTHONPATH|CUDA_.*|NVIDIA_.*|SSH_.*|SLURM.*|PMI.*|DISPLAY|XDG_.*|KUBERNETES_.*|'
     'GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME)$')
 
 def merged_env(
-    notebook, # The notebook's environment
-    own, # This machine's
-    names=(), # Others of this machine's that it keeps
+    notebook, # The notebook's environment, a dict
+    own, # This machine's environment, a dict
+    own_names=(), # More variables for which this machine's values count
 ):
-    "The environment of the workers of this machine"
-    def stays(k): return k in names or _OF_THE_MACHINE.match(k)
-    res = {k:v for k,v in notebook.items() if not stays(k)}
-    return res | {k:v for k,v in own.items() if stays(k)}
+    """Return the environment of this machine's workers: the notebook's, apart from variables that
+    describe a machine"""
+    def is_own(name): return name in own_names or _MACHINE_VARIABLE.match(name)
+    env = {k:v for k,v in notebook.items() if not is_own(k)}
+    return env | {k:v for k,v in own.items() if is_own(k)}
 
-def merged_path(notebook, own):
-    "The notebook's import path as far as it exists here, and what else this machine has"
-    there = [o for o in notebook if o == '' or os.path.exists(o)]
-    return [*dict.fromkeys([*there, *own])]
+def merged_path(
+    notebook, # The notebook's import path, a list
+    own, # This machine's import path, a list
+):
+    "Return the notebook's folders that exist on this machine, and then its own others"
+    found = [o for o in notebook if o == '' or os.path.exists(o)]
+    return [*dict.fromkeys([*found, *own])]
 
 # %% ../../nbs/machines/612_agent.ipynb #bebe2fb0
-# cached: following a file's links takes longer than the rest of a job's start
-_is_own = functools.cache(is_user_file)
+# cached, because resolving a file's links would take most of the time that a job needs to start
+_is_user_file = functools.cache(is_user_file)
 
 def own_modules():
-    """File below an import path -> its content, for the modules that were imported from files of
-    the user's own"""
-    res = {}
-    for name,m in sys.modules.copy().items():
-        file = getattr(m, '__file__', None) or ''
-        rel = name.replace('.', '/')+('/__init__.py' if hasattr(m, '__path__') else '.py')
-        if file.endswith(f'/{rel}') and _is_own(file) and os.path.exists(file):
-            res[rel] = Path(file).read_bytes()
-    return res
+    """Return the files of the modules that this process has imported from the user's own folders,
+    as a dict from the path below an import path ('package/module.py') to the content"""
+    files = {}
+    for name,module in sys.modules.copy().items():
+        file = getattr(module, '__file__', None) or ''
+        suffix = '/__init__.py' if hasattr(module, '__path__') else '.py'
+        path = name.replace('.', '/')+suffix
+        if file.endswith(f'/{path}') and _is_user_file(file) and os.path.exists(file):
+            files[path] = Path(file).read_bytes()
+    return files
 
 def write_files(
-    files, # Path -> content
-    folder='', # What relative paths are relative to
+    files, # Dict from path to content
+    folder='', # Folder that relative paths are relative to
 ):
-    "Writes files, with the folders that are missing"
-    for rel,data in files.items():
-        path = Path(folder, rel)
+    "Write files, and make the folders that are missing"
+    for name,data in files.items():
+        path = Path(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
 # %% ../../nbs/machines/612_agent.ipynb #8aad38c8
-_TURN = .2      # seconds between two looks at logs and heartbeats
-_SILENCE = 60.  # seconds without a sign of life of the notebook that end the agent, at least
+_REPORT_SECONDS = .2    # time between two looks at logs and heartbeats
+_LINK_TIMEOUT = 60.     # seconds of the notebook's silence after which the agent ends, at least
 
 class Agent:
-    """Runs the workers of one machine for the notebook, until the notebook is gone. `run` handles
-    each message of the notebook by the method `on_` and its name, and sends news of the workers"""
+    """Runs the workers of one machine for the notebook. `main` makes one in a process of its own.
+    `run` calls `on_<kind>` for each message of the notebook, and sends what the workers report; it
+    returns, and the workers end, when the notebook is gone"""
     def __init__(self,
-        read_fd, write_fd, # Of the stream
-        names=(), # Environment variables that workers here have from this machine
+        read_fd, write_fd, # Descriptors of the stream to the notebook
+        own_names=(), # Environment variables for which this machine's values count in workers
     ):
-        self.names = names
-        self.workers = None
-        self.store = None           # the rendezvous of the ranks, on rank 0's machine
-        self.listening = []         # sockets that the other machines try to reach
-        self.token = b''
+        self.own_names = own_names
+        self.workers = None         # `Workers` of this machine, from the message 'start' on
+        self.store = None           # where the ranks meet, if this is rank 0's machine
+        self.listeners = []         # sockets that the other machines try to reach
+        self.token = b''            # what they receive from these sockets
+        # this process as it was started: `merged_env` and others combine it with the notebook
         self.env = dict(os.environ)
         self.path = list(sys.path)
         self.folder = os.getcwd()
-        self.unsent_states = set()  # kinds of rank 0's states that the notebook doesn't have yet
+        # kinds ('state', 'epoch', 'files'...) of rank 0's payloads that the notebook doesn't have
+        self.unsent_kinds = set()
         self.log_positions = {}     # rank -> bytes of its log that were sent
-        self.sent_beats = {}        # rank -> its last `Heartbeat` that was sent
-        self.silence = _SILENCE
-        self.stream = Stream(read_fd, *to_fd(write_fd))
+        self.sent_beats = {}        # rank -> the last of its `Heartbeat`s that was sent
+        self.link_timeout = _LINK_TIMEOUT
+        self.stream = Stream(read_fd, *writer_to(write_fd))
         self.stream.send('facts', facts())
     def notebook_is_gone(self):
-        "True if its stream has ended, or nothing has come for too long"
-        return self.stream.end_reason is not None or self.stream.silent_for() > self.silence
+        "True if the stream has ended, or nothing has arrived for too long"
+        if self.stream.end_reason is not None: return True
+        return self.stream.seconds_silent() > self.link_timeout
     def run(self):
-        "Handles messages and reports what the workers do, until the notebook is gone"
+        "Handle messages and report what the workers do, until the notebook is gone"
         try:
             while not self.notebook_is_gone():
-                worker_handles = self.workers.waitables() if self.workers else []
-                timeout = 0 if self.stream.has_messages else _TURN
-                handles = [self.stream, *self.listening, *worker_handles]
-                ready = connection.wait(handles, timeout)
-                for o in self.listening:
-                    if o in ready: answer_one(o, self.token)
-                for what,*values in self.stream.received():
-                    getattr(self, f'on_{what}')(*values)
+                from_workers = self.workers.waitables() if self.workers else []
+                timeout = 0 if self.stream.has_messages else _REPORT_SECONDS
+                ready = connection.wait([self.stream, *self.listeners, *from_workers], timeout)
+                for o in self.listeners:
+                    if o in ready: accept_one(o, self.token)
+                for kind,*values in self.stream.receive(): getattr(self, f'on_{kind}')(*values)
                 if self.workers: self._report()
         except KeyboardInterrupt: pass      # of `start_workers`: the notebook was gone meanwhile
         finally:
             if self.workers: self.workers.stop(1.)
             self.stream.close()
     def on_link_timeout(self, seconds):
-        "A notebook that waits longer for this machine may be silent longer"
-        self.silence = max(_SILENCE, seconds)
-    # Where the ranks meet
-    def on_listen(self, token, only):
-        "The other machines will try to reach this one"
+        "The notebook waits so long for this machine, and may be silent as long"
+        self.link_timeout = max(_LINK_TIMEOUT, seconds)
+
+    # Messages before the first job: where the ranks meet
+    def on_listen(self, token, interface):
+        "Listen at each address of this machine, where the other machines will try to connect"
         self.token = token
-        own = cards(only)
-        self.listening = [socket.create_server((o, 0)) for o in own]
-        self.stream.send('offers', [o.getsockname() for o in self.listening], own)
+        cards = network_cards(interface)
+        self.listeners = [socket.create_server((o, 0)) for o in cards]
+        self.stream.send('listening', [o.getsockname() for o in self.listeners], cards)
     def on_reach(self, *args):
-        "Tries to reach another machine"
-        self.stream.send('reached', reached(*args))
-    def on_meet_at(self, addr):
-        "Makes the store at which the ranks of a new group meet"
-        for o in self.listening: o.close()
-        self.listening = []
-        where,self.store = host_store(addr)
-        self.stream.send('store', where)
+        "Try to reach another machine; `args` are those of `reachable`"
+        self.stream.send('reachable', reachable(*args))
+    def on_meet_at(self, address):
+        "Start the store at which the ranks of a new group meet"
+        for o in self.listeners: o.close()
+        self.listeners = []
+        endpoint,self.store = start_store(address)
+        self.stream.send('store', endpoint)
     def on_missing(self, paths):
-        "Says which of the notebook's files are not here"
+        "Answer with those of the notebook's files that don't exist here"
         self.stream.send('missing', [o for o in paths if not os.path.exists(o)])
-    # Workers and jobs
-    def on_start(self, ranks, on_gpu, preload, surroundings):
-        "Starts this machine's workers"
+
+    # Messages about workers and jobs
+    def on_start(self,
+        ranks, # List of this machine's ranks
+        on_gpu, # True if each needs a GPU
+        preload, # Names of the modules that the helper process imports
+        surroundings, # The notebook's, see `_apply_surroundings`
+    ):
+        "Start this machine's workers"
         self._apply_surroundings(*surroundings)
         helper.preload(*preload)
         self.workers = start_workers(ranks, on_gpu, self.notebook_is_gone, first=ranks[0])
-    def on_job(self, entry, specs, env, surroundings, files, packed, block):
-        "Every rank here calls `entry`; `files` are modules of the user's own"
-        self.unsent_states = set()
+    def on_job(self,
+        entry, # Function that each rank calls, as for `Workers.submit`
+        specs, # The `RankSpec` of each rank of this machine
+        env, # Variables for the workers' environment
+        surroundings, # As for `on_start`
+        modules, # `own_modules` of the notebook
+        packed, block, # The payload, as for `Workers.submit`
+    ):
+        "Submit a job to all workers of this machine"
+        self.unsent_kinds = set()
         folder = os.path.join(self.workers.dir, 'modules')
-        write_files(files, folder)
+        write_files(modules, folder)
         self._apply_surroundings(*surroundings, folder)
         threads = max(1, visible_cores()//len(specs))
         specs = [s._replace(threads=s.threads or threads) for s in specs]
@@ -169,18 +193,24 @@ class Agent:
         block.close()       # the workers have it
     def on_stop(self): self.workers.ask_stop()
     def on_stacks(self, ranks): self.workers.ask_stacks(ranks)
-    def _apply_surroundings(self, env, cwd, path, *last):
-        "Sets environment, folder and import path as in the notebook, as far as they exist here"
+    def _apply_surroundings(self,
+        env, cwd, path, # The notebook's environment, working directory and import path
+        *folders, # More folders for the end of the import path
+    ):
+        "Set environment, working directory and import path as in the notebook, where they fit here"
         os.environ.clear()
-        os.environ.update(merged_env(env, self.env, self.names))
+        os.environ.update(merged_env(env, self.env, self.own_names))
         os.chdir(cwd if os.path.isdir(cwd) else self.folder)
-        sys.path[:] = [*merged_path(path, self.path), *last]
+        sys.path[:] = [*merged_path(path, self.path), *folders]
+
     # What the workers do
     def _report(self):
-        self._report_logs()     # before the news that a rank died
+        "Send what is new since the last call"
+        self._report_logs()     # before the news that a rank died, which quotes its log
         self._report_beats()
         self._report_news()
-        if not self.stream.unsent: self._send_states()
+        # a newer state replaces one that is not sent yet
+        if not self.stream.has_unsent: self._send_states()
     def _report_logs(self):
         for r in self.workers.ranks:
             path = self.workers.log_path(r)
@@ -191,7 +221,7 @@ class Agent:
                 self.log_positions[r] = f.tell()
     def _report_beats(self):
         beats = {r:self.workers.beat(r) for r in self.workers.ranks}
-        new = {r:b for r,b in beats.items() if b != self.sent_beats.get(r)}
+        new = {r:beat for r,beat in beats.items() if beat != self.sent_beats.get(r)}
         self.sent_beats |= new
         if new: self.stream.send('beats', new)
     def _report_news(self):
@@ -199,37 +229,38 @@ class Agent:
             if what == 'put':
                 kind, = values
                 if kind == 'result': self._send_payload(r, kind)
-                elif r == 0: self.unsent_states.add(kind)
+                elif r == 0: self.unsent_kinds.add(kind)    # the notebook needs no other rank's
             elif what in ('event','done','failed','died'):
-                if what != 'event': self._send_states()
+                if what != 'event': self._send_states()     # they arrive before the end of the rank
                 self.stream.send('news', r, what, *values)
     def _send_states(self):
-        for kind in self.unsent_states: self._send_payload(0, kind)
-        self.unsent_states = set()
+        "Send the newest payload of each kind that rank 0 has put"
+        for kind in self.unsent_kinds: self._send_payload(0, kind)
+        self.unsent_kinds = set()
     def _send_payload(self, r, kind):
         block,packed = self.workers.latest[r,kind]
         self.stream.send('put', r, kind, packed, block=block, size=packed.end)
 
 # %% ../../nbs/machines/612_agent.ipynb #d2ef2d50
 def _on_sigterm(*_):
-    "Ends the agent in order, so that it removes its folders"
+    "Raise `SystemExit`, so that the agent ends its workers and removes its folders"
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(1)
 
 def main():
-    """Runs an agent on standard input and output: `python -m fastddp.machines.agent [name of a
-    variable of its own]...`"""
+    """Run an agent on standard input and output: `python -m fastddp.machines.agent [NAME]...`. Each
+    NAME is an environment variable for which this machine's value counts"""
     # Ctrl-C in the terminal of a command is for the notebook, which asks the ranks to stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _on_sigterm)
-    # the stream gets copies, which no other code knows
+    # the stream takes copies of standard input and output, which no other code uses; what other
+    # code reads is empty then, and what it prints goes to standard error
     read_fd,write_fd = os.dup(0),os.dup(1)
-    # other code finds an empty standard input, and prints to standard error
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     Agent(read_fd, write_fd, sys.argv[1:]).run()
 
 if __name__ == '__main__' and globals().get('__spec__'):
-    # what is pickled here belongs to the module, not to `__main__`
+    # the module is imported again by its name, so that pickle finds its classes in another process
     from fastddp.machines import agent
     agent.main()

@@ -20,12 +20,12 @@ def in_thread(fn): threading.Thread(target=fn).start()
 def test_the_notebook(pipe):
     read_fd, put = pipe
     class Connected:
-        home, stream = True, Stream(read_fd, lambda data: None)
-        def lost(self): pass
+        is_local, stream = True, Stream(read_fd, lambda data: None)
+        def why_lost(self): pass
     m, news, returned = Connected(), [], threading.Event()
     workers = machine.RemoteWorkers([m], [1], False)
     put('news', 0, 'ready', True)
-    while not m.stream.has_messages: m.stream.silent_for()
+    while not m.stream.has_messages: m.stream.seconds_silent()
     def poll():
         news.extend(workers.poll())
         returned.set()
@@ -36,13 +36,13 @@ def test_the_notebook(pipe):
 
 def test_the_agent(pipe, monkeypatch):
     read_fd, put = pipe
-    monkeypatch.setattr(agent, '_TURN', None)       # it waits until something comes
+    monkeypatch.setattr(agent, '_REPORT_SECONDS', None)       # it waits until something comes
     a, handled = agent.Agent(read_fd, os.open(os.devnull, os.O_WRONLY)), threading.Event()
     def on_hello():
         handled.set()
-        a.silence = -1      # the notebook counts as gone
+        a.link_timeout = -1      # the notebook counts as gone
     a.on_hello = on_hello
     put('hello')
-    while not a.stream.has_messages: a.stream.silent_for()
+    while not a.stream.has_messages: a.stream.seconds_silent()
     in_thread(a.run)
     assert handled.wait(20)
