@@ -50,7 +50,7 @@ _MACHINE_VARIABLE = re.compile(
 def merged_env(
     notebook, # The notebook's environment, a dict
     own, # This machine's environment, a dict
-    own_names=(), # More variables for which this machine's values count
+    own_names, # More variables for which this machine's values count
 ):
     """Return the environment of this machine's workers: the notebook's, apart from variables that
     describe a machine"""
@@ -122,7 +122,7 @@ class Agent:
         self.stream.send('facts', facts())
     def notebook_is_gone(self):
         "True if the stream has ended, or nothing has arrived for too long"
-        if self.stream.end_reason is not None: return True
+        if self.stream.end_reason: return True
         return self.stream.seconds_silent() > self.link_timeout
     def run(self):
         "Handle messages and report what the workers do, until the notebook is gone"

@@ -44,8 +44,7 @@ def files_named_by(
     for item in [rows[0], rows[n-1]] if n else []:
         for o in item if isinstance(item, (tuple,list)) else [item]:
             path = str(o) if isinstance(o, (str,os.PathLike)) else ''
-            if os.sep in path and len(path) < 4096 and os.path.exists(path):
-                found.add(os.path.abspath(path))
+            if os.sep in path and os.path.exists(path): found.add(os.path.abspath(path))
     return sorted(found)
 
 # %% ../../nbs/machines/615_hosts.ipynb #dd23595a
@@ -64,8 +63,8 @@ _CHECKS = dict(
 
 class Machines(Local):
     """An engine that runs jobs on several machines, each with an agent. It lives in the notebook's
-    process. A subclass says which machines, and how an agent is started there:
-    `agent_starters`"""
+    process. A subclass defines `agent_starters`: which machines, and how an agent is started
+    there"""
     workers_are_local = False
     # pairs of texts, one of which is in a failed command's output, and what to do about it
     explanations = ()
@@ -154,9 +153,7 @@ def _start_agents(self:Machines, nprocs, on_cpu):
         if answer := m.stream.wait_for('facts', deadline):
             m.facts, = answer
             why = self.problem_with(m)
-        else:
-            why = self.explain(m.error_output())
-            why = why or f"no answer within {self.start_timeout:g} s"
+        else: why = self.explain(m.error_output()) or f"no answer within {self.start_timeout:g} s"
         if why: problems.append(f"{m.name}: {why}")
     if problems: raise CantDistribute('\n'.join(problems))
     self.on_gpu = not on_cpu and all(m.facts['gpus'] for m in self.machines)
@@ -167,8 +164,10 @@ def _start_agents(self:Machines, nprocs, on_cpu):
 def _count_ranks(self:Machines, m, nprocs):
     "Return the number of ranks on the machine `m`; raise `CantDistribute` if it has too few GPUs"
     n_gpus = m.facts['gpus']
-    if self.excluded_names: return self.rank_counts[m.name]
-    n = self.per_node or (nprocs or 0)//len(self.machines) or (n_gpus if self.on_gpu else 1)
+    # after a loss the machines that are left keep their ranks; Ray may add another one
+    kept = self.excluded_names and self.rank_counts.get(m.name)
+    asked = self.per_node or (nprocs or 0)//len(self.machines)
+    n = kept or asked or (n_gpus if self.on_gpu else 1)
     if self.on_gpu and n > n_gpus:
         raise CantDistribute(
             f"{m.name} has {n_gpus} GPUs, not {n}: one rank per GPU. Say per_node={n_gpus}.")
@@ -184,7 +183,8 @@ def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
     "As `Local.run`; raises `RankDied` if the network between the machines failed"
     try: return Local.run(self, job, nprocs, on_event)
     except RankRaised as e:
-        # with an echo as the first failure, no rank caused it
+        # A broken connection is usually the echo of another rank's failure. If it is the first
+        # failure, the network has failed
         if len(self.rank_counts) < 2 or not is_echo(e.failure): raise
         err = self._network_failure(e)
     raise err
@@ -254,9 +254,9 @@ def check_items(self:Machines, datasets):
         m.stream.send('missing', paths)
         missing, = m.wait_for('missing', time.monotonic()+self.start_timeout)
         if missing: lines.append(f"{m.name} doesn't have {', '.join(missing)}")
-    if not lines: return
-    lines.append("The items name these files: copy them there, to the same path, or mount it.")
-    raise CantDistribute('\n'.join(lines))
+    if lines:
+        lines.append("The items name these files: copy them there, to the same path, or mount it.")
+        raise CantDistribute('\n'.join(lines))
 
 # %% ../../nbs/machines/615_hosts.ipynb #3af9ce34
 @patch

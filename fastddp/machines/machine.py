@@ -54,7 +54,7 @@ class Machine:
         why = self.why_lost() or 'no time left'
         raise CantDistribute(f"{self.name} doesn't answer any more: {why}")
     def close(self,
-        grace=2., # Seconds for the workers to end; their agent gets five more
+        grace, # Seconds for the workers to end; their agent gets five more
     ):
         "End the agent; harmless when repeated"
         self.stream.close()

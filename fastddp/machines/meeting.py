@@ -36,8 +36,7 @@ def network_cards(
         names = [name for _,name in socket.if_nameindex() if interface in (None, name)]
         for name in sorted(names, key=_speed, reverse=True):
             with contextlib.suppress(OSError):      # a card without an IPv4 address
-                request = struct.pack('256s', name.encode()[:15])
-                answer = fcntl.ioctl(s, _SIOCGIFADDR, request)
+                answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack('256s', name.encode()[:15]))
                 address = socket.inet_ntoa(answer[20:24])
                 if not address.startswith('127.'): cards[address] = name
     return cards

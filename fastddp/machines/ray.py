@@ -113,7 +113,7 @@ class RelayConnection:
 # %% ../../nbs/machines/616_ray.ipynb #62ddee37
 def _refuse_client(address):
     "Raise `CantDistribute` if the address is one of a Ray client"
-    if str(address or '').startswith('ray://'):
+    if str(address).startswith('ray://'):
         raise CantDistribute(
             f"{address}: a Ray client is outside the cluster. Run the notebook on a machine of "
             "it, and say Ray().")
@@ -179,10 +179,10 @@ def bundles_for(
     # any amount of the resource ties a bundle to its machine
     tied = [bundle | {_NODE+address: .001} for address,bundle in able]
     if nodes is None: return tied
-    untied = [bundle for _,bundle in able]
-    notebooks_address,first_able = found[0][0],able[0][0]
-    if first_able == notebooks_address: return [tied[0], *untied[1:nodes]]
-    return untied[:nodes]
+    chosen = [bundle for _,bundle in able[:nodes]]
+    # the first machine found is the notebook's, which takes part if it has enough
+    if able[0][0] == found[0][0]: chosen[0] = tied[0]
+    return chosen
 
 # %% ../../nbs/machines/616_ray.ipynb #4e9d6edb
 # shortest wait in seconds: resources that an earlier job gave back are not free at once
@@ -215,29 +215,29 @@ class Ray(Machines):
         self.cluster_address,self.nodes,self.runtime_env = address,nodes,runtime_env
         self.wait_seconds = wait or 0   # `wait` is a method of every engine
         self.asked_of_each = dict(gpus=gpus, cpus=cpus, resources=resources)
-        self._placement_group = None    # Ray's reservation; None: nothing is reserved
-        self._must_disconnect = False   # True if this object has connected to the cluster
         self._reserved_gpus = {}        # name of a machine -> GPUs that Ray reserved there
+        self._undo = contextlib.ExitStack()     # gives resources back and disconnects
     def agent_starters(self, on_cpu):
         "As `Machines.agent_starters`: reserves resources, and starts a `Relay` on each machine"
         # Ray changes these variables; they are restored
         with environment(PYTHONBREAKPOINT=None, RAY_CLIENT_MODE=None):
-            self._must_disconnect = connect(self.cluster_address)
+            must_disconnect = connect(self.cluster_address)
         import ray
+        if must_disconnect: self._undo.callback(ray.shutdown)
         home = ray.get_runtime_context().get_node_id()
         nodes = [o for o in ray.nodes()
                  if o['Alive'] and o['NodeManagerAddress'] not in self.excluded_names]
         nodes.sort(key=lambda o: o['NodeID'] != home)
         bundles = self._bundles(nodes, on_cpu)
-        self._reserve(bundles)
-        addresses,starters = {o['NodeID']: o['NodeManagerAddress'] for o in nodes},{}
-        placed = ray.util.placement_group_table(self._placement_group)['bundles_to_node_id']
+        placement_group = self._reserve(bundles)
+        names = {o['NodeID']: o['NodeManagerAddress'] for o in nodes} | {home: 'localhost'}
+        starters = {}
+        placed = ray.util.placement_group_table(placement_group)['bundles_to_node_id']
         for i,node in placed.items():
-            is_home = node == home
-            name = 'localhost' if is_home else addresses[node]
+            name = names[node]
             self._reserved_gpus[name] = math.ceil(bundles[i].get('GPU', 0))
-            actor = start_relay(self._placement_group, i, bundles[i],
-                                None if is_home else self.runtime_env)
+            actor = start_relay(placement_group, i, bundles[i],
+                                None if node == home else self.runtime_env)
             starters[name] = partial(RelayConnection, actor)
         return starters
     def _bundles(self, nodes, on_cpu):
@@ -249,19 +249,20 @@ class Ray(Machines):
         asked = self.asked_of_each | (dict(gpus=0) if on_cpu else {})
         return bundles_for(found, n, self.per_node, **asked)
     def _reserve(self, bundles):
-        "Reserve the bundles on different machines; raise `CantDistribute` after `wait_seconds`"
+        """Reserve the bundles on different machines and return Ray's placement group; raise
+        `CantDistribute` if the resources are not free within `wait_seconds`"""
         import ray
         strategy = 'STRICT_SPREAD' if len(bundles) > 1 else 'PACK'
-        self._placement_group = ray.util.placement_group(bundles, strategy)
+        placement_group = ray.util.placement_group(bundles, strategy)
+        self._undo.callback(ray.util.remove_placement_group, placement_group)
         asked = f"Ray was asked for {len(bundles)} machines with {_in_words(bundles[0])} each"
         deadline,status = time.monotonic()+max(self.wait_seconds, _SOON),Status()
         if self.wait_seconds: status.show(f"{asked}. Waiting for them")
         try:
             # one second at a time, because Ctrl-C is not handled during Ray's wait
-            while not (is_ready := self._placement_group.wait(1)) and time.monotonic() < deadline:
-                pass
+            while not (is_ready := placement_group.wait(1)) and time.monotonic() < deadline: pass
         finally: status.show('')
-        if is_ready: return
+        if is_ready: return placement_group
         free = ray.available_resources()
         free = _in_words({k: free.get(k, 0) for k in bundles[0]})
         raise CantDistribute(f"{asked}, and others use them: free are {free}. wait= says for how "
@@ -282,10 +283,4 @@ class Ray(Machines):
     def close(self, grace=2.):
         "End ranks and agents, and give all resources back; harmless when repeated"
         super().close(grace)
-        placement_group,self._placement_group = self._placement_group,None
-        must_disconnect,self._must_disconnect = self._must_disconnect,False
-        if not (placement_group or must_disconnect): return
-        import ray
-        with contextlib.suppress(Exception):        # the cluster may be gone
-            if placement_group: ray.util.remove_placement_group(placement_group)
-        if must_disconnect: ray.shutdown()
+        with contextlib.suppress(Exception): self._undo.close()     # the cluster may be gone

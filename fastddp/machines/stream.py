@@ -31,7 +31,7 @@ class _Outgoing(NamedTuple):
     def close(self):
         if self.file: self.file.close()
 
-_HEARTBEAT,_END = _Outgoing(),_Outgoing()       # compared by identity
+_END = _Outgoing()      # the last item of a queue, compared by identity
 
 # %% ../../nbs/machines/610_stream.ipynb #5e570694
 class Stream:
@@ -41,7 +41,7 @@ class Stream:
     def __init__(self,
         read_fd, # Descriptor to read from; this object closes it
         write, # Function that writes all of the bytes it is given; may raise an OSError
-        write_eof=lambda: None, # Function that closes the connection for writing
+        write_eof, # Function that closes the connection for writing
     ):
         self._read_fd,self._write,self._write_eof = read_fd,write,write_eof
         self.preamble = b''             # bytes before the greeting, such as a shell's output
@@ -84,7 +84,7 @@ class Stream:
         while (item := self._queue.get()) is not _END: item.close()
     def _next_item(self):
         try: return self._queue.get(timeout=_HEARTBEAT_SECONDS)
-        except queue.Empty: return _HEARTBEAT
+        except queue.Empty: return _Outgoing()      # a heartbeat
     def _write_item(self, item):
         "Write a message and its block, in frames"
         try:

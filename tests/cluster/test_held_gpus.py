@@ -16,11 +16,11 @@ def two():
 def gpus(two, monkeypatch):
     "Clusters and blocks that count as being on the GPUs they ask for"
     def engine_for(given, defaults): return session.contextlib.nullcontext((two, 2, given['gpus']))
-    class OnCPU(cluster.Standing):
+    class OnCPU(cluster.StandingLocal):
         def __init__(self, gpus, **kwargs): super().__init__(gpus=[], **kwargs)
     monkeypatch.setattr(session, 'engine_for', engine_for)
     monkeypatch.setattr(cluster, 'workers_for', lambda nprocs, gpus: (2, gpus))
-    monkeypatch.setattr(cluster, 'Standing', OnCPU)
+    monkeypatch.setattr(cluster, 'StandingLocal', OnCPU)
 
 
 HELD = 'standing cluster has GPU 1.*%makedip -k'

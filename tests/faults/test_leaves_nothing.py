@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil, pytest, torch
 from fastddp.all import Local, RankRaised
 from fastddp.base import group
-from fastddp.cluster.cluster import Standing
+from fastddp.cluster.cluster import StandingLocal
 from fastddp.launch.engine import Job
 from faults import Slow
 from learners import make_learner
@@ -345,7 +345,7 @@ def test_many_fits_in_one_block_leave_no_files():
 @pytest.mark.full
 def test_a_group_that_is_formed_anew_leaves_no_file():
     "Each failure breaks the group; the next job's ranks meet at a new file, and the old one goes"
-    with Standing(gpus=[], see=()) as local:
+    with StandingLocal(gpus=[], see=()) as local:
         for _ in range(3):
             with pytest.raises(RankRaised, match='on purpose'): local.run(Job.of(left_waiting, None), 2)
             assert local.run(Job.of(add, torch.ones(3)), 2).results == [[1., 6.]]*2
@@ -402,7 +402,7 @@ def test_the_sweep_touches_what_is_ones_own_alone(tmp_path):
 
 def test_a_number_that_is_a_strangers_by_now(monkeypatch):
     "The system gives the number of a process that is gone to another one"
-    with Standing(gpus=[], see=()) as local:
+    with StandingLocal(gpus=[], see=()) as local:
         local.run(Job.of(add, torch.ones(3)), 2)
         p = local.workers.procs[1]
         os.kill(p.pid, signal.SIGKILL)
