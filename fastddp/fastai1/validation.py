@@ -15,7 +15,7 @@ from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.scoped import with_attrs
-from .loaders import place_now, shard, torch_dl
+from .loaders import batch_place, shard, torch_dl
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.torch_loader import torch_bs
@@ -42,7 +42,7 @@ class _KeepBatches(Callback):
         # `(number, positions, (output, target, loss) on the CPU or None)` of each global batch
         self.kept = []
     def on_batch_end(self, last_output, last_target, last_loss, **kwargs):
-        number,positions = place_now(self.dl)
+        number,positions = batch_place(self.dl)
         # fastai gives pairs of output and target where there is no loss function
         loss = last_loss if isinstance(last_loss, torch.Tensor) else None
         seen = (_cpu(last_output), _cpu(last_target), _cpu(loss)) if self.keeps_all else None
@@ -55,7 +55,7 @@ class _RecordLosses:
         self.rows = []
     def __call__(self, out, *yb):
         loss = self.loss_func(out, *yb)
-        number,positions = place_now(self.dl)
+        number,positions = batch_place(self.dl)
         n = len(positions)
         weighted = weighted_loss_and_divisor(self.loss_func, loss, yb, n, self.reduction)
         self.rows.append((number, *weighted, n))
@@ -95,7 +95,7 @@ class Validation:
         anew,record = None,None
         if loss_func:
             # a loss that needs all of a batch is computed anew at the end
-            if self.losses.is_gathered(loss_func) and not torch_dl(mine)._shard.whole:
+            if self.losses.is_gathered(loss_func) and not torch_dl(mine)._shard.whole_batches:
                 anew = loss_func
             record = _RecordLosses(loss_func, mine, self.losses.reduction(loss_func))
         keep = _KeepBatches(mine, others or anew)
@@ -104,7 +104,7 @@ class Validation:
         replayed = []
         if others or anew:
             replayed = _replay(handler, others, keep.kept, model, anew,
-                               has_terms='terms' in self.losses.said)
+                               has_terms=self.losses.has_terms)
         if not record: return _pairs(outs, keep.kept)
         losses = replayed if anew else batch_losses(record.rows)
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]

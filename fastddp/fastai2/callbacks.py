@@ -95,7 +95,7 @@ def kept_streams(learn, common):
 def whole_loops(learn,
                 together # Of the fit
 ):
-    """The function for `Shard.outside`: yields all batches of a sharded loader, the same on all
+    """The function for `Shard.other_loop`: yields all batches of a sharded loader, the same on all
     ranks, where a callback loops over it by itself"""
     def batches(dl):
         apart = together.alone or together.phase == 'validate'
@@ -155,7 +155,7 @@ def distributed(learn,
         finally:
             step.close()
             step.overlapped.close()
-            together.clock.exchanged(step.passes.exchange+step.overlapped.exchange)
+            together.clock.exchanged(step.passes.exchange_secs+step.overlapped.exchange_secs)
             metrics.end()
             common.install()
 
@@ -180,7 +180,7 @@ def sharded_dls(learn, batch, together):
     outside = whole_loops(learn, together)
     train = shard_dl(old[0], group.rank(), group.world_size(), batch, common=common)
     dls.loaders = [train, *(shard_to_validate(learn.model, dl, batch, common) for dl in old[1:])]
-    for dl in dls.loaders: dl._shard.outside = outside
+    for dl in dls.loaders: dl._shard.other_loop = outside
     try: yield
     finally:
         for dl in filter(is_sharded, dls.loaders): write_back(dl)

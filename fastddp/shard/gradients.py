@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DDP_CHECKS', 'synced_bn', 'bn_note', 'sync_buffers', 'sync_params', 'drift_warning', 'SameWeights', 'graph_of',
-           'leaves_of', 'is_reentrant', 'params_beside', 'zero_loss', 'average_grads', 'Passes', 'check_ddp',
+           'leaves_of', 'is_reentrant', 'extra_params', 'zero_loss', 'average_grads', 'Passes', 'check_ddp',
            'Overlapped']
 
 # %% ../../nbs/shard/312_gradients.ipynb #4f21f8e3
@@ -131,7 +131,7 @@ def is_reentrant(nodes):
     (`checkpoint(use_reentrant=True)`)"""
     return any(node.name().startswith('CheckpointFunction') for node in nodes)
 
-def params_beside(model, loss_func, groups):
+def extra_params(model, loss_func, groups):
     """The trained parameters that aren't the model's: those of the loss, and others in `groups` of
     the optimizer"""
     module = loss_module(loss_func)
@@ -175,12 +175,12 @@ class Passes:
     ):
         store_attr()
         # number of passes that this batch had so far; None outside of a training batch
-        self.batch = None
-        self.inside = False     # True while one of these passes runs
-        self.flat = overlapped is None
-        self.flat_batch = False # True if this batch is flat
-        self.gathers = False    # gradients of this batch only accumulate (`GradientAccumulation`)
-        self.exchange = 0.      # seconds of all averages after a pass
+        self.n_passes = None
+        self.is_running = False     # True while one of these passes runs
+        self.all_flat = overlapped is None
+        self.this_batch_flat = False # True if this batch is flat
+        self.accumulates = False    # gradients of this batch only accumulate (`GradientAccumulation`)
+        self.exchange_secs = 0.      # seconds of all averages after a pass
 
     @contextlib.contextmanager
     def wrapped(self):
@@ -190,11 +190,11 @@ class Passes:
 
     def open(self):
         "A training batch begins"
-        self.batch,self.gathers,self.flat_batch = 0,False,False
+        self.n_passes,self.accumulates,self.this_batch_flat = 0,False,False
 
     def close(self):
         "The training batch has ended: passes are this rank's own"
-        self.batch = None
+        self.n_passes = None
 
     def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False,
                   grad_variables=None, inputs=None):
@@ -203,11 +203,11 @@ class Passes:
         if not self._is_ours(loss, inputs):
             return self.real(tensors, grad_tensors, grad_variables=grad_variables, inputs=inputs,
                              **more)
-        with with_attrs(self, inside=True): self._pass(loss, grad_tensors, inputs=inputs, **more)
+        with with_attrs(self, is_running=True): self._pass(loss, grad_tensors, inputs=inputs, **more)
 
     def _is_ours(self, loss, inputs):
         "True for a pass of a training batch that changes gradients of what is trained"
-        if self.batch is None or self.inside or not isinstance(loss, torch.Tensor): return False
+        if self.n_passes is None or self.is_running or not isinstance(loss, torch.Tensor): return False
         if self.is_loss_of_learner(loss) and inputs is None: return True
         ids = {id(p) for p in self.params() if p.requires_grad}
         if isinstance(inputs, torch.Tensor): inputs = [inputs]
@@ -215,15 +215,15 @@ class Passes:
         return not ids.isdisjoint(leaves_of(graph_of(loss)))
 
     def _pass(self, loss, grad_tensors, inputs, **more):
-        first,self.batch = self.batch == 0,self.batch+1
+        first,self.n_passes = self.n_passes == 0,self.n_passes+1
         # of fastai's kind of tensor, a product would be slower
         loss = self.weigh(loss.as_subclass(torch.Tensor), first)
         # a pass whose gradients accumulate is flat anyway
-        flat = self.flat or self.flat_batch or inputs is not None or more['create_graph']
+        flat = self.all_flat or self.this_batch_flat or inputs is not None or more['create_graph']
         if first and not flat:
             return self.overlapped.backward(self.real, loss, grad_tensors, **more)
         self.real(loss, grad_tensors, inputs=inputs, **more)
-        if not self.gathers: self.average()
+        if not self.accumulates: self.average()
 
     def average(self):
         "One average of all gradients, if all ranks have come to it"
@@ -233,7 +233,7 @@ class Passes:
         if masks is None: return
         began = time.perf_counter()
         average_grads(params, same=len({*masks}) == 1)
-        self.exchange += time.perf_counter()-began
+        self.exchange_secs += time.perf_counter()-began
 
 # %% ../../nbs/shard/312_gradients.ipynb #c1d0dc04
 class _Wrapped(nn.Module):
@@ -277,27 +277,27 @@ class Overlapped:
     def __init__(self,
         model,        # Called without arguments: the learner's model
         params,       # Called without arguments: all that is trained
-        alike=False,  # All ranks loaded the same weights
+        same_weights=False,  # All ranks loaded the same weights
         # `(state, bucket)`: a communication hook of DDP's, such as `bf16_compress_hook`
         comm_hook=None,
         **ddp_kwargs  # What the user asks DDP for
     ):
         store_attr()
         self.ddp_kwargs = ddp_kwargs
-        # parameters that are trained beside the model's: see `params_beside`
-        self.beside = []
+        # parameters that are trained beside the model's: see `extra_params`
+        self.extra_params = []
         self.ddp = None         # the DDP module
         self.built_for = None   # what it was built for
-        self.synced = None      # the model whose weights rank 0 has given to all
-        self.checked = False    # a graph was looked at since it was made
-        self.cant = None        # why DDP can't follow the model on this rank, in words
+        self.synced_model = None      # the model whose weights rank 0 has given to all
+        self.graph_checked = False    # a graph was looked at since it was made
+        self.why_flat = None        # why DDP can't follow the model on this rank, in words
         self.steps = 0          # passes since the module was made
-        self.exchange = 0.      # seconds of exchange that no backward pass has hidden
+        self.exchange_secs = 0.      # seconds of exchange that no backward pass has hidden
 
     def trainable(self):
         """`(name, parameter)` of what the model trains; a parameter without elements has nothing to
         train"""
-        beside = ((f'loss.{i}',p) for i,p in enumerate(self.beside))
+        beside = ((f'loss.{i}',p) for i,p in enumerate(self.extra_params))
         named = [*self.model().named_parameters(), *beside]
         return [(k,p) for k,p in named if p.requires_grad and p.numel()]
 
@@ -308,25 +308,25 @@ class Overlapped:
     def config(self):
         "A description of what is trained now: another one needs another DDP module"
         trainable = [p.requires_grad for p in self.params()]
-        return id(self.model()), trainable, [*map(id, self.beside)]
+        return id(self.model()), trainable, [*map(id, self.extra_params)]
 
-    def look_at(self, loss):
-        "Set `cant` if the graph of the first `loss` shows that DDP can't follow the model"
-        if self.checked: return
-        self.checked = True
+    def check_graph(self, loss):
+        "Set `why_flat` if the graph of the first `loss` shows that DDP can't follow the model"
+        if self.graph_checked: return
+        self.graph_checked = True
         if is_reentrant(graph_of(loss)):
-            self.cant = ("use_reentrant=False gives the same results, faster, where the model "
+            self.why_flat = ("use_reentrant=False gives the same results, faster, where the model "
                          "checkpoints activations. DDP can't follow use_reentrant=True")
         elif not self.ddp_kwargs.get('find_unused_parameters'): self._name_unused(loss)
 
     def _name_unused(self, loss):
-        """The trainable parameters that the graph of `loss` doesn't reach; if there are any, `cant`
+        """The trainable parameters that the graph of `loss` doesn't reach; if there are any, `why_flat`
         names them"""
         used = leaves_of(graph_of(loss))
         unused = [(k,p) for k,p in self.trainable() if id(p) not in used]
         if unused:
             few = _first_of([k for k,_ in unused], 5)
-            self.cant = (f"No gradient for {few} in a step, and find_unused_parameters=True is not "
+            self.why_flat = (f"No gradient for {few} in a step, and find_unused_parameters=True is not "
                          "set")
         return [p for _,p in unused]
 
@@ -348,24 +348,24 @@ class Overlapped:
         backward pass, since the first call gives rank 0's weights to all"""
         if not self.is_new() or not self.trainable(): return
         self.close()
-        self.checked = False
+        self.graph_checked = False
         model = self.model()
-        wrapped = _Wrapped(model, self.beside)
+        wrapped = _Wrapped(model, self.extra_params)
         empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
         wrapped._ddp_params_and_buffers_to_ignore = empty
         kw = {_NO_BUFFERS: False, **self.ddp_kwargs}
         # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would
         # become a copy in each
-        alike = self.alike or self.synced is model
+        alike = self.same_weights or self.synced_model is model
         if alike and 'init_sync' in _PARAMS: kw['init_sync'] = False
         self.ddp = nn.parallel.DistributedDataParallel(wrapped, **kw)
         if self.comm_hook is not None: self.ddp.register_comm_hook(None, self.comm_hook)
-        self.synced,self.built_for = model,self.config()
+        self.synced_model,self.built_for = model,self.config()
 
     def close(self):
         "Takes DDP's hooks off the parameters"
         if self.ddp is not None:
-            self.exchange += self.steps*self._not_hidden()
+            self.exchange_secs += self.steps*self._not_hidden()
             self.ddp.reducer._remove_autograd_hooks()
         self.ddp,self.built_for,self.steps = None,None,0
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CantShard', 'refuse_loader', 'global_batch_size', 'shard_batch', 'pad_shard', 'loss_weight', 'Step', 'shard_steps',
-           'too_few', 'workers_per_rank', 'reporting', 'Shard', 'Epoch', 'reading', 'account', 'Sharded', 'is_sharded',
-           'original', 'outside_loop', 'sharded_class', 'clone_loader', 'sharded_clone', 'track_changes', 'write_back',
-           'draw_seed', 'generator_state', 'set_generator', 'no_batches']
+           'too_few', 'workers_per_rank', 'report_errors', 'Shard', 'Epoch', 'one_iteration', 'note_step', 'Sharded',
+           'is_sharded', 'original', 'outside_loop', 'sharded_class', 'clone_loader', 'sharded_clone', 'track_changes',
+           'write_back', 'draw_seed', 'generator_state', 'set_generator', 'no_batches']
 
 # %% ../../nbs/shard/301_sharded.ipynb #8d0fdf3a
 import contextlib, functools, os, random
@@ -131,7 +131,7 @@ def _in_loader_process(init, # The loader's own `worker_init_fn`, or None
     Queue._on_queue_feeder_error = _report
     if init is not None: init(worker_id)
 
-def reporting(init):
+def report_errors(init):
     """`init`, a `worker_init_fn` or None, as one for processes that report which batch can't be
     pickled"""
     return functools.partial(_in_loader_process, init)
@@ -150,7 +150,7 @@ class Shard:
     sampler = None          # torch: the inner loader's batch sampler
     # In a fit: function of the sharded loader that yields the batches of any other loop over it
     outside = None
-    due = False             # With `outside`: the next loop is the fit's own
+    due = False             # With `other_loop`: the next loop is the fit's own
     def __init__(self, orig,   # The loader as the user made it
                  rank, n,      # This rank, and how many there are
                  bs,           # Items of a full global batch, None where a batch sampler decides
@@ -160,11 +160,11 @@ class Shard:
     ):
         store_attr()
     def __getstate__(self):
-        "Without `outside`, which a process of the loader doesn't need"
-        return {k:v for k,v in vars(self).items() if k != 'outside'}
+        "Without `other_loop`, which a process of the loader doesn't need"
+        return {k:v for k,v in vars(self).items() if k != 'other_loop'}
     def steps(self, batches):
         "Yields this rank's `Step`s of an epoch's `batches`"
-        return shard_steps(batches, self.rank, self.n, self.train, self.whole)
+        return shard_steps(batches, self.rank, self.n, self.train, self.whole_batches)
 
 # %% ../../nbs/shard/301_sharded.ipynb #58f146f6
 class Epoch:
@@ -172,10 +172,10 @@ class Epoch:
     def __init__(self, steps # This rank's; those of a stream are added as they are read
     ):
         self.steps,self.counts = steps,[o.counts for o in steps]
-        self.idxs,self.done,self.running = [],0,True
+        self.idxs,self.n_yielded,self.is_running = [],0,True
 
 @contextlib.contextmanager
-def reading(dl,   # A sharded loader
+def one_iteration(dl,   # A sharded loader
             steps # As of `Epoch`
 ):
     "For one iteration over `dl`: yields its `Epoch`"
@@ -183,15 +183,15 @@ def reading(dl,   # A sharded loader
     _publish(dl, epoch)
     try: yield epoch
     finally:
-        epoch.running = False
-        if outer and outer.running: _publish(dl, outer)
+        epoch.is_running = False
+        if outer and outer.is_running: _publish(dl, outer)
 
-def account(dl, epoch):
+def note_step(dl, epoch):
     "Note the next step of `epoch`, just before its batch is yielded"
-    step = epoch.steps[epoch.done]
-    epoch.counts[epoch.done:epoch.done+1] = [step.counts]
+    step = epoch.steps[epoch.n_yielded]
+    epoch.counts[epoch.n_yielded:epoch.n_yielded+1] = [step.counts]
     epoch.idxs += step.positions
-    epoch.done += 1
+    epoch.n_yielded += 1
     _publish(dl, epoch)
 
 def _publish(dl, epoch):
@@ -207,19 +207,19 @@ class Sharded:
     counts,idxs = (),()
     def __iter__(self):
         s = self._shard
-        if s.outside and not s.due: return s.outside(self)
-        s.due = False
+        if s.other_loop and not s.fit_loop_next: return s.other_loop(self)
+        s.fit_loop_next = False
         return self._iter_shard()
     def __reduce__(self): return _blank, (type(self).__mro__[1], type(self._shard.orig)), vars(self)
     def _iter_shard(self):
         with self._shard.common: steps = self._begin()
         write_back(self)
         try:
-            with reading(self, steps) as epoch:
+            with one_iteration(self, steps) as epoch:
                 for b in self._batches():
-                    account(self, epoch)
+                    note_step(self, epoch)
                     yield b
-                done,n = epoch.done,len(steps)
+                done,n = epoch.n_yielded,len(steps)
                 if done < n: raise RuntimeError(_ENDED.format(done, n))
         finally: write_back(self)
 
