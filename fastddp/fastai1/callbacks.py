@@ -27,7 +27,7 @@ from ..shard.gathered_loss import LocalBatch, Losses, tensors_in
 from ..shard.gradients import (
     Passes, SameWeights, graph_of, leaves_of, extra_params, sync_buffers, synced_bn)
 from ..shard.loss import loss_part
-from ..shard.sharded import outside_loop
+from ..shard.sharded import iterate_original
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f4
 _NUMBERS = 5    # in every meeting
@@ -164,7 +164,7 @@ class ShardLoaders(Callback):
     def _iterate_whole(self, dl):
         "All batches of `dl`, for a callback that loops over it"
         state = None if self.learn.model.training else self.common.state()
-        try: yield from outside_loop(dl, self.common)
+        try: yield from iterate_original(dl, self.common)
         finally:
             # ranks may have different numbers of validation batches
             if state: self.common.set_state(state)
@@ -286,7 +286,9 @@ def _global_loss_batch(learn, ranks, losses):
 def _validate_synced(sync, validation):
     "`validation` of a model that is the same on all ranks"
     def validate(*args, **kwargs):
-        sync.ranks.passes.close()
-        sync.sync()
+        # Not all ranks come to a validation within a validation
+        if not validation.is_running:
+            sync.ranks.passes.close()
+            sync.sync()
         return validation(*args, **kwargs)
     return validate

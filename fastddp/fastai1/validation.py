@@ -15,7 +15,7 @@ from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.scoped import with_attrs
-from .loaders import batch_place, shard, torch_dl
+from .loaders import batch_place, own_loader, shard, torch_dl
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.torch_loader import torch_bs
@@ -81,12 +81,19 @@ class Validation:
     ):
         store_attr()
         self.real = basic_train.validate
+        self.is_running = False
+        # How often a callback of this rank has validated within the validation that runs
+        self.n_inner = 0
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "As `basic_train.validate`; returns the same on every rank"
         handler = cb_handler or CallbackHandler()
-        if n_batch or self.whole and has_state_of(model, torch_bs(torch_dl(dl))):
+        if self.is_running:
+            self.n_inner += 1
+            dl = own_loader(dl)
+        has_state = self.whole and has_state_of(model, torch_bs(torch_dl(dl)))
+        if self.is_running or n_batch or has_state:
             with self.common:       # on each rank
                 return self.real(model, dl, loss_func, handler, pbar, average, n_batch)
         mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
@@ -115,9 +122,13 @@ class Validation:
         plain = handler.on_batch_end
         # a request to stop ends this rank's loop; in `all_reduce` the ranks agree on it
         def on_batch_end(loss): return plain(loss) or self.ranks.stop_requested()
-        with with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
+        running = with_attrs(self, is_running=True, n_inner=0)
+        with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
             outs = self.real(model, dl, loss_func, handler, pbar, average=False)
-        self.ranks.all_reduce()
+            n_inner,*_ = self.ranks.all_reduce(self.n_inner)
+        # Callbacks of rank 0 see every batch, as in one process. Other ranks may have fewer
+        # batches, so their callbacks validate, and draw, less often.
+        if n_inner: self.common.set_state(group.from_rank0(self.common.state()))
         return outs
 
 def _sum_mean(m):
