@@ -26,7 +26,7 @@ from ..output.replay import print_line
 from ..payload.state import move_opt
 from ..shard.gradients import SameWeights, average_grads, sync_buffers, synced_bn
 from ..shard.gathered_loss import Losses
-from ..shard.sharded import is_sharded, outside_loop, write_back
+from ..shard.sharded import is_sharded, iterate_original, write_back
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #08799249
 def opt_from_rank0(learn):
@@ -100,7 +100,7 @@ def whole_loops(learn,
     def batches(dl):
         apart = together.alone or together.phase == 'validate'
         with kept_streams(learn, together.common) if apart else contextlib.nullcontext():
-            try: yield from outside_loop(dl, together.common)
+            try: yield from iterate_original(dl, together.common)
             finally: follow_original(dl)
     return batches
 

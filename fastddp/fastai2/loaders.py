@@ -19,7 +19,7 @@ from ..base.failure import note_item
 from ..base.rng import CommonRNG
 from ..shard.sharded import (
     CantShard, Shard, Sharded, Step, note_step, draw_seed, generator_state, global_batch_size,
-    no_batches, original, outside_loop, one_iteration, refuse_loader, report_errors, set_generator,
+    no_batches, original, iterate_original, one_iteration, refuse_loader, report_errors, set_generator,
     sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, why_not_torch
 
@@ -177,7 +177,7 @@ class Undivided(Sharded):
     def __len__(self): return len(self._shard.orig)
     def _iter_shard(self):
         with one_iteration(self, []) as epoch:
-            for b in outside_loop(self, self._shard.common):
+            for b in iterate_original(self, self._shard.common):
                 # of unusual batches only their weight in the whole matters
                 try: m = find_bs(b)
                 except (TypeError,AttributeError,IndexError,KeyError): m = 1

@@ -12,7 +12,7 @@ from torch.utils.data import (
     BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
 from .sharded import (
-    Shard, Sharded, clone_loader, draw_seed, global_batch_size, no_batches, outside_loop, report_errors,
+    Shard, Sharded, clone_loader, draw_seed, global_batch_size, no_batches, iterate_original, report_errors,
     sharded_clone, track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
@@ -60,7 +60,7 @@ class _StepItems(IterableDataset):
     def __iter__(self):
         s = self.dl._shard
         epoch = s.epoch         # of this iteration: another one may begin before this one ends
-        for step in s.steps(outside_loop(s.global_batches, s.common)):
+        for step in s.steps(iterate_original(s.global_batches, s.common)):
             epoch.steps.append(step._replace(items=()))
             yield step.items
 
