@@ -89,7 +89,7 @@ def _validate(stop_requested, model, *args, **kwargs):
     with environment('WORLD_SIZE'):
         seed_rank(group.rank(), group.world_size(), common)
         try:
-            return Validation(ranks, common, Losses(), whole=True)(model, *args, **kwargs)
+            return Validation(ranks, common, Losses(), whole_batches=True)(model, *args, **kwargs)
         except KeyboardInterrupt:
             ranks.leave()
             raise
