@@ -19,79 +19,82 @@ from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, with_attrs
 from .loaders import (
-    batch_counts, global_batches, own_loader, batch_place, shard, torch_dl)
+    batch_counts, batch_place, global_batches, own_loader, shard, torch_dl)
 from .validation import Validation
 from ..launch.training import cbs_of_rank
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, Losses, tensors_in
 from ..shard.gradients import (
-    Passes, SameWeights, graph_of, leaves_of, extra_params, sync_buffers, synced_bn)
+    Passes, SameWeights, extra_params, graph_of, leaves_of, sync_buffers, synced_bn)
 from ..shard.loss import loss_part
 from ..shard.sharded import iterate_original
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f4
-_NUMBERS = 5    # in every meeting
+_MAX_NUMBERS = 5        # of a rank in a meeting
 
 class Ranks:
-    "Exchanges numbers with the other ranks during a fit; any rank can stop all of them there"
-    LIMIT = 1800.   # seconds; where no notebook watches over the ranks
+    """A rank's connection to the other ranks during a fit or a validation. All ranks come to the
+    same *meetings*, in which they exchange numbers, and any rank can stop all of them"""
+    # Seconds to wait for the others under a launcher, where no notebook watches the ranks
+    MAX_WAIT = 1800.
     def __init__(self,
-                 model, # Whose gradients are averaged
-                 stop_requested=lambda: False, # Was this rank asked to stop?
-                 board=None, # The `Board` where they meet; default: that of this process's group
-                 extra_params=lambda: [] # What is trained beside the model: see `trained_beside`
+                 model, # The model whose gradients are averaged
+                 stop_requested=lambda: False, # True if this rank was asked to stop
+                 board=None, # The `Board` on which they meet; default: that of the process group
+                 extra_params=lambda: [] # Returns the `trained_beside` of the learner
     ):
         store_attr('model,stop_requested,extra_params')
         self.board = board or group_board()
-        self.limit = self.LIMIT if group.under_launcher() else None
-        self.stop_agreed = False        # did all ranks decide to stop?
-        self.scale = 1.                 # the factor on this batch's loss
+        self.max_wait = self.MAX_WAIT if group.under_launcher() else None
+        self.has_stopped = False        # a meeting has raised `KeyboardInterrupt` on all ranks
+        self.scale = 1.                 # the factor on this batch's loss, set by `GlobalLoss`
         self.passes = Passes(self.parameters, self.scale_loss, self.agree)
 
     def parameters(self):
-        "The model's, and what is trained beside it"
+        "Return all trained parameters"
         return [*self.model.parameters(), *self.extra_params()]
 
     def meet(self,
-             *numbers,  # At most five
-             stop=False # Does this rank want to stop?
+             *numbers,  # At most `_MAX_NUMBERS`
+             stop=False # This rank wants to stop
     ):
-        "The numbers of each rank, as rows; raises `KeyboardInterrupt` on all, if one wants to stop"
-        wants = not self.stop_agreed and (stop or self.stop_requested())
-        rows = self.board.meet([wants, *numbers], self.limit)
-        if any(row[0] for row in rows) and not self.stop_agreed:
-            self.stop_agreed = True
+        """Return the numbers of each rank as rows, filled up with zeros to `_MAX_NUMBERS`. Raises
+        `KeyboardInterrupt` on all ranks if one of them wants to stop"""
+        wants_stop = not self.has_stopped and (stop or self.stop_requested())
+        rows = self.board.meet([wants_stop, *numbers], self.max_wait)
+        if any(row[0] for row in rows) and not self.has_stopped:
+            self.has_stopped = True
             raise KeyboardInterrupt
-        return [row[1:1+_NUMBERS] for row in rows]
+        return [row[1:1+_MAX_NUMBERS] for row in rows]
 
     def all_reduce(self, *numbers):
-        "Sums of `numbers` over ranks, five of them; raises as `meet`"
+        "Return the sums of `numbers` over ranks, `_MAX_NUMBERS` of them. Raises as `meet`"
         return [sum(o) for o in zip(*self.meet(*numbers))]
 
     def leave(self):
-        "Have all ranks stop at their next meeting, since this one stops"
-        if self.stop_agreed: return
+        "Come to the others' next meeting, and stop all ranks there, since this rank stops"
+        if self.has_stopped: return
         try: self.meet(stop=True)
         except KeyboardInterrupt: pass
 
-    def scale_loss(self, loss, first):
-        """As `weigh` of `Passes`. The first pass of a batch is that of a `GlobalLoss`, which is
-        scaled already"""
-        return loss if first or self.scale == 1. else loss*self.scale
+    def scale_loss(self, loss, is_first):
+        """The `weigh` of `Passes`. A `GlobalLoss` scales the gradient of the first pass of a batch
+        itself"""
+        return loss if is_first or self.scale == 1. else loss*self.scale
 
-    def agree(self, mask):
-        "As `agree` of `Passes`"
-        return [row[0] for row in self.meet(mask)]
+    def agree(self, checksum):
+        "The `agree` of `Passes`"
+        return [row[0] for row in self.meet(checksum)]
 
 def trained_beside(learn):
-    "The trained parameters that aren't the model's: see `extra_params`"
+    "Return the trained parameters of `learn` that aren't the model's, as a list"
     opt = getattr(learn, 'opt', None)
     groups = [pg['params'] for pg in opt.opt.param_groups] if opt is not None else ()
     return extra_params(learn.model, learn.loss_func, groups)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327757
 class _ReplaceValue(torch.autograd.Function):
-    "`value`, whose gradient is `scale` times that of `loss`"
+    "A scalar `value`, with `scale` times the gradient of `loss`"
     @staticmethod
     def forward(ctx, loss, value, scale):
         ctx.scale = scale
@@ -100,97 +103,107 @@ class _ReplaceValue(torch.autograd.Function):
     def backward(ctx, grad): return grad*ctx.scale, None, None
 
 class GlobalLoss:
-    "`loss_func` over the global batch, in its place during one training batch"
+    """A loss function that returns the loss of the global batch, on a rank that has a shard of it.
+    It replaces `loss_func` during one training batch"""
     def __init__(self,
                  loss_func, # The learner's
                  ranks,     # `Ranks`
-                 positions, # Of this rank's items that count, in the order of one process
+                 positions, # Positions of this rank's items that count, in the epoch of one process
                  losses,    # `Losses` of the fit
-                 named=lambda: () # `model.named_parameters`
+                 named_parameters=lambda: () # The model's
     ):
         store_attr()
 
-    def _look(self, loss, out):
-        "Tell the user of weights that the first `loss` uses beside predictions and targets"
+    def _check_terms(self, loss, out):
+        """In the first batch, tell the user if `loss` uses parameters of the model directly, past
+        the predictions `out`"""
         if self.losses.terms_checked: return
         self.losses.terms_checked = True
-        beside = leaves_of(graph_of(loss, until={t.grad_fn for t in tensors_in(out)}))
-        self.losses.name_terms([k for k,p in self.named() if id(p) in beside])
+        reached = leaves_of(graph_of(loss, until={t.grad_fn for t in tensors_in(out)}))
+        names = [name for name,p in self.named_parameters() if id(p) in reached]
+        self.losses.name_terms(names)
 
     def _gathered_loss(self, out, yb):
-        """`(loss, count)`: the loss of all ranks' items, None if it need not or can't be computed
-        over them; and how many items of this rank count"""
+        """Return `(loss, count)`: the loss computed over the items of all ranks, or None if it
+        needn't or can't be; and the number of this rank's items that count"""
         count = len(self.positions)
         if group.world_size() == 1 or not self.losses.is_gathered(self.loss_func):
             return None,count
         batch = LocalBatch(out, yb, count, self.positions)
         rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
-        nbytes,counts,kinds = [*zip(*rows)][:3]
-        loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, kinds)
-        return loss,batch.count         # a callback may have left items out
+        nbytes,counts,layouts,*_ = zip(*rows)
+        loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts)
+        return loss,batch.count         # fewer if a callback left items out
 
     def __call__(self, out, *yb):
         loss,count = self._gathered_loss(out, yb)
         if loss is None: loss = self.loss_func(out, *yb)
-        self._look(loss, out)
+        self._check_terms(loss, out)
         part = loss_part(self.loss_func, yb, count, self.losses.reduction(self.loss_func))
         part = part._replace(divisor=float(part.divisor))
         weighted = part.weighted(float(loss.detach().float().mean()))
         weighted,total,*_ = self.ranks.all_reduce(weighted, part.divisor)
-        # a mean over nothing is not a number
+        # If none of this rank's items counts, its loss is NaN: take one with gradients of zeros
         if not part.divisor: loss = sum(t.sum() for t in tensors_in(out) if t.requires_grad)*0.
         self.ranks.scale = part.scale(total, group.world_size())
         return _ReplaceValue.apply(loss, part.global_loss(weighted, total), self.ranks.scale)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #81cf85d6
+# `_order` of callbacks that come before and after all others
 _FIRST,_LAST = -1_000_000,1_000_000
 
 class ShardLoaders(Callback):
-    "Shards the loaders for the time of the fit"
-    _order = _LAST      # others may put another loader there before
-    def __init__(self, learn, common):
+    """Shards the loaders of `learn.data` when a fit begins. The fit's own loop gets this rank's
+    shard, any other loop over a loader gets all of it"""
+    _order = _LAST      # another callback may replace a loader in `on_train_begin`
+    def __init__(self, learn,
+                 common # `CommonRNG` from which orders are drawn
+    ):
         store_attr()
     def on_train_begin(self, **kwargs):
         data = self.learn.data
         data.train_dl = self._sharded(data.train_dl, True)
-        # `Validation` shards it by itself
+        # `Validation` shards the original of it: this one serves other loops
         if not data.empty_val: data.valid_dl = self._sharded(data.valid_dl, False)
     def _sharded(self, dl, train):
         res = shard(dl, group.rank(), group.world_size(), train, self.common)
         torch_dl(res)._shard.other_loop = self._iterate_whole
         return res
-    # the fit's own loop
-    def on_epoch_begin(self, **kwargs): torch_dl(self.learn.data.train_dl)._shard.fit_loop_next = True
+    def on_epoch_begin(self, **kwargs):
+        torch_dl(self.learn.data.train_dl)._shard.fit_loop_next = True
     def _iterate_whole(self, dl):
-        "All batches of `dl`, for a callback that loops over it"
+        "Yield all batches of `dl`, for a callback that loops over it"
+        # In validation the ranks may have different numbers of batches in which a callback loops,
+        # so what the loop draws is undone
         state = None if self.learn.model.training else self.common.state()
         try: yield from iterate_original(dl, self.common)
         finally:
-            # ranks may have different numbers of validation batches
             if state: self.common.set_state(state)
 
 class SyncModel(Callback):
-    """Gives all ranks the same buffers at the end of an epoch's training, and rank 0's weights and
-    optimizer state if weights differ. At the end of the fit it ends the backward passes of ranks
-    and puts the loaders back"""
-    _order = _FIRST     # before other callbacks save or read it
-    def __init__(self, learn, ranks, average_bn):
+    """Makes the model the same on all ranks when an epoch's training ends, and again when the epoch
+    ends. At the end of the fit it ends the last training batch and puts back the loaders"""
+    _order = _FIRST     # before other callbacks save or read the model
+    def __init__(self, learn, ranks,
+                 average_bn # As of `sync_buffers`
+    ):
         store_attr()
-        self.make_same = SameWeights()
+        self.sync_weights = SameWeights()
         self.epoch = 0
     def on_epoch_begin(self, epoch, **kwargs): self.epoch = epoch
     def on_epoch_end(self, **kwargs): self.sync()
     def on_train_end(self, **kwargs):
-        # first of all, since the others' callbacks load and save together
+        # Before other callbacks load or save, for which the ranks meet
         if isinstance(sys.exc_info()[1], KeyboardInterrupt): self.ranks.leave()
         self.ranks.passes.close()
         _own_loaders(self.learn.data)
     def sync(self):
-        "One set of buffers and weights for all ranks"
+        """Give all ranks the same buffers and, if weights differ, rank 0's weights and optimizer
+        state. A collective operation"""
         learn = self.learn
         sync_buffers(learn.model, self.average_bn)
         extra = ((f'loss.{i}',p) for i,p in enumerate(self.ranks.extra_params()))
-        if self.make_same([*learn.model.named_parameters(), *extra], self.epoch):
+        if self.sync_weights([*learn.model.named_parameters(), *extra], self.epoch):
             opt = learn.opt.opt
             state = group.from_rank0(opt.state_dict())
             if group.rank(): opt.load_state_dict(state)
@@ -201,24 +214,32 @@ def _own_loaders(data):
     if not data.empty_val: data.valid_dl = own_loader(data.valid_dl)
 
 class _CountAll(Callback):
-    """Make `AccumulateScheduler` (`acc`) count the items of all ranks: it divides gradients by its
-    count, which includes validation"""
-    def __init__(self, learn, ranks, acc):
+    """Makes an `AccumulateScheduler` count the items of all ranks. It divides gradients by
+    `acc_samples`, to which it adds this rank's items of each batch, also of validation"""
+    def __init__(self, learn, ranks,
+                 scheduler # The `AccumulateScheduler`
+    ):
         store_attr()
-        self._order = acc._order-.5     # right before it counts this rank's
-    def on_epoch_begin(self, **kwargs): self.own = 0
+        self._order = scheduler._order-.5       # right before the scheduler adds
+    def on_epoch_begin(self, **kwargs): self.n_validated = 0
     def on_batch_begin(self, last_input, train, **kwargs):
-        if train: self.acc.acc_samples += batch_counts(self.learn.data.train_dl)[1]-len(last_input)
-        else: self.own += len(last_input)
+        n_own = len(last_input)
+        if train:
+            _,n_all = batch_counts(self.learn.data.train_dl)
+            self.scheduler.acc_samples += n_all-n_own
+        else: self.n_validated += n_own
     def on_epoch_end(self, **kwargs):
-        self.acc.acc_samples += self.ranks.all_reduce(self.own)[0]-self.own
+        n_all,*_ = self.ranks.all_reduce(self.n_validated)
+        self.scheduler.acc_samples += n_all-self.n_validated
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #68742c06
 class Agree(Callback):
-    "Where a callback of one rank skips a step or stops the fit, all ranks do"
+    """Makes all ranks skip a step or stop the fit if a callback of one rank does. Gets the flags
+    that the other callbacks have returned at each event, and returns those on which ranks agree"""
     _order = _LAST+1
     def __init__(self, ranks): self.ranks = ranks
     def _agreed(self, **flags):
+        "Return the flags, each True if it is True on some rank"
         sums = self.ranks.all_reduce(*flags.values())
         return {k:n > 0 for k,n in zip(flags, sums)}
     def on_backward_begin(self, skip_bwd, **kwargs): return self._agreed(skip_bwd=skip_bwd)
@@ -232,15 +253,15 @@ class Agree(Callback):
 # %% ../../nbs/fastai1/803_callbacks.ipynb #7173a3a6
 @contextlib.contextmanager
 def distributed_v1(learn,
-                   callbacks, # Those of the fit
+                   callbacks, # The user's callbacks of the fit
                    common, # `CommonRNG` from which orders are drawn
-                   batch='per_worker', # Is the loader's batch one worker's, or the `'global'` one?
-                   sync_bn=True,       # One batch norm for all ranks?
-                   stop_requested=lambda: False, # Was this rank asked to stop?
-                   # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
-                   loss='auto'
-): # Yields the callbacks of this rank, with ours
-    "Inside, `basic_train.fit` trains `learn` together with the other ranks"
+                   batch='per_worker', # The batch size is that of one worker, or of all ('global')
+                   # GPUs: batch norm over all ranks; CPU: its statistics are averaged
+                   sync_bn=True,
+                   stop_requested=lambda: False, # True if this rank was asked to stop
+                   loss='auto' # How the losses of ranks make that of the batch: of `LOSS_KINDS`
+): # Yields the callbacks for `basic_train.fit`: the user's that run on this rank, and ours
+    "Make `basic_train.fit` train `learn` together with the other ranks inside"
     ranks = Ranks(learn.model, stop_requested, extra_params=lambda: trained_beside(learn))
     losses = Losses(loss, print_line)
     on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
@@ -250,13 +271,14 @@ def distributed_v1(learn,
     loss_batch = _global_loss_batch(learn, ranks, losses)
     validate = _validate_synced(sync, Validation(ranks, common, losses))
     with contextlib.ExitStack() as stack:
+        # Unset: with it v1 would average metrics without weights, and multiply batch sizes
         stack.enter_context(environment('WORLD_SIZE'))
         if batch == 'per_worker':
             data = learn.data
             for dl in [data.train_dl] if data.empty_val else [data.train_dl, data.valid_dl]:
                 stack.enter_context(global_batches(dl, group.world_size()))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
-        # `learn.load` waits there until rank 0 has written what it had to write
+        # With `distrib_barrier`, `learn.load` waits until rank 0 has written the file
         stack.enter_context(with_attrs(basic_train, validate=validate, loss_batch=loss_batch,
                                        distrib_barrier=ranks.all_reduce))
         if group.world_size() > 1: stack.enter_context(ranks.passes.wrapped())
@@ -264,7 +286,7 @@ def distributed_v1(learn,
         try:
             yield [*cbs_of_rank(callbacks), *counting, ShardLoaders(learn, common), sync,
                    Agree(ranks)]
-            ranks.all_reduce()
+            ranks.all_reduce()      # a rank that stops by itself meets the others here at last
         except KeyboardInterrupt:
             ranks.leave()
             raise
@@ -273,7 +295,7 @@ def distributed_v1(learn,
             common.install()
 
 def _global_loss_batch(learn, ranks, losses):
-    "`basic_train.loss_batch`, with the loss of the global batch where `learn.model` is trained"
+    "Return a `basic_train.loss_batch` that takes a `GlobalLoss` where `learn.model` is trained"
     plain = basic_train.loss_batch
     def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
         if opt is not None and loss_func and model is learn.model:
@@ -284,9 +306,9 @@ def _global_loss_batch(learn, ranks, losses):
     return loss_batch
 
 def _validate_synced(sync, validation):
-    "`validation` of a model that is the same on all ranks"
+    "Return a `basic_train.validate`: `validation`, before which the model is made the same"
     def validate(*args, **kwargs):
-        # Not all ranks come to a validation within a validation
+        # Not all ranks may come to a validation within a validation
         if not validation.is_running:
             sync.ranks.passes.close()
             sync.sync()

@@ -78,7 +78,7 @@ def picklable_preloaders():
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #96f904b9
 def _lay_out(pre):
-    "Make the buffers of a `LanguageModelPreLoader` for its `bs` streams, in the same order of texts"
+    "Make a `LanguageModelPreLoader`'s buffers for its `bs` streams, in the same order of texts"
     pre.ite_len = None      # the number of batches, which it computes again
     if pre.idx is None: return
     order = pre.idx.idx
