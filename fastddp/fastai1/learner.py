@@ -19,9 +19,9 @@ from fastcore.basics import noop, patch
 
 from ..base import group
 from ..base.checks import Check, check, whole
-from ..base.rng import CommonRNG, seed_rank
-from ..base.scoped import Interrupts, environment, with_attrs
-from .callbacks import Ranks, distributed_v1, trained_beside
+from ..base.rng import CommonRNG
+from ..base.scoped import Interrupts, with_attrs
+from .callbacks import Ranks, as_rank, distributed_v1, trained_beside
 from .loaders import (
     batch_counts, check_v1, mend_streams, old_numpy, replace_in_fastai, step_sizes)
 from .snapshot import (
@@ -67,14 +67,20 @@ class KeepState(Callback):
     def on_epoch_end(self, **kwargs): self.keep()
 
 # %% ../../nbs/fastai1/808_learner.ipynb #bf83e298
+def _unpack_and_note(ctx, obj, metrics):
+    """Make the learner of a snapshot ready on this rank, and note its attributes. Returns its
+    `persistent_refs` and `baseline`"""
+    unpack(obj, ctx.device)
+    parts = obj['learn'],obj['callbacks'],metrics
+    refs = persistent_refs(*parts)
+    # Only rank 0 captures what comes back
+    return refs, baseline(*parts, refs if ctx.rank == 0 else None, obj['definitions'])
+
 def fit_job(ctx, obj):
     """Train the learner of a snapshot on this rank, by fastai's own `fit`. Returns
     `Progress.result`; rank 0 puts the state of each epoch, and in the end the learner's"""
-    unpack(obj, ctx.device)
     learn,callbacks,metrics = obj['learn'],obj['callbacks'],obj['metrics']
-    refs = persistent_refs(learn, callbacks, metrics)
-    refs_of_rank0 = refs if ctx.rank == 0 else None     # only rank 0 captures
-    base = baseline(learn, callbacks, metrics, refs_of_rank0, obj['definitions'])
+    refs,base = _unpack_and_note(ctx, obj, metrics)
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
     def state(**kwargs): return capture(learn, base, refs, common.state(), **kwargs)
     ours = [noted]
@@ -90,24 +96,14 @@ def fit_job(ctx, obj):
 def _validate(stop_requested, model, *args, **kwargs):
     "Call `basic_train.validate(model, *args, **kwargs)` on all ranks, outside of a fit"
     common,ranks = CommonRNG.capture(),Ranks(model, stop_requested)
-    with environment('WORLD_SIZE'):
-        seed_rank(group.rank(), group.world_size(), common)
-        try:
-            validation = Validation(ranks, common, Losses(), whole_batches=True)
-            return validation(model, *args, **kwargs)
-        except KeyboardInterrupt:
-            ranks.leave()
-            raise
-        finally: common.install()
+    validation = Validation(ranks, common, Losses(), whole_batches=True)
+    with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
 def infer_job(ctx, obj):
     """Validate a loader with the learner of a snapshot, together with the other ranks. Returns
     `(result on rank 0 or None, True if interrupted)`"""
-    unpack(obj, ctx.device)
     learn,handler = obj['learn'],obj['handler']
-    parts = learn,obj['callbacks'],handler.metrics
-    refs = persistent_refs(*parts)
-    base = baseline(*parts, refs if ctx.rank == 0 else None, obj['definitions'])
+    refs,base = _unpack_and_note(ctx, obj, handler.metrics)
     handler.callbacks = [*cbs_of_rank(handler.callbacks), NoteProgress(ctx, learn)]
     result,interrupted = None,False
     try:

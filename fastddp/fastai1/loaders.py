@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['replace_in_fastai', 'old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_streams', 'text_order',
-           'set_text_order', 'global_batches', 'shard', 'own_loader', 'batch_counts', 'batch_place', 'check_v1',
-           'step_sizes']
+           'set_text_order', 'global_batches', 'shard', 'own_loader', 'batch_counts', 'batch_place', 'fit_loaders',
+           'check_v1', 'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
 import contextlib, copyreg, sys
@@ -167,6 +167,12 @@ def batch_place(dl):
     return (i*s.n+s.rank if s.whole_batches else i), list(s.epoch.steps[i].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
+def fit_loaders(data # A `DataBunch`
+):
+    "Return `{attribute of data: loader}` for the loaders that a fit reads"
+    names = ['train_dl'] if data.empty_val else ['train_dl','valid_dl']
+    return {k:getattr(data, k) for k in names}
+
 def check_v1(data, # A `DataBunch`
              n,    # Number of workers
              batch # The batch size is that of one worker ('per_worker') or of all ('global')
@@ -174,16 +180,14 @@ def check_v1(data, # A `DataBunch`
     "Raise `CantShard` with the loader's name for a loader that can't be sharded"
     global_batch_size(None, n, batch)       # checks `batch`
     if n == 1: return
-    dls = {'data.train_dl': data.train_dl}
-    if not data.empty_val: dls['data.valid_dl'] = data.valid_dl
-    for name,dl in dls.items():
+    for name,dl in fit_loaders(data).items():
         own = torch_dl(dl)
         bs,why = global_batch_size(torch_bs(own), n, batch),why_not_torch(own)
         if bs is None and batch == 'per_worker':
             why = why or "its own batch_sampler decides about its batches: use batch='global'."
         if not why and dl is data.train_dl:
             why = too_few(bs, n, len(shard_torch(own, 0, n, batch, True, None)))
-        if why: refuse_loader(name, n, why)
+        if why: refuse_loader(f'data.{name}', n, why)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #41ad1466
 def step_sizes(dl, # The training loader

@@ -21,9 +21,9 @@ from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.torch_loader import torch_bs
 
 # %% ../../nbs/fastai1/802_validation.ipynb #1940b65c
-_ITEM_MEAN_NAMES = ('accuracy','accuracy_thresh','top_k_accuracy','error_rate',
-                    'mean_absolute_error','mean_squared_error','mean_squared_logarithmic_error',
-                    'fbeta')
+_ITEM_MEAN_NAMES = '''
+    accuracy accuracy_thresh top_k_accuracy error_rate mean_absolute_error mean_squared_error
+    mean_squared_logarithmic_error fbeta'''.split()
 _ITEM_MEANS = {getattr(_metrics, k) for k in _ITEM_MEAN_NAMES}
 
 def is_item_mean(m # A metric of a `CallbackHandler`, which is a callback
@@ -89,16 +89,12 @@ class Validation:
         store_attr()
         self.fastai_validate = basic_train.validate
         self.is_running = False     # this rank validates its shard
-        # How often a callback of this rank has validated within that
-        self.n_inner = 0
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "Validate as `basic_train.validate`, whose parameters and result it has"
         handler = cb_handler or CallbackHandler()
-        if self.is_running:
-            self.n_inner += 1
-            dl = own_loader(dl)
+        if self.is_running: dl = own_loader(dl)     # within a validation
         has_state = self.whole_batches and has_state_of(model, torch_bs(torch_dl(dl)))
         if self.is_running or n_batch or has_state:
             # Each rank validates the whole loader
@@ -135,13 +131,13 @@ class Validation:
         plain = handler.on_batch_end
         # A request to stop ends this rank's loop; the ranks agree on it in `all_reduce`
         def on_batch_end(loss): return plain(loss) or self.ranks.stop_requested()
-        running = with_attrs(self, is_running=True, n_inner=0)
+        running = with_attrs(self, is_running=True)
         with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
             outs = self.fastai_validate(model, dl, loss_func, handler, pbar, average=False)
-            n_inner,*_ = self.ranks.all_reduce(self.n_inner)
-        # Callbacks of rank 0 see every batch, as in one process. Other ranks may have fewer
-        # batches, so their callbacks validate, and draw, less often.
-        if n_inner: self.common.set_state(group.from_rank0(self.common.state()))
+        self.ranks.all_reduce()
+        # Other ranks may have fewer batches than rank 0. If a callback validates in each of them,
+        # and so draws from the common streams, only rank 0 has drawn as often as one process
+        self.common.set_state(group.from_rank0(self.common.state()))
         return outs
 
 def _sum_over_ranks(m # An `AverageMetric`
@@ -152,7 +148,7 @@ def _sum_over_ranks(m # An `AverageMetric`
     m.count = int(count)
 
 # What `_replay` sets in a handler's state
-_REPLAYED = ('last_output','last_target','last_loss','last_input','train')
+_REPLAYED = 'last_output last_target last_loss last_input train'.split()
 
 def _replay(handler, metrics,
             batches,   # Those of a `_KeepBatches`

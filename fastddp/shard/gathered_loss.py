@@ -119,8 +119,7 @@ class LocalBatch:
         """Return `(pred, yb)` of all ranks in the order of one process. Gradients flow to this
         rank's predictions. A collective operation"""
         sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
-        by_items = [True, *map(bool, self.rows_each)]
-        shapes = [[(m,*t.shape[1:]) if has_rows else t.shape for t,has_rows in zip(sent, by_items)]
+        shapes = [[(m,*t.shape[1:]) if k else t.shape for t,k in zip(sent, [1,*self.rows_each])]
                   for m in counts]
         positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
         order = torch.cat(positions).argsort()
