@@ -111,13 +111,13 @@ class Phase:
         self.reduction = losses.reduction(f)
         # in training `learn.loss` is the global one, and so is that of a batch which one rank has
         # alone
-        parts = not training and not learn.dl._shard.whole
+        parts = not training and not learn.dl._shard.whole_batches
         self.loss_anew = parts and losses.is_gathered(f)
         self.loss_func = f
         if self.loss_anew: learn.loss_func = _copy_of(f)
         self.loss_alone = None  # the loss of this batch, before callbacks add to it
         # True if this rank saw that the loss reads what the model keeps of a batch
-        self.terms = 'terms' in losses.said
+        self.terms = losses.has_terms
         self.mets = [m for m in mets if type(m) is not AvgSmoothLoss]
         self.reducers = [self._reducer(m, parts) for m in self.mets]
         self.resumed = False    # True if the metrics began with the state of all ranks
