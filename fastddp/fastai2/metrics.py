@@ -264,7 +264,7 @@ class ReduceMetrics(OurCallback):
         if phase is not None: phase.restore()
         return phase
     @contextlib.contextmanager
-    def aside(self):
+    def nested_validation(self):
         outer = self.end()
         dl = self.learn.dl
         self.common = False

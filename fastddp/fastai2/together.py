@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LEFT', 'FIELDS', 'BEFORE_EPOCH', 'BEFORE_TRAIN', 'BATCH', 'AFTER_TRAIN', 'BEFORE_VALID', 'AFTER_VALID', 'END_VALID',
-           'NESTED_BATCH', 'LOAD', 'GATHER', 'PASS', 'VALUE', 'OurCallback', 'speaks', 'runs_user_code', 'OwnEvents',
-           'own_events', 'Said', 'Together']
+           'NESTED_BATCH', 'LOAD', 'GATHER', 'PASS', 'VALUE', 'OurCallback', 'handles', 'runs_user_code',
+           'EventDispatcher', 'dispatch_events', 'MeetingResult', 'Together']
 
 # %% ../../nbs/fastai2/705_together.ipynb #04564b79
 import contextlib, os
@@ -32,11 +32,11 @@ class OurCallback(Callback):
         if event_name in _inner_loop and not runs: return
         f = getattr(type(self), event_name, None)
         if f is not None: f(self)
-    def aside(self):
+    def nested_validation(self):
         "Inside, a callback of the user's validates or predicts by itself"
         return contextlib.nullcontext()
 
-def speaks(cb,        # A callback
+def handles(cb,        # A callback
            event_name # E.g. 'after_batch'
 ):
     "True if `cb` does something at `event_name`, or if that is unknown"
@@ -46,7 +46,7 @@ def speaks(cb,        # A callback
 
 def runs_user_code(cb, event_name):
     "True if `cb` runs code at `event_name` that is neither fastai's nor ours"
-    if not speaks(cb, event_name): return False
+    if not handles(cb, event_name): return False
     modules = type(cb).__module__,getattr(getcallable(cb, event_name), '__module__', None)
     return any((m or '').split('.')[0] not in ('fastai','fastcore','fastddp') for m in modules)
 
@@ -60,7 +60,7 @@ _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Wher
             "it, this would end the event for the callbacks behind it silently, and the "
             "ranks would diverge.")
 
-class OwnEvents:
+class EventDispatcher:
     """Takes the place of `learn._call_one`: calls only the callbacks that do something at an event,
     and has a `Clock` note when events begin and end"""
     def __init__(self, learn, asked, clock):
@@ -68,16 +68,16 @@ class OwnEvents:
         self.asked = asked
         self.clock = clock or Clock()
         self.pid = os.getpid()
-        self.cbs = []           # the callbacks for which `speakers` holds
-        self.speakers = {}      # event -> what is called
+        self.cbs = []           # the callbacks for which `handlers` holds
+        self.handlers = {}      # event -> what is called
     def __call__(self, event_name):
         cbs = self.learn.cbs.items
-        if event_name not in _OFTEN or self.cbs != cbs: self.cbs,self.speakers = [*cbs],{}
-        speakers = self.speakers.get(event_name)
+        if event_name not in _OFTEN or self.cbs != cbs: self.cbs,self.handlers = [*cbs],{}
+        handlers = self.handlers.get(event_name)
         clock = self.clock
         outermost = clock.enter(self.learn)
         try:
-            for cb,kind in self._find(event_name) if speakers is None else speakers:
+            for cb,kind in self._find(event_name) if handlers is None else handlers:
                 cb(event_name)
                 if outermost: clock.lap(kind)
         except StopIteration as e: raise RuntimeError(_STOPPED.format(event_name)) from e
@@ -88,17 +88,17 @@ class OwnEvents:
         finally: clock.leave(event_name)
     def _find(self, event_name):
         if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-        found = [cb for cb in self.learn.cbs.sorted('order') if speaks(cb, event_name)]
-        self.speakers[event_name] = [(self.asked(cb), kind_of(cb)) for cb in found]
-        return self.speakers[event_name]
+        found = [cb for cb in self.learn.cbs.sorted('order') if handles(cb, event_name)]
+        self.handlers[event_name] = [(self.asked(cb), kind_of(cb)) for cb in found]
+        return self.handlers[event_name]
 
-def own_events(learn,
+def dispatch_events(learn,
                # Callback -> what is called with the event's name in its place; by default itself
                asked=noop,
                clock=None # `Clock` that notes when events begin and end
 ):
     "Inside, each callback of `learn` is asked only for its own events"
-    return with_attrs(learn, _call_one=OwnEvents(learn, asked, clock))
+    return with_attrs(learn, _call_one=EventDispatcher(learn, asked, clock))
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
 _RAISES = dict(backward=CancelBackwardException, step=CancelStepException,
@@ -122,7 +122,7 @@ _LEFT = 4
 _STOP = 5
 _FIELDS = 6
 
-class Said(list):
+class MeetingResult(list):
     "What all ranks said at a meeting: a row for each"
     def of(self, field): return [row[_FIELDS+FIELDS.index(field)] for row in self]
     def sum(self, field): return sum(self.of(field))
@@ -162,54 +162,54 @@ class Together(OurCallback):
         self.clock = Clock(self.board)
         self.limit = self.LIMIT if group.under_launcher() else None
         # What others set for the time of a fit
-        self.ours = []          # callbacks that make the fit a distributed one
+        self.fit_callbacks = []          # callbacks that make the fit a distributed one
         self.common = None      # the `CommonRNG`
-        self.depart = None      # called without arguments: the last meeting of the fit
-        self.alone = False      # True while rank 0 acts without the others
-        self.grads_left = False # set at the end: some rank had gradients that no step took
+        self.finish_fit = None      # called without arguments: the last meeting of the fit
+        self.rank0_alone = False      # True while rank 0 acts without the others
+        self.has_unused_grads = False # set at the end: some rank had gradients that no step took
         self._begin()
         # of fits: a callback may call `learn.validate`, which has a `before_fit` of its own
-        self.depth = 0
+        self.fit_depth = 0
 
     def _begin(self):
         # 'start', 'train', 'between', 'validate' or 'end'; `AfterOthers` of `fastai2.step` sets
-        # 'train' and 'validate', and takes the last of `back_to` when a validation ends
+        # 'train' and 'validate', and takes the last of `outer_phases` when a validation ends
         self.phase = 'start'
-        self.back_to = []       # phases to go back to, where callbacks validate
+        self.outer_phases = []       # phases to go back to, where callbacks validate
         self.place = (-1.,0,0,0)    # of the last meeting; here the beginning of the fit
         self.n_details = 0      # since the last place without details
         self.left = None        # the strongest of what this rank left since all were at one place
-        self.left_batch = False # True once this rank left the current batch
+        self.has_left_batch = False # True once this rank left the current batch
         self.cancelled = False  # True once this phase was cancelled on this rank
         # True between the forward and the backward pass of a training batch
         self.mid_batch = False
 
     def before_fit(self):
-        self.depth += 1
-        if self.depth == 1: self._begin()
+        self.fit_depth += 1
+        if self.fit_depth == 1: self._begin()
     def before_epoch(self):
-        if self.depth != 1: return
+        if self.fit_depth != 1: return
         self.phase = 'start'
-        self.back_to = []
+        self.outer_phases = []
         self._begin_at(BEFORE_EPOCH, 0)
     def before_train(self): self.cancelled = False
     def before_batch(self):
         if self.training:
-            self.left_batch = False
+            self.has_left_batch = False
             self._begin_at(BATCH, self.iter)
         elif self.stop_requested(): raise CancelValidException()
     def after_train(self):
         self.phase = 'between'
-        self.back_to = []
+        self.outer_phases = []
         self._end_phase(AFTER_TRAIN, 'cancel_train')
     def before_validate(self):
-        self.back_to.append('end' if self.phase == 'between' else self.phase)
+        self.outer_phases.append('end' if self.phase == 'between' else self.phase)
         self.cancelled = False
         self.n_details += 1
     def after_validate(self): self._end_phase(AFTER_VALID, 'cancel_valid')
     def after_fit(self):
-        self.depth -= 1
-        if not self.depth: self.meet_at((_OVER,0,0,0), final=True)
+        self.fit_depth -= 1
+        if not self.fit_depth: self.meet_at((_OVER,0,0,0), final=True)
 
     def _end_phase(self, stage, flag):
         """All ranks end a phase; fastai's Recorder leaves out the metrics of one that was
@@ -225,11 +225,11 @@ class Together(OurCallback):
         if self.left is None or LEFT.index(kind) > LEFT.index(self.left): self.left = kind
     def after_cancel_backward(self):
         self.leave('backward')
-        self.left_batch = True
+        self.has_left_batch = True
     def after_cancel_step(self): self.leave('step')
     def after_cancel_batch(self):
         self.leave('batch')
-        self.left_batch = True
+        self.has_left_batch = True
     def after_cancel_train(self):
         self.leave('train')
         self.cancelled = True
@@ -239,23 +239,23 @@ class Together(OurCallback):
     def after_cancel_epoch(self):
         self.leave('epoch')
         self.phase = 'end'
-        self.back_to = []
+        self.outer_phases = []
     def after_cancel_fit(self): self.leave('fit')
 
     @contextlib.contextmanager
-    def aside(self):
+    def nested_validation(self):
         "Afterwards this rank is in the phase in which it was"
-        before = self.phase,self.cancelled,[*self.back_to]
+        before = self.phase,self.cancelled,[*self.outer_phases]
         try: yield
-        finally: self.phase,self.cancelled,self.back_to = before
+        finally: self.phase,self.cancelled,self.outer_phases = before
 
     def meet(self, stage, batch=None, **numbers):
-        """`Said` of all ranks at a stage of this epoch; raises what another rank left, or
+        """`MeetingResult` of all ranks at a stage of this epoch; raises what another rank left, or
         KeyboardInterrupt"""
         # a batch's meeting comes after its beginning, and what callbacks do there
         return self.meet_at(self._place_of(stage, 0 if batch is None else batch+.5), **numbers)
 
-    def meet_aside(self, kind, **numbers):
+    def meet_between(self, kind, **numbers):
         "As `meet`, for one of the kinds of details; None if the other ranks go on without it"
         self.n_details += 1
         return self.meet_at(self._detail(kind), optional=True, **numbers)
@@ -267,14 +267,14 @@ class Together(OurCallback):
     def _begin_at(self, stage, batch):
         "Details that come now are those of another batch, or epoch"
         place = (self._epoch(), stage, batch, 0)
-        if self.depth < 2 and place > self.place: self.place,self.n_details = place,0
+        if self.fit_depth < 2 and place > self.place: self.place,self.n_details = place,0
 
     def _epoch(self): return float(getattr(self.learn, 'epoch', None) or 0)
 
     def _place_of(self, stage, batch):
         place = (self._epoch(), stage, batch, 0)
-        inner = stage >= BEFORE_VALID and self.back_to and self.back_to[-1] != 'end'
-        if self.depth < 2 and not inner and place > self.place: return place
+        inner = stage >= BEFORE_VALID and self.outer_phases and self.outer_phases[-1] != 'end'
+        if self.fit_depth < 2 and not inner and place > self.place: return place
         if stage in (BEFORE_TRAIN,BATCH): self.n_details += 1
         return self._detail(NESTED_BATCH if stage < BEFORE_VALID else stage-BEFORE_VALID)
 
@@ -289,7 +289,7 @@ class Together(OurCallback):
         row = [*place, left, self.stop_requested(), *(numbers.get(k, 0.) for k in FIELDS),
                *self.clock.tell()]
         while True:
-            said = Said(self.board.meet(row, self.limit))
+            said = MeetingResult(self.board.meet(row, self.limit))
             self.clock.hear(said.seconds())
             ahead = [o for o in said if o[:_PLACE] > place]
             if ahead: return None if final else self._follow(ahead, optional)
