@@ -156,7 +156,7 @@ def distributed(learn,
             step.close()
             step.overlapped.close()
             together.clock.exchanged(step.passes.exchange+step.overlapped.exchange)
-            metrics.end()
+            metrics.end_phase()
             common.install()
 
 def _finish_fit(together, step, same):
