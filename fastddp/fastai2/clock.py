@@ -54,8 +54,8 @@ class Clock:
     """Seconds of a fit on this rank, by phase or callback.
 
     `EventDispatcher` calls `enter` when an event begins, `lap` after each callback, and `leave`
-    when it ends; the time between two events is what fastai's loop does there (`_NEXT`). `Together` calls
-    `tell` before each meeting, and `hear` after it."""
+    when it ends; the time between two events is what fastai's loop does there (`_NEXT`). `Together`
+    calls `begin_meeting` and `end_meeting`."""
     def __init__(self,
         board=None, # Where the ranks meet
     ):
@@ -135,14 +135,14 @@ class Clock:
         if self.of_phase == 1 or secs < _LEAST: return
         if secs*self.batches > _LONG*(self.seconds['data']-self.slow-secs): self.slow += secs
         self.slowest = max(self.slowest, (secs, epoch, i))
-    def tell(self):
+    def begin_meeting(self):
         "Seconds of data and of callbacks since the last meeting, for the others"
         now = self.seconds['data'],self.of_cbs
         self.told = now[0]-self.said[0],now[1]-self.said[1]
         self.said = now
         return self.told
-    def hear(self,
-        told, # What `tell` gave on each rank
+    def end_meeting(self,
+        told, # What `begin_meeting` returned on each rank
     ):
         "A meeting is over: what this rank waited for there"
         if self.board.last is None: return

@@ -258,7 +258,7 @@ def attend(self:StepSync):
 def agree(self:StepSync, mask):
     "All ranks have come to the end of a flat pass: their masks; None if others didn't make it"
     said = self.together.meet_between(PASS, mask=mask)
-    return None if said is None else said.of('mask')
+    return None if said is None else said.values('mask')
 
 # %% ../../nbs/fastai2/714_step.ipynb #27f8debc
 @patch
@@ -338,7 +338,8 @@ def gather(self:StepSync, f, pred, yb):
     batch = LocalBatch(pred, yb, count, getattr(learn.dl,'idxs',())[-count:] if count else ())
     said = self.together.meet_between(GATHER, nbytes=batch.nbytes, items=batch.count,
                                     layout=batch.kind())
-    whole = said and self.losses.of_all_ranks(f, batch, *map(said.of, ('nbytes','items','layout')))
+    columns = 'nbytes','items','layout'
+    whole = said and self.losses.of_all_ranks(f, batch, *map(said.values, columns))
     if whole is None: return f(pred, *yb)
     self.gathered = batch.count
     return whole
