@@ -19,15 +19,15 @@ from ..base.device import is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, with_attrs
 from .loaders import (
-    counts_now, global_batches, own_loader, place_now, shard, torch_dl)
+    batch_counts, global_batches, own_loader, batch_place, shard, torch_dl)
 from .validation import Validation
 from ..launch.training import cbs_of_rank
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, Losses, tensors_in
 from ..shard.gradients import (
-    Passes, SameWeights, graph_of, leaves_of, params_beside, sync_buffers, synced_bn)
+    Passes, SameWeights, graph_of, leaves_of, extra_params, sync_buffers, synced_bn)
 from ..shard.loss import loss_part
-from ..shard.sharded import outside_loop
+from ..shard.sharded import iterate_original
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f4
 _NUMBERS = 5    # in every meeting
@@ -84,10 +84,10 @@ class Ranks:
         return [row[0] for row in self.meet(mask)]
 
 def trained_beside(learn):
-    "The trained parameters that aren't the model's: see `params_beside`"
+    "The trained parameters that aren't the model's: see `extra_params`"
     opt = getattr(learn, 'opt', None)
     groups = [pg['params'] for pg in opt.opt.param_groups] if opt is not None else ()
-    return params_beside(learn.model, learn.loss_func, groups)
+    return extra_params(learn.model, learn.loss_func, groups)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327757
 class _ReplaceValue(torch.autograd.Function):
@@ -112,8 +112,8 @@ class GlobalLoss:
 
     def _look(self, loss, out):
         "Tell the user of weights that the first `loss` uses beside predictions and targets"
-        if self.losses.looked: return
-        self.losses.looked = True
+        if self.losses.terms_checked: return
+        self.losses.terms_checked = True
         beside = leaves_of(graph_of(loss, until={t.grad_fn for t in tensors_in(out)}))
         self.losses.name_terms([k for k,p in self.named() if id(p) in beside])
 
@@ -124,7 +124,7 @@ class GlobalLoss:
         if group.world_size() == 1 or not self.losses.is_gathered(self.loss_func):
             return None,count
         batch = LocalBatch(out, yb, count, self.positions)
-        rows = self.ranks.meet(batch.nbytes, batch.count, batch.kind())
+        rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
         nbytes,counts,kinds = [*zip(*rows)][:3]
         loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, kinds)
         return loss,batch.count         # a callback may have left items out
@@ -157,14 +157,14 @@ class ShardLoaders(Callback):
         if not data.empty_val: data.valid_dl = self._sharded(data.valid_dl, False)
     def _sharded(self, dl, train):
         res = shard(dl, group.rank(), group.world_size(), train, self.common)
-        torch_dl(res)._shard.outside = self._iterate_whole
+        torch_dl(res)._shard.other_loop = self._iterate_whole
         return res
     # the fit's own loop
-    def on_epoch_begin(self, **kwargs): torch_dl(self.learn.data.train_dl)._shard.due = True
+    def on_epoch_begin(self, **kwargs): torch_dl(self.learn.data.train_dl)._shard.fit_loop_next = True
     def _iterate_whole(self, dl):
         "All batches of `dl`, for a callback that loops over it"
         state = None if self.learn.model.training else self.common.state()
-        try: yield from outside_loop(dl, self.common)
+        try: yield from iterate_original(dl, self.common)
         finally:
             # ranks may have different numbers of validation batches
             if state: self.common.set_state(state)
@@ -208,7 +208,7 @@ class _CountAll(Callback):
         self._order = acc._order-.5     # right before it counts this rank's
     def on_epoch_begin(self, **kwargs): self.own = 0
     def on_batch_begin(self, last_input, train, **kwargs):
-        if train: self.acc.acc_samples += counts_now(self.learn.data.train_dl)[1]-len(last_input)
+        if train: self.acc.acc_samples += batch_counts(self.learn.data.train_dl)[1]-len(last_input)
         else: self.own += len(last_input)
     def on_epoch_end(self, **kwargs):
         self.acc.acc_samples += self.ranks.all_reduce(self.own)[0]-self.own
@@ -277,7 +277,7 @@ def _global_loss_batch(learn, ranks, losses):
     plain = basic_train.loss_batch
     def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
         if opt is not None and loss_func and model is learn.model:
-            _,positions = place_now(learn.data.train_dl)
+            _,positions = batch_place(learn.data.train_dl)
             loss_func = GlobalLoss(loss_func, ranks, positions, losses, model.named_parameters)
             ranks.passes.open()
         return plain(model, xb, yb, loss_func, opt, cb_handler)
@@ -286,7 +286,9 @@ def _global_loss_batch(learn, ranks, losses):
 def _validate_synced(sync, validation):
     "`validation` of a model that is the same on all ranks"
     def validate(*args, **kwargs):
-        sync.ranks.passes.close()
-        sync.sync()
+        # Not all ranks come to a validation within a validation
+        if not validation.is_running:
+            sync.ranks.passes.close()
+            sync.sync()
         return validation(*args, **kwargs)
     return validate

@@ -23,7 +23,7 @@ from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import Interrupts, environment, with_attrs
 from .callbacks import Ranks, distributed_v1, trained_beside
 from .loaders import (
-    check_v1, counts_now, mend_streams, old_numpy, replace_in_fastai, step_sizes)
+    check_v1, batch_counts, mend_streams, old_numpy, replace_in_fastai, step_sizes)
 from .snapshot import (
     apply, baseline, capture, loaders, persistent_refs, place, snapshot, tracked, unpack)
 from .validation import Validation
@@ -52,7 +52,7 @@ class NoteProgress(Callback):
         if train and not self.training: self.progress.start()
         self.training = train
     def on_batch_end(self, train, **kwargs):
-        if train: self.progress.lap(counts_now(self.learn.data.train_dl)[1])
+        if train: self.progress.lap(batch_counts(self.learn.data.train_dl)[1])
     def on_epoch_end(self, **kwargs):
         self.training = False
         self.progress.epochs += 1

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['replace_in_fastai', 'old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_streams', 'text_order',
-           'set_text_order', 'global_batches', 'shard', 'own_loader', 'counts_now', 'place_now', 'check_v1',
+           'set_text_order', 'global_batches', 'shard', 'own_loader', 'batch_counts', 'batch_place', 'check_v1',
            'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
@@ -132,7 +132,7 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, with the batches of
     mine = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
     pre = streams_of(dl)
     # not of a stream, nor of a language model, whose hidden state goes from batch to batch
-    if whole and n > 1 and pre is None and not is_stream(torch_dl(dl)): mine._shard.whole = True
+    if whole and n > 1 and pre is None and not is_stream(torch_dl(dl)): mine._shard.whole_batches = True
     if pre is not None:
         def on_epoch_begin(**kwargs):
             with common: type(pre).on_epoch_begin(pre, **kwargs)
@@ -147,17 +147,17 @@ def own_loader(dl):
     return vars(dl).get('unsharded', dl)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
-def counts_now(dl):
+def batch_counts(dl):
     """`(items of this rank that count, items of the global batch)` of the batch that a sharded `dl`
     gave last"""
     epoch = torch_dl(dl)._shard.epoch
-    return epoch.counts[epoch.done-1]
+    return epoch.counts[epoch.n_yielded-1]
 
-def place_now(dl):
+def batch_place(dl):
     "`(number of the global batch, positions of this rank's items in the epoch)` of that batch"
     s = torch_dl(dl)._shard
-    i = s.epoch.done-1
-    return (i*s.n+s.rank if s.whole else i), list(s.epoch.steps[i].positions)
+    i = s.epoch.n_yielded-1
+    return (i*s.n+s.rank if s.whole_batches else i), list(s.epoch.steps[i].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
 def check_v1(data, # A `DataBunch`

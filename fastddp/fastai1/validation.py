@@ -15,7 +15,7 @@ from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.scoped import with_attrs
-from .loaders import place_now, shard, torch_dl
+from .loaders import batch_place, own_loader, shard, torch_dl
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.torch_loader import torch_bs
@@ -42,7 +42,7 @@ class _KeepBatches(Callback):
         # `(number, positions, (output, target, loss) on the CPU or None)` of each global batch
         self.kept = []
     def on_batch_end(self, last_output, last_target, last_loss, **kwargs):
-        number,positions = place_now(self.dl)
+        number,positions = batch_place(self.dl)
         # fastai gives pairs of output and target where there is no loss function
         loss = last_loss if isinstance(last_loss, torch.Tensor) else None
         seen = (_cpu(last_output), _cpu(last_target), _cpu(loss)) if self.keeps_all else None
@@ -55,7 +55,7 @@ class _RecordLosses:
         self.rows = []
     def __call__(self, out, *yb):
         loss = self.loss_func(out, *yb)
-        number,positions = place_now(self.dl)
+        number,positions = batch_place(self.dl)
         n = len(positions)
         weighted = weighted_loss_and_divisor(self.loss_func, loss, yb, n, self.reduction)
         self.rows.append((number, *weighted, n))
@@ -81,12 +81,19 @@ class Validation:
     ):
         store_attr()
         self.real = basic_train.validate
+        self.is_running = False
+        # How often a callback of this rank has validated within the validation that runs
+        self.n_inner = 0
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "As `basic_train.validate`; returns the same on every rank"
         handler = cb_handler or CallbackHandler()
-        if n_batch or self.whole and has_state_of(model, torch_bs(torch_dl(dl))):
+        if self.is_running:
+            self.n_inner += 1
+            dl = own_loader(dl)
+        has_state = self.whole and has_state_of(model, torch_bs(torch_dl(dl)))
+        if self.is_running or n_batch or has_state:
             with self.common:       # on each rank
                 return self.real(model, dl, loss_func, handler, pbar, average, n_batch)
         mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
@@ -95,7 +102,7 @@ class Validation:
         anew,record = None,None
         if loss_func:
             # a loss that needs all of a batch is computed anew at the end
-            if self.losses.is_gathered(loss_func) and not torch_dl(mine)._shard.whole:
+            if self.losses.is_gathered(loss_func) and not torch_dl(mine)._shard.whole_batches:
                 anew = loss_func
             record = _RecordLosses(loss_func, mine, self.losses.reduction(loss_func))
         keep = _KeepBatches(mine, others or anew)
@@ -104,7 +111,7 @@ class Validation:
         replayed = []
         if others or anew:
             replayed = _replay(handler, others, keep.kept, model, anew,
-                               has_terms='terms' in self.losses.said)
+                               has_terms=self.losses.has_terms)
         if not record: return _pairs(outs, keep.kept)
         losses = replayed if anew else batch_losses(record.rows)
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]
@@ -115,9 +122,13 @@ class Validation:
         plain = handler.on_batch_end
         # a request to stop ends this rank's loop; in `all_reduce` the ranks agree on it
         def on_batch_end(loss): return plain(loss) or self.ranks.stop_requested()
-        with with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
+        running = with_attrs(self, is_running=True, n_inner=0)
+        with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
             outs = self.real(model, dl, loss_func, handler, pbar, average=False)
-        self.ranks.all_reduce()
+            n_inner,*_ = self.ranks.all_reduce(self.n_inner)
+        # Callbacks of rank 0 see every batch, as in one process. Other ranks may have fewer
+        # batches, so their callbacks validate, and draw, less often.
+        if n_inner: self.common.set_state(group.from_rank0(self.common.state()))
         return outs
 
 def _sum_mean(m):

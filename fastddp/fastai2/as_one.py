@@ -45,7 +45,7 @@ def shard_batches(dl,      # A fastai or torch loader, sharded or not
 ):
     "The loader that yields the whole batches of `dl` that `rank` predicts"
     res = shard_dl(original(dl), rank, n, 'global', train=False, common=common)
-    if n > 1: res._shard.whole = True
+    if n > 1: res._shard.whole_batches = True
     return res
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #08e24dee

@@ -26,7 +26,7 @@ from ..output.replay import print_line
 from ..payload.state import move_opt
 from ..shard.gradients import SameWeights, average_grads, sync_buffers, synced_bn
 from ..shard.gathered_loss import Losses
-from ..shard.sharded import is_sharded, outside_loop, write_back
+from ..shard.sharded import is_sharded, iterate_original, write_back
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #08799249
 def opt_from_rank0(learn):
@@ -95,12 +95,12 @@ def kept_streams(learn, common):
 def outside_loops(learn,
                 together # Of the fit
 ):
-    """The function for `Shard.outside`: yields all batches of a sharded loader, the same on all
+    """The function for `Shard.other_loop`: yields all batches of a sharded loader, the same on all
     ranks, where a callback loops over it by itself"""
     def batches(dl):
         apart = together.rank0_alone or together.phase == 'validate'
         with kept_streams(learn, together.common) if apart else contextlib.nullcontext():
-            try: yield from outside_loop(dl, together.common)
+            try: yield from iterate_original(dl, together.common)
             finally: follow_original(dl)
     return batches
 
@@ -155,7 +155,7 @@ def distributed(learn,
         finally:
             step.close()
             step.overlapped.close()
-            together.clock.exchanged(step.passes.exchange+step.overlapped.exchange)
+            together.clock.exchanged(step.passes.exchange_secs+step.overlapped.exchange_secs)
             metrics.end_phase()
             common.install()
 
@@ -180,7 +180,7 @@ def sharded_dls(learn, batch, together):
     outside = outside_loops(learn, together)
     train = shard_dl(old[0], group.rank(), group.world_size(), batch, common=common)
     dls.loaders = [train, *(shard_to_validate(learn.model, dl, batch, common) for dl in old[1:])]
-    for dl in dls.loaders: dl._shard.outside = outside
+    for dl in dls.loaders: dl._shard.other_loop = outside
     try: yield
     finally:
         for dl in filter(is_sharded, dls.loaders): write_back(dl)

@@ -85,7 +85,7 @@ class NoteProgress(OurCallback):
         self.ctx.mark('first step')
     def after_train(self):
         epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
-        self.progress.lap(sum(total for _,total in epoch.counts[:epoch.done]) if epoch else 0)
+        self.progress.lap(sum(total for _,total in epoch.counts[:epoch.n_yielded]) if epoch else 0)
         self._enter('epoch')
         self.ctx.beat(self.where())
     # a callback's `learn.validate` has one, too

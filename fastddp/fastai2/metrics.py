@@ -131,12 +131,12 @@ class Phase:
         self.reduction = losses.reduction(learn.loss_func)  # as in `shard.loss.loss_part`
         # In training `learn.loss` is the loss of the global batch. It is, too, where each rank
         # validates whole batches
-        has_parts = not is_training and not learn.dl._shard.whole
+        has_parts = not is_training and not learn.dl._shard.whole_batches
         # True if the loss of a global batch is computed from all ranks' predictions at the end
         self.recomputes_loss = has_parts and losses.is_gathered(learn.loss_func)
         if self.recomputes_loss: learn.loss_func = _copy_for_parts(learn.loss_func)
         # True if this rank saw that the loss function reads numbers that the model keeps of a batch
-        self.loss_reads_model = 'terms' in losses.said
+        self.loss_reads_model = losses.has_terms
         # With `recomputes_loss`: the value of the loss function for this batch
         self.plain_loss = None
         self.metrics = [m for m in metrics if type(m) is not AvgSmoothLoss]

@@ -70,7 +70,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad*ctx.by, None
 
-NO_ROWS = -1.   # returned by `LocalBatch.kind`: no tensor has rows of items
+NO_ROWS = -1.   # returned by `LocalBatch.layout`: no tensor has rows of items
 
 class LocalBatch:
     "This rank's predictions and targets of a training batch, as items"
@@ -90,27 +90,27 @@ class LocalBatch:
             first = group.rank()*2**32      # unknown: rank after rank
             self.positions = list(range(first, first+self.count))
         self.by_views = rows_by_views(tensors, fed)
-        self.layouts = [rows_per_item(t, fed) for t in tensors]
+        self.rows_each = [rows_per_item(t, fed) for t in tensors]
         self.tensors = [by_item(t, l, self.by_views)[:self.count] if l else t
-                        for t,l in zip(tensors, self.layouts)]
+                        for t,l in zip(tensors, self.rows_each)]
         self.nbytes = sum(t.numel()*t.element_size() for t in self.tensors)
         # a number without items, such as a loss that the model computed, is this rank's mean
         # already
-        self.has_numbers = any(not l and t.requires_grad
-                               for t,l in zip(tensors_in(pred), self.layouts))
+        self.has_computed_number = any(not l and t.requires_grad
+                               for t,l in zip(tensors_in(pred), self.rows_each))
 
-    def kind(self):
+    def layout(self):
         "A number that is the same on ranks whose tensors make one batch; `NO_ROWS` if they don't"
         kinds = [(l, self.by_views and l > 1, str(t.dtype), [*(t.shape[1:] if l else t.shape)])
-                 for t,l in zip(self.tensors, self.layouts)]
-        return float(zlib.crc32(repr(kinds).encode())) if any(self.layouts) else NO_ROWS
+                 for t,l in zip(self.tensors, self.rows_each)]
+        return float(zlib.crc32(repr(kinds).encode())) if any(self.rows_each) else NO_ROWS
 
     def of_all_ranks(self,
         counts # Items of each rank; every rank calls this
     ):
         "`(pred, yb)` of all ranks in the order of one process; gradients flow to this rank's"
         sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
-        by_items = [True, *map(bool, self.layouts)]
+        by_items = [True, *map(bool, self.rows_each)]
         shapes = [[(m,*t.shape[1:]) if rows else t.shape for t,rows in zip(sent, by_items)]
                   for m in counts]
         positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
@@ -125,7 +125,7 @@ class LocalBatch:
             else: whole = sum(o*(m/total) for o,m in zip(ts, counts))
             # fastai's kinds of tensors have methods of their own
             return from_items(whole.to(t.dtype).as_subclass(type(t)), layout, self.by_views)
-        joined = iter([join(*o) for o in zip(self.tensors, self.layouts, columns)])
+        joined = iter([join(*o) for o in zip(self.tensors, self.rows_each, columns)])
         return map_tensors(lambda t: next(joined), self.tree)
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #cac318db
@@ -190,17 +190,18 @@ class Losses:
                  asked='auto', # The option `loss`: one of `LOSS_KINDS`
                  say=print     # Called on rank 0 with a line for the user
     ):
-        self.asked,self.say = asked,say
-        self.seen = {}          # id of a loss function -> `(the function, its kind)`
-        self.said = set()       # the lines that the user has seen
-        self.looked = False     # at the terms of a loss, in fastai v1
+        self.option,self.say = asked,say
+        self.kinds = {}          # id of a loss function -> `(the function, its kind)`
+        self.shown = set()      # names of the lines that the user has seen
+        self.has_terms = False  # this rank has seen a term that doesn't come from predictions
+        self.terms_checked = False     # at the terms of a loss, in fastai v1
 
     def kind(self, f):
         "'known', 'mean', 'sum', 'gather', or 'average' for one that could not be gathered"
-        if id(f) not in self.seen:
+        if id(f) not in self.kinds:
             known = 'known' if is_known(f) else 'gather'
-            self.seen[id(f)] = f, known if self.asked == 'auto' else self.asked
-        return self.seen[id(f)][1]
+            self.kinds[id(f)] = f, known if self.option == 'auto' else self.option
+        return self.kinds[id(f)][1]
 
     def reduction(self, f):
         "'mean' or 'sum' over items; None if that is known from `f`"
@@ -213,12 +214,12 @@ class Losses:
 
     def describe(self):
         "A text that says how each loss function is computed"
-        return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.seen.values())
+        return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.kinds.values())
 
     @property
     def has_averages(self):
         "True if a loss is averaged over ranks"
-        return any(kind == 'average' for _,kind in self.seen.values())
+        return any(kind == 'average' for _,kind in self.kinds.values())
 
     def of_all_ranks(self, f, # The loss function
               batch,  # This rank's `LocalBatch`; every rank calls this
@@ -226,7 +227,7 @@ class Losses:
     ):
         """The loss `f` of all ranks' items; gradients flow to this rank's. None if it can't be
         computed"""
-        why = "a part of it is a number that the model computed" if batch.has_numbers else ''
+        why = "a part of it is a number that the model computed" if batch.has_computed_number else ''
         apart = len({*kinds}) > 1 or kinds[0] == NO_ROWS
         if apart: why = "their predictions don't fit together"
         large = max(nbytes) > self.MOST_BYTES
@@ -234,7 +235,7 @@ class Losses:
         if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
                                 f"workers ({why}): {AVERAGED}", 'average')
         if apart or large:
-            self.seen[id(f)] = f,'average'
+            self.kinds[id(f)] = f,'average'
             return None
         if not why: self.print_once(f"{loss_name(f)} is computed over the predictions of all "
                                     f"workers: {sum(nbytes)/1e6:.2g} MB to exchange per step. If "
@@ -247,11 +248,12 @@ class Losses:
     ):
         "Tell the user that the loss has a term which is averaged over workers"
         if not names: return
+        self.has_terms = True
         self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
                         f"{', '.join(sorted(names)[:3])}): {AVERAGED}", 'terms')
 
     def print_once(self, line,
                    what # A name for the line, by which it is known that it was shown
     ):
-        if what not in self.said and group.rank() == 0: self.say(line)
-        self.said.add(what)
+        if what not in self.shown and group.rank() == 0: self.say(line)
+        self.shown.add(what)

@@ -12,7 +12,7 @@ from torch.utils.data import (
     BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
 from .sharded import (
-    Shard, Sharded, clone_loader, draw_seed, global_batch_size, no_batches, outside_loop, reporting,
+    Shard, Sharded, clone_loader, draw_seed, global_batch_size, no_batches, iterate_original, report_errors,
     sharded_clone, track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
@@ -36,22 +36,22 @@ class ShardedTorch(Sharded):
     "Mixed in before the class of a torch `DataLoader`"
     def __len__(self):
         s = self._shard
-        n_batches = len(s.batches)
-        return math.ceil(n_batches/s.n) if s.whole else n_batches
+        n_batches = len(s.global_batches)
+        return math.ceil(n_batches/s.n) if s.whole_batches else n_batches
 
     def _begin(self):
         s = self._shard
-        begun = iter(s.batches)
-        if s.inner._iterator is None:       # workers that persist keep their seeds
+        begun = iter(s.global_batches)
+        if s.inner_loader._iterator is None:       # workers that persist keep their seeds
             draw_seed(self.generator)
             # torch begins a batch sampler again when its processes are there
-            if self.num_workers: begun = iter(s.batches)
+            if self.num_workers: begun = iter(s.global_batches)
         if is_stream(self): return []       # added as they are read
         steps = [*s.steps(begun)]
-        s.sampler.now = [o.items for o in steps]
+        s.inner_sampler.now = [o.items for o in steps]
         return steps
 
-    def _batches(self): return DataLoader.__iter__(self._shard.inner)
+    def _batches(self): return DataLoader.__iter__(self._shard.inner_loader)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #ff7a5308
 class _StepItems(IterableDataset):
@@ -60,7 +60,7 @@ class _StepItems(IterableDataset):
     def __iter__(self):
         s = self.dl._shard
         epoch = s.epoch         # of this iteration: another one may begin before this one ends
-        for step in s.steps(outside_loop(s.batches, s.common)):
+        for step in s.steps(iterate_original(s.global_batches, s.common)):
             epoch.steps.append(step._replace(items=()))
             yield step.items
 
@@ -76,15 +76,15 @@ def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
     can be none"""
     own,bs = dl.batch_sampler,global_batch_size(torch_bs(dl), n, batch)
     s = Shard(dl, rank, n, bs, train, common)
-    s.batches,s.whole = own,bs is None and batch=='per_worker'
-    if bs: s.batches = BatchSampler(dl.dataset if is_stream(dl) else own.sampler, bs, own.drop_last)
-    s.inner,s.sampler = clone_loader(dl, object.__new__(type(dl))),NextSteps()
+    s.global_batches,s.whole_batches = own,bs is None and batch=='per_worker'
+    if bs: s.global_batches = BatchSampler(dl.dataset if is_stream(dl) else own.sampler, bs, own.drop_last)
+    s.inner_loader,s.inner_sampler = clone_loader(dl, object.__new__(type(dl))),NextSteps()
     res = sharded_clone(ShardedTorch, s)
     if is_stream(dl): mine = dict(dataset=_StepItems(res), batch_sampler=None)
-    else: mine = dict(batch_sampler=s.sampler)
+    else: mine = dict(batch_sampler=s.inner_sampler)
     workers = workers_per_rank(dl.num_workers, n)
-    vars(s.inner).update(mine, drop_last=False, generator=None, _iterator=None,
-                         num_workers=workers, worker_init_fn=reporting(dl.worker_init_fn))
+    vars(s.inner_loader).update(mine, drop_last=False, generator=None, _iterator=None,
+                         num_workers=workers, worker_init_fn=report_errors(dl.worker_init_fn))
     track_changes(res)
     return res
 
