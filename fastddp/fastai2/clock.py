@@ -145,8 +145,8 @@ class Clock:
         told, # What `begin_meeting` returned on each rank
     ):
         "A meeting is over: what this rank waited for there"
-        if self.board.last is None: return
-        rank,left = self.board.last
+        if self.board.last_wait is None: return
+        rank,left = self.board.last_wait
         for what,late,own in zip(('data','callbacks'), told[rank], self.told):
             secs = min(max(late-own, 0.), left)
             self.waits[what] += secs
