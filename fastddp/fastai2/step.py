@@ -118,7 +118,7 @@ class StepSync(OurCallback):
         self.accumulating.count += self.items()-find_bs(self.yb)
     def after_batch(self):
         if self.n == 1: return
-        if not self.met and not self.together.left_batch: self.attend()
+        if not self.met and not self.together.has_left_batch: self.attend()
         if not self.met: self.previous_loss()
         self.together.mid_batch = False
         self.restore_loss()
@@ -207,7 +207,7 @@ def _meet(self:StepSync, loss):
 def _share_loss(self:StepSync):
     "The ranks met before `learn.loss` was there: it becomes that of the global batch now"
     for_board,for_device = self._numbers(self.learn.loss)
-    said = self.together.meet_aside(VALUE, **for_board)
+    said = self.together.meet_between(VALUE, **for_board)
     if said is not None: self._use(said, for_device)
 
 @patch
@@ -257,8 +257,8 @@ def attend(self:StepSync):
 @patch
 def agree(self:StepSync, mask):
     "All ranks have come to the end of a flat pass: their masks; None if others didn't make it"
-    said = self.together.meet_aside(PASS, mask=mask)
-    return None if said is None else said.of('mask')
+    said = self.together.meet_between(PASS, mask=mask)
+    return None if said is None else said.values('mask')
 
 # %% ../../nbs/fastai2/714_step.ipynb #27f8debc
 @patch
@@ -311,7 +311,7 @@ class AfterOthers(OurCallback):
     def after_validate(self):
         t = self.together
         t.meet(END_VALID)
-        t.phase = t.back_to.pop() if t.back_to else 'end'
+        t.phase = t.outer_phases.pop() if t.outer_phases else 'end'
     def _begin_loop(self):
         "The loop that begins is the fit's own: it gets this rank's shard"
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
@@ -336,9 +336,10 @@ def gather(self:StepSync, f, pred, yb):
     if not learn.training: return f(pred, *yb)
     count = true_counts(learn)[0]
     batch = LocalBatch(pred, yb, count, getattr(learn.dl,'idxs',())[-count:] if count else ())
-    said = self.together.meet_aside(GATHER, nbytes=batch.nbytes, items=batch.count,
+    said = self.together.meet_between(GATHER, nbytes=batch.nbytes, items=batch.count,
                                     layout=batch.layout())
-    whole = said and self.losses.of_all_ranks(f, batch, *map(said.of, ('nbytes','items','layout')))
+    columns = 'nbytes','items','layout'
+    whole = said and self.losses.of_all_ranks(f, batch, *map(said.values, columns))
     if whole is None: return f(pred, *yb)
     self.gathered = batch.count
     return whole
