@@ -173,9 +173,9 @@ def bundles_for(
     if len(able) < (nodes or 1):
         there = '; '.join(f'{address}: {_in_words({k:has.get(k, 0) for k in bundle})}'
                           for address,has in found)
-        asked = f"{_in_words(bundle)} on {nodes or 'at least 1'}"
-        raise CantDistribute(f"{len(able)} machines of the cluster have what Ray was asked for "
-                             f"({asked}). There are {there}.")
+        raise CantDistribute(
+            f"{len(able)} machines of the cluster have what Ray was asked for "
+            f"({_in_words(bundle)} on {nodes or 'at least 1'}). There are {there}.")
     # any amount of the resource ties a bundle to its machine
     tied = [bundle | {_NODE+address: .001} for address,bundle in able]
     if nodes is None: return tied

@@ -1,6 +1,7 @@
 "A message that was read already wakes the waits for the descriptor it came from, on which nothing more comes."
 import os, threading
 import cloudpickle, pytest
+from fastcore.basics import noop
 from fastddp.machines import agent, machine
 from fastddp.machines.stream import GREETING, Stream, _frame
 
@@ -20,7 +21,7 @@ def in_thread(fn): threading.Thread(target=fn).start()
 def test_the_notebook(pipe):
     read_fd, put = pipe
     class Connected:
-        is_local, stream = True, Stream(read_fd, lambda data: None)
+        is_local, stream = True, Stream(read_fd, noop, noop)
         def why_lost(self): pass
     m, news, returned = Connected(), [], threading.Event()
     workers = machine.RemoteWorkers([m], [1], False)
