@@ -14,10 +14,10 @@ from .loaders import (
     old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl)
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.changes import Changes, put_back
+from ..payload.changes import ChangeTracker, apply_changes
 from ..payload.state import (
-    OPT_HOOKS, apply_grads, apply_hooks, apply_model, get_hooks, model_grads, move_opt,
-    objects_with_hooks, opt_attrs, opt_owners)
+    OPT_HOOKS, get_hooks, model_grads, move_opt_state, objects_with_hooks, opt_and_wrapped,
+    opt_attrs, set_grads, set_hooks, set_model_state)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
@@ -34,7 +34,7 @@ def _modules_of_loss(learn):
 def tracked(learn, callbacks=(), metrics=(), definitions=()):
     "Group -> objects that a job may change"
     data = [o for dl in loaders(learn.data) for o in (torch_dl(dl).dataset, torch_dl(dl).sampler)]
-    return dict(learn=[learn], opt=opt_owners(getattr(learn, 'opt', None)),
+    return dict(learn=[learn], opt=opt_and_wrapped(getattr(learn, 'opt', None)),
                 cbs=[*callbacks, *(m for m in metrics if isinstance(m, Callback))],
                 parts=[*learn.model.modules(), *_modules_of_loss(learn), learn.loss_func,
                        *{id(o):o for o in data}.values()],
@@ -76,18 +76,18 @@ def unpack(obj, device):
     old_numpy()
     CommonRNG(obj['rng']).install()     # `dump_snapshot` adds it
     learn = obj['learn']
-    for o,attrs in zip(opt_owners(getattr(learn, 'opt', None)), obj['opt_attrs']):
+    for o,attrs in zip(opt_and_wrapped(getattr(learn, 'opt', None)), obj['opt_attrs']):
         vars(o).update(attrs)
     place(learn, device)
-    apply_grads(learn.model, obj['grads'])
-    apply_hooks(_with_hooks(learn), *obj['hooks'])
+    set_grads(learn.model, obj['grads'])
+    set_hooks(_with_hooks(learn), *obj['hooks'])
 
 def place(learn, device):
     "Model, loaders and optimizer state on `device`"
     learn.model.to(device)
     learn.data.device = device
     for dl in loaders(learn.data): dl.device = device
-    if opt := getattr(learn, 'opt', None): move_opt(opt.opt)    # None before the first fit
+    if opt := getattr(learn, 'opt', None): move_opt_state(opt.opt)    # None before the first fit
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
 # Attributes that stay on their side: of every object, and by the groups of `tracked`
@@ -97,8 +97,8 @@ _STAYS = dict(learn={*_ALWAYS,'data','model','layer_groups','callbacks','callbac
               opt=_ALWAYS, cbs=_ALWAYS, parts=MODULES_STAY, variables=())
 
 def baseline(learn, callbacks=(), metrics=(), refs=None, definitions=()):
-    "The `Changes` of the learner and all that belongs to it"
-    return Changes(tracked(learn, callbacks, metrics, definitions),
+    "The `ChangeTracker` of the learner and all that belongs to it"
+    return ChangeTracker(tracked(learn, callbacks, metrics, definitions),
                    lambda group, o, name: name in _STAYS[group],
                    None if refs is None else [*refs, *definitions])
 
@@ -119,11 +119,11 @@ def apply(learn, groups, refs, meta, buffers):
     loaded = load_state(meta, buffers, refs, learn.model)
     if loaded is None: return
     state,rest = loaded
-    put_back(groups, rest.get('changes', {}))
-    apply_model(learn.model, state)
-    apply_grads(learn.model, state['grads'])
+    apply_changes(groups, rest.get('changes', {}))
+    set_model_state(learn.model, state)
+    set_grads(learn.model, state['grads'])
     loss = loss_module(learn.loss_func)
-    if loss and state['loss']: apply_model(loss, state['loss'])
+    if loss and state['loss']: set_model_state(loss, state['loss'])
     if not rest: return
     set_text_order(learn.data.train_dl, rest['order'])
     if rest['rng']: CommonRNG(rest['rng']).install()
