@@ -10,12 +10,12 @@ import functools, types
 
 from ..base.errors import NotPicklable
 from ..base.failure import cut
-from .pickling import dump, parts
+from .pickling import dump, referents
 
 # %% ../../nbs/payload/102_blame.ipynb #52723654
 def _all_parts(o):
     "`(path suffix, part)` for what `o` is made of, its class and what `__reduce_ex__` returns"
-    found = [(template.format(k), v) for template,k,v in parts(o)]
+    found = [(template.format(k), v) for template,k,v in referents(o)]
     if isinstance(o, _FULLY_SEEN): return found
     try: made_of = o.__reduce_ex__(2)[1:]
     except BaseException: made_of = ()
