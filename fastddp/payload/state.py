@@ -45,8 +45,8 @@ def model_tensors(model):
 def model_grads(model,
     accumulated=True # If False, return no gradients: they belong to a step that was interrupted
 ):
-    """Return `{name: gradient}` of the parameters that have one; None stands for a gradient of zeros.
-    A parameter that was trained has one, so that fastai goes on decaying it when it is frozen"""
+    """Return `{name: gradient}` of the parameters that have one; None stands for zeros.
+    A trained parameter has one, so that fastai goes on decaying it when it is frozen"""
     grads = {}
     for k,p in model.named_parameters():
         if p.grad is not None: grads[k] = p.grad if accumulated and p.grad.any() else None
