@@ -46,7 +46,6 @@ def _reduce_storage(pickler, storage):
     return load_storage, (pickle.PickleBuffer(as_bytes.numpy()), device)
 
 def load_typed_storage(storage, dtype):
-    "Return a `TypedStorage` over an untyped one"
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 def load_storage(
@@ -107,9 +106,10 @@ def _reduce_function(pickler, f):
     if not _is_of_library(f): return _reduce_definition(pickler, f)
     reduced = _reduce_by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple): return reduced       # by name
-    make,(code,_,*args),(attrs,slots),*others = reduced
-    no_globals = attrs,slots|dict(__globals__={})
-    return _load_library_function, (make, f.__module__, code, *args), no_globals, *others
+    make,args,state = reduced[:3]
+    args = make,f.__module__,args[0],*args[2:]      # `args[1]` are the globals
+    attrs,slots = state
+    return _load_library_function, args, (attrs, slots|dict(__globals__={})), *reduced[3:]
 
 def _is_of_library(f):
     "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
