@@ -23,9 +23,9 @@ from ..launch.local import Local
 from ..launch.options import (
     CHECKS, holding, refuse_blocks, refuse_overlap, workers_for)
 from ..launch.session import dump_or_blame
-from ..output.replay import shortened
+from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
-from ..payload.pickling import dump, function_at, load
+from ..payload.pickling import dump, load, resolve_function
 from ..process.worker import Surroundings
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
@@ -52,7 +52,7 @@ def as_left(
 def start_job(ctx, obj):
     "The first job: gets the app, the package `obj` or '', ready; returns `(pid, device)`"
     global _train_in_place
-    if obj: _train_in_place = function_at(f'{obj}.learner:train_in_place')
+    if obj: _train_in_place = resolve_function(f'{obj}.learner:train_in_place')
     with as_left(ctx): return os.getpid(), str(ctx.device)
 
 # %% ../../nbs/cluster/651_cluster.ipynb #98d8020f
@@ -222,7 +222,7 @@ class Cluster:
 _HAS_ENDED = "The group has ended, with what it held. `%makedip -r` starts it anew."
 
 @patch
-@shortened()
+@short_traceback()
 def _job(self:Cluster,
     fn, # One of the jobs above
     payload, # A `Payload`, or an object
@@ -328,7 +328,7 @@ def pull(self:Cluster,
     for o in objs.values() if APPS[self.app] else ():
         # Workers may have had the learner on their GPUs
         if any(c.__name__ == 'Learner' for c in type(o).__mro__):
-            function_at(f'{APPS[self.app]}.snapshot:place')(o, device or torch.device('cpu'))
+            resolve_function(f'{APPS[self.app]}.snapshot:place')(o, device or torch.device('cpu'))
     return objs
 
 # %% ../../nbs/cluster/651_cluster.ipynb #3c193733

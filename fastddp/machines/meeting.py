@@ -15,7 +15,7 @@ from fastcore.xtras import globtastic
 from ..base import board
 from ..base.errors import CantDistribute
 from ..launch.rank import run_on_rank
-from ..payload.pickling import address as address_of_function, dump, function_at
+from ..payload.pickling import dump, function_ref, resolve_function
 
 # %% ../../nbs/machines/611_meeting.ipynb #c2e0a020
 _SIOCGIFADDR = 0x8915       # netdevice(7)
@@ -139,7 +139,7 @@ def run_on_machine(
     channel, meta, buffers, spec, # As for `run_on_rank`; `spec.store` is an address
 ):
     "The entry of every worker's job, on each machine"
-    work = address_of_function(functools.partial(_call, spec.work, link_timeout, rank0_remote))
+    work = function_ref(functools.partial(_call, spec.work, link_timeout, rank0_remote))
     return run_on_rank(channel, meta, buffers,
                        spec._replace(store=store_at(spec.store), work=work))
 
@@ -153,6 +153,6 @@ def _call(work, link_timeout, rank0_remote, ctx, obj):
         folders.append(folder)
     # instead of making the folder only: what is saved there is sent to the notebook
     if rank0_remote and ctx.rank == 0: ctx.saves_below = saves_below
-    res = function_at(work)(ctx, obj)
+    res = resolve_function(work)(ctx, obj)
     if folders: ctx.put('files', dump([files_since(o, began) for o in folders]))
     return res

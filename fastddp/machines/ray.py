@@ -14,7 +14,7 @@ from ..base.errors import CantDistribute
 from ..base.scoped import environment
 from .hosts import Machines
 from .stream import to_fd
-from ..output.replay import Status
+from ..output.replay import StatusLine
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
 class Relay:
@@ -226,7 +226,7 @@ class Ray(Machines):
         how = 'STRICT_SPREAD' if len(bundles) > 1 else 'PACK'
         self._group = ray.util.placement_group(bundles, how)
         asked = f"Ray was asked for {len(bundles)} machines with {_words(bundles[0])} each"
-        until,status = time.monotonic()+max(self.patience or 0, _SOON),Status()
+        until,status = time.monotonic()+max(self.patience or 0, _SOON),StatusLine()
         if self.patience: status.show(f"{asked}. Waiting for them")
         try:        # short ones: Ctrl-C is not heard inside of Ray's wait
             while not (came := self._group.wait(1)) and time.monotonic() < until: pass
