@@ -14,10 +14,10 @@ from .loaders import (
     old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl)
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.changes import Changes, put_back
+from ..payload.changes import ChangeTracker, apply_changes
 from ..payload.state import (
-    OPT_HOOKS, apply_grads, apply_hooks, apply_model, get_hooks, model_grads, move_opt,
-    objects_with_hooks, opt_attrs, opt_owners)
+    OPT_HOOKS, get_hooks, model_grads, move_opt_state, objects_with_hooks, opt_and_wrapped,
+    opt_attrs, set_grads, set_hooks, set_model_state)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
@@ -51,7 +51,7 @@ def tracked(learn,
     """Return the objects whose attributes a job may change, as `{group: objects}`. Notebook and
     ranks call it with equal arguments, so that a position means the same object"""
     data = [o for dl in loaders(learn.data) for o in (torch_dl(dl).dataset, torch_dl(dl).sampler)]
-    return dict(learn=[learn], opt=opt_owners(getattr(learn, 'opt', None)),
+    return dict(learn=[learn], opt=opt_and_wrapped(getattr(learn, 'opt', None)),
                 cbs=[*callbacks, *(m for m in metrics if isinstance(m, Callback))],
                 parts=[*learn.model.modules(), *_modules_of_loss(learn), learn.loss_func,
                        *{id(o):o for o in data}.values()],
@@ -106,18 +106,18 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
     old_numpy()
     CommonRNG(obj['rng']).install()     # `dump_snapshot` adds it
     learn = obj['learn']
-    for o,attrs in zip(opt_owners(getattr(learn, 'opt', None)), obj['opt_attrs']):
+    for o,attrs in zip(opt_and_wrapped(getattr(learn, 'opt', None)), obj['opt_attrs']):
         vars(o).update(attrs)
     place(learn, device)
-    apply_grads(learn.model, obj['grads'])
-    apply_hooks(_objects_with_hooks(learn), *obj['hooks'])
+    set_grads(learn.model, obj['grads'])
+    set_hooks(_objects_with_hooks(learn), *obj['hooks'])
 
 def place(learn, device):
     "Move model and optimizer state to `device`, and have the loaders put their batches there"
     learn.model.to(device)
     learn.data.device = device
     for dl in loaders(learn.data): dl.device = device
-    if opt := getattr(learn, 'opt', None): move_opt(opt.opt)    # None before the first fit
+    if opt := getattr(learn, 'opt', None): move_opt_state(opt.opt)    # None before the first fit
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
 _NEVER_SENT = {'pbar',*OPT_HOOKS}
@@ -130,8 +130,8 @@ def baseline(learn, callbacks=(), metrics=(),
              refs=None,     # `persistent_refs`, on rank 0; without it everything counts as changed
              definitions=() # As of `tracked`
 ):
-    "Note all attributes of the `tracked` objects before a job. Returns a `Changes`"
-    return Changes(tracked(learn, callbacks, metrics, definitions),
+    "Note all attributes of the `tracked` objects before a job. Returns a `ChangeTracker`"
+    return ChangeTracker(tracked(learn, callbacks, metrics, definitions),
                    lambda group, o, name: name in _NOT_SENT[group],
                    None if refs is None else [*refs, *definitions])
 
@@ -160,11 +160,11 @@ def apply(learn,
     loaded = load_state(meta, buffers, refs, learn.model)
     if loaded is None: return
     state,rest = loaded     # `rest` is empty if it can't be loaded here
-    put_back(groups, rest.get('changes', {}))
-    apply_model(learn.model, state)
-    apply_grads(learn.model, state['grads'])
+    apply_changes(groups, rest.get('changes', {}))
+    set_model_state(learn.model, state)
+    set_grads(learn.model, state['grads'])
     loss = loss_module(learn.loss_func)
-    if loss and state['loss']: apply_model(loss, state['loss'])
+    if loss and state['loss']: set_model_state(loss, state['loss'])
     if not rest: return
     set_text_order(learn.data.train_dl, rest['order'])
     if rest['rng']: CommonRNG(rest['rng']).install()

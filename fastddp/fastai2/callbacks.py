@@ -23,7 +23,7 @@ from .step import AfterOthers, StepSync
 from .together import _FIRST, OurCallback, Together, dispatch_events
 from ..launch.training import is_rank0_only
 from ..output.replay import print_line
-from ..payload.state import move_opt
+from ..payload.state import move_opt_state
 from ..shard.gradients import SameWeights, average_grads, sync_buffers, synced_bn
 from ..shard.gathered_loss import Losses
 from ..shard.sharded import is_sharded, iterate_original, write_back
@@ -34,7 +34,7 @@ def opt_from_rank0(learn):
     state = group.from_rank0(learn.opt.state_dict())
     if group.rank():
         learn.opt.load_state_dict(state)
-        move_opt(learn.opt)     # they were gathered on the CPU
+        move_opt_state(learn.opt)     # they were gathered on the CPU
 
 class SameModel(OurCallback):
     "One set of buffers and weights for all ranks at the end of each training phase"

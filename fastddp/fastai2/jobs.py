@@ -35,7 +35,7 @@ from ..launch.report import Report
 from ..launch.training import (
     Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
     until_interrupted, whereabouts)
-from ..output.replay import hushed
+from ..output.replay import suppress_lines
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209
 class NoteProgress(OurCallback):
@@ -121,7 +121,7 @@ def fit_job(ctx, obj):
     as_one = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(hushed(wants_no_lines(learn)))
+        stack.enter_context(suppress_lines(wants_no_lines(learn)))
         stack.enter_context(open_run(call['run']))
         together = stack.enter_context(as_one)
         stack.enter_context(as_one_process(learn, cbs, together))

@@ -25,7 +25,7 @@ from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr, is_rank0_only
-from ..output.replay import hushed, print_line, several
+from ..output.replay import print_line, several, suppress_lines
 from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
@@ -187,7 +187,7 @@ class Session(_Session):
         gather = gatherers(learn)
         why = why_one_process(dl, learn.cbs, self.n, learn.model)
         if why is not None:
-            with hushed(why == '' or self.quiet()):
+            with suppress_lines(why == '' or self.quiet()):
                 print_line(f"Running in this process, not on workers: {why}")
             return type(learn)._do_epoch_validate(learn, dl=dl)
         # by now `before_fit` of loggers has opened their files
