@@ -221,11 +221,11 @@ assert len(learn.mine.losses) == 3 and learn.mine.who is learn and isinstance(le
 from fastddp.launch import monitor
 class Waits(Callback):
     def after_batch(self): __import__('time').sleep(.1)
-said, show, monitor._PERIOD = [], monitor.Status.show, .2
+said, show, monitor._PERIOD = [], monitor.StatusLine.show, .2
 def shows(self, text):
     said.append(text)
     show(self, text)
-monitor.Status.show = shows
+monitor.StatusLine.show = shows
 learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Waits())
 learn.distrib_fit(1, nprocs=2)
 loads = [o for o in said if 'CPU' in o]
@@ -233,7 +233,7 @@ assert loads and all(o.count('rank') == o.count(' GB') == 2 for o in loads) and 
 said.clear()
 learn.distrib_fit(1, nprocs=2, see_load=False)
 assert not [o for o in said if 'CPU' in o], said
-monitor.Status.show, monitor._PERIOD = show, 3.
+monitor.StatusLine.show, monitor._PERIOD = show, 3.
 """}
 
 

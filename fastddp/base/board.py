@@ -6,7 +6,7 @@
 __all__ = ['MAX_NUMBERS', 'on_wait', 'Page', 'Board', 'Heartbeat', 'Heartbeats', 'group_board', 'forget_board']
 
 # %% ../../nbs/base/010_board.ipynb #9cf8c4e5
-import contextlib, mmap, os, struct, tempfile, time, zlib
+import contextlib, math, mmap, multiprocessing, os, struct, tempfile, time, zlib
 from typing import NamedTuple
 
 import torch
@@ -18,118 +18,131 @@ from . import group
 _CHECKSUM = struct.Struct('=I')
 
 def _record_bytes(layout):
-    "The size of a record with its checksum: whole cache lines of 64 bytes, shared with no other"
-    return 64 * -(-(struct.calcsize(layout)+_CHECKSUM.size) // 64)
+    """Return the bytes that a record and its checksum take on a page: whole cache lines of 64
+    bytes, so that no two records share one"""
+    return 64*math.ceil((struct.calcsize(layout)+_CHECKSUM.size)/64)
 
 class Page:
-    "Records of one format in memory that several processes map; one process writes each"
+    """A table of records of one format in memory that several processes share. Each record is
+    written by one process and read by all"""
     def __init__(self,
-        memory, # An `mmap`
-        layout, # Of a record, as in `struct`
+        memory, # The `mmap` that holds the records
+        layout, # The format of a record, as in `struct`
     ):
-        self.memory,self.layout,self.nbytes = memory,struct.Struct(layout),_record_bytes(layout)
+        self.memory,self.layout = memory,struct.Struct(layout)
+        self.record_bytes = _record_bytes(layout)
     @classmethod
-    def create(cls, path, layout,
-        n, # Number of records
+    def create(cls,
+        path,   # Of the new file; None: memory that only this process has
+        layout, # The format of a record, as in `struct`
+        n,      # Number of records
     ):
-        "A page of zeros in a new file; without a path in memory of this process alone"
+        "Create a page whose records are empty"
         size = n*_record_bytes(layout)
         if path is None: return cls(mmap.mmap(-1, size), layout)
         with open(path, 'wb') as f: f.write(bytes(size))
         return cls.open(path, layout)
     @classmethod
     def open(cls, path, layout):
-        "The page in a file that another process created"
+        "Map the page in the file `path`, which another process created with the same `layout`"
         with open(path, 'r+b') as f: return cls(mmap.mmap(f.fileno(), 0), layout)
-    def __len__(self): return len(self.memory)//self.nbytes
+    def __len__(self): return len(self.memory)//self.record_bytes
     def write(self, i, *values):
-        "Write record `i`"
-        data,at = self.layout.pack(*values),i*self.nbytes
-        self.memory[at:at+len(data)+_CHECKSUM.size] = data + _CHECKSUM.pack(zlib.crc32(data))
+        "Replace record `i` by `values`, one for each field of the layout"
+        data,start = self.layout.pack(*values),i*self.record_bytes
+        data += _CHECKSUM.pack(zlib.crc32(data))
+        self.memory[start:start+len(data)] = data
     def read(self, i):
-        "The values of record `i` as a tuple, None if only half of them are there"
-        n,at = self.layout.size,i*self.nbytes
-        data = self.memory[at:at+n+_CHECKSUM.size]
-        is_whole = _CHECKSUM.unpack_from(data, n)[0] == zlib.crc32(data[:n])
-        return self.layout.unpack_from(data) if is_whole else None
+        """Return the values of record `i` as a tuple; None if it is empty, or if only half of it is
+        written yet"""
+        start = i*self.record_bytes
+        end = start+self.layout.size
+        data = self.memory[start:end]
+        checksum, = _CHECKSUM.unpack_from(self.memory, end)
+        return self.layout.unpack(data) if checksum == zlib.crc32(data) else None
 
 # %% ../../nbs/base/010_board.ipynb #b289ef44
-MAX_NUMBERS = 24    # of a rank at a meeting
-# the number of the meeting and the rank's numbers; a page has two such records for each rank
+MAX_NUMBERS = 24    # that a rank can bring to a meeting
+# A record of the board: the number of the meeting, then the rank's numbers. A page has two of them
+# for each rank.
 _RECORD = f'=q{MAX_NUMBERS}d'
 _REPORT_AFTER = 1.  # seconds of waiting after which `on_wait` is called
-_MIN_SLEEP,_MAX_SLEEP = 5e-5,5e-3   # seconds between two looks
-# Called with the rank that this one waits for. `launch.rank` sets it: read it from this module
+_MIN_SLEEP,_MAX_SLEEP = 5e-5,5e-3   # seconds between two looks at the page
+# `on_wait(rank)` is called while this rank waits for `rank`. A worker sets this variable of the
+# module, to tell the notebook (`launch.rank`).
 on_wait = noop
 
-def _pause(secs, rank):
-    "Sleep, for longer the longer this rank has waited for `rank`"
-    if secs > _REPORT_AFTER: on_wait(rank)
-    time.sleep(min(max(secs/20, _MIN_SLEEP), _MAX_SLEEP))
+def _pause(waited, rank):
+    "Sleep before the next look at the page, after `waited` seconds of waiting for `rank`"
+    if waited > _REPORT_AFTER: on_wait(rank)
+    time.sleep(min(max(waited/20, _MIN_SLEEP), _MAX_SLEEP))
 
 class Board:
-    """Where all ranks meet: `meet` is an all-gather of a few numbers through shared memory. On
-    several hosts the first rank of each also exchanges the rows with the other hosts"""
+    """One rank's access to the page where the ranks of a group meet: `meet` is an all-gather of a
+    few numbers. `group_board` makes it in the rank's process, for as long as the group lives"""
     def __init__(self,
-        rank, n,   # This rank, and how many there are
-        page=None, # The `Page` of this host; None: this rank is alone
-        on_host=None, # The ranks of this host; None: all
-        # The process group of the hosts' first ranks; None: one host, or this isn't a first rank
+        rank,      # Of this process
+        n,         # Number of ranks in the group
+        page=None, # The `Page` of this host; None for a group of one rank
+        on_host=None, # The ranks of this host; None: all ranks of the group
+        # The process group of the first ranks of all hosts; None on other ranks, and on one host
         between_hosts=None,
     ):
         store_attr(but='on_host')
         self.on_host = on_host or range(n)
-        self.meeting = 0        # number of the last one
-        self.waited = 0.        # seconds at all meetings
-        # `(rank, seconds)`: which came last to the last meeting, and how long this rank waited
-        self.last = None
+        self.meeting = 0        # Number of the latest meeting; the first one has number 1
+        self.waited = 0.        # Seconds that this rank has waited at all meetings
+        # `(rank, seconds)`: for which rank this one waited at the latest meeting, and how long;
+        # None if it didn't wait
+        self.last_wait = None
     def meet(self,
-        numbers, # At most `MAX_NUMBERS`
-        limit=None # Seconds to wait for the other ranks; None: for ever
-    ): # For each rank in order, a tuple of `MAX_NUMBERS` numbers: its own, then zeros
-        """Exchange up to `MAX_NUMBERS` numbers with all ranks, like an all-gather: every rank calls
-        it. Raises RuntimeError after `limit` seconds, naming the missing ranks"""
+        numbers, # Up to `MAX_NUMBERS` numbers of this rank
+        limit=None # Seconds to wait for the other ranks; None: no limit
+    ): # For each rank in order, a tuple of `MAX_NUMBERS` floats: its numbers, then zeros
+        """Exchange numbers with all ranks. This is a collective: every rank calls it. Raises
+        RuntimeError after `limit` seconds, naming the missing ranks"""
         row = *map(float, numbers), *[0.]*(MAX_NUMBERS-len(numbers))
         if self.n == 1: return [row]
         group.check_group()
         self.meeting += 1
-        self.last = None
+        self.last_wait = None
         self._write_row(self.rank, row)
-        if self.between_hosts is not None: self._exchange_rows(limit)
+        if self.between_hosts is not None: self._exchange_between_hosts(limit)
         return self._wait_for(range(self.n), limit)
     def _record(self, rank):
-        """The number of the record of `rank` at this meeting: its two records take turns, so that
-        none is overwritten before all ranks have read it"""
+        "Return the index of the record of `rank` at this meeting; its two records take turns"
         return 2*rank+self.meeting%2
     def _write_row(self, rank, row):
         self.page.write(self._record(rank), self.meeting, *row)
     def _read_row(self, rank):
-        "The numbers of `rank` at this meeting, None if they aren't there yet"
-        found = self.page.read(self._record(rank))
-        return found[1:] if found and found[0] == self.meeting else None
+        "Return the numbers of `rank` at this meeting; None if it hasn't come yet"
+        record = self.page.read(self._record(rank))
+        return record[1:] if record and record[0] == self.meeting else None
     def _wait_for(self, ranks, limit):
-        "The rows of `ranks`, once all are there"
+        "Wait until all `ranks` have come to this meeting, and return their rows in order"
         rows = [self._read_row(r) for r in ranks]
         if None not in rows: return rows
         began = time.perf_counter()
         while None in rows:
             missing = [r for r,row in zip(ranks, rows) if row is None]
-            secs = time.perf_counter()-began
-            if limit is not None and secs > limit:
+            waited = time.perf_counter()-began
+            if limit is not None and waited > limit:
                 who = ', '.join(map(str, missing))
                 raise RuntimeError(f"Timed out waiting {limit:.0f} s for rank {who}")
-            _pause(secs, missing[0])
+            _pause(waited, missing[0])
             rows = [row or self._read_row(r) for r,row in zip(ranks, rows)]
         self._note_wait(missing[0], time.perf_counter()-began)
         return rows
     def _note_wait(self, rank, secs):
-        "Count `secs` of waiting, for `rank` unless this meeting has waited for another before"
+        """Add `secs` of waiting for `rank` to the sums. If this meeting has several waits, all of
+        them count for the rank of the first"""
         self.waited += secs
-        rank,before = self.last or (rank, 0.)
-        self.last = rank,before+secs
-    def _exchange_rows(self, limit):
-        "Exchange rows with the other hosts by a sum, and write theirs into this page"
-        rows = torch.zeros(self.n, MAX_NUMBERS, dtype=torch.float64)    # of other hosts: 0
+        rank,before = self.last_wait or (rank, 0.)
+        self.last_wait = rank,before+secs
+    def _exchange_between_hosts(self, limit):
+        "Send the rows of this host to the other hosts, and write theirs into this host's page"
+        # Rows of other hosts are zero, so that the sum over hosts has the rows of all ranks.
+        rows = torch.zeros(self.n, MAX_NUMBERS, dtype=torch.float64)
         for r,row in zip(self.on_host, self._wait_for(self.on_host, limit)):
             rows[r] = torch.tensor(row)
         began = time.perf_counter()
@@ -140,78 +153,91 @@ class Board:
 
 # %% ../../nbs/base/010_board.ipynb #f01dfd9e
 class Heartbeat(NamedTuple):
-    "The state of a rank, as it wrote it last"
-    at:float=0.         # `time.monotonic()`, which all processes of a host share; 0: nothing yet
-    longest:float=0.    # Seconds between two heartbeats, at most
-    leaving:bool=False  # Has it seen that it is to stop?
-    waits_for:int=-1    # The rank that it waits for at the board, or -1
-    where:str=''        # e.g. `epoch 2, batch 17`
+    "What a worker does, as it last wrote it"
+    # When it was written, as `time.monotonic()`, a clock that all processes of a host share; 0: the
+    # worker has written nothing yet
+    at:float=0.
+    longest:float=0.    # The longest time between two heartbeats of this job, in seconds
+    leaving:bool=False  # True once the worker has seen that its job is to stop
+    waits_for:int=-1    # The rank that it waits for at the board; -1: none
+    where:str=''        # The place in the job, such as `epoch 2, batch 17`
 
-_HEARTBEAT = '=dd?i255p'    # the fields in order
+_HEARTBEAT = '=dd?i255p'    # the fields of a `Heartbeat` in order
 
 class Heartbeats:
-    "The newest `Heartbeat` of each worker of a host"
+    """The page with the latest `Heartbeat` of each worker of a host, one in a row. The notebook
+    creates and reads it, the workers write it"""
     def __init__(self,
-        path, # The file
-        n=0, # Creates it, for so many workers; 0: it exists
+        path, # The page's file
+        n=0,  # Number of workers, for which the file is created; 0: the file exists
     ):
         self._page = Page.create(path, _HEARTBEAT, n) if n else Page.open(path, _HEARTBEAT)
         if n: self.clear()
     def write(self, row, beat):
-        "Write a `Heartbeat`; a long text is cut"
+        "Write the `Heartbeat` `beat`; a `where` of more than 254 bytes is cut"
         self._page.write(row, *beat[:-1], beat.where.encode())
     def read(self, row):
-        "The `Heartbeat` in that row; an empty one if it is never read whole"
-        for _ in range(100):    # half of it may have arrived
+        "Return the `Heartbeat` in `row`; an empty one if no attempt reads it whole"
+        for _ in range(100):
             if found := self._page.read(row):
                 return Heartbeat(*found[:-1], found[-1].decode(errors='replace'))
         return Heartbeat()
     def clear(self):
+        "Replace all heartbeats by empty ones, before a new job"
         for i in range(len(self._page)): self.write(i, Heartbeat())
 
 # %% ../../nbs/base/010_board.ipynb #1ba407bf
-_board,_key = None,None     # the board of the group that this process is in, and that group
+_board,_board_key = None,None   # the `Board` of this process's group, and the group's `group.key()`
 
 def group_board():
-    "The `Board` of this process's group; the first call is a collective"
-    global _board,_key
-    now = group.key()
-    if _board is None or _key is not now: _board,_key = _make_board(),now
+    "Return the `Board` of this process's group; the first call for a group is a collective"
+    global _board,_board_key
+    key = group.key()
+    if _board is None or _board_key is not key: _board,_board_key = _make_board(),key
     return _board
 
 def forget_board():
-    "Forget the board; the next group has its own"
-    global _board,_key
-    # callbacks may hold the board longer than the group lives: a fork that collects a process group
-    # as garbage crashes
+    "Forget the board of the group that this process leaves"
+    global _board,_board_key
+    # Callbacks may hold the board longer than the group lives, and a forked process that collects a
+    # process group as garbage crashes.
     if _board is not None: _board.between_hosts = None
-    _board = _key = None
+    _board = _board_key = None
 
 group.before_leave.append(forget_board)
 
 def _make_board():
+    "Make the `Board` of this process's group. A collective"
     rank,n = group.rank(),group.world_size()
     if n == 1: return Board(0, 1)
-    # the first rank of this machine; without LOCAL_RANK all ranks are taken to share one machine
-    firsts = group.all_gather_object(rank-int(os.environ.get('LOCAL_RANK', rank)))
-    on_host = [r for r in range(n) if firsts[r] == firsts[rank]]
+    # Without LOCAL_RANK, all ranks are taken to be on one host.
+    first_on_host = group.all_gather_object(rank-int(os.environ.get('LOCAL_RANK', rank)))
+    on_host = [r for r in range(n) if first_on_host[r] == first_on_host[rank]]
     page = _shared_page(on_host, n)
-    if max(group.all_sum([float(page is None)])):       # they share none: a page for each rank
+    if any(group.all_sum([page is None])):      # a rank has no page: each rank gets its own
         page,on_host = Page.create(None, _RECORD, 2*n),[rank]
     leaders = sorted({*group.all_gather_object(on_host[0])})
     between = group.subgroup(leaders) if len(leaders) > 1 else None
     return Board(rank, n, page, on_host, between if rank in leaders else None)
 
-def _shared_page(ranks, n):
-    "The `Page` of the `ranks` of one host, None if they can't have one. A collective"
+def _shared_page(
+    on_host, # The ranks of this host
+    n,       # Number of ranks in the group
+):
+    """Return the `Page` that the ranks `on_host` share; None if this rank can't open it. A
+    collective"""
     path = page = None
-    with contextlib.ExitStack() as undo:
-        if ranks[0] == group.rank():
+    # `process.worker` sets this to the workers' folder. Elsewhere it is None: the temporary folder.
+    folder = multiprocessing.current_process()._config.get('tempdir')
+    with contextlib.ExitStack() as remove_file:
+        if group.rank() == on_host[0]:
             with contextlib.suppress(OSError):      # there is no room for the file
-                file = undo.enter_context(tempfile.NamedTemporaryFile(prefix='fastddp-board-'))
+                file = tempfile.NamedTemporaryFile(prefix='fastddp-board-', dir=folder)
+                remove_file.enter_context(file)
                 Page.create(file.name, _RECORD, 2*n)
                 path = file.name
         paths = group.all_gather_object(path)
-        with contextlib.suppress(OSError,TypeError): page = Page.open(paths[ranks[0]], _RECORD)
-        group.barrier()
+        # A TypeError says that there is no path.
+        with contextlib.suppress(OSError,TypeError): page = Page.open(paths[on_host[0]], _RECORD)
+        group.barrier()     # all ranks have opened the file
     return page

@@ -23,9 +23,9 @@ from ..launch.local import Local
 from ..launch.options import (
     CHECKS, holding, refuse_blocks, refuse_overlap, workers_for)
 from ..launch.session import dump_or_blame
-from ..output.replay import shortened
+from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
-from ..payload.pickling import dump, function_at, load
+from ..payload.pickling import dump, load, resolve_function
 from ..process.worker import Surroundings
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
@@ -57,7 +57,7 @@ def start_job(
 ):
     "The first job: prepare the app and return `(pid, device)` of this worker"
     global _train_in_place
-    if obj: _train_in_place = function_at(f'{obj}.learner:train_in_place')
+    if obj: _train_in_place = resolve_function(f'{obj}.learner:train_in_place')
     with worker_namespace(ctx): return os.getpid(), str(ctx.device)
 
 # %% ../../nbs/cluster/651_cluster.ipynb #98d8020f
@@ -239,7 +239,7 @@ class Cluster:
 _HAS_ENDED = "The group has ended, with what it held. `%makedip -r` starts it anew."
 
 @patch
-@shortened()
+@short_traceback()
 def _run_job(self:Cluster,
     fn, # One of the jobs above
     payload, # A `Payload`, or an object: the job's `obj`
@@ -354,7 +354,7 @@ def pull(self:Cluster,
     for o in objs.values() if APPS[self.app] else ():
         # a learner of a worker may have been on its GPU
         if any(c.__name__ == 'Learner' for c in type(o).__mro__):
-            function_at(f'{APPS[self.app]}.snapshot:place')(o, device)
+            resolve_function(f'{APPS[self.app]}.snapshot:place')(o, device)
     return objs
 
 # %% ../../nbs/cluster/651_cluster.ipynb #3c193733

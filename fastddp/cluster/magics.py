@@ -14,7 +14,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from .cluster import APPS, Cluster, default_app
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
-from ..output.replay import shortened
+from ..output.replay import short_traceback
 
 # %% ../../nbs/cluster/652_magics.ipynb #7ae6c5bd
 # where a cell runs: in the workers of the group, in the notebook, or in both
@@ -42,7 +42,7 @@ def run_in_notebook(
                                     transformed_cell=shell.transform_cell(cell))
         # not by the event loop, which is running the cell with this magic
         result = _pseudo_sync_runner(coro)
-    with shortened(): result.raise_error()
+    with short_traceback(): result.raise_error()
 
 # %% ../../nbs/cluster/652_magics.ipynb #7cf6176c
 @magics_class

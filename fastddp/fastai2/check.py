@@ -33,8 +33,8 @@ from .learner import OPTIONS
 from ..base.scoped import with_attrs
 from . import snapshot
 from ..launch.options import RAISES
-from ..output.replay import hushed, several
-from ..payload.changes import put_back
+from ..output.replay import several, suppress_lines
+from ..payload.changes import apply_changes
 from ..payload.state import get_hooks
 from ..shard.gathered_loss import tensors_in
 from ..shard.sharded import workers_per_rank
@@ -202,7 +202,7 @@ def _params(learn):
 def _values(learn):
     return [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
 
-def _put_objects(groups, found): put_back(groups, dict(found, variables=[]))
+def _put_objects(groups, found): apply_changes(groups, dict(found, variables=[]))
 
 def _compare(learn, steps, tol, options,
              reasons=() # `Reason`s: they are taken out
@@ -217,7 +217,8 @@ def _compare(learn, steps, tol, options,
         for o in (many,one):
             for r in reasons: r.remove(o, stack)
         # a counter in a global, say, begins alike in both
-        with with_attrs(snapshot, put_back=_put_objects): many.distrib('fit', 1, cbs=[a], **options)
+        with with_attrs(snapshot, apply_changes=_put_objects):
+            many.distrib('fit', 1, cbs=[a], **options)
         for dl in one.dls.loaders if options['batch'] == 'per_worker' else ():
             dl.bs *= a.n
             if is_lm(dl): lay_out(dl)
@@ -270,7 +271,7 @@ def distrib_check(self:Learner,
     if res.averaged:
         res.reasons['loss'] = Reason("the model's own number, averaged over workers")
     def without(reasons):
-        with hushed(): return _compare(self, steps, tol, options, reasons)
+        with suppress_lines(): return _compare(self, steps, tol, options, reasons)
     res.verdict = _verdict(res, without)
     return res
 
@@ -362,7 +363,8 @@ def distrib_bench(self:Learner,
         size = getattr(dl, 'bs', None) or dl.batch_size
         line = Measured(n, size, workers_per_rank(of_dl.num_workers, n))
         try:
-            with hushed(): learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])
+            with suppress_lines():
+                learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])
             rate = pace.items/max(pace.seconds, 1e-9)
             alone = pace.items/max(pace.seconds-pace.waited, 1e-9)
             line = line._replace(rate=rate, without_data=alone, epoch=len(dl)*size/rate)

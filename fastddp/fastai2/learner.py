@@ -33,9 +33,9 @@ from ..launch.options import (
     no_attribute, refuse_blocks, refuse_busy)
 from ..launch.session import beside_workers, block, offloaded
 from ..output.replay import print_line
-from ..payload.pickling import dumped_instead
+from ..payload.pickling import replaced_in_dumps
 from ..payload.changes import fingerprint
-from ..payload.state import opt_tensors, own_copy
+from ..payload.state import opt_tensors, private_copy
 from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d
@@ -159,7 +159,7 @@ def _open(self:LearnerJob):
                                  "call has none. nprocs=2 starts two on the CPU.")
         session = self.session = fit.__self__
         def keep_epoch(call, e):
-            if not call.iterations: self.epoch = call, own_copy(*e)
+            if not call.iterations: self.epoch = call, private_copy(*e)
         session.on_epoch.append(keep_epoch)
         gpus = tuple(session.gpus or ()) if session.launcher.workers_are_local else ()
         refuse_blocks(gpus, self.twin)
@@ -181,7 +181,7 @@ def refuse_fit(self:LearnerJob, *args, **kwargs):
 
 @patch
 def _call(self:LearnerJob):
-    with self.block, dumped_instead(self.pairs):
+    with self.block, replaced_in_dumps(self.pairs):
         self.session.thread = threading.current_thread()
         line = beside_workers(self.of, self.session.gpus)
         if line and not self.session.quiet(): print_line(line)
@@ -233,7 +233,7 @@ def bring(self:LearnerJob, into=None, force=False):
     self.away.close()
     p = capture(twin, self.twins_cbs, self.base, self._streams, self.refs, weights=self.trains,
                 grads=self.trains or None)
-    self._put(learn, self.cbs, own_copy(p.meta, p.buffers))
+    self._put(learn, self.cbs, private_copy(p.meta, p.buffers))
     if twin in reports: reports[learn] = reports[twin]
     if self.trains: resume_points.pop(learn, None)
     if twin in resume_points:

@@ -19,8 +19,8 @@ from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from .snapshot import STAY, all_cbs, apply, baseline, capture, persistent_refs
-from ..payload.pickling import copied, definition_of, dump, known_as, load
-from ..payload.state import model_tensors, own_copy, picklable_attrs
+from ..payload.pickling import deep_copy, definition_key, dump, find_definition, load
+from ..payload.state import model_tensors, picklable_attrs, private_copy
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
 def facts_of(learn):
@@ -84,7 +84,7 @@ class UserCall:
         if epoch is None:       # in the form in which workers send it
             base = baseline(learn, cbs, definitions=definitions)
             epoch = capture(learn, cbs, base, CommonRNG.capture().state())
-        self.state = own_copy(*epoch)
+        self.state = private_copy(*epoch)
         self.facts = facts_of(learn)
         self.definitions = [*map(_weakly, definitions)]
         resume_points[learn] = self
@@ -213,7 +213,7 @@ class Checkpoints:
             options['launcher'] = type(engine).__name__
         args = user_call.name,user_call.args,user_call.kwargs,options   # of `UserCall`
         try:
-            known = [*map(known_as, call.definitions)]
+            known = [*map(definition_key, call.definitions)]
             p = dump((args, user_call.fits-1, known), persistent_refs(learn))
             write(checkpoint_path(learn), facts_of(learn), [p, end])
         # a night's fit goes on without
@@ -233,7 +233,7 @@ def call_from(learn, file, launcher):
                              "pass launcher= again.")
     call.done = done
     call.state = state
-    call.definitions = [partial(definition_of, o) for o in known]
+    call.definitions = [partial(find_definition, o) for o in known]
     call.at_end = True
     call.facts = facts_of(learn)
     return call
@@ -253,7 +253,7 @@ class ResumeFit(Callback):
         self.count = getattr(learn, 'train_iter', 0)
         for cb,o in zip(cbs, lists): vars(cb).update(o)
         attrs = [{k:v for k,v in vars(cb).items() if k not in STAY and v is not None} for cb in cbs]
-        self.then = copied([picklable_attrs(o, refs) for o in attrs], refs)
+        self.then = deep_copy([picklable_attrs(o, refs) for o in attrs], refs)
         def do_fit():       # as fastai's, but for the epochs that are done
             for learn.epoch in range(first, learn.n_epoch):
                 learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)

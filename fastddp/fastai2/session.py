@@ -17,7 +17,7 @@ from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts
 from .as_one import (
-    gatherers, give, join_parts, notebook_run, stays_here, wants_no_lines)
+    gatherers, give, join_parts, notebook_run, why_one_process, wants_no_lines)
 from .jobs import enough_epochs, fit_args, fit_job, infer_job, reports
 from .loaders import check_dl, global_bs, n_batches, rows_are_streams, set_dl_state
 from .resume import UserCall, dropped_lists, resume_points, user_calls
@@ -25,7 +25,7 @@ from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr, is_rank0_only
-from ..output.replay import hushed, print_line, several
+from ..output.replay import print_line, several, suppress_lines
 from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
@@ -185,9 +185,9 @@ class Session(_Session):
         learn = self.learn
         dl = learn.dls[ds_idx] if dl is None else dl
         gather = gatherers(learn)
-        why = stays_here(dl, learn.cbs, self.n, learn.model)
+        why = why_one_process(dl, learn.cbs, self.n, learn.model)
         if why is not None:
-            with hushed(why == '' or self.quiet()):
+            with suppress_lines(why == '' or self.quiet()):
                 print_line(f"Running in this process, not on workers: {why}")
             return type(learn)._do_epoch_validate(learn, dl=dl)
         # by now `before_fit` of loggers has opened their files

@@ -21,11 +21,12 @@ from ..base.scoped import with_attrs, without_attrs
 from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.changes import Changes, has_arrays, put_back
+from ..payload.changes import ChangeTracker, apply_changes, has_arrays
 from ..payload.state import (
-    OPT_STAYS, apply_grads, apply_hooks, apply_model, apply_opt, get_hooks, model_grads,
-    model_tensors, move_opt, objects_with_hooks, opt_attrs, opt_owners, opt_state, picklable_attrs)
-from ..payload.pickling import copied
+    UNTRACKED_OPT_ATTRS, get_hooks, model_grads, model_tensors, move_opt_state,
+    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, picklable_attrs, set_grads,
+    set_hooks, set_model_state, set_opt_state)
+from ..payload.pickling import deep_copy
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
@@ -112,7 +113,7 @@ def snapshot(
                if isinstance(o, DataLoader)]
     without = [without_attrs(learn, *made), *(without_attrs(o, 'it') for o in loaders)]
     if not training:
-        without += [with_attrs(o, state=defaultdict(dict)) for o in opt_owners(learn.opt)
+        without += [with_attrs(o, state=defaultdict(dict)) for o in opt_and_wrapped(learn.opt)
                     if 'state' in vars(o)]
     # while the learner has its loaders
     if dls_factory: without.insert(0, _without_dataset(learn, call))
@@ -148,7 +149,7 @@ def place(learn, device):
     learn.model.to(device)
     for dl in learn.dls.loaders: place_dl(dl, device)
     if hasattr(learn.dls, '_device'): learn.dls._device = device
-    move_opt(learn.opt, device)
+    move_opt_state(learn.opt, device)
 
 def unpack(obj, device):
     "The learner, callbacks and call of a snapshot, ready to train on `device`"
@@ -158,10 +159,10 @@ def unpack(obj, device):
     if model_factory: _build_model(learn, model_factory, obj['state'])
     CommonRNG(obj['rng']).install()     # `dump_snapshot` or `twin` adds it
     place(learn, device)
-    apply_grads(learn.model, obj['grads'])
-    for o,attrs in zip(opt_owners(learn.opt), obj['opt_attrs']): vars(o).update(attrs)
-    move_opt(learn.opt, device)
-    if not model_factory: apply_hooks(_with_hooks(learn), *obj['hooks'])
+    set_grads(learn.model, obj['grads'])
+    for o,attrs in zip(opt_and_wrapped(learn.opt), obj['opt_attrs']): vars(o).update(attrs)
+    move_opt_state(learn.opt, device)
+    if not model_factory: set_hooks(_with_hooks(learn), *obj['hooks'])
     return learn, obj['cbs'], obj['call']
 
 def _new_dls(factory):
@@ -183,9 +184,9 @@ def _build_model(learn, factory, state):
         raise CantDistribute(f"model_factory returned a {type(learn.model).__name__} whose weights "
                              f"aren't those of learn.model: {some}. It must make the same model as "
                              "the notebook has.")
-    apply_model(learn.model, state)
+    set_model_state(learn.model, state)
     learn.create_opt()
-    if state['opt']: apply_opt(learn.opt, *state['opt'])
+    if state['opt']: set_opt_state(learn.opt, *state['opt'])
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #1d76f72d
 def twin(
@@ -197,7 +198,7 @@ def twin(
     def copy(obj, roots, *without):
         with contextlib.ExitStack() as stack:
             for o in without: stack.enter_context(o)
-            return copied(obj | dict(rng=CommonRNG.capture().state()), data)
+            return deep_copy(obj | dict(rng=CommonRNG.capture().state()), data)
     try: obj = snapshot(learn, (), call, dump=copy)
     except Exception:
         snapshot(learn, (), call)       # names what can't be copied
@@ -223,8 +224,8 @@ _PARTS_STAY = MODULES_STAY | set(
     'loaders _device device _shard it rng fake_l _DataLoader__idxs'.split())
 
 # Group of `tracked` -> the attributes of its objects that are not sent back
-_STAYS = dict(learn=STAY-{'dls','model','opt'}, opt=OPT_STAYS, cbs=STAY, parts=_PARTS_STAY,
-              metrics={'accumulate'}, variables=())
+_STAYS = dict(learn=STAY-{'dls','model','opt'}, opt=UNTRACKED_OPT_ATTRS, cbs=STAY,
+              parts=_PARTS_STAY, metrics={'accumulate'}, variables=())
 
 def _is_large(v):
     "True for the predictions that a metric keeps, and the like"
@@ -243,7 +244,7 @@ def tracked(learn, cbs, definitions=()):
     loss = loss_module(learn.loss_func)
     parts = [learn.dls, *map(original, learn.dls.loaders), *parts_of_data(learn.dls),
              *learn.model.modules(), learn.loss_func, *(loss.modules() if loss else ())]
-    return dict(learn=[learn], opt=opt_owners(learn.opt), cbs=all_cbs(learn, cbs), parts=parts,
+    return dict(learn=[learn], opt=opt_and_wrapped(learn.opt), cbs=all_cbs(learn, cbs), parts=parts,
                 metrics=[*learn.metrics], variables=definitions)
 
 def baseline(learn, cbs,
@@ -251,10 +252,10 @@ def baseline(learn, cbs,
              made=False, # Model or loaders were made in the worker, so parts aren't the notebook's
              definitions=() # Of the notebook: what they refer to may change, too
 ):
-    "The `Changes` of the learner and all that belongs to it"
+    "The `ChangeTracker` of the learner and all that belongs to it"
     groups = tracked(learn, cbs, definitions)
     if made: groups['parts'] = []
-    return Changes(groups, _stays, None if refs is None else [*refs, *definitions])
+    return ChangeTracker(groups, _stays, None if refs is None else [*refs, *definitions])
 
 def capture(
     learn, cbs, # As they are now
@@ -288,7 +289,7 @@ def capture(
     return dump_state(state, rest, base, refs)
 
 def _loss_state(learn, refs):
-    """What `apply_model` takes, of a loss function with parameters or buffers that the notebook has
+    """What `set_model_state` takes, of a loss function with tensors that the notebook has
     as well"""
     loss = loss_module(learn.loss_func)
     shared = loss and model_tensors(loss) and any(o is loss for o in refs)
@@ -306,13 +307,13 @@ def apply(learn, cbs, meta, buffers, refs=None,
     state,rest = loaded
     changes = rest.get('changes', {})
     if not definitions: changes.pop('variables', None)
-    put_back(groups, changes)
+    apply_changes(groups, changes)
     learn._end_cleanup()
     if state['epoch'] is not None: learn.epoch = state['epoch']
-    apply_model(learn.model, state)
-    if state['tensors']: apply_grads(learn.model, state['grads'])
-    if state['loss']: apply_model(loss_module(learn.loss_func), state['loss'])
-    if state['opt'] and learn.opt: apply_opt(learn.opt, *state['opt'])
+    set_model_state(learn.model, state)
+    if state['tensors']: set_grads(learn.model, state['grads'])
+    if state['loss']: set_model_state(loss_module(learn.loss_func), state['loss'])
+    if state['opt'] and learn.opt: set_opt_state(learn.opt, *state['opt'])
     # the first part is `learn.dls`, then come its loaders
     for dl,st in zip(groups['parts'][1:], rest.get('dls', ())): set_dl_state(dl, st)
     left = [groups['cbs'][i] for i in rest.get('left', ())]

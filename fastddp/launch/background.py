@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..base.rng import streams_apart
 from ..base.scoped import StopButton, with_context
 from .options import refuse_busy, running_jobs
-from ..output.replay import _get_ipython, frontend, print_line, shown_in
+from ..output.replay import _get_ipython, frontend, print_line, show_in
 from ..output.panel import Panel
 
 # %% ../../nbs/launch/509_background.ipynb #1c1477e1
@@ -75,7 +75,7 @@ def start(self:BackgroundJob):
 
 @patch
 def _work(self:BackgroundJob):
-    with self._button.in_thread(), shown_in(self.panel), streams_apart(self._streams) as streams:
+    with self._button.in_thread(), show_in(self.panel), streams_apart(self._streams) as streams:
         self._streams = streams
         try:
             if self.after: self._wait_for_turn()

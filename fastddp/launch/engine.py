@@ -12,15 +12,15 @@ from typing import NamedTuple
 from ..base import group
 from ..base.scoped import allow_interrupts, environment
 from .rank import Context, call
-from ..output.replay import print_line, shortened
-from ..payload.pickling import Payload, address, dump, load, own_classes
+from ..output.replay import print_line, short_traceback
+from ..payload.pickling import Payload, dump, function_ref, load, restoring_sent_classes
 from ..process.helper import private_folder
 
 # %% ../../nbs/launch/502_engine.ipynb #a58ba397
 class Job(NamedTuple):
     """What runs on every rank: the function at `work` is called as `work(ctx, obj)`, with `obj`
     loaded from `payload`"""
-    work:str|bytes      # The function's `address`
+    work:str|bytes      # The function's `function_ref`
     payload:Payload
     @classmethod
     def of(cls,
@@ -29,7 +29,7 @@ class Job(NamedTuple):
     ):
         """The job that calls `fn`; raises `TypeError` or `PicklingError` for an object that can't
         be dumped"""
-        return cls(address(fn), payload if isinstance(payload, Payload) else dump(payload))
+        return cls(function_ref(fn), payload if isinstance(payload, Payload) else dump(payload))
 
 # %% ../../nbs/launch/502_engine.ipynb #e8bd1bb5
 class Outcome(NamedTuple):
@@ -152,7 +152,7 @@ class InProcess(Launcher):
             latest[name] = payload.meta, payload.copied_buffers()
             if name == 'epoch': on_event(0, EpochEnd(*latest[name]))
         ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e), put=put)
-        with shortened(), allow_interrupts(), _group_of_one(device), own_classes():
+        with short_traceback(), allow_interrupts(), _group_of_one(device), restoring_sent_classes():
             try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
                 add_state(e, latest)

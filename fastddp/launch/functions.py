@@ -15,7 +15,7 @@ from .local import Local
 from .session import dump_or_blame
 from ..base.scoped import environment
 from .engine import Job
-from ..output.replay import shortened
+from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..process.helper import private_folder
@@ -129,7 +129,7 @@ def ranch(
     bound(fn, args, kwargs)
     sends = 'all' if gather else caller_rank
     def run():
-        with private_folder() as d, shortened():
+        with private_folder() as d, short_traceback():
             request = _request(fn, args, kwargs, ctx=ctx, need=needed, imports=imports,
                                sends=sends, store=os.path.join(d, 'rendezvous'))
             results = _run(Job.of(call_job, request), nprocs, (caller_rank or 0,))
@@ -199,7 +199,7 @@ def spawn(
     bound(fn, (0, *args), hint=" spawn passes the rank as the first argument.")
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
     def run():
-        with shortened(): return _run(job, nprocs, 'all')
+        with short_traceback(): return _run(job, nprocs, 'all')
     return run() if join else Spawned(run)
 
 # %% ../../nbs/launch/514_functions.ipynb #566aef3a

@@ -18,7 +18,7 @@ from .engine import Job, Launcher, Outcome
 from ..base.errors import GroupTimeout, RankRaised
 from .rank import (
     RankSpec, could_not_connect, join_early, notebook_settings, run_on_rank)
-from ..output.replay import Status, display_settings, print_line, several
+from ..output.replay import StatusLine, display_settings, print_line, several
 from ..base.device import accelerator_type, device_module, is_accelerator, visible_cores
 from .report import Report
 from ..payload.pickling import Payload
@@ -211,7 +211,7 @@ def _new_workers(ranks, stopped, mark, first):
     "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
     first_time = " (first time in this kernel: importing torch and fastai)" if is_new() else ''
     what = f"starting {several(len(ranks), 'worker')}{first_time} ..."
-    status = Status()
+    status = StatusLine()
     def waiting(secs):
         if stopped(): raise KeyboardInterrupt
         if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)

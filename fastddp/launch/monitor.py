@@ -18,7 +18,7 @@ from ..base.errors import GroupTimeout, RankDied, RankRaised
 from ..base.failure import first_failure, is_echo, is_timeout
 from ..process.helper import HELPER_ENDED
 from ..output.streams import tail
-from ..output.replay import Replay, Status, frontend
+from ..output.replay import Replay, StatusLine, frontend
 from ..base.device import device_module
 from ..payload.pickling import load
 
@@ -47,7 +47,7 @@ class LoadLine:
         gpus, # Rank -> its GPU, or None
     ):
         store_attr()
-        self.status = Status()
+        self.status = StatusLine()
         self.read_at = time.monotonic()
         # CPU seconds of each process at the last reading; loader processes are not there yet
         self.seconds = {pid:use[0] for pid in pids.values() if (use := _use_of(pid))}

@@ -16,7 +16,7 @@ from fastcore.basics import noop, store_attr
 from ..base import board, group
 from ..base.device import bind_near, device_module, is_accelerator, keep_freed_memory, trim_memory
 from ..output.capture import DisplaySettings, capture_output
-from ..payload.pickling import Payload, dump, function_at, load
+from ..payload.pickling import Payload, dump, load, resolve_function
 
 # %% ../../nbs/launch/500_rank.ipynb #6bbe3141
 class Context:
@@ -51,7 +51,7 @@ class Context:
 
 # %% ../../nbs/launch/500_rank.ipynb #aa1a5d92
 def call(
-    work, # The function's `address`
+    work, # The function's `function_ref`
     ctx, # A `Context`
     meta, buffers, # Of the payload
     define=False, # Pickle finds the notebook's classes in this process's `__main__`
@@ -59,7 +59,7 @@ def call(
     "Loads the payload, calls the job and returns its result as a `Payload`"
     obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), define=define)
     ctx.mark('load')
-    res = function_at(work)(ctx, obj)
+    res = resolve_function(work)(ctx, obj)
     return res if isinstance(res, Payload) else dump(res)
 
 # %% ../../nbs/launch/500_rank.ipynb #07833c16

@@ -18,12 +18,13 @@ from .engine import Job
 from .report import Report, banner, closing_line, start_of, summary, what_ran
 from .options import (
     engine_for, holding, in_launched_group, nested, refuse_busy, refuse_overlap)
-from ..output.replay import end_line, hushed, print_line, print_once, several, shorten
+from ..output.replay import (
+    end_line, print_line, print_once, several, shorten_traceback, suppress_lines)
 from ..payload.blame import not_picklable
-from ..payload.buffers import Columns
+from ..payload.buffers import ColumnCache
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions, dump
-from ..payload.state import model_tensors, move_opt, opt_tensors
+from ..payload.state import model_tensors, move_opt_state, opt_tensors
 from ..shard.gradients import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
@@ -42,7 +43,7 @@ def dump_snapshot(
     obj, # The learner, its callbacks, the call: a dict
     roots, # Path -> object, most telling first: where to look for what can't be pickled
     *without, # Context managers: inside, the learner is as it is to be pickled
-    columns=None, # `Columns` that snapshots of one block have in common
+    columns=None, # `ColumnCache` that snapshots of one block have in common
     definitions=None, # `Definitions` that become those of the notebook which are sent
 ):
     "`obj`, random streams and what cells patched, as a `Payload`; `NotPicklable` names what fails"
@@ -51,7 +52,7 @@ def dump_snapshot(
                definitions=Definitions() if definitions is None else definitions)
     with contextlib.ExitStack() as stack:
         for o in without: stack.enter_context(o)
-        return dump_or_blame(obj, roots | patches.roots(), columns=columns or Columns())
+        return dump_or_blame(obj, roots | patches.roots(), columns=columns or ColumnCache())
 
 # %% ../../nbs/launch/511_session.ipynb #2eb0976c
 def _on_gpus(learn):
@@ -67,7 +68,7 @@ def offloaded(learn):
     def move(device=None):
         for t,before in moved: t.data = t.data.to(device or before)
         if moved:
-            move_opt(getattr(learn, 'opt', None))
+            move_opt_state(getattr(learn, 'opt', None))
             device_module().empty_cache()
     move('cpu')
     try: yield
@@ -105,7 +106,7 @@ def block(
 @contextlib.contextmanager
 def _on_workers(learn, given, defaults, overrides, quiet):
     with uninterrupted_exit() as ending:
-        with hushed(quiet(learn)): found = ending.enter_context(engine_for(given, defaults))
+        with suppress_lines(quiet(learn)): found = ending.enter_context(engine_for(given, defaults))
         # GPUs of other machines are not this one's
         if found and found[0].workers_are_local:
             refuse_overlap(found[2])
@@ -198,7 +199,7 @@ class Session:
     ):
         store_attr()
         self.last_banner = None
-        self.columns = Columns()
+        self.columns = ColumnCache()
         # calls of other threads are refused; a background job sets its own
         self.thread = threading.current_thread()
     def datasets(self): return ()       # sequences of what items are made from, paths perhaps
@@ -212,14 +213,14 @@ class Session:
             raise CantDistribute(f"{self.thread.name} has this learner on workers (a distrib_ctx "
                                  "block or a learn.distrib_* call), and no other thread's call can "
                                  "run beside it. Wait until it ends.")
-        with hushed(self.quiet()):
+        with suppress_lines(self.quiet()):
             try: yield
             except KeyboardInterrupt as e:
                 end_line()
                 where = getattr(e, 'where', '')
                 kept = getattr(e, 'kept', None) or call.holds()
                 print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
-                shorten(e)
+                shorten_traceback(e)
                 raise
     def train(self, call):
         "Run the fit `call`, with lines before and after it"

@@ -14,7 +14,7 @@ from ..base.rng import CommonRNG
 from .report import banner, closing_line, summary, what_ran
 from ..output.replay import print_line
 from ..payload.pickling import dump, load
-from ..payload.changes import STRUCTURE
+from ..payload.changes import STRUCTURE_ATTRS
 from ..payload.state import model_tensors
 
 # %% ../../nbs/launch/510_training.ipynb #958b4b68
@@ -114,7 +114,7 @@ MODULES_STAY = set('''
     _is_full_backward_hook'''.split())
 
 def model_state(model, weights=True):
-    "What `apply_model` takes; without `weights` what a validation may change: no tensor"
+    "What `set_model_state` takes; without `weights` what a validation may change: no tensor"
     tensors = {k:t.detach() for k,t in model_tensors(model).items()} if weights else {}
     return dict(tensors=tensors, requires_grad=[p.requires_grad for p in model.parameters()],
                 training=[m.training for m in model.modules()])
@@ -127,15 +127,16 @@ def _known_as(group, o):
     return getattr(o, '__name__', type(o).__name__)
 
 def dump_state(
-    state, rest, # What is copied in place, and everything else, with `changes` as of `Changes.now`
-    base, # The `Changes`
+    state, # What is copied in place
+    rest, # Everything else, with `changes` as of `ChangeTracker.since_start`
+    base, # The `ChangeTracker`
     refs, # What both sides have; see `persistent_refs`
 ):
     "Both as one `Payload`"
     try: small = dump(rest, refs)
     except Exception:
         lost = base.drop_unpicklable(rest['changes'])
-        fits = not any(k in STRUCTURE for *_,k,_ in lost)
+        fits = not any(k in STRUCTURE_ATTRS for *_,k,_ in lost)
         # Loggers' connections are expected to stay in the worker
         said = [f"{_known_as(g, o)}.{k if isinstance(k, str) else k[1]} ({type(e).__name__}: {e})"
                 for g,o,k,e in lost if not is_kind(o, RANK0_ONLY)]

@@ -15,7 +15,7 @@ from fastcore.xtras import globtastic
 from ..base import board
 from ..base.errors import CantDistribute
 from ..launch.rank import run_on_rank
-from ..payload.pickling import address as address_of_function, dump, function_at
+from ..payload.pickling import dump, function_ref, resolve_function
 
 # %% ../../nbs/machines/611_meeting.ipynb #c2e0a020
 _SIOCGIFADDR = 0x8915       # get a network card's address: netdevice(7)
@@ -147,7 +147,7 @@ def run_on_machine(
     channel, meta, buffers, spec, # As for `run_on_rank`; `spec.store` is an endpoint
 ):
     "Run a job on one rank, as `run_on_rank` does; the entry of all jobs on several machines"
-    work = address_of_function(functools.partial(_call, spec.work, link_timeout, rank0_is_remote))
+    work = function_ref(functools.partial(_call, spec.work, link_timeout, rank0_is_remote))
     spec = spec._replace(store=connect_to_store(spec.store), work=work)
     return run_on_rank(channel, meta, buffers, spec)
 
@@ -161,6 +161,6 @@ def _call(work, link_timeout, rank0_is_remote, ctx, obj):
         Path(folder).mkdir(parents=True, exist_ok=True)
         folders.append(folder)
     if rank0_is_remote and ctx.rank == 0: ctx.saves_below = saves_below
-    res = function_at(work)(ctx, obj)
+    res = resolve_function(work)(ctx, obj)
     if folders: ctx.put('files', dump([files_since(o, start) for o in folders]))
     return res

@@ -14,7 +14,7 @@ from ..base.errors import CantDistribute
 from ..base.scoped import environment
 from .hosts import Machines
 from .stream import writer_to
-from ..output.replay import Status
+from ..output.replay import StatusLine
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
 class Relay:
@@ -256,7 +256,7 @@ class Ray(Machines):
         placement_group = ray.util.placement_group(bundles, strategy)
         self._undo.callback(ray.util.remove_placement_group, placement_group)
         asked = f"Ray was asked for {len(bundles)} machines with {_in_words(bundles[0])} each"
-        deadline,status = time.monotonic()+max(self.wait_seconds, _SOON),Status()
+        deadline,status = time.monotonic()+max(self.wait_seconds, _SOON),StatusLine()
         if self.wait_seconds: status.show(f"{asked}. Waiting for them")
         try:
             # one second at a time, because Ctrl-C is not handled during Ray's wait

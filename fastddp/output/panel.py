@@ -9,7 +9,7 @@ __all__ = ['PERIOD', 'Panel']
 import base64, html, re, time, uuid
 
 from .replay import _get_ipython, frontend
-from .streams import overwritten
+from .streams import visible_text
 
 # %% ../../nbs/output/205_panel.ipynb #e35f3cce
 PERIOD = .3         # seconds between two updates
@@ -65,7 +65,7 @@ class Panel:
         "Everything as text"
         texts = [o.get('text/plain', '')+'\n' if kind == 'display' else o
                  for kind,o,*_ in [*self.items]]
-        return '\n'.join(map(overwritten, ''.join(texts).split('\n')))
+        return '\n'.join(map(visible_text, ''.join(texts).split('\n')))
     def html(self):
         "Title and everything, as HTML"
         shown = [_html_of(o) if kind == 'display' else _pre(o) for kind,o,*_ in [*self.items]]
@@ -73,7 +73,7 @@ class Panel:
 
 def _pre(text):
     "The end of `text` as HTML, without colours"
-    lines = '\n'.join(map(overwritten, text[-_SHOWN:].split('\n'))).strip('\n')
+    lines = '\n'.join(map(visible_text, text[-_SHOWN:].split('\n'))).strip('\n')
     plain = re.sub(r'\x1b\[[0-9;]*m', '', lines)
     return f'<pre style="margin:0">{html.escape(plain)}</pre>' if plain else ''
 

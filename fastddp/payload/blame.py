@@ -10,65 +10,72 @@ import functools, types
 
 from ..base.errors import NotPicklable
 from ..base.failure import cut
-from .pickling import dump, parts
+from .pickling import dump, referents
 
 # %% ../../nbs/payload/102_blame.ipynb #52723654
-def _all_parts(o):
-    "`(path suffix, part)` for what `o` is made of, its class and what `__reduce_ex__` returns"
-    found = [(template.format(k), v) for template,k,v in parts(o)]
-    if isinstance(o, _FULLY_SEEN): return found
-    try: made_of = o.__reduce_ex__(2)[1:]
-    except BaseException: made_of = ()
-    return [*found, (f", its class {type(o).__qualname__}", type(o)),
-            (' (what it is made of)', made_of)]
-
-_FULLY_SEEN = (dict, list, tuple, set, frozenset, functools.partial, types.MethodType,
+# Types whose contents `referents` returns completely
+_CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial, types.MethodType,
                types.FunctionType, staticmethod, classmethod, property, type)
 
+def _named_parts(o):
+    "Return `(suffix, part)` for all that is dumped with `o`; a path plus the suffix leads to it"
+    found = [(template.format(name), part) for template,name,part in referents(o)]
+    if isinstance(o, _CONTAINERS): return found
+    try: reduced = o.__reduce_ex__(2)[1:]
+    except BaseException: reduced = ()
+    return [*found, (f", its class {type(o).__qualname__}", type(o)),
+            (' (what it is made of)', reduced)]
+
 # %% ../../nbs/payload/102_blame.ipynb #446dbe57
-def _why_not(o):
-    "The exception that dumping `o` raises, whatever a `__reduce__` of the user's raises; or None"
+def _dump_error(o):
+    "Return the exception that dumping `o` raises, also one of a user's `__reduce__`; or None"
     try: dump(o)
     except KeyboardInterrupt: raise
     except BaseException as e: return e
 
-_DEPTH = 12     # steps down, at most
+_MAX_DEPTH = 12     # steps from the object to its smallest part
 
 def blame(
-    obj,  # What may hold the culprit
-    path, # How the user calls `obj`
+    obj,  # The object to search
+    path, # How the user calls `obj`, such as 'learn'
 ):
-    "`(path, reason)` of the smallest part of `obj` that can't be dumped; None if all of it can"
-    why,dead_ends = _why_not(obj),[]
-    if why is None: return None
-    found = _culprit(obj, path, why, _DEPTH, set(), dead_ends)
-    path,why = found or max(dead_ends, key=lambda o: len(o[0]))
-    return path, _in_words(why)
+    "Return `(path, reason)` of the smallest part of `obj` that can't be dumped, or None"
+    error,in_cycles = _dump_error(obj),[]
+    if error is None: return None
+    found = _search(obj, path, error, _MAX_DEPTH, set(), in_cycles)
+    path,error = found or max(in_cycles, key=lambda o: len(o[0]))
+    return path, _one_line(error)
 
-def _culprit(o, path, why, depth, seen, dead_ends):
-    "`(path, why)` of the smallest part of `o` that can't be dumped; None if it was `seen`"
+def _search(
+    o, path, error, # An object that can't be dumped, its path, and the exception
+    depth,          # Steps down from it
+    seen,           # Ids of objects that were tried
+    in_cycles,      # Gets `(path, error)` of objects whose parts fail, but were tried before
+):
+    "Return `(path, error)` of the smallest part of `o` that can't be dumped; None if in a cycle"
     seen.add(id(o))
-    back = False
-    for suffix,part in _all_parts(o) if depth else ():
-        if id(part) in seen: back = True
-        elif (its := _why_not(part)) is not None:
-            if found := _culprit(part, path+suffix, its, depth-1, seen, dead_ends): return found
-            back = True
-    if not back: return path, why
-    dead_ends.append((path, why))       # a class and its methods, say, lead to each other
+    has_failing_part = False
+    for suffix,part in _named_parts(o) if depth else ():
+        if id(part) in seen: has_failing_part = True
+        elif (part_error := _dump_error(part)) is not None:
+            has_failing_part = True
+            found = _search(part, path+suffix, part_error, depth-1, seen, in_cycles)
+            if found: return found
+    if not has_failing_part: return path, error
+    in_cycles.append((path, error))
 
-def _in_words(e):
-    "An exception's text in one line, or the name of its type"
-    try: return cut(' '.join(str(e).split()), 300) or type(e).__name__
-    except BaseException: return type(e).__name__
+def _one_line(error):
+    "Return the text of an exception in one line, or the name of its type"
+    try: return cut(' '.join(str(error).split()), 300) or type(error).__name__
+    except BaseException: return type(error).__name__
 
 def not_picklable(
-    obj,   # What was to be sent
-    roots, # Path -> object: where to look for the culprit, most telling first
-    why,   # The exception that dumping `obj` raised
+    obj,   # The object that could not be dumped
+    roots, # `{path: object}`: where to search first, in this order
+    error, # The exception that dumping `obj` raised
 ):
-    "`NotPicklable` with the path to the culprit"
+    "Return a `NotPicklable` with the path to the object that can't be dumped"
     for path,root in roots.items():
         if found := blame(root, path): return NotPicklable(*found)
-    unknown = next(iter(roots), 'the object'), _in_words(why)
+    unknown = next(iter(roots), 'the object'), _one_line(error)
     return NotPicklable(*(blame(obj, 'the object') or unknown))

@@ -10,6 +10,7 @@ import copy, importlib, os, sys, types, uuid
 from typing import NamedTuple
 
 # %% ../../nbs/payload/105_patches.ipynb #edecac81
+# Types of attributes that contain functions, and where
 _INNER_FUNCTIONS = {property:('fget','fset','fdel'), staticmethod:('__func__',),
                     classmethod:('__func__',)}
 
@@ -19,59 +20,60 @@ def _is_from_notebook(f):
     return f.__module__ == '__main__' or f.__globals__ is vars(sys.modules['__main__'])
 
 def _notebook_function(v):
-    "The attribute `v` if it is a function from a cell, or a wrapper of one; else None"
-    # type(v), not isinstance(v, ...): some of torch's objects start CUDA when they are asked
+    "Return the attribute `v` if it is, or contains, a function of a cell; else None"
+    # `type(v)`, not `isinstance`: some of torch's objects start CUDA when they are asked
     names = _INNER_FUNCTIONS.get(type(v), ())
     functions = [getattr(v, k) for k in names] if names else [v]
-    if not (ours := [f for f in functions if _is_from_notebook(f)]): return None
-    # with a library's name in it a function would be pickled as a reference to the library's
-    for f in ours: f.__module__ = '__main__'
-    return v
+    of_cells = [f for f in functions if _is_from_notebook(f)]
+    for f in of_cells: f.__module__ = '__main__'
+    return v if of_cells else None
 
 # %% ../../nbs/payload/105_patches.ipynb #69e930de
-_NOTHING = object()
+_MISSING = object()
 
-def _set(owner, attr, v):
-    "Sets an attribute; returns a function that undoes this, unless another has been set by then"
-    old = vars(owner).get(attr, _NOTHING)
-    setattr(owner, attr, v)
+def _set_attribute(owner, name, v):
+    """Set an attribute of a module or class. Return a function that restores it, unless something
+    else has been set by then"""
+    old = vars(owner).get(name, _MISSING)
+    setattr(owner, name, v)
     def undo():
-        if vars(owner).get(attr) is not v: return
-        if old is _NOTHING: delattr(owner, attr)
-        else: setattr(owner, attr, old)
+        if vars(owner).get(name) is not v: return
+        if old is _MISSING: delattr(owner, name)
+        else: setattr(owner, name, old)
     return undo
 
 # %% ../../nbs/payload/105_patches.ipynb #e3ae3763
 def _plum_implementations(fn):
-    """List of (implementation, signature, precedence) that cells registered and that are still in
-    force, or None; `fn` itself, a `plum.Function`, if a cell made it"""
+    """Return what to send of a `plum.Function`: `(implementation, signature, precedence)` of each
+    implementation of a cell in a list, or None; `fn` itself if all of its implementations are"""
     registered = [*fn._resolved, *fn._pending]
-    ours = [o for o in registered if _is_from_notebook(o[0])]
-    if not ours: return None
-    try: live = {id(m.implementation) for m in fn.methods}
-    except NameError: return None       # an annotation that can't be resolved: no call works here
-    if len(ours) == len(registered): return fn
-    sig = sys.modules['plum'].Signature
-    ours = [(f, s or sig.from_callable(f, precedence=prec)) for f,s,prec in ours if id(f) in live]
-    return [(f, s, s.precedence) for f,s in ours] or None
+    of_cells = [o for o in registered if _is_from_notebook(o[0])]
+    if not of_cells: return None
+    try: in_force = {id(m.implementation) for m in fn.methods}
+    except NameError: return None       # an annotation can't be resolved, so no call works either
+    if len(of_cells) == len(registered): return fn
+    make = sys.modules['plum'].Signature.from_callable
+    of_cells = [(f, signature or make(f, precedence=precedence))
+                for f,signature,precedence in of_cells if id(f) in in_force]
+    return [(f, signature, signature.precedence) for f,signature in of_cells] or None
 
 # %% ../../nbs/payload/105_patches.ipynb #4fd8e4fd
 def _typedispatch_implementations(fn):
-    """List of (implementation,) that cells registered, or None; `fn` itself, a `TypeDispatch`, if a
-    cell made it"""
-    registered = {f for t in fn.funcs.d.values() for f in t.d.values()}
-    ours = [(f,) for f in registered if _is_from_notebook(getattr(f, '__func__', f))]
-    return fn if len(ours) == len(registered) else ours or None
+    """Return what to send of a `TypeDispatch`: `(implementation,)` of each implementation of a cell
+    in a list, or None; `fn` itself if all of its implementations are"""
+    registered = {f for by_type in fn.funcs.d.values() for f in by_type.d.values()}
+    of_cells = [(f,) for f in registered if _is_from_notebook(getattr(f, '__func__', f))]
+    return fn if len(of_cells) == len(registered) else of_cells or None
 
-def _register(owner, attr, value):
-    """Registers implementations with a dispatch function, or sets one that a cell made; returns a
-    function that undoes this"""
-    if not isinstance(value, list): return _set(owner, attr, value)
-    fn = vars(owner)[attr]
+def _register(owner, name, value):
+    """Register a list of implementations with a dispatch function, or set a dispatch function that
+    a cell made. Return a function that undoes this"""
+    if not isinstance(value, list): return _set_attribute(owner, name, value)
+    fn = vars(owner)[name]
     before = copy.deepcopy(vars(fn))
-    # a `TypeDispatch` has `add`, a function of plum's `register`
+    # a `TypeDispatch` has `add`, a `plum.Function` has `register`
     register = fn.add if hasattr(fn, 'funcs') else fn.register
-    for o in value: register(*o)
+    for args in value: register(*args)
     def undo():
         vars(fn).clear()
         vars(fn).update(before)
@@ -79,21 +81,24 @@ def _register(owner, attr, value):
 
 # %% ../../nbs/payload/105_patches.ipynb #61fe5e7e
 class Patch(NamedTuple):
-    "An attribute of a library that cells have set, or implementations that they registered there"
-    module:str
-    cls:str|None        # The class in it, if the attribute is a class's
-    name:str            # The attribute
-    install:object      # `install(owner, name, value)`; returns a function that undoes it
+    "What cells have set as an attribute of a library, or registered with a dispatch function there"
+    module:str          # Name of the library's module
+    cls:str|None        # Qualified name of the class, if the attribute is a class's
+    name:str            # Name of the attribute
+    install:object      # Called as `install(owner, name, value)`; returns a function that undoes it
     value:object        # What a cell set there, or a list of implementations
 
-_process_token = uuid.uuid4().hex   # a forked process has it, too
+_process_token = uuid.uuid4().hex   # processes that are forked from this one have the same
 
 def _this_process(): return _process_token,os.getpid()
 
-_undo = []      # functions that take away the patches that came with the last payload, in order
+_undo = []      # functions that undo the patches of the last payload, in the order of installation
 
-def _install(sender, patches):
-    "Load `Patches`: undo those of the last payload, and set these where they were found"
+def _install(
+    sender,     # `_this_process()` of the process that dumped the patches
+    patches,    # A list of `Patch`
+):
+    "Undo the patches of the last payload, and install these; called when `Patches` are loaded"
     if sender == _this_process(): return
     while _undo: _undo.pop()()
     for o in patches:
@@ -102,48 +107,54 @@ def _install(sender, patches):
         _undo.append(o.install(owner, o.name, o.value))
 
 class Patches(list):
-    "A list of `Patch`; loading its pickle in another process installs them"
+    "A list of `Patch`. Another process that unpickles it installs them, and gets None in its place"
     def __reduce__(self): return _install, (_this_process(), list(self))
     def roots(self):
-        "Path -> what was patched there, to name what can't be pickled"
+        "Return `{words for a patch: its value}`, to say which patch can't be pickled"
         return {f"the patch {o.cls or o.module}.{o.name}":o.value for o in self}
 
 # %% ../../nbs/payload/105_patches.ipynb #0d47c377
-# Of torch only what people patch: all of it has 5,000 classes.
+# Of torch only the modules that people patch: all of torch has 5,000 classes
 _LIBRARY_PREFIXES = ('fastai','fastcore','fasttransform','fastprogress','torchvision',
                      'torch.nn','torch.optim','torch.utils.data','torch._tensor')
 
 def _namespaces():
-    "`(module, class or None, names in it)` for all that a cell may have patched"
-    # a copy in one go: a thread, or a collection of garbage, may import meanwhile
-    for name,mod in sys.modules.copy().items():
+    "Yield `(module, class or None, {name: attribute})`, the first two by name, for all to search"
+    # a copy: another thread, or the garbage collector, may import a module meanwhile
+    for name,module in sys.modules.copy().items():
         if name != 'torch' and not name.startswith(_LIBRARY_PREFIXES): continue
-        if not isinstance(mod, types.ModuleType): continue
-        names = dict(vars(mod))
-        yield name, None, names
-        for k,c in names.items():
-            if issubclass(type(c), type) and c.__module__ == name:
-                # a class that a function made is found by the module's name for it only
-                path = k if '<locals>' in c.__qualname__ else c.__qualname__
-                yield name, path, dict(vars(c))
+        if not isinstance(module, types.ModuleType): continue
+        attrs = dict(vars(module))
+        yield name, None, attrs
+        for k,cls in attrs.items():
+            if issubclass(type(cls), type) and cls.__module__ == name:
+                # a class that a function made can only be found by its name in the module
+                path = k if '<locals>' in cls.__qualname__ else cls.__qualname__
+                yield name, path, dict(vars(cls))
 
-def collect_patches():
-    "The `Patches` that cells have made to the libraries that training uses"
-    function,main = types.FunctionType,vars(sys.modules['__main__'])
-    handlers = dict.fromkeys([function, *_INNER_FUNCTIONS], (_set,_notebook_function))
+def _handlers():
+    """Return `{type of an attribute: (install, select)}`. `select(attribute)` returns the `value`
+    of a `Patch`, or None if no cell has set it; `install` is that of the `Patch`"""
+    handlers = dict.fromkeys([types.FunctionType, *_INNER_FUNCTIONS],
+                             (_set_attribute,_notebook_function))
     for module,name,select in (('plum','Function',_plum_implementations),
                                ('fastcore.dispatch','TypeDispatch',_typedispatch_implementations)):
         if cls := getattr(sys.modules.get(module), '__dict__', {}).get(name):
             handlers[cls] = _register,select
-    res,seen = Patches(),set()
-    for mod,cls,names in _namespaces():
-        found = [(k,v) for k,v in names.items() if type(v) in handlers and (
+    return handlers
+
+def collect_patches():
+    "Return the `Patches` that cells have made to the libraries that training uses"
+    handlers,function,main = _handlers(),types.FunctionType,vars(sys.modules['__main__'])
+    res,seen = Patches(),set()      # `seen`: ids of the libraries' dispatch functions
+    for module,cls,attrs in _namespaces():
+        candidates = [(k,v) for k,v in attrs.items() if type(v) in handlers and (
             type(v) is not function or v.__globals__ is main or v.__module__ == '__main__')]
-        for k,v in found:
+        for name,v in candidates:
             if id(v) in seen: continue
             install,select = handlers[type(v)]
             value = select(v)
-            # a library's dispatch function has many homes, and needs its implementations once
+            # many modules have the same dispatch function, which is to be changed once
             if install is _register and value is not v: seen.add(id(v))
-            if value is not None: res.append(Patch(mod, cls, k, install, value))
+            if value is not None: res.append(Patch(module, cls, name, install, value))
     return res

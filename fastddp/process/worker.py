@@ -19,7 +19,7 @@ from ..base.device import in_bad_fork, reset_device_count
 from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
 from ..payload.buffers import Block, Packed
-from ..payload.pickling import function_at
+from ..payload.pickling import resolve_function
 from .helper import end_forks_with_us, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #034832c9
@@ -110,7 +110,7 @@ class Pipe:
 # %% ../../nbs/process/405_worker.ipynb #b40da885
 class Task(NamedTuple):
     "One call of a function that the notebook has asked for"
-    entry:object                # The function's `address`: `module:function`, or its pickle
+    entry:object                # The function's `function_ref`: `module:function`, or its pickle
     surroundings:bytes          # A pickled `Surroundings`
     config:object               # What this rank is given of its own
     packed:Packed|None=None     # Where the payload lies in `block`
@@ -251,7 +251,7 @@ def _do(channel, task):
     early = task.block is None
     channel.where,channel.items = 'starting' if early else 'loading',()
     pickle.loads(task.surroundings).enter()
-    fn = function_at(task.entry)
+    fn = resolve_function(task.entry)
     if early: return fn(channel, task.config)
     res = fn(channel, task.packed.meta, task.block.read(task.packed), task.config)
     channel.where = 'returning'

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..base.board import Heartbeats
 from ..base.errors import CantDistribute
 from ..base.scoped import in_main_thread
-from ..payload.pickling import address
+from ..payload.pickling import function_ref
 from ..payload.buffers import Block
 from .worker import HEARTBEATS, Pipe, Surroundings, worker_main
 from .helper import (
@@ -86,7 +86,7 @@ class Workers:
         ours,theirs = socket.socketpair()
         try:
             args = r, os.getpid(), self.log_path(r), in_main_thread()
-            main = address(worker_main)
+            main = function_ref(worker_main)
             self.procs[r] = start_worker(self.method, theirs, main, args, self._waiting)
         except BaseException:
             ours.close()
@@ -128,7 +128,7 @@ def early(self:Workers, entry, configs, **env):
 
 @patch
 def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
-    entry = address(entry)
+    entry = function_ref(entry)
     for r,config in zip(self.pipes, configs):
         surroundings = Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first))
         self._send(r, what, entry, cloudpickle.dumps(surroundings), config, *packed, fd=fd)

@@ -286,7 +286,7 @@ def test_long_lists_of_names_are_shared_and_stay_lists():
     dls = DataLoaders.from_dsets(Named(), Named(), bs=4, device='cpu', num_workers=2)
     learn = Learner(dls, mlp(), loss_func=nn.CrossEntropyLoss(), lr=0.05)
     learn.distrib_fit(1, nprocs=2, cbs=(notes := Notes()))
-    assert notes.had == 'Rows' and notes.part == ['0.jpg', '1.jpg', '2.jpg']
+    assert notes.had == 'LazyList' and notes.part == ['0.jpg', '1.jpg', '2.jpg']
     assert type(notes.all) is list and notes.all == learn.dls.train_ds.names and type(learn.dls.train_ds.names) is list
 
 

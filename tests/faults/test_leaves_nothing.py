@@ -3,8 +3,8 @@ block, and with a launcher that is used again, nothing piles up from run to run.
 import gc, os, shutil, signal, socket, stat, subprocess, sys, tempfile, time
 from pathlib import Path
 import psutil, pytest, torch
-from fastddp.all import Local, RankRaised
-from fastddp.base import group
+from fastddp.all import Local, RankDied, RankRaised
+from fastddp.base import board, group
 from fastddp.cluster.cluster import StandingLocal
 from fastddp.launch.engine import Job
 from faults import Slow
@@ -309,6 +309,19 @@ def left_waiting(ctx, obj):
     ctx.beat('step 1')
     if ctx.rank == 1: raise ValueError('on purpose')
     return group.all_sum([0])
+
+
+def killed_while_all_open_the_page(ctx, obj):
+    "Rank 0 has made the file of the board, and removes it when all ranks have opened it"
+    if ctx.rank == 0: group.barrier = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    board.group_board()
+
+
+def test_a_rank_that_is_killed_while_the_board_is_made():
+    before = set(Path(tempfile.gettempdir()).glob('fastddp*'))
+    with pytest.raises(RankDied), Local(gpus=[], see=()) as local:
+        local.run(Job.of(killed_while_all_open_the_page, None), 2)
+    assert set(Path(tempfile.gettempdir()).glob('fastddp*')) <= before
 
 
 def files_of(local):

@@ -190,7 +190,7 @@ def test_waits_for_what_others_use(others, monkeypatch):
     "A line says so meanwhile"
     import ray
     said = []
-    monkeypatch.setattr(launch_ray.Status, 'show', lambda self, text: said.append(text))
+    monkeypatch.setattr(launch_ray.StatusLine, 'show', lambda self, text: said.append(text))
     with pytest.raises(CantDistribute, match='others use them: free are 0 CPU.* wait= says for how many seconds'):
         Ray(per_node=2).place()
     wait_until(lambda: not groups('PENDING'))

@@ -11,7 +11,7 @@ from fastai.data.core import Pipeline, Transform
 from fastcore.foundation import L
 from fastcore.test import equals
 from PIL import Image
-from fastddp.payload.buffers import Columns, Rows
+from fastddp.payload.buffers import ColumnCache, LazyList
 from fastddp.payload.pickling import dump, load
 from parity import assert_same, fit_both, learner, seed, alone_like, warm
 
@@ -55,7 +55,7 @@ class Items:
 
 def packed(o, columns=None):
     "`o` as a worker has it"
-    p = dump(o, columns=columns or Columns())
+    p = dump(o, columns=columns or ColumnCache())
     return load(p.meta, p.copied_buffers())
 
 
@@ -71,7 +71,7 @@ def test_a_list_is_a_list_over_a_column(shape):
     p = packed(dict(items=items, again=[items], many=L(items, use_list=None)))
     o = p['items']
     assert p['again'][0] is o and p['many'].items is o
-    assert isinstance(o, list) and (type(o) is Rows) == (shape in LAZY)
+    assert isinstance(o, list) and (type(o) is LazyList) == (shape in LAZY)
     assert same(list(o), items) and same(list(o), items) and same(o[3], items[3]) and same(o[-1], items[-1])
     assert same(o[5:9], items[5:9]) and same(o[9:2:-3], items[9:2:-3])
     assert same(list(p['many'][[4, 2]]), [items[4], items[2]])
@@ -84,7 +84,7 @@ def test_a_list_is_a_list_over_a_column(shape):
 
 
 def test_a_list_that_changed_goes_again():
-    columns, items = Columns(), made('paths and labels')
+    columns, items = ColumnCache(), made('paths and labels')
     def put(): items[7] = Path('b'), '1'
     for change in list, put, items.pop, lambda: items.extend(items[:9]):
         change()
@@ -99,7 +99,7 @@ def test_tuples_stay_tuples():
 @pytest.mark.parametrize('shape', ['tensors of their own', 'tensors of a class', 'tensors'])
 def test_short_lists_of_tensors_are_plain_lists_made_of_one_buffer_each(shape):
     items = made(shape)[:200]
-    assert len(dump(items, columns=Columns()).buffers) < 10
+    assert len(dump(items, columns=ColumnCache()).buffers) < 10
     o = packed(dict(a=items, again=items))
     assert type(o['a']) is list and o['a'] is o['again'] and same(o['a'], items)
 
@@ -176,7 +176,7 @@ def test_it_trains_as_in_one_process_also_what_was_changed_in_place(shape, launc
     before = [p.clone() for p in learn.model.parameters()]
     cb = Has()
     assert_same(*fit_both(learn, 2, launcher, 1, cbs=[cb]))
-    assert cb.kind == ('Rows' if shape in LAZY else 'list')
+    assert cb.kind == ('LazyList' if shape in LAZY else 'list')
     assert cb.shared == shape.startswith('tensors')
     CHANGES[shape](learn.dls.train_ds.items)
     for p, old in zip(learn.model.parameters(), before): p.data.copy_(old)
