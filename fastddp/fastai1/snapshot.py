@@ -121,10 +121,10 @@ def place(learn, device):
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
 _NEVER_SENT = {'pbar',*OPT_HOOKS}
+_LEARNER_PARTS = 'data model layer_groups callbacks callback_fns metrics load'.split()
 # Group of `tracked` -> the attributes of its objects that aren't sent back
-_NOT_SENT = dict(learn={*_NEVER_SENT,'data','model','layer_groups','callbacks','callback_fns',
-                        'metrics','load',*OVERRIDES},
-                 opt=_NEVER_SENT, cbs=_NEVER_SENT, parts=MODULES_STAY, variables=())
+_NOT_SENT = dict(learn={*_NEVER_SENT, *_LEARNER_PARTS, *OVERRIDES}, opt=_NEVER_SENT,
+                 cbs=_NEVER_SENT, parts=MODULES_STAY, variables=())
 
 def baseline(learn, callbacks=(), metrics=(),
              refs=None,     # `persistent_refs`, on rank 0; without it everything counts as changed

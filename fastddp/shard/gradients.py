@@ -278,10 +278,10 @@ _SYNC_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers') if 
 
 # %% ../../nbs/shard/312_gradients.ipynb #0fc61245
 # Parameters of DDP that aren't options of the user
-_NO_OPTIONS = ('module','device_ids','output_device','dim','process_group','device_mesh',
-               'broadcast_buffers','forward_sync_buffers','init_sync',
-               'delay_all_reduce_named_params','param_to_hook_all_reduce','mixed_precision',
-               'check_reduction')
+_NO_OPTIONS = '''
+    module device_ids output_device dim process_group device_mesh broadcast_buffers
+    forward_sync_buffers init_sync delay_all_reduce_named_params param_to_hook_all_reduce
+    mixed_precision check_reduction'''.split()
 
 # Name of an option for DDP -> the `Check` of its value, or None for any value
 DDP_CHECKS = {k: FLAG if isinstance(o.default, bool) else None

@@ -301,7 +301,7 @@ def sharded_clone(mixin, # Subclass of `Sharded`
 # %% ../../nbs/shard/301_sharded.ipynb #5a7f167b
 # Attributes of the clone that aren't copied to the original. `_iterator`: a torch loader's, with
 # processes that persist; `it`: the iterator of a fastai loader over its dataset
-_STAY_IN_CLONE = {'_shard','counts','idxs','_iterator','it'}
+_STAY_IN_CLONE = '_shard counts idxs _iterator it'.split()
 
 def track_changes(dl):
     "Remember the attributes of the sharded `dl`: `write_back` copies those that change from now on"
