@@ -30,39 +30,54 @@ from ..shard.sharded import is_sharded, iterate_original, write_back
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #08799249
 def opt_from_rank0(learn):
-    "The optimizer's state of rank 0, on every rank"
+    "Give every rank the state of rank 0's optimizer; every rank calls it"
     state = group.from_rank0(learn.opt.state_dict())
     if group.rank():
         learn.opt.load_state_dict(state)
-        move_opt_state(learn.opt)     # they were gathered on the CPU
+        move_opt_state(learn.opt)     # its tensors arrived on the CPU
 
 class SameModel(OurCallback):
-    "One set of buffers and weights for all ranks at the end of each training phase"
-    order = ReduceMetrics.order     # after the votes, before anything is validated or saved
-    def __init__(self, average_bn=True):
+    "Gives all ranks the same buffers and weights at the end of each training phase"
+    # after the ranks' meetings, before anything is validated or saved
+    order = ReduceMetrics.order
+    def __init__(self,
+        average_bn=True # Average the running statistics of batch norm
+    ):
         self.average_bn = average_bn
-        self.same = SameWeights()
-        self.compared = True
-    def before_train(self): self.compared = False
+        self.same_weights = SameWeights()
+        # False while weights have been trained that weren't compared
+        self.has_compared = True
+    def before_train(self): self.has_compared = False
     def after_train(self):
         sync_buffers(self.model, self.average_bn)
         self.sync_weights()
     def sync_weights(self):
-        self.compared = True
-        if self.same(self.model.named_parameters(), self.epoch): opt_from_rank0(self.learn)
+        "Compare weights; if they differ, all ranks take rank 0's, and its optimizer's state"
+        self.has_compared = True
+        differed = self.same_weights(self.model.named_parameters(), self.epoch)
+        if differed: opt_from_rank0(self.learn)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #669e5ec3
-def shard_to_validate(model, dl, batch, common):
-    """What this rank validates of `dl`. A model that keeps state may have the batch size built into
-    it: where rows are streams, each rank has them all. An `LMDataLoader` lays out more of them"""
+def shard_to_validate(model, # The model that validates
+                      dl,    # The whole loader
+                      batch, # Batch size of one worker, or the 'global' one
+                      common # The fit's `CommonRNG`
+):
+    """Return the loader of what this rank validates of `dl`. A model that keeps state may have the
+    batch size built into it. If rows of its batches are streams, each rank validates all of them;
+    an `LMDataLoader` is laid out as more streams"""
     if rows_are_streams(dl, model): return Undivided(dl, common)
     batch = 'global' if keeps_state(model) and not is_lm(dl) else batch
     return shard_dl(dl, group.rank(), group.world_size(), batch, train=False, common=common)
 
 class ShardData(OurCallback):
-    "This rank's random streams in each epoch, and its shard of a loader that isn't sharded yet"
-    order = _FIRST      # before any other callback draws, or sees the loader
-    def __init__(self, together, batch):
+    """Begins this rank's random streams in each epoch, and replaces a loader that isn't sharded yet
+    by this rank's shard of it"""
+    order = _FIRST      # before any other callback draws, or reads the loader
+    def __init__(self,
+        together, # The fit's `Together`
+        batch     # Batch size of one worker, or the 'global' one
+    ):
         self.together = together
         self.batch = batch
         self.rank = group.rank()
@@ -80,26 +95,29 @@ class ShardData(OurCallback):
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ddce7439
 @contextlib.contextmanager
-def kept_streams(learn, common):
-    "Afterwards the common random streams and the loaders' generators are as they were"
+def kept_streams(learn,
+                 common # The fit's `CommonRNG`
+):
+    "Context manager that restores the common random streams and the generators of loaders"
     dls = list(learn.dls.loaders)
     state = common.state()
-    kept = [dl_state(dl) for dl in dls]
+    dl_states = [dl_state(dl) for dl in dls]
     try: yield
     finally:
         common.set_state(state)
-        for dl,st in zip(dls, kept):
+        for dl,st in zip(dls, dl_states):
             set_dl_state(dl, st)
             if is_sharded(dl): write_back(dl)
 
 def outside_loops(learn,
-                together # Of the fit
+                  together # The fit's `Together`
 ):
-    """The function for `Shard.other_loop`: yields all batches of a sharded loader, the same on all
-    ranks, where a callback loops over it by itself"""
+    """Return the function for `Shard.other_loop`: it yields all batches of a sharded loader, the
+    same on all ranks, to a callback that loops over it"""
     def batches(dl):
-        apart = together.rank0_alone or together.phase == 'validate'
-        with kept_streams(learn, together.common) if apart else contextlib.nullcontext():
+        # the other ranks may not make this loop
+        by_itself = together.rank0_alone or together.phase == 'validate'
+        with kept_streams(learn, together.common) if by_itself else contextlib.nullcontext():
             try: yield from iterate_original(dl, together.common)
             finally: follow_original(dl)
     return batches
@@ -107,12 +125,13 @@ def outside_loops(learn,
 # %% ../../nbs/fastai2/720_callbacks.ipynb #699a2e1e
 @contextlib.contextmanager
 def silence_other_ranks(learn):
-    "On ranks other than 0: no callback with outside effects, no log lines"
+    """Context manager in which ranks other than 0 have no callbacks that act on rank 0 only, and
+    log no lines"""
     if group.rank() == 0:
         yield
         return
-    elsewhere = [cb for cb in learn.cbs if is_rank0_only(cb)]
-    with learn.removed_cbs(elsewhere), with_attrs(learn, logger=noop): yield
+    of_rank0 = [cb for cb in learn.cbs if is_rank0_only(cb)]
+    with learn.removed_cbs(of_rank0), with_attrs(learn, logger=noop): yield
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #a27acbbc
 @contextlib.contextmanager
@@ -122,24 +141,24 @@ def distributed(learn,
                 stop_requested=lambda: False, # Returns True once this rank is asked to stop
                 shard_dls=True,     # Shard the loaders of `learn.dls`
                 alike=False,        # All ranks loaded the same weights
-                # How the losses of ranks make that of the batch: one of `LOSS_KINDS`
+                # How the losses of ranks make the loss of the batch: one of `LOSS_KINDS`
                 loss='auto',
                 **ddp_kwargs        # What the user asks DDP for: `DDP_CHECKS`
 ): # Yields the `Together`
-    """Inside, `learn` trains and validates as one with the other ranks of the group; afterwards it
-    is as it was"""
+    """Context manager in which `learn` trains and validates as one process with the other ranks of
+    the group; afterwards it is as it was"""
     common = CommonRNG.capture()
     together = Together(stop_requested)
     losses = Losses(loss, print_line)
     on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
     step = StepSync(together, losses, alike, **ddp_kwargs)
     metrics = ReduceMetrics(losses)
-    same = SameModel(average_bn=sync_bn and not on_gpu)
-    cbs = [together, step, AfterOthers(step), ShardData(together, batch), metrics, same]
+    same_model = SameModel(average_bn=sync_bn and not on_gpu)
+    cbs = [together, step, AfterOthers(step), ShardData(together, batch), metrics, same_model]
     together.common = common
     together.fit_callbacks = cbs
     together.clock.on_gpu = on_gpu
-    together.finish_fit = lambda: _finish_fit(together, step, same)
+    together.finish_fit = lambda: _finish_fit(together, step, same_model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment('WORLD_SIZE'))
         if shard_dls:
@@ -159,28 +178,31 @@ def distributed(learn,
             metrics.end_phase()
             common.install()
 
-def _finish_fit(together, step, same):
-    """The last meeting of a fit. Gradients that no step took become those of all, and so do weights
-    of a cut epoch"""
+
+def _finish_fit(together, step, same_model):
+    """Hold the last meeting of a fit. Gradients that no step used are averaged, and weights of an
+    epoch that was cut off are compared"""
     params = list(step.learn.model.parameters())
-    # what accumulation left in `p.grad` is one rank's
+    # while gradients accumulate, those in `p.grad` are of this rank's items
     has_grads = any(p.grad is not None and bool(p.grad.any()) for p in params)
-    said = together.meet_last(grads=has_grads, cancelled=not same.compared)
-    together.has_unused_grads = said.sum('grads') > 0
+    result = together.meet_last(grads=has_grads, cancelled=not same_model.has_compared)
+    together.has_unused_grads = result.sum('grads') > 0
     if together.has_unused_grads: average_grads(params)
-    if said.sum('cancelled'): same.sync_weights()
+    if result.sum('cancelled'): same_model.sync_weights()
 
 @contextlib.contextmanager
-def sharded_dls(learn, batch, together):
-    """Inside, each loader of `learn.dls` yields this rank's shard to the fit, and all batches to
-    other loops"""
+def sharded_dls(learn,
+                batch,   # Batch size of one worker, or the 'global' one
+                together # The fit's `Together`
+):
+    """Context manager in which each loader of `learn.dls` yields this rank's shard to the fit, and
+    all batches to other loops"""
     dls = learn.dls         # a callback may exchange them
     old = list(dls.loaders)
     common = together.common
-    outside = outside_loops(learn, together)
     train = shard_dl(old[0], group.rank(), group.world_size(), batch, common=common)
     dls.loaders = [train, *(shard_to_validate(learn.model, dl, batch, common) for dl in old[1:])]
-    for dl in dls.loaders: dl._shard.other_loop = outside
+    for dl in dls.loaders: dl._shard.other_loop = outside_loops(learn, together)
     try: yield
     finally:
         for dl in filter(is_sharded, dls.loaders): write_back(dl)

@@ -17,7 +17,7 @@ from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts
 from .as_one import (
-    gatherers, give, join_parts, notebook_run, why_one_process, wants_no_lines)
+    end_gathering, gatherers, join_parts, notebook_run, why_one_process, wants_no_lines)
 from .jobs import enough_epochs, fit_args, fit_job, infer_job, reports
 from .loaders import check_dl, global_bs, n_batches, rows_are_streams, set_dl_state
 from .resume import UserCall, dropped_lists, resume_points, user_calls
@@ -205,7 +205,7 @@ class Session(_Session):
         # what rank 0's callbacks hold is in the notebook's by now
         if any(left): raise next(filter(None, left))()
         set_dl_state(dl, states[0])
-        give(gather, join_parts(parts))
+        end_gathering(gather, join_parts(parts))
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):

@@ -27,32 +27,33 @@ from ..shard.sharded import is_sharded
 # %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
 def true_counts(learn # A learner in a training phase
 ):
-    "`(items of this rank that count, items of the global batch)` of the current training batch"
-    counts = getattr(learn.dl,'counts',())
+    "Return `(items of this rank that count, items of the global batch)` of the current batch"
+    counts = getattr(learn.dl,'counts',())      # of a sharded loader: a pair for each batch
     if learn.iter < len(counts): return counts[learn.iter]
     return counts[-1] if counts else (find_bs(learn.yb),)*2
 
 def trained_beside(learn):
-    "What is trained beside the model: see `extra_params`"
+    "Return the parameters that are trained beside the model's: see `extra_params`"
     opt = getattr(learn, 'opt', None)
     return extra_params(learn.model, learn.loss_func, opt.param_lists if opt else ())
 
 def accumulation(learn):
-    "The `GradientAccumulation` of `learn`, or None"
+    "Return the `GradientAccumulation` of `learn`, or None"
     return next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
 
 # %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
 class StepSync(OurCallback):
     """Makes one training step of all ranks: the gradient of the global batch, and its loss.
 
-    In a batch, in the order of fastai's loop:
+    `distributed` (`fastai2.callbacks`) makes one on each rank for a fit. In a batch, in the order
+    of fastai's loop:
 
-        before_batch   the backward passes that follow are caught (`passes.open`)
+        before_batch   backward passes are intercepted from here on (`passes.open`)
         after_pred     from here on no rank may leave the batch without the others (`mid_batch`)
-        backward       `weigh` gets the loss: the ranks meet, exchange their losses and weights, and
+        backward       `scale_loss` gets the loss: the ranks meet, exchange losses and divisors, and
                        each scales its loss so that the mean of gradients over ranks is that of the
                        global batch
-        after_batch    a rank that made no backward pass meets the others here (`attend`)
+        after_batch    a rank that made no backward pass meets the others here
 
     DDP averages gradients during the backward pass (`overlapped`). While gradients accumulate, and
     where DDP can't follow the model, they are averaged afterwards ("flat")."""
@@ -66,204 +67,222 @@ class StepSync(OurCallback):
     ):
         self.together,self.losses,self.n = together,losses,group.world_size()
         self.overlapped = Overlapped(lambda: self.learn.model, self.params, alike, **ddp_kwargs)
-        self.passes = Passes(self.params, self.weigh, self.agree, self.overlapped,
+        self.passes = Passes(self.params, self.scale_loss, self.exchange_masks, self.overlapped,
                              self.is_loss_of_learner)
-        # `on_device(device)`: True if numbers there are summed without the host
-        self.on_device = is_accelerator
-        self.accumulating = None    # the `GradientAccumulation`, if there is one
-        self.always_flat = False    # DDP can't follow the model
-        self.checked = False        # the user was told of terms of the loss
-        self._begin()
+        self.accumulating = None    # the learner's `GradientAccumulation`, or None
+        self.always_flat = False    # True once DDP couldn't follow the model
+        self.checked_terms = False  # True once the loss of a batch was searched for terms
+        self._begin_batch()
 
-    def _begin(self):
-        # of the batch before
+    def _begin_batch(self):
+        # `learn.loss` of the batch before; None in the first one
         self.last_loss = vars(self.learn).get('loss') if self.learn else None
-        self.met = self.together.mid_batch = False
-        self.whole_loss = None  # `learn.loss`, once it is that of all ranks
-        self.part,self.scale = None,1.  # this rank's `LossPart`, and the factor on its loss
-        # nodes of the graph: of what the loss function made, and of the predictions
+        # True once the ranks have met in this batch
+        self.has_met = self.together.mid_batch = False
+        self.global_loss = None     # what `learn.loss` was set to: the loss of the global batch
+        self.part = None            # this rank's `LossPart`
+        self.scale = 1.             # the factor on this rank's loss
+        # Nodes of the graph: of what the loss function returned, and of the predictions
         self.loss_node,self.pred_nodes = None,set()
-        self.gathered = None    # items of this rank in a loss that was gathered
-        # the learner's loss function, and the one in its place
-        self.user_loss = self.gathering = None
-        self._params = None     # what this batch trains
+        self.n_gathered = None      # items of this rank in a loss that was gathered
+        # The learner's own loss function, and the function that gathers its arguments in its place
+        self.user_loss = self.gathering_loss = None
+        self._params = None         # what `params` found in this batch
 
     def params(self):
-        "What is trained; asked once in a batch"
+        "Return the parameters that are trained; the model is asked once per batch"
         if self._params is None:
             self._params = [*self.learn.model.parameters(), *self.overlapped.extra_params]
         return self._params
     def is_loss_of_learner(self, loss): return loss is vars(self.learn).get('loss_grad')
     def is_flat(self): return self.always_flat or self.accumulating is not None
 
-    def before_epoch(self): self.close()
     def before_batch(self):
         if self.n == 1:
             if self.together.stop_requested(): raise KeyboardInterrupt
             return
-        self.close()        # the batch before may have been left by an exception
-        self._begin()
+        self.close()        # an exception may have ended the batch before without `after_batch`
+        self._begin_batch()
         self.accumulating = accumulation(self.learn)
         self.passes.open()
         self.passes.all_flat = self.is_flat()
     def after_pred(self): self.together.mid_batch = self.n > 1
     def after_loss(self):
-        if not self.checked:
-            self.loss_node = getattr(self.loss_grad, 'grad_fn', None)
-            preds = tensors_in(self.pred)
-            self.pred_nodes = {t.grad_fn for t in preds if t.grad_fn is not None}
+        if self.checked_terms: return
+        self.loss_node = getattr(self.loss_grad, 'grad_fn', None)
+        preds = tensors_in(self.pred)
+        self.pred_nodes = {t.grad_fn for t in preds if t.grad_fn is not None}
     def before_step(self):
-        "`GradientAccumulation`, which comes later, counts this rank's items"
         if self.n == 1 or self.accumulating is None: return
-        self.accumulating.count += self.items()-find_bs(self.yb)
+        # `GradientAccumulation`, which comes later, adds this rank's items
+        self.accumulating.count += self.global_items()-find_bs(self.yb)
     def after_batch(self):
         if self.n == 1: return
-        if not self.met and not self.together.has_left_batch: self.attend()
-        if not self.met: self.previous_loss()
+        if not self.has_met and not self.together.has_left_batch: self.meet_without_backward()
+        if not self.has_met: self.restore_last_loss()
         self.together.mid_batch = False
-        self.restore_loss()
+        self.restore_loss_func()
     def after_train(self): self.close()
     def close(self):
-        "The batch is over, also if it was left by an exception"
+        "End the batch, also one that was left by an exception"
         self.passes.close()
-        self.restore_loss()
+        self.restore_loss_func()
 
-    def previous_loss(self):
-        """The ranks leave this batch: `learn.loss` is that of the one before, as on a rank that
-        left before its loss"""
+    def restore_last_loss(self):
+        """Set `learn.loss` to that of the batch before: all ranks leave this batch, and a rank may
+        have left it before it had a loss"""
         if self.last_loss is not None: self.learn.loss = self.last_loss
 
 # %% ../../nbs/fastai2/714_step.ipynb #ea31b2c3
 @patch
-def items(self:StepSync):
-    "Items of the global batch, as `GradientAccumulation` counts them"
+def global_items(self:StepSync):
+    "Return the items of the global batch, as `GradientAccumulation` counts them in one process"
     count,total = true_counts(self.learn)
+    # a rank with fewer than 2 items is fed 2: see `shard.sharded.pad_shard`
     return round(total*find_bs(self.learn.yb)/max(count, 2))
 
 @patch
-def reduces(self:StepSync):
-    "True if gradients are averaged in this batch, False while they accumulate"
+def averages_gradients(self:StepSync):
+    "Return True if gradients are averaged in this batch, False while they accumulate"
     acc = self.accumulating
-    return acc is None or acc.count+self.items() >= acc.n_acc
-
-
+    return acc is None or acc.count+self.global_items() >= acc.n_acc
 
 # %% ../../nbs/fastai2/714_step.ipynb #36ff344b
 @patch
-def weigh(self:StepSync, loss, first):
-    "What runs backward in the place of `loss`; the first pass of a batch is where the ranks meet"
+def scale_loss(self:StepSync,
+    loss, # Of which a backward pass begins
+    first # Whether it is the first pass of this batch
+):
+    "Return what runs backward in place of `loss`; `Passes` calls it. The ranks meet here"
     try:
         if first: self._meet(loss)
-        elif self.learn.loss is not self.whole_loss and self._has_loss(): self._share_loss()
+        elif self.learn.loss is not self.global_loss and self._has_loss(): self._share_loss()
     except BaseException:
-        self.previous_loss()
+        self.restore_last_loss()
         raise
     divisor,scale = self.part.divisor,self.scale
-    if isinstance(divisor, torch.Tensor):
-        # only the device knows whether the weights of this rank's items are all zero
-        # where they are, a weighted mean divides zero by zero
-        if first and self._has_weights():
-            for t in tensors_in(self.learn.pred):
-                if t.requires_grad: t.register_hook(lambda g: torch.where(divisor > 0, g, 0.))
-        return torch.where(divisor > 0, loss, 0.)*scale
+    if isinstance(divisor, torch.Tensor): return self._scale_on_device(loss, first)
     if divisor: return loss if isinstance(scale, float) and scale == 1. else loss*scale
-    # None of this rank's items counts: its loss may be no number, and class weights of zero no
-    # gradients
-    if self._has_weights():
-        used = leaves_of(graph_of(loss))    # one process gives the others no gradients either
-        return zero_loss([p for p in self.params() if id(p) in used])
-    return torch.where(loss.new_zeros(()) > 0, loss, 0.)
+    # None of this rank's items counts. Its loss may be no number
+    if not self._has_class_weights(): return torch.where(loss.new_zeros(()) > 0, loss, 0.)
+    # class weights of zero may give no gradients, which DDP waits for. Parameters that the loss
+    # doesn't reach have none in one process either
+    used = leaves_of(graph_of(loss))
+    return zero_loss([p for p in self.params() if id(p) in used])
 
 @patch
-def _has_weights(self:StepSync):
-    "True if the loss has class weights"
+def _scale_on_device(self:StepSync, loss, first):
+    "Return the scaled `loss` where only the device knows whether any of this rank's items count"
+    counts = self.part.divisor > 0
+    # a weighted mean with weights of zero divides zero by zero, and so does its gradient
+    if first and self._has_class_weights():
+        for t in tensors_in(self.learn.pred):
+            if t.requires_grad: t.register_hook(lambda g: torch.where(counts, g, 0.))
+    return torch.where(counts, loss, 0.)*self.scale
+
+@patch
+def _has_class_weights(self:StepSync):
     weights = class_weights(self.user_loss or self.learn.loss_func)
     return bool(weights) and weights[0] is not None
 
 @patch
 def _has_loss(self:StepSync):
-    "True if `learn.loss` is that of this batch"
+    "Return True if `learn.loss` is that of this batch"
     return self.learn.loss is not self.last_loss and isinstance(self.learn.loss, torch.Tensor)
 
 @patch
 def _meet(self:StepSync, loss):
-    "The ranks meet in the first backward pass of the batch, that of `loss`"
-    if not self.checked: self._check_terms(loss)
+    "Meet the other ranks in the first backward pass of the batch, that of `loss`"
+    if not self.checked_terms: self._check_terms(loss)
     learn = self.learn
     f = self.user_loss or learn.loss_func
-    if self.gathered is not None:
-        self.part = loss_part(f, learn.yb, self.gathered, reduction='mean')
+    if self.n_gathered is not None:
+        self.part = loss_part(f, learn.yb, self.n_gathered, reduction='mean')
     else:
         self.part = loss_part(f, learn.yb, true_counts(learn)[0], self.losses.reduction(f),
-                              to_number=not self._on_device())
-    self.passes.accumulates = not self.reduces()
-    for_board,for_device = self._numbers(learn.loss if self._has_loss() else loss)
-    said = self.together.meet(BATCH, learn.iter, backward=1., **self._of_graph(loss), **for_board)
-    self.met,self.together.mid_batch = True,False
-    self._decide(said)
-    self._use(said, for_device)
+                              to_number=not self.sums_on_device())
+    self.passes.accumulates = not self.averages_gradients()
+    weighted = self._weighted(learn.loss if self._has_loss() else loss)
+    result = self.together.meet(BATCH, learn.iter, backward=1., **self._look_at_graph(loss),
+                                **self._for_board(weighted))
+    self.has_met,self.together.mid_batch = True,False
+    self._decide_how_to_average(result)
+    self._set_global_loss(result, weighted)
 
 @patch
 def _share_loss(self:StepSync):
-    "The ranks met before `learn.loss` was there: it becomes that of the global batch now"
-    for_board,for_device = self._numbers(self.learn.loss)
-    said = self.together.meet_between(VALUE, **for_board)
-    if said is not None: self._use(said, for_device)
+    "Make `learn.loss` that of the global batch: it wasn't there when the ranks met"
+    weighted = self._weighted(self.learn.loss)
+    result = self.together.meet_between(VALUE, **self._for_board(weighted))
+    if result is not None: self._set_global_loss(result, weighted)
 
 @patch
-def _numbers(self:StepSync, loss):
-    """What the others need of this rank's loss, in one of two ways: `(numbers for the board,
-    None)`, or `({}, what is summed on the device)`"""
+def _weighted(self:StepSync, loss):
+    "Return `loss` times this rank's divisor: a tensor if it is summed on the device, or a number"
     # fastai's kinds of tensors make each operation slower
     loss = loss.detach().as_subclass(torch.Tensor)
     if loss.ndim: loss = loss.float().mean()
-    if self._on_device(): return {}, (self.part.weighted(loss.float()), self.part.divisor)
-    return dict(divisor=self.part.divisor, loss=self.part.weighted(loss.item())), None
+    return self.part.weighted(loss.float() if self.sums_on_device() else loss.item())
 
 @patch
-def _use(self:StepSync, said, for_device):
-    "Sets the factor on this rank's loss, and the loss of the global batch, as of `_numbers`"
-    if for_device: value,total = self._sum_on_device(*for_device)
-    else: value,total = said.sum('loss'),said.sum('divisor')
+def _for_board(self:StepSync, weighted):
+    "Return the numbers of this rank's loss that go over the board"
+    return {} if self.sums_on_device() else dict(divisor=self.part.divisor, loss=weighted)
+
+@patch
+def _set_global_loss(self:StepSync,
+    result,  # Of the meeting
+    weighted # What `_weighted` returned
+):
+    "Set the factor on this rank's loss, and `learn.loss` to the loss of the global batch"
+    if self.sums_on_device(): value,total = self._sum_on_device(weighted, self.part.divisor)
+    else: value,total = result.sum('loss'),result.sum('divisor')
     self.scale = self.part.scale(total, self.n)
-    if self.accumulating is not None: self.scale = self.scale*self.items()/find_bs(self.learn.yb)
+    if self.accumulating is not None:
+        self.scale = self.scale*self.global_items()/find_bs(self.learn.yb)
     if not self._has_loss(): return
     loss = self.learn.loss
     whole = self.part.global_loss(value, total)
     if isinstance(whole, torch.Tensor): whole = whole.to(loss.dtype)
     else: whole = loss.new_tensor(whole)
-    self.whole_loss = self.learn.loss = whole
+    self.global_loss = self.learn.loss = whole
 
 @patch
-def _on_device(self:StepSync): return self.on_device(self.params()[0].device)
+def sums_on_device(self:StepSync):
+    "Return True if losses are summed on the device of the model, where the host doesn't wait"
+    return is_accelerator(self.params()[0].device)
 
 @patch
 def _sum_on_device(self:StepSync, value=0., divisor=0.):
-    "Sums over ranks of two numbers, on the device where the model lies"
+    "Return the sums over ranks of two numbers, or scalars on the model's device, as a tensor there"
     sums = torch.zeros(2, dtype=torch.float64, device=self.params()[0].device)
-    sums[0],sums[1] = value,divisor     # numbers, or tensors that only the device knows
+    sums[0],sums[1] = value,divisor
     group.sum_(sums)
     return sums.float()
 
 @patch
-def attend(self:StepSync):
-    "This rank made no backward pass in this batch; others may have, and average with what it has"
-    said = self.together.meet(BATCH, self.learn.iter)
-    self._decide(said)
-    if not said.sum('backward'): return
-    if self._on_device(): self._sum_on_device()
-    if self.reduces(): self.passes.average()
+def meet_without_backward(self:StepSync):
+    """Meet the other ranks at the end of a batch in which this rank made no backward pass; if
+    others did, average the gradients that it has with theirs"""
+    result = self.together.meet(BATCH, self.learn.iter)
+    self._decide_how_to_average(result)
+    if not result.sum('backward'): return
+    if self.sums_on_device(): self._sum_on_device()
+    if self.averages_gradients(): self.passes.average()
 
 @patch
-def agree(self:StepSync, mask):
-    "All ranks have come to the end of a flat pass: their masks; None if others didn't make it"
-    said = self.together.meet_between(PASS, mask=mask)
-    return None if said is None else said.values('mask')
+def exchange_masks(self:StepSync,
+    mask # A number for the parameters that have gradients here
+):
+    """Return the masks of all ranks at the end of a flat pass, None if others don't make it;
+    `Passes` calls it"""
+    result = self.together.meet_between(PASS, mask=mask)
+    return None if result is None else result.values('mask')
 
 # %% ../../nbs/fastai2/714_step.ipynb #27f8debc
 @patch
 def start_train(self:StepSync):
-    "All ranks begin to train: DDP is made for what is trainable now"
+    "Prepare DDP for what is trainable now; all ranks call it at the beginning of training"
     if self.n == 1: return
     if isinstance(getattr(self.learn.opt, 'opt', None), torch.optim.LBFGS):
         raise CantDistribute("LBFGS decides by the loss that its closure returns, which is that of "
@@ -273,19 +292,21 @@ def start_train(self:StepSync):
     if not self.is_flat(): self.overlapped.prepare()
 
 @patch
-def _of_graph(self:StepSync, loss):
-    "What the others have to know of the backward pass to come"
-    over = self.overlapped
+def _look_at_graph(self:StepSync, loss):
+    "Return what the other ranks have to know of this rank's backward pass, as numbers of a meeting"
+    overlapped = self.overlapped
     if self.passes.all_flat: return {}
-    if over.is_new(): return dict(new=1.)
-    over.check_graph(loss)
-    return dict(flat=over.why_flat is not None)
+    if overlapped.is_new(): return dict(new=1.)
+    overlapped.check_graph(loss)
+    return dict(flat=overlapped.why_flat is not None)
 
 @patch
-def _decide(self:StepSync, said):
-    "How this batch's gradients are averaged, on all ranks alike"
-    self.passes.this_batch_flat = said.sum('backward') < self.n or said.sum('new') > 0
-    if not said.sum('flat') or self.always_flat: return
+def _decide_how_to_average(self:StepSync,
+    result # Of the batch's meeting: all ranks decide alike
+):
+    "Decide whether gradients are averaged during the backward pass of this batch, or after it"
+    self.passes.this_batch_flat = result.sum('backward') < self.n or result.sum('new') > 0
+    if not result.sum('flat') or self.always_flat: return
     why = next(filter(None, group.all_gather_object(self.overlapped.why_flat)))
     print_line(f"{why}: gradients are averaged after the backward pass instead of during it.")
     self.passes.all_flat = self.always_flat = True
@@ -293,9 +314,9 @@ def _decide(self:StepSync, said):
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d328
 class AfterOthers(OurCallback):
-    """What comes after every other callback's say: the meetings around a phase, its loop, and a
-    loss that needs the whole batch"""
-    # no callback draws or steps between a meeting and what it is there for
+    """Comes after all other callbacks: holds the meetings around a phase, tells the loader that the
+    fit's own loop begins, and replaces a loss function that needs the global batch"""
+    # so no callback draws random numbers or steps between a meeting and what it is there for
     order = _LAST
     run_valid = False
     def __init__(self, sync): self.sync,self.together = sync,sync.together
@@ -313,50 +334,56 @@ class AfterOthers(OurCallback):
         t.meet(END_VALID)
         t.phase = t.outer_phases.pop() if t.outer_phases else 'end'
     def _begin_loop(self):
-        "The loop that begins is the fit's own: it gets this rank's shard"
+        "Have the loader yield this rank's shard to the loop that begins, which is the fit's own"
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
     def before_batch(self):
         sync,f = self.sync,self.learn.loss_func
         if sync.n == 1 or not sync.losses.is_gathered(f): return
         sync.user_loss = f
-        sync.gathering = lambda pred, *yb: sync.gather(f, pred, yb)
-        vars(self.learn)['loss_func'] = sync.gathering
+        sync.gathering_loss = lambda pred, *yb: sync.gather(f, pred, yb)
+        vars(self.learn)['loss_func'] = sync.gathering_loss
 
 @patch
-def restore_loss(self:StepSync):
-    "The learner's own loss function again, unless a callback has exchanged it meanwhile"
-    if self.user_loss is not None and vars(self.learn).get('loss_func') is self.gathering:
+def restore_loss_func(self:StepSync):
+    "Give the learner its own loss function again, unless a callback has exchanged it meanwhile"
+    if self.user_loss is not None and vars(self.learn).get('loss_func') is self.gathering_loss:
         vars(self.learn)['loss_func'] = self.user_loss
-    self.user_loss = self.gathering = None
+    self.user_loss = self.gathering_loss = None
 
 @patch
-def gather(self:StepSync, f, pred, yb):
-    "The loss `f` of all ranks' items; that of this rank's where it can't be"
+def gather(self:StepSync,
+    f, # The user's loss function
+    pred, yb # This rank's
+):
+    "Return the loss `f` of all ranks' items, or of this rank's where that can't be computed"
     learn = self.learn
     if not learn.training: return f(pred, *yb)
     count = true_counts(learn)[0]
-    batch = LocalBatch(pred, yb, count, getattr(learn.dl,'idxs',())[-count:] if count else ())
-    said = self.together.meet_between(GATHER, nbytes=batch.nbytes, items=batch.count,
-                                    layout=batch.layout())
+    positions = getattr(learn.dl,'idxs',())[-count:] if count else ()
+    batch = LocalBatch(pred, yb, count, positions)
+    result = self.together.meet_between(GATHER, nbytes=batch.nbytes, items=batch.count,
+                                        layout=batch.layout())
     columns = 'nbytes','items','layout'
-    whole = said and self.losses.of_all_ranks(f, batch, *map(said.values, columns))
+    whole = result and self.losses.of_all_ranks(f, batch, *map(result.values, columns))
     if whole is None: return f(pred, *yb)
-    self.gathered = batch.count
+    self.n_gathered = batch.count
     return whole
 
 # %% ../../nbs/fastai2/714_step.ipynb #3f135371
-_EVENTS = 'after_pred','after_loss','before_backward'
+_EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
 
 @patch
 def _check_terms(self:StepSync, loss):
-    "Names what is in the loss beside a function of predictions and targets"
-    self.checked = True
+    "Tell the user what is in `loss` beside a function of predictions and targets"
+    self.checked_terms = True
     if self.loss_node is None: return
     names = {id(p):k for k,p in self.learn.model.named_parameters()}
+    # what came after the loss function: does it use predictions or weights?
     added = graph_of(loss, until=[self.loss_node])
     if not self.pred_nodes.isdisjoint(added) or leaves_of(added) & names.keys():
-        cbs = [cb for cb in self.learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS)]
+        cbs = [cb for cb in self.learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS)]
         who = ', '.join(type(cb).__name__ for cb in cbs)
         if who: self.losses.print_once(f"{who} changes the loss (loss_grad): {AVERAGED}", 'penalty')
-    beside = leaves_of(graph_of(self.loss_node, until=self.pred_nodes)) & names.keys()
-    self.losses.name_terms([names[i] for i in beside])
+    # weights that the loss function uses, other than through the predictions
+    used = leaves_of(graph_of(self.loss_node, until=self.pred_nodes)) & names.keys()
+    self.losses.name_terms([names[i] for i in used])

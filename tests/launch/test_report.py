@@ -137,10 +137,10 @@ def test_predictions_that_wait_for_data(two):
 def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
     clock = Clock()
     def phase(*waits):
-        clock.of_phase = 0
+        clock.n_of_phase = 0
         for i, secs in enumerate(waits):
             clock.seconds['data'] += secs
-            clock._came(secs, 0, i)
+            clock._note_batch(secs, 0, i)
     phase(.5, .1, .1)
     phase(.3, .1, .1)
     assert clock.startup_seconds() == pytest.approx(.6)

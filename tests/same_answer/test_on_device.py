@@ -1,4 +1,4 @@
-"""What a step does with numbers that only a GPU knows, held to one process on the CPU: `StepSync.on_device` says that
+"""What a step does with numbers that only a GPU knows, held to one process on the CPU: `StepSync.sums_on_device` says that
 they are there. Nothing of ours reads a value in a step."""
 import collections, functools, sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def two():
     with warm(2) as launcher: yield launcher
 
 
-def yes(device): return True
+def yes(): return True
 
 
 class OnDevice(Callback):
@@ -32,7 +32,7 @@ class OnDevice(Callback):
         for cb in self.learn.cbs:
             if isinstance(cb, StepSync): self._move(cb)
     def _move(self, sync):
-        sum_there, sync.on_device = sync._sum_on_device, yes
+        sum_there, sync.sums_on_device = sync._sum_on_device, yes
         def counted(*args):
             self.n_sums += 1
             return sum_there(*args)
