@@ -24,8 +24,8 @@ from .report import Report
 from ..payload.pickling import Payload
 from ..base.scoped import Interrupts, delay_interrupts, with_attrs
 from .monitor import Monitor
-from ..process.helper import is_new
-from ..process.workers import Workers, without_helper
+from ..process.helper import helper_is_new
+from ..process.workers import Workers, turn_off_helper
 
 # %% ../../nbs/launch/505_local.ipynb #ce508ea8
 class Local(Launcher):
@@ -209,7 +209,8 @@ def _get_workers(self:Local, nprocs, interrupts, mark=noop):
 # %% ../../nbs/launch/505_local.ipynb #49cd4296
 def _new_workers(ranks, stopped, mark, first):
     "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
-    first_time = " (first time in this kernel: importing torch and fastai)" if is_new() else ''
+    first_time = ''
+    if helper_is_new(): first_time = " (first time in this kernel: importing torch and fastai)"
     what = f"starting {several(len(ranks), 'worker')}{first_time} ..."
     status = Status()
     def waiting(secs):
@@ -238,7 +239,7 @@ def start_workers(
             return workers
     if stopped() or not any(touched_cuda.values()): return workers
     workers.stop()
-    without_helper("a library that the helper process imports touches CUDA")
+    turn_off_helper("a library that the helper process imports touches CUDA")
     return Workers(len(ranks), method='spawn', ranks=ranks, mark=mark, first=first)
 
 # %% ../../nbs/launch/505_local.ipynb #fc3ecc64

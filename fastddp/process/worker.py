@@ -20,7 +20,7 @@ from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
 from ..payload.buffers import Block, Packed
 from ..payload.pickling import function_at
-from .helper import end_forks_with_us, end_with_parent
+from .helper import end_forks_with_parent, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #034832c9
 _NO_CWD = "The notebook's working directory is gone: os.chdir() to one that is there."
@@ -207,7 +207,7 @@ def worker_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The helper forks in its only thread; the notebook may spawn in one that ends before it.
     if by_main_thread or os.getppid() != parent_pid: end_with_parent()
-    end_forks_with_us()
+    end_forks_with_parent()
     try: stacks = open(log, 'a')
     except FileNotFoundError: os._exit(0)    # the notebook didn't wait
     # what compiled libraries and programs write goes there, too

@@ -19,7 +19,7 @@ from ..payload.pickling import address
 from ..payload.buffers import Block
 from .worker import HEARTBEATS, Pipe, Surroundings, worker_main
 from .helper import (
-    HelperEnded, new_folder, remove_folder, start_method, start_worker, without_helper)
+    HelperEnded, new_folder, remove_folder, start_method, start_worker, turn_off_helper)
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
 _REMEDIES = {
@@ -64,7 +64,7 @@ class Workers:
         "With the helper, with a new one if it ended, or without"
         for _ in range(2):
             with contextlib.suppress(HelperEnded): return self._start()
-        without_helper(_HELPER_ENDED)
+        turn_off_helper(_HELPER_ENDED)
         self.method = 'spawn'
         self._start()
     def _start(self):
