@@ -189,7 +189,7 @@ def submit(self:Local,
     specs = self._specs(nprocs, job.work)
     env = dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
     if new_group and self.workers.method == 'forkserver':
-        self.workers.early(join_early, specs, **env)
+        self.workers.submit_early(join_early, specs, **env)
     buffers = [memoryview(job.payload.meta), *job.payload.buffers]
     packed = self._payload_block.write(Payload(b'', buffers))
     self.workers.submit(run_on_rank, packed, self._payload_block, specs, **env)
@@ -199,7 +199,7 @@ def _get_workers(self:Local, nprocs, interrupts, mark=noop):
     "Workers that fit: those of the last job, or new ones"
     ranks = [*range(nprocs)]
     if self._payload_block is None: self._payload_block = Block()
-    if self.workers and not self.workers.are(ranks):
+    if self.workers and not self.workers.can_run(ranks):
         self.workers.stop()
         self.workers = self._rendezvous = None
     if self.workers is None:
@@ -235,7 +235,7 @@ def start_workers(
         news = workers.poll(.1)
         touched_cuda |= {r:rest[0] for r,what,*rest in news if what == 'ready'}
         if dead := [r for r,what,*_ in news if what == 'died']:
-            workers.tell_again(dead)        # to the wait that follows
+            workers.report_again(dead)      # to the wait that follows
             return workers
     if stopped() or not any(touched_cuda.values()): return workers
     workers.stop()
