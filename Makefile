@@ -64,7 +64,9 @@ BASE ?= HEAD
 test-changed: venv
 	@$(PY) tools/changed.py $(BASE) $(SELECT) $(side_by_side)
 
+# wandb is for one long test. Where it is installed, timm imports it, so each process that imports fastai would.
 test-full: venv browser
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir wandb
 	@$(PY) -m pytest tests $(side_by_side)
 
 # Goes on after a part that fails. The page: build/test-all.md

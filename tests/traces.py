@@ -35,7 +35,25 @@ def running(proc):
     except psutil.NoSuchProcess: return False
 
 
-def children(): return {o for o in psutil.Process().children(recursive=True) if running(o) and not is_helper(o)}
+def child_pids(pid):
+    """Pids of the processes that descend from `pid`; to look through all of /proc would cost more than most tests.
+    Read twice: the system may leave one out while another one ends, see proc_pid_task_children(5)"""
+    pids = set()
+    for path in [*Path(f'/proc/{pid}/task').glob('*/children')]*2:
+        with contextlib.suppress(OSError): pids |= {int(o) for o in path.read_text().split()}
+    return pids.union(*map(child_pids, pids))
+
+
+def descendants():
+    "The processes that descend from this one"
+    if not Path(f'/proc/self/task/{os.getpid()}/children').exists(): return psutil.Process().children(recursive=True)
+    found = []
+    for pid in child_pids(os.getpid()):
+        with contextlib.suppress(psutil.NoSuchProcess): found.append(psutil.Process(pid))
+    return found
+
+
+def children(): return {o for o in descendants() if running(o) and not is_helper(o)}
 
 
 def memfds():
@@ -50,10 +68,10 @@ def memfds():
 
 def files():
     "What lies in shared memory, and what of ours in the temporary folder"
-    shm = Path('/dev/shm')
-    temp = Path(tempfile.gettempdir())
-    ours = [*temp.glob('fastddp*'), *temp.glob('pymp-*')]
-    return {str(o) for o in [*(shm.iterdir() if shm.exists() else ()), *ours]} - own_folders()
+    shm, temp = '/dev/shm', tempfile.gettempdir()
+    shared = os.listdir(shm) if os.path.exists(shm) else []
+    ours = [o for o in os.listdir(temp) if o.startswith(('fastddp', 'pymp-'))]
+    return {*(f'{shm}/{o}' for o in shared), *(f'{temp}/{o}' for o in ours)} - own_folders()
 
 
 def own_folders():
@@ -64,7 +82,7 @@ def own_folders():
 
 def is_ours(pid):
     "Was process `pid` started by this run? A descendant, or an orphan that has our temporary folder in its environment"
-    if pid == os.getpid() or pid in {o.pid for o in psutil.Process().children(recursive=True)}: return True
+    if pid == os.getpid() or pid in {o.pid for o in descendants()}: return True
     try: return f'TMPDIR={tempfile.gettempdir()}\0'.encode() in Path(f'/proc/{pid}/environ').read_bytes()
     except OSError: return False
 

@@ -7,7 +7,7 @@ __all__ = ['OPTIONS', 'NoteProgress', 'KeepState', 'fit_job', 'infer_job', 'Lear
            'train_in_place', 'mend_barrier']
 
 # %% ../../nbs/fastai1/808_learner.ipynb #eb1d3515
-import contextlib, functools
+import contextlib, functools, math
 
 import fastai.train     # patches fit_one_cycle and lr_find onto Learner
 from fastai import basic_train, torch_core
@@ -19,11 +19,11 @@ from fastcore.basics import noop, patch
 
 from ..base import group
 from ..base.checks import Check, check, whole
-from ..base.rng import CommonRNG, seed_rank
-from ..base.scoped import Interrupts, environment, with_attrs
-from .callbacks import Ranks, distributed_v1, trained_beside
+from ..base.rng import CommonRNG
+from ..base.scoped import Interrupts, with_attrs
+from .callbacks import Ranks, as_rank, distributed_v1, trained_beside
 from .loaders import (
-    check_v1, counts_now, mend_streams, old_numpy, replace_in_fastai, step_sizes)
+    batch_counts, check_v1, mend_streams, old_numpy, replace_in_fastai, step_sizes)
 from .snapshot import (
     apply, baseline, capture, loaders, persistent_refs, place, snapshot, tracked, unpack)
 from .validation import Validation
@@ -38,39 +38,49 @@ from ..shard.gathered_loss import Losses, check_loss
 
 # %% ../../nbs/fastai1/808_learner.ipynb #7f809572
 class NoteProgress(Callback):
-    """Before each batch, tell the notebook where this rank is; count batches and items, and time
-    them"""
-    _order = -2_000_000
-    def __init__(self, ctx, learn):
+    """Tells the notebook before each batch where this rank is, and counts and times training
+    batches, on every rank"""
+    _order = -2_000_000     # before all others
+    def __init__(self, ctx, # The rank's `Context`
+                 learn
+    ):
         self.learn,self.progress = learn,Progress(ctx, learn.path)
-        self.training,self.at = False,'before the first epoch'
-        ctx.where = lambda: self.at
-    def on_epoch_begin(self, epoch, **kwargs): self.at = whereabouts(epoch)
+        self.training = False                   # the last batch was one of training
+        self.where = 'before the first epoch'   # a text for the notebook
+        ctx.where = lambda: self.where
+    def on_epoch_begin(self, epoch, **kwargs): self.where = whereabouts(epoch)
     def on_batch_begin(self, epoch, num_batch, train, **kwargs):
-        self.at = whereabouts(epoch, num_batch if train else None, train)
-        self.progress.at_batch(self.at, train)
+        self.where = whereabouts(epoch, num_batch if train else None, train)
+        self.progress.at_batch(self.where, train)
         if train and not self.training: self.progress.start()
         self.training = train
     def on_batch_end(self, train, **kwargs):
-        if train: self.progress.lap(counts_now(self.learn.data.train_dl)[1])
+        if train: self.progress.lap(batch_counts(self.learn.data.train_dl)[1])
     def on_epoch_end(self, **kwargs):
         self.training = False
         self.progress.epochs += 1
 
 class KeepState(Callback):
-    "Calls `keep` at the end of each epoch, after everything else"
-    _order = 2_000_000
+    "Calls `keep()` at the end of each epoch"
+    _order = 2_000_000      # after all others
     def __init__(self, keep): self.keep = keep
     def on_epoch_end(self, **kwargs): self.keep()
 
 # %% ../../nbs/fastai1/808_learner.ipynb #bf83e298
-def fit_job(ctx, obj):
-    "Train the learner of a snapshot on this rank, by fastai's own `fit`"
+def _unpack_and_note(ctx, obj, metrics):
+    """Make the learner of a snapshot ready on this rank, and note its attributes. Returns its
+    `persistent_refs` and `baseline`"""
     unpack(obj, ctx.device)
+    parts = obj['learn'],obj['callbacks'],metrics
+    refs = persistent_refs(*parts)
+    # Only rank 0 captures what comes back
+    return refs, baseline(*parts, refs if ctx.rank == 0 else None, obj['definitions'])
+
+def fit_job(ctx, obj):
+    """Train the learner of a snapshot on this rank, by fastai's own `fit`. Returns
+    `Progress.result`; rank 0 puts the state of each epoch, and in the end the learner's"""
     learn,callbacks,metrics = obj['learn'],obj['callbacks'],obj['metrics']
-    refs = persistent_refs(learn, callbacks, metrics)
-    # it captures what comes back
-    base = baseline(learn, callbacks, metrics, refs if ctx.rank == 0 else None, obj['definitions'])
+    refs,base = _unpack_and_note(ctx, obj, metrics)
     common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
     def state(**kwargs): return capture(learn, base, refs, common.state(), **kwargs)
     ours = [noted]
@@ -84,86 +94,90 @@ def fit_job(ctx, obj):
     return noted.progress.result(interrupted)
 
 def _validate(stop_requested, model, *args, **kwargs):
-    "`basic_train.validate(model, *args, **kwargs)` by all ranks"
+    "Call `basic_train.validate(model, *args, **kwargs)` on all ranks, outside of a fit"
     common,ranks = CommonRNG.capture(),Ranks(model, stop_requested)
-    with environment('WORLD_SIZE'):
-        seed_rank(group.rank(), group.world_size(), common)
-        try:
-            return Validation(ranks, common, Losses(), whole=True)(model, *args, **kwargs)
-        except KeyboardInterrupt:
-            ranks.leave()
-            raise
-        finally: common.install()
+    validation = Validation(ranks, common, Losses(), whole_batches=True)
+    with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
 def infer_job(ctx, obj):
-    "Validate this rank's part of a loader with the learner of a snapshot"
-    unpack(obj, ctx.device)
-    learn,handler,call = obj['learn'],obj['handler'],obj['infer']
-    state = learn,obj['callbacks'],handler.metrics
-    refs = persistent_refs(*state)
-    base = baseline(*state, refs if ctx.rank == 0 else None, obj['definitions'])
+    """Validate a loader with the learner of a snapshot, together with the other ranks. Returns
+    `(result on rank 0 or None, True if interrupted)`"""
+    learn,handler = obj['learn'],obj['handler']
+    refs,base = _unpack_and_note(ctx, obj, handler.metrics)
     handler.callbacks = [*cbs_of_rank(handler.callbacks), NoteProgress(ctx, learn)]
-    res,interrupted = None,False
-    try: res = _validate(ctx.stop_requested, learn.model, cb_handler=handler, **call)
+    result,interrupted = None,False
+    try:
+        result = _validate(ctx.stop_requested, learn.model, cb_handler=handler, **obj['infer'])
     except KeyboardInterrupt: interrupted = True
     if ctx.rank: return None, interrupted
     ctx.put('state', capture(learn, base, refs, CommonRNG.capture().state()))
-    return res, interrupted
+    return result, interrupted
 
 # %% ../../nbs/fastai1/808_learner.ipynb #2629bb65
 class LearnerCall(Call):
-    "A fit or a validation on the workers"
-    def __init__(self, session, job, callbacks, metrics, sent, **kwargs):
+    "The notebook's side of a fit or a validation on the workers"
+    def __init__(self, session,
+                 job,                # `fit_job` or `infer_job`
+                 callbacks, metrics, # Those of the call
+                 job_args,           # As of `snapshot`, a dict
+                 **kwargs            # Of `Call`
+    ):
         super().__init__(session, job, **kwargs)
-        self.callbacks,self.sent = callbacks,sent
-        self.state = self.learn,callbacks,metrics
-        self.refs = persistent_refs(*self.state)
+        self.job_args = job_args
+        self.parts = self.learn,callbacks,metrics
+        self.refs = persistent_refs(*self.parts)
     def snapshot(self):
-        return snapshot(self.learn, self.callbacks, self.session.columns, self.definitions,
-                        **self.sent)
+        learn,callbacks,_ = self.parts
+        return snapshot(learn, callbacks, self.session.columns, self.definitions, **self.job_args)
     def apply(self, meta, buffers):
-        groups = tracked(*self.state, self.definitions)
+        groups = tracked(*self.parts, self.definitions)
         apply(self.learn, groups, self.refs, meta, buffers)
 
 _CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
                   lambda v: isinstance(v, Callback))
 
 class Session(_Session):
-    "A `distrib_ctx` block of a fastai v1 learner"
+    """A `distrib_ctx` block of a fastai v1 learner, in the notebook. `fit` and `validate` have the
+    parameters of the functions in `basic_train`, which they replace"""
     def check(self):
+        "Refuse a model or a loader that can't be trained on the workers"
         refuse_untrainable(self.learn.model)
         check_v1(self.learn.data, self.n, self.options['batch'])
     def global_batch(self):
+        "Return the `step_sizes` of the training loader"
         return step_sizes(self.learn.data.train_dl, self.n, self.options['batch'])
     def quiet(self): return self.learn.silent
     def fit(self, epochs, learn, callbacks=None, metrics=None):
-        "`basic_train.fit` on the workers; afterwards the learner is as after a local fit"
+        "Fit on the workers; afterwards the learner is as after a local fit"
         check('epochs', epochs, whole("the number of epochs, a whole number", 0))
         callbacks,metrics = list(callbacks or []),list(metrics or [])
         for cb in callbacks: check('callbacks', cb, _CALLBACK)
         self.check()
-        for cb in callbacks:    # `lr_find` counted the batches of one process
+        # `lr_find` has counted epochs of the notebook's batches, which are smaller and more
+        for cb in callbacks:
             if isinstance(cb, LRFinder):
-                epochs = max(epochs, -(-cb.sched.n_iter//(self.global_batch()[1] or 1)))
-        sent = dict(epochs=epochs, options=self.options, metrics=metrics)
-        call = LearnerCall(self, fit_job, callbacks, metrics, sent, keeps='last',
+                _,steps = self.global_batch()
+                epochs = max(epochs, math.ceil(cb.sched.n_iter/(steps or 1)))
+        job_args = dict(epochs=epochs, options=self.options, metrics=metrics)
+        call = LearnerCall(self, fit_job, callbacks, metrics, job_args, keeps='last',
                            iterations=finds_lr(callbacks))
         self.train(call)
     def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
-        "`basic_train.validate` on the workers"
+        "Validate on the workers; returns what `basic_train.validate` returns"
         handler = cb_handler or CallbackHandler()
         infer = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
         call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics,
                            dict(handler=handler, infer=infer))
         with self.telling(call):
-            out = call.run()
-            if out.interrupted or any(interrupted for _,interrupted in out.results):
+            outcome = call.run()
+            if outcome.interrupted or any(interrupted for _,interrupted in outcome.results):
                 raise KeyboardInterrupt
-        return out.results[0][0]
-    def through(self, name):
-        """The learner's method, with this session's `fit` and `validate` under it, for this learner
-        only"""
+        result,_ = outcome.results[0]
+        return result
+    def on_workers(self, name):
+        """Return the learner's method `name`, such that `basic_train.fit` and `validate`, where it
+        calls them for this learner, run on the workers"""
         method = getattr(type(self.learn), name)
         @functools.wraps(method)
         def call(*args, **kwargs):
@@ -177,45 +191,50 @@ class Session(_Session):
             with with_attrs(basic_train, fit=fit, validate=validate):
                 return method(self.learn, *args, **kwargs)
         return call
-    def overrides(self): return {k:self.through(k) for k in ('fit','validate','get_preds')}
+    def overrides(self):
+        "Return `{name: method}`: what replaces the learner's methods in the block"
+        return {k:self.on_workers(k) for k in ('fit','validate','get_preds')}
 
 # %% ../../nbs/fastai1/808_learner.ipynb #ed80f741
 def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
-    "`basic_train.fit` by all ranks, each of which has called it"
+    """Fit on all ranks, each of which has called it, by fastai's own function `real`. The other
+    parameters are those of `basic_train.fit`"""
     for dl in loaders(learn.data): mend_streams(dl)
     check_v1(learn.data, group.world_size(), options['batch'])
     sync_streams()
-    def from_rank0():
+    def copy_from_rank0():
         model = learn.model
         group.broadcast_([*model.parameters(), *trained_beside(learn), *model.buffers()])
-    from_rank0()
+    copy_from_rank0()
     n,callbacks = group.world_size(),callbacks or []
     noted = NoteProgress(Context(group.rank(), n), learn)
     sizes = step_sizes(learn.data.train_dl, n, options['batch'])
     lines = script_lines(noted.progress, sizes, learn.silent, finds_lr(callbacks))
     with lines, distributed_v1(learn, callbacks, CommonRNG.capture(), **options) as cbs:
         real(epochs, learn, callbacks=[*cbs, noted], metrics=metrics)
-    from_rank0()        # what it loaded in the end
+    copy_from_rank0()       # a callback may have loaded weights in the end
 
 def overrides(
-    stop_requested=lambda: False, # Asked by all ranks after each batch
-    stopping=contextlib.nullcontext, # Each of the functions runs inside `stopping()`
+    stop_requested=lambda: False, # True if this rank was asked to stop
+    # `guard()` returns a context manager inside of which each of the functions runs
+    guard=contextlib.nullcontext,
     **options # Of `distributed_v1`
 ):
-    "`basic_train`'s functions for a group that stands"
+    """Return `{name: function}`: replacements of `basic_train.fit` and `validate` for processes
+    that are ranks of a group. Where not all ranks call them, they are fastai's own"""
     real_fit,real_validate = basic_train.fit,basic_train.validate
     options = dict(batch='per_worker', stop_requested=stop_requested) | options
     def fit(*args, **kwargs):
         if not group.everyone(): return real_fit(*args, **kwargs)
-        with stopping(), with_attrs(basic_train, validate=real_validate):
+        with guard(), with_attrs(basic_train, validate=real_validate):
             _fit(real_fit, options, *args, **kwargs)
     def validate(model, dl, loss_func=None, cb_handler=None, *args, **kwargs):
         if not group.everyone():
             return real_validate(model, dl, loss_func, cb_handler, *args, **kwargs)
-        with stopping(), with_attrs(basic_train, validate=real_validate):
+        with guard(), with_attrs(basic_train, validate=real_validate):
             sync_streams()
             mend_streams(dl)
-            # they would average over ranks for every batch
+            # With their `world` they would average over ranks in every batch
             for m in cb_handler.metrics if cb_handler else ():
                 if type(m) is AverageMetric: m.world = 0
             return _validate(stop_requested, model, dl, loss_func, cb_handler, *args, **kwargs)
@@ -224,34 +243,36 @@ def overrides(
 @contextlib.contextmanager
 def in_place(
     learn,
-    options, # Of `distributed_v1`
-    given, # Those of the block
+    options,       # Of `distributed_v1`
+    block_options, # All options of the `distrib_ctx` block
 ):
-    "Inside, `learn` trains with the ranks of the group that its launcher made"
+    """Make `learn` train together with the other ranks inside, in a process that a launcher such as
+    torchrun has started"""
     if hasattr(basic_train.fit, 'plain'):       # in a cell of `%%dip` every learner does
         yield
         return
     with launched_group() as device, contextlib.ExitStack() as undo:
         if group.rank(): use_bars(undo, 'silent')
         place(learn, device)
-        in_block = with_attrs(learn, distrib_session=given)
+        in_block = with_attrs(learn, distrib_session=block_options)
         with in_block, with_attrs(basic_train, **overrides(**options)): yield
 
 # %% ../../nbs/fastai1/808_learner.ipynb #c94c15f6
 def train_in_place(ctx):
-    """From now on every learner of this process trains and validates as one with the ranks of its
-    group"""
+    """Make every learner of this process train and validate together with the other ranks of its
+    group, for good"""
     if hasattr(basic_train.fit, 'plain'): return
     plain = basic_train.fit
-    # a rank that Ctrl-C stopped where it is would leave the others waiting
-    words = overrides(ctx.stop_requested, Interrupts().counting)
-    for k,v in words.items(): setattr(basic_train, k, v)
+    # Ctrl-C is counted, and the ranks stop together. A rank that it stopped at once would leave the
+    # others waiting
+    functions = overrides(ctx.stop_requested, Interrupts().counting)
+    for k,v in functions.items(): setattr(basic_train, k, v)
     basic_train.fit.plain,defaults.device = plain,ctx.device
     old_numpy()
 
 def mend_barrier():
-    """In a script under torchrun, `load` and its kin wait for rank 0 in a group; between fits there
-    is none, so one is made"""
+    """Give fastai a `distrib_barrier` that makes a process group. In a script under torchrun,
+    `learn.load` waits there for rank 0, and between fits there is no group"""
     def distrib_barrier():
         if torch_core.num_distrib() <= 1: return
         with launched_group(): group.barrier()
@@ -275,12 +296,13 @@ def distrib_ctx(self:Learner,
 ):
     """Run all training and inference of this learner inside the block on workers, which stay from
     call to call."""
-    given = OPTIONS.checked(locals(), unknown)
+    block_options = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
-    options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # what the ranks are told
+    options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # those of `distributed_v1`
     def methods(*found): return Session(self, *found, options, restarts).overrides()
-    def group_stands(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, group_stands, methods, lambda o: o.silent):
+    def under_launcher(): return in_place(self, options, block_options)
+    with block(self, block_options, OPTIONS.defaults, under_launcher, methods,
+               lambda o: o.silent):
         yield self
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "
@@ -288,10 +310,10 @@ _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a cal
 OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'],
                   lacks=dict.fromkeys(('wait','offload','checkpoint'), _FOR_2))
 
-def _missing(self, k): raise no_attribute(self, k)
+def _raise_no_attribute(self, k): raise no_attribute(self, k)
 
-# not by `@patch`, which would leave the name in this module: modules have one, too
-Learner.__getattr__ = _missing
+# Not by `@patch`, which would define a `__getattr__` of this module
+Learner.__getattr__ = _raise_no_attribute
 
 # %% ../../nbs/fastai1/808_learner.ipynb #d1c50d32
 if group.under_launcher(): mend_barrier()

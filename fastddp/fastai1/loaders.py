@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['replace_in_fastai', 'old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_streams', 'text_order',
-           'set_text_order', 'global_batches', 'shard', 'own_loader', 'counts_now', 'place_now', 'check_v1',
-           'step_sizes']
+           'set_text_order', 'global_batches', 'shard', 'own_loader', 'batch_counts', 'batch_place', 'fit_loaders',
+           'check_v1', 'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
 import contextlib, copyreg, sys
@@ -18,53 +18,56 @@ from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
 from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
-def _or_objects(f):
-    "`f`, which takes lists of different lengths as well"
-    def g(a, *args, **kwargs):
+def _takes_ragged_lists(f):
+    """Return `f` for which a list of lists of different lengths is an array of objects, as it was
+    for numpy"""
+    def wrapper(a, *args, **kwargs):
         try: return f(a, *args, **kwargs)
         except ValueError:
             if not isinstance(a, (list,tuple)): raise
             objects = np.empty(len(a), dtype=object)
             objects[:] = a
             return f(objects, *args, **kwargs)
-    g.old = f
-    return g
+    wrapper.old = f
+    return wrapper
 
 def replace_in_fastai(name, old, new):
-    "Puts `new` in the place of `old` in those of fastai's modules that have it as `name`"
+    "Set `name` to `new` in all modules of fastai in which it is `old`"
     for m in [o for k,o in sys.modules.copy().items() if k.startswith('fastai')]:
         if vars(m).get(name) is old: setattr(m, name, new)
 
 def old_numpy():
-    "Puts back what fastai v1 expects of numpy, in this process"
+    "Restore the behaviour of numpy that fastai v1 needs, in this process; may be called twice"
     for k,v in dict(int=int, float=float, bool=bool, object=object, str=str).items():
         vars(np).setdefault(k, v)
     if not hasattr(np.random.permutation, 'old'):
-        np.random.permutation = _or_objects(np.random.permutation)
-    if not hasattr(core.array, 'old'): core.array = _or_objects(core.array)
+        np.random.permutation = _takes_ragged_lists(np.random.permutation)
+    if not hasattr(core.array, 'old'): core.array = _takes_ragged_lists(core.array)
     replace_in_fastai('array', core.array.old, core.array)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #8a362f69
 def torch_dl(dl):
-    "The torch loader below v1's `DeviceDataLoader`, or `dl` itself"
+    "Return the torch loader inside v1's `DeviceDataLoader`, or `dl` itself"
     return dl.dl if isinstance(dl, DeviceDataLoader) else dl
 
 def _preloader_class():
+    "Return `LanguageModelPreLoader`, or None if `fastai.text` isn't imported"
     return getattr(sys.modules.get('fastai.text.data'), 'LanguageModelPreLoader', None)
 
 def streams_of(dl):
-    "The language model's `LanguageModelPreLoader` below `dl`, or None"
+    "Return the `LanguageModelPreLoader` of a language model's `dl`, or None for other loaders"
     cls,ds = _preloader_class(),torch_dl(dl).dataset
     return ds if cls and isinstance(ds, cls) else None
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #a3cd0a2b
 def _set_state(o, state): vars(o).update(state)
 
+# In the place of `__reduce__`: its own unpickling looks for attributes before it has any
 def _reduce(o): return copyreg.__newobj__, (type(o),), vars(o), None, None, _set_state
 
 @contextlib.contextmanager
 def picklable_preloaders():
-    "Inside, a language model's loader can be dumped"
+    "Make the `LanguageModelPreLoader` picklable inside"
     cls = _preloader_class()
     if cls is None:
         yield
@@ -75,29 +78,29 @@ def picklable_preloaders():
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #96f904b9
 def _lay_out(pre):
-    "Buffers for `pre.bs` streams; the order of the texts stays"
-    pre.ite_len = None
+    "Make a `LanguageModelPreLoader`'s buffers for its `bs` streams, in the same order of texts"
+    pre.ite_len = None      # the number of batches, which it computes again
     if pre.idx is None: return
     order = pre.idx.idx
     pre.allocate_buffers()
     pre.idx.idx = order
 
 def mend_streams(dl):
-    """Give a language model's loader as many streams as `dl` has rows; v1 multiplies them by
-    WORLD_SIZE where that is set"""
+    """Give a language model's loader as many streams as its batches have rows. v1 makes WORLD_SIZE
+    times as many if that is set"""
     pre = streams_of(dl)
     if pre is None or pre.bs == (bs := torch_dl(dl).batch_size): return
     pre.bs = bs
     _lay_out(pre)
 
 def text_order(dl):
-    """The order of a language model's texts as an array, on which its next epoch depends; None for
-    other loaders"""
+    """Return the order of a language model's texts as an array, on which its next epoch depends, or
+    None for other loaders"""
     pre = streams_of(dl)
     return None if pre is None or pre.idx is None else np.array(pre.idx.idx)
 
 def set_text_order(dl, order):
-    "Give `dl` the order that `text_order` gave"
+    "Set the order of the texts to one that `text_order` returned"
     pre = streams_of(dl)
     if pre is None or order is None: return
     if pre.idx is None: pre.allocate_buffers()
@@ -108,78 +111,88 @@ def set_text_order(dl, order):
 def global_batches(dl, # A `DeviceDataLoader`
                    n   # Number of ranks
 ):
-    "Inside, the batches of `dl` are `n` times as large"
-    own,pre = torch_dl(dl),streams_of(dl)
-    # a sampler sorts within chunks of batches, a language model counts streams
-    old = [(o, o.bs) for o in (own.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
-    dl.batch_size = own.batch_size*n
-    for o,_ in old: o.bs = own.batch_size*n
+    "Make the batches of `dl` `n` times as large inside"
+    original_dl,pre = torch_dl(dl),streams_of(dl)
+    bs = original_dl.batch_size*n
+    # A sampler that sorts within chunks of batches has a `bs`, and so has a language model's loader
+    old = [(o, o.bs) for o in (original_dl.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
+    dl.batch_size = bs      # fastai's setter makes another torch loader
+    for o,_ in old: o.bs = bs
     if pre is not None: _lay_out(pre)
     try: yield
     finally:
-        dl.dl = own
-        for o,bs in old: o.bs = bs
+        dl.dl = original_dl
+        for o,old_bs in old: o.bs = old_bs
         if pre is not None: _lay_out(pre)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #8ef6ff48
-def shard(dl,      # A `DeviceDataLoader` or a torch loader, with the batches of all ranks together
-          rank, n, # This rank, and how many there are
-          train,   # In training all ranks take every step; in validation nothing is there twice
-          common,  # `CommonRNG`, alike on all ranks
-          whole=False # Whole batches for each rank, where that can be?
+def shard(dl,      # A `DeviceDataLoader` or a torch loader, which yields the global batches
+          rank, n, # This rank, and the number of ranks
+          train,   # As of `shard_steps`
+          common,  # `CommonRNG`, which has the same state on all ranks
+          # Give each rank whole batches, unless batches depend on each other: in a stream, or in a
+          # language model, whose hidden state goes from batch to batch
+          whole_batches=False
 ):
-    "A loader like `dl` that yields the shard of `rank`"
-    mine = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
+    "Return a loader like `dl` that yields the shard of `rank`"
+    shard_dl = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
     pre = streams_of(dl)
-    # not of a stream, nor of a language model, whose hidden state goes from batch to batch
-    if whole and n > 1 and pre is None and not is_stream(torch_dl(dl)): mine._shard.whole = True
+    if n > 1 and pre is None and not is_stream(torch_dl(dl)):
+        shard_dl._shard.whole_batches = whole_batches
     if pre is not None:
         def on_epoch_begin(**kwargs):
             with common: type(pre).on_epoch_begin(pre, **kwargs)
         vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
-    if not isinstance(dl, DeviceDataLoader): return mine
+    if not isinstance(dl, DeviceDataLoader): return shard_dl
     res = object.__new__(type(dl))
-    vars(res).update(vars(dl), dl=mine, unsharded=dl)
+    vars(res).update(vars(dl), dl=shard_dl, unsharded=dl)
     return res
 
 def own_loader(dl):
-    "`dl` as it was before it was sharded"
+    "Return the `DeviceDataLoader` from which `shard` made `dl`, or `dl` if it isn't sharded"
     return vars(dl).get('unsharded', dl)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
-def counts_now(dl):
-    """`(items of this rank that count, items of the global batch)` of the batch that a sharded `dl`
-    gave last"""
+def batch_counts(dl):
+    """Return `(items of this rank that count, items of the global batch)` for the batch that a
+    sharded `dl` has just yielded"""
     epoch = torch_dl(dl)._shard.epoch
-    return epoch.counts[epoch.done-1]
+    return epoch.counts[epoch.n_yielded-1]
 
-def place_now(dl):
-    "`(number of the global batch, positions of this rank's items in the epoch)` of that batch"
+def batch_place(dl):
+    """Return `(number of the loader's batch, positions of this rank's items in the epoch)` for the
+    batch that a sharded `dl` has just yielded"""
     s = torch_dl(dl)._shard
-    i = s.epoch.done-1
-    return (i*s.n+s.rank if s.whole else i), list(s.epoch.steps[i].positions)
+    i = s.epoch.n_yielded-1
+    return (i*s.n+s.rank if s.whole_batches else i), list(s.epoch.steps[i].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
+def fit_loaders(data # A `DataBunch`
+):
+    "Return `{attribute of data: loader}` for the loaders that a fit reads"
+    names = ['train_dl'] if data.empty_val else ['train_dl','valid_dl']
+    return {k:getattr(data, k) for k in names}
+
 def check_v1(data, # A `DataBunch`
              n,    # Number of workers
-             batch # Is a loader's batch one worker's ('per_worker'), or the 'global' one?
+             batch # The batch size is that of one worker ('per_worker') or of all ('global')
 ):
-    "Raises `CantShard`, naming the loader, before anything is started"
-    global_batch_size(None, n, batch)       # refuses another word
+    "Raise `CantShard` with the loader's name for a loader that can't be sharded"
+    global_batch_size(None, n, batch)       # checks `batch`
     if n == 1: return
-    dls = {'data.train_dl': data.train_dl}
-    if not data.empty_val: dls['data.valid_dl'] = data.valid_dl
-    for name,dl in dls.items():
+    for name,dl in fit_loaders(data).items():
         own = torch_dl(dl)
         bs,why = global_batch_size(torch_bs(own), n, batch),why_not_torch(own)
         if bs is None and batch == 'per_worker':
             why = why or "its own batch_sampler decides about its batches: use batch='global'."
         if not why and dl is data.train_dl:
             why = too_few(bs, n, len(shard_torch(own, 0, n, batch, True, None)))
-        if why: refuse_loader(name, n, why)
+        if why: refuse_loader(f'data.{name}', n, why)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #41ad1466
-def step_sizes(dl, n, batch):
-    "`(items per step of n workers, steps per epoch)` of the training loader `dl`"
+def step_sizes(dl, # The training loader
+               n, batch # As of `check_v1`
+):
+    "Return `(items per step of all workers, steps per epoch)`"
     as_one = global_batches(dl, n) if batch == 'per_worker' else contextlib.nullcontext()
     with as_one: return dl.batch_size, len(dl)

@@ -21,18 +21,35 @@ from ..payload.state import (
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
+# The way of a learner to the ranks and back:
+#
+#     notebook                                 rank
+#     snapshot -------- the learner ---------> unpack
+#                                              baseline: notes all attributes before the job
+#     apply <--- weights and changes --------- capture: on rank 0, compares with the baseline
+#
+# Objects that both sides have (`persistent_refs`) are sent as their position in that list.
+
+# Attributes that a `distrib_ctx` block sets on the learner
 OVERRIDES = 'fit','validate','get_preds','distrib_session'
 
 def loaders(data):
+    "Return the loaders of a `DataBunch`, without those that it lacks"
     dls = data.train_dl, data.valid_dl, data.fix_dl, data.test_dl, data.single_dl
     return [dl for dl in dls if dl is not None]
 
 def _modules_of_loss(learn):
+    "Return the loss function and the modules in it as a list, empty if it isn't a module"
     loss = loss_module(learn.loss_func)
     return list(loss.modules()) if loss else []
 
-def tracked(learn, callbacks=(), metrics=(), definitions=()):
-    "Group -> objects that a job may change"
+def tracked(learn,
+            callbacks=(),  # Those of this fit
+            metrics=(),    # Those of this fit; some are callbacks with a state
+            definitions=() # Functions and classes of cells, whose variables may change
+):
+    """Return the objects whose attributes a job may change, as `{group: objects}`. Notebook and
+    ranks call it with equal arguments, so that a position means the same object"""
     data = [o for dl in loaders(learn.data) for o in (torch_dl(dl).dataset, torch_dl(dl).sampler)]
     return dict(learn=[learn], opt=opt_owners(getattr(learn, 'opt', None)),
                 cbs=[*callbacks, *(m for m in metrics if isinstance(m, Callback))],
@@ -41,7 +58,8 @@ def tracked(learn, callbacks=(), metrics=(), definitions=()):
                 variables=definitions)
 
 def persistent_refs(learn, callbacks=(), metrics=()):
-    "The objects that notebook and workers have, in one order"
+    """Return the objects that notebook and ranks both have, in the same order. A pickle contains
+    their positions instead of the objects"""
     inner = [o for dl in loaders(learn.data) for o in (dl, torch_dl(dl), torch_dl(dl).dataset)]
     data = [learn.data, learn.data.train_ds, learn.data.valid_ds, *inner]
     of_loss = _modules_of_loss(learn)
@@ -52,27 +70,39 @@ def persistent_refs(learn, callbacks=(), metrics=()):
             *learn.callbacks, *learn.metrics, *learn.callback_fns]
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
-def _with_hooks(learn): return objects_with_hooks(learn, loss_module(learn.loss_func))
+def _objects_with_hooks(learn): return objects_with_hooks(learn, loss_module(learn.loss_func))
 
-def snapshot(learn, callbacks, columns=None, definitions=None, **call):
-    """Learner and `call` as a `Payload`; `NotPicklable` names what can't be pickled; `columns` and
-    `definitions` as of `dump_snapshot`"""
-    obj = dict(learn=learn, callbacks=list(callbacks),
-               opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
-               grads=model_grads(learn.model), hooks=get_hooks(_with_hooks(learn)), **call)
-    # Path -> object, most telling first: where to look for what can't be pickled
+def _where_to_look(learn, callbacks, hooks):
+    """Return `{path: object}`, the most telling path first, in which `dump_snapshot` looks for an
+    object that can't be pickled"""
     roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
     roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
               'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
     for cb in callbacks:
         roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
-    roots |= {'learn': learn, 'the hooks of parameters and optimizer': obj['hooks'][1]}
-    bars = [without_attrs(cb, 'pbar') for cb in callbacks]
-    return dump_snapshot(obj, roots, picklable_preloaders(), without_attrs(learn, *OVERRIDES),
-                         *bars, columns=columns, definitions=definitions)
+    return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
-def unpack(obj, device):
-    "Makes the learner of a snapshot ready on `device`"
+def snapshot(learn,
+             callbacks,        # Those of this fit, or of this validation
+             columns=None,     # As of `dump_snapshot`
+             definitions=None, # As of `dump_snapshot`
+             **job_args        # What else the job gets in the same dict
+):
+    """Return a `Payload` with the learner, its callbacks and `job_args`, a dict for `unpack`.
+    Raises `NotPicklable`, which names the object"""
+    next_hook_id,hooks = get_hooks(_objects_with_hooks(learn))
+    obj = dict(learn=learn, callbacks=list(callbacks),
+               opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
+               grads=model_grads(learn.model), hooks=(next_hook_id, hooks), **job_args)
+    without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
+    return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
+                         without_attrs(learn, *OVERRIDES), *without_bars, columns=columns,
+                         definitions=definitions)
+
+def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
+           device # That of the rank
+):
+    "Make `obj['learn']` ready to train on `device`, with the random streams of the notebook"
     old_numpy()
     CommonRNG(obj['rng']).install()     # `dump_snapshot` adds it
     learn = obj['learn']
@@ -80,45 +110,56 @@ def unpack(obj, device):
         vars(o).update(attrs)
     place(learn, device)
     apply_grads(learn.model, obj['grads'])
-    apply_hooks(_with_hooks(learn), *obj['hooks'])
+    apply_hooks(_objects_with_hooks(learn), *obj['hooks'])
 
 def place(learn, device):
-    "Model, loaders and optimizer state on `device`"
+    "Move model and optimizer state to `device`, and have the loaders put their batches there"
     learn.model.to(device)
     learn.data.device = device
     for dl in loaders(learn.data): dl.device = device
     if opt := getattr(learn, 'opt', None): move_opt(opt.opt)    # None before the first fit
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
-# Attributes that stay on their side: of every object, and by the groups of `tracked`
-_ALWAYS = {'pbar',*OPT_HOOKS}
-_STAYS = dict(learn={*_ALWAYS,'data','model','layer_groups','callbacks','callback_fns','metrics',
-                     'load',*OVERRIDES},
-              opt=_ALWAYS, cbs=_ALWAYS, parts=MODULES_STAY, variables=())
+_NEVER_SENT = {'pbar',*OPT_HOOKS}
+_LEARNER_PARTS = 'data model layer_groups callbacks callback_fns metrics load'.split()
+# Group of `tracked` -> the attributes of its objects that aren't sent back
+_NOT_SENT = dict(learn={*_NEVER_SENT, *_LEARNER_PARTS, *OVERRIDES}, opt=_NEVER_SENT,
+                 cbs=_NEVER_SENT, parts=MODULES_STAY, variables=())
 
-def baseline(learn, callbacks=(), metrics=(), refs=None, definitions=()):
-    "The `Changes` of the learner and all that belongs to it"
+def baseline(learn, callbacks=(), metrics=(),
+             refs=None,     # `persistent_refs`, on rank 0; without it everything counts as changed
+             definitions=() # As of `tracked`
+):
+    "Note all attributes of the `tracked` objects before a job. Returns a `Changes`"
     return Changes(tracked(learn, callbacks, metrics, definitions),
-                   lambda group, o, name: name in _STAYS[group],
+                   lambda group, o, name: name in _NOT_SENT[group],
                    None if refs is None else [*refs, *definitions])
 
-def capture(learn, base, refs, rng=None,
-            grads=True, # Send gradients? Not where an interrupt cut a step
-            ended=True # False: the job goes on
+def capture(learn,
+            base,       # Its `baseline`
+            refs,       # Its `persistent_refs`
+            rng=None,   # State of the `CommonRNG` that the notebook goes on with
+            grads=True, # Send gradients. False after an interrupt, which may cut a step
+            ended=True  # The job has ended. False: it goes on, as at the end of an epoch
 ):
-    """Everything that training changed, as a `Payload`: weights to be copied in place, the rest as
-    a dump of its own"""
+    """Return everything that training changed, as a `Payload`: the weights, to be copied in place,
+    and the changed attributes, pickled by themselves"""
     rest = dict(changes=base.since_start(ended), rng=rng, order=text_order(learn.data.train_dl))
     loss = loss_module(learn.loss_func)
     state = model_state(learn.model) | dict(grads=model_grads(learn.model) if grads else {},
                                             loss=model_state(loss) if loss else None)
     return dump_state(state, rest, base, refs)
 
-def apply(learn, groups, refs, meta, buffers):
-    "Puts a captured state into the notebook's objects, `groups` as of `tracked`"
+def apply(learn,
+          groups,       # `tracked` of the notebook's objects
+          refs,         # `persistent_refs` of the notebook's objects
+          meta, buffers # The `Payload` of `capture`
+):
+    """Put a captured state into the notebook's objects. Warns and leaves them as they are if the
+    weights don't fit the model"""
     loaded = load_state(meta, buffers, refs, learn.model)
     if loaded is None: return
-    state,rest = loaded
+    state,rest = loaded     # `rest` is empty if it can't be loaded here
     put_back(groups, rest.get('changes', {}))
     apply_model(learn.model, state)
     apply_grads(learn.model, state['grads'])

@@ -15,19 +15,20 @@ from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.scoped import with_attrs
-from .loaders import place_now, shard, torch_dl
+from .loaders import batch_place, own_loader, shard, torch_dl
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.torch_loader import torch_bs
 
 # %% ../../nbs/fastai1/802_validation.ipynb #1940b65c
-_NAMES = ('accuracy','accuracy_thresh','top_k_accuracy','error_rate','mean_absolute_error',
-          'mean_squared_error','mean_squared_logarithmic_error','fbeta')
-_ITEM_MEANS = {getattr(_metrics, k) for k in _NAMES}
+_ITEM_MEAN_NAMES = '''
+    accuracy accuracy_thresh top_k_accuracy error_rate mean_absolute_error mean_squared_error
+    mean_squared_logarithmic_error fbeta'''.split()
+_ITEM_MEANS = {getattr(_metrics, k) for k in _ITEM_MEAN_NAMES}
 
-def is_item_mean(m # A metric, as v1 keeps it: a callback
+def is_item_mean(m # A metric of a `CallbackHandler`, which is a callback
 ):
-    "True if metric `m` is a mean over items, for any batches"
+    "True if the metric is known to be a mean over items, whatever the batches are"
     return type(m) is AverageMetric and getattr(m.func, 'func', m.func) in _ITEM_MEANS
 
 # %% ../../nbs/fastai1/802_validation.ipynb #134604cd
@@ -35,27 +36,30 @@ def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
 class _KeepBatches(Callback):
     "Keeps this rank's batches for `_replay`, while its shard is validated"
-    def __init__(self, dl,
-                 keeps_all # False: only which items a batch had
+    def __init__(self, dl,         # The sharded loader
+                 keeps_tensors     # False: keep only which items each batch had
     ):
         store_attr()
-        # `(number, positions, (output, target, loss) on the CPU or None)` of each global batch
-        self.kept = []
+        # `(number of the global batch, positions, (output, target, loss) on the CPU or None)`
+        self.batches = []
     def on_batch_end(self, last_output, last_target, last_loss, **kwargs):
-        number,positions = place_now(self.dl)
-        # fastai gives pairs of output and target where there is no loss function
+        number,positions = batch_place(self.dl)
+        # Without a loss function fastai has a pair of output and target in place of the loss
         loss = last_loss if isinstance(last_loss, torch.Tensor) else None
-        seen = (_cpu(last_output), _cpu(last_target), _cpu(loss)) if self.keeps_all else None
-        self.kept.append((number, positions, seen))
+        tensors = _cpu((last_output, last_target, loss)) if self.keeps_tensors else None
+        self.batches.append((number, positions, tensors))
 
 class _RecordLosses:
-    "A loss function that keeps the rows for `batch_losses`"
-    def __init__(self, loss_func, dl, reduction):
+    "A loss function that calls `loss_func` and keeps the rows for `batch_losses`"
+    def __init__(self, loss_func,
+                 dl,       # The sharded loader
+                 reduction # As of `loss_part`
+    ):
         store_attr()
         self.rows = []
     def __call__(self, out, *yb):
         loss = self.loss_func(out, *yb)
-        number,positions = place_now(self.dl)
+        number,positions = batch_place(self.dl)
         n = len(positions)
         weighted = weighted_loss_and_divisor(self.loss_func, loss, yb, n, self.reduction)
         self.rows.append((number, *weighted, n))
@@ -63,91 +67,114 @@ class _RecordLosses:
 
 # %% ../../nbs/fastai1/802_validation.ipynb #16211711
 def has_state_of(model, bs):
-    """True if a module of `model` keeps a state of `bs` rows. Those of fastai make a new one for
-    another batch"""
+    """True if a module of `model` keeps a state with `bs` rows. Modules of fastai are left out,
+    since they make a new state for a batch of another size"""
     modules = [m for m in model.modules() if not type(m).__module__.startswith('fastai.')]
-    held = [v for m in modules for v in (*vars(m).values(), *m._buffers.values())]
-    states = [v for o in held for v in (o if isinstance(o, (list,tuple)) else [o])]
-    return any(isinstance(v, torch.Tensor) and v.ndim > 1 and bs in v.shape for v in states)
+    values = [v for m in modules for v in (*vars(m).values(), *m._buffers.values())]
+    tensors = [t for v in values for t in (v if isinstance(v, (list,tuple)) else [v])]
+    return any(isinstance(t, torch.Tensor) and t.ndim > 1 and bs in t.shape for t in tensors)
 
 # %% ../../nbs/fastai1/802_validation.ipynb #90a00005
 class Validation:
-    "`basic_train.validate` by all ranks"
+    """Replaces `basic_train.validate` on a rank: a call on all ranks returns what one process would
+    return. Made for a fit, or for one validation outside of fits"""
     def __init__(self,
                  ranks,      # `Ranks`
-                 common,     # `CommonRNG` from which an order is drawn
-                 losses,     # `Losses` of the fit
-                 whole=False # Whole batches to each rank where that can be, as for predictions?
+                 common,     # `CommonRNG` from which random numbers for the data are drawn
+                 losses,     # `Losses`
+                 # Each rank takes whole batches in turn where that can be, so that they are padded
+                 # and normalized as in one process. False: each takes items of every batch
+                 whole_batches=False
     ):
         store_attr()
-        self.real = basic_train.validate
+        self.fastai_validate = basic_train.validate
+        self.is_running = False     # this rank validates its shard
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
-        "As `basic_train.validate`; returns the same on every rank"
+        "Validate as `basic_train.validate`, whose parameters and result it has"
         handler = cb_handler or CallbackHandler()
-        if n_batch or self.whole and has_state_of(model, torch_bs(torch_dl(dl))):
-            with self.common:       # on each rank
-                return self.real(model, dl, loss_func, handler, pbar, average, n_batch)
-        mine = shard(dl, group.rank(), group.world_size(), False, self.common, self.whole)
-        means = [m for m in handler.metrics if is_item_mean(m)]
+        if self.is_running: dl = own_loader(dl)     # within a validation
+        has_state = self.whole_batches and has_state_of(model, torch_bs(torch_dl(dl)))
+        if self.is_running or n_batch or has_state:
+            # Each rank validates the whole loader
+            with self.common:
+                return self.fastai_validate(model, dl, loss_func, handler, pbar, average, n_batch)
+        return self._by_shards(model, dl, loss_func, handler, pbar, average)
+
+    def _by_shards(self, model, dl, loss_func, handler, pbar, average):
+        "Validate this rank's shard, and put together what the ranks computed"
+        shard_dl = shard(dl, group.rank(), group.world_size(), False, self.common,
+                         self.whole_batches)
+        item_means = [m for m in handler.metrics if is_item_mean(m)]
         others = [m for m in handler.metrics if not is_item_mean(m)]
-        anew,record = None,None
+        record = loss_to_replay = None
         if loss_func:
-            # a loss that needs all of a batch is computed anew at the end
-            if self.losses.is_gathered(loss_func) and not torch_dl(mine)._shard.whole:
-                anew = loss_func
-            record = _RecordLosses(loss_func, mine, self.losses.reduction(loss_func))
-        keep = _KeepBatches(mine, others or anew)
-        outs = self._run(model, mine, record, handler, [*means, keep], pbar)
-        for m in means: _sum_mean(m)
-        replayed = []
-        if others or anew:
-            replayed = _replay(handler, others, keep.kept, model, anew,
-                               has_terms='terms' in self.losses.said)
-        if not record: return _pairs(outs, keep.kept)
-        losses = replayed if anew else batch_losses(record.rows)
+            record = _RecordLosses(loss_func, shard_dl, self.losses.reduction(loss_func))
+            # A gathered loss is computed again at the end, over whole batches
+            if self.losses.is_gathered(loss_func) and not torch_dl(shard_dl)._shard.whole_batches:
+                loss_to_replay = loss_func
+        must_replay = others or loss_to_replay
+        keep = _KeepBatches(shard_dl, must_replay)
+        outs = self._run(model, shard_dl, record, handler, [*item_means, keep], pbar)
+        for m in item_means: _sum_over_ranks(m)
+        replayed = _replay(handler, others, keep.batches, model, loss_to_replay,
+                           self.losses.has_terms) if must_replay else ()
+        if not record: return _pairs(outs, keep.batches)
+        losses = replayed if loss_to_replay else batch_losses(record.rows)
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]
         return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
 
     def _run(self, model, dl, loss_func, handler, metrics, pbar):
-        "Run fastai's own function over this rank's shard, with `metrics` in place of the handler's"
+        """Run fastai's own function over this rank's shard `dl`, with `metrics` instead of the
+        handler's. Returns its list of losses, or of outputs and targets"""
         plain = handler.on_batch_end
-        # a request to stop ends this rank's loop; in `all_reduce` the ranks agree on it
+        # A request to stop ends this rank's loop; the ranks agree on it in `all_reduce`
         def on_batch_end(loss): return plain(loss) or self.ranks.stop_requested()
-        with with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
-            outs = self.real(model, dl, loss_func, handler, pbar, average=False)
+        running = with_attrs(self, is_running=True)
+        with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
+            outs = self.fastai_validate(model, dl, loss_func, handler, pbar, average=False)
         self.ranks.all_reduce()
+        # Other ranks may have fewer batches than rank 0. If a callback validates in each of them,
+        # and so draws from the common streams, only rank 0 has drawn as often as one process
+        self.common.set_state(group.from_rank0(self.common.state()))
         return outs
 
-def _sum_mean(m):
-    "Sum an `AverageMetric` over all ranks"
+def _sum_over_ranks(m # An `AverageMetric`
+):
+    "Make the metric's mean that over the items of all ranks"
     val,count = group.all_sum([float(m.val), m.count])
     m.val = torch.tensor(val)
     m.count = int(count)
 
-# of a handler's state, by a metric
-_SEEN = ('last_output','last_target','last_loss','last_input','train')
+# What `_replay` sets in a handler's state
+_REPLAYED = 'last_output last_target last_loss last_input train'.split()
 
-def _replay(handler, metrics, kept, model, loss_func,
-            has_terms # This rank has seen that the loss reads what the model keeps of a batch
+def _replay(handler, metrics,
+            batches,   # Those of a `_KeepBatches`
+            model,
+            loss_func, # Its value is computed over each batch. None: only metrics are replayed
+            # This rank has seen that the loss reads what the model keeps of a batch
+            has_terms
 ):
-    """Show `metrics` all ranks' batches as one process would have made them. Returns the losses of
-    these, as `batch_losses`; of 0 without a `loss_func`"""
+    """Show the batches of one process to `metrics`, on every rank. Returns their losses, as
+    `batch_losses` does. A collective operation"""
     has_terms = loss_func and any(group.all_gather_object(has_terms))
-    old = {k:v for k,v in handler.state_dict.items() if k in _SEEN}
+    old = {k:v for k,v in handler.state_dict.items() if k in _REPLAYED}
     losses = []
-    for number,parts in by_batch(kept):
+    for number,parts in by_batch(batches):
         if has_terms:
-            parts = [(positions, _with_term(model, loss_func, *tree)) for positions,tree in parts]
+            parts = [(positions, _with_change_of_term(model, loss_func, *tree))
+                     for positions,tree in parts]
         trees = whole_batch(parts)
         counts = [len(positions) for positions,_ in parts]
         if len(trees) == 1: counts = [sum(counts)]
-        weighted = 0.
+        weighted = 0.       # sum of the trees' losses times items
         for (out,target,loss),n in zip(trees, counts):
             if loss_func:
-                term = loss if has_terms else 0.
-                loss = _loss_of(model, loss_func, out, target)+term
+                # `loss` of the tree is a change, which gives the batch its own term again
+                change = loss if has_terms else 0.
+                loss = _loss_of(model, loss_func, out, target)+change
                 if has_terms: group.broadcast_([loss])
                 weighted += n*float(loss)
             handler.state_dict.update(last_output=out, last_target=target, last_loss=loss,
@@ -158,18 +185,21 @@ def _replay(handler, metrics, kept, model, loss_func,
     return losses
 
 def _loss_of(model, loss_func, out, target):
-    "The loss on the CPU, computed where `model` lies"
+    "Return the loss of `out` and `target`, computed on the model's device, on the CPU"
     device = next((p.device for p in model.parameters()), torch.device('cpu'))
     out,target = to_device((out,target), device)
     with torch.no_grad():
         return loss_func(out, *(target if is_listy(target) else [target])).cpu()
 
-def _with_term(model, loss_func, out, target, loss):
-    """A part with a loss less that of its predictions: the term that the model kept of its batch.
-    The model now keeps another batch's"""
+def _with_change_of_term(model, loss_func, out, target, loss):
+    """Return the tree of a part with another `loss`: that of the validation minus the loss of the
+    same predictions now. The difference is that of the terms which the model kept then and keeps
+    now"""
     return out, target, loss-_loss_of(model, loss_func, out, target)
 
-def _pairs(outs, kept):
-    "fastai's pairs of output and target, batch by batch"
-    own = [(number, positions, _cpu(out)) for (number,positions,_),out in zip(kept, outs)]
-    return [tuple(pair) for _,parts in by_batch(own) for pair in whole_batch(parts)]
+def _pairs(outs,   # fastai's pairs of output and target, of this rank's batches
+           batches # Those of a `_KeepBatches`
+):
+    "Return the pairs of output and target of all global batches, as a list"
+    parts = [(number, positions, _cpu(out)) for (number,positions,_),out in zip(batches, outs)]
+    return [tuple(pair) for _,parts in by_batch(parts) for pair in whole_batch(parts)]

@@ -21,11 +21,11 @@ from ..base.checks import bound
 from ..base.failure import item_name
 from ..base.scoped import Interrupts, with_attrs
 from .callbacks import distributed
-from .clock import use_of
+from .clock import resource_use
 from .together import OurCallback
 from .as_one import (
     as_one_process, infer_in_group, leave_together, open_run, order_from_rank0, preds_in_one_order,
-    run_part, sync_opt, wants_no_lines)
+    validate_part, sync_opt, wants_no_lines)
 from .loaders import batch_items, dl_state, global_bs, n_batches
 from .resume import ResumeFit
 from .snapshot import (
@@ -85,7 +85,7 @@ class NoteProgress(OurCallback):
         self.ctx.mark('first step')
     def after_train(self):
         epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
-        self.progress.lap(sum(total for _,total in epoch.counts[:epoch.done]) if epoch else 0)
+        self.progress.lap(sum(total for _,total in epoch.counts[:epoch.n_yielded]) if epoch else 0)
         self._enter('epoch')
         self.ctx.beat(self.where())
     # a callback's `learn.validate` has one, too
@@ -130,7 +130,7 @@ def fit_job(ctx, obj):
         if ctx.rank == 0: end.keep = lambda: ctx.put('epoch', state())
         if call['first'] is not None:
             extra = [ResumeFit(learn, base.groups['cbs'], call['first'], call['lists'], refs)]
-        together.ours = [*together.ours, *extra]
+        together.fit_callbacks = [*together.fit_callbacks, *extra]
         def fit():
             # The first two are not among `ours`, which are removed while rank 0 predicts alone
             try: _fit(learn, cbs, call['fit'], [noted, end, *extra])
@@ -142,8 +142,9 @@ def fit_job(ctx, obj):
         interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
     ctx.mark('train')
     if ctx.rank == 0:
-        ctx.put('cut' if interrupted else 'state', state(grads=together.grads_left, ended=True))
-    report = together.clock.numbers() | use_of(learn, ctx.device)
+        last = state(grads=together.has_unused_grads, ended=True)
+        ctx.put('cut' if interrupted else 'state', last)
+    report = together.clock.totals() | resource_use(learn, ctx.device)
     return noted.progress.result(interrupted, report=report)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #6cf3aab4
@@ -160,8 +161,8 @@ def infer_job(ctx, obj):
     ctx.items = lambda: noted.items(learn)
     as_one = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)
     with as_one as together, learn.added_cbs([noted]):
-        part,left = leave_together(together, lambda: run_part(learn, dl, together.common))
-    report = together.clock.numbers() | use_of(learn, ctx.device, dl)
+        part,left = leave_together(together, lambda: validate_part(learn, dl, together.common))
+    report = together.clock.totals() | resource_use(learn, ctx.device, dl)
     ctx.mark('validate')
     learn.dl = None
     if ctx.rank == 0:
@@ -212,7 +213,7 @@ def _complete(report, together, result, use):
     "A `Report` gets the numbers of all ranks, each of which calls this at the end of a call"
     report.mark('train' if result['steps'] else 'validate')
     # nothing was started or sent
-    result |= dict(begun=report.began, report=together.clock.numbers() | use)
+    result |= dict(begun=report.began, report=together.clock.totals() | use)
     report.take(group.all_gather_object(result))
 
 def _fit_in_place(learn, options, asked, done):
@@ -233,7 +234,8 @@ def _fit_in_place(learn, options, asked, done):
     with lines:
         with distributed(learn, **options) as together, as_one_process(learn, cbs, together):
             _fit(learn, cbs, asked, [noted, EndOfAll(noted)])
-        _complete(report, together, noted.progress.result(), use_of(learn, group.comm_device()))
+        use = resource_use(learn, group.comm_device())
+        _complete(report, together, noted.progress.result(), use)
     done.append(report)
     # What rank 0 loaded in the end (SaveModelCallback)
     group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
@@ -255,7 +257,7 @@ def in_place(
         with distributed(learn, sync_bn=False, shard_dls=False) as together:
             infer_in_group(learn, dl, together.common)
         _complete(report, together, dict(steps=0, epochs=0),
-                  use_of(learn, group.comm_device(), dl))
+                  resource_use(learn, group.comm_device(), dl))
         done.append(report)
     with launched_group() as device:
         place(learn, device)

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 from ..base.failure import note_item
 from ..base.rng import CommonRNG
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, Step, account, draw_seed, generator_state, global_batch_size,
-    no_batches, original, outside_loop, reading, refuse_loader, reporting, set_generator,
+    CantShard, Shard, Sharded, Step, note_step, draw_seed, generator_state, global_batch_size,
+    no_batches, original, iterate_original, one_iteration, refuse_loader, report_errors, set_generator,
     sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, why_not_torch
 
@@ -72,7 +72,8 @@ class ShardedDL(Sharded):
         s.bs = v
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
     def __len__(self):
-        if self._shard.whole: return len(self._shard.orig)      # what a progress bar counts to
+        # what a progress bar counts to
+        if self._shard.whole_batches: return len(self._shard.orig)
         return super().__len__()
     # Together the next two are fastai's `DataLoader.__iter__`; `_begin` runs on the random streams
     # that all ranks have in common
@@ -153,7 +154,7 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
     fl.d = fl.default = res     # the fastai loader that it belongs to; `GetAttr` asks it
     fl.dataset = fl
     fl.num_workers = workers_per_rank(fl.num_workers, n)
-    fl.worker_init_fn = reporting(fl.worker_init_fn)
+    fl.worker_init_fn = report_errors(fl.worker_init_fn)
     track_changes(res)
     return res
 
@@ -175,14 +176,14 @@ class Undivided(Sharded):
         else: setattr(self._shard.orig, k, v)
     def __len__(self): return len(self._shard.orig)
     def _iter_shard(self):
-        with reading(self, []) as epoch:
-            for b in outside_loop(self, self._shard.common):
+        with one_iteration(self, []) as epoch:
+            for b in iterate_original(self, self._shard.common):
                 # of unusual batches only their weight in the whole matters
                 try: m = find_bs(b)
                 except (TypeError,AttributeError,IndexError,KeyError): m = 1
                 start = len(epoch.idxs)
                 epoch.steps.append(Step((), m, range(start,start+m)))
-                account(self, epoch)
+                note_step(self, epoch)
                 yield b
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
@@ -267,7 +268,7 @@ def batch_items(dl,  # A loader in the middle of an epoch
     """A tuple: dataset indices of this rank's items in a batch (borrowed ones if it has none), as
     far as they are known"""
     epoch = getattr(getattr(dl, '_shard', None), 'epoch', None)
-    i = epoch.done-in_batch if epoch else -1
+    i = epoch.n_yielded-in_batch if epoch else -1
     if not 0 <= i < len(epoch.steps): return ()
     items = [int(o) for o in epoch.steps[i].items if isinstance(o, numbers.Integral)]
     return tuple(dict.fromkeys(items))      # one that is there twice counts once

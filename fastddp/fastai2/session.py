@@ -17,7 +17,7 @@ from ..base.checks import Check, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts
 from .as_one import (
-    gatherers, give, join_parts, notebook_run, stays_here, wants_no_lines)
+    gatherers, give, join_parts, notebook_run, why_one_process, wants_no_lines)
 from .jobs import enough_epochs, fit_args, fit_job, infer_job, reports
 from .loaders import check_dl, global_bs, n_batches, rows_are_streams, set_dl_state
 from .resume import UserCall, dropped_lists, resume_points, user_calls
@@ -185,7 +185,7 @@ class Session(_Session):
         learn = self.learn
         dl = learn.dls[ds_idx] if dl is None else dl
         gather = gatherers(learn)
-        why = stays_here(dl, learn.cbs, self.n, learn.model)
+        why = why_one_process(dl, learn.cbs, self.n, learn.model)
         if why is not None:
             with hushed(why == '' or self.quiet()):
                 print_line(f"Running in this process, not on workers: {why}")

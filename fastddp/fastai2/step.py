@@ -20,7 +20,7 @@ from .together import (
 from ..output.replay import print_line
 from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
 from ..shard.gradients import (
-    Overlapped, Passes, graph_of, leaves_of, params_beside, zero_loss)
+    Overlapped, Passes, graph_of, leaves_of, extra_params, zero_loss)
 from ..shard.loss import class_weights, loss_part
 from ..shard.sharded import is_sharded
 
@@ -33,9 +33,9 @@ def true_counts(learn # A learner in a training phase
     return counts[-1] if counts else (find_bs(learn.yb),)*2
 
 def trained_beside(learn):
-    "What is trained beside the model: see `params_beside`"
+    "What is trained beside the model: see `extra_params`"
     opt = getattr(learn, 'opt', None)
-    return params_beside(learn.model, learn.loss_func, opt.param_lists if opt else ())
+    return extra_params(learn.model, learn.loss_func, opt.param_lists if opt else ())
 
 def accumulation(learn):
     "The `GradientAccumulation` of `learn`, or None"
@@ -91,7 +91,7 @@ class StepSync(OurCallback):
     def params(self):
         "What is trained; asked once in a batch"
         if self._params is None:
-            self._params = [*self.learn.model.parameters(), *self.overlapped.beside]
+            self._params = [*self.learn.model.parameters(), *self.overlapped.extra_params]
         return self._params
     def is_loss_of_learner(self, loss): return loss is vars(self.learn).get('loss_grad')
     def is_flat(self): return self.always_flat or self.accumulating is not None
@@ -105,7 +105,7 @@ class StepSync(OurCallback):
         self._begin()
         self.accumulating = accumulation(self.learn)
         self.passes.open()
-        self.passes.flat = self.is_flat()
+        self.passes.all_flat = self.is_flat()
     def after_pred(self): self.together.mid_batch = self.n > 1
     def after_loss(self):
         if not self.checked:
@@ -118,7 +118,7 @@ class StepSync(OurCallback):
         self.accumulating.count += self.items()-find_bs(self.yb)
     def after_batch(self):
         if self.n == 1: return
-        if not self.met and not self.together.left_batch: self.attend()
+        if not self.met and not self.together.has_left_batch: self.attend()
         if not self.met: self.previous_loss()
         self.together.mid_batch = False
         self.restore_loss()
@@ -196,7 +196,7 @@ def _meet(self:StepSync, loss):
     else:
         self.part = loss_part(f, learn.yb, true_counts(learn)[0], self.losses.reduction(f),
                               to_number=not self._on_device())
-    self.passes.gathers = not self.reduces()
+    self.passes.accumulates = not self.reduces()
     for_board,for_device = self._numbers(learn.loss if self._has_loss() else loss)
     said = self.together.meet(BATCH, learn.iter, backward=1., **self._of_graph(loss), **for_board)
     self.met,self.together.mid_batch = True,False
@@ -207,7 +207,7 @@ def _meet(self:StepSync, loss):
 def _share_loss(self:StepSync):
     "The ranks met before `learn.loss` was there: it becomes that of the global batch now"
     for_board,for_device = self._numbers(self.learn.loss)
-    said = self.together.meet_aside(VALUE, **for_board)
+    said = self.together.meet_between(VALUE, **for_board)
     if said is not None: self._use(said, for_device)
 
 @patch
@@ -257,8 +257,8 @@ def attend(self:StepSync):
 @patch
 def agree(self:StepSync, mask):
     "All ranks have come to the end of a flat pass: their masks; None if others didn't make it"
-    said = self.together.meet_aside(PASS, mask=mask)
-    return None if said is None else said.of('mask')
+    said = self.together.meet_between(PASS, mask=mask)
+    return None if said is None else said.values('mask')
 
 # %% ../../nbs/fastai2/714_step.ipynb #27f8debc
 @patch
@@ -268,7 +268,7 @@ def start_train(self:StepSync):
     if isinstance(getattr(self.learn.opt, 'opt', None), torch.optim.LBFGS):
         raise CantDistribute("LBFGS decides by the loss that its closure returns, which is that of "
                              "one worker's items. Take another optimizer, or fit in one process.")
-    self.overlapped.beside = trained_beside(self.learn)
+    self.overlapped.extra_params = trained_beside(self.learn)
     self.accumulating = accumulation(self.learn)
     if not self.is_flat(): self.overlapped.prepare()
 
@@ -276,19 +276,19 @@ def start_train(self:StepSync):
 def _of_graph(self:StepSync, loss):
     "What the others have to know of the backward pass to come"
     over = self.overlapped
-    if self.passes.flat: return {}
+    if self.passes.all_flat: return {}
     if over.is_new(): return dict(new=1.)
-    over.look_at(loss)
-    return dict(flat=over.cant is not None)
+    over.check_graph(loss)
+    return dict(flat=over.why_flat is not None)
 
 @patch
 def _decide(self:StepSync, said):
     "How this batch's gradients are averaged, on all ranks alike"
-    self.passes.flat_batch = said.sum('backward') < self.n or said.sum('new') > 0
+    self.passes.this_batch_flat = said.sum('backward') < self.n or said.sum('new') > 0
     if not said.sum('flat') or self.always_flat: return
-    why = next(filter(None, group.all_gather_object(self.overlapped.cant)))
+    why = next(filter(None, group.all_gather_object(self.overlapped.why_flat)))
     print_line(f"{why}: gradients are averaged after the backward pass instead of during it.")
-    self.passes.flat = self.always_flat = True
+    self.passes.all_flat = self.always_flat = True
     self.overlapped.close()
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d328
@@ -311,10 +311,10 @@ class AfterOthers(OurCallback):
     def after_validate(self):
         t = self.together
         t.meet(END_VALID)
-        t.phase = t.back_to.pop() if t.back_to else 'end'
+        t.phase = t.outer_phases.pop() if t.outer_phases else 'end'
     def _begin_loop(self):
         "The loop that begins is the fit's own: it gets this rank's shard"
-        if is_sharded(self.dl): self.dl._shard.due = True
+        if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
     def before_batch(self):
         sync,f = self.sync,self.learn.loss_func
         if sync.n == 1 or not sync.losses.is_gathered(f): return
@@ -336,9 +336,10 @@ def gather(self:StepSync, f, pred, yb):
     if not learn.training: return f(pred, *yb)
     count = true_counts(learn)[0]
     batch = LocalBatch(pred, yb, count, getattr(learn.dl,'idxs',())[-count:] if count else ())
-    said = self.together.meet_aside(GATHER, nbytes=batch.nbytes, items=batch.count,
-                                    layout=batch.kind())
-    whole = said and self.losses.of_all_ranks(f, batch, *map(said.of, ('nbytes','items','layout')))
+    said = self.together.meet_between(GATHER, nbytes=batch.nbytes, items=batch.count,
+                                    layout=batch.layout())
+    columns = 'nbytes','items','layout'
+    whole = said and self.losses.of_all_ranks(f, batch, *map(said.values, columns))
     if whole is None: return f(pred, *yb)
     self.gathered = batch.count
     return whole

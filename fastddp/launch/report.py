@@ -29,7 +29,7 @@ class Fit(NamedTuple):
     cores:int       # Of the machine, or of all machines
     epochs:int
     steps:int       # Of training; 0: a validation or a prediction
-    ranks:list      # Of each rank: `Clock.numbers` and `use_of`
+    ranks:list      # Of each rank: `Clock.totals` and `resource_use`
     @property
     def n(self): return len(self.ranks)
     @property

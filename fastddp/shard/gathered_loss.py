@@ -18,18 +18,19 @@ from .loss import is_known, loss_name
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #00fe17c0
 def map_tensors(f, tree):
-    "The `tree` of lists, tuples and dicts with `f(t)` in place of each tensor `t`"
+    "Return a copy of `tree`, of lists, tuples and dicts, with `f(t)` for each tensor `t`"
     if isinstance(tree, torch.Tensor): return f(tree)
     if isinstance(tree, dict):
-        res = copy.copy(tree)       # some kinds of dicts can't be made of items
+        res = copy.copy(tree)       # the constructor of a user's dict may take other arguments
         for k,v in tree.items(): res[k] = map_tensors(f, v)
         return res
     if not isinstance(tree, (list,tuple,L)): return tree
     new = [map_tensors(f, o) for o in tree]
-    return type(tree)(*new) if hasattr(tree, '_fields') else type(tree)(new)
+    is_namedtuple = hasattr(tree, '_fields')
+    return type(tree)(*new) if is_namedtuple else type(tree)(new)
 
 def tensors_in(tree):
-    "The tensors of a tree, as a list"
+    "Return the tensors of a tree as a list, in the order of `map_tensors`"
     found = []
     def note(t):
         found.append(t)
@@ -39,128 +40,150 @@ def tensors_in(tree):
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #922c3204
 def rows_per_item(t, # A tensor
-                  bs # Items of the batch
+                  bs # Number of items of the batch
 ):
-    "The number of rows of `t` for each item; 0: its rows aren't items"
+    "Return how many rows of `t` each item has, or 0 if its rows don't belong to items"
     if t.ndim and not bs: return int(not len(t))        # a rank without items
     return len(t)//bs if t.ndim and not len(t)%bs else 0
 
-def rows_by_views(tensors, bs):
-    "True if several rows for each of `bs` items lie view by view"
+def rows_by_views(tensors, # Those of one batch
+                  bs       # Number of items of the batch
+):
+    "True if tensors with several rows per item have them view by view, not item by item"
     several = {len(t)//bs for t in tensors if t.ndim and bs and not len(t)%bs} - {0,1}
     return not any(t.ndim > 1 and len(t) == bs and t.shape[1] in several for t in tensors)
 
-def by_item(t, k, by_views):
-    "`t`, which has `k` rows for each item, with one row for each"
+def by_item(t,       # A tensor
+            k,       # Its number of rows for each item
+            by_views # As of `rows_by_views`
+):
+    "Return `t` reshaped to one row for each item"
     if k < 2: return t
     return t.reshape(k,-1,*t.shape[1:]).transpose(0,1) if by_views else t.reshape(-1,k,*t.shape[1:])
 
 def from_items(t, k, by_views):
-    "`t`, which `by_item` made, as it was"
+    "Undo `by_item`"
     if k < 2: return t
     return (t.transpose(0,1) if by_views else t).flatten(0,1)
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #e2f5d489
-class _Scaled(torch.autograd.Function):
-    "A tensor as it is, with `by` times its gradient"
+class _ScaleGradient(torch.autograd.Function):
+    "The identity; the backward pass multiplies the gradient by `factor`"
     @staticmethod
-    def forward(ctx, t, by):
-        ctx.by = by
+    def forward(ctx, t, factor):
+        ctx.factor = factor
         return t.view_as(t)
     @staticmethod
-    def backward(ctx, grad): return grad*ctx.by, None
+    def backward(ctx, grad): return grad*ctx.factor, None
 
-NO_ROWS = -1.   # returned by `LocalBatch.kind`: no tensor has rows of items
+NO_ROWS = -1.   # see `LocalBatch.layout`
 
 class LocalBatch:
-    "This rank's predictions and targets of a training batch, as items"
+    "This rank's predictions and targets of a training batch, arranged to be joined with others'"
     def __init__(self, pred, yb,
-        count,    # Items that count
-        positions # Theirs in the order of one process
+        count,    # Number of this rank's items that count; others are padding
+        positions # Positions of these items in the epoch of one process
     ):
         self.tree = pred,tuple(yb)
         tensors = tensors_in(self.tree)
-        fed = max(count, 2)         # see `shard.sharded.pad_shard`
-        rows = next((len(t) for t in tensors_in(self.tree[1]) if t.ndim), 1)
-        # a callback left items out, or added some
-        if rows == 0 or rows%fed: count,fed = rows,rows
-        self.count = min(count, fed)
+        n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
+        n_rows = next((len(t) for t in tensors_in(self.tree[1]) if t.ndim), 1)
+        # A callback left items out, or added some
+        if n_rows == 0 or n_rows%n_fed: count,n_fed = n_rows,n_rows
+        self.count = min(count, n_fed)
         self.positions = list(positions)
         if len(self.positions) != self.count or not all(isinstance(i, int) for i in self.positions):
-            first = group.rank()*2**32      # unknown: rank after rank
+            first = group.rank()*2**32      # positions are unknown: one rank after the other
             self.positions = list(range(first, first+self.count))
-        self.by_views = rows_by_views(tensors, fed)
-        self.layouts = [rows_per_item(t, fed) for t in tensors]
-        self.tensors = [by_item(t, l, self.by_views)[:self.count] if l else t
-                        for t,l in zip(tensors, self.layouts)]
+        self.by_views = rows_by_views(tensors, n_fed)
+        # Per tensor, the `rows_per_item`
+        self.rows_each = [rows_per_item(t, n_fed) for t in tensors]
+        # The tensors of the tree; with one row per item, and no padding, if they have rows of items
+        self.tensors = [by_item(t, k, self.by_views)[:self.count] if k else t
+                        for t,k in zip(tensors, self.rows_each)]
         self.nbytes = sum(t.numel()*t.element_size() for t in self.tensors)
-        # a number without items, such as a loss that the model computed, is this rank's mean
-        # already
-        self.has_numbers = any(not l and t.requires_grad
-                               for t,l in zip(tensors_in(pred), self.layouts))
+        # A prediction without rows of items, such as a loss that the model computed
+        self.has_computed_number = any(not k and t.requires_grad
+                                       for t,k in zip(tensors_in(pred), self.rows_each))
 
-    def kind(self):
-        "A number that is the same on ranks whose tensors make one batch; `NO_ROWS` if they don't"
-        kinds = [(l, self.by_views and l > 1, str(t.dtype), [*(t.shape[1:] if l else t.shape)])
-                 for t,l in zip(self.tensors, self.layouts)]
-        return float(zlib.crc32(repr(kinds).encode())) if any(self.layouts) else NO_ROWS
+    def layout(self):
+        """Return a number that is equal on ranks whose tensors fit together, or `NO_ROWS` if no
+        tensor has rows of items"""
+        layouts = [(k, self.by_views and k > 1, str(t.dtype), [*(t.shape[1:] if k else t.shape)])
+                   for t,k in zip(self.tensors, self.rows_each)]
+        return float(zlib.crc32(repr(layouts).encode())) if any(self.rows_each) else NO_ROWS
 
     def of_all_ranks(self,
-        counts # Items of each rank; every rank calls this
+        counts # `count` of each rank
     ):
-        "`(pred, yb)` of all ranks in the order of one process; gradients flow to this rank's"
+        """Return `(pred, yb)` of all ranks in the order of one process. Gradients flow to this
+        rank's predictions. A collective operation"""
         sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
-        by_items = [True, *map(bool, self.layouts)]
-        shapes = [[(m,*t.shape[1:]) if rows else t.shape for t,rows in zip(sent, by_items)]
+        shapes = [[(m,*t.shape[1:]) if k else t.shape for t,k in zip(sent, [1,*self.rows_each])]
                   for m in counts]
         positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
-        order,total = torch.cat(positions).argsort(),sum(counts)
-        def join(t, layout, parts):
-            if t.ndim and not layout: return t
-            by = total/self.count if self.count else 0.
-            ts = [o.to(t.device) for o in parts]
-            live = _Scaled.apply(t, by) if t.requires_grad else t
-            ts[group.rank()] = live.as_subclass(torch.Tensor)
-            if layout: whole = torch.cat(ts)[order.to(t.device)]
-            else: whole = sum(o*(m/total) for o,m in zip(ts, counts))
-            # fastai's kinds of tensors have methods of their own
-            return from_items(whole.to(t.dtype).as_subclass(type(t)), layout, self.by_views)
-        joined = iter([join(*o) for o in zip(self.tensors, self.layouts, columns)])
+        order = torch.cat(positions).argsort()
+        joined = iter([self._join(*o, counts, order)
+                       for o in zip(self.tensors, self.rows_each, columns)])
         return map_tensors(lambda t: next(joined), self.tree)
 
+    def _join(self, t, k, # A tensor of this rank, and its `rows_each`
+              parts,      # The same tensor of each rank, without a graph
+              counts,
+              order       # Indices that sort the rows of all ranks
+    ):
+        "Return the tensor of all ranks"
+        if t.ndim and not k: return t
+        total = sum(counts)
+        parts = [o.to(t.device) for o in parts]
+        factor = total/self.count if self.count else 0.
+        own = _ScaleGradient.apply(t, factor) if t.requires_grad else t
+        parts[group.rank()] = own.as_subclass(torch.Tensor)
+        if k: whole = torch.cat(parts)[order.to(t.device)]
+        else: whole = sum(o*(m/total) for o,m in zip(parts, counts))    # means over items
+        # fastai's kinds of tensors have methods of their own
+        return from_items(whole.to(t.dtype).as_subclass(type(t)), k, self.by_views)
+
 # %% ../../nbs/shard/305_gathered_loss.ipynb #cac318db
-def join_rows(trees,    # Each rank's tensors, in lists, tuples and dicts of the same shape
+def join_rows(trees,    # Each rank's tree of tensors, all of the same structure
               positions # Each rank's positions of its items
 ):
-    """The tree that one process would have, its rows in the order of `positions`; None if tensors
-    don't fit together. Numbers become their mean over items; of a tensor without rows of items the
-    first rank's is taken"""
-    counts,apart = [len(p) for p in positions],[]
-    def join(*ts):
-        if not ts[0].ndim:
-            return sum(t.double()*m for t,m in zip(ts, counts)).div(sum(counts)).to(ts[0].dtype)
-        each = len(ts[0])//counts[0]    # rows of an item
-        if any(len(t) != each*m for t,m in zip(ts, counts)): return ts[0]
-        apart.extend(t for t in ts if t.shape[1:] != ts[0].shape[1:])
-        if apart: return ts[0]
-        where = torch.tensor([i for p in positions for i in p]).repeat_interleave(each)
-        return torch.cat(ts)[where.argsort(stable=True)]
-    joined = iter([join(*ts) for ts in zip(*map(tensors_in, trees))])
-    return None if apart else map_tensors(lambda t: next(joined), trees[0])
+    """Return the tree that one process would have, with rows in the order of `positions`, or None
+    if rows of different shapes can't be joined. A number becomes its mean over items. Of a tensor
+    whose rows don't belong to items, the first rank's is taken"""
+    counts = [len(p) for p in positions]
+    def join(ts):
+        "Return the tensors of all ranks as one, or None"
+        first = ts[0]
+        if not first.ndim:
+            total = sum(t.double()*m for t,m in zip(ts, counts))
+            return (total/sum(counts)).to(first.dtype)
+        k = len(first)//counts[0]       # rows per item
+        if any(len(t) != k*m for t,m in zip(ts, counts)): return first
+        if any(t.shape[1:] != first.shape[1:] for t in ts): return None
+        position_of_row = torch.tensor([i for p in positions for i in p]).repeat_interleave(k)
+        return torch.cat(ts)[position_of_row.argsort(stable=True)]
+    joined = [join(ts) for ts in zip(*map(tensors_in, trees))]
+    if any(t is None for t in joined): return None
+    remaining = iter(joined)
+    return map_tensors(lambda t: next(remaining), trees[0])
 
 # %% ../../nbs/shard/305_gathered_loss.ipynb #9ff035dd
-def by_batch(parts # This rank's `(number of the global batch, positions, tree)`
+def by_batch(parts # This rank's `(number of the global batch, positions, tree)` tuples
 ):
-    """Yields `(number, [(positions, tree)])` for each global batch, alike on all ranks; every rank
-    calls it"""
-    local = {}
-    for no,pos,tree in parts: local.setdefault(no, []).append((pos, tree))
-    for no in sorted({no for numbers in group.all_gather_object([*local]) for no in numbers}):
-        yield no, [o for ranks in group.all_gather_object(local.get(no, [])) for o in ranks]
+    """Yield `(number, parts)` for each global batch, with the `(positions, tree)` parts of all
+    ranks. A collective operation, with the same values on all ranks"""
+    local = {}      # number of a global batch -> this rank's parts of it
+    for number,positions,tree in parts: local.setdefault(number, []).append((positions, tree))
+    numbers_of_ranks = group.all_gather_object([*local])
+    for number in sorted({o for numbers in numbers_of_ranks for o in numbers}):
+        parts_of_ranks = group.all_gather_object(local.get(number, []))
+        yield number, [part for parts in parts_of_ranks for part in parts]
 
-def whole_batch(parts # `(positions, tree)` of each rank's part of one global batch
+def whole_batch(parts # The `(positions, tree)` parts of one global batch
 ):
-    "The trees of one global batch: one if all parts fit together, else (padded apart) each rank's"
+    """Return the trees of one global batch as a list: one tree, or that of each part if they don't
+    fit together, since ranks padded them to different lengths"""
     positions,trees = zip(*parts)
     whole = join_rows(trees, positions)
     return list(trees) if whole is None else [whole]
@@ -168,42 +191,49 @@ def whole_batch(parts # `(positions, tree)` of each rank's part of one global ba
 # %% ../../nbs/shard/305_gathered_loss.ipynb #dfde9e62
 LOSS_KINDS = 'auto','mean','sum','gather'
 
-def check_loss(loss # The option
+def check_loss(loss # The user's option `loss=`
 ):
-    "Raises `CantDistribute` for a wrong one"
+    "Raise `CantDistribute` if it is none of `LOSS_KINDS`"
     if loss in LOSS_KINDS: return
     raise CantDistribute(f"loss={loss!r}: 'auto' (known losses are weighted by what they are a "
                          "mean over, any other is computed over the predictions of all workers), "
                          "'mean' over items, 'sum' over items, or 'gather' (computed over the "
                          "predictions and targets of all workers).")
 
-_WORDS = dict(known="weighted by the elements that count", mean="a mean over items",
-              sum="a sum over items", average="averaged over workers, weighted by items",
-              gather="computed over the predictions and targets of all workers")
+# Kind of a loss -> how it is computed, for the user
+_HOW = dict(known="weighted by the elements that count", mean="a mean over items",
+            sum="a sum over items", average="averaged over workers, weighted by items",
+            gather="computed over the predictions and targets of all workers")
 AVERAGED = ("it is averaged over workers, weighted by items, which may differ slightly from one "
             "process.")
 
 class Losses:
-    "Decides for each loss function of a fit how the losses of ranks make that of the batch"
-    MOST_BYTES = 256*2**20      # of one rank's predictions and targets
+    """Decides for each loss function of a fit how the losses of ranks make that of the global
+    batch. Each rank has one for a fit or a validation"""
+    # A rank with more bytes of predictions and targets in a batch doesn't send them
+    MOST_BYTES = 256*2**20
     def __init__(self,
-                 asked='auto', # The option `loss`: one of `LOSS_KINDS`
-                 say=print     # Called on rank 0 with a line for the user
+                 option='auto', # The user's option `loss=`, one of `LOSS_KINDS`
+                 show=print     # Called on rank 0 with each line for the user
     ):
-        self.asked,self.say = asked,say
-        self.seen = {}          # id of a loss function -> `(the function, its kind)`
-        self.said = set()       # the lines that the user has seen
-        self.looked = False     # at the terms of a loss, in fastai v1
+        self.option,self.show = option,show
+        # Id of a loss function -> `(the function, its kind)`; with the function the id stays valid
+        self.kinds = {}
+        self.shown = set()      # names of the lines that were shown
+        # The loss has a term that doesn't come from predictions and targets
+        self.has_terms = False
+        self.terms_checked = False      # for fastai 1: a loss was searched for such terms
 
     def kind(self, f):
-        "'known', 'mean', 'sum', 'gather', or 'average' for one that could not be gathered"
-        if id(f) not in self.seen:
+        """Return how the loss function `f` is treated: as 'known', 'mean', 'sum' or 'gather', or as
+        'average' once it could not be gathered"""
+        if id(f) not in self.kinds:
             known = 'known' if is_known(f) else 'gather'
-            self.seen[id(f)] = f, known if self.asked == 'auto' else self.asked
-        return self.seen[id(f)][1]
+            self.kinds[id(f)] = f, known if self.option == 'auto' else self.option
+        return self.kinds[id(f)][1]
 
     def reduction(self, f):
-        "'mean' or 'sum' over items; None if that is known from `f`"
+        "Return the argument `reduction` of `shard.loss.loss_part`"
         kind = self.kind(f)
         return None if kind == 'known' else 'sum' if kind == 'sum' else 'mean'
 
@@ -212,29 +242,30 @@ class Losses:
         return self.kind(f) == 'gather'
 
     def describe(self):
-        "A text that says how each loss function is computed"
-        return '; '.join(f"{loss_name(f)}: {_WORDS[kind]}" for f,kind in self.seen.values())
+        "Return a text for the user that says how each loss function is computed"
+        return '; '.join(f"{loss_name(f)}: {_HOW[kind]}" for f,kind in self.kinds.values())
 
     @property
     def has_averages(self):
         "True if a loss is averaged over ranks"
-        return any(kind == 'average' for _,kind in self.seen.values())
+        return any(kind == 'average' for _,kind in self.kinds.values())
 
-    def of_all_ranks(self, f, # The loss function
-              batch,  # This rank's `LocalBatch`; every rank calls this
-              nbytes, counts, kinds # What each rank's has, as lists
+    def of_all_ranks(self, f, # A loss function that `is_gathered`
+              batch,                  # This rank's `LocalBatch`
+              nbytes, counts, layouts # Each rank's `nbytes`, `count` and `layout()`, as lists
     ):
-        """The loss `f` of all ranks' items; gradients flow to this rank's. None if it can't be
-        computed"""
-        why = "a part of it is a number that the model computed" if batch.has_numbers else ''
-        apart = len({*kinds}) > 1 or kinds[0] == NO_ROWS
-        if apart: why = "their predictions don't fit together"
-        large = max(nbytes) > self.MOST_BYTES
-        if large: why = f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
+        """Return the loss of all ranks' items; gradients flow to this rank's predictions. Returns
+        None if it can't be computed, and `f` is averaged from then on. A collective operation"""
+        why = ''        # it isn't exact
+        if batch.has_computed_number: why = "a part of it is a number that the model computed"
+        dont_fit = len({*layouts}) > 1 or layouts[0] == NO_ROWS
+        if dont_fit: why = "their predictions don't fit together"
+        too_large = max(nbytes) > self.MOST_BYTES
+        if too_large: why = f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
         if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
                                 f"workers ({why}): {AVERAGED}", 'average')
-        if apart or large:
-            self.seen[id(f)] = f,'average'
+        if dont_fit or too_large:
+            self.kinds[id(f)] = f,'average'
             return None
         if not why: self.print_once(f"{loss_name(f)} is computed over the predictions of all "
                                     f"workers: {sum(nbytes)/1e6:.2g} MB to exchange per step. If "
@@ -243,15 +274,17 @@ class Losses:
         pred,yb = batch.of_all_ranks([int(m) for m in counts])
         return f(pred, *yb)
 
-    def name_terms(self, names # Of weights that the loss uses beside predictions and targets
+    def name_terms(self, names # Of parameters that the loss reaches past predictions and targets
     ):
-        "Tell the user that the loss has a term which is averaged over workers"
+        "If there are `names`, tell the user that the loss has a term which is averaged"
         if not names: return
+        self.has_terms = True
         self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
                         f"{', '.join(sorted(names)[:3])}): {AVERAGED}", 'terms')
 
     def print_once(self, line,
-                   what # A name for the line, by which it is known that it was shown
+                   name # Of the line: a second line of that name isn't shown
     ):
-        if what not in self.said and group.rank() == 0: self.say(line)
-        self.said.add(what)
+        "Show a line on rank 0"
+        if name not in self.shown and group.rank() == 0: self.show(line)
+        self.shown.add(name)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DDP_CHECKS', 'synced_bn', 'bn_note', 'sync_buffers', 'sync_params', 'drift_warning', 'SameWeights', 'graph_of',
-           'leaves_of', 'is_reentrant', 'params_beside', 'zero_loss', 'average_grads', 'Passes', 'check_ddp',
+           'leaves_of', 'is_reentrant', 'extra_params', 'zero_loss', 'average_grads', 'Passes', 'check_ddp',
            'Overlapped']
 
 # %% ../../nbs/shard/312_gradients.ipynb #4f21f8e3
@@ -25,67 +25,74 @@ _BN = nn.modules.batchnorm._BatchNorm
 
 @contextlib.contextmanager
 def synced_bn(model):
-    """Inside, `nn.SyncBatchNorm` is in place of every batch norm below `model`; the originals come
-    back afterwards"""
-    old = [(m,k,c) for m in model.modules() for k,c in m.named_children()
-           if isinstance(c,_BN) and not isinstance(c,nn.SyncBatchNorm)]
-    for m,k,c in old: setattr(m, k, nn.SyncBatchNorm.convert_sync_batchnorm(c))
+    """Replace every batch norm below `model` by an `nn.SyncBatchNorm` over the same parameters and
+    buffers; put the originals back on exit"""
+    originals = [(parent,name,bn) for parent in model.modules()
+                 for name,bn in parent.named_children()
+                 if isinstance(bn,_BN) and not isinstance(bn,nn.SyncBatchNorm)]
+    for parent,name,bn in originals:
+        setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(bn))
     try: yield
     finally:
-        for m,k,c in old:
-            c.train(getattr(m,k).training)
-            setattr(m, k, c)
+        for parent,name,bn in originals:
+            bn.train(getattr(parent,name).training)
+            setattr(parent, name, bn)
 
 # %% ../../nbs/shard/312_gradients.ipynb #62d67dcd
 def bn_note(model,
             n # Number of CPU workers
 ):
-    "A line about batch norm on CPU workers; None if the model has none"
-    has = any(isinstance(m,_BN) and m.track_running_stats for m in model.modules())
-    if not has or n == 1: return None
+    """Return a line that tells the user how CPU workers compute batch norm, or None if the model
+    has none or there is one worker"""
+    has_stats = any(isinstance(m,_BN) and m.track_running_stats for m in model.modules())
+    if not has_stats or n == 1: return None
     return ("Batch norm: on the CPU each worker normalizes its own part of a batch; running "
             "statistics are averaged over workers at the end of each epoch.")
 
 # %% ../../nbs/shard/312_gradients.ipynb #6d8e93f9
 def sync_buffers(model,
-                 # Average batch norm's statistics, which differ unless they are synchronized
+                 # Average the running statistics of batch norm over ranks. False: they are the
+                 # same already, or rank 0's are to be taken
                  average_bn=True
 ):
-    "Give all ranks one set of buffers; every rank calls it"
-    bn = {id(b) for m in model.modules() if isinstance(m,_BN) for b in m.buffers(recurse=False)}
-    buffers = [b for b in model.buffers() if b.numel()]
-    averaged = [average_bn and id(b) in bn and b.is_floating_point() for b in buffers]
-    if average_bn: group.average_([b for b,mean in zip(buffers,averaged) if mean])
-    group.broadcast_([b for b,mean in zip(buffers,averaged) if not mean])
+    "Give all ranks the same buffers, rank 0's unless they are averaged. A collective operation"
+    of_bn = {id(b) for m in model.modules() if isinstance(m,_BN) for b in m.buffers(recurse=False)}
+    averaged,copied = [],[]
+    for b in model.buffers():
+        is_averaged = average_bn and id(b) in of_bn and b.is_floating_point()
+        if b.numel(): (averaged if is_averaged else copied).append(b)
+    group.average_(averaged)
+    group.broadcast_(copied)
 
 # %% ../../nbs/shard/312_gradients.ipynb #1e4eb990
 def _first_of(names, most):
-    "The first `most` of a list of names as text, and how many more there are"
+    "Return the first `most` of the `names`, and how many more there are, as text"
     return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
 
-def _length(p):
-    "The length of a parameter as a string, since a nan does not equal itself"
+def _norm(p):
+    "Return the norm of a parameter as a string, since NaN doesn't equal itself"
     return repr(p.detach().as_subclass(torch.Tensor).abs().double().norm().item())
 
 @torch.no_grad()
-def sync_params(named # `(name, parameter)`s
-): # `(names of those that differed, by how much at most)`
-    "Give rank 0's parameters to all ranks where they differ; every rank calls it"
-    named = [(k,p) for k,p in named if p.numel()]
-    ranks = group.all_gather_object([_length(p) for _,p in named])
-    differ = [kp for kp,*lengths in zip(named, *ranks) if len({*lengths}) > 1]
+def sync_params(named # `(name, parameter)` pairs
+): # `(names of the parameters that differed, the largest difference of an element)`
+    "Give all ranks rank 0's values of the parameters that differ. A collective operation"
+    named = [(name,p) for name,p in named if p.numel()]
+    norms_of_ranks = group.all_gather_object([_norm(p) for _,p in named])
+    differ = [pair for pair,*norms in zip(named, *norms_of_ranks) if len({*norms}) > 1]
     if not differ: return [],0.
     names,params = zip(*differ)
     old = [p.detach().clone() for p in params]
     group.broadcast_(params)
-    apart = [(a-p).abs().double().nan_to_num(float('inf')).max() for a,p in zip(old, params)]
+    apart = [(o-p).abs().double().nan_to_num(float('inf')).max() for o,p in zip(old, params)]
     return [*names],max(group.all_gather_object(float(max(apart))))
 
 # %% ../../nbs/shard/312_gradients.ipynb #64e7b51c
-def drift_warning(names, apart, # As of `sync_params`
-                  epoch
+def drift_warning(names, # Of the parameters that differed
+                  apart, # Their largest difference
+                  epoch  # Number of the epoch that ends
 ):
-    "The text of the warning about weights that differed"
+    "Return the text of the warning about parameters that differed"
     few = _first_of(names, 4)
     return (f"fastddp: the ranks' weights had drifted apart by up to {apart:.2g} by the end of "
             f"epoch {epoch} ({few}). All ranks go on with rank 0's weights, now and in later "
@@ -96,24 +103,25 @@ def drift_warning(names, apart, # As of `sync_params`
 
 # %% ../../nbs/shard/312_gradients.ipynb #2b8a3332
 class SameWeights:
-    "Gives rank 0's weights to all ranks where they differ; every rank calls it"
-    warned = False
+    "A `sync_params` for each epoch of one fit, which warns once if the parameters differed"
+    has_warned = False
     def __call__(self,
-        named, # `(name, parameter)`s
-        epoch
-    ): # True if weights differed: the optimizer's state differs then as well
+        named, # `(name, parameter)` pairs
+        epoch  # Number of the epoch that ends
+    ): # True if parameters differed. Then the optimizer's state differs as well
         named = [*named]
         names,apart = sync_params(named)
-        if names and not self.warned and group.rank() == 0:
+        if names and not self.has_warned and group.rank() == 0:
             largest = max(float(p.detach().abs().max()) for _,p in named if p.numel())
-            self.warned = apart > 1e-6*max(largest, 1e-6)
-            if self.warned: warnings.warn(drift_warning(names, apart, epoch))
+            self.has_warned = apart > 1e-6*max(largest, 1e-6)
+            if self.has_warned: warnings.warn(drift_warning(names, apart, epoch))
         return bool(names)
 
 # %% ../../nbs/shard/312_gradients.ipynb #96cd290c
-def graph_of(loss, until=()):
-    """The nodes of the autograd graph below `loss` (a tensor, or a node), without those at and
-    below the nodes `until`"""
+def graph_of(loss,    # A tensor, or a node of a graph
+             until=() # Nodes at which the walk stops; they aren't part of the result
+):
+    "Return the nodes of the autograd graph from which `loss` is computed, as a set"
     seen,todo = {*until},[loss.grad_fn if isinstance(loss, torch.Tensor) else loss]
     while todo:
         node = todo.pop()
@@ -122,18 +130,21 @@ def graph_of(loss, until=()):
         todo += [f for f,_ in node.next_functions]
     return seen-{*until}
 
-def leaves_of(nodes):
-    "The ids of the leaf tensors among the `nodes` of a graph"
+def leaves_of(nodes # As of `graph_of`
+):
+    "Return the ids of the leaf tensors, such as parameters, among the nodes"
     return {id(node.variable) for node in nodes if hasattr(node, 'variable')}
 
 def is_reentrant(nodes):
-    """True if a node of the graph runs a backward pass of its own, which DDP can't follow
-    (`checkpoint(use_reentrant=True)`)"""
+    """True if one of the `nodes` is of `checkpoint(use_reentrant=True)`, which runs a backward pass
+    of its own; DDP can't follow it"""
     return any(node.name().startswith('CheckpointFunction') for node in nodes)
 
-def params_beside(model, loss_func, groups):
-    """The trained parameters that aren't the model's: those of the loss, and others in `groups` of
-    the optimizer"""
+def extra_params(model, loss_func,
+                 groups # The optimizer's groups of parameters, as lists
+):
+    """Return the trained parameters that aren't the model's, as a list: those of the loss function,
+    and others of the optimizer"""
     module = loss_module(loss_func)
     params = [*(module.parameters() if module else ()), *(p for pg in groups for p in pg)]
     of_model = {id(p) for p in model.parameters()}
@@ -141,131 +152,149 @@ def params_beside(model, loss_func, groups):
     return [*once.values()]
 
 def zero_loss(params):
-    "A loss that gives each of `params` a gradient of zeros"
+    "Return a loss whose backward pass adds zeros to the gradient of each of `params`"
     return sum((p*0).sum() for p in params if p.requires_grad)
 
 # %% ../../nbs/shard/312_gradients.ipynb #5a2b401e
 def average_grads(params,
-                  same=False # All ranks have gradients for the same parameters
+                  same=False # Known: all ranks have gradients for the same parameters
 ):
-    """Gradients become their mean over ranks; a parameter without one on any rank has none
-    afterwards"""
+    """Replace gradients by their mean over ranks, in which a missing gradient counts as zeros. If a
+    parameter has a gradient on no rank, it stays without. A collective operation"""
     if group.world_size() == 1: return
     params = [p for p in params if p.requires_grad]
-    has = [p.grad is not None for p in params]
-    if not same: has = group.all_sum(has)
-    params = [p for p,n in zip(params, has) if n]
+    n_with_grad = [p.grad is not None for p in params]
+    if not same: n_with_grad = group.all_sum(n_with_grad)
+    params = [p for p,n in zip(params, n_with_grad) if n]
     for p in params:
         if p.grad is None: p.grad = torch.zeros_like(p)
     group.average_([p.grad for p in params])
 
 # %% ../../nbs/shard/312_gradients.ipynb #d4fc5dbc
 class Passes:
-    """Replaces `torch.autograd.backward` inside `wrapped()`: a pass of a training batch leaves the
-    mean gradient of all ranks. The first pass of a batch may overlap with the exchange
-    (`Overlapped`); any other is flat, that is, gradients are averaged after it"""
+    """Replaces `torch.autograd.backward` during a fit, inside `wrapped()`. Each backward pass of a
+    training batch, between `open()` and `close()`, then leaves the mean gradient of all ranks.
+
+    The first pass of a batch may be *overlapped*: DDP averages gradients while the pass runs
+    (`Overlapped`). Any other is *flat*: gradients are averaged after the pass"""
     def __init__(self,
-        params,     # Called without arguments: what is trained
-        # `weigh(loss, first)`: what to run backward in its place; may raise what the ranks decided
+        params,     # `params()` returns the trained parameters
+        # `weigh(loss, first)` returns the loss to run backward, scaled for this rank. It is called
+        # before each pass; before the first one the ranks meet there, and it may raise their
+        # decision to leave the batch
         weigh,
-        # `agree(mask)`: all ranks' masks after a flat pass; None if other ranks skip this pass
+        # `agree(checksum)` is called after a flat pass, and returns the checksums of all ranks, or
+        # None if some rank skips this pass: then nothing is averaged
         agree,
         overlapped=None, # `Overlapped`; without it all passes are flat
-        is_loss_of_learner=lambda loss: False # Then its graph isn't walked
+        # `is_loss_of_learner(loss)`: True for a loss that is known to reach trained parameters
+        is_loss_of_learner=lambda loss: False
     ):
         store_attr()
-        # number of passes that this batch had so far; None outside of a training batch
-        self.batch = None
-        self.inside = False     # True while one of these passes runs
-        self.flat = overlapped is None
-        self.flat_batch = False # True if this batch is flat
-        self.gathers = False    # gradients of this batch only accumulate (`GradientAccumulation`)
-        self.exchange = 0.      # seconds of all averages after a pass
+        # Number of passes that this training batch had so far; None outside of one
+        self.n_passes = None
+        self.is_running = False         # a pass of a training batch runs
+        self.all_flat = overlapped is None
+        self.this_batch_flat = False    # the first pass of this batch is flat, too
+        # The step comes after a later batch (`GradientAccumulation`): flat passes of this batch
+        # leave this rank's own gradients
+        self.accumulates = False
+        self.exchange_secs = 0.         # seconds that averages after a pass took
 
     @contextlib.contextmanager
     def wrapped(self):
-        "Inside, backward passes are those of all ranks"
-        self.real = torch.autograd.backward
+        "Replace `torch.autograd.backward` inside"
+        self.torch_backward = torch.autograd.backward
         with with_attrs(torch.autograd, backward=self._backward): yield self
 
     def open(self):
-        "A training batch begins"
-        self.batch,self.gathers,self.flat_batch = 0,False,False
+        "Begin a training batch"
+        self.n_passes,self.accumulates,self.this_batch_flat = 0,False,False
 
     def close(self):
-        "The training batch has ended: passes are this rank's own"
-        self.batch = None
+        "End the training batch: other passes are this rank's own"
+        self.n_passes = None
 
     def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False,
                   grad_variables=None, inputs=None):
+        "In the place of `torch.autograd.backward`, with its parameters"
         loss = tensors[0] if isinstance(tensors, (tuple,list)) and len(tensors) == 1 else tensors
-        more = dict(retain_graph=retain_graph, create_graph=create_graph)
-        if not self._is_ours(loss, inputs):
-            return self.real(tensors, grad_tensors, grad_variables=grad_variables, inputs=inputs,
-                             **more)
-        with with_attrs(self, inside=True): self._pass(loss, grad_tensors, inputs=inputs, **more)
+        options = dict(retain_graph=retain_graph, create_graph=create_graph)
+        if not self._trains(loss, inputs):
+            return self.torch_backward(tensors, grad_tensors, grad_variables=grad_variables,
+                                       inputs=inputs, **options)
+        with with_attrs(self, is_running=True):
+            self._pass(loss, grad_tensors, inputs=inputs, **options)
 
-    def _is_ours(self, loss, inputs):
-        "True for a pass of a training batch that changes gradients of what is trained"
-        if self.batch is None or self.inside or not isinstance(loss, torch.Tensor): return False
+    def _trains(self, loss, inputs):
+        "True for a pass of a training batch that changes gradients of trained parameters"
+        if self.n_passes is None or self.is_running: return False
+        if not isinstance(loss, torch.Tensor): return False
         if self.is_loss_of_learner(loss) and inputs is None: return True
         ids = {id(p) for p in self.params() if p.requires_grad}
         if isinstance(inputs, torch.Tensor): inputs = [inputs]
         if inputs is not None: return any(id(t) in ids for t in inputs)
         return not ids.isdisjoint(leaves_of(graph_of(loss)))
 
-    def _pass(self, loss, grad_tensors, inputs, **more):
-        first,self.batch = self.batch == 0,self.batch+1
-        # of fastai's kind of tensor, a product would be slower
-        loss = self.weigh(loss.as_subclass(torch.Tensor), first)
-        # a pass whose gradients accumulate is flat anyway
-        flat = self.flat or self.flat_batch or inputs is not None or more['create_graph']
-        if first and not flat:
-            return self.overlapped.backward(self.real, loss, grad_tensors, **more)
-        self.real(loss, grad_tensors, inputs=inputs, **more)
-        if not self.gathers: self.average()
+    def _pass(self, loss, grad_tensors, inputs, **options):
+        "Run a pass of a training batch, overlapped or flat"
+        is_first = self.n_passes == 0
+        self.n_passes += 1
+        # products of fastai's kinds of tensors would be slower
+        loss = self.weigh(loss.as_subclass(torch.Tensor), is_first)
+        flat = self.all_flat or self.this_batch_flat    # which `weigh` may have set
+        flat = flat or inputs is not None or options['create_graph']
+        if is_first and not flat:
+            return self.overlapped.backward(self.torch_backward, loss, grad_tensors, **options)
+        self.torch_backward(loss, grad_tensors, inputs=inputs, **options)
+        if not self.accumulates: self.average()
 
     def average(self):
-        "One average of all gradients, if all ranks have come to it"
+        "Average all gradients over ranks, unless some rank skips this pass"
         params = self.params()
-        # a number that tells which of them have a gradient
-        masks = self.agree(float(zlib.crc32(bytes(p.grad is not None for p in params))))
-        if masks is None: return
+        # The same on ranks whose gradients are those of the same parameters
+        checksum = float(zlib.crc32(bytes(p.grad is not None for p in params)))
+        checksums = self.agree(checksum)
+        if checksums is None: return
         began = time.perf_counter()
-        average_grads(params, same=len({*masks}) == 1)
-        self.exchange += time.perf_counter()-began
+        average_grads(params, same=len({*checksums}) == 1)
+        self.exchange_secs += time.perf_counter()-began
 
 # %% ../../nbs/shard/312_gradients.ipynb #c1d0dc04
 class _Wrapped(nn.Module):
-    """The module that DDP wraps: the model, and parameters that are trained beside it. It is called
-    with the loss, and returns it"""
-    def __init__(self, model, more):
+    """The module that DDP wraps. It holds the trained parameters; its `forward` takes the loss and
+    returns it"""
+    def __init__(self, model,
+                 extra_params # Trained parameters that aren't the model's
+    ):
         super().__init__()
-        self.model,self.more = model,nn.ParameterList(more)
+        self.model,self.extra_params = model,nn.ParameterList(extra_params)
     def forward(self, loss): return loss
 
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-# Its old name warns since torch 2.15. Buffers are synchronized once per epoch instead: see
-# `sync_buffers`.
-_NO_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers') if k in _PARAMS)
+# The name of the option that is switched off, since buffers are synchronized once per epoch
+# (`sync_buffers`). The old name warns since torch 2.15
+_SYNC_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers') if k in _PARAMS)
 
 # %% ../../nbs/shard/312_gradients.ipynb #0fc61245
-_OURS = ('module','device_ids','output_device','dim','process_group','device_mesh',
-         'broadcast_buffers','forward_sync_buffers','init_sync','delay_all_reduce_named_params',
-         'param_to_hook_all_reduce','mixed_precision','check_reduction')
+# Parameters of DDP that aren't options of the user
+_NO_OPTIONS = '''
+    module device_ids output_device dim process_group device_mesh broadcast_buffers
+    forward_sync_buffers init_sync delay_all_reduce_named_params param_to_hook_all_reduce
+    mixed_precision check_reduction'''.split()
 
-# Name -> `Check`, or None
+# Name of an option for DDP -> the `Check` of its value, or None for any value
 DDP_CHECKS = {k: FLAG if isinstance(o.default, bool) else None
-              for k,o in _PARAMS.items() if k not in _OURS}
+              for k,o in _PARAMS.items() if k not in _NO_OPTIONS}
 DDP_CHECKS |= dict(comm_hook=None,
                    bucket_cap_mb=number("the size of DDP's buckets in megabytes", none=True))
 
-def check_ddp(options, # What the user asks DDP for, by name
+def check_ddp(options, # The user's options for DDP, as a dict
               opt      # The learner's optimizer
 ):
-    "Raises `CantDistribute` for what DDP would do with `options`, but not with the optimizer `opt`"
-    of_torch = isinstance(getattr(opt, 'opt', None), torch.optim.Optimizer)
-    if options.get('gradient_as_bucket_view') and not of_torch:
+    "Raise `CantDistribute` for an option that the optimizer doesn't allow"
+    is_torch_opt = isinstance(getattr(opt, 'opt', None), torch.optim.Optimizer)
+    if options.get('gradient_as_bucket_view') and not is_torch_opt:
         raise CantDistribute(
             "gradient_as_bucket_view: fastai's own optimizers detach gradients in place, which "
             "torch refuses for views of DDP's buckets. Leave it out, or take a torch optimizer: "
@@ -273,106 +302,111 @@ def check_ddp(options, # What the user asks DDP for, by name
 
 # %% ../../nbs/shard/312_gradients.ipynb #a367ff8d
 class Overlapped:
-    "Averages the gradients of a backward pass over ranks, by DDP"
+    """Averages the gradients of a backward pass over ranks while the pass runs, by DDP. Each rank
+    has one for a fit. Its DDP module is made by `prepare` for the parameters that are trained then,
+    and made anew when others are"""
     def __init__(self,
-        model,        # Called without arguments: the learner's model
-        params,       # Called without arguments: all that is trained
-        alike=False,  # All ranks loaded the same weights
-        # `(state, bucket)`: a communication hook of DDP's, such as `bf16_compress_hook`
+        model,        # `model()` returns the learner's model
+        params,       # `params()` returns the trained parameters
+        same_weights=False,  # All ranks loaded the same weights: DDP needn't broadcast them
+        # A communication hook of DDP's, such as `bf16_compress_hook`: `comm_hook(state, bucket)`
         comm_hook=None,
-        **ddp_kwargs  # What the user asks DDP for
+        **ddp_kwargs  # The user's options for DDP
     ):
         store_attr()
         self.ddp_kwargs = ddp_kwargs
-        # parameters that are trained beside the model's: see `params_beside`
-        self.beside = []
-        self.ddp = None         # the DDP module
-        self.built_for = None   # what it was built for
-        self.synced = None      # the model whose weights rank 0 has given to all
-        self.checked = False    # a graph was looked at since it was made
-        self.cant = None        # why DDP can't follow the model on this rank, in words
-        self.steps = 0          # passes since the module was made
-        self.exchange = 0.      # seconds of exchange that no backward pass has hidden
+        self.extra_params = []      # trained parameters that aren't the model's, set by the caller
+        self.ddp = None             # the DDP module
+        self.built_for = None       # the `config()` for which it was made
+        self.synced_model = None    # the model whose weights DDP has broadcast already
+        self.graph_checked = False  # `check_graph` has run since the DDP module was made
+        self.why_flat = None        # why DDP can't follow the model on this rank, in words
+        self.n_passes = 0           # passes since the DDP module was made
+        self.exchange_secs = 0.     # seconds of exchange during which no backward pass ran
 
     def trainable(self):
-        """`(name, parameter)` of what the model trains; a parameter without elements has nothing to
-        train"""
-        beside = ((f'loss.{i}',p) for i,p in enumerate(self.beside))
-        named = [*self.model().named_parameters(), *beside]
+        "Return the `(name, parameter)` pairs that DDP averages: of parameters with elements"
+        extra = ((f'loss.{i}',p) for i,p in enumerate(self.extra_params))
+        named = [*self.model().named_parameters(), *extra]
         return [(k,p) for k,p in named if p.requires_grad and p.numel()]
 
     def is_new(self):
-        "True if there is no DDP module for what is trained now"
+        "True if there is no DDP module for the parameters that are trained now"
         return self.built_for != self.config()
 
     def config(self):
-        "A description of what is trained now: another one needs another DDP module"
-        trainable = [p.requires_grad for p in self.params()]
-        return id(self.model()), trainable, [*map(id, self.beside)]
+        "Return a value that changes if another DDP module is needed"
+        requires_grad = [p.requires_grad for p in self.params()]
+        return id(self.model()), requires_grad, [*map(id, self.extra_params)]
 
-    def look_at(self, loss):
-        "Set `cant` if the graph of the first `loss` shows that DDP can't follow the model"
-        if self.checked: return
-        self.checked = True
+    def check_graph(self, loss):
+        """Set `why_flat` if the graph of `loss` shows that DDP can't follow the model. Checks only
+        the first loss of a DDP module"""
+        if self.graph_checked: return
+        self.graph_checked = True
         if is_reentrant(graph_of(loss)):
-            self.cant = ("use_reentrant=False gives the same results, faster, where the model "
+            self.why_flat = ("use_reentrant=False gives the same results, faster, where the model "
                          "checkpoints activations. DDP can't follow use_reentrant=True")
         elif not self.ddp_kwargs.get('find_unused_parameters'): self._name_unused(loss)
 
     def _name_unused(self, loss):
-        """The trainable parameters that the graph of `loss` doesn't reach; if there are any, `cant`
-        names them"""
+        """Return the trained parameters that the graph of `loss` doesn't reach. If there are any,
+        set `why_flat` to a text with their names"""
         used = leaves_of(graph_of(loss))
         unused = [(k,p) for k,p in self.trainable() if id(p) not in used]
         if unused:
             few = _first_of([k for k,_ in unused], 5)
-            self.cant = (f"No gradient for {few} in a step, and find_unused_parameters=True is not "
-                         "set")
+            self.why_flat = (f"No gradient for {few} in a step, and find_unused_parameters=True is "
+                             "not set")
         return [p for _,p in unused]
 
-    def backward(self, real, loss, *args, **kwargs):
-        """The backward pass of `loss`, by the function `real`; afterwards each gradient is the mean
-        over ranks"""
+    def backward(self,
+        torch_backward, # `torch.autograd.backward`
+        loss,
+        *args, **kwargs # Its other arguments
+    ):
+        "Run the backward pass of `loss`; afterwards each gradient is the mean over ranks"
         without_grad = {id(p) for p in self.params() if p.grad is None}
-        self.steps += 1
-        real(self.ddp(loss), *args, **kwargs)
+        self.n_passes += 1
+        torch_backward(self.ddp(loss), *args, **kwargs)
         try: return self.ddp.reducer._check_reducer_finalized()
         except RuntimeError: pass       # DDP still waits for parameters that got no gradient
         unused = self._name_unused(loss)
-        real(zero_loss(unused))
+        torch_backward(zero_loss(unused))
+        # No rank had a gradient for these, so they have none, as in one process
         for p in unused:
             if id(p) in without_grad and not p.grad.any(): p.grad = None
 
     def prepare(self):
-        """Make the DDP module for what is trained now; every rank calls it. Not between forward and
-        backward pass, since the first call gives rank 0's weights to all"""
+        """Make the DDP module for the parameters that are trained now. A collective operation. Not
+        between forward and backward pass, since the first call broadcasts rank 0's weights"""
         if not self.is_new() or not self.trainable(): return
         self.close()
-        self.checked = False
+        self.graph_checked = False
         model = self.model()
-        wrapped = _Wrapped(model, self.beside)
+        wrapped = _Wrapped(model, self.extra_params)
         empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
         wrapped._ddp_params_and_buffers_to_ignore = empty
-        kw = {_NO_BUFFERS: False, **self.ddp_kwargs}
-        # DDP broadcasts all weights when it is built; frozen ones, memory that ranks share, would
-        # become a copy in each
-        alike = self.alike or self.synced is model
-        if alike and 'init_sync' in _PARAMS: kw['init_sync'] = False
+        kw = {_SYNC_BUFFERS: False, **self.ddp_kwargs}
+        # DDP broadcasts all weights when it is made. That would write to frozen ones, too, so each
+        # rank would get a copy of the memory that ranks share
+        is_synced = self.same_weights or self.synced_model is model
+        if is_synced and 'init_sync' in _PARAMS: kw['init_sync'] = False
         self.ddp = nn.parallel.DistributedDataParallel(wrapped, **kw)
         if self.comm_hook is not None: self.ddp.register_comm_hook(None, self.comm_hook)
-        self.synced,self.built_for = model,self.config()
+        self.synced_model,self.built_for = model,self.config()
 
     def close(self):
-        "Takes DDP's hooks off the parameters"
+        "Drop the DDP module, and its hooks on the parameters"
         if self.ddp is not None:
-            self.exchange += self.steps*self._not_hidden()
+            self.exchange_secs += self.n_passes*self._unhidden_secs()
             self.ddp.reducer._remove_autograd_hooks()
-        self.ddp,self.built_for,self.steps = None,None,0
+        self.ddp,self.built_for,self.n_passes = None,None,0
 
-    def _not_hidden(self):
-        "Seconds of exchange beyond a backward pass, as DDP measures it from time to time"
-        # a private method of torch's, which has numbers after the first steps
+    def _unhidden_secs(self):
+        "Return the mean seconds per pass of exchange during which no backward pass ran"
+        # A private method of torch's, which raises before the first steps. Times in nanoseconds
         try: data = self.ddp._get_ddp_logging_data()
         except (AttributeError,RuntimeError): return 0.
-        all_of_it = data.get('avg_backward_comm_time', 0)
-        return max(all_of_it-data.get('avg_backward_compute_comm_overlap_time', 0), 0)/1e9
+        exchange = data.get('avg_backward_comm_time', 0)
+        return max(exchange-data.get('avg_backward_compute_comm_overlap_time', 0), 0)/1e9

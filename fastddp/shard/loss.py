@@ -19,17 +19,19 @@ from .sharded import loss_weight
 
 # %% ../../nbs/shard/304_loss.ipynb #0d0a5c01
 def _defining_module(f):
-    "The name of the module in which the code that a call of `f` runs was written"
+    "Return the name of the module that defines the code which a call of `f` runs"
     if not inspect.isroutine(f):
         f = getattr(type(f), 'forward' if isinstance(f, nn.Module) else '__call__', f)
     return getattr(f, '__module__', None) or ''
 
-_WRAPPERS = 'fastai.losses','fastai.layers'     # modules whose losses have another as `func`
-_OF_FASTAI = *_WRAPPERS, 'fastai.callback','fastai.vision.gan'      # their names begin so
+# Modules whose losses wrap another one, their attribute `func`
+_WRAPPERS = 'fastai.losses','fastai.layers'
+# Beginnings of the names of fastai's modules with losses that take a mean over items
+_MODULES_OF_FASTAI = *_WRAPPERS, 'fastai.callback','fastai.vision.gan'
 
 def unwrapped(loss_func):
-    """`(f, keywords)`: the function inside `functools.partial` and fastai's wrappers, and the
-    keywords that they pass to it"""
+    """Return `(f, keywords)`: the function inside any `functools.partial` and fastai's wrappers,
+    and the keywords that they pass to it"""
     kw = {}
     while True:
         if isinstance(loss_func, functools.partial) and not loss_func.args:
@@ -39,39 +41,42 @@ def unwrapped(loss_func):
         else: return loss_func,kw
 
 def loss_module(loss_func):
-    "The module that computes the loss, which may have parameters; None if it is no module"
+    "Return the module that computes the loss, which may have parameters, or None for a function"
     f,_ = unwrapped(loss_func)
     return f if isinstance(f, nn.Module) else None
 
 def loss_name(loss_func):
-    "The name that the user knows the loss by"
+    "Return the name of the loss for messages to the user"
     f,_ = unwrapped(loss_func)
     return getattr(f, '__name__', None) or type(f).__name__
 
 def is_known(loss_func):
-    "True for torch's and fastai's losses, whose attributes say how they reduce items"
-    other = _loss_of_mixup(loss_func)
-    return is_known(other) if other is not None else _has_known_reduction(*unwrapped(loss_func))
+    "True for losses of torch and fastai whose attributes say how they reduce items"
+    replaced = _loss_of_mixup(loss_func)
+    if replaced is not None: return is_known(replaced)
+    return _has_known_reduction(*unwrapped(loss_func))
 
 def _loss_of_mixup(loss_func):
-    "The loss that mixup replaces, None for any other loss"
+    "Return the learner's loss if `loss_func` is mixup's, which mixes two values of it, else None"
     f,_ = unwrapped(loss_func)
     return getattr(getattr(f,'__self__',None), 'old_lf', None)
 
-def _has_known_reduction(f, kw):
+def _has_known_reduction(f, kw # As of `unwrapped`
+):
+    "`is_known` for an unwrapped loss"
     home = _defining_module(f)
     if home == 'torch.nn.functional':
         params = inspect.signature(f).parameters
         return 'reduction' in params and not {'size_average','reduce'} & {*kw}
-    # label smoothing with class weights: a mean over items, and one over their weights
+    # with class weights it adds a mean over items to a mean over their weights
     if type(f).__name__ == 'LabelSmoothingCrossEntropy' and getattr(f, 'weight', None) is not None:
         return False
-    return home == 'torch.nn.modules.loss' or home.startswith(_OF_FASTAI)
+    return home == 'torch.nn.modules.loss' or home.startswith(_MODULES_OF_FASTAI)
 
 # %% ../../nbs/shard/304_loss.ipynb #1cefe757
 def class_weights(loss_func):
-    """`(weight, ignore_index)` of a cross entropy that takes a weighted mean, None for any other
-    loss"""
+    """Return `(weight, ignore_index)` of a cross entropy, which takes a weighted mean, or None for
+    any other loss"""
     f,kw = unwrapped(loss_func)
     if not _has_known_reduction(f, kw): return None
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)): return f.weight, f.ignore_index
@@ -79,20 +84,20 @@ def class_weights(loss_func):
     return None     # also of mixup's cross entropy, whose mean isn't weighted
 
 def is_sum_loss(loss_func):
-    "True if a known `loss_func` is a sum over its items instead of a mean"
-    other = _loss_of_mixup(loss_func)
-    if other is not None: return is_sum_loss(other)
+    "True if a known loss is a sum over items instead of a mean"
+    replaced = _loss_of_mixup(loss_func)
+    if replaced is not None: return is_sum_loss(replaced)
     f,kw = unwrapped(loss_func)
     if not _has_known_reduction(f, kw): return False
     return kw.get('reduction', getattr(f,'reduction','mean')) == 'sum'
 
 # %% ../../nbs/shard/304_loss.ipynb #be78a4ad
 def loss_divisor(loss_func,
-                 yb,      # Targets of what this rank fed its model: a tuple of tensors
-                 share=1. # Which part of the fed items counts
+                 yb,      # Targets of the items that this rank fed its model: a tuple of tensors
+                 share=1. # Part of the fed items that counts, from 0 to 1
 ):
-    """The divisor of this rank's mean loss, in proportion to those of other ranks: a number or a
-    scalar tensor"""
+    """Return what a known mean loss of this rank's items was divided by, times `share`: a number,
+    or a scalar tensor for class weights"""
     y = next((y for y in yb if isinstance(y, torch.Tensor) and y.ndim), None)
     if y is None or not share: return float(share)
     f,_ = unwrapped(loss_func)
@@ -103,12 +108,13 @@ def loss_divisor(loss_func,
     return _target_weight(y, *weights)*share
 
 def _number_of_texts(yb):
-    "Of the targets of a CTC loss: they may be concatenated, but each has a length"
+    """Return the number of texts of a CTC loss. Targets may be concatenated, but each text has a
+    length"""
     targets,*lengths = yb
     return torch.as_tensor(lengths[-1]).numel() if lengths else len(targets)
 
 def _target_weight(y, weight, ignore_index):
-    "The sum of the weights of targets that aren't ignored, a scalar tensor"
+    "Return the sum of the weights of the targets that aren't ignored, a scalar tensor"
     y = y.as_subclass(torch.Tensor)     # fastai's kinds of tensors make each operation slower
     kept = y != ignore_index
     if weight is None: return kept.sum()
@@ -116,43 +122,47 @@ def _target_weight(y, weight, ignore_index):
 
 # %% ../../nbs/shard/304_loss.ipynb #1663fb35
 class LossPart(NamedTuple):
-    """This rank's part in the loss of a global batch. A divisor that is a tensor stays on the GPU,
-    where `torch.where` tests it: an `if` would wait for the GPU"""
-    divisor:object # Of its mean: a number, or a tensor on a GPU. 0: none of its items count
-    is_sum:bool # The loss is a sum over items
+    "How this rank's loss enters the loss of a global batch"
+    # The `loss_divisor`, 0 if none of this rank's items count. A tensor on a GPU stays there: it is
+    # tested by `torch.where`, since an `if` would wait for the GPU
+    divisor:object
+    is_sum:bool     # The loss is a sum over items, otherwise a mean
     def scale(self,
         total, # Sum of `divisor` over ranks
         n      # Number of ranks
     ):
-        "Factor on this rank's loss, so that the mean over ranks is that of the global batch"
+        """Return the factor on this rank's loss with which the mean over ranks is the loss of the
+        global batch"""
         if self.is_sum: return n*self.divisor
         if isinstance(total, torch.Tensor): return torch.where(total > 0, n*self.divisor/total, 0.)
         return loss_weight(self.divisor, total, n)
     def weighted(self, loss):
-        "This rank's term of the sum that makes the global loss"
-        # the mean over nothing is not a number
+        "Return `loss` times the divisor, this rank's term of the global loss"
+        # If no item counts, `loss` is NaN
         if isinstance(self.divisor, torch.Tensor):
             return torch.where(self.divisor > 0, loss, 0.)*self.divisor
         if self.divisor: return loss*self.divisor
         return loss.new_zeros(()) if isinstance(loss, torch.Tensor) else 0.
     def global_loss(self,
-        weighted, total # Sums of `weighted` losses and of `divisor` over ranks
+        weighted, # Sum of `weighted(loss)` over ranks
+        total     # Sum of `divisor` over ranks
     ):
-        "The loss of the global batch; NaN if no item counts"
+        "Return the loss of the global batch, NaN if no item counts"
         if self.is_sum: return weighted
         return weighted/total if isinstance(total, torch.Tensor) or total else float('nan')
 
 def loss_part(loss_func, # The learner's
               yb,        # Tuple of this rank's targets
-              count,     # Items of this rank that count
-              # 'mean' or 'sum' over items; None: as `loss_func` reduces
+              count,     # Number of this rank's items that count
+              # 'mean' or 'sum': treat the loss as one over items. None: as the known `loss_func`
               reduction=None,
-              train=True,
-              # Turn a sum of weights into a number; None: on the CPU, which needs no wait
+              train=True, # The batch is one of training, padded by `pad_shard`
+              # Make a number of a divisor that is a tensor. None: if it is on the CPU, where that
+              # needs no wait
               to_number=None
-): # `LossPart`
-    "This rank's part in the loss of a global batch"
-    # In training each rank is fed two items at least: see `shard.sharded.pad_shard`
+):
+    "Return this rank's `LossPart` of a batch"
+    # In training each rank is fed at least two items
     share = min(count/2, 1.) if train and group.world_size() > 1 else 1.
     is_sum = is_sum_loss(loss_func) if reduction is None else reduction == 'sum'
     if is_sum: return LossPart(float(share), True)
@@ -164,23 +174,23 @@ def loss_part(loss_func, # The learner's
 
 # %% ../../nbs/shard/304_loss.ipynb #53bb10c5
 def weighted_loss_and_divisor(loss_func, # The learner's
-                              loss,  # Of this rank's items
+                              loss,  # That of this rank's items, a tensor
                               yb,    # Tuple of their targets
-                              count, # How many they are
-                              reduction=None # As in `loss_part`
-): # `(loss times divisor, divisor)`; the divisor is 0. for a loss that is a sum
-    "This rank's terms of a batch's loss in validation"
+                              count, # Number of items
+                              reduction=None # As of `loss_part`
+): # `(loss times divisor, divisor)`; the divisor is 0. if the loss is a sum
+    "Return this rank's terms of the loss of a validation batch"
     part = loss_part(loss_func, yb, count, reduction, train=False)
     loss = loss.detach().mean().double()
     return (loss, 0.) if part.is_sum else (part.weighted(loss), part.divisor)
 
 def batch_losses(
-    rows # This rank's `(number of the global batch, loss times divisor, divisor, items)`
-): # `[(number, loss, items)]`, in the order of numbers; the same on every rank
-    "The losses of all global batches, from what each rank noted"
-    sums = {}
-    for rows in group.all_gather_object([[float(o) for o in row] for row in rows]):
-        for number,*values in rows:
+    rows # This rank's `(number of the global batch, loss times divisor, divisor, items)` tuples
+): # `(number, loss, items)` tuples in the order of numbers, the same on every rank
+    "Return the losses of all global batches. A collective operation"
+    sums = {}       # number of the batch -> sums of the three values over ranks
+    for rows_of_rank in group.all_gather_object([[float(o) for o in row] for row in rows]):
+        for number,*values in rows_of_rank:
             before = sums.get(number, (0.,0.,0.))
             sums[number] = [a+b for a,b in zip(before, values)]
     return [(int(number), weighted/divisor if divisor else weighted, int(items))

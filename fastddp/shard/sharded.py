@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CantShard', 'refuse_loader', 'global_batch_size', 'shard_batch', 'pad_shard', 'loss_weight', 'Step', 'shard_steps',
-           'too_few', 'workers_per_rank', 'reporting', 'Shard', 'Epoch', 'reading', 'account', 'Sharded', 'is_sharded',
-           'original', 'outside_loop', 'sharded_class', 'clone_loader', 'sharded_clone', 'track_changes', 'write_back',
-           'draw_seed', 'generator_state', 'set_generator', 'no_batches']
+           'too_few', 'workers_per_rank', 'report_errors', 'Shard', 'Epoch', 'one_iteration', 'note_step', 'Sharded',
+           'is_sharded', 'original', 'iterate_original', 'sharded_class', 'clone_loader', 'sharded_clone',
+           'track_changes', 'write_back', 'draw_seed', 'generator_state', 'set_generator', 'no_batches']
 
 # %% ../../nbs/shard/301_sharded.ipynb #8d0fdf3a
 import contextlib, functools, os, random
@@ -23,13 +23,13 @@ from ..base.errors import CantDistribute
 
 # %% ../../nbs/shard/301_sharded.ipynb #567362d2
 class CantShard(CantDistribute):
-    "This loader's batches can't be sharded faithfully; the message says why and what to do instead"
+    "A loader's batches can't be sharded faithfully; the message says why and what to do instead"
 
-def refuse_loader(name, # What the user calls it, e.g. 'learn.dls.train'
+def refuse_loader(name, # The user's expression for the loader, e.g. 'learn.dls.train'
                   n,    # Number of ranks
-                  why   # The reason and the remedy
+                  why   # The reason and the remedy, as sentences
 ):
-    "Raise `CantShard` for one loader"
+    "Raise `CantShard` for the loader `name`"
     raise CantShard(f"{name} can't be sharded over {n} workers: {why}")
 
 # %% ../../nbs/shard/301_sharded.ipynb #2488c55a
@@ -37,7 +37,8 @@ def global_batch_size(bs, # The loader's own batch size; None where a batch samp
                       n,  # Number of ranks
                       batch='per_worker' # `bs` is that of one worker, or the 'global' one
 ):
-    "Items of a full global batch (None if `bs` is); raises `CantShard` if `batch` is anything else"
+    """Return the number of items of a full global batch, or None if `bs` is None. Raises
+    `CantShard` for another `batch`"""
     if batch not in ('per_worker','global'):
         raise CantShard(f"batch={batch!r}: use 'per_worker' or 'global'")
     return bs and bs*(n if batch=='per_worker' else 1)
@@ -47,52 +48,58 @@ def shard_batch(batch, # One global batch
                 rank,  # This rank, from 0
                 n      # Number of ranks
 ):
-    """This rank's items of a global `batch`. Sorted neighbours go to different ranks, so that no
-    rank has all long texts"""
+    """Return this rank's items of a global `batch`. Neighbours go to different ranks, so that no
+    rank gets all long texts of a sorted batch"""
     return batch[rank::n]
 
 # %% ../../nbs/shard/301_sharded.ipynb #0b28453e
-def pad_shard(shard, # What this rank has of a global batch
-              batch, # The global batch, of which it may borrow
-              n      # Number of ranks; one rank alone changes nothing
+def pad_shard(shard, # This rank's items of a global batch
+              batch, # All items of the global batch
+              n      # Number of ranks; with 1 nothing is padded
 ):
-    "The items that a rank feeds its model in a training step: at least two"
+    """Return the items that a rank feeds its model in a training step, at least two: a single item
+    twice, or two of `batch` if it has none"""
     if n==1 or len(shard)>1: return shard
     return [*shard,*shard] if len(shard) else [*batch,*batch][:2]
 
 # %% ../../nbs/shard/301_sharded.ipynb #9f4d4a6d
-def loss_weight(count, # What this rank's mean is over: items, or their weights
+def loss_weight(count, # Divisor of this rank's mean loss: its number of items, or their weight
                 total, # The same of the global batch
                 n      # Number of ranks
 ):
-    "Factor on a rank's mean loss, so that the mean over ranks is the mean over the global batch"
+    """Return the factor on this rank's mean loss with which the mean over ranks is the mean over
+    the global batch"""
     return n*count/total if total else 0.
 
 # %% ../../nbs/shard/301_sharded.ipynb #b91ec169
 class Step(NamedTuple):
-    "One step as one rank has it"
-    items:list      # What its model is given: its items or their indices, in training padded
-    total:int       # Items of the global batch
-    positions:range # Where its own items stand in the order of one process
+    "One rank's share of one global batch"
+    items:list      # Items or indices that its model is fed, in training padded by `pad_shard`
+    total:int       # Number of items of the global batch
+    positions:range # Positions of its own items in the epoch of one process
 
     @property
     def counts(self):
-        "`(items of this rank, items of the global batch)`"
+        "The numbers `(items of this rank without padding, items of the global batch)`"
         return len(self.positions), self.total
 
-def shard_steps(batches, # Those of an epoch, in order
-                rank, n, # This rank, and how many there are
-                train,   # In training all ranks take every step
-                whole=False # Each rank takes one of `n` consecutive batches, else items of each
+def shard_steps(batches, # Batches of the loader of one process, in order
+                rank, n, # This rank, and the number of ranks
+                train,   # Yield a step for every global batch. False: only where it has items
+                # Each rank takes one of `n` consecutive batches, which make one global batch.
+                # False: each rank takes some items of each batch, which is a global batch
+                whole_batches=False
 ):
-    "Yields the `Step`s of `rank`"
-    start = 0
-    for group in chunked(batches, n) if whole else ([b] for b in batches):
+    "Yield the `Step`s of `rank` in an epoch"
+    start = 0       # position of the global batch in the epoch
+    for group in chunked(batches, n) if whole_batches else ([b] for b in batches):
         batch = [o for b in group for o in b]
-        if whole: mine = range(sum(map(len, group[:rank])), sum(map(len, group[:rank+1])))
-        else: mine = shard_batch(range(len(batch)), rank, n)
-        own = [batch[i] for i in mine]
-        positions = range(start+mine.start, start+mine.stop, mine.step)
+        if whole_batches:
+            first = sum(map(len, group[:rank]))
+            indices = range(first, first+sum(map(len, group[rank:rank+1])))
+        else: indices = shard_batch(range(len(batch)), rank, n)
+        own = [batch[i] for i in indices]
+        positions = range(start+indices.start, start+indices.stop, indices.step)
         if train: yield Step(pad_shard(own, batch, n), len(batch), positions)
         elif own: yield Step(own, len(batch), positions)
         start += len(batch)
@@ -100,9 +107,9 @@ def shard_steps(batches, # Those of an epoch, in order
 # %% ../../nbs/shard/301_sharded.ipynb #af080e37
 def too_few(bs,   # Items of a full global batch; None where a batch sampler decides
             n,    # Number of ranks
-            steps # Steps of an epoch
+            steps # Number of steps of an epoch
 ):
-    "Why there is too little training data, with the remedy, or None"
+    "Return why there is too little training data, with the remedy, or None if there is enough"
     if bs and bs<n: return (f"a global batch of {bs} is smaller than {n} workers. Use a larger "
                             "batch, or fewer workers.")
     if steps: return None
@@ -113,89 +120,105 @@ def too_few(bs,   # Items of a full global batch; None where a batch sampler dec
 # %% ../../nbs/shard/301_sharded.ipynb #29387a34
 def workers_per_rank(num_workers, # The user's number, for one process
                      n,           # Number of ranks
-                     cores=None   # Of this machine; default: those that this process may use
+                     cores=None   # Cores of this machine; default: those that it may use
 ):
-    "Number of DataLoader workers of a rank: the user's, but at most its part of the cores"
-    n = int(os.environ.get('LOCAL_WORLD_SIZE', n))      # on this machine
-    return max(1, min(num_workers, (cores or visible_cores())//n)) if num_workers else 0
+    """Return the number of DataLoader processes of a rank: the user's number, but at most the
+    rank's part of the cores"""
+    if not num_workers: return 0
+    n_here = int(os.environ.get('LOCAL_WORLD_SIZE', n))     # ranks on this machine
+    return max(1, min(num_workers, (cores or visible_cores())//n_here))
 
 # %% ../../nbs/shard/301_sharded.ipynb #cd5892c4
-def _report(queue, # The one that a loader's process has its batches in
-            e, what): # Why `what`, a batch and its number, can't be sent
-    "Send the exception in the batch's place"
+def _send_error(queue,    # The queue through which a loader's process sends its batches
+                e,        # The exception that pickling `numbered` raised
+                numbered  # `(number of the batch, the batch)`
+):
+    "Send the exception instead of the batch; replaces `Queue._on_queue_feeder_error`"
+    number,_ = numbered
     exc_info = type(e),e,e.__traceback__
-    queue.put((what[0], ExceptionWrapper(exc_info, 'in a process of the DataLoader')))
+    queue.put((number, ExceptionWrapper(exc_info, 'in a process of the DataLoader')))
 
-def _in_loader_process(init, # The loader's own `worker_init_fn`, or None
-                       worker_id):
-    Queue._on_queue_feeder_error = _report
+def _in_loader_process(init,     # The user's `worker_init_fn`, or None
+                       worker_id # Number of the loader's process
+):
+    "Prepare a process of a loader"
+    Queue._on_queue_feeder_error = _send_error
     if init is not None: init(worker_id)
 
-def reporting(init):
-    """`init`, a `worker_init_fn` or None, as one for processes that report which batch can't be
-    pickled"""
+def report_errors(init # The user's `worker_init_fn`, or None
+):
+    """Return a `worker_init_fn` that calls `init`, for processes that send the error of a batch
+    that can't be pickled"""
     return functools.partial(_in_loader_process, init)
 
 # %% ../../nbs/shard/301_sharded.ipynb #f15aba19
 class Shard:
-    "One rank's part in a loader: how it is divided, and where the current epoch stands"
-    # Each rank takes whole batches of the original's in turn, instead of some items of each; may be
-    # set before the first iteration
-    whole = False
+    """The state of a sharded loader, as its attribute `_shard`: what it is made from, how that is
+    divided, and where the current epoch stands"""
+    # Each rank takes whole batches in turn (see `shard_steps`). May be set before the first
+    # iteration
+    whole_batches = False
     epoch = None            # The `Epoch` that is read, or was read last
     # The sharded loader's attributes when `track_changes` looked at them last
     attrs_before = None
-    batches = None          # torch: a batch sampler of the global batches
-    inner = None            # torch: the loader that does the work
-    sampler = None          # torch: the inner loader's batch sampler
-    # In a fit: function of the sharded loader that yields the batches of any other loop over it
-    outside = None
-    due = False             # With `outside`: the next loop is the fit's own
-    def __init__(self, orig,   # The loader as the user made it
-                 rank, n,      # This rank, and how many there are
-                 bs,           # Items of a full global batch, None where a batch sampler decides
-                 # In training all ranks take every step; in validation nothing is there twice
-                 train,
-                 common        # `CommonRNG`, alike on all ranks
+    # In a fit the fit's own loop reads this rank's shard. Any other loop over the loader, a
+    # callback's, reads `other_loop(sharded_loader)`
+    other_loop = None
+    fit_loop_next = False   # The next loop is the fit's own
+    # Of torch loaders only, see `shard_torch`
+    global_batches = None   # A batch sampler that yields the global batches
+    inner_loader = None     # The clone that fetches and collates
+    inner_sampler = None    # The `NextSteps` from which `inner_loader` takes its indices
+    def __init__(self, orig,   # The user's loader
+                 rank, n,      # This rank, and the number of ranks
+                 bs,           # Items of a full global batch; None where a batch sampler decides
+                 train,        # As of `shard_steps`
+                 common        # `CommonRNG`, which has the same state on all ranks
     ):
         store_attr()
     def __getstate__(self):
-        "Without `outside`, which a process of the loader doesn't need"
-        return {k:v for k,v in vars(self).items() if k != 'outside'}
+        "Leave out `other_loop`, which can't be pickled and which a loader's process doesn't need"
+        return {k:v for k,v in vars(self).items() if k != 'other_loop'}
     def steps(self, batches):
-        "Yields this rank's `Step`s of an epoch's `batches`"
-        return shard_steps(batches, self.rank, self.n, self.train, self.whole)
+        "Yield this rank's `Step`s of an epoch, whose `batches` are the loader's own"
+        return shard_steps(batches, self.rank, self.n, self.train, self.whole_batches)
 
 # %% ../../nbs/shard/301_sharded.ipynb #58f146f6
 class Epoch:
-    "The state of one iteration over a sharded loader: its steps, and what it has yielded"
-    def __init__(self, steps # This rank's; those of a stream are added as they are read
+    "The state of one iteration over a sharded loader"
+    def __init__(self, steps # This rank's `Step`s; those of a stream are added as they are read
     ):
-        self.steps,self.counts = steps,[o.counts for o in steps]
-        self.idxs,self.done,self.running = [],0,True
+        self.steps = steps
+        self.counts = [o.counts for o in steps]     # `Step.counts` of each step
+        self.idxs = []          # positions of this rank's items in the batches yielded so far
+        self.n_yielded = 0      # number of these batches
+        self.is_running = True
 
 @contextlib.contextmanager
-def reading(dl,   # A sharded loader
-            steps # As of `Epoch`
+def one_iteration(dl,   # A sharded loader
+                  steps # As of `Epoch`
 ):
-    "For one iteration over `dl`: yields its `Epoch`"
+    """Make a new `Epoch` the current one of `dl`, and yield it. Afterwards the outer iteration's is
+    the current one again, if that iteration still runs"""
     outer,epoch = dl._shard.epoch,Epoch(steps)
     _publish(dl, epoch)
     try: yield epoch
     finally:
-        epoch.running = False
-        if outer and outer.running: _publish(dl, outer)
+        epoch.is_running = False
+        if outer and outer.is_running: _publish(dl, outer)
 
-def account(dl, epoch):
-    "Note the next step of `epoch`, just before its batch is yielded"
-    step = epoch.steps[epoch.done]
-    epoch.counts[epoch.done:epoch.done+1] = [step.counts]
+def note_step(dl, epoch):
+    "Count the next step of `epoch`, just before its batch is yielded"
+    i = epoch.n_yielded
+    step = epoch.steps[i]
+    epoch.counts[i:i+1] = [step.counts]     # of a stream this adds an element
     epoch.idxs += step.positions
-    epoch.done += 1
+    epoch.n_yielded += 1
     _publish(dl, epoch)
 
 def _publish(dl, epoch):
-    "Make `epoch` the current one of `dl`; called at each step, since a loader may use these names"
+    """Make `epoch` the current one of `dl`. Called at each step, since the user's class may have
+    attributes of these names"""
     dl._shard.epoch,dl.counts,dl.idxs = epoch,epoch.counts,epoch.idxs
 
 # %% ../../nbs/shard/301_sharded.ipynb #5fffbd14
@@ -203,24 +226,26 @@ _ENDED = ("The DataLoader ended after {} of {} batches. One of its processes los
           "num_workers=0 the batches are made in the rank itself, and the error shows.")
 
 class Sharded:
-    "A loader that yields one rank's shard of the original's global batches"
-    counts,idxs = (),()
+    """Base of the mixins for loaders that yield one rank's shard of the original's global batches.
+    A subclass has `_begin()`, which draws the order of an epoch and returns this rank's `Step`s,
+    and `_batches()`, which iterates over this rank's batches"""
+    counts,idxs = (),()     # those of the current `Epoch`
     def __iter__(self):
         s = self._shard
-        if s.outside and not s.due: return s.outside(self)
-        s.due = False
+        if s.other_loop and not s.fit_loop_next: return s.other_loop(self)
+        s.fit_loop_next = False
         return self._iter_shard()
     def __reduce__(self): return _blank, (type(self).__mro__[1], type(self._shard.orig)), vars(self)
     def _iter_shard(self):
         with self._shard.common: steps = self._begin()
         write_back(self)
         try:
-            with reading(self, steps) as epoch:
+            with one_iteration(self, steps) as epoch:
                 for b in self._batches():
-                    account(self, epoch)
+                    note_step(self, epoch)
                     yield b
-                done,n = epoch.done,len(steps)
-                if done < n: raise RuntimeError(_ENDED.format(done, n))
+                n_yielded,n = epoch.n_yielded,len(steps)
+                if n_yielded < n: raise RuntimeError(_ENDED.format(n_yielded, n))
         finally: write_back(self)
 
 # %% ../../nbs/shard/301_sharded.ipynb #4d2f90c8
@@ -229,16 +254,16 @@ def is_sharded(dl):
     return isinstance(dl, Sharded)
 
 def original(dl):
-    "The user's loader: `dl`, or what `dl` was made from if it is sharded"
+    "Return the user's loader: the one that `dl` was made from if it is sharded, else `dl`"
     return dl._shard.orig if is_sharded(dl) else dl
 
 _END = object()
 
-def outside_loop(dl,    # A sharded loader
-                 common # `CommonRNG`, alike on all ranks
+def iterate_original(dl,    # A sharded loader, or another iterable
+                     common # `CommonRNG`, which has the same state on all ranks
 ):
-    """Yields all batches of the original of `dl`; what making them draws is drawn from `common`, so
-    ranks have the same"""
+    """Yield all batches of the original of `dl`. Random numbers for them are drawn from `common`,
+    so that all ranks get the same batches"""
     with common: it = iter(original(dl))
     while True:
         with common: b = next(it, _END)
@@ -248,61 +273,64 @@ def outside_loop(dl,    # A sharded loader
 # %% ../../nbs/shard/301_sharded.ipynb #7e36e064
 @functools.lru_cache(None)
 def sharded_class(mixin, cls):
-    "The subclass of `cls` with `mixin` before it; the same one each time"
+    "Return the subclass of `mixin` and `cls`, the same class in each call"
     return type(cls)('Sharded'+cls.__name__, (mixin,cls), dict(__module__=cls.__module__))
 
-def _blank(mixin, cls): return object.__new__(sharded_class(mixin,cls))
+def _blank(mixin, cls):
+    "Return an object of the `sharded_class`, without attributes: no constructor runs"
+    return object.__new__(sharded_class(mixin,cls))
 
 def _bound_to(v, o): return isinstance(v, MethodType) and v.__self__ is o
 
-def clone_loader(dl, # The loader to take the attributes of
-                 res # An object of a class like its own, without attributes yet
+def clone_loader(dl, # The loader to copy the attributes of
+                 res # An object of the same class or a subclass, without attributes
 ):
-    "Give `res` all attributes of `dl`; returns `res`"
+    "Give `res` all attributes of `dl`, and bind to it the methods that were bound to `dl`"
     for k,v in vars(dl).items():
         res.__dict__[k] = MethodType(v.__func__, res) if _bound_to(v,dl) else v
     return res
 
-def sharded_clone(mixin, # Subclass of `Sharded` that goes before the original's class
-                  shard  # Its `Shard`
+def sharded_clone(mixin, # Subclass of `Sharded`
+                  shard  # The clone's `Shard`
 ):
-    "The clone of `shard.orig` that yields a rank's shard"
+    "Return a clone of `shard.orig` that yields one rank's shard"
     res = clone_loader(shard.orig, _blank(mixin, type(shard.orig)))
     res._shard = shard
     return res
 
 # %% ../../nbs/shard/301_sharded.ipynb #5a7f167b
-# `_iterator`: a torch loader's, with processes that persist; `it`: fastai's, of a dataset
-_OURS = {'_shard','counts','idxs','_iterator','it'}
+# Attributes of the clone that aren't copied to the original. `_iterator`: a torch loader's, with
+# processes that persist; `it`: the iterator of a fastai loader over its dataset
+_STAY_IN_CLONE = '_shard counts idxs _iterator it'.split()
 
 def track_changes(dl):
-    "From now on, what changes in the sharded `dl` belongs to its original, too"
-    dl._shard.attrs_before = {k:v for k,v in vars(dl).items() if k not in _OURS}
+    "Remember the attributes of the sharded `dl`: `write_back` copies those that change from now on"
+    dl._shard.attrs_before = {k:v for k,v in vars(dl).items() if k not in _STAY_IN_CLONE}
 
 def write_back(dl):
-    "Carry what changed in the sharded `dl` since `track_changes` into its original"
+    "Copy the attributes of the sharded `dl` that changed since `track_changes` to its original"
     before = dl._shard.attrs_before
     if before is None: return
     for k,v in vars(dl).items():
         is_same = k in before and before[k] is v
-        if not (is_same or k in _OURS or _bound_to(v,dl)): vars(dl._shard.orig)[k] = v
+        if not (is_same or k in _STAY_IN_CLONE or _bound_to(v,dl)): vars(dl._shard.orig)[k] = v
     track_changes(dl)
 
 # %% ../../nbs/shard/301_sharded.ipynb #d30640d4
 def draw_seed(generator=None # The loader's own, None for torch's global stream
 ):
-    "Advance the stream as the loader of one process does when it draws its workers' seed"
+    "Draw a number and drop it, as a torch loader draws the seed of its workers at each epoch"
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 # %% ../../nbs/shard/301_sharded.ipynb #4eb636a5
 def generator_state(v):
-    "The state of a random generator, for `set_generator`; None for anything else"
+    "Return the state of a random generator, for `set_generator`, or None for another object"
     if isinstance(v, random.Random): return v.getstate()
     if isinstance(v, np.random.Generator): return v.bit_generator.state
     if isinstance(v, (np.random.RandomState,torch.Generator)): return v.get_state()
 
 def set_generator(v, state):
-    "Bring a generator into the state that `generator_state` gave of one of its kind"
+    "Set the generator `v` to the `state` that `generator_state` returned for one of its kind"
     if isinstance(v, random.Random): v.setstate(state)
     elif isinstance(v, np.random.Generator): v.bit_generator.state = state
     else: v.set_state(state)
@@ -310,6 +338,6 @@ def set_generator(v, state):
 # %% ../../nbs/shard/301_sharded.ipynb #e50751f2
 def no_batches(arg # 'bs' or 'batch_size'
 ):
-    "Why a loader that makes no batches can't be sharded"
+    "Return why a loader whose batch size is None can't be sharded, with the remedy"
     return (f"it makes no batches (`{arg}=None`), so the size of other ranks' batches would be "
             f"unknown. Let the loader make the batches: give it a `{arg}` and a dataset of items.")

@@ -12,94 +12,100 @@ from torch.utils.data import (
     BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
 from .sharded import (
-    Shard, Sharded, clone_loader, draw_seed, global_batch_size, no_batches, outside_loop, reporting,
-    sharded_clone, track_changes, workers_per_rank)
+    Shard, Sharded, clone_loader, draw_seed, global_batch_size, iterate_original, no_batches,
+    report_errors, sharded_clone, track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
 def is_stream(dl):
-    "True if the dataset of the torch loader `dl` can only be iterated"
+    "True if the dataset of the torch loader `dl` has no indices and can only be iterated"
     return isinstance(dl.dataset, IterableDataset)
 
 def torch_bs(dl):
-    "The batch size of the torch loader `dl`, or None where its own `batch_sampler` decides"
+    "Return the batch size of the torch loader `dl`, or None if a user's `batch_sampler` decides"
     own = dl.batch_sampler
     return own.batch_size if type(own) is BatchSampler else None
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #0629f7f7
 class NextSteps:
-    "A batch sampler whose next epoch can be set, while an earlier one is still read"
-    now = ()                # The lists of indices to fetch
-    def __iter__(self): return iter(self.now)
+    """A batch sampler that iterates over the list `steps`. Setting another list doesn't change an
+    iteration that has begun"""
+    steps = ()              # A list of indices for each batch
+    def __iter__(self): return iter(self.steps)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #6499a74a
 class ShardedTorch(Sharded):
-    "Mixed in before the class of a torch `DataLoader`"
+    "A `Sharded` for torch loaders"
     def __len__(self):
+        "The number of steps"
         s = self._shard
-        n_batches = len(s.batches)
-        return math.ceil(n_batches/s.n) if s.whole else n_batches
+        n_batches = len(s.global_batches)
+        return math.ceil(n_batches/s.n) if s.whole_batches else n_batches
 
     def _begin(self):
         s = self._shard
-        begun = iter(s.batches)
-        if s.inner._iterator is None:       # workers that persist keep their seeds
+        batches = iter(s.global_batches)
+        if s.inner_loader._iterator is None:    # not if workers persist, which keep their seeds
             draw_seed(self.generator)
-            # torch begins a batch sampler again when its processes are there
-            if self.num_workers: begun = iter(s.batches)
-        if is_stream(self): return []       # added as they are read
-        steps = [*s.steps(begun)]
-        s.sampler.now = [o.items for o in steps]
+            # torch begins a batch sampler again when its processes have started
+            if self.num_workers: batches = iter(s.global_batches)
+        if is_stream(self): return []           # `_StepItems` adds the steps
+        steps = [*s.steps(batches)]
+        s.inner_sampler.steps = [o.items for o in steps]
         return steps
 
-    def _batches(self): return DataLoader.__iter__(self._shard.inner)
+    def _batches(self): return DataLoader.__iter__(self._shard.inner_loader)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #ff7a5308
 class _StepItems(IterableDataset):
-    "The stream of the sharded `dl` as one list of items for each step of this rank"
-    def __init__(self, dl): self.dl = dl
+    """The dataset of a stream's inner loader. Yields this rank's items of each step, as a list, and
+    adds the `Step` to the current epoch"""
+    def __init__(self, dl # The sharded loader
+    ): self.dl = dl
     def __iter__(self):
         s = self.dl._shard
-        epoch = s.epoch         # of this iteration: another one may begin before this one ends
-        for step in s.steps(outside_loop(s.batches, s.common)):
+        epoch = s.epoch         # kept, since another iteration may begin before this one ends
+        for step in s.steps(iterate_original(s.global_batches, s.common)):
             epoch.steps.append(step._replace(items=()))
             yield step.items
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #958a17d5
 def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
-                rank, n, # This rank, and how many there are
-                batch,   # Batch size of one worker, or the 'global' one
-                # In training all ranks take every step; in validation nothing is there twice
-                train,
-                common   # `CommonRNG`, alike on all ranks
+                rank, n, # This rank, and the number of ranks
+                batch,   # The batch size is that of one worker ('per_worker') or of all ('global')
+                train,   # As of `shard_steps`
+                common   # `CommonRNG`, which has the same state on all ranks
 ):
-    """The clone of `dl` that yields the shard of `rank`; `why_not_torch` says beforehand if there
-    can be none"""
+    """Return a clone of `dl` that yields the shard of `rank`. For a loader that can't be sharded,
+    `why_not_torch` says why"""
     own,bs = dl.batch_sampler,global_batch_size(torch_bs(dl), n, batch)
     s = Shard(dl, rank, n, bs, train, common)
-    s.batches,s.whole = own,bs is None and batch=='per_worker'
-    if bs: s.batches = BatchSampler(dl.dataset if is_stream(dl) else own.sampler, bs, own.drop_last)
-    s.inner,s.sampler = clone_loader(dl, object.__new__(type(dl))),NextSteps()
+    s.global_batches,s.whole_batches = own,bs is None and batch=='per_worker'
+    if bs:
+        items = dl.dataset if is_stream(dl) else own.sampler
+        s.global_batches = BatchSampler(items, bs, own.drop_last)
+    s.inner_loader,s.inner_sampler = clone_loader(dl, object.__new__(type(dl))),NextSteps()
     res = sharded_clone(ShardedTorch, s)
-    if is_stream(dl): mine = dict(dataset=_StepItems(res), batch_sampler=None)
-    else: mine = dict(batch_sampler=s.sampler)
-    workers = workers_per_rank(dl.num_workers, n)
-    vars(s.inner).update(mine, drop_last=False, generator=None, _iterator=None,
-                         num_workers=workers, worker_init_fn=reporting(dl.worker_init_fn))
+    if is_stream(dl): source = dict(dataset=_StepItems(res), batch_sampler=None)
+    else: source = dict(batch_sampler=s.inner_sampler)
+    vars(s.inner_loader).update(source, drop_last=False, generator=None, _iterator=None,
+                                num_workers=workers_per_rank(dl.num_workers, n),
+                                worker_init_fn=report_errors(dl.worker_init_fn))
     track_changes(res)
     return res
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #a0c74782
 def samplers_of(dl):
-    "The objects that draw a torch loader's order"
+    "Return the samplers and batch samplers of a torch loader as a list"
     samplers = dl.sampler,dl.batch_sampler,getattr(dl.batch_sampler,'sampler',None)
     return [o for o in samplers if o is not None]
 
 def _is_plain(cls):
+    "True if a loader class iterates as torch's `DataLoader`"
     return cls.__iter__ is DataLoader.__iter__ and cls._get_iterator is DataLoader._get_iterator
 
 def why_not_torch(dl # A torch `DataLoader`
 ):
-    "Why `dl` can't be sharded, with the remedy, or None"
+    "Return why `dl` can't be sharded, with the remedy, or None if it can"
     cls = type(dl)
     if not _is_plain(cls): return (
         f"`{cls.__name__}` has its own `__iter__`, so its batches are unknown. Use a "

@@ -511,7 +511,7 @@ def test_events_of_a_busy_callback_of_rank0s_own():
     here, one = told(lambda learn: learn.fit(6, .01))
     there, busy = told(lambda learn: learn.distrib_fit(6, .01, nprocs=2, batch='global'))
     assert there == here and len({label for label, *_ in here}) == 4
-    assert busy.sizes == one.sizes and busy.loop == 'OwnEvents'
+    assert busy.sizes == one.sizes and busy.loop == 'EventDispatcher'
 
 
 class PredictsInside(Callback):

@@ -143,10 +143,10 @@ def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
             clock._came(secs, 0, i)
     phase(.5, .1, .1)
     phase(.3, .1, .1)
-    assert clock.of_starts() == pytest.approx(.6)
+    assert clock.startup_seconds() == pytest.approx(.6)
     clock = Clock()     # one batch: nothing to compare it with
     phase(.5)
-    assert clock.of_starts() == 0
+    assert clock.startup_seconds() == 0
 
 
 class Stops(Callback):

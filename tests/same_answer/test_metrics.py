@@ -3,7 +3,7 @@ ranks."""
 import warnings
 import pytest, torch
 from fastai.callback.core import Callback
-from fastai.learner import AvgMetric, Metric
+from fastai.learner import AvgLoss, AvgMetric, Metric
 from fastai.losses import CrossEntropyLossFlat, MSELossFlat
 from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Score, JaccardCoeff, JaccardCoeffMulti,
                             LossMetric, LossMetrics,
@@ -186,6 +186,34 @@ def test_another_loader_within_a_callback(ranks, how):
     res = plain.validate(dl=plain.dls.train.new(dataset=items(9, s=4), shuffle=False, bs=3))
     close([other.ranks[0][0][-3:]], [list(res)[-3:]], 1e-5)
     assert_ranks_alike(other.ranks)
+
+
+class Exchange(Callback):
+    "Puts a plain list of batches in the place of the loader of a phase"
+    def __init__(self, train, valid): self.train, self.valid = train, valid
+    def before_train(self): self.learn.dl = self.train
+    def before_validate(self): self.learn.dl = self.valid
+
+
+@pytest.mark.parametrize('loss_func', [None, WithParts()])
+def test_a_list_of_batches_in_the_place_of_the_loader(ranks, loss_func):
+    "Each rank goes over all of it, so each has the metrics of one process"
+    n, launcher = ranks
+    pairs = items(20, s=3)
+    batches = [tuple(map(torch.stack, zip(*pairs[i:i+5]))) for i in range(0, 20, 5)]
+    learn = learner(metrics=[accuracy, Perplexity(), Spread(), Largest()], loss_func=loss_func)
+    learn.recorder.train_metrics = True
+    cbs = [seen := Values(), Exchange(batches[:3], batches[2:])]
+    learn, one = fit_both(learn, n, launcher, 2, cbs=cbs)
+    close(values(learn), values(one), 1e-5)
+    assert_ranks_alike(seen.ranks)
+
+
+def test_the_loss_of_a_sum_is_that_of_one_process_also_as_a_metric(ranks):
+    n, launcher = ranks
+    learn = learner(metrics=[AvgLoss()], loss_func=nn.CrossEntropyLoss(reduction='sum'), lr=.001)
+    learn, one = fit_both(learn, n, launcher, 1)
+    close(values(learn), values(one), 1e-5)
 
 
 class ReadsInput(Metric):

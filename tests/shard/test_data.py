@@ -370,7 +370,7 @@ def test_worker_processes_build_what_the_rank_needs(kind, workers, monkeypatch):
         return TorchLoader(Noisy(), batch_size=bs, shuffle=True, num_workers=k, persistent_workers=kind == 'persistent')
     epochs, streams = one_process(lambda: make(8, 2))
     dls, noise = ranks(lambda: make(4, 4), 2), set()
-    assert [(o._shard.inner if kind != 'fastai' else o.fake_l).num_workers for o in dls] == [2, 2]
+    assert [(o._shard.inner_loader if kind != 'fastai' else o.fake_l).num_workers for o in dls] == [2, 2]
     for epoch, batches in enumerate(epochs):
         for r, dl in enumerate(dls):
             torch.manual_seed(100+10*epoch+r)          # a rank's own streams differ, as after `seed_rank`
@@ -397,8 +397,8 @@ def test_a_torch_loader_keeps_what_the_user_gave_it(workers):
     res = shard_dl(dl, 1, 2)
     assert isinstance(res, Mine) and res.flavour == 'mine' and type(res).__name__ == 'ShardedMine'
     for o in 'dataset', 'collate_fn', 'timeout', 'prefetch_factor', 'multiprocessing_context':
-        assert getattr(res, o) == getattr(dl, o) == getattr(res._shard.inner, o)
-    assert res._shard.inner.worker_init_fn.args == (seed,)
+        assert getattr(res, o) == getattr(dl, o) == getattr(res._shard.inner_loader, o)
+    assert res._shard.inner_loader.worker_init_fn.args == (seed,)
     assert next(iter(res)) == [1, 3] and dl._iterator is None and not is_sharded(dl)
 
 

@@ -73,6 +73,31 @@ def test_a_callbacks_own_loop_sees_the_whole():
     same_weights(two, one)
 
 
+class Validates(LearnerCallback):
+    "Validates in the middle of each validation, or before the first training batch"
+    def __init__(self, learn, within):
+        super().__init__(learn)
+        self.within, self.seen = within, []
+    def _validate(self): self.seen.append([float(o) for o in self.learn.validate()])
+    def on_train_begin(self, **kwargs):
+        if not self.within: self._validate()
+    def on_batch_end(self, train, **kwargs):
+        if self.within and not train: self._validate()
+
+
+@pytest.mark.parametrize('within, n_valid, n', [(True, 9, 2), (True, 2, 3), (False, 2, 3)])
+def test_a_callback_validates(within, n_valid, n):
+    "Some ranks have fewer validation batches than others, or none"
+    two, one = (plain(8, n_valid=n_valid, metrics=[accuracy, squared]) for _ in range(2))
+    cbs = Validates(two, within), Validates(one, within)
+    seed(5); two.distrib_fit(2, 1e-2, callbacks=[cbs[0]], nprocs=n, batch='global', timeout=30)
+    seed(5); one.fit(2, 1e-2, callbacks=[cbs[1]])
+    np.testing.assert_allclose(cbs[0].seen, cbs[1].seen, atol=1e-6)
+    assert cbs[1].seen
+    same_weights(two, one)
+    same_recorder(two, one)
+
+
 def test_a_users_callback(tmp_path):
     "On the learner, with its state, its loss that of all; stopped by one rank, all stop at the same batch"
     two, one = plain(4), plain(8)
