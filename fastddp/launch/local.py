@@ -24,8 +24,8 @@ from .report import Report
 from ..payload.pickling import Payload
 from ..base.scoped import Interrupts, delay_interrupts, with_attrs
 from .monitor import Monitor
-from ..process.helper import is_new
-from ..process.workers import Workers, without_helper
+from ..process.helper import helper_is_new
+from ..process.workers import Workers, turn_off_helper
 
 # %% ../../nbs/launch/505_local.ipynb #ce508ea8
 class Local(Launcher):
@@ -189,7 +189,7 @@ def submit(self:Local,
     specs = self._specs(nprocs, job.work)
     env = dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
     if new_group and self.workers.method == 'forkserver':
-        self.workers.early(join_early, specs, **env)
+        self.workers.submit_early(join_early, specs, **env)
     buffers = [memoryview(job.payload.meta), *job.payload.buffers]
     packed = self._payload_block.write(Payload(b'', buffers))
     self.workers.submit(run_on_rank, packed, self._payload_block, specs, **env)
@@ -199,7 +199,7 @@ def _get_workers(self:Local, nprocs, interrupts, mark=noop):
     "Workers that fit: those of the last job, or new ones"
     ranks = [*range(nprocs)]
     if self._payload_block is None: self._payload_block = Block()
-    if self.workers and not self.workers.are(ranks):
+    if self.workers and not self.workers.can_run(ranks):
         self.workers.stop()
         self.workers = self._rendezvous = None
     if self.workers is None:
@@ -209,7 +209,8 @@ def _get_workers(self:Local, nprocs, interrupts, mark=noop):
 # %% ../../nbs/launch/505_local.ipynb #49cd4296
 def _new_workers(ranks, stopped, mark, first):
     "`Workers`; while the helper isn't ready a line says what is waited for, and Ctrl-C ends it"
-    first_time = " (first time in this kernel: importing torch and fastai)" if is_new() else ''
+    first_time = ''
+    if helper_is_new(): first_time = " (first time in this kernel: importing torch and fastai)"
     what = f"starting {several(len(ranks), 'worker')}{first_time} ..."
     status = StatusLine()
     def waiting(secs):
@@ -234,11 +235,11 @@ def start_workers(
         news = workers.poll(.1)
         touched_cuda |= {r:rest[0] for r,what,*rest in news if what == 'ready'}
         if dead := [r for r,what,*_ in news if what == 'died']:
-            workers.tell_again(dead)        # to the wait that follows
+            workers.report_again(dead)      # to the wait that follows
             return workers
     if stopped() or not any(touched_cuda.values()): return workers
     workers.stop()
-    without_helper("a library that the helper process imports touches CUDA")
+    turn_off_helper("a library that the helper process imports touches CUDA")
     return Workers(len(ranks), method='spawn', ranks=ranks, mark=mark, first=first)
 
 # %% ../../nbs/launch/505_local.ipynb #fc3ecc64

@@ -20,255 +20,277 @@ from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
 from ..payload.buffers import Block, Packed
 from ..payload.pickling import resolve_function
-from .helper import end_forks_with_us, end_with_parent
+from .helper import end_forks_with_parent, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #034832c9
 _NO_CWD = "The notebook's working directory is gone: os.chdir() to one that is there."
 
 class Surroundings(NamedTuple):
-    "The state of a process that a function may depend on, apart from its arguments"
-    env:dict        # Environment
-    cwd:str         # Folder
-    path:list       # Import path
-    argv:list       # Of the command line
-    filters:bytes   # Of the module `warnings`, pickled: they may refer to classes on that path
+    "The state of a process that a function may depend on besides its arguments"
+    env:dict        # Environment variables
+    cwd:str         # Working directory
+    path:list       # `sys.path`
+    argv:list       # `sys.argv`
+    # `warnings.filters`, pickled, since they may refer to classes that only `path` makes importable
+    filters:bytes
     @classmethod
     def now(cls,
-        **env, # Variables on top of the environment, or in place of those there
+        **env, # Environment variables to add or replace
     ):
-        "The surroundings of this process"
+        "Return the surroundings of this process; raises `CantDistribute` if its folder is gone"
         try: cwd = os.getcwd()
         except OSError: raise CantDistribute(_NO_CWD)
         return cls({**os.environ, **env}, cwd, list(sys.path), list(sys.argv),
                    cloudpickle.dumps(list(warnings.filters)))
     def enter(self):
-        "Set them in this process; raises an OSError if the folder is gone"
+        "Make them the surroundings of this process; raises an OSError if the folder is gone"
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.cwd)
         sys.path[:],sys.argv[:] = self.path,self.argv
         warnings.filters[:] = pickle.loads(self.filters)
-        # a cache is valid no more
+        # Python caches which filter applies where.
         if hasattr(warnings, '_filters_mutated'): warnings._filters_mutated()
 
 # %% ../../nbs/process/405_worker.ipynb #d0392417
-_HEAD = struct.Struct('=Q?')    # bytes of the message, and whether a descriptor comes with it
+_HEAD = struct.Struct('=Q?')    # bytes of the pickle, and whether a descriptor comes with it
 _CLOEXEC = getattr(socket, 'MSG_CMSG_CLOEXEC', 0)
 
 class Pipe:
-    "One end of a worker's pipe; any thread may send, one receives"
+    """One end of the pipe between the notebook and a worker. Any thread may send; one thread
+    receives"""
     def __init__(self,
         sock, # One of a `socket.socketpair()`
     ):
-        self.sock,self._lock = sock,threading.Lock()
-        self.sock.settimeout(None)      # `socket.setdefaulttimeout` is for the user's own
-        self.ended = False              # will nothing more come?
-        self._got,self._fds = bytearray(),[]    # what has come, and is no whole message yet
+        self.sock,self._send_lock = sock,threading.Lock()
+        self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
+        self.ended = False      # True once nothing more will come
+        # Bytes and descriptors that have come, and belong to messages that are not complete yet
+        self._received,self._fds = bytearray(),[]
     def fileno(self): return self.sock.fileno()
     def close(self):
         self.sock.close()
         for fd in self._fds: os.close(fd)
         self._fds.clear()
     def send(self,
-        *msg,       # What it is, and its values; anything that cloudpickle takes
-        fd=None,    # A file descriptor, which will be the last of the values
+        *msg,       # Its kind and its values, which cloudpickle can pickle
+        fd=None,    # A file descriptor, which the receiver gets as the last value
     ):
-        "Send a message; raises an OSError when the other end is closed"
+        "Send a message; raises an OSError if the other end is closed"
         data = cloudpickle.dumps(msg, protocol=5)
         head = _HEAD.pack(len(data), fd is not None)
-        with self._lock:
+        with self._send_lock:
             if fd is None: sent = self.sock.sendmsg([head, data])
             else: sent = socket.send_fds(self.sock, [head, data], [fd])
-            if sent < len(head)+len(data): self.sock.sendall((head+data)[sent:])    # a signal came
+            # A signal may interrupt the call in the middle of the message.
+            if sent < len(head)+len(data): self.sock.sendall((head+data)[sent:])
     def receive(self,
-        most=64, # Reads, of a quarter of a megabyte at most: others may have something to say, too
+        max_reads=64, # Of up to 256 KB each, so that one pipe doesn't keep others waiting
     ):
-        """All messages that are complete by now, without waiting; their descriptors are the
-        caller's to close"""
+        """Return all messages that are complete by now, without waiting. The caller closes their
+        descriptors"""
         try:
-            for _ in range(most): self._read()
-        except BlockingIOError: pass    # nothing more just now
+            for _ in range(max_reads): self._read()
+        except BlockingIOError: pass        # all is read
         except OSError: self.ended = True
-        return [*iter(self._next, None)]
+        return [*iter(self._next_message, None)]
     def _read(self):
-        # socket.recv_fds takes flags, too, but forgets them
+        "Read what is there; raises BlockingIOError if it is nothing, another OSError at the end"
+        # socket.recv_fds has a parameter for flags, but doesn't use it.
         flags = socket.MSG_DONTWAIT|_CLOEXEC
-        data,with_it,*_ = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
+        data,ancillary,*_ = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
         if not data: raise ConnectionResetError
-        self._got += data
-        for *_,fds in with_it: self._fds += array.array('i', fds)
-    def _next(self):
-        "The next message, or None while a part of it is missing"
-        if len(self._got) < _HEAD.size: return None
-        n,with_fd = _HEAD.unpack_from(self._got)
-        end = _HEAD.size+n
-        if len(self._got) < end: return None
-        data = bytes(memoryview(self._got)[_HEAD.size:end])
-        del self._got[:end]
-        return *pickle.loads(data), *([self._fds.pop(0)] if with_fd else [])
+        self._received += data
+        for *_,fds in ancillary: self._fds += array.array('i', fds)
+    def _next_message(self):
+        "Remove and return the first message; None while a part of it is missing"
+        if len(self._received) < _HEAD.size: return None
+        nbytes,has_fd = _HEAD.unpack_from(self._received)
+        end = _HEAD.size+nbytes
+        if len(self._received) < end: return None
+        data = bytes(memoryview(self._received)[_HEAD.size:end])
+        del self._received[:end]
+        return *pickle.loads(data), *([self._fds.pop(0)] if has_fd else [])
 
 # %% ../../nbs/process/405_worker.ipynb #b40da885
 class Task(NamedTuple):
-    "One call of a function that the notebook has asked for"
+    "A function that the notebook asks a worker to call"
     entry:object                # The function's `function_ref`: `module:function`, or its pickle
     surroundings:bytes          # A pickled `Surroundings`
-    config:object               # What this rank is given of its own
-    packed:Packed|None=None     # Where the payload lies in `block`
-    block:Block|None=None       # None: done early, before there is a payload
+    config:object               # The argument that each rank has of its own
+    packed:Packed|None=None     # Where the payload is in `block`
+    block:Block|None=None       # The shared memory of the payload; None for an 'early' task
 
 # %% ../../nbs/process/405_worker.ipynb #b1927dfc
-HEARTBEATS = 'heartbeats'       # file in the workers' folder
+HEARTBEATS = 'heartbeats'       # name of the file of heartbeats in the workers' folder
 
 class Channel:
-    "A worker's connection to the notebook"
+    """A worker's connection to the notebook. There is one in each worker, from its start to its
+    end; creating it starts the inbox thread"""
     def __init__(self,
-        conn,           # This end of the pipe
+        conn,           # The worker's end of the pipe, a socket
         rank,           # Of this worker
-        parent_pid,     # The notebook's process: when it ends, this one does
-        folder=None,    # Removed when the notebook ends
+        parent_pid,     # Pid of the notebook's process; when it ends, this worker is killed
+        folder=None,    # The workers' folder, removed when the notebook ends
     ):
         self.rank,self.folder,self.pid = rank,folder,os.getpid()
-        # where the job is, for a failure report; or a function that says it
-        self.where = 'starting'
-        self.items = ()             # dataset indices of its batch, in the same way
-        # called in the inbox thread when the notebook wants the job to stop
+        # The next two describe the job in the report of a failure. Each may be a function, which is
+        # called for its value.
+        self.where = 'starting' # What the job is doing, such as `epoch 1, batch 3`
+        self.items = ()         # `(index, name)` of the items of its batch
+        # Called in the inbox thread when the notebook wants the job to stop
         self.on_stop = noop
-        # called once, by the worker, when the notebook has this job's result
+        # Called once in the main thread, after the notebook has got the result of this job
         self.on_idle = noop
-        self.tasks = queue.SimpleQueue()    # of `Task`; None: no more
-        self._pipe,self._stop = Pipe(conn),threading.Event()
+        self.tasks = queue.SimpleQueue()    # of `Task`; None: exit
+        self._pipe,self._stop_requested = Pipe(conn),threading.Event()
         threading.Thread(target=self._inbox, args=(parent_pid,), name='fastddp-inbox',
                          daemon=True).start()
     def send(self, what, *values, fd=None):
-        "Sends a message to `Workers.poll`, see the table above"
+        "Send a message to `Workers.poll`: one of the second table above"
         self._pipe.send(what, *values, fd=fd)
     def emit(self, event):
-        "Sends a small picklable `event`, in order"
+        "Send a small picklable `event`; events arrive in order"
         self.send('event', event)
-    def put(self, kind, payload):
-        """Send `payload` as the newest of its `kind`; the notebook has it even if this process dies
-        right afterwards"""
+    def put(self,
+        kind,    # A string, such as 'result'; the notebook keeps the newest payload of each kind
+        payload, # A `Payload`
+    ):
+        "Send a payload; it arrives even if this process dies right afterwards"
         block = Block()
         try: self.send('put', kind, block.write(payload), fd=block.fd)
         finally: block.close()
     def heartbeats(self):
-        "The page of shared memory on which workers write their heartbeats"
+        "Return the `Heartbeats` that this worker shares with the notebook"
         return Heartbeats(os.path.join(self.folder, HEARTBEATS))
     def stop_requested(self):
-        "True if the notebook wants this job to stop"
-        return self._stop.is_set()
+        "True if the notebook wants the running job to stop"
+        return self._stop_requested.is_set()
 
 # %% ../../nbs/process/405_worker.ipynb #889a72ff
-def _parent_watch(pid):
-    "A descriptor that becomes readable when process `pid` ends; None without pidfd_open(2)"
+def _open_pidfd(pid):
+    """Return a descriptor that becomes readable when process `pid` ends; None if this system has no
+    pidfd_open(2). Raises ProcessLookupError if the process is gone already"""
     try: return os.pidfd_open(pid)
     except ProcessLookupError: raise
     except (AttributeError,OSError): return None
 
 @patch
 def _inbox(self:Channel, parent_pid):
-    "Receive messages while the notebook lives; then kill this process and all of its group"
-    parent = None
+    "Receive messages until the notebook ends, then kill this process and its group"
+    notebook = None
     try:
-        parent = _parent_watch(parent_pid)      # fails when the notebook is gone already
-        watched = [self._pipe] if parent is None else [self._pipe, parent]
-        while not self._pipe.ended and parent not in connection.wait(watched):
-            for msg in self._pipe.receive(): self._receive(*msg)
+        notebook = _open_pidfd(parent_pid)
+        watched = [self._pipe] if notebook is None else [self._pipe, notebook]
+        while not self._pipe.ended and notebook not in connection.wait(watched):
+            for msg in self._pipe.receive(): self._handle(*msg)
     # A worker that can no longer receive messages exits.
     except BaseException: os.write(2, traceback.format_exc().encode())
     finally:
-        # A process that dies closes its files a little before it is gone
-        if self.folder and (parent is None or connection.wait([parent], 1)):
+        # The folder is removed if the notebook has ended, not if it has only closed the pipe. A
+        # process that dies closes its files a little before it is gone.
+        if self.folder and (notebook is None or connection.wait([notebook], 1)):
             shutil.rmtree(self.folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
 @patch
-def _receive(self:Channel, what, *values):
+def _handle(self:Channel, what, *values):
+    "Act on a message: one of the first table above"
     if what == 'stop':
-        self._stop.set()
+        self._stop_requested.set()
         self.on_stop()
     elif what == 'exit': self.tasks.put(None)
     elif what == 'early': self.tasks.put(Task(*values))
     elif what == 'job':
-        self._stop.clear()      # the wish was for the job before
+        self._stop_requested.clear()    # an earlier 'stop' was for an earlier job
         *values,fd = values
         self.tasks.put(Task(*values, Block(fd)))
 
 # %% ../../nbs/process/405_worker.ipynb #e4575692
 def worker_main(
     sock,           # The worker's end of the pipe
-    rank,           # Its rank
-    parent_pid,     # The notebook's process
-    log,            # File for descriptors 1 and 2 and stacks; its folder goes with the notebook
-    by_main_thread, # True if the notebook's main thread started it
+    rank,           # Of this worker
+    parent_pid,     # Pid of the notebook's process
+    log,            # Path of the file for what the process writes to descriptors 1 and 2
+    by_main_thread, # True if the notebook's main thread starts this worker
 ):
-    "Run one task after the other in the new process until the notebook ends it; doesn't return"
-    if os.getsid(0) != os.getpid(): os.setsid()     # one that was spawned has its session already
+    "Run a new worker's process: one task after the other, until 'exit'; doesn't return"
+    if os.getsid(0) != os.getpid(): os.setsid()     # a spawned worker has its own session already
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The helper forks in its only thread; the notebook may spawn in one that ends before it.
+    # The parent is the helper, which forks in its only thread; or, after a spawn, a thread of the
+    # notebook, which may end before its process unless it is the main thread.
     if by_main_thread or os.getppid() != parent_pid: end_with_parent()
-    end_forks_with_us()
-    try: stacks = open(log, 'a')
-    except FileNotFoundError: os._exit(0)    # the notebook didn't wait
-    # what compiled libraries and programs write goes there, too
-    for fd in (1,2): os.dup2(stacks.fileno(), fd)
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks)
+    end_forks_with_parent()
+    _redirect_output(log)
     process,folder = multiprocessing.current_process(),os.path.dirname(log)
-    # of the sockets of a DataLoader's processes
+    # `tempdir` is where multiprocessing puts sockets, such as those of a DataLoader's processes.
     process.name,process._config['tempdir'] = f'fastddp-{rank}',folder
     channel = Channel(sock, rank, parent_pid, folder)
     reset_device_count()
     channel.send('ready', in_bad_fork())
     while (task := channel.tasks.get()) is not None:
-        _run(channel, task)
+        _run_task(channel, task)
         on_idle,channel.on_idle = channel.on_idle,noop
         on_idle()
-    _remove_temporary()
-    os._exit(0)     # no exit hooks: they belong to the helper this process was forked from
+    _remove_temporary_folders()
+    os._exit(0)     # exit hooks are those of the helper, from which this process was forked
 
-def _remove_temporary():
-    "Remove the temporary folders that libraries keep as long as their process lives, such as wandb"
-    for o in gc.get_objects():      # those of the helper are frozen, and not among these
+def _redirect_output(log):
+    "Write what compiled libraries and programs print, and stacks, to the file `log`"
+    try: file = open(log, 'a')
+    # The notebook has stopped its workers and removed their folder.
+    except FileNotFoundError: os._exit(0)
+    for fd in (1,2): os.dup2(file.fileno(), fd)
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file)
+
+def _remove_temporary_folders():
+    "Remove the temporary folders that libraries such as wandb keep until their process exits"
+    # `gc.freeze` in the helper has hidden the helper's objects from this list.
+    for o in gc.get_objects():
         if type(o) is tempfile.TemporaryDirectory:
             with contextlib.suppress(OSError): o.cleanup()
 
 # %% ../../nbs/process/405_worker.ipynb #d9bded48
-def _run(channel, task):
-    "Run a task; its exception goes to the notebook"
-    try: _do(channel, task)
+def _run_task(channel, task):
+    "Run a `Task`; send its exception to the notebook if it fails"
+    try: _call_entry(channel, task)
     except BaseException as e:
-        if os.getpid() != channel.pid: end_fork(e)
-        where,items = _asked(channel.where, ''),_asked(channel.items, ())
+        if os.getpid() != channel.pid: end_fork(e)      # user code has forked this process
+        where,items = _value_of(channel.where, ''),_value_of(channel.items, ())
         channel.send('failed', failure_of(e, channel.rank, where, _pickled(e), items))
+        # Free the frames of the traceback, which may hold a process group that others wait for.
         e.__traceback__ = None
-        gc.collect()                # its frames hold what others may wait for: a process group
+        gc.collect()
     finally:
         if task.block: task.block.close()
 
-def _do(channel, task):
-    "Call the function; its result goes to the notebook, unless there was no payload"
-    early = task.block is None
-    channel.where,channel.items = 'starting' if early else 'loading',()
+def _call_entry(channel, task):
+    "Call the task's function; send the result of a job to the notebook, none of an 'early' task"
+    is_early = task.block is None
+    channel.where,channel.items = 'starting' if is_early else 'loading',()
     pickle.loads(task.surroundings).enter()
     fn = resolve_function(task.entry)
-    if early: return fn(channel, task.config)
+    if is_early: return fn(channel, task.config)
     res = fn(channel, task.packed.meta, task.block.read(task.packed), task.config)
     channel.where = 'returning'
     channel.put('result', res)
     channel.send('done')
 
 # %% ../../nbs/process/405_worker.ipynb #ccdcd785
-_MOST_BYTES = 2**20     # of an exception; more of it than this is nothing to read
+_MAX_EXCEPTION_BYTES = 2**20    # of a pickled exception that is sent
 
-def _pickled(e):
-    "An exception as bytes, empty if it can't be pickled; its `__reduce__` may even exit"
-    try: original = cloudpickle.dumps(e)
-    except BaseException: return b''
-    return original if len(original) <= _MOST_BYTES else b''
+def _pickled(exc):
+    "Return the exception as bytes, or b'' if it can't be pickled or is too large"
+    try: data = cloudpickle.dumps(exc)
+    except BaseException: return b''    # `__reduce__` is user code, and may even exit
+    return data if len(data) <= _MAX_EXCEPTION_BYTES else b''
 
-def _asked(o, default):
-    "The value of `o`, which is called until it is no function; `default` if that fails"
+def _value_of(
+    o,       # A value, or a function without arguments that returns one, or such a function
+    default, # What to return if a function fails
+):
+    "Return the value of `Channel.where` or `Channel.items`"
     try:
         while callable(o): o = o()
         return o

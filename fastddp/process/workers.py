@@ -19,7 +19,7 @@ from ..payload.pickling import function_ref
 from ..payload.buffers import Block
 from .worker import HEARTBEATS, Pipe, Surroundings, worker_main
 from .helper import (
-    HelperEnded, new_folder, remove_folder, start_method, start_worker, without_helper)
+    HelperEnded, new_folder, remove_folder, start_method, start_worker, turn_off_helper)
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
 _REMEDIES = {
@@ -31,9 +31,9 @@ _REMEDIES = {
     errno.ENOSPC: "There is no room in the temporary folder: TMPDIR chooses another one"}
 
 def _refusal(
-    e, # An OSError from the start of workers
+    e, # The OSError that the start of workers raised
 ):
-    "The message of a `CantDistribute` about it"
+    "Return the message of the `CantDistribute` that replaces it"
     folder = tempfile.gettempdir()
     if e.errno in _REMEDIES: remedy = _REMEDIES[e.errno]
     elif os.path.isdir(folder):
@@ -47,13 +47,14 @@ _HELPER_ENDED = ("the helper process ended when it was asked for a worker (a lib
                  "imports?)")
 
 class Workers:
-    "The processes of some ranks: `submit` a job to all, `poll` for news, `stop` in any case"
+    """The worker processes of some ranks on this machine. Creating it starts them; `submit` sends
+    them a job, `poll` returns what they report, and `stop` ends them"""
     def __init__(self,
-        n,                          # Ranks, 0 to n-1
+        n,                          # Number of ranks, 0 to n-1; not used if there are `ranks`
         method=None,                # 'forkserver' or 'spawn'; None: `start_method()`
-        ranks=None,                 # Ranks that get a process, if not all
+        ranks=None,                 # The ranks that get a process here
         mark=lambda phase: None,    # Called at the end of the phases 'helper' and 'fork'
-        first=0,                    # Rank whose `LOCAL_RANK` is 0: the first one on this machine
+        first=0,                    # The first rank on this machine, whose LOCAL_RANK is 0
         waiting=lambda secs: None,  # Called while the helper isn't ready, see `start_worker`
     ):
         self.ranks,self.first = list(range(n) if ranks is None else ranks),first
@@ -61,21 +62,22 @@ class Workers:
         try: self._start_with_any_helper()
         except OSError as e: raise CantDistribute(_refusal(e)) from e
     def _start_with_any_helper(self):
-        "With the helper, with a new one if it ended, or without"
+        "Start the processes; with a new helper if the present one ends, then without one"
         for _ in range(2):
             with contextlib.suppress(HelperEnded): return self._start()
-        without_helper(_HELPER_ENDED)
+        turn_off_helper(_HELPER_ENDED)
         self.method = 'spawn'
         self._start()
     def _start(self):
-        self.dir = new_folder()         # for logs, and other files that go with these workers
-        self.procs,self.pipes = {},{}   # rank -> `WorkerProcess`, and `Pipe` to it
-        # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind
+        "Start all processes, or none if one can't be started"
+        self.dir = new_folder()         # for logs and heartbeats; `stop` removes it
+        self.procs,self.pipes = {},{}   # rank -> its `WorkerProcess`, rank -> the `Pipe` to it
+        # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind (`Channel.put`)
         self.latest = {}
-        self._dead = set()              # ranks whose death was reported
+        self._reported_dead = set()     # ranks whose end `poll` has reported
         try:
-            rows = max(self.ranks)-self.first+1
-            self._heartbeats = Heartbeats(os.path.join(self.dir, HEARTBEATS), rows)
+            n_rows = max(self.ranks)-self.first+1
+            self._heartbeats = Heartbeats(os.path.join(self.dir, HEARTBEATS), n_rows)
             for r in self.ranks:
                 self._start_one(r)
                 self._mark('helper' if len(self.procs) == 1 else 'fork')
@@ -83,6 +85,7 @@ class Workers:
             self.stop(0)
             raise
     def _start_one(self, r):
+        "Start the process of rank `r`"
         ours,theirs = socket.socketpair()
         try:
             args = r, os.getpid(), self.log_path(r), in_main_thread()
@@ -93,41 +96,46 @@ class Workers:
             raise
         self.pipes[r] = Pipe(ours)
     def log_path(self, rank):
-        "The file for what rank `rank` writes outside Python"
+        """Return the path of the log of `rank`, for stacks and for what compiled libraries and
+        programs print"""
         return os.path.join(self.dir, f'rank{rank}.log')
     def beat(self, rank):
-        "The last `Heartbeat` of rank `rank`"
+        "Return the latest `Heartbeat` of `rank`"
         return self._heartbeats.read(rank-self.first)
-    def are(self, ranks):
-        """True if these are the ranks, all of them live and their folder exists; users may clean
-        their temporary folders"""
+    def can_run(self, ranks):
+        """True if these are workers of exactly `ranks`, all are alive, and their folder exists,
+        which the user may have removed"""
         return self.ranks == ranks == self.alive() and os.path.isdir(self.dir)
     def alive(self):
-        "Ranks whose process runs"
-        return [r for r,p in self.procs.items() if r not in self._dead and p.is_alive()]
+        "Return the ranks whose process is running"
+        return [r for r,p in self.procs.items() if r not in self._reported_dead and p.is_alive()]
 
 # %% ../../nbs/process/406_workers.ipynb #ecdf3fb1
 @patch
 def submit(self:Workers,
     entry,      # Function `(channel, meta, buffers, config)`, which returns a `Payload`
-    packed,     # Where the payload lies in `block`
-    block,      # The `Block`, which stays the caller's
-    configs,    # Each rank's own, in the order of `self.ranks`
-    **env,      # Variables that the workers' environment has beyond this process's
+    packed,     # Where the payload is in `block`
+    block,      # The `Block` of shared memory, which the caller closes
+    configs,    # For each rank its `config`, in the order of `self.ranks`
+    **env,      # Environment variables of the workers besides those of this process
 ):
-    "Every rank calls `entry`; `poll` tells how it goes, `latest` has the results"
+    "Have every rank call `entry`. `poll` reports how it goes; `latest` then has the results"
     self.forget()
     self._heartbeats.clear()
     self._send_each('job', entry, configs, env, packed, fd=block.fd)
 
 @patch
-def early(self:Workers, entry, configs, **env):
-    """Every rank calls `entry(channel, config)` before the job that is submitted next; its only
-    news is a failure"""
+def submit_early(self:Workers,
+    entry,      # Function `(channel, config)`
+    configs,    # As for `submit`
+    **env,      # As for `submit`
+):
+    "Have every rank call `entry` before the job that is submitted next. Only failures are reported"
     self._send_each('early', entry, configs, env)
 
 @patch
 def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
+    "Send a message 'job' or 'early' to every rank"
     entry = function_ref(entry)
     for r,config in zip(self.pipes, configs):
         surroundings = Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first))
@@ -135,62 +143,71 @@ def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
 
 @patch
 def _send(self:Workers, r, *msg, fd=None):
-    with contextlib.suppress(OSError): self.pipes[r].send(*msg, fd=fd)      # it may have died
+    "Send a message to rank `r`, which may have died"
+    with contextlib.suppress(OSError): self.pipes[r].send(*msg, fd=fd)
 
 @patch
 def ask_stop(self:Workers):
-    "Ask every rank to stop: `Channel.stop_requested` becomes true, `Channel.on_stop` is called"
+    "Ask every rank to stop its job, see `Channel.stop_requested` and `Channel.on_stop`"
     for r in self.alive(): self._send(r, 'stop')
 
 @patch
 def ask_stacks(self:Workers, ranks):
-    "Have `ranks` write the Python stacks of all their threads into their logs"
+    "Have `ranks` write the Python stacks of all their threads to their logs"
     for r in ranks:
         with contextlib.suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
 
 # %% ../../nbs/process/406_workers.ipynb #0e851299
 @patch
 def poll(self:Workers,
-    timeout=None, # Seconds; None: until something is there
+    timeout=None, # Seconds; None: no limit
 ):
-    """What the workers have sent since the last call: a list of `(rank, what, *values)`, see the
-    table of messages in `process.worker`; 'died' comes with the exit code"""
-    ends = {p.sentinel:r for r,p in self.procs.items() if r not in self._dead}
-    pipes = {self.pipes[r]:r for r in ends.values() if not self.pipes[r].ended}
-    ready = connection.wait([*pipes, *ends], timeout)
-    news = [m for c in ready if c in pipes for m in self._read(pipes[c])]
-    for r in (ends[s] for s in ready if s in ends):
+    """Wait until a worker has sent something or has ended. Return what they report, as a list of
+    tuples `(rank, what, *values)`"""
+    pipes,sentinels = self._open_pipes(),self._sentinels()
+    ready = connection.wait([*pipes, *sentinels], timeout)
+    news = [m for o in ready if o in pipes for m in self._read(pipes[o])]
+    for r in (sentinels[o] for o in ready if o in sentinels):
         self.procs[r].join()
+        # All that it sent comes first.
         news += self._read(r, 100_000) + [(r, 'died', self.procs[r].exitcode)]
-        self._dead.add(r)
+        self._reported_dead.add(r)
     return news
 
 @patch
-def tell_again(self:Workers, ranks):
-    "Have the next `poll` report the deaths of `ranks` again"
-    self._dead -= {*ranks}
+def _sentinels(self:Workers):
+    "Return `{sentinel: rank}` of all processes whose end isn't reported yet"
+    return {p.sentinel:r for r,p in self.procs.items() if r not in self._reported_dead}
+
+@patch
+def _open_pipes(self:Workers):
+    "Return `{pipe: rank}` of those processes, where more may come"
+    return {self.pipes[r]:r for r in self._sentinels().values() if not self.pipes[r].ended}
 
 @patch
 def waitables(self:Workers):
-    "The pipes and sentinels that `poll` waits for, so that a caller can wait for more"
-    there = [r for r in self.procs if r not in self._dead]
-    pipes = [self.pipes[r] for r in there if not self.pipes[r].ended]
-    return [*(self.procs[r].sentinel for r in there), *pipes]
+    "Return what `poll` waits for, as `multiprocessing.connection.wait` takes it"
+    return [*self._open_pipes(), *self._sentinels()]
+
+@patch
+def report_again(self:Workers, ranks):
+    "Have the next `poll` report the deaths of `ranks` again"
+    self._reported_dead -= {*ranks}
 
 @patch
 def host(self:Workers, r):
-    "The machine that rank `r` runs on, if it is another one than the notebook's; here '' for all"
+    "Return the name of the machine of rank `r`, for messages; here '', the notebook's own"
     return ''
 
 @patch
-def _read(self:Workers, r, *most):
-    "The messages in the pipe of rank `r`, as news; `most`: see `Pipe.receive`"
-    return [(r, *self._received(r, *msg)) for msg in self.pipes[r].receive(*most)]
+def _read(self:Workers, r, *max_reads):
+    "Return the messages that rank `r` has sent, as tuples of `poll`"
+    return [(r, *self._store_payload(r, *msg)) for msg in self.pipes[r].receive(*max_reads)]
 
 # %% ../../nbs/process/406_workers.ipynb #ffc2ff38
 @patch
-def _received(self:Workers, r, what, *values):
-    "A message as news; a payload replaces the one of its kind in `latest`"
+def _store_payload(self:Workers, r, what, *values):
+    "Put the payload of a message 'put' into `latest`; return what `poll` reports of a message"
     if what != 'put': return what, *values
     kind,packed,fd = values
     if old := self.latest.get((r,kind)): old[0].close()
@@ -199,22 +216,23 @@ def _received(self:Workers, r, what, *values):
 
 @patch
 def forget(self:Workers):
-    "Free the payloads that the last job's ranks have sent"
+    "Free all payloads in `latest`"
     for block,_ in self.latest.values(): block.close()
     self.latest.clear()
 
 # %% ../../nbs/process/406_workers.ipynb #095f55ef
 @patch
 def stop(self:Workers,
-    grace=2., # Seconds that they have to end by themselves; 0: none
+    grace=2., # Seconds that processes have to exit; 0: they are killed at once
 ):
-    "End all processes within about `grace` seconds, and free everything; harmless when repeated"
+    """End all processes and free all they use. Returns after `grace` and some more seconds even if
+    a process can't be killed, with a warning; repeated calls do nothing"""
     if grace:
         for r in self.alive(): self._send(r, 'exit')
         self._join(grace)
     for r in self.alive(): _kill_group(self.procs[r].pid)
     self._join(5)
-    for p in self.procs.values(): _end_rest(p.pid)
+    for p in self.procs.values(): _kill_children_of_dead(p.pid)
     for o in self.pipes.values(): o.close()
     self.forget()
     remove_folder(self.dir)
@@ -225,19 +243,22 @@ def stop(self:Workers,
                                 "may be stuck in them")
 
 @patch
-def _join(self:Workers, seconds):
-    end = time.monotonic()+seconds
+def _join(self:Workers,
+    timeout, # Seconds
+):
+    "Wait until all processes have ended, and read what they send, so that none waits for its pipe"
+    end = time.monotonic()+timeout
     while (left := end-time.monotonic()) > 0 and self.alive(): self.poll(left)
 
-def _end_rest(pid):
-    """Kill the rest of a worker's process group; a live process `pid` is another one with the same
-    number"""
+def _kill_children_of_dead(pid):
+    """Kill the process group that the dead worker `pid` led. Does nothing if there is a process
+    `pid` again: then it is another one"""
     try: os.kill(pid, 0)
     except ProcessLookupError: _kill_group(pid)
     except PermissionError: pass
 
 def _kill_group(pid):
-    "A worker leads its own group; before it gets that far, the process alone"
+    "Kill the process group of a worker; the process alone if it hasn't made its group yet"
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             return kill(pid, signal.SIGKILL)

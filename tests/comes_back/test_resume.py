@@ -168,14 +168,14 @@ def test_cut_learner_is_let_go(tmp_path):
 
 def interrupt_at(monkeypatch, kinds):
     "Ctrl-C when rank 0's next payload of the first of `kinds` is here, and so on; what is left of `kinds`"
-    todo, real = list(kinds), Workers._received
+    todo, real = list(kinds), Workers._store_payload
     def received(self, r, what, *values):
         res = real(self, r, what, *values)
         if r == 0 and todo and (what, *values[:1]) == ('put', todo[0]):
             todo.pop(0)
             signal.raise_signal(signal.SIGINT)
         return res
-    monkeypatch.setattr(Workers, '_received', received)
+    monkeypatch.setattr(Workers, '_store_payload', received)
     return todo
 
 
@@ -246,13 +246,13 @@ class Full(io.StringIO):
 @pytest.mark.full
 def test_output_that_fails_costs_no_complete_epoch(tmp_path, undisturbed, monkeypatch):
     "The notebook's stdout: a full disk, or a pipe that nobody reads any more"
-    out, real = Full(), Workers._received
+    out, real = Full(), Workers._store_payload
     def received(self, r, what, *values):
         if what == 'put': out.full = values[0] == 'epoch'
         return real(self, r, what, *values)
     learn = learner(tmp_path, 'nothing', 'before_fit', 9)
     with monkeypatch.context() as m, contextlib.redirect_stdout(out):
-        m.setattr(Workers, '_received', received)
+        m.setattr(Workers, '_store_payload', received)
         with pytest.raises(OSError, match='No space left'): train(learn)
     n = len(learn.recorder.values)
     assert n > 0
