@@ -217,7 +217,8 @@ def _compare(learn, steps, tol, options,
         for o in (many,one):
             for r in reasons: r.remove(o, stack)
         # a counter in a global, say, begins alike in both
-        with with_attrs(snapshot, put_back=_put_objects): many.distrib('fit', 1, cbs=[a], **options)
+        with with_attrs(snapshot, put_back=_put_objects), many._distrib_ctx(**options):
+            many.fit(1, cbs=[a])
         for dl in one.dls.loaders if options['batch'] == 'per_worker' else ():
             dl.bs *= a.n
             if is_lm(dl): lay_out(dl)

@@ -262,6 +262,7 @@ def test_refused(two):
     for word in 'wait', 'offload':
         with pytest.raises(CantDistribute, match=f'{word}=.*True or False'): learn.distrib_resume(**{word: 'no'})
     with pytest.raises(CantDistribute, match='A block waits'), learn.distrib_ctx(nprocs=2, wait=False): pass
+    with pytest.raises(CantDistribute, match='A block waits'): learn.distrib_check(wait=False, **two)
     with pytest.raises(CantDistribute, match='outside of it'), learn.distrib_ctx(**two):
         learn.distrib_fit(1, wait=False)
     other = learner()
@@ -274,6 +275,21 @@ def test_refused(two):
     for p in learn.model.parameters(): p.requires_grad_(False)
     with pytest.raises(CantDistribute, match='no trainable parameters'): learn.distrib_fit(1, wait=False, **two)
     assert not launch_options.running_jobs and not [k for k in vars(learn) if k == 'fit']
+
+
+def test_offload_of_a_call_that_waits_is_refused(two):
+    "`offload` is for a job: a call that waits moves the learner to the CPU in any case"
+    learn = learner()
+    before = weights(learn)
+    for method, args in (('fit', (1,)), ('validate', ()), ('resume', ()), ('check', ())):
+        options = {} if method == 'resume' else two
+        with pytest.raises(CantDistribute, match='offload=True needs wait=False'):
+            getattr(learn, f'distrib_{method}')(*args, offload=True, **options)
+    with pytest.raises(CantDistribute, match='offload=True needs wait=False'):
+        with learn.distrib_ctx(offload=True, **two): pass
+    with learn.distrib_ctx(**two), pytest.raises(CantDistribute, match='offload=True needs wait=False'):
+        learn.distrib_fit(1, offload=True)
+    assert same(weights(learn), before)
 
 
 def test_gpus_of_a_job():
@@ -611,7 +627,7 @@ def test_random_sequences(s, two):
     assert job.state == 'stopped' or len(learn.recorder.values) == 6
     for other in others:
         other.result(60)
-        assert len(other.of.recorder.values) == 1
+        assert len(other.original.recorder.values) == 1
     learn.fit(1)
 
 
