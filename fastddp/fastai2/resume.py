@@ -18,7 +18,7 @@ from fastcore.foundation import L
 from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
-from .snapshot import STAY, all_cbs, apply, baseline, capture, persistent_refs
+from .snapshot import CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs
 from ..payload.pickling import copied, definition_of, dump, known_as, load
 from ..payload.state import model_tensors, own_copy, picklable_attrs
 
@@ -241,8 +241,8 @@ def call_from(learn, file, launcher):
 # %% ../../nbs/fastai2/724_resume.ipynb #c51f3906
 def dropped_lists(learn, cbs):
     "What callbacks leave out when they are pickled: the recorder's lists"
-    return [{k:vars(cb)[k] for k in getattr(cb, '_stateattrs', ()) if k in vars(cb).keys()-STAY}
-            for cb in all_cbs(learn, cbs)]
+    return [{k:vars(cb)[k] for k in getattr(cb, '_stateattrs', ())
+             if k in vars(cb).keys()-CALLBACK_STAYS} for cb in all_cbs(learn, cbs)]
 
 class ResumeFit(Callback):
     """Lets a fit begin at epoch `first`, with counters and `cbs`, those that came from the
@@ -252,7 +252,8 @@ class ResumeFit(Callback):
         self.callbacks = cbs
         self.count = getattr(learn, 'train_iter', 0)
         for cb,o in zip(cbs, lists): vars(cb).update(o)
-        attrs = [{k:v for k,v in vars(cb).items() if k not in STAY and v is not None} for cb in cbs]
+        attrs = [{k:v for k,v in vars(cb).items() if k not in CALLBACK_STAYS and v is not None}
+                 for cb in cbs]
         self.then = copied([picklable_attrs(o, refs) for o in attrs], refs)
         def do_fit():       # as fastai's, but for the epochs that are done
             for learn.epoch in range(first, learn.n_epoch):
