@@ -1971,6 +1971,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.output.capture._QuietBar.progress': ( 'output/capture.html#_quietbar.progress',
                                                                                        'fastddp/output/capture.py'),
                                         'fastddp.output.capture._complete': ('output/capture.html#_complete', 'fastddp/output/capture.py'),
+                                        'fastddp.output.capture._search_new_modules': ( 'output/capture.html#_search_new_modules',
+                                                                                        'fastddp/output/capture.py'),
                                         'fastddp.output.capture._send_warning': ( 'output/capture.html#_send_warning',
                                                                                   'fastddp/output/capture.py'),
                                         'fastddp.output.capture._shell_class': ( 'output/capture.html#_shell_class',

@@ -97,5 +97,7 @@ def seed_rank(
     seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), 'little')
     random.seed(seed)
     np.random.seed(seed%2**32)
-    torch.manual_seed(seed)
+    # `torch.manual_seed` formats the call stack for each type of accelerator that is missing
+    torch.default_generator.manual_seed(seed)
+    if n_gpus(): device_module().manual_seed_all(seed)
 

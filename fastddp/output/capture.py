@@ -7,6 +7,7 @@ __all__ = ['use_bars', 'DisplaySettings', 'capture_output', 'rehearse']
 
 # %% ../../nbs/output/203_capture.ipynb #37ae1253
 import builtins, contextlib, functools, os, sys, tempfile, warnings
+from itertools import takewhile
 from typing import NamedTuple
 
 from ..base.scoped import restore_entries, set_entries, without_attrs
@@ -34,6 +35,19 @@ class _QuietBar:
 _BARS = 'master_bar','progress_bar'
 _FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'
 
+_newest = None      # the last module that has been searched
+_found = {}         # id -> namespace of a module that has bars or flags
+
+def _search_new_modules():
+    "Add the modules that were imported since the last search to `_found`"
+    global _newest
+    try: new = [*takewhile(lambda m: m is not _newest, reversed(sys.modules.values()))]
+    except RuntimeError: new = [*sys.modules.values()]      # another thread imports meanwhile
+    for module in new:
+        namespace = getattr(module, '__dict__', {})
+        if not namespace.keys().isdisjoint(_BARS+_FLAGS): _found[id(namespace)] = namespace
+    if new: _newest = new[0]
+
 def use_bars(undo, frontend):
     "Set the bars of `frontend` in every module, and fastprogress's flags, until `undo` closes"
     fp = sys.modules.get('fastprogress.fastprogress')
@@ -46,10 +60,11 @@ def use_bars(undo, frontend):
     known = {id(c) for pair in classes.values() for c in pair}
     values = dict(zip(_BARS, classes.get(frontend, ())))
     values |= dict.fromkeys(_FLAGS, frontend != 'terminal')
-    for name,module in sys.modules.copy().items():
-        namespace = getattr(module, '__dict__', {})
+    _search_new_modules()
+    # cells may have imported bars since then
+    for namespace in [*_found.values(), vars(sys.modules['__main__'])]:
         keys = [k for k in _BARS if id(namespace.get(k)) in known]
-        if name.startswith(('fastcore.','fastprogress.','fastai.')):
+        if str(namespace.get('__name__')).startswith(('fastcore.','fastprogress.','fastai.')):
             keys += [k for k in _FLAGS if k in namespace]
         if keys: set_entries(undo, namespace, **{k:values[k] for k in keys})
     if fp is None: return

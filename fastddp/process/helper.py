@@ -134,9 +134,9 @@ def preload(
     listed.extend(m for m in modules if m not in listed)
 
 def preloads():
-    "The modules that a helper imports if it starts now, in order"
-    imported = (m for m in _preload_if_imported if m in sys.modules and m not in _preload)
-    return [*_preload, *imported]
+    "List what a helper imports if it starts now; functions are called after all imports"
+    imported = [m for m in _preload_if_imported if m in sys.modules and m not in _preload]
+    return sorted(_preload+imported, key=lambda entry: ':' in entry)
 
 # %% ../../nbs/process/404_helper.ipynb #5a6d6a2b
 def serve(
