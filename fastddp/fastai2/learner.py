@@ -21,8 +21,9 @@ from ..base.scoped import with_attrs
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
 from .jobs import in_place, reports, train_in_place
-from .resume import (
-    EVERY, Checkpoints, UserCall, call_from, cut_off_call, resume_points, seconds_of, writing)
+from fastddp.fastai2.resume import (
+    INTERVAL, UserCall, call_from_file, call_to_resume, checkpoint_writer, claimed_file,
+    resume_points)
 from .as_one import wants_no_lines
 from .session import Session
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
@@ -74,19 +75,19 @@ def distrib_ctx(self:Learner,
                                       "wait=False). A block waits for its fits.")
     _check_wait(wait, offload)
     check_loss(loss)
-    check('checkpoint', checkpoint, EVERY)
+    check('checkpoint', checkpoint, INTERVAL)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     def overrides(launcher, n, gpus):
         "Return the methods that replace the learner's own in the block, by name."
         session = Session(self, launcher, n, gpus, rank_options, restarts,
-                          factories=(model_factory,dls_factory),
+                          model_factory=model_factory, dls_factory=dls_factory,
                           asked_for=OPTIONS.asked_for(given))
-        if checkpoint: session.on_epoch.append(Checkpoints(seconds_of(checkpoint)).at_epoch)
+        if checkpoint: session.on_epoch.append(checkpoint_writer(checkpoint))
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     # in a group that torchrun, say, has made: no workers are started
     def in_launched(): return in_place(self, rank_options, given)
     opened = block(self, given, OPTIONS.defaults, in_launched, overrides, wants_no_lines)
-    with writing(self, checkpoint), opened: yield self
+    with claimed_file(self, checkpoint), opened: yield self
 
 # `import fastai.distributed` puts fastai's own in its place
 Learner._distrib_ctx = Learner.distrib_ctx
@@ -178,8 +179,8 @@ class LearnerJob(BackgroundJob):
         self.until_end = contextlib.ExitStack()
         # The parts of the learner that the notebook may exchange while the job runs.
         # `copy.copy` of an `L` shares its list in fastcore 1.7
-        self.parts_at_start = {k:vars(learn)[k].copy() for k in ('cbs','_metrics')}
-        self.parts_at_start |= {k:vars(learn)[k] for k in ('dls','loss_func','opt')}
+        lists = {k:vars(learn)[k].copy() for k in ('cbs','_metrics')}
+        self.parts_at_start = lists | {k:vars(learn)[k] for k in ('dls','loss_func','opt')}
 
 # %% ../../nbs/fastai2/730_learner.ipynb #040c6e14
 @patch
@@ -192,10 +193,9 @@ def _open_block(self:LearnerJob):
                              "has none. nprocs=2 starts two on the CPU.")
     session = self.session = fit.__self__
     session.on_epoch.append(self._keep_epoch)
-    gpus = tuple(session.gpus or ()) if session.launcher.workers_are_local else ()
-    refuse_blocks(gpus, self.twin)
+    if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
+    refuse_blocks(self.gpus, self.twin)
     session.launcher.prepare(session.n)
-    self.gpus = gpus
 
 @patch
 def _keep_epoch(self:LearnerJob,
@@ -319,7 +319,6 @@ def start_job(learn,
     return job
 
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
-_FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
 _INFERS = 'validate','get_preds','tta'
 
 @patch
@@ -360,8 +359,8 @@ def distrib_resume(self:Learner,
 
     After a failure it can be called again: it continues from the last complete epoch."""
     _check_wait(wait, offload)
-    if file is not None: resume_points[self] = call_from(self, file, launcher)
-    call = cut_off_call(self)
+    if file is not None: resume_points[self] = call_from_file(self, file, launcher)
+    call = call_to_resume(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)
 
@@ -371,7 +370,7 @@ unchanged if there was none; the error's `kept` says which. After an interrupt i
 the last finished batch. `distrib_resume()` continues the fit."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
-for _name in _FITS:
+for _name in ('fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'):
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT, ITEMS))
 _FOR_FITS = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
 for _name in _INFERS:

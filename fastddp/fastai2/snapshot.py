@@ -81,7 +81,9 @@ def name_of_loader(i):
     "Return the user's name for loader number `i` of a learner, such as 'learn.dls.train'."
     return ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
 
-def _named_parts(learn, cbs):
+def _named_parts(learn, cbs,
+    hooks, # As of `get_hooks`
+):
     """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
     to it is the one that the error names."""
     parts = {}
@@ -93,17 +95,17 @@ def _named_parts(learn, cbs):
     cbs = all_cbs(learn, cbs)
     for cb in cbs: parts |= {f"learn.{cb.name}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
     classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *cbs)}
-    return classes | parts | {'learn': learn}
+    return classes | parts | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 def _hooked_objects(learn): return objects_with_hooks(learn, loss_module(learn.loss_func))
 
 def _not_sent(learn, call, model_factory, dls_factory, training):
     """Return context managers. Inside all of them, the learner lacks what is not sent to the
     workers."""
-    loaders = [o for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl'))
-               if isinstance(o, DataLoader)]
-    # the iterator that an interrupted loop left
-    contexts = [without_attrs(o, 'it') for o in loaders]
+    # `it` is the iterator that an interrupted loop left
+    contexts = [without_attrs(o, 'it')
+                for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl'))
+                if isinstance(o, DataLoader)]
     # the first one needs the learner's loaders
     if dls_factory: contexts += [_without_dataset(learn, call), without_attrs(learn, 'dls', 'dl')]
     if model_factory: contexts.append(without_attrs(learn, 'model', 'opt'))
@@ -129,10 +131,8 @@ def snapshot(
                opt_attrs=opt_attrs(learn.opt) if training else [],
                state=learner_state(learn, opt=training) if model_factory else None,
                hooks=get_hooks(hooked))
-    named = {}
-    if not (model_factory or dls_factory):
-        named = _named_parts(learn, cbs)
-        named['the hooks of parameters and optimizer'] = obj['hooks'][1]
+    # with a factory, the paths would lead to objects that aren't sent
+    named = {} if model_factory or dls_factory else _named_parts(learn, cbs, obj['hooks'][1])
     contexts = _not_sent(learn, call, model_factory, dls_factory, training)
     try: return dump(obj, named, *contexts, **kwargs)
     except NotPicklable as e:
@@ -340,9 +340,7 @@ def apply(learn, cbs,
     loaded = load_state(meta, buffers, refs or persistent_refs(learn, cbs), learn.model)
     if loaded is None: return
     state,rest = loaded     # `rest` is {} if it can't be loaded
-    changes = rest.get('changes', {})
-    if not definitions: changes.pop('variables', None)
-    put_back(groups, changes)
+    put_back(groups, rest.get('changes', {}))
     learn._end_cleanup()
     if state['epoch'] is not None: learn.epoch = state['epoch']
     apply_model(learn.model, state)
@@ -352,6 +350,6 @@ def apply(learn, cbs,
     # the first part is `learn.dls`, then come its loaders
     for dl,st in zip(groups['parts'][1:], rest.get('dls', ())): set_dl_state(dl, st)
     removed = [groups['cbs'][i] for i in rest.get('removed_cbs', ())]
-    for cb in [cb for cb in learn.cbs if any(cb is o for o in removed)]: learn.remove_cb(cb)
+    learn.remove_cbs([cb for cb in learn.cbs if any(cb is o for o in removed)])
     learn.add_cbs(rest.get('added_cbs'))
     if rng := rest.get('rng'): CommonRNG(rng).install()
