@@ -40,8 +40,7 @@ from ..shard.sharded import workers_per_rank
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
 class NoteSteps(Callback):
-    """Note the batches, losses and gradients of the first training steps, and end training after
-    them. It runs on each rank, and in one process for comparison"""
+    "Note the batches, losses and gradients of the first training steps, and end training then"
     order = 52      # after the Recorder
     def __init__(self, steps): self.steps = steps
     def before_fit(self):
@@ -308,10 +307,8 @@ class Pace(Callback):
         self.most_seconds = most_seconds
     def before_fit(self):
         self.done = 0       # steps, with those to warm up
-        # of the steps that are timed: items of all ranks, and seconds in which this rank waited
-        # for data, and in all
-        self.items = 0
-        self.waited = self.seconds = 0.
+        self.items = 0      # of all ranks, in the steps that are timed
+        self.waited = self.seconds = 0.     # of this rank: seconds waiting for data, and in all
     def after_batch(self):
         now = time.perf_counter()
         clock = self.learn._call_one.clock
