@@ -54,16 +54,16 @@ class Laps(Callback):
 
 def run(name, slow=0., bars=True, **options):
     "`(ms per step, ms between two epochs, ms of the notebook's CPU per step)`"
-    learn, write = LEARNERS[name].learner(2), resume.write
+    learn, write = LEARNERS[name].learner(2), resume.write_checkpoint
     learn.add_cb(Laps())
     def slowly(*args):
         write(*args)
         time.sleep(slow)
-    resume.write = slowly
+    resume.write_checkpoint = slowly
     try:
         with tempfile.TemporaryDirectory() as learn.path, contextlib.nullcontext() if bars else learn.no_bar():
             return fit(learn, options)
-    finally: resume.write = write
+    finally: resume.write_checkpoint = write
 
 
 def fit(learn, options):

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from fastai.callback.core import (
     Callback, CancelFitException, CancelTrainException, CancelValidException, _inner_loop)
-from fastai.callback.progress import ProgressCallback
 from fastai.callback.tracker import TrackerCallback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -41,23 +40,24 @@ from ..shard.sharded import workers_per_rank
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
 class NoteSteps(Callback):
-    """Note batches, losses and gradients of the first `steps` training batches, from all ranks, and
-    end training there"""
+    "Note the batches, losses and gradients of the first training steps, and end training then"
     order = 52      # after the Recorder
     def __init__(self, steps): self.steps = steps
     def before_fit(self):
         self.losses = []
-        self.grads = []
-        self.n = group.world_size()
-        self.loss_kind = ''
-        self.averaged = False
+        self.grads = []         # `[sum, norm]` of each parameter in each step
+        self.n_ranks = group.world_size()
+        self.loss_kind = ''     # how the losses of ranks are combined, in words
+        self.averaged = False   # True if a loss is averaged over workers
+        # for each step the sum and the sum of squares of all numbers in the batch
         self.sums = torch.zeros(self.steps, 2, dtype=torch.float64)
     def before_batch(self):
         if not self.training: return
         counts = getattr(self.learn.dl, 'counts', ())
-        n = counts[self.iter][0] if self.iter < len(counts) else None
+        # a rank may have borrowed items, which come after its own
+        n_own = counts[self.iter][0] if self.iter < len(counts) else None
         for t in tensors_in([self.xb, self.yb]):
-            own = t[:n].double() if t.ndim else t
+            own = t[:n_own].double() if t.ndim else t
             self.sums[self.iter] += torch.tensor([own.sum(), own.square().sum()])
     def after_backward(self):
         for p in self.model.parameters():
@@ -79,14 +79,16 @@ class NoteSteps(Callback):
 class Reason(NamedTuple):
     "Why answers differ between one process and several workers"
     why:str
-    remove:object=None  # Takes it out of a copy, for the time of an `ExitStack`; None: stays there
+    # `remove(learn, stack)` takes the reason out of a copy of the learner. What it changes in the
+    # dataset, which copies share, the `ExitStack` restores. None: it can't be taken out
+    remove:object=None
 
-# Attributes that are the probability of a layer that draws random numbers
-_DRAWS = 'p','embed_p','weight_p','dropout','drop_prob'
+# Names under which layers that draw random numbers keep their probability
+_PROBABILITIES = 'p','embed_p','weight_p','dropout','drop_prob'
 
 def _dropouts(model):
-    "`(layer, name of its probability)` of each layer that draws"
-    found = [(m,k) for m in model.modules() for k in _DRAWS]
+    "Return `(layer, name of its probability)` for each layer that draws random numbers."
+    found = [(m,k) for m in model.modules() for k in _PROBABILITIES]
     return [(m,k) for m,k in found if isinstance(p := getattr(m, k, None), float) and 0 < p < 1]
 
 def _no_dropout(learn, stack):
@@ -96,73 +98,75 @@ def _no_dropout(learn, stack):
 _BN = nn.modules.batchnorm._BatchNorm
 
 class FixedBatchNorm(Callback):
-    "Batch norm takes its running statistics in training as well"
+    "Batch norm uses its running statistics in training, too"
     def before_train(self):
         for m in self.model.modules():
             if isinstance(m, _BN): m.eval()
 
 def _fix_batch_norm(learn, stack): learn.add_cb(FixedBatchNorm())
 
-def _has_rand(dl):
-    "True if a loader changes its items at random"
+def _augments(dl):
+    "Return True if a transform of a loader changes items at random."
     pipes = [getattr(dl,k,None) for k in ('after_item','before_batch','after_batch')]
     lists = getattr(getattr(dl,'dataset',None), 'tls', ())
     tfms = [f for p in pipes for f in getattr(p,'fs',())] + [f for t in lists for f in t.tfms.fs]
     return any(is_kind(f, ['RandTransform']) for f in tfms)
 
 def _no_augmentation(learn, stack):
+    # transforms treat the training set as a validation set
     if hasattr(ds := learn.dls.train.dataset, 'set_split_idx'):
         stack.enter_context(ds.set_split_idx(1))
 
-def _of_part(learn):
-    "The callbacks that mix items, or run user code, in training batches"
+def _batch_callbacks(learn):
+    "Return the callbacks that mix the items of training batches, or run user code in their steps."
     return [cb for cb in learn.cbs if is_kind(cb, ['MixHandler']) or not is_rank0_only(cb)
             and any(runs_user_code(cb, e) for e in _inner_loop)]
 
-def _no_callbacks(learn, stack): learn.remove_cbs(_of_part(learn))
+def _no_callbacks(learn, stack): learn.remove_cbs(_batch_callbacks(learn))
 
 # %% ../../nbs/fastai2/731_check.ipynb #19d64be2
 def reasons_for(learn, gpus):
-    "What makes this learner's answers differ between one process and several workers, by name"
-    ms = list(learn.model.modules())
-    res = {}
-    if any(isinstance(m, _BN) for m in ms) and not gpus:
-        res['batch norm on the CPU'] = Reason("each worker normalizes its own part of a batch",
-                                              _fix_batch_norm)
-    if _dropouts(learn.model): res['dropout'] = Reason("each worker draws its own", _no_dropout)
-    if _has_rand(learn.dls.train):
-        res['augmentation'] = Reason("each worker draws its own", _no_augmentation)
-    for cb in _of_part(learn):
-        res[f'callback {type(cb).__name__}'] = Reason(
+    """Return `{name: Reason}`: what makes the answers of this learner differ between one process
+    and several workers."""
+    modules = list(learn.model.modules())
+    reasons = {}
+    if any(isinstance(m, _BN) for m in modules) and not gpus:
+        reasons['batch norm on the CPU'] = Reason("each worker normalizes its own part of a batch",
+                                                  _fix_batch_norm)
+    if _dropouts(learn.model): reasons['dropout'] = Reason("each worker draws its own", _no_dropout)
+    if _augments(learn.dls.train):
+        reasons['augmentation'] = Reason("each worker draws its own", _no_augmentation)
+    for cb in _batch_callbacks(learn):
+        reasons[f'callback {type(cb).__name__}'] = Reason(
             "it may act on what a worker sees, its part of each batch, or draw random numbers. "
             "Decide by what all workers know (learn.loss after the backward pass, metrics), and "
             "draw from torch.Generator().manual_seed(42)", _no_callbacks)
     if get_hooks([*learn.model.parameters()])[1]:
-        res['hooks of parameters'] = Reason(
+        reasons['hooks of parameters'] = Reason(
             "they act on each worker's gradient, before the mean over workers. Where that matters "
             "(a clamp), change p.grad in a callback's before_step")
     if learn.dls.train.__class__.__name__ == 'SortedDL':
-        res['padding'] = Reason("each worker pads its part to the longest item there")
-    if any(b.is_floating_point() for m in ms if not isinstance(m, nn.modules.batchnorm._NormBase)
-           for b in m.buffers(recurse=False)):
-        res['buffers'] = Reason("those that a forward pass changes are rank 0's, which saw its own "
-                                "part")
-    return res
+        reasons['padding'] = Reason("each worker pads its part to the longest item there")
+    others = [m for m in modules if not isinstance(m, nn.modules.batchnorm._NormBase)]
+    if any(b.is_floating_point() for m in others for b in m.buffers(recurse=False)):
+        reasons['buffers'] = Reason("those that a forward pass changes are rank 0's, which saw its "
+                                    "own part")
+    return reasons
 
 # %% ../../nbs/fastai2/731_check.ipynb #568b58bd
 def copy_of(learn):
-    "A copy of `learn` over the same datasets, without callbacks that act outside"
+    """Return a copy of `learn` over the same datasets, without callbacks that write files, log or
+    show progress."""
     res,_ = snapshot.twin(learn, {})
     snapshot.place(res, getattr(learn.dls, 'device', None) or 'cpu')
-    res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb)
-                    or isinstance(cb, (ProgressCallback,TrackerCallback))])
+    res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb) or isinstance(cb, TrackerCallback)])
     res.logger = noop
     return res
 
-def _apart(a, b,
+def _difference(a, b, # Numbers, or nested lists of numbers
            each=False # Relative to each number, instead of to the largest one
 ):
-    "Largest difference of two nested lists of numbers, relative; infinite where shapes differ"
+    "Return the largest difference of two numbers in the same position, relative to their size."
     a,b = (torch.as_tensor(o, dtype=torch.float64) for o in (a,b))
     if a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()): return float('inf')
     a,b = a.nan_to_num(),b.nan_to_num()
@@ -172,9 +176,9 @@ def _apart(a, b,
 
 class Row(NamedTuple):
     "One line of an `Answer`"
-    what:str
-    largest:float   # Difference, relative to size
-    tolerance:float
+    what:str        # What was compared
+    largest:float   # The largest difference, relative to size; infinite: shapes or NaNs differ
+    tolerance:float # Up to here, a difference counts as rounding
     @property
     def same(self): return self.largest <= self.tolerance
     def __str__(self):
@@ -183,11 +187,11 @@ class Row(NamedTuple):
         return f"{self.what}: {100*self.largest:.3g} % apart"
 
 class Answer(list):
-    "The rows of a check; `same` if all of them are"
-    loss = ''           # How the workers' losses make that of the batch
-    averaged = False    # True if one is averaged over workers
+    "The `Row`s of a check; `same` if all of them are"
+    loss = ''           # How the losses of workers make that of the batch, in words
+    averaged = False    # True if a loss is averaged over workers
     reasons = {}        # Name -> `Reason`: what is expected to differ
-    verdict = ''        # What follows
+    verdict = ''        # A sentence or two for the user
     @property
     def same(self): return all(r.same for r in self)
     def __str__(self):
@@ -196,39 +200,45 @@ class Answer(list):
     __repr__ = __str__
 
 # %% ../../nbs/fastai2/731_check.ipynb #bea8b6ca
-def _params(learn):
+def _weights(learn):
     return nn.utils.parameters_to_vector(learn.model.parameters()).detach().cpu()
 
-def _values(learn):
+def _validation(learn):
+    "Return the last row of the Recorder: losses and metrics."
     return [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
 
-def _put_objects(groups, found): apply_changes(groups, dict(found, variables=[]))
+def _put_back_objects(groups, found):
+    "As `apply_changes`, without variables of cells: they are the notebook's own, and no copies."
+    apply_changes(groups, dict(found, variables=[]))
 
-def _compare(learn, steps, tol, options,
-             reasons=() # `Reason`s: they are taken out
+def _compare(learn, steps, tol,
+             options, # Of `distrib_ctx`
+             reasons=() # `Reason`s that are taken out of both copies
 ):
-    "The `Answer` of two copies of `learn`, on workers and in one process"
-    many = copy_of(learn)
-    one = copy_of(learn)
+    "Train a copy of `learn` on workers and another one in this process; return the `Answer`."
+    on_workers = copy_of(learn)
+    in_one = copy_of(learn)
     streams = CommonRNG.capture()
     a,b = NoteSteps(steps),NoteSteps(steps)
     with contextlib.ExitStack() as stack:
         stack.callback(streams.install)
-        for o in (many,one):
+        for o in (on_workers,in_one):
             for r in reasons: r.remove(o, stack)
-        # a counter in a global, say, begins alike in both
-        with with_attrs(snapshot, apply_changes=_put_objects):
-            many.distrib('fit', 1, cbs=[a], **options)
-        for dl in one.dls.loaders if options['batch'] == 'per_worker' else ():
-            dl.bs *= a.n
+        # both begin with the same variables of cells, such as a counter
+        stack.enter_context(with_attrs(snapshot, apply_changes=_put_back_objects))
+        with on_workers._distrib_ctx(**options): on_workers.fit(1, cbs=[a])
+        for dl in in_one.dls.loaders if options['batch'] == 'per_worker' else ():
+            dl.bs *= a.n_ranks
             if is_lm(dl): lay_out(dl)
         streams.install()
-        one.fit(1, cbs=[b])
-    res = Answer([Row('batches', _apart(a.batches, b.batches, each=True), 1e-5),
-                  Row('losses', _apart(a.losses, b.losses), tol),
-                  Row('gradients', _apart(a.grads, b.grads), tol*10),
-                  Row('weights', _apart(_params(many), _params(one)), tol),
-                  Row('validation', _apart(_values(many), _values(one), each=True), tol*10)])
+        in_one.fit(1, cbs=[b])
+    res = Answer([
+        Row('batches', _difference(a.batches, b.batches, each=True), 1e-5),
+        Row('losses', _difference(a.losses, b.losses), tol),
+        Row('gradients', _difference(a.grads, b.grads), tol*10),
+        Row('weights', _difference(_weights(on_workers), _weights(in_one)), tol),
+        Row('validation', _difference(_validation(on_workers), _validation(in_one), each=True),
+            tol*10)])
     res.loss = a.loss_kind
     res.averaged = a.averaged
     return res
@@ -238,20 +248,23 @@ _LOOK = ("Does the model compare the items of a batch, of which each worker sees
          "random numbers by itself, or is a metric not a mean over items? The page 'Same answer "
          "on N GPUs' says what can differ, and what to do.")
 
-def _verdict(res, without):
-    "One sentence or two on the `Answer` `res`; `without(reasons)` is that of a second comparison"
-    if res.same: return "Same."
-    removed = {k:r for k,r in res.reasons.items() if r.remove}
-    stay = [k for k in res.reasons if k not in removed]
-    said = "Not the same"
-    if removed:
-        said += f", for reasons that are expected: {', '.join(removed)}"
-        them = 'it' if len(removed) == 1 else 'them'
-        left = [o for o in without(removed.values()) if not o.same]
-        if not left: return f"{said}. Without {them}: same."
-        said += f". Without {them}, {left[0]}"
-    if stay: return f"{said}; expected to differ, and not removed here: {', '.join(stay)}."
-    return f"{said}. {_LOOK}"
+def _verdict(
+    answer, # The `Answer` of the first comparison
+    compare_without, # Called with `Reason`s: makes a second comparison without them
+):
+    "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
+    if answer.same: return "Same."
+    removable = {k:r for k,r in answer.reasons.items() if r.remove}
+    stay = [k for k in answer.reasons if k not in removable]
+    text = "Not the same"
+    if removable:
+        text += f", for reasons that are expected: {', '.join(removable)}"
+        them = 'it' if len(removable) == 1 else 'them'
+        left = [row for row in compare_without(removable.values()) if not row.same]
+        if not left: return f"{text}. Without {them}: same."
+        text += f". Without {them}, {left[0]}"
+    if stay: return f"{text}; expected to differ, and not removed here: {', '.join(stay)}."
+    return f"{text}. {_LOOK}"
 
 @patch
 def distrib_check(self:Learner,
@@ -264,15 +277,15 @@ def distrib_check(self:Learner,
     Differences up to `tol`, relative to size, count as rounding."""
     options = dict(batch='per_worker') | options
     if 'gpus' not in options: options.setdefault('nprocs', max(group.n_gpus(), 2))
-    # torch's batch size is fixed
+    # the batch size of a torch loader can't be changed
     if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): options['batch'] = 'global'
     res = _compare(self, steps, tol, options)
     res.reasons = reasons_for(self, options.get('gpus', group.n_gpus()))
     if res.averaged:
         res.reasons['loss'] = Reason("the model's own number, averaged over workers")
-    def without(reasons):
+    def compare_without(reasons):
         with suppress_lines(): return _compare(self, steps, tol, options, reasons)
-    res.verdict = _verdict(res, without)
+    res.verdict = _verdict(res, compare_without)
     return res
 
 OPTIONS.document(Learner.distrib_check,
@@ -281,24 +294,32 @@ OPTIONS.document(Learner.distrib_check,
     RAISES, "The learner is unchanged.")
 
 # %% ../../nbs/fastai2/731_check.ipynb #f88ca335
-_WARM = 3       # steps before the first that is timed
+_N_WARM_UP = 3      # steps before the first one that is timed
 
 class Pace(Callback):
-    "Train for some steps, and note how long they took"
+    "Train for some steps on each rank, and note how long they took"
     order = 2_000_000       # after all that belongs to a step
-    def __init__(self, steps, seconds): self.steps,self.most = steps,seconds
-    def before_fit(self): self.done,self.items,self.waited,self.seconds = 0,0,0.,0.
+    def __init__(self,
+        steps, # To time; the fit ends after them
+        most_seconds, # The fit ends after this time, too
+    ):
+        self.steps = steps
+        self.most_seconds = most_seconds
+    def before_fit(self):
+        self.done = 0       # steps, with those to warm up
+        self.items = 0      # of all ranks, in the steps that are timed
+        self.waited = self.seconds = 0.     # of this rank: seconds waiting for data, and in all
     def after_batch(self):
         now = time.perf_counter()
         clock = self.learn._call_one.clock
-        data = clock.seconds['data']+clock.waits['data']
+        waited = clock.seconds['data']+clock.waits['data']
         self.done += 1
-        if self.done <= _WARM: self.began,self.data = now,data
+        if self.done <= _N_WARM_UP: self.began,self.waited_before = now,waited
         else:
             self.items += self.dl.counts[self.iter][1]
             self.seconds = now-self.began
-            self.waited = data-self.data
-            if self.done >= _WARM+self.steps or self.seconds > self.most:
+            self.waited = waited-self.waited_before
+            if self.done >= _N_WARM_UP+self.steps or self.seconds > self.most_seconds:
                 raise CancelFitException
     def before_validate(self): raise CancelValidException
 
@@ -307,15 +328,15 @@ class Measured(NamedTuple):
     workers:int
     batch:int       # Of one worker
     num_workers:int # Loader processes of one worker
-    rate:float=0.   # Items per second, of all workers; 0: there is not enough memory
-    without_data:float=0.   # The same if no worker waited for data
+    rate:float=0.   # Items per second of all workers; 0: there is not enough memory
+    without_data:float=0.   # The rate if no worker waited for data
     epoch:float=0.  # Seconds that an epoch would take
 
 class Bench(list):
-    "The lines of `distrib_bench`, and what follows from them"
+    "The `Measured` lines of `distrib_bench`, and the number of workers that is worth it"
     @property
     def worth_it(self):
-        "The fewest workers within a tenth of the best rate"
+        "The line of the fewest workers within a tenth of the best rate; None if none had memory."
         best = max(o.rate for o in self)
         return min((o for o in self if o.rate > .9*best), key=lambda o: o.workers, default=None)
     def __str__(self):
@@ -346,31 +367,33 @@ def distrib_bench(self:Learner,
     waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
     and random streams are unchanged."""
     most = group.n_gpus() or visible_cores()
-    one_n = bs is not None or num_workers is not None
-    if one_n and not isinstance(self.dls.loaders[0], DataLoader):
+    # the choices are of batches or loaders, for one number of workers
+    fixed_n = bs is not None or num_workers is not None
+    if fixed_n and not isinstance(self.dls.loaders[0], DataLoader):
         raise CantDistribute("bs and num_workers can be tried with fastai's DataLoader only.")
-    ns = [most] if one_n else [n for n in (1,2,4,8,16,32,64) if n < most]+[most]
+    ns = [most] if fixed_n else [n for n in (1,2,4,8,16,32,64) if n < most]+[most]
     res = Bench()
     for n,b,w in itertools.product(L(nprocs) or ns, L(bs) or [None], L(num_workers) or [None]):
         learn = copy_of(self)
-        pace = Pace(steps, seconds)
-        streams = CommonRNG.capture()
         for dl in learn.dls.loaders:
             if b is not None: dl.bs = b
             if w is not None: dl.fake_l.num_workers = w
-        dl = learn.dls.loaders[0]
-        of_dl = getattr(dl, 'fake_l', dl)
-        size = getattr(dl, 'bs', None) or dl.batch_size
-        line = Measured(n, size, workers_per_rank(of_dl.num_workers, n))
-        try:
-            with suppress_lines():
-                learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])
-            rate = pace.items/max(pace.seconds, 1e-9)
-            alone = pace.items/max(pace.seconds-pace.waited, 1e-9)
-            line = line._replace(rate=rate, without_data=alone, epoch=len(dl)*size/rate)
-        except RankRaised as e:
-            # its message alone: the lines of a traceback may have these words, too
-            if 'out of memory' not in e.failure.message.lower(): raise
-        finally: streams.install()
-        res.append(line)
+        res.append(_measure(learn, n, Pace(steps, seconds)))
     return res
+
+def _measure(learn, n, pace):
+    "Train `learn` on `n` workers, and return the `Measured` line."
+    dl = learn.dls.loaders[0]
+    size = getattr(dl, 'bs', None) or dl.batch_size
+    num_workers = workers_per_rank(getattr(dl, 'fake_l', dl).num_workers, n)
+    streams = CommonRNG.capture()
+    try:
+        with suppress_lines(): learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])
+    except RankRaised as e:
+        # its message alone: the lines of a traceback may have these words, too
+        if 'out of memory' not in e.failure.message.lower(): raise
+        return Measured(n, size, num_workers)
+    finally: streams.install()
+    rate = pace.items/max(pace.seconds, 1e-9)
+    without_data = pace.items/max(pace.seconds-pace.waited, 1e-9)
+    return Measured(n, size, num_workers, rate, without_data, len(dl)*size/rate)

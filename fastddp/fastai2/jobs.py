@@ -39,35 +39,38 @@ from ..output.replay import suppress_lines
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209
 class NoteProgress(OurCallback):
-    """Before each batch, tell the notebook where this rank is; count batches and items, and time
-    them"""
+    """Tell the notebook where this rank is, before each batch; count batches and items of the fit,
+    and time them"""
     order = -2_000_000
-    def __init__(self, ctx, folder=None):
+    def __init__(self, ctx,
+        folder=None, # As of `Progress`
+    ):
         self.ctx = ctx
         self.progress = Progress(ctx, folder)
-        self.in_batch = self.stepped = False
-        # of fits; to fastai, a callback's `learn.validate` is one
-        self.depth = 0
-        self.phase = None       # 'epoch', 'train' or 'validate'
-        self.batches = 0        # of it that began
+        self.in_batch = False       # True while the training step runs; in validation see below
+        self.has_stepped = False    # True once the first batch has ended
+        # Fits that are running: fastai's `learn.validate`, in a callback, is one inside the fit
+        self.fit_depth = 0
+        self.phase = None           # 'epoch', 'train' or 'validate'; None before the first epoch
+        self.n_begun = 0            # batches of the phase that began
     def where(self):
-        "What this rank is doing, for failure reports"
+        "Return what this rank is doing, for failure reports."
         if self.phase is None: return 'before the first epoch'
-        at = None if self.phase == 'epoch' else self.batches-self.in_batch
-        return whereabouts(self.epoch, at, self.phase != 'validate')
+        batch = None if self.phase == 'epoch' else self.n_begun-self.in_batch
+        return whereabouts(self.epoch, batch, self.phase != 'validate')
     def items(self, learn):
-        """Dataset indices of the current batch, or of the one that is being loaded, each with its
-        name"""
+        """Return a tuple of pairs, the dataset index and the name of each item of the current
+        batch, or of the batch that is being loaded."""
         dl = getattr(learn, 'dl', None)
         return tuple((i, item_name(getattr(dl, 'dataset', None), i))
                      for i in batch_items(dl, self.in_batch))
     def _enter(self, phase):
         self.phase = phase
-        self.batches = 0
+        self.n_begun = 0
         self.in_batch = False
-        # a report that comes later may find no learner here
+        # `where` may be called when fastai has already removed this callback from its learner
         self.epoch = getattr(self.learn, 'epoch', None)
-    def before_fit(self): self.depth += 1
+    def before_fit(self): self.fit_depth += 1
     def before_epoch(self): self._enter('epoch')
     def before_validate(self): self._enter('validate')
     def after_validate(self): self._enter('epoch')
@@ -76,45 +79,60 @@ class NoteProgress(OurCallback):
         self.progress.start()
     def before_batch(self):
         self.in_batch = True
-        self.batches += 1
+        self.n_begun += 1
         self.progress.at_batch(self.where(), self.training)
     def after_batch(self):
+        # in training `EndOfAll` does this, after the other callbacks
         if not self.training: self.in_batch = False
-        if self.stepped: return
-        self.stepped = True
+        if self.has_stepped: return
+        self.has_stepped = True
         self.ctx.mark('first step')
     def after_train(self):
         epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
         self.progress.lap(sum(total for _,total in epoch.counts[:epoch.n_yielded]) if epoch else 0)
         self._enter('epoch')
         self.ctx.beat(self.where())
-    # a callback's `learn.validate` has one, too
-    def after_epoch(self): self.progress.epochs += self.depth == 1
-    def after_fit(self): self.depth -= 1
+    def after_epoch(self): self.progress.epochs += self.fit_depth == 1
+    def after_fit(self): self.fit_depth -= 1
 
 class EndOfAll(OurCallback):
-    """Comes after every other callback: notes the end of each training batch, and calls `keep` at
-    the end of each epoch"""
+    "Note the end of a training batch after all other callbacks, and call `keep` after an epoch"
     order = 2_000_000
-    def __init__(self, noted, keep=noop): self.noted,self.keep = noted,keep
+    def __init__(self,
+        noted, # The `NoteProgress` of the fit
+        keep=noop, # Called without arguments
+    ):
+        self.noted = noted
+        self.keep = keep
     def after_batch(self): self.noted.in_batch = False
     def after_epoch(self):
-        if self.noted.depth == 1: self.keep()
+        if self.noted.fit_depth == 1: self.keep()
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #a9306665
-def _fit(learn, cbs, asked, ours):
-    "fastai's own `fit`, with `ours` added and those of `cbs` that act on this rank"
+def _fit(learn,
+    cbs, # Callbacks that the fit was given; those that act on this rank are used
+    fit_args, # The other arguments of `fit`, by name
+    ours, # Our own callbacks
+):
+    "Call fastai's `fit`, or that of the user's class of learners."
     of_rank = cbs_of_rank(cbs)
     with learn.added_cbs(ours):
-        # a `fit` of the user's may take no `cbs`
-        type(learn).fit(learn, **(dict(cbs=of_rank) if of_rank else {}), **asked)
+        # a `fit` of the user's may have no argument `cbs`
+        type(learn).fit(learn, **(dict(cbs=of_rank) if of_rank else {}), **fit_args)
 
+# What `FitCall` asks of this job, beside the learner and the callbacks of the fit:
+#     options         of `distributed`
+#     fit_args        arguments of `fit`, by name, without `cbs`
+#     wandb_run       as of `notebook_run`
+#     first_epoch     the epoch with which a resumed fit begins; None: it begins anew
+#     lists           as of `recorder_lists`, for a resumed fit
 def fit_job(ctx, obj):
-    "Train the learner of a snapshot on this rank"
+    """Train the learner of a snapshot on this rank; return the `Progress` as a dict. Rank 0 sends
+    the state of the learner at the end of each epoch, and at the end of the fit."""
     learn,cbs,call = unpack(obj, ctx.device)
     refs = persistent_refs(learn, cbs)
     noted = NoteProgress(ctx, learn.path)
-    # Rank 0 alone captures what comes back, so it alone looks into all that the callbacks hold
+    # with `refs` all values are compared, which takes time; rank 0 alone needs it
     base = baseline(learn, cbs, refs if ctx.rank == 0 else None, any(obj['factories']),
                     obj['definitions'])
     ctx.where = noted.where
@@ -122,20 +140,21 @@ def fit_job(ctx, obj):
     def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(suppress_lines(wants_no_lines(learn)))
-        stack.enter_context(open_run(call['run']))
+        stack.enter_context(open_run(call['wandb_run']))
         together = stack.enter_context(as_one)
         stack.enter_context(as_one_process(learn, cbs, together))
         end = EndOfAll(noted)
-        extra = []
+        resumes = []
         if ctx.rank == 0: end.keep = lambda: ctx.put('epoch', state())
-        if call['first'] is not None:
-            extra = [ResumeFit(learn, base.groups['cbs'], call['first'], call['lists'], refs)]
-        together.fit_callbacks = [*together.fit_callbacks, *extra]
+        if call['first_epoch'] is not None:
+            resumes = [ResumeFit(learn, base.groups['cbs'], call['first_epoch'], call['lists'],
+                                 refs)]
+        together.fit_callbacks = [*together.fit_callbacks, *resumes]
         def fit():
-            # The first two are not among `ours`, which are removed while rank 0 predicts alone
-            try: _fit(learn, cbs, call['fit'], [noted, end, *extra])
+            # `together.ours` are removed while rank 0 predicts alone; the first two stay
+            try: _fit(learn, cbs, call['fit_args'], [noted, end, *resumes])
             except (Exception,SystemExit):
-                # noted while the learner is in the state that it failed in
+                # the contexts around will change the learner before the failure is reported
                 ctx.where = noted.where()
                 ctx.items = noted.items(learn)
                 raise
@@ -149,8 +168,11 @@ def fit_job(ctx, obj):
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #6cf3aab4
 def infer_job(ctx, obj):
-    "Validate this rank's part of a loader with the learner of a snapshot"
+    """Validate this rank's part of a loader with the learner of a snapshot. Return what its
+    callbacks collected, the exception that cancelled the validation or None, the state of the
+    loader, and the `Progress` as a dict."""
     learn,_,call = unpack(obj, ctx.device)
+    # an index among the learner's loaders, or a loader; see `snapshot` for its dataset
     dl = learn.dls[call['dl']] if isinstance(call['dl'], int) else call['dl']
     if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
     place_dl(dl, ctx.device)
@@ -161,66 +183,77 @@ def infer_job(ctx, obj):
     ctx.items = lambda: noted.items(learn)
     as_one = distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False, shard_dls=False)
     with as_one as together, learn.added_cbs([noted]):
-        part,left = leave_together(together, lambda: validate_part(learn, dl, together.common))
+        part,cancelled = leave_together(together, lambda: validate_part(learn, dl, together.common))
     report = together.clock.totals() | resource_use(learn, ctx.device, dl)
     ctx.mark('validate')
     learn.dl = None
     if ctx.rank == 0:
         ctx.put('state', capture(learn, (), base, together.common.state(), refs, weights=False,
                                  ended=True))
-    return part, left, dl_state(dl), noted.progress.result(report=report)
+    return part, cancelled, dl_state(dl), noted.progress.result(report=report)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #2e1be252
-# of fastai's `Learner.fit`, which a cell may have wrapped by one that takes `*args`
+# The parameters of fastai's `Learner.fit`, in order
 _FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
 
 def fit_args(learn, args, kwargs):
-    """The arguments of `learn.fit(*args, **kwargs)`, by name, for the `fit` of its class. That may
-    be the user's own, also one that takes `*args`. Classes in `cbs` are replaced by objects"""
-    own = inspect.signature(type(learn).fit)
+    """Return the arguments of `learn.fit(*args, **kwargs)` as a dict, by name; `cbs` is a list of
+    objects. The class of the learner may have a `fit` of the user's, which may take fastai's
+    arguments as `*args`."""
+    fit = type(learn).fit.__get__(learn)        # not `learn.fit`, which a block overrides
+    own = inspect.signature(fit).parameters
     res = {}
-    plain = [k for k in _FIT if k not in own.parameters]
-    for k,v in bound(type(learn).fit, (learn, *args), kwargs).arguments.items():
-        kind = own.parameters[k].kind
-        if kind == inspect.Parameter.VAR_POSITIONAL: res |= zip(plain, v)
+    in_varargs = [k for k in _FIT if k not in own]
+    for k,v in bound(fit, args, kwargs).arguments.items():
+        kind = own[k].kind
+        if kind == inspect.Parameter.VAR_POSITIONAL: res |= zip(in_varargs, v)
         elif kind == inspect.Parameter.VAR_KEYWORD: res |= v
         else: res[k] = v
-    del res[next(iter(own.parameters))]     # self
-    if (n := own.parameters.get('n_epoch')) and n.default is not n.empty:
+    if (n := own.get('n_epoch')) and n.default is not n.empty:
         res.setdefault('n_epoch', n.default)
     return res | dict(cbs=[cb() if isinstance(cb, type) else cb for cb in L(res.get('cbs'))])
 
 def enough_epochs(
     asked, # As of `fit_args`; its `n_epoch` is changed
-    cbs,
+    cbs, # Callbacks of the fit
     steps, # Called without arguments: steps per epoch
 ):
-    """Raises the number of epochs of an `lr_find` until they have its `num_it` steps: on several
-    ranks an epoch has fewer steps than in one process, for which fastai has counted"""
-    if asked.get('n_epoch') is None or not finds_lr(cbs): return
-    its = max(cb.num_it for cb in cbs if isinstance(cb, LRFinder))
-    asked['n_epoch'] = max(asked['n_epoch'], its//max(steps(), 1)+1)
+    """Raise the number of epochs of an `lr_find` until they have its `num_it` steps. fastai has
+    counted the steps of one process; on several ranks an epoch has fewer."""
+    num_its = [cb.num_it for cb in cbs if isinstance(cb, LRFinder)]
+    if asked.get('n_epoch') is None or not num_its: return
+    asked['n_epoch'] = max(asked['n_epoch'], max(num_its)//max(steps(), 1)+1)
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #0abed9a7
 def _sync_streams(learn):
-    "Rank 0's random streams on all ranks, also those in the loaders of `learn`"
+    "Give all ranks rank 0's random streams, also those of the learner's loaders."
     sync_streams()
     for dl in learn.dls.loaders: order_from_rank0(dl)
 
-reports = weakref.WeakKeyDictionary()       # learner -> the reports of its last block
+# learner -> the `Report`s of its last block, in order
+reports = weakref.WeakKeyDictionary()
 
-def _complete(report, together, result, use):
-    "A `Report` gets the numbers of all ranks, each of which calls this at the end of a call"
+def _complete(learn,
+    report, # A new `Report`
+    together, # Of the call
+    result, # As of `Progress.result`
+    dl=None, # The loader of a validation
+):
+    "Put the numbers of all ranks into a report. All ranks call this at the end of a call."
     report.mark('train' if result['steps'] else 'validate')
-    # nothing was started or sent
-    result |= dict(begun=report.began, report=together.clock.totals() | use)
+    # the call began with the report: no workers were started, nothing was sent
+    result['begun'] = report.began
+    result['report'] = together.clock.totals() | resource_use(learn, group.comm_device(), dl)
     report.take(group.all_gather_object(result))
 
-def _fit_in_place(learn, options, asked, done):
-    """`Learner.fit` by all ranks, each of which has called it; `asked`: see `fit_args`, `done`:
-    reports"""
+def _fit_in_place(learn,
+    options, # Of `distributed`
+    asked, # As of `fit_args`
+    finished, # The `Report`s of the block, to which that of this fit is appended
+):
+    "Run `Learner.fit` by all ranks, each of which has called it."
     _sync_streams(learn)
-    if group.world_size() > 1: import torch._dynamo     # DDP's, and no part of the fit's time
+    if group.world_size() > 1: import torch._dynamo     # DDP imports it, and it takes seconds
     if not asked.get('reset_opt'): sync_opt(learn)
     cbs = asked.pop('cbs')
     dl = learn.dls.loaders[0]
@@ -234,56 +267,56 @@ def _fit_in_place(learn, options, asked, done):
     with lines:
         with distributed(learn, **options) as together, as_one_process(learn, cbs, together):
             _fit(learn, cbs, asked, [noted, EndOfAll(noted)])
-        use = resource_use(learn, group.comm_device())
-        _complete(report, together, noted.progress.result(), use)
-    done.append(report)
-    # What rank 0 loaded in the end (SaveModelCallback)
+        _complete(learn, report, together, noted.progress.result())
+    finished.append(report)
+    # `SaveModelCallback` has loaded the best weights on rank 0 only
     group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
 
 @contextlib.contextmanager
 def in_place(
     learn,
     options, # Of `distributed`
-    given, # Those of the block
+    given, # The options of the block
 ):
-    "Inside, `learn` trains with the ranks of the group that its launcher made"
-    reports[learn] = done = []
+    "Inside, `learn` trains and validates with the ranks of the group that its launcher made."
+    reports[learn] = finished = []
     def fit(*args, **kwargs):
-        return _fit_in_place(learn, options, fit_args(learn, args, kwargs), done)
+        return _fit_in_place(learn, options, fit_args(learn, args, kwargs), finished)
     def validate(ds_idx=1, dl=None):
         _sync_streams(learn)
         report = Report('inference')
         dl = learn.dls[ds_idx] if dl is None else dl
         with distributed(learn, sync_bn=False, shard_dls=False) as together:
             infer_in_group(learn, dl, together.common)
-        _complete(report, together, dict(steps=0, epochs=0),
-                  resource_use(learn, group.comm_device(), dl))
-        done.append(report)
+        _complete(learn, report, together, dict(steps=0, epochs=0), dl)
+        finished.append(report)
     with launched_group() as device:
         place(learn, device)
-        ours = with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given)
-        with ours, preds_in_one_order(learn): yield
+        overridden = with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given)
+        with overridden, preds_in_one_order(learn): yield
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #e3ab0c43
-_ours = set()       # the methods that `train_in_place` gave to `Learner`
+_distributed_methods = set()        # what `train_in_place` has put into `Learner`
 
 def train_in_place(ctx):
-    """From now on every learner of this process trains and validates as one with the ranks of its
-    group; called again, also by methods that a cell has put in the place of ours"""
-    if not _ours: default_device(is_accelerator(ctx.device))
+    """Have every learner of this process train and validate as one with the ranks of its group.
+    Called before each cell: a cell may have replaced the methods."""
+    if not _distributed_methods: default_device(is_accelerator(ctx.device))
     for name in ('fit','_do_epoch_validate','get_preds'):
-        if (plain := getattr(Learner, name)) in _ours: continue
+        plain = getattr(Learner, name)
+        if plain in _distributed_methods: continue
         method = _with_all_ranks(name, plain, ctx.stop_requested)
-        _ours.add(method)
+        _distributed_methods.add(method)
         setattr(Learner, name, method)
 
 def _with_all_ranks(name, plain, stop_requested):
-    "Learner's method `name`, which is `plain` in a block"
+    """Return a method that runs `Learner.name` in a `distrib_ctx` block; inside a block, and where
+    not all ranks run the cell, it is `plain`, the method that it replaces."""
     @functools.wraps(plain)
     def method(self, *args, **kwargs):
         if 'distrib_session' in vars(self) or not group.everyone():
             return plain(self, *args, **kwargs)
-        # a rank that Ctrl-C stopped where it is would leave the others waiting
+        # Ctrl-C is counted, and all ranks stop after the same batch
         with Interrupts().counting(), self.distrib_ctx(stop_requested=stop_requested):
             res = getattr(self, name)(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt

@@ -21,8 +21,9 @@ from ..base.scoped import with_attrs
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
 from .jobs import in_place, reports, train_in_place
-from .resume import (
-    EVERY, Checkpoints, UserCall, call_from, cut_off_call, resume_points, seconds_of, writing)
+from fastddp.fastai2.resume import (
+    INTERVAL, UserCall, call_from_file, call_to_resume, checkpoint_writer, claimed_file,
+    resume_points)
 from .as_one import wants_no_lines
 from .session import Session
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
@@ -39,6 +40,13 @@ from ..payload.state import opt_tensors, private_copy
 from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d
+def _check_wait(wait, offload):
+    "Raise `CantDistribute` for values other than True and False, and for `offload` without a job."
+    check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
+    if wait and offload:
+        raise CantDistribute("offload=True needs wait=False: it keeps the learner on the CPU until "
+                             "job.result(). A call that waits moves it there and back by itself.")
+
 @patch
 @contextlib.contextmanager
 def distrib_ctx(self:Learner,
@@ -65,19 +73,21 @@ def distrib_ctx(self:Learner,
     given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
     if not wait: raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, "
                                       "wait=False). A block waits for its fits.")
+    _check_wait(wait, offload)
     check_loss(loss)
-    check('checkpoint', checkpoint, EVERY)
-    # what the ranks are told
-    options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
-    def overrides(engine, n, gpus):
-        session = Session(self, engine, n, gpus, options, restarts,
-                          factories=(model_factory,dls_factory),
+    check('checkpoint', checkpoint, INTERVAL)
+    rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
+    def overrides(launcher, n, gpus):
+        "Return the methods that replace the learner's own in the block, by name."
+        session = Session(self, launcher, n, gpus, rank_options, restarts,
+                          model_factory=model_factory, dls_factory=dls_factory,
                           asked_for=OPTIONS.asked_for(given))
-        if checkpoint: session.on_epoch.append(Checkpoints(seconds_of(checkpoint)).at_epoch)
+        if checkpoint: session.on_epoch.append(checkpoint_writer(checkpoint))
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
-    def in_launched(): return in_place(self, options, given)
-    opens = block(self, given, OPTIONS.defaults, in_launched, overrides, wants_no_lines)
-    with writing(self, checkpoint), opens: yield self
+    # in a group that torchrun, say, has made: no workers are started
+    def in_launched(): return in_place(self, rank_options, given)
+    opened = block(self, given, OPTIONS.defaults, in_launched, overrides, wants_no_lines)
+    with claimed_file(self, checkpoint), opened: yield self
 
 # `import fastai.distributed` puts fastai's own in its place
 Learner._distrib_ctx = Learner.distrib_ctx
@@ -85,130 +95,165 @@ Learner._distrib_ctx = Learner.distrib_ctx
 OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
-# fastai's, also when this module is loaded anew
-_getstate = getattr(Learner.__getstate__, 'instead_of', Learner.__getstate__)
+# If this module is loaded again, `Learner.__getstate__` is the function below
+_fastai_getstate = getattr(Learner.__getstate__, 'instead_of', Learner.__getstate__)
 
 @patch
 def __getstate__(self:Learner):
-    "As fastai's, without the block that the learner is in and our overrides of its methods"
+    "Return what fastai pickles, without the options and methods that an open block has added."
     def is_ours(v): return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')
-    return {k:v for k,v in _getstate(self).items() if k != 'distrib_session' and not is_ours(v)}
+    return {k:v for k,v in _fastai_getstate(self).items()
+            if k != 'distrib_session' and not is_ours(v)}
 
-Learner.__getstate__.instead_of = _getstate
+Learner.__getstate__.instead_of = _fastai_getstate
 
 # %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
-def _missing(self, k):
-    "As fastai's, which asks the model; for our own words with what was probably meant"
+def _missing_attribute(self, k):
+    """Raise `AttributeError` with a suggestion for a name that begins with `distrib`; look up
+    others as fastai does."""
     if k.startswith('distrib'): raise no_attribute(self, k)
     return GetAttr.__getattr__(self, k)
 
-# not by `@patch`, which would leave the name in this module: modules have one, too
-Learner.__getattr__ = _missing
+# `@patch` would define `__getattr__` in this module, too, where Python would call it
+Learner.__getattr__ = _missing_attribute
 
 # %% ../../nbs/fastai2/730_learner.ipynb #943cdbd9
-def _mark(learn):
-    "A number that is another one once a weight or the optimizer's state has changed"
-    ts = [*learn.model.parameters(), *opt_tensors(learn.opt)]
-    return fingerprint([t.detach() for t in ts])
+# The life of a job, all of it in the notebook's process:
+#
+#     learn.distrib_fit(3, wait=False)
+#         start_job       refuses what can't run in the background, and moves `learn` to the CPU
+#                         if `offload`
+#         LearnerJob()    copies `learn` to `twin`
+#         _open_block     opens a `distrib_ctx` block of the twin, which starts the workers
+#         _make_call      in a thread: twin.fit(3), on the workers
+#         _end            closes the block of the twin
+#     job.pull()          the twin's last complete epoch -> learn
+#     job.result()        waits for the end, then `bring`: twin -> learn
+def _state_hash(learn):
+    "Return a hash of the weights and the optimizer's state, to tell whether they were changed."
+    tensors = [*learn.model.parameters(), *opt_tensors(learn.opt)]
+    return fingerprint([t.detach() for t in tensors])
+
+def _as_written(user_call):
+    "Return the call as text, such as 'fit(2, cbs=...)'; long arguments are left out."
+    args = [*map(repr, user_call.args), *(f'{k}={v!r}' for k,v in user_call.kwargs.items())]
+    return f"{user_call.name}({', '.join(o if len(o) < 40 else '...' for o in args)})"
 
 def _with_args(user_call, args, kwargs):
+    "Return a copy of a `UserCall` that has these arguments."
     res = copy.copy(user_call)
     res.args = args
     res.kwargs = kwargs
     return res
 
 class LearnerJob(BackgroundJob):
-    """A call of a learner's in the background. Its workers train a copy of the learner, the `twin`;
-    `pull` and `bring` put the state of the twin into the learner"""
+    """A call such as `learn.fit(3)` in the background. `start_job` makes one, in the notebook's
+    process. A thread makes the same call with a copy of the learner, the `twin`, whose fits run on
+    workers. `pull` and `bring` put the state of the twin into the learner."""
     def __init__(self, learn,
-        user_call, # The `UserCall`
-        trains, # False for inference
+        user_call, # The `UserCall` to make
+        trains, # True for a fit, False for inference
     ):
-        args = user_call.args
-        kwargs = user_call.kwargs
-        said = [*map(repr, args), *(f'{k}={v!r}' for k,v in kwargs.items())]
-        what = f"{user_call.name}({', '.join(o if len(o) < 40 else '...' for o in said)})"
-        super().__init__(what, self._open, self._call, learn if trains else None)
-        self.of = learn
+        super().__init__(_as_written(user_call), self._open_block, self._make_call,
+                         learn if trains else None)
+        self.original = learn
         self.trains = trains
         self.user_call = user_call
+        args = user_call.args
+        kwargs = user_call.kwargs
+        # callbacks among the arguments of the call
         self.cbs = [cb for v in (*args, *kwargs.values()) for cb in L(v)
                     if isinstance(cb, Callback)]
-        self.twin,given = twin(learn, dict(args=args, kwargs=kwargs, cbs=self.cbs))
-        self.twins_call = _with_args(user_call, given['args'], given['kwargs'])
-        self.twins_cbs = given['cbs']
+        self.twin,copies = twin(learn, dict(args=args, kwargs=kwargs, cbs=self.cbs))
+        self.twin_call = _with_args(user_call, copies['args'], copies['kwargs'])
+        self.twin_cbs = copies['cbs']
+        self.twin_refs = persistent_refs(self.twin, self.twin_cbs)
+        self.twin_baseline = baseline(self.twin, self.twin_cbs, self.twin_refs)
+        # pairs of an object of the learner and the same object of the twin
+        self.counterparts = [*zip(persistent_refs(learn, self.cbs), self.twin_refs)]
+        # of the learner, when the job began or at the last `pull`
+        self.known_hash = _state_hash(learn)
+        # The twin's last complete epoch, `(callbacks of the fit, captured state)`; None before that
         self.epoch = None
-        self.refs = persistent_refs(self.twin, self.twins_cbs)
-        self.pairs = [*zip(persistent_refs(learn, self.cbs), self.refs)]
-        self.base = baseline(self.twin, self.twins_cbs, self.refs)
-        self.mark = _mark(learn)
-        self.block = contextlib.ExitStack()
-        # the learner's parts, which the notebook may exchange meanwhile; `copy.copy` of an `L`
-        # shares its list in fastcore 1.7
-        self.at_start = {k:vars(learn)[k].copy() for k in ('cbs','_metrics')}
-        self.at_start |= {k:vars(learn)[k] for k in ('dls','loss_func','opt')}
+        # closed when the call has ended: the block of the twin
+        self.until_end = contextlib.ExitStack()
+        # The parts of the learner that the notebook may exchange while the job runs.
+        # `copy.copy` of an `L` shares its list in fastcore 1.7
+        lists = {k:vars(learn)[k].copy() for k in ('cbs','_metrics')}
+        self.parts_at_start = lists | {k:vars(learn)[k] for k in ('dls','loss_func','opt')}
 
 # %% ../../nbs/fastai2/730_learner.ipynb #040c6e14
 @patch
-def _open(self:LearnerJob):
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(self.twin._distrib_ctx(**self.user_call.options))
-        fit = vars(self.twin).get('fit')
-        if fit is None or isinstance(fit.__self__.launcher, InProcess):
-            raise CantDistribute("wait=False needs workers in processes of their own, and this "
-                                 "call has none. nprocs=2 starts two on the CPU.")
-        session = self.session = fit.__self__
-        def keep_epoch(call, e):
-            if not call.iterations: self.epoch = call, private_copy(*e)
-        session.on_epoch.append(keep_epoch)
-        gpus = tuple(session.gpus or ()) if session.launcher.workers_are_local else ()
-        refuse_blocks(gpus, self.twin)
-        session.launcher.prepare(session.n)
-        self.gpus = gpus
-        self.block.enter_context(stack.pop_all())
+def _open_block(self:LearnerJob):
+    "Open the `distrib_ctx` block of the twin and start its workers; `_end` closes it."
+    self.until_end.enter_context(self.twin._distrib_ctx(**self.user_call.options))
+    fit = vars(self.twin).get('fit')        # a method of the block's `Session`
+    if fit is None or isinstance(fit.__self__.launcher, InProcess):
+        raise CantDistribute("wait=False needs workers in processes of their own, and this call "
+                             "has none. nprocs=2 starts two on the CPU.")
+    session = self.session = fit.__self__
+    session.on_epoch.append(self._keep_epoch)
+    if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
+    refuse_blocks(self.gpus, self.twin)
+    session.launcher.prepare(session.n)
+
+@patch
+def _keep_epoch(self:LearnerJob,
+    fit_call, # The twin's `FitCall`
+    end, # The `EpochEnd`
+):
+    "Copy the state at the end of an epoch, for `pull`."
+    if not fit_call.iterations: self.epoch = fit_call.cbs, private_copy(*end)
+
+@patch
+def _make_call(self:LearnerJob):
+    "Make the call with the twin, in the thread of the job, and return what it returns."
+    with self.until_end, replaced_in_dumps(self.counterparts):
+        self.session.thread = threading.current_thread()
+        line = beside_workers(self.original, self.session.gpus)
+        if line and not self.session.quiet(): print_line(line)
+        return self.twin_call.run(self.twin)
 
 @patch
 def _end(self:LearnerJob, e):
-    self.block.close()
+    "As that of `BackgroundJob`; closes the twin's block first."
+    self.until_end.close()
     BackgroundJob._end(self, e)
 
 @patch
 def refuse_fit(self:LearnerJob, *args, **kwargs):
-    "Takes the place of the learner's `fit`"
-    refuse_busy(self.of)
+    "Refuse a fit of the learner; it overrides `learn.fit` while the job has the learner."
+    refuse_busy(self.original)
     raise CantDistribute(f"{self.title()} keeps this learner on the CPU (offload=True). Call "
                          "job.result() first.")
-
-@patch
-def _call(self:LearnerJob):
-    with self.block, replaced_in_dumps(self.pairs):
-        self.session.thread = threading.current_thread()
-        line = beside_workers(self.of, self.session.gpus)
-        if line and not self.session.quiet(): print_line(line)
-        return self.twins_call.run(self.twin)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #a5e1f078
 @patch
 def _target(self:LearnerJob, into, force):
-    "The learner that gets a state; refuses one that was changed meanwhile"
-    learn = into or self.of
+    """Return the learner that is to get a state: `into`, or the original. Raise `CantDistribute` if
+    the original was changed meanwhile, unless `force`."""
+    learn = into or self.original
     if not self.trains: return learn
     if not learn.opt: learn.create_opt()
-    if into is None and not force and _mark(learn) != self.mark:
+    if into is None and not force and _state_hash(learn) != self.known_hash:
         raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were changed "
                              "since it began, or since the last pull(). force=True overwrites "
                              "them; into=other puts the result into another learner.")
     return learn
 
 @patch
-def _put(self:LearnerJob, learn, cbs, state):
-    """Puts `state` into the parts (optimizer, callbacks, loaders ...) that `learn` had when the job
-    began; parts that the notebook has put in their place stay as they are"""
-    with with_attrs(learn, **self.at_start if learn is self.of else {}):
+def _put_state(self:LearnerJob, learn,
+    cbs, # Callbacks of the call, those of `learn`
+    state, # As of `capture`: `(meta, buffers)`
+):
+    """Put `state` into the parts (optimizer, callbacks, loaders ...) that `learn` had when the job
+    began. Parts that the notebook has exchanged meanwhile stay as they are."""
+    with with_attrs(learn, **self.parts_at_start if learn is self.original else {}):
         refs = persistent_refs(learn, cbs)
         groups = tracked(learn, cbs)
     apply(learn, cbs, *state, refs=refs, groups=groups)
 
+# %% ../../nbs/fastai2/730_learner.ipynb #de0f639f
 @patch
 def pull(self:LearnerJob,
     into=None, # A learner of the same kind that gets it instead
@@ -216,55 +261,66 @@ def pull(self:LearnerJob,
 ):
     """Put the last complete epoch into the learner, while the job trains on. Raises
     `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
-    if self.epoch is None: raise CantDistribute(f"{self.title()}: no epoch is complete yet.")
+    if self.epoch is None:
+        raise CantDistribute(f"{self.title()}: no epoch is complete yet.")
     learn = self._target(into, force)
-    call,state = self.epoch
-    own = {id(a):b for a,b in zip(self.twins_cbs, self.cbs)}
-    with streams_apart(): self._put(learn, [own.get(id(cb), cb) for cb in call.cbs], state)
-    if into is None: self.mark = _mark(learn)
+    fit_cbs,state = self.epoch
+    # the fit may have callbacks that the twin's method has made
+    originals = {id(a):b for a,b in zip(self.twin_cbs, self.cbs)}
+    with streams_apart():
+        self._put_state(learn, [originals.get(id(cb), cb) for cb in fit_cbs], state)
+    if into is None: self.known_hash = _state_hash(learn)
 
 @patch
 def bring(self:LearnerJob, into=None, force=False):
-    "Puts the state of the twin after the call into the learner, or into `into`"
-    if self.state == 'refused': return self.away.close()
+    "Put the state of the twin after the call into the learner, or into `into`; for `result`."
+    if self.state == 'refused': return self.until_result.close()
     learn = self._target(into, force)
     twin = self.twin
     call = self.user_call
-    self.away.close()
-    p = capture(twin, self.twins_cbs, self.base, self._streams, self.refs, weights=self.trains,
-                grads=self.trains or None)
-    self._put(learn, self.cbs, private_copy(p.meta, p.buffers))
+    self.until_result.close()
+    p = capture(twin, self.twin_cbs, self.twin_baseline, self._streams, self.twin_refs,
+                weights=self.trains, grads=self.trains or None)
+    self._put_state(learn, self.cbs, private_copy(p.meta, p.buffers))
     if twin in reports: reports[learn] = reports[twin]
     if self.trains: resume_points.pop(learn, None)
     if twin in resume_points:
-        resume_points[learn] = _with_args(self.twins_call, call.args, call.kwargs)
-    # memory, as long as a variable holds the job
-    self.twin = self.base = self.refs = None
-    self.session = self.pairs = self.at_start = None
-    self.epoch = self.twins_call = self.twins_cbs = None
+        resume_points[learn] = _with_args(self.twin_call, call.args, call.kwargs)
+    # a variable of the notebook may hold the job, which needs none of these any more
+    self.twin = self.twin_baseline = self.twin_refs = None
+    self.session = self.counterparts = self.parts_at_start = None
+    self.epoch = self.twin_call = self.twin_cbs = None
 
-def start_job(learn, user_call, trains, offload):
-    "Starts the `LearnerJob` of a call and returns it; refuses what can't run in the background"
+# %% ../../nbs/fastai2/730_learner.ipynb #b6a45b88
+def start_job(learn,
+    user_call, # The `UserCall` to make
+    trains, # True for a fit, False for inference
+    offload, # True: keep `learn` on the CPU until `job.result()`
+):
+    "Start the `LearnerJob` of a call and return it; refuse what can't run in the background."
     if in_launched_group():
         raise CantDistribute("wait=False is for a notebook: this process is a rank of a launcher's "
                              "process group.")
     if 'distrib_session' in vars(learn):
         raise CantDistribute("wait=False inside a distrib_ctx block: call "
                              "learn.distrib_*(..., wait=False) outside of it.")
-    if trains: refuse_busy(learn)
-    if trains and not learn.opt: learn.create_opt()
+    if trains:
+        refuse_busy(learn)
+        if not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
-    with contextlib.ExitStack() as stack:
-        if offload: stack.enter_context(offloaded(learn))
+    with contextlib.ExitStack() as until_result:
+        if offload: until_result.enter_context(offloaded(learn))
         job = LearnerJob(learn, user_call, trains)
-        # until `result()`, or until the job ends
-        held = stack if offload else job.block
-        if offload or trains: held.enter_context(with_attrs(learn, fit=job.refuse_fit))
+        # `learn.fit` is refused until `result()`, or until the job ends
+        refused = until_result if offload else job.until_end
+        if offload or trains: refused.enter_context(with_attrs(learn, fit=job.refuse_fit))
         job.start()
-        job.away = stack.pop_all()      # `result()` ends it
+        job.until_result = until_result.pop_all()       # closed by `result()`
     return job
 
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
+_INFERS = 'validate','get_preds','tta'
+
 @patch
 def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any `fit_*` that was patched in
@@ -276,7 +332,7 @@ def distrib(self:Learner,
     OPTIONS.check_call(type(self), name, args, kwargs)
     wait = options.pop('wait', True)
     offload = options.pop('offload', False)
-    check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
+    _check_wait(wait, offload)
     user_call = UserCall(name, args, kwargs, options)
     if not wait: return start_job(self, user_call, name not in _INFERS, offload)
     with self._distrib_ctx(**options): return user_call.run(self)
@@ -302,21 +358,19 @@ def distrib_resume(self:Learner,
         RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
 
     After a failure it can be called again: it continues from the last complete epoch."""
-    check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
-    if file is not None: resume_points[self] = call_from(self, file, launcher)
-    call = cut_off_call(self)
+    _check_wait(wait, offload)
+    if file is not None: resume_points[self] = call_from_file(self, file, launcher)
+    call = call_to_resume(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
-_FITS = 'fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'
-_INFERS = 'validate','get_preds','tta'
 _AFTER_FIT = """After a failure the learner has the state of the last complete epoch, or is
 unchanged if there was none; the error's `kept` says which. After an interrupt it has the state of
 the last finished batch. `distrib_resume()` continues the fit."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
-for _name in _FITS:
+for _name in ('fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'):
     setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT, ITEMS))
 _FOR_FITS = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
 for _name in _INFERS:

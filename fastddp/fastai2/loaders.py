@@ -25,13 +25,13 @@ from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, 
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a
 def is_lm(dl):
-    """True if `dl` is an `LMDataLoader`. Doesn't import fastai.text, which such a loader has
-    imported"""
+    """Return True if `dl` is an `LMDataLoader`, fastai's loader for language models. Doesn't import
+    fastai.text, which a process with such a loader has imported."""
     mod = sys.modules.get('fastai.text.data')
     return mod is not None and isinstance(dl, mod.LMDataLoader)
 
 def lay_out(dl):
-    "Give `dl`, an `LMDataLoader`, the layout that its constructor makes for `dl.bs` streams"
+    "Divide the text of `dl`, an `LMDataLoader`, into `dl.bs` streams, as its constructor does."
     dl.bl = (sum(dl.lens)-1)//dl.bs
     dl.n_batches = math.ceil(dl.bl/dl.seq_len)
     dl.last_len = dl.bl - (dl.n_batches-1)*dl.seq_len
@@ -39,13 +39,14 @@ def lay_out(dl):
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #63a9968c
 def keeps_state(model):
-    "True if `model` keeps state from batch to batch: it has a `reset`, for `ModelResetter`"
+    """Return True if `model` keeps state from batch to batch. Such a model has a method `reset`,
+    which fastai's `ModelResetter` calls."""
     return callable(getattr(model, 'reset', None))
 
 def rows_are_streams(dl, model):
-    """True if row i of a batch continues row i of the one before, for a `model` that keeps state:
-    an ordered loader of full batches only. Its rows can't be divided; those of an `LMDataLoader`
-    can, see `lay_out`"""
+    """Return True if `model` keeps state and row i of a batch continues row i of the batch before,
+    in a loader of full batches in order. The rows of such batches can't be divided among ranks;
+    those of an `LMDataLoader` can, see `lay_out`."""
     if is_lm(dl) or not keeps_state(model): return False
     if isinstance(dl, DataLoader):
         in_order = dl.indexed and not dl.shuffle and type(dl).get_idxs is DataLoader.get_idxs
@@ -58,42 +59,46 @@ def rows_are_streams(dl, model):
 changed_bs = weakref.WeakKeyDictionary()
 
 class ShardedDL(Sharded):
-    """Mixed in before the class of a fastai `DataLoader`; its `bs` is that of the global batches,
-    from epoch to epoch"""
+    """The first base class of a rank's clone of a fastai `DataLoader`, made by `shard_fastai`; the
+    other one is the class of the original. `bs` of the clone is the size of the global batches"""
     @property
     def bs(self): return self._shard.bs
     @bs.setter
     def bs(self, v):
-        s = self._shard
-        # a callback sets the global size: the size of the user's loader changes in proportion
-        own = max(1, v*s.orig.bs//s.bs)
-        s.orig.bs = own
-        changed_bs[s.orig] = own    # `dl_state` takes it to the notebook
-        s.bs = v
+        # a callback sets the global size; that of the original changes in proportion
+        shard = self._shard
+        orig = shard.orig
+        # `dl_state` sends it to the notebook
+        orig.bs = changed_bs[orig] = max(1, v*orig.bs//shard.bs)
+        shard.bs = v
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
     def __len__(self):
-        # what a progress bar counts to
+        # where ranks take whole batches in turn, a progress bar counts the batches of all ranks
         if self._shard.whole_batches: return len(self._shard.orig)
         return super().__len__()
-    # Together the next two are fastai's `DataLoader.__iter__`; `_begin` runs on the random streams
-    # that all ranks have in common
+    # The next two methods are the two halves of fastai's `DataLoader.__iter__`. `Sharded` calls
+    # `_begin` with the random streams that all ranks have in common
     def _begin(self):
+        "Draw the order of the epoch; return this rank's `Step`s."
         self.randomize()
         self.before_iter()
         steps = [*self._shard.steps(chunked(self.get_idxs(), self.bs, self.drop_last))]
         draw_seed()     # in one process torch's iterator draws one here
         return steps
     def _batches(self):
+        "Yield the batches of this rank."
         for b in _loaders[self.fake_l.num_workers==0](self.fake_l):
             if self.pin_memory and type(b)==list: b = tuple(b)
             if self.device is not None: b = to_device(b, self.device)
             yield self.after_batch(b)
         self.after_iter()
         vars(self).pop('it', None)
+    # The next two are called in each loader process, in the place of fastai's
     def sample(self):
-        "The steps of one DataLoader worker"
+        "Return the `Step`s of this loader process: every `num_workers`-th one."
         return itertools.islice(self._shard.epoch.steps, self.offs, None, self.num_workers)
     def create_batches(self, steps):
+        "Yield the batch of each `Step`."
         if self.dataset is not None: self.it = iter(self.dataset)
         for step in steps:
             items = _Items(self._item(i) for i in step.items)
@@ -101,7 +106,7 @@ class ShardedDL(Sharded):
             if items.only_first() and _is_own(self._shard.orig, 'create_batch'):
                 warnings.warn(_SLICE.format(type(self._shard.orig).__name__))
     def _item(self, i):
-        "`do_item`; an exception of which says what item it was"
+        "Return item `i`. If making it raises an exception, that names the item."
         try: item = self.do_item(i)
         except Exception as e:
             note_item(e, self.dataset, i)
@@ -113,14 +118,16 @@ _SKIPPED = ("an item was skipped (SkipItemException). One process fills its batc
             "items that follow; workers that build only their own items can't. Leave such items "
             "out of the dataset beforehand.")
 
-def _is_own(dl, k): return k in vars(dl) or getattr(type(dl),k) is not getattr(DataLoader,k)
+def _is_own(dl, name):
+    "Return True if `dl` or its class overrides `name` of fastai's `DataLoader`."
+    return name in vars(dl) or getattr(type(dl), name) is not getattr(DataLoader, name)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #692e6fc4
 class _Items(list):
-    "What `create_batch` gets: knows which of its items are read"
+    "The items of a batch, for a loader's `create_batch`; notes which of them are read"
     def __init__(self, items):
         super().__init__(items)
-        self.read = set()
+        self.read = set()       # positions, 'slice' or 'all'
     def __getitem__(self, i):
         self.read.add(i if isinstance(i, int) else 'slice')
         return super().__getitem__(i)
@@ -128,7 +135,7 @@ class _Items(list):
         self.read.add('all')
         return super().__iter__()
     def only_first(self):
-        "True if they are indices, and only the first one was read"
+        "Return True if the items are indices, and only the first one was read."
         return self.read=={0} and len(self)>1 and type(self[0]) is int
 
 _SLICE = ("fastddp: `{}.create_batch` reads only the first of its indices, as for a slice that "
@@ -138,62 +145,62 @@ _SLICE = ("fastddp: `{}.create_batch` reads only the first of its indices, as fo
 # %% ../../nbs/fastai2/702_loaders.ipynb #6ed3b431
 def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
                  rank, n, # This rank, and how many there are
-                 batch,   # Batch size of one worker, or the 'global' one
-                 # In training all ranks take equally many steps, and short ones borrow items; in
-                 # validation each item is there once
+                 batch,   # `dl.bs` is the size 'per_worker', or the 'global' one
+                 # True: all ranks take as many steps, and a rank without items borrows some.
+                 # False, for validation: each item is in one shard
                  train,
                  common   # `CommonRNG`, alike on all ranks
 ):
-    """The clone of `dl` that yields the shard of `rank`; `why_not` says beforehand if there can be
-    none"""
-    s = Shard(dl, rank, n, global_batch_size(dl.bs, n, batch), train, common)
-    res = sharded_clone(ShardedDL, s)
-    if is_lm(dl): lay_out(res)
-    # torch's side of a fastai loader
-    fl = res.fake_l = copy.copy(dl.fake_l)
-    fl.d = fl.default = res     # the fastai loader that it belongs to; `GetAttr` asks it
-    fl.dataset = fl
-    fl.num_workers = workers_per_rank(fl.num_workers, n)
-    fl.worker_init_fn = report_errors(fl.worker_init_fn)
-    track_changes(res)
-    return res
+    "Return the clone of `dl` that yields the shard of `rank`. `why_not` must be None for `dl`."
+    shard = Shard(dl, rank, n, global_batch_size(dl.bs, n, batch), train, common)
+    clone = sharded_clone(ShardedDL, shard)
+    if is_lm(dl): lay_out(clone)
+    # the torch loader that fastai's loader iterates over; it refers to the clone as `d`, which
+    # `GetAttr` knows as `default`, and is its own dataset
+    fake = clone.fake_l = copy.copy(dl.fake_l)
+    fake.d = fake.default = clone
+    fake.dataset = fake
+    fake.num_workers = workers_per_rank(fake.num_workers, n)
+    fake.worker_init_fn = report_errors(fake.worker_init_fn)
+    track_changes(clone)
+    return clone
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #bada2c04
 class Undivided(Sharded):
-    """Passes on every batch of a loader, and counts its items as a sharded loader does: for one
-    rank, or where all ranks go over the same batches"""
+    """Yields all batches of the original, and counts items as a sharded loader does: for one rank,
+    or where all ranks go over the same batches. All other attributes are those of the original"""
     def __init__(self, dl,
-                 common=None # `CommonRNG` to draw from: every rank goes over all of it
+                 common=None # `CommonRNG` to draw from, where all ranks go over the same batches
     ):
-        shard = Shard(dl, 0, 1, None, True, common or contextlib.nullcontext())
-        self.__dict__['_shard'] = shard
+        # past `__setattr__`
+        vars(self)['_shard'] = Shard(dl, 0, 1, None, True, common or contextlib.nullcontext())
     def __reduce__(self): return Undivided, (self._shard.orig,)
     def __getattr__(self, k):
         if k.startswith('__') or k=='_shard': raise AttributeError(k)
         return getattr(self._shard.orig, k)
     def __setattr__(self, k, v):
-        if k in ('counts','idxs'): self.__dict__[k] = v
+        if k in ('counts','idxs'): vars(self)[k] = v
         else: setattr(self._shard.orig, k, v)
     def __len__(self): return len(self._shard.orig)
     def _iter_shard(self):
         with one_iteration(self, []) as epoch:
             for b in iterate_original(self, self._shard.common):
-                # of unusual batches only their weight in the whole matters
-                try: m = find_bs(b)
-                except (TypeError,AttributeError,IndexError,KeyError): m = 1
+                # a batch of an unknown form counts as one item
+                try: n = find_bs(b)
+                except (TypeError,AttributeError,IndexError,KeyError): n = 1
                 start = len(epoch.idxs)
-                epoch.steps.append(Step((), m, range(start,start+m)))
+                epoch.steps.append(Step((), n, range(start, start+n)))
                 note_step(self, epoch)
                 yield b
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
-# Methods that `ShardedDL` replaces: a loader with its own can't be sharded
+# Methods that `ShardedDL` overrides: a loader whose class does so, too, can't be sharded
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
 
 def why_not(dl,         # A loader
             world_size  # Number of ranks
 ):
-    "Why `dl` can't be sharded, with the remedy, or None"
+    "Return why `dl` can't be sharded and what to do instead, or None if it can be."
     dl = original(dl)
     if world_size==1: return None
     if isinstance(dl, TorchLoader): return why_not_torch(dl)
@@ -212,9 +219,9 @@ def why_not(dl,         # A loader
 
 def global_bs(dl,         # A loader
               world_size, # Number of ranks
-              batch='per_worker' # Batch size of one worker, or the 'global' one
+              batch='per_worker' # The size of `dl` is that 'per_worker', or the 'global' one
 ):
-    "Items of a full global batch, or None where a batch sampler decides"
+    "Return the number of items of a full global batch, None where a batch sampler decides."
     bs = torch_bs(dl) if isinstance(dl, TorchLoader) else getattr(dl, 'bs', None)
     return global_batch_size(bs, world_size, batch)
 
@@ -222,14 +229,14 @@ def global_bs(dl,         # A loader
 def shard_dl(dl,         # A fastai or torch `DataLoader`
              rank,       # This rank, from 0
              world_size, # Number of ranks
-             batch='per_worker', # Batch size of one worker, or the 'global' one
-             # In training all ranks make the same steps; in validation nothing is there twice
+             batch='per_worker', # The size of `dl` is that 'per_worker', or the 'global' one
+             # True: all ranks take as many steps. False, for validation: each item is in one shard
              train=True,
-             # `CommonRNG`, alike on all ranks (default: the global streams as they are now)
+             # `CommonRNG`, alike on all ranks; None: the global streams as they are now
              common=None
 ):
-    """The loader that yields the shard of `rank`; raises `CantShard` with the remedy where that
-    can't be done faithfully"""
+    """Return the loader that yields the shard of `rank`. Raise `CantShard`, with the remedy, if the
+    shards of all ranks wouldn't be the batches of one process."""
     dl = original(dl)
     if why := why_not(dl, world_size): refuse_loader('This loader', world_size, why)
     if world_size==1: return Undivided(dl)
@@ -239,20 +246,20 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`
 # %% ../../nbs/fastai2/702_loaders.ipynb #ade82c38
 def n_batches(dl,         # A fastai or torch `DataLoader`
               world_size, # Number of ranks
-              batch='per_worker' # Batch size of one worker, or the 'global' one
+              batch='per_worker' # The size of `dl` is that 'per_worker', or the 'global' one
 ):
-    "Steps of an epoch; raises `CantShard` as `shard_dl`, TypeError if there is no length"
+    """Return the number of steps of an epoch on rank 0. Raise `CantShard` as `shard_dl`, and
+    TypeError if the loader has no length."""
     return len(shard_dl(dl, 0, world_size, batch, common=contextlib.nullcontext()))
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #bdc0b1f2
 def check_dl(dl,         # A loader
              world_size, # Number of ranks
-             batch='per_worker', # Batch size of one worker, or the 'global' one
+             batch='per_worker', # The size of `dl` is that 'per_worker', or the 'global' one
              name='The training loader', # What the user calls it
              train=True  # For training, where every rank needs work
 ):
-    """Raise `CantShard`, naming the loader, if it can't be sharded or has too few items; before
-    anything is started"""
+    "Raise `CantShard`, naming the loader, if it can't be sharded or has too few items."
     why = why_not(dl, world_size)
     if not why and world_size>1:
         try: steps = n_batches(dl, world_size, batch)
@@ -263,47 +270,48 @@ def check_dl(dl,         # A loader
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f1d06eb4
 def batch_items(dl,  # A loader in the middle of an epoch
-                in_batch=True # The batch that it gave last, else the one that it is making
+                in_batch=True # True: the batch that it yielded last; False: the one that it makes
 ):
-    """A tuple: dataset indices of this rank's items in a batch (borrowed ones if it has none), as
-    far as they are known"""
+    """Return the dataset indices of this rank's items in a batch as a tuple, each once. Unknown
+    indices are left out; it is empty for a loader that isn't sharded."""
     epoch = getattr(getattr(dl, '_shard', None), 'epoch', None)
     i = epoch.n_yielded-in_batch if epoch else -1
     if not 0 <= i < len(epoch.steps): return ()
     items = [int(o) for o in epoch.steps[i].items if isinstance(o, numbers.Integral)]
-    return tuple(dict.fromkeys(items))      # one that is there twice counts once
+    return tuple(dict.fromkeys(items))      # a rank may have borrowed an item twice
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87
-def _holders(dl):
-    "The objects that decide about a loader's order"
+def _order_holders(dl):
+    "Return the objects that decide about the order of a loader: itself, samplers, a stream."
     if not isinstance(dl, TorchLoader): return [dl]
     return [dl, *samplers_of(dl), *([dl.dataset] if is_stream(dl) else ())]
 
-def _kept(o):
-    "`(states of generators, counters)` among the attributes of `o`, by name"
+def _order_attrs(o):
+    """Return two dicts by name of attribute: the states of random generators, and the values of
+    plain counters, which only a user's class may have."""
     attrs = getattr(o, '__dict__', {})
-    gens = {k:generator_state(v) for k,v in attrs.items() if generator_state(v) is not None}
+    generators = {k:state for k,v in attrs.items() if (state := generator_state(v)) is not None}
     if isinstance(o, (DataLoader,TorchLoader)) or type(o).__module__.startswith('torch.'):
-        return gens, {}
-    return gens, {k:v for k,v in attrs.items() if isinstance(v, (int,float,str))}
+        return generators, {}
+    return generators, {k:v for k,v in attrs.items() if isinstance(v, (int,float,str))}
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #931928af
 def dl_state(dl # An original loader (of a sharded one: `original(dl)`)
 ):
-    "What the next epoch of `dl` depends on, for `set_dl_state`; can be pickled"
-    return dict(kept=[*map(_kept, _holders(dl))],
+    "Return what the next epoch of `dl` depends on, for `set_dl_state`, as a dict of plain values."
+    return dict(kept=[*map(_order_attrs, _order_holders(dl))],
                 bs=changed_bs.get(dl) if isinstance(dl, DataLoader) else None,
                 texts=list(dl.items.idxs) if is_lm(dl) else None)
 
 def set_dl_state(dl,   # A loader like the one whose state it is
-                 state # What `dl_state` gave
+                 state # As of `dl_state`
 ):
-    "Bring `dl` into that state; its next epoch is the one that the other loader would have had"
-    for o,(gens,counters) in zip(_holders(dl), state['kept']):
-        # fastai makes a new `rng` for each epoch, so the old one may be shared
-        if isinstance(o, DataLoader) and 'rng' in gens: o.rng = random.Random()
-        for k,st in gens.items():
-            # a sampler may not have made its own here yet
+    "Bring `dl` into a state; its next epoch is the one that the other loader would have had."
+    for o,(generators,counters) in zip(_order_holders(dl), state['kept']):
+        # fastai makes a new `rng` for each epoch, and copies of the loader may share the old one
+        if isinstance(o, DataLoader) and 'rng' in generators: o.rng = random.Random()
+        for k,st in generators.items():
+            # a sampler may make its generator later, with its first epoch
             if generator_state(vars(o).get(k)) is not None: set_generator(vars(o)[k], st)
         if counters: vars(o).update(counters)
     if state['bs']: dl.bs = state['bs']
@@ -313,9 +321,8 @@ def set_dl_state(dl,   # A loader like the one whose state it is
 
 def follow_original(dl # A sharded loader
 ):
-    """Its next epoch is the one that its original would have by now, after another loop over
-    that"""
+    "After a loop over the original of `dl`: let `dl` go on with the next epoch of the original."
     if not isinstance(dl, DataLoader): return
-    # its own batch size is that of the global batches
+    # the batch size of `dl` is that of the global batches
     set_dl_state(dl, dl_state(original(dl)) | dict(bs=None))
     track_changes(dl)

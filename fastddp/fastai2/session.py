@@ -20,7 +20,7 @@ from .as_one import (
     end_gathering, gatherers, join_parts, notebook_run, why_one_process, wants_no_lines)
 from .jobs import enough_epochs, fit_args, fit_job, infer_job, reports
 from .loaders import check_dl, global_bs, n_batches, rows_are_streams, set_dl_state
-from .resume import UserCall, dropped_lists, resume_points, user_calls
+from .resume import UserCall, recorder_lists, resume_points, user_calls
 from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as _Session, refuse_untrainable
@@ -30,42 +30,44 @@ from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
 class FitCall(Call):
-    "A fit on the workers, which can be continued when it is cut off"
+    "A fit on the workers. If it is cut off, `user_call` becomes the learner's resume point"
     def __init__(self, session,
-        cbs, # Callbacks of this fit only
-        user_call, # The `UserCall` that it is a part of
-        first=None, # The first epoch that is not complete; None: nothing is
-        n_epoch=None, # As the user asked
+        cbs, # Callbacks that this fit was given
+        user_call, # The `UserCall` that makes this fit
+        first_epoch=None, # The first epoch that isn't complete, if the fit is resumed
+        n_epoch=None, # As the user asked; None: the user's own `fit` has no such argument
     ):
-        # the user's own `fit` may have no number of epochs
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, keeps='all', iterations=finds_lr(cbs))
-        store_attr('cbs,user_call,first')
-        self.sent = {}      # what the ranks get besides the learner
+        store_attr('cbs,user_call,first_epoch')
+        self.request = {}       # `options`, `fit_args` and `wandb_run` for `fit_job`
     def snapshot(self):
-        call = dict(self.sent, first=self.first, lists=dropped_lists(self.learn, self.cbs))
-        return snapshot(self.learn, self.cbs, call, *self.session.factories,
-                        columns=self.session.columns, definitions=self.definitions)
+        session = self.session
+        call = dict(self.request, first_epoch=self.first_epoch,
+                    lists=recorder_lists(self.learn, self.cbs))
+        return snapshot(self.learn, self.cbs, call, session.model_factory, session.dls_factory,
+                        columns=session.columns, definitions=self.definitions)
     def apply(self, meta, buffers):
         apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
     @property
-    def next_try(self): return f"Going on with epoch {self.first or 0}"
+    def next_try(self): return f"Going on with epoch {self.first_epoch or 0}"
     def stopped(self, result): return self.holds()
     def holds(self):
         if self.cut:
             return ("holds the last finished batch; learn.distrib_resume() begins epoch "
                     f"{self.learn.epoch} again.")
-        if not (self.kept or self.first): return "is unchanged."
-        first = self.learn.epoch+1 if self.kept else self.first
-        return (f"holds the end of epoch {first-1}. learn.distrib_resume() goes on with epoch "
-                f"{first}.")
+        if not (self.kept or self.first_epoch): return "is unchanged."
+        first_epoch = self.learn.epoch+1 if self.kept else self.first_epoch
+        return (f"holds the end of epoch {first_epoch-1}. learn.distrib_resume() goes on with "
+                f"epoch {first_epoch}.")
     def failed(self, e, last):
         self.cut = getattr(e, 'cut', False)
         if self.cut: self.save(e.epoch)
         super().failed(e, last)
-        if self.kept and not self.cut: self.first = self.learn.epoch+1
+        if self.kept and not self.cut: self.first_epoch = self.learn.epoch+1
     def finished(self, out):
-        "After an interrupt `lr_find` leaves nothing, and others what is needed to go on"
+        """Put the result into the learner, and make the resume point of a fit that was interrupted;
+        an `lr_find` that was interrupted leaves the learner unchanged."""
         interrupted = any(r['interrupted'] for r in out.results)
         if self.iterations and (out.interrupted or interrupted): return
         self.cut = interrupted
@@ -73,59 +75,65 @@ class FitCall(Call):
         else: self.user_call.complete(self.learn)
         super().finished(out)
     def on_event(self, rank, e):
-        for f in self.session.on_epoch if isinstance(e, EpochEnd) else (): f(self, e)
-    def save(self, epoch=None):
-        "The user's call goes on after `epoch`, or from what the learner holds now"
-        # after a failure, the variables of cells are the user's again
+        if not isinstance(e, EpochEnd): return
+        for f in self.session.on_epoch: f(self, e)
+    def save(self,
+        epoch=None, # The last complete epoch, an `EpochEnd`; None: what the learner holds now
+    ):
+        "Make the resume point of the learner."
+        # after a failure, the user goes on with the variables of cells as they are
         definitions = self.definitions if self.cut else ()
-        self.user_call.cut_off(self.learn, self.cbs, epoch, self.first, definitions)
+        self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, definitions)
     @contextlib.contextmanager
     def resumable(self):
-        """A fit inside that is cut off can be gone on with, and leaves the old optimizer if nothing
-        of it is kept"""
+        """Inside, the fit runs. If it fails or is stopped, make a resume point unless it has one or
+        was complete; put the old optimizer back if the learner is unchanged."""
         learn = self.learn
-        old = learn.opt
+        old_opt = learn.opt
         try: yield
         except BaseException as e:
-            with Interrupts().counting():      # all ends here anyway
-                is_over = self.cut or self.user_call.done == self.user_call.fits
-                ends = self.kept or isinstance(e, (WorkerError,KeyboardInterrupt))
-                if ends and not is_over: self.save()
-                if not self.kept: learn.opt = old
+            with Interrupts().counting():       # a second Ctrl-C can't cut this
+                is_complete = self.user_call.n_complete == self.user_call.n_begun
+                has_run = self.kept or isinstance(e, (WorkerError,KeyboardInterrupt))
+                if has_run and not (self.cut or is_complete): self.save()
+                if not self.kept: learn.opt = old_opt
             raise
         if learn not in user_calls: resume_points.pop(learn, None)
 
 # %% ../../nbs/fastai2/728_session.ipynb #4eb9ad42
 class InferCall(Call):
     "A validation on the workers"
-    def __init__(self, session, dl):
+    def __init__(self, session,
+        dl, # What to predict; it may be none of the learner's loaders
+    ):
         super().__init__(session, infer_job, 'inference')
         self.dl = dl
     def snapshot(self):
-        index = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), None)
-        call = dict(dl=self.dl if index is None else index)
-        return snapshot(self.learn, (), call, *self.session.factories, training=False,
-                        columns=self.session.columns, definitions=self.definitions)
+        session = self.session
+        # one of the learner's loaders is sent as its index
+        dl = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), self.dl)
+        return snapshot(self.learn, (), dict(dl=dl), session.model_factory, session.dls_factory,
+                        training=False, columns=session.columns, definitions=self.definitions)
     def apply(self, meta, buffers):
         apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl),
               definitions=self.definitions)
 
 # %% ../../nbs/fastai2/728_session.ipynb #b1593198
-_CBS = Check("callbacks, such as [ReduceLROnPlateau()]",
-             lambda cbs: all(isinstance(o, Callback) for o in cbs))
-_EPOCHS = whole("the number of epochs, a whole number", 0)
+_CALLBACKS = Check("callbacks, such as [ReduceLROnPlateau()]",
+                   lambda cbs: all(isinstance(o, Callback) for o in cbs))
 
 class Session(_Session):
-    "A `distrib_ctx` block of a fastai 2 learner"
+    """A `distrib_ctx` block of a fastai 2 learner: its `fit` and `validate` override those of the
+    learner"""
     def __init__(self, *args,
-        factories=(None,None), # Of the model, of the `DataLoaders`
-        asked_for={}, # The options that are not the defaults: they open such a block again
+        model_factory=None, dls_factory=None, # The options of the block
+        asked_for={}, # All options of the block that aren't the defaults, for a resumed fit
         **kwargs
     ):
         super().__init__(*args, **kwargs)
-        store_attr('factories,asked_for')
-        self.reports = []       # a `Report` of each call
-        self.on_epoch = []      # functions of a `FitCall` and an `EpochEnd`
+        store_attr('model_factory,dls_factory,asked_for')
+        self.reports = []       # the `Report` of each call
+        self.on_epoch = []      # called with the `FitCall` and an `EpochEnd` when an epoch ends
     def quiet(self): return wants_no_lines(self.learn)
     def note(self):
         validating = self.learn.dls.loaders[1:]
@@ -133,8 +141,8 @@ class Session(_Session):
             return ("The model keeps state from batch to batch: each worker validates all of it, "
                     "no faster.")
     def check(self):
-        if not self.factories[0]: refuse_untrainable(self.learn.model)
-        if self.factories[1]: return
+        if not self.model_factory: refuse_untrainable(self.learn.model)
+        if self.dls_factory: return
         batch = self.options['batch']
         if batch == 'per_worker' and self.n > 1 and rows_are_streams(self.learn.dls.train,
                                                                      self.learn.model):
@@ -145,71 +153,77 @@ class Session(_Session):
         for i,dl in enumerate(self.learn.dls.loaders):
             check_dl(dl, self.n, batch, name_of_loader(i), train=i==0)
     def datasets(self):
-        if self.factories[1]: return ()
+        if self.dls_factory: return ()
         return [o for dl in self.learn.dls.loaders
                 if hasattr(o := getattr(dl.dataset, 'items', None), '__len__')]
     def global_batch(self):
-        if self.factories[1]: return None
+        if self.dls_factory: return None
         dl = self.learn.dls.loaders[0]
         batch = self.options['batch']
         return global_bs(dl, self.n, batch), n_batches(dl, self.n, batch)
     def fit(self, *args, **kwargs):
-        "`Learner.fit` on the workers; afterwards the learner is as after a local fit"
+        "Run `Learner.fit` on the workers; afterwards the learner is as after a local fit."
         learn = self.learn
         asked = fit_args(learn, args, kwargs)
         cbs = asked.pop('cbs')
         n_epoch = asked.get('n_epoch')
-        check('cbs', cbs, _CBS)
-        if type(learn).fit is Learner.fit: check('n_epoch', n_epoch, _EPOCHS)
+        check('cbs', cbs, _CALLBACKS)
+        if type(learn).fit is Learner.fit:
+            check('n_epoch', n_epoch, whole("the number of epochs, a whole number", 0))
         user_call = user_calls.get(learn)
-        if user_call is None:
-            user_call = UserCall('fit', (), {**asked, **(dict(cbs=cbs) if cbs else {})},
-                                 self.asked_for)
-        if user_call.was_complete(): return
-        first = user_call.put_back(learn, cbs)
+        if user_call is None:       # in a block, the user has called `learn.fit` itself
+            kwargs = asked | (dict(cbs=cbs) if cbs else {})
+            user_call = UserCall('fit', (), kwargs, self.asked_for)
+        if user_call.skips_fit(): return
+        first_epoch = user_call.restore(learn, cbs)
         self.check()
-        call = FitCall(self, cbs, user_call, first, n_epoch)
+        call = FitCall(self, cbs, user_call, first_epoch, n_epoch)
         with call.resumable():
-            if (asked.pop('reset_opt', False) and not first) or not learn.opt: learn.create_opt()
+            new_opt = asked.pop('reset_opt', False) and not first_epoch
+            if new_opt or not learn.opt: learn.create_opt()
             check_ddp(self.options, learn.opt)
-            if not self.factories[1]: enough_epochs(asked, cbs, lambda: self.global_batch()[1])
-            call.sent = dict(options=self.options, fit=asked, run=notebook_run(all_cbs(learn, cbs)))
+            if not self.dls_factory: enough_epochs(asked, cbs, lambda: self.global_batch()[1])
+            call.request = dict(options=self.options, fit_args=asked,
+                                wandb_run=notebook_run(all_cbs(learn, cbs)))
             try: self.train(call)
             finally: self.keep(call.timings)
     def keep(self, report):
-        if not report.marks: return     # it was refused
+        "Keep the `Report` of a call for `learn.distrib_reports`, unless the call was refused."
+        if not report.marks: return
         self.reports.append(report)
         reports[self.learn] = self.reports
     def validate(self, ds_idx=1, dl=None):
-        "`Learner._do_epoch_validate` on the workers; in this process where a launch wouldn't pay"
+        "Run `Learner._do_epoch_validate` on the workers, or in this process if that is better."
         learn = self.learn
         dl = learn.dls[ds_idx] if dl is None else dl
+        why_here = why_one_process(dl, learn.cbs, self.n, learn.model)
+        if why_here is None: return self._validate_on_workers(dl)
+        with suppress_lines(why_here == '' or self.quiet()):
+            print_line(f"Running in this process, not on workers: {why_here}")
+        type(learn)._do_epoch_validate(learn, dl=dl)
+    def _validate_on_workers(self, dl):
+        learn = self.learn
         gather = gatherers(learn)
-        why = why_one_process(dl, learn.cbs, self.n, learn.model)
-        if why is not None:
-            with suppress_lines(why == '' or self.quiet()):
-                print_line(f"Running in this process, not on workers: {why}")
-            return type(learn)._do_epoch_validate(learn, dl=dl)
-        # by now `before_fit` of loggers has opened their files
+        # they have begun with `before_fit`, which opens files and can't be sent
         loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
                    and not isinstance(cb, ProgressCallback)]
         call = InferCall(self, dl)
         with learn.removed_cbs(loggers), learn.no_logging(), self.telling(call):
             out = call.run()
             *found,results = zip(*out.results)
-            parts,left,states = found
+            parts,cancelled,dl_states = found       # each has a value for each rank
             call.timings.take(results)
             self.keep(call.timings)
-            if out.interrupted or KeyboardInterrupt in left: raise KeyboardInterrupt
+            if out.interrupted or KeyboardInterrupt in cancelled: raise KeyboardInterrupt
         learn.dl = dl
-        # what rank 0's callbacks hold is in the notebook's by now
-        if any(left): raise next(filter(None, left))()
-        set_dl_state(dl, states[0])
+        # `call.run` has put the attributes of rank 0's callbacks into the notebook's
+        if any(cancelled): raise next(filter(None, cancelled))()
+        set_dl_state(dl, dl_states[0])
         end_gathering(gather, join_parts(parts))
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    """A `Report` of the last call on workers: what would make it faster, and where its time went;
+    """The `Report` of the last call on workers: what would make it faster, and where its time went.
     None before the first call"""
     return next(reversed(reports.get(self, ())), None)
 

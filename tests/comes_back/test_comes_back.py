@@ -582,13 +582,15 @@ def test_a_generator_that_a_sampler_makes(kind):
     assert [*learn.dls.train.sampler] == [*alone.dls.train.sampler]
 
 
-def test_a_fit_that_a_cell_wraps(monkeypatch):
+@pytest.mark.parametrize('names_self', [True, False])
+def test_a_fit_that_a_cell_wraps(monkeypatch, names_self):
     "It takes `*args`, from which fastai's own names can't be read"
     plain, called = Learner.fit, []
-    def fit(self, *args, **kwargs):
+    def fit(*args, **kwargs):
         called.append(args)
-        return plain(self, *args, **kwargs)
-    monkeypatch.setattr(Learner, 'fit', fit)
+        return plain(*args, **kwargs)
+    def method(self, *args, **kwargs): return fit(self, *args, **kwargs)
+    monkeypatch.setattr(Learner, 'fit', method if names_self else fit)
     learn = make_learner()
     learn.distrib_fit(2, .1, launcher=InProcess())
     assert len(learn.recorder.values) == 2 and learn.recorder.lrs[-1] == .1

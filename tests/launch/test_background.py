@@ -262,6 +262,7 @@ def test_refused(two):
     for word in 'wait', 'offload':
         with pytest.raises(CantDistribute, match=f'{word}=.*True or False'): learn.distrib_resume(**{word: 'no'})
     with pytest.raises(CantDistribute, match='A block waits'), learn.distrib_ctx(nprocs=2, wait=False): pass
+    with pytest.raises(CantDistribute, match='A block waits'): learn.distrib_check(wait=False, **two)
     with pytest.raises(CantDistribute, match='outside of it'), learn.distrib_ctx(**two):
         learn.distrib_fit(1, wait=False)
     other = learner()
@@ -274,6 +275,21 @@ def test_refused(two):
     for p in learn.model.parameters(): p.requires_grad_(False)
     with pytest.raises(CantDistribute, match='no trainable parameters'): learn.distrib_fit(1, wait=False, **two)
     assert not launch_options.running_jobs and not [k for k in vars(learn) if k == 'fit']
+
+
+def test_offload_of_a_call_that_waits_is_refused(two):
+    "`offload` is for a job: a call that waits moves the learner to the CPU in any case"
+    learn = learner()
+    before = weights(learn)
+    for method, args in (('fit', (1,)), ('validate', ()), ('resume', ()), ('check', ())):
+        options = {} if method == 'resume' else two
+        with pytest.raises(CantDistribute, match='offload=True needs wait=False'):
+            getattr(learn, f'distrib_{method}')(*args, offload=True, **options)
+    with pytest.raises(CantDistribute, match='offload=True needs wait=False'):
+        with learn.distrib_ctx(offload=True, **two): pass
+    with learn.distrib_ctx(**two), pytest.raises(CantDistribute, match='offload=True needs wait=False'):
+        learn.distrib_fit(1, offload=True)
+    assert same(weights(learn), before)
 
 
 def test_gpus_of_a_job():
@@ -390,12 +406,12 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     seed(1)
     whole.distrib_fit_one_cycle(3, 1e-2, **two)
     seed(1)
-    written, write = [], resume.write
+    written, write = [], resume.write_checkpoint
     def until_the_second(*args):
         if len(written) < 2: write(*args)
         written.append(args)
     with monkeypatch.context() as m:
-        m.setattr(resume, 'write', until_the_second)
+        m.setattr(resume, 'write_checkpoint', until_the_second)
         cut.distrib_fit_one_cycle(3, 1e-2, wait=False, checkpoint='epoch', **two).result(60)
     assert len(written) == 3
     seed(99)
@@ -419,7 +435,7 @@ def test_two_fits_that_write_to_one_file(two, tmp_path):
     b.model_dir = 'models/b'
     with a.distrib_ctx(nprocs=2, checkpoint='epoch'), a.distrib_ctx(checkpoint='epoch'):
         b.distrib_fit(1, checkpoint='epoch', **two)
-    assert not resume._written and (tmp_path/'models'/'b'/'distrib.ckpt').exists()
+    assert not resume._claimed and (tmp_path/'models'/'b'/'distrib.ckpt').exists()
 
 
 class Elsewhere(Local):
@@ -440,11 +456,11 @@ def test_a_checkpoint_of_other_machines_asks_for_them(tmp_path):
 
 def test_no_step_waits_for_the_disk(two, tmp_path, monkeypatch):
     "While the first checkpoint is written, the workers train two epochs more, and have bars to show"
-    written, write = [], resume.write
+    written, write = [], resume.write_checkpoint
     def slowly(*args):
         if not written: wait_for(tmp_path/'done0', 15, limit=60)
         written.append(write(*args))
-    monkeypatch.setattr(resume, 'write', slowly)
+    monkeypatch.setattr(resume, 'write_checkpoint', slowly)
     learn = learner(path=tmp_path, cbs=[faults.Slow(.01, tmp_path)])
     learn.distrib_fit(4, wait=False, checkpoint='epoch', **two).result(60)
     assert len(written) == 4 and len(learn.dls.train) == 10       # 5 steps per epoch
@@ -532,18 +548,18 @@ def test_the_kernel_is_killed(tmp_path):
 def test_writing_is_killed_at_random(kills, tmp_path):
     "The file is always whole"
     rnd, path, learn = random.Random(0), tmp_path/'a.ckpt', learner()
-    facts = resume.facts_of(learn)
-    resume.write(path, facts, [(b'first', [])])
+    facts = resume.structure_of(learn)
+    resume.write_checkpoint(path, facts, [(b'first', [])])
     for _ in range(kills):
         if not (pid := os.fork()):
             try:
                 for i in range(10**6):
-                    resume.write(path, facts, [(bytes([i%256]), [bytes([i%256])*rnd.randrange(1, 10**6)])])
+                    resume.write_checkpoint(path, facts, [(bytes([i%256]), [bytes([i%256])*rnd.randrange(1, 10**6)])])
             finally: os._exit(1)
         time.sleep(rnd.random()*.02)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        (meta, buffers), = resume.read(path, learn)
+        (meta, buffers), = resume.read_checkpoint(path, learn)
         assert meta == b'first' or {*meta} == {*buffers[0]}
 
 
@@ -562,14 +578,14 @@ def test_a_pickle_that_is_not_needed_is_not_loaded(where, two, tmp_path):
         path.write_bytes(evil)
         with pytest.raises(CantDistribute, match='No checkpoint'): learn.distrib_resume('distrib')
     elif where == 'of another model':
-        resume.write(path, resume.facts_of(learn), [(evil, []), (evil, [])])
+        resume.write_checkpoint(path, resume.structure_of(learn), [(evil, []), (evil, [])])
         with pytest.raises(CantDistribute, match='another learner: its weights differ'):
             learner(path=tmp_path, model=mlp(n_hid=9)).distrib_resume('distrib')
     else:
-        call, (meta, buffers) = resume.read(path, learn)
+        call, (meta, buffers) = resume.read_checkpoint(path, learn)
         i = next(i for i, o in enumerate(buffers) if len(o) >= len(evil))
         buffers[i][:len(evil)] = evil
-        resume.write(path, resume.facts_of(learn), [call, (meta, buffers)])
+        resume.write_checkpoint(path, resume.structure_of(learn), [call, (meta, buffers)])
         before = weights(learn)
         learn.distrib_resume('distrib')     # all epochs are done: the state comes in
         assert not same(weights(learn), before)
@@ -611,7 +627,7 @@ def test_random_sequences(s, two):
     assert job.state == 'stopped' or len(learn.recorder.values) == 6
     for other in others:
         other.result(60)
-        assert len(other.of.recorder.values) == 1
+        assert len(other.original.recorder.values) == 1
     learn.fit(1)
 
 
