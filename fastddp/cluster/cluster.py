@@ -21,7 +21,7 @@ from ..base.failure import is_user_file
 from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import (
-    CHECKS, holding, refuse_blocks, refuse_overlap, workers_for)
+    CHECKS, holding_gpus, refuse_blocks, refuse_overlap, workers_for)
 from ..launch.session import dump_or_blame
 from ..output.replay import shortened
 from ..payload.patches import collect_patches
@@ -149,11 +149,11 @@ class Standing(Local):
         """Ask the ranks to stop; True if all live and wait for the next job after five seconds, or
         a longer `interrupt_grace`. A rank that waits in a collective can't stop"""
         until = time.monotonic()+max(5., self.interrupt_grace)
-        if monitor.ended('died'): return False
-        if monitor.asked_to_stop is None and monitor.at_work: monitor.ask_to_stop()
+        if monitor.ends_of('died'): return False
+        if monitor.stop_asked_at is None and monitor.running_ranks: monitor.ask_to_stop()
         monitor.drain(until)
         self._rendezvous = None     # the next job forms a new group
-        return not (monitor.at_work or monitor.ended('died'))
+        return not (monitor.running_ranks or monitor.ends_of('died'))
 
 # %% ../../nbs/cluster/651_cluster.ipynb #252684fd
 APPS = dict(none='', fastai_v1='fastddp.fastai1', fastai_v2='fastddp.fastai2')
@@ -185,7 +185,7 @@ class Cluster:
         refuse_overlap(self.gpus)
         refuse_blocks(self.gpus)
         self._held = contextlib.ExitStack()
-        self._held.enter_context(holding(None, self.gpus, _HAS_GPU))
+        self._held.enter_context(holding_gpus(None, self.gpus, _HAS_GPU))
         self.local = Standing(gpus=self.gpus, timeout=timeout).__enter__()
         self._lock = threading.Lock()
         self.running = ''       # what the workers are doing

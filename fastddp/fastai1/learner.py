@@ -29,7 +29,7 @@ from .snapshot import (
 from .validation import Validation
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.rank import Context
-from ..launch.session import Call, Session as _Session, block, refuse_untrainable
+from ..launch.session import Call, Session as _Session, distrib_block, refuse_untrainable
 from ..launch.training import (
     Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
     until_interrupted, whereabouts)
@@ -146,8 +146,8 @@ class Session(_Session):
             if isinstance(cb, LRFinder):
                 epochs = max(epochs, -(-cb.sched.n_iter//(self.global_batch()[1] or 1)))
         sent = dict(epochs=epochs, options=self.options, metrics=metrics)
-        call = LearnerCall(self, fit_job, callbacks, metrics, sent, keeps='last',
-                           iterations=finds_lr(callbacks))
+        call = LearnerCall(self, fit_job, callbacks, metrics, sent, apply_failed='last',
+                           counts_steps=finds_lr(callbacks))
         self.train(call)
     def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
@@ -156,7 +156,7 @@ class Session(_Session):
         infer = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
         call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics,
                            dict(handler=handler, infer=infer))
-        with self.telling(call):
+        with self.showing_lines(call):
             out = call.run()
             if out.interrupted or any(interrupted for _,interrupted in out.results):
                 raise KeyboardInterrupt
@@ -280,13 +280,13 @@ def distrib_ctx(self:Learner,
     options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # what the ranks are told
     def methods(*found): return Session(self, *found, options, restarts).overrides()
     def group_stands(): return in_place(self, options, given)
-    with block(self, given, OPTIONS.defaults, group_stands, methods, lambda o: o.silent):
+    with distrib_block(self, given, OPTIONS.defaults, group_stands, methods, lambda o: o.silent):
         yield self
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "
           "end, and SaveModelCallback saves weights.")
 OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'],
-                  lacks=dict.fromkeys(('wait','offload','checkpoint'), _FOR_2))
+                  unsupported=dict.fromkeys(('wait','offload','checkpoint'), _FOR_2))
 
 def _missing(self, k): raise no_attribute(self, k)
 

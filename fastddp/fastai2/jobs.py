@@ -82,7 +82,7 @@ class NoteProgress(OurCallback):
         if not self.training: self.in_batch = False
         if self.stepped: return
         self.stepped = True
-        self.ctx.mark('first step')
+        self.ctx.end_phase('first step')
     def after_train(self):
         epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
         self.progress.lap(sum(total for _,total in epoch.counts[:epoch.done]) if epoch else 0)
@@ -140,7 +140,7 @@ def fit_job(ctx, obj):
                 ctx.items = noted.items(learn)
                 raise
         interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
-    ctx.mark('train')
+    ctx.end_phase('train')
     if ctx.rank == 0:
         ctx.put('cut' if interrupted else 'state', state(grads=together.grads_left, ended=True))
     report = together.clock.numbers() | use_of(learn, ctx.device)
@@ -162,7 +162,7 @@ def infer_job(ctx, obj):
     with as_one as together, learn.added_cbs([noted]):
         part,left = leave_together(together, lambda: run_part(learn, dl, together.common))
     report = together.clock.numbers() | use_of(learn, ctx.device, dl)
-    ctx.mark('validate')
+    ctx.end_phase('validate')
     learn.dl = None
     if ctx.rank == 0:
         ctx.put('state', capture(learn, (), base, together.common.state(), refs, weights=False,
@@ -210,10 +210,10 @@ reports = weakref.WeakKeyDictionary()       # learner -> the reports of its last
 
 def _complete(report, together, result, use):
     "A `Report` gets the numbers of all ranks, each of which calls this at the end of a call"
-    report.mark('train' if result['steps'] else 'validate')
+    report.end_phase('train' if result['steps'] else 'validate')
     # nothing was started or sent
-    result |= dict(begun=report.began, report=together.clock.numbers() | use)
-    report.take(group.all_gather_object(result))
+    result |= dict(first_batch_at=report.began, report=together.clock.numbers() | use)
+    report.add_results(group.all_gather_object(result))
 
 def _fit_in_place(learn, options, asked, done):
     """`Learner.fit` by all ranks, each of which has called it; `asked`: see `fit_args`, `done`:

@@ -31,7 +31,7 @@ from ..launch.engine import InProcess
 from ..launch.options import (
     ITEMS, RAISES, Options, check_method, in_launched_group,
     no_attribute, refuse_blocks, refuse_busy)
-from ..launch.session import beside_workers, block, offloaded
+from ..launch.session import distrib_block, gpu_memory_note, offloaded
 from ..output.replay import print_line
 from ..payload.pickling import dumped_instead
 from ..payload.changes import fingerprint
@@ -76,13 +76,13 @@ def distrib_ctx(self:Learner,
         if checkpoint: session.on_epoch.append(Checkpoints(seconds_of(checkpoint)).at_epoch)
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     def in_launched(): return in_place(self, options, given)
-    opens = block(self, given, OPTIONS.defaults, in_launched, overrides, wants_no_lines)
+    opens = distrib_block(self, given, OPTIONS.defaults, in_launched, overrides, wants_no_lines)
     with writing(self, checkpoint), opens: yield self
 
 # `import fastai.distributed` puts fastai's own in its place
 Learner._distrib_ctx = Learner.distrib_ctx
 
-OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
+OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], extra_checks=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 # fastai's, also when this module is loaded anew
@@ -159,7 +159,7 @@ def _open(self:LearnerJob):
                                  "call has none. nprocs=2 starts two on the CPU.")
         session = self.session = fit.__self__
         def keep_epoch(call, e):
-            if not call.iterations: self.epoch = call, own_copy(*e)
+            if not call.counts_steps: self.epoch = call, own_copy(*e)
         session.on_epoch.append(keep_epoch)
         gpus = tuple(session.gpus or ()) if session.launcher.workers_are_local else ()
         refuse_blocks(gpus, self.twin)
@@ -183,7 +183,7 @@ def refuse_fit(self:LearnerJob, *args, **kwargs):
 def _call(self:LearnerJob):
     with self.block, dumped_instead(self.pairs):
         self.session.thread = threading.current_thread()
-        line = beside_workers(self.of, self.session.gpus)
+        line = gpu_memory_note(self.of, self.session.gpus)
         if line and not self.session.quiet(): print_line(line)
         return self.twins_call.run(self.twin)
 

@@ -202,7 +202,7 @@ class Checkpoints:
         end, # The `EpochEnd`
     ):
         "Writes the state, if `every` seconds have passed"
-        if call.iterations or time.monotonic()-self.last < self.every: return
+        if call.counts_steps or time.monotonic()-self.last < self.every: return
         self.last = time.monotonic()
         learn = call.learn
         user_call = call.user_call

@@ -39,7 +39,7 @@ class FitCall(Call):
     ):
         # the user's own `fit` may have no number of epochs
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
-        super().__init__(session, fit_job, what, keeps='all', iterations=finds_lr(cbs))
+        super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
         store_attr('cbs,user_call,first')
         self.sent = {}      # what the ranks get besides the learner
     def snapshot(self):
@@ -49,35 +49,35 @@ class FitCall(Call):
     def apply(self, meta, buffers):
         apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
     @property
-    def next_try(self): return f"Going on with epoch {self.first or 0}"
-    def stopped(self, result): return self.holds()
-    def holds(self):
-        if self.cut:
+    def retry_text(self): return f"Going on with epoch {self.first or 0}"
+    def describe_interrupted(self, result): return self.describe_learner()
+    def describe_learner(self):
+        if self.stopped_in_epoch:
             return ("holds the last finished batch; learn.distrib_resume() begins epoch "
                     f"{self.learn.epoch} again.")
-        if not (self.kept or self.first): return "is unchanged."
-        first = self.learn.epoch+1 if self.kept else self.first
+        if not (self.has_result or self.first): return "is unchanged."
+        first = self.learn.epoch+1 if self.has_result else self.first
         return (f"holds the end of epoch {first-1}. learn.distrib_resume() goes on with epoch "
                 f"{first}.")
-    def failed(self, e, last):
-        self.cut = getattr(e, 'cut', False)
-        if self.cut: self.save(e.epoch)
-        super().failed(e, last)
-        if self.kept and not self.cut: self.first = self.learn.epoch+1
-    def finished(self, out):
+    def on_failure(self, e, is_last):
+        self.stopped_in_epoch = getattr(e, 'cut', False)
+        if self.stopped_in_epoch: self.save(e.epoch)
+        super().on_failure(e, is_last)
+        if self.has_result and not self.stopped_in_epoch: self.first = self.learn.epoch+1
+    def on_success(self, out):
         "After an interrupt `lr_find` leaves nothing, and others what is needed to go on"
         interrupted = any(r['interrupted'] for r in out.results)
-        if self.iterations and (out.interrupted or interrupted): return
-        self.cut = interrupted
-        if self.cut: self.save(out.epoch)
+        if self.counts_steps and (out.interrupted or interrupted): return
+        self.stopped_in_epoch = interrupted
+        if self.stopped_in_epoch: self.save(out.epoch)
         else: self.user_call.complete(self.learn)
-        super().finished(out)
+        super().on_success(out)
     def on_event(self, rank, e):
         for f in self.session.on_epoch if isinstance(e, EpochEnd) else (): f(self, e)
     def save(self, epoch=None):
         "The user's call goes on after `epoch`, or from what the learner holds now"
         # after a failure, the variables of cells are the user's again
-        definitions = self.definitions if self.cut else ()
+        definitions = self.definitions if self.stopped_in_epoch else ()
         self.user_call.cut_off(self.learn, self.cbs, epoch, self.first, definitions)
     @contextlib.contextmanager
     def resumable(self):
@@ -88,10 +88,10 @@ class FitCall(Call):
         try: yield
         except BaseException as e:
             with Interrupts().counting():      # all ends here anyway
-                is_over = self.cut or self.user_call.done == self.user_call.fits
-                ends = self.kept or isinstance(e, (WorkerError,KeyboardInterrupt))
+                is_over = self.stopped_in_epoch or self.user_call.done == self.user_call.fits
+                ends = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
                 if ends and not is_over: self.save()
-                if not self.kept: learn.opt = old
+                if not self.has_result: learn.opt = old
             raise
         if learn not in user_calls: resume_points.pop(learn, None)
 
@@ -175,9 +175,9 @@ class Session(_Session):
             if not self.factories[1]: enough_epochs(asked, cbs, lambda: self.global_batch()[1])
             call.sent = dict(options=self.options, fit=asked, run=notebook_run(all_cbs(learn, cbs)))
             try: self.train(call)
-            finally: self.keep(call.timings)
+            finally: self.keep(call.report)
     def keep(self, report):
-        if not report.marks: return     # it was refused
+        if not report.phase_ends: return     # it was refused
         self.reports.append(report)
         reports[self.learn] = self.reports
     def validate(self, ds_idx=1, dl=None):
@@ -194,12 +194,12 @@ class Session(_Session):
         loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
                    and not isinstance(cb, ProgressCallback)]
         call = InferCall(self, dl)
-        with learn.removed_cbs(loggers), learn.no_logging(), self.telling(call):
+        with learn.removed_cbs(loggers), learn.no_logging(), self.showing_lines(call):
             out = call.run()
             *found,results = zip(*out.results)
             parts,left,states = found
-            call.timings.take(results)
-            self.keep(call.timings)
+            call.report.add_results(results)
+            self.keep(call.report)
             if out.interrupted or KeyboardInterrupt in left: raise KeyboardInterrupt
         learn.dl = dl
         # what rank 0's callbacks hold is in the notebook's by now

@@ -125,8 +125,8 @@ class Machines(Local):
             self.close(0)
             raise
         return n, [i for k in self.counts.values() for i in range(k)] if self.on_gpu else None
-    def place_again(self, nprocs, gpus):
-        """As `Launcher.place_again`: machines that were lost are left out, the others have as many
+    def place_after_failure(self, nprocs, gpus):
+        """As `Launcher.place_after_failure`: lost machines are left out, the others have as many
         ranks as before"""
         if not self.lost: return nprocs, gpus
         self.left_out |= self.lost
