@@ -184,7 +184,7 @@ def test_a_slow_callback_of_one_rank_is_named(two):
 
 
 def test_a_cause_is_named_once_in_a_session(monkeypatch):
-    monkeypatch.setattr(report, '_named_causes', set())
+    monkeypatch.setattr(report, '_printed_causes', set())
     def line(seconds):
         r = report.Report('1 epoch')
         r.phase_ends.append(('train', r.began+seconds))
