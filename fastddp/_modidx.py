@@ -1665,6 +1665,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'fastddp/launch/session.py'),
                                         'fastddp.launch.session.Session.print_banner': ( 'launch/session.html#session.print_banner',
                                                                                          'fastddp/launch/session.py'),
+                                        'fastddp.launch.session.Session.print_summary': ( 'launch/session.html#session.print_summary',
+                                                                                          'fastddp/launch/session.py'),
                                         'fastddp.launch.session.Session.quiet': ( 'launch/session.html#session.quiet',
                                                                                   'fastddp/launch/session.py'),
                                         'fastddp.launch.session.Session.run_with_restarts': ( 'launch/session.html#session.run_with_restarts',
