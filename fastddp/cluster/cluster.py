@@ -21,7 +21,7 @@ from ..base.failure import is_user_file
 from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import (
-    CHECKS, holding, refuse_blocks, refuse_overlap, workers_for)
+    CHECKS, holding_gpus, refuse_blocks, refuse_overlap, workers_for)
 from ..launch.session import dump_or_blame
 from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
@@ -164,11 +164,11 @@ class StandingLocal(Local):
         """Ask the ranks to stop; return True if all are alive and idle within five seconds, or
         within `interrupt_grace` if that is longer. A rank that waits in a collective can't stop"""
         deadline = time.monotonic()+max(5., self.interrupt_grace)
-        if monitor.ended('died'): return False
-        if monitor.asked_to_stop is None and monitor.at_work: monitor.ask_to_stop()
+        if monitor.ends_of('died'): return False
+        if monitor.stop_asked_at is None and monitor.running_ranks: monitor.ask_to_stop()
         monitor.drain(deadline)
         self._rendezvous = None     # the next job forms a new process group
-        return not (monitor.at_work or monitor.ended('died'))
+        return not (monitor.running_ranks or monitor.ends_of('died'))
 
 # %% ../../nbs/cluster/651_cluster.ipynb #252684fd
 # app -> its package, which has the modules `learner` and `snapshot`
@@ -203,7 +203,7 @@ class Cluster:
         refuse_overlap(self.gpus)
         refuse_blocks(self.gpus)
         self._held_gpus = contextlib.ExitStack()    # closed when the workers have ended
-        self._held_gpus.enter_context(holding(None, self.gpus, _HAS_GPU))
+        self._held_gpus.enter_context(holding_gpus(None, self.gpus, _HAS_GPU))
         self.local = StandingLocal(gpus=self.gpus, timeout=timeout).__enter__()
         self._lock = threading.Lock()   # held while a job runs
         self.running = ''       # what the workers are doing

@@ -29,7 +29,7 @@ from .snapshot import (
 from .validation import Validation
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.rank import Context
-from ..launch.session import Call, Session as _Session, block, refuse_untrainable
+from ..launch.session import Call, Session as _Session, distrib_block, refuse_untrainable
 from ..launch.training import (
     Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
     until_interrupted, whereabouts)
@@ -159,8 +159,8 @@ class Session(_Session):
                 _,steps = self.global_batch()
                 epochs = max(epochs, math.ceil(cb.sched.n_iter/(steps or 1)))
         job_args = dict(epochs=epochs, options=self.options, metrics=metrics)
-        call = LearnerCall(self, fit_job, callbacks, metrics, job_args, keeps='last',
-                           iterations=finds_lr(callbacks))
+        call = LearnerCall(self, fit_job, callbacks, metrics, job_args, apply_failed='last',
+                           counts_steps=finds_lr(callbacks))
         self.train(call)
     def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
@@ -169,7 +169,7 @@ class Session(_Session):
         infer = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
         call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics,
                            dict(handler=handler, infer=infer))
-        with self.telling(call):
+        with self.showing_lines(call):
             outcome = call.run()
             if outcome.interrupted or any(interrupted for _,interrupted in outcome.results):
                 raise KeyboardInterrupt
@@ -308,7 +308,7 @@ def distrib_ctx(self:Learner,
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "
           "end, and SaveModelCallback saves weights.")
 OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'],
-                  lacks=dict.fromkeys(('wait','offload','checkpoint'), _FOR_2))
+                  unsupported=dict.fromkeys(('wait','offload','checkpoint'), _FOR_2))
 
 def _raise_no_attribute(self, k): raise no_attribute(self, k)
 

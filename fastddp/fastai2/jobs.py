@@ -86,7 +86,7 @@ class NoteProgress(OurCallback):
         if not self.training: self.in_batch = False
         if self.has_stepped: return
         self.has_stepped = True
-        self.ctx.mark('first step')
+        self.ctx.end_phase('first step')
     def after_train(self):
         epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
         self.progress.lap(sum(total for _,total in epoch.counts[:epoch.n_yielded]) if epoch else 0)
@@ -159,7 +159,7 @@ def fit_job(ctx, obj):
                 ctx.items = noted.items(learn)
                 raise
         interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
-    ctx.mark('train')
+    ctx.end_phase('train')
     if ctx.rank == 0:
         last = state(grads=together.has_unused_grads, ended=True)
         ctx.put('cut' if interrupted else 'state', last)
@@ -185,7 +185,7 @@ def infer_job(ctx, obj):
     with as_one as together, learn.added_cbs([noted]):
         part,cancelled = leave_together(together, lambda: validate_part(learn, dl, together.common))
     report = together.clock.totals() | resource_use(learn, ctx.device, dl)
-    ctx.mark('validate')
+    ctx.end_phase('validate')
     learn.dl = None
     if ctx.rank == 0:
         ctx.put('state', capture(learn, (), base, together.common.state(), refs, weights=False,
@@ -240,11 +240,11 @@ def _complete(learn,
     dl=None, # The loader of a validation
 ):
     "Put the numbers of all ranks into a report. All ranks call this at the end of a call."
-    report.mark('train' if result['steps'] else 'validate')
+    report.end_phase('train' if result['steps'] else 'validate')
     # the call began with the report: no workers were started, nothing was sent
-    result['begun'] = report.began
+    result['first_batch_at'] = report.began
     result['report'] = together.clock.totals() | resource_use(learn, group.comm_device(), dl)
-    report.take(group.all_gather_object(result))
+    report.add_results(group.all_gather_object(result))
 
 def _fit_in_place(learn,
     options, # Of `distributed`

@@ -32,7 +32,7 @@ from ..launch.engine import InProcess
 from ..launch.options import (
     ITEMS, RAISES, Options, check_method, in_launched_group,
     no_attribute, refuse_blocks, refuse_busy)
-from ..launch.session import beside_workers, block, offloaded
+from ..launch.session import distrib_block, gpu_memory_note, offloaded
 from ..output.replay import print_line
 from ..payload.pickling import replaced_in_dumps
 from ..payload.changes import fingerprint
@@ -86,13 +86,13 @@ def distrib_ctx(self:Learner,
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     # in a group that torchrun, say, has made: no workers are started
     def in_launched(): return in_place(self, rank_options, given)
-    opened = block(self, given, OPTIONS.defaults, in_launched, overrides, wants_no_lines)
+    opened = distrib_block(self, given, OPTIONS.defaults, in_launched, overrides, wants_no_lines)
     with claimed_file(self, checkpoint), opened: yield self
 
 # `import fastai.distributed` puts fastai's own in its place
 Learner._distrib_ctx = Learner.distrib_ctx
 
-OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], further=DDP_CHECKS)
+OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], extra_checks=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 # If this module is loaded again, `Learner.__getstate__` is the function below
@@ -203,14 +203,14 @@ def _keep_epoch(self:LearnerJob,
     end, # The `EpochEnd`
 ):
     "Copy the state at the end of an epoch, for `pull`."
-    if not fit_call.iterations: self.epoch = fit_call.cbs, private_copy(*end)
+    if not fit_call.counts_steps: self.epoch = fit_call.cbs, private_copy(*end)
 
 @patch
 def _make_call(self:LearnerJob):
     "Make the call with the twin, in the thread of the job, and return what it returns."
     with self.until_end, replaced_in_dumps(self.counterparts):
         self.session.thread = threading.current_thread()
-        line = beside_workers(self.original, self.session.gpus)
+        line = gpu_memory_note(self.original, self.session.gpus)
         if line and not self.session.quiet(): print_line(line)
         return self.twin_call.run(self.twin)
 

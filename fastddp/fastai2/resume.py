@@ -223,7 +223,7 @@ def checkpoint_writer(
     last_written = time.monotonic()
     def at_epoch_end(call, end):
         nonlocal last_written
-        if call.iterations or time.monotonic()-last_written < interval_seconds(interval): return
+        if call.counts_steps or time.monotonic()-last_written < interval_seconds(interval): return
         last_written = time.monotonic()
         learn = call.learn
         user_call = call.user_call

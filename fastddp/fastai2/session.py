@@ -38,7 +38,7 @@ class FitCall(Call):
         n_epoch=None, # As the user asked; None: the user's own `fit` has no such argument
     ):
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
-        super().__init__(session, fit_job, what, keeps='all', iterations=finds_lr(cbs))
+        super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
         store_attr('cbs,user_call,first_epoch')
         self.request = {}       # `options`, `fit_args` and `wandb_run` for `fit_job`
     def snapshot(self):
@@ -50,30 +50,30 @@ class FitCall(Call):
     def apply(self, meta, buffers):
         apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
     @property
-    def next_try(self): return f"Going on with epoch {self.first_epoch or 0}"
-    def stopped(self, result): return self.holds()
-    def holds(self):
-        if self.cut:
+    def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
+    def describe_interrupted(self, result): return self.describe_learner()
+    def describe_learner(self):
+        if self.stopped_in_epoch:
             return ("holds the last finished batch; learn.distrib_resume() begins epoch "
                     f"{self.learn.epoch} again.")
-        if not (self.kept or self.first_epoch): return "is unchanged."
-        first_epoch = self.learn.epoch+1 if self.kept else self.first_epoch
+        if not (self.has_result or self.first_epoch): return "is unchanged."
+        first_epoch = self.learn.epoch+1 if self.has_result else self.first_epoch
         return (f"holds the end of epoch {first_epoch-1}. learn.distrib_resume() goes on with "
                 f"epoch {first_epoch}.")
-    def failed(self, e, last):
-        self.cut = getattr(e, 'cut', False)
-        if self.cut: self.save(e.epoch)
-        super().failed(e, last)
-        if self.kept and not self.cut: self.first_epoch = self.learn.epoch+1
-    def finished(self, out):
+    def on_failure(self, e, is_last):
+        self.stopped_in_epoch = getattr(e, 'cut', False)
+        if self.stopped_in_epoch: self.save(e.epoch)
+        super().on_failure(e, is_last)
+        if self.has_result and not self.stopped_in_epoch: self.first_epoch = self.learn.epoch+1
+    def on_success(self, out):
         """Put the result into the learner, and make the resume point of a fit that was interrupted;
         an `lr_find` that was interrupted leaves the learner unchanged."""
         interrupted = any(r['interrupted'] for r in out.results)
-        if self.iterations and (out.interrupted or interrupted): return
-        self.cut = interrupted
-        if self.cut: self.save(out.epoch)
+        if self.counts_steps and (out.interrupted or interrupted): return
+        self.stopped_in_epoch = interrupted
+        if self.stopped_in_epoch: self.save(out.epoch)
         else: self.user_call.complete(self.learn)
-        super().finished(out)
+        super().on_success(out)
     def on_event(self, rank, e):
         if not isinstance(e, EpochEnd): return
         for f in self.session.on_epoch: f(self, e)
@@ -82,7 +82,7 @@ class FitCall(Call):
     ):
         "Make the resume point of the learner."
         # after a failure, the user goes on with the variables of cells as they are
-        definitions = self.definitions if self.cut else ()
+        definitions = self.definitions if self.stopped_in_epoch else ()
         self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, definitions)
     @contextlib.contextmanager
     def resumable(self):
@@ -94,9 +94,9 @@ class FitCall(Call):
         except BaseException as e:
             with Interrupts().counting():       # a second Ctrl-C can't cut this
                 is_complete = self.user_call.n_complete == self.user_call.n_begun
-                has_run = self.kept or isinstance(e, (WorkerError,KeyboardInterrupt))
-                if has_run and not (self.cut or is_complete): self.save()
-                if not self.kept: learn.opt = old_opt
+                has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
+                if has_run and not (self.stopped_in_epoch or is_complete): self.save()
+                if not self.has_result: learn.opt = old_opt
             raise
         if learn not in user_calls: resume_points.pop(learn, None)
 
@@ -186,10 +186,10 @@ class Session(_Session):
             call.request = dict(options=self.options, fit_args=asked,
                                 wandb_run=notebook_run(all_cbs(learn, cbs)))
             try: self.train(call)
-            finally: self.keep(call.timings)
+            finally: self.keep(call.report)
     def keep(self, report):
         "Keep the `Report` of a call for `learn.distrib_reports`, unless the call was refused."
-        if not report.marks: return
+        if not report.phase_ends: return
         self.reports.append(report)
         reports[self.learn] = self.reports
     def validate(self, ds_idx=1, dl=None):
@@ -208,12 +208,12 @@ class Session(_Session):
         loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
                    and not isinstance(cb, ProgressCallback)]
         call = InferCall(self, dl)
-        with learn.removed_cbs(loggers), learn.no_logging(), self.telling(call):
+        with learn.removed_cbs(loggers), learn.no_logging(), self.showing_lines(call):
             out = call.run()
             *found,results = zip(*out.results)
             parts,cancelled,dl_states = found       # each has a value for each rank
-            call.timings.take(results)
-            self.keep(call.timings)
+            call.report.add_results(results)
+            self.keep(call.report)
             if out.interrupted or KeyboardInterrupt in cancelled: raise KeyboardInterrupt
         learn.dl = dl
         # `call.run` has put the attributes of rank 0's callbacks into the notebook's

@@ -39,7 +39,8 @@ class Outcome(NamedTuple):
     # `(meta, buffers)` of what rank 0 put last as 'state' or 'cut'; read-only, until the next run
     state:tuple|None=None
     epoch:tuple|None=None   # The same for 'epoch', the end of the last complete one
-    marks:list|tuple=()     # `(phase, time of its end)` of the engine and of rank 0, for a `Report`
+    # `(phase, time of its end)` of the engine and of rank 0, for a `Report`
+    phase_ends:list|tuple=()
 
 # %% ../../nbs/launch/502_engine.ipynb #6188ea01
 def add_state(
@@ -84,7 +85,7 @@ class Launcher:
         """`(number of ranks, GPU of each or None)`; raises `CantDistribute`, with a remedy, for
         what can't be"""
         return nprocs or 1, gpus
-    def place_again(self,
+    def place_after_failure(self,
         nprocs, # Ranks of the job that failed
         gpus, # GPU of each, or None
     ):
@@ -159,4 +160,4 @@ class InProcess(Launcher):
                 raise
         return Outcome(results=[load(res.meta, res.copied_buffers())], interrupted=False,
                        state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
-                       marks=ctx.marks)
+                       phase_ends=ctx.phase_ends)

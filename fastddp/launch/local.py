@@ -96,13 +96,13 @@ def _run_once(self:Local, job, nprocs, on_event, interrupts):
     report = Report()
     monitor = None
     try:
-        self.submit(job, nprocs, interrupts, report.mark)
+        self.submit(job, nprocs, interrupts, report.end_phase)
         monitor = Monitor(self, on_event, interrupts)
         outcome = monitor.wait()
     except BaseException:
         self.after_failure(job, monitor)
         raise
-    return outcome._replace(marks=report.marks+outcome.marks)
+    return outcome._replace(phase_ends=report.phase_ends+outcome.phase_ends)
 
 # %% ../../nbs/launch/505_local.ipynb #886a3e9a
 def all_reduce_seconds(

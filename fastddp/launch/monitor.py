@@ -84,19 +84,19 @@ def load_line(local):
 class Monitor:
     "One wait of the notebook for one job"
     def __init__(self,
-        local, # The engine: its workers, and its options `see`, `see_load`, `live`, `timeout`...
+        engine, # A `Local`: its workers, and its options `see`, `see_load`, `live`, `timeout`...
         on_event, # Called as `on_event(rank, event)`
         interrupts, # `Interrupts`, counting already
     ):
         store_attr()
-        self.workers = local.workers
+        self.workers = engine.workers
         # rank -> 'done' and None, 'failed' and its `Failure`, or 'died' and its exit code
         self.ends = {}
-        self.replay = Replay(see=local.see, live=local.live)
-        self.marks = []
-        self.load = local.see_load and load_line(local)
+        self.replay = Replay(see=engine.see, live=engine.live)
+        self.phase_ends = []
+        self.load = engine.see_load and load_line(engine)
         self.began = time.monotonic()
-        self.asked_to_stop = None       # time of the wish to stop
+        self.stop_asked_at = None       # time of the wish to stop
         # what is there now is of earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
     def wait(self):
@@ -107,10 +107,10 @@ class Monitor:
             try:
                 while not self._is_over():
                     last = max([self.began, *(b.at for b in self._beats().values())])
-                    limit = self.local.timeout
+                    limit = self.engine.timeout
                     if limit and time.monotonic()-last > limit: raise self.hang()
                     self._turn()
-                if self.is_bad: raise self._failure()
+                if self.has_failed: raise self._failure()
             finally:
                 self.replay.close()
                 if self.load: self.load.close()
@@ -125,27 +125,27 @@ class Monitor:
         latest = self._latest
         return Outcome(results, bool(self.interrupts.count),
                        latest.get('state') or latest.get('cut'), latest.get('epoch'),
-                       self.marks)
-    def ended(self, how):
+                       self.phase_ends)
+    def ends_of(self, how):
         "What each rank said that ended like this, 'done', 'failed' or 'died', by rank"
         return {r:said for r,(h,said) in self.ends.items() if h == how}
     @property
-    def at_work(self):
+    def running_ranks(self):
         "The ranks that have not ended"
         return [r for r in self.workers.ranks if r not in self.ends]
     @property
-    def is_bad(self):
+    def has_failed(self):
         "True if a rank failed or died"
         return any(how != 'done' for how,_ in self.ends.values())
     def _is_over(self):
         """True if there is nothing to wait for. After an interrupt ranks end one by one, each with
         a KeyboardInterrupt"""
-        failed = self.ended('failed').values()
-        return bool(not self.at_work or self.ended('died')
+        failed = self.ends_of('failed').values()
+        return bool(not self.running_ranks or self.ends_of('died')
                     or any(not self._is_answer(f) for f in failed))
     def _is_answer(self, failure):
         "True if a rank answers the wish to stop like this"
-        return self.asked_to_stop is not None and failure.kind == 'KeyboardInterrupt'
+        return self.stop_asked_at is not None and failure.kind == 'KeyboardInterrupt'
     def _turn(self, timeout=.05):
         for news in self.workers.poll(timeout): self._handle(*news)
         self.replay.flush()
@@ -158,7 +158,7 @@ class Monitor:
         if what != 'event': return
         kind,e = said
         if kind == 'show': self.replay.add(rank, e)
-        elif kind == 'marks': self.marks += e
+        elif kind == 'phase_ends': self.phase_ends += e
         else: self.on_event(rank, e)
 
 # %% ../../nbs/launch/503_monitor.ipynb #be3295d5
@@ -182,15 +182,15 @@ def _log(self:Monitor, r, n=3000):
 @patch
 def _beats(self:Monitor):
     "The last `Heartbeat` of each rank that is still at work"
-    return {r:self.workers.beat(r) for r in self.at_work}
+    return {r:self.workers.beat(r) for r in self.running_ranks}
 
 @patch
 def _interrupted(self:Monitor):
     now = time.monotonic()
     beats = self._beats()
-    if self.asked_to_stop is None: self.ask_to_stop()
+    if self.stop_asked_at is None: self.ask_to_stop()
     longest = max((b.longest for b in beats.values()), default=0.)
-    late = now-self.asked_to_stop > self.local.interrupt_grace+longest
+    late = now-self.stop_asked_at > self.engine.interrupt_grace+longest
     stuck = late and not any(b.leaving for b in beats.values())
     if self.interrupts.count > 1 or stuck: raise KeyboardInterrupt
 
@@ -198,7 +198,7 @@ def _interrupted(self:Monitor):
 def ask_to_stop(self:Monitor):
     """Sends all ranks the wish to stop. By pipe, not on the board: the thread that reads the pipe
     interrupts code that looks at no board (`ranch`, cells), and agents pass messages on"""
-    self.asked_to_stop = time.monotonic()
+    self.stop_asked_at = time.monotonic()
     self.workers.ask_stop()
 
 # %% ../../nbs/launch/503_monitor.ipynb #d1623b00
@@ -236,18 +236,18 @@ def hang(self:Monitor):
     first,*others = sorted(beats, key=priority)
     lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
              for r in (first, *others)]
-    return GroupTimeout(first, beats[first].where, self.local.timeout, lines)
+    return GroupTimeout(first, beats[first].where, self.engine.timeout, lines)
 
 # %% ../../nbs/launch/503_monitor.ipynb #8dc7c349
 @patch
 def _failure(self:Monitor):
     "The exception for the first failure"
     end = time.monotonic()+.5       # the others may have something to say
-    while (left := end-time.monotonic()) > 0 and self.at_work: self._turn(left)
-    died = self.ended('died')
-    failed = first_failure(f for f in self.ended('failed').values() if not self._is_answer(f))
+    while (left := end-time.monotonic()) > 0 and self.running_ranks: self._turn(left)
+    died = self.ends_of('died')
+    failed = first_failure(f for f in self.ends_of('failed').values() if not self._is_answer(f))
     if not (failed or died): return KeyboardInterrupt()
-    if failed and is_timeout(failed[0]) and self.at_work: return self.hang()
+    if failed and is_timeout(failed[0]) and self.running_ranks: return self.hang()
     by_death = died and (not failed or is_echo(failed[0]))
     err = self._death(*next(iter(died.items()))) if by_death else self._raised(failed.pop(0))
     err.others = tuple(map(str, failed))
@@ -275,5 +275,5 @@ def _raised(self:Monitor, failure):
 @patch
 def drain(self:Monitor, until):
     "After a failure: handles what ranks still say, until all have ended the job or it is `until`"
-    while self.at_work and (left := until-time.monotonic()) > 0:
+    while self.running_ranks and (left := until-time.monotonic()) > 0:
         for news in self.workers.poll(left): self._handle(*news)

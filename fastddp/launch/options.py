@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHECKS', 'RAISES', 'ITEMS', 'running_jobs', 'check_method', 'no_attribute', 'comments_of', 'list_params', 'Options',
-           'workers_for', 'holding', 'refuse_overlap', 'refuse_blocks', 'refuse_busy', 'local_reason',
-           'in_launched_group', 'engine_for', 'nested']
+           'workers_for', 'holding_gpus', 'refuse_overlap', 'refuse_blocks', 'refuse_busy', 'why_local',
+           'in_launched_group', 'engine_for', 'nested_block']
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
 import contextlib, inspect, os, re, sys
@@ -120,17 +120,17 @@ class Options:
     def __init__(self,
         ctx, # `Learner.distrib_ctx`
         ignored=(), # Accepted for code written for others, without effect; shown nowhere else
-        further={}, # The names that its `**kwargs` may have, each with its `Check` or None
-        lacks={}, # Names that others have -> why it hasn't them
+        extra_checks={}, # The names that its `**kwargs` may have, each with its `Check` or None
+        unsupported={}, # Names that others have -> why it hasn't them
     ):
         params = {k:p for k,p in inspect.signature(ctx).parameters.items() if k != 'self'}
         self.params = {k:p for k,p in params.items() if k not in ignored}       # what is shown
         self.defaults = {k:p.default for k,p in self.params.items() if p.kind != p.VAR_KEYWORD}
-        self.accepted = {*self.defaults, *ignored, *further}
+        self.accepted = {*self.defaults, *ignored, *extra_checks}
         self.comments,self.module = comments_of(ctx),ctx.__module__
-        self.further = further
-        self.checks = CHECKS | {k:c for k,c in further.items() if c}
-        self.lacks = lacks
+        self.extra_checks = extra_checks
+        self.checks = CHECKS | {k:c for k,c in extra_checks.items() if c}
+        self.unsupported = unsupported
     def checked(self,
         values, # Name -> value, other names among them
         more={}, # What came as `**kwargs`
@@ -140,19 +140,20 @@ class Options:
         value that can't be"""
         given = {k:values[k] for k in self.defaults} | more
         for k in more:
-            if k not in self.further and k not in ours: self.refuse_name(k)
+            if k not in self.extra_checks and k not in ours: self.refuse_name(k)
         check_all(given, self.checks)
         # arrays can't be compared
         return {k:v.tolist() if hasattr(v, 'tolist') else v for k,v in given.items()}
     def refuse_name(self, name, of='distrib_ctx', own=()):
         """Raises `CantDistribute` for an option or argument that the method `of`, with arguments
         `own`, doesn't have"""
-        if name in self.lacks: raise CantDistribute(f"No option {name}. {self.lacks[name]}")
+        if name in self.unsupported:
+            raise CantDistribute(f"No option {name}. {self.unsupported[name]}")
         known = [*own, *self.defaults]
-        likely = near(name, [*known, *self.further], _ALIASES)
+        likely = near(name, [*known, *self.extra_checks], _ALIASES)
         end = f"Did you mean {likely}=?" if likely else f"{of} has {', '.join(known)}"
-        if self.further and not likely:
-            end += f", and passes on to DistributedDataParallel: {', '.join(self.further)}."
+        if self.extra_checks and not likely:
+            end += f", and passes on to DistributedDataParallel: {', '.join(self.extra_checks)}."
         raise CantDistribute(f"No option {name}. {end}")
     def check_call(self, cls, name, args, kwargs):
         """Refuses arguments that the method `name` of `cls` can't take; a name in `kwargs` may be
@@ -241,10 +242,10 @@ def _chosen(gpus, nprocs, have):
 
 # %% ../../nbs/launch/508_options.ipynb #63fdc617
 running_jobs = []   # each `BackgroundJob` that has not ended
-_held = []          # `(learner, GPUs, refusal)` as of `holding`, of workers that stay
+_held = []          # `(learner, GPUs, refusal)` as of `holding_gpus`, of workers that stay
 
 @contextlib.contextmanager
-def holding(
+def holding_gpus(
     learn, # The learner of the `distrib_ctx` block that has the GPUs; None: no block has them
     gpus, # Their numbers
     refusal="A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
@@ -282,7 +283,7 @@ def refuse_busy(learn):
                                  "end it with job.stop().")
 
 # %% ../../nbs/launch/508_options.ipynb #35f9d209
-def local_reason(nprocs, gpus, launcher):
+def why_local(nprocs, gpus, launcher):
     "Why the fit runs in this process, as a line for the user; None if it runs on workers"
     if launcher is not None: return None
     if not group.has_distributed():
@@ -310,7 +311,7 @@ def engine_for(
 ):
     "Context manager: `(open launcher, number of workers, GPU of each)`, or None to train locally"
     nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
-    if why := local_reason(nprocs, gpus, launcher):
+    if why := why_local(nprocs, gpus, launcher):
         print_line(why)
         yield None
         return
@@ -341,7 +342,7 @@ def _option(local, k, given, defaults):
 
 # %% ../../nbs/launch/508_options.ipynb #2d652059
 @contextlib.contextmanager
-def nested(
+def nested_block(
     outer, # Options of the block around it
     given, # Options of this block
     defaults, # Their default values

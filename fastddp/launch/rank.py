@@ -36,10 +36,10 @@ class Context:
         # What the job is doing, e.g. `epoch 2, batch 17`, or a function that says it
         self.where = ''
         self.items = ()     # Dataset indices of the batch at hand, or a function that says them
-        self.marks = []     # `(phase, time of its end)`
-    def mark(self, phase):
+        self.phase_ends = []     # `(phase, time of its end)`
+    def end_phase(self, phase):
         "A phase of the job ends now"
-        self.marks.append((phase, time.time()))
+        self.phase_ends.append((phase, time.time()))
     def beat(self, where='', leaving=False):
         "A step is about to begin, at `where`; `leaving`: the job has heard the wish to stop"
     def saves_below(self, folder):
@@ -58,7 +58,7 @@ def call(
 ):
     "Loads the payload, calls the job and returns its result as a `Payload`"
     obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), define=define)
-    ctx.mark('load')
+    ctx.end_phase('load')
     res = resolve_function(work)(ctx, obj)
     return res if isinstance(res, Payload) else dump(res)
 
@@ -161,8 +161,8 @@ def run_on_rank(
     with capture_output(lambda e: channel.emit(('show', e)), spec.display):
         if spec.backend: _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
-        if joined: ctx.marks += [('join', joined), ('ship', began)]
-        else: ctx.marks += [('ship', began), ('join', time.time())]
+        if joined: ctx.phase_ends += [('join', joined), ('ship', began)]
+        else: ctx.phase_ends += [('ship', began), ('join', time.time())]
         try: return call(spec.work, ctx, meta, buffers, define=True)
         finally: _finish(channel, ctx)
 
@@ -170,7 +170,7 @@ def _finish(channel, ctx):
     """Reports where the time went; on a GPU memory is freed at once, since the notebook's model may
     go back to it"""
     ctypes.CDLL(None).fflush(None)      # what compiled libraries printed goes to the log
-    if ctx.rank == 0: channel.emit(('marks', ctx.marks))
+    if ctx.rank == 0: channel.emit(('phase_ends', ctx.phase_ends))
     if is_accelerator(ctx.device): _free_memory(ctx.device)
     else: channel.on_idle = lambda: _free_memory(ctx.device)
 

@@ -11,7 +11,7 @@ import contextlib, os, pickle, time, warnings
 
 from ..base import group
 from ..base.rng import CommonRNG
-from .report import banner, closing_line, summary, what_ran
+from .report import advice_line, banner_line, summary_line, work_done
 from ..output.replay import print_line
 from ..payload.pickling import dump, load
 from ..payload.changes import STRUCTURE_ATTRS
@@ -68,7 +68,7 @@ class Progress:
         folder=None, # `learn.path`, below which callbacks save files
     ):
         self.ctx = ctx
-        self.begun = None       # time at which the first batch began
+        self.first_batch_at = None       # time at which the first batch began
         self.where = ''         # where the last one began
         self.seconds = 0.       # of training
         self.items = 0          # of training, on all ranks
@@ -77,7 +77,7 @@ class Progress:
         if folder is not None: ctx.saves_below(folder)
     def at_batch(self, where, train=True):
         "A batch begins at `where`"
-        if self.begun is None: self.begun = time.time()
+        if self.first_batch_at is None: self.first_batch_at = time.time()
         self.where = where
         self.steps += train
         self.ctx.beat(where)
@@ -92,8 +92,9 @@ class Progress:
         self.since = now
     def result(self, interrupted=False, **more):
         "What the fit's job returns to the notebook"
-        return dict(interrupted=interrupted, begun=self.begun, where=self.where, steps=self.steps,
-                    epochs=self.epochs, seconds=self.seconds, items=self.items, **more)
+        return dict(interrupted=interrupted, first_batch_at=self.first_batch_at, where=self.where,
+                    steps=self.steps, epochs=self.epochs, seconds=self.seconds,
+                    items=self.items, **more)
 
 # %% ../../nbs/launch/510_training.ipynb #fb828cf3
 def until_interrupted(ctx, fit, leave):
@@ -170,19 +171,19 @@ def script_lines(
     progress, # `Progress` of the fit inside
     sizes, # `(items per step of all ranks, steps per epoch or None)`
     quiet, # The learner wants none of our lines
-    iterations, # It is told in steps, not in epochs: see `what_ran`
+    counts_steps, # It is told in steps, not in epochs: see `work_done`
     report=None, # The `Report`, complete when the fit is over
 ):
     "Under torchrun rank 0 says in one line what runs inside, and in another one how long it took"
     tells = not quiet and group.under_launcher() and group.rank() == 0
     n = group.world_size()
     began = time.time()
-    if tells: print_line(banner(n, (), *sizes, where=f'torchrun, {group.backend()}'))
+    if tells: print_line(banner_line(n, (), *sizes, where=f'torchrun, {group.backend()}'))
     yield
     result = progress.result()
     if tells and result['seconds']:
-        print_line(summary(what_ran(result, iterations), n, result, began))
-        if report and (line := closing_line(report)): print_line(line)
+        print_line(summary_line(work_done(result, counts_steps), n, result, began))
+        if report and (line := advice_line(report)): print_line(line)
 
 # %% ../../nbs/launch/510_training.ipynb #c55244d3
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ def test_offload_of_a_refused_job(on_gpu):
 
 def test_what_the_learner_keeps_is_said(two, monkeypatch):
     "In the job's display, where the learner wants lines"
-    monkeypatch.setattr(words, 'beside_workers', lambda learn, gpus: 'learn keeps 9 MB')
+    monkeypatch.setattr(words, 'gpu_memory_note', lambda learn, gpus: 'learn keeps 9 MB')
     learn = learner()
     def said():
         job = learn.distrib_fit(1, wait=False, **two)

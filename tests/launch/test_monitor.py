@@ -69,7 +69,7 @@ def test_ranks_that_were_asked_to_stop_are_waited_for(tmp_path):
     m = monitor(workers)
     m.interrupts.count = 1
     with pytest.raises(KeyboardInterrupt): m.wait()
-    assert workers.asked and not m.at_work
+    assert workers.asked and not m.running_ranks
 
 
 def gives_up(m):
@@ -81,7 +81,7 @@ def gives_up(m):
 def test_after_an_interrupt_a_rank_has_as_long_as_its_longest_batch(tmp_path):
     workers = Played(tmp_path)
     m = monitor(workers)
-    m.interrupts.count, m.asked_to_stop = 1, time.monotonic()-100
+    m.interrupts.count, m.stop_asked_at = 1, time.monotonic()-100
     workers.beats[1] = Heartbeat(longest=1000.)
     assert not gives_up(m)
     workers.beats[1] = Heartbeat(longest=1., leaving=True)      # it hands over what it has

@@ -5,7 +5,7 @@ from fastai.callback.core import Callback
 from fastddp.all import *
 from fastddp.fastai2.clock import Clock
 from fastddp.launch import report
-from fastddp.launch.report import Fit, advice_for
+from fastddp.launch.report import FitNumbers, advice_for
 from learners import make_learner
 from parity import warm
 
@@ -35,7 +35,7 @@ def test_phases_of_a_fit_add_up():
     assert list(preds.phases) == ['snapshot', *['validate' if o == 'train' else o for o in STEPS]]
     assert all(secs > 0 for secs in first.phases.values())
     assert called <= first.began and first.began+first.total <= ended
-    assert abs(first.marks[-1][1]-first.began-first.total) < 1e-6   # nothing is missing, nothing twice
+    assert abs(first.phase_ends[-1][1]-first.began-first.total) < 1e-6   # nothing is missing, nothing twice
     assert all(phase in repr(first) for phase in first.phases) and repr(first).startswith('1 epoch: ')
 
 
@@ -50,7 +50,7 @@ def rank(secs=None, waits=None, **more):
 
 def fit(*ranks, cores=16, seconds=10., start=.1, steps=100, epochs=2):
     ranks = ranks or (rank(),)
-    return Fit(seconds, start, cores, epochs, steps, [*ranks]*(2 if len(ranks) == 1 else 1))
+    return FitNumbers(seconds, start, cores, epochs, steps, [*ranks]*(2 if len(ranks) == 1 else 1))
 
 
 TROUBLES = {
@@ -177,7 +177,7 @@ def test_on_a_gpu_the_cores_are_no_cause():
 def test_memory_of_gpus_where_there_are_some(on_gpu):
     r = report.Report('1 epoch')
     ranks = [rank(on_gpu=on_gpu, gpu_peak=o*2**30) for o in (3, 5)]
-    r.take([dict(begun=r.began, epochs=1, steps=10, report=o) for o in ranks])
+    r.add_results([dict(first_batch_at=r.began, epochs=1, steps=10, report=o) for o in ranks])
     assert [o for o in r.facts() if 'GPU' in o] == ['on GPUs 3,072 MB, 5,120 MB']*on_gpu
 
 
@@ -198,10 +198,10 @@ def test_a_slow_callback_of_one_rank_is_named(two):
 
 
 def test_a_cause_is_named_once_in_a_session(monkeypatch):
-    monkeypatch.setattr(report, '_said', set())
+    monkeypatch.setattr(report, '_printed_causes', set())
     def line(seconds):
         r = report.Report('1 epoch')
-        r.marks.append(('train', r.began+seconds))
-        r.take([dict(begun=r.began, epochs=1, steps=10, report=rank(dict(data=.6*seconds)))]*2)
-        return report.closing_line(r)
+        r.phase_ends.append(('train', r.began+seconds))
+        r.add_results([dict(first_batch_at=r.began, epochs=1, steps=10, report=rank(dict(data=.6*seconds)))]*2)
+        return report.advice_line(r)
     assert line(2.) is None and 'wait for data' in line(20.) and line(20.) is None
