@@ -145,7 +145,7 @@ class GlobalLoss:
             return None,count
         batch = LocalBatch(out, yb, count, self.positions)
         rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
-        nbytes,counts,layouts,*_ = zip(*rows)
+        nbytes,counts,layouts = zip(*(row[:3] for row in rows))
         loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts)
         return loss,batch.count         # fewer if a callback left items out
 

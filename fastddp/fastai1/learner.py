@@ -301,8 +301,8 @@ def distrib_ctx(self:Learner,
     options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # those of `distributed_v1`
     def methods(*found): return Session(self, *found, options, restarts).overrides()
     def under_launcher(): return in_place(self, options, block_options)
-    with block(self, block_options, OPTIONS.defaults, under_launcher, methods,
-               lambda o: o.silent):
+    with distrib_block(self, block_options, OPTIONS.defaults, under_launcher, methods,
+                       lambda o: o.silent):
         yield self
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "

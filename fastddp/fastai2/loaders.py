@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 from ..base.failure import note_item
 from ..base.rng import CommonRNG
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, Step, note_step, draw_seed, generator_state, global_batch_size,
-    no_batches, original, iterate_original, one_iteration, refuse_loader, report_errors, set_generator,
-    sharded_clone, too_few, track_changes, workers_per_rank)
+    CantShard, Shard, Sharded, Step, draw_seed, generator_state, global_batch_size,
+    iterate_original, no_batches, note_step, one_iteration, original, refuse_loader,
+    report_errors, set_generator, sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a

@@ -109,7 +109,8 @@ def distrib_block(
 def _on_workers(learn, options, defaults, overrides, is_quiet):
     "Open a launcher for a block, reserve its GPUs, and override the methods of `learn`"
     with uninterrupted_exit() as stack:
-        with suppress_lines(is_quiet(learn)): engine = stack.enter_context(engine_for(options, defaults))
+        with suppress_lines(is_quiet(learn)):
+            engine = stack.enter_context(engine_for(options, defaults))
         methods = {}
         if engine:      # else the calls run in this process
             launcher,n,gpus = engine

@@ -133,7 +133,7 @@ class Machines(Local):
         if not self.on_gpu: return n, None
         return n, [i for count in self.rank_counts.values() for i in range(count)]
     def place_after_failure(self, nprocs, gpus):
-        "As `Launcher.place_after_failure`: without the machines that were lost; others keep their ranks"
+        "As `Launcher.place_after_failure`: without lost machines; the others keep their ranks"
         if not self.lost_names: return nprocs, gpus
         self.excluded_names |= self.lost_names
         return self.place(gpus=None if self.on_gpu else [])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cloudpickle
 from fastcore.basics import noop, patch
 
-from ..base.board import Heartbeats
+from ..base import board
 from ..base.device import in_bad_fork, reset_device_count
 from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
@@ -162,7 +162,7 @@ class Channel:
         finally: block.close()
     def heartbeats(self):
         "Return the `Heartbeats` that this worker shares with the notebook"
-        return Heartbeats(os.path.join(self.folder, HEARTBEATS))
+        return board.Heartbeats(os.path.join(self.folder, HEARTBEATS))
     def stop_requested(self):
         "True if the notebook wants the running job to stop"
         return self._stop_requested.is_set()
@@ -225,6 +225,7 @@ def worker_main(
     process,folder = multiprocessing.current_process(),os.path.dirname(log)
     # `tempdir` is where multiprocessing puts sockets, such as those of a DataLoader's processes.
     process.name,process._config['tempdir'] = f'fastddp-{rank}',folder
+    board.page_folder = folder
     channel = Channel(sock, rank, parent_pid, folder)
     reset_device_count()
     channel.send('ready', in_bad_fork())

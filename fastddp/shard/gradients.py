@@ -51,9 +51,7 @@ def bn_note(model,
 
 # %% ../../nbs/shard/312_gradients.ipynb #6d8e93f9
 def sync_buffers(model,
-                 # Average the running statistics of batch norm over ranks. False: they are the
-                 # same already, or rank 0's are to be taken
-                 average_bn=True
+                 average_bn=True # Average running statistics of batch norm; else take rank 0's
 ):
     "Give all ranks the same buffers, rank 0's unless they are averaged. A collective operation"
     of_bn = {id(b) for m in model.modules() if isinstance(m,_BN) for b in m.buffers(recurse=False)}
@@ -88,11 +86,8 @@ def sync_params(named # `(name, parameter)` pairs
     return [*names],max(group.all_gather_object(float(max(apart))))
 
 # %% ../../nbs/shard/312_gradients.ipynb #64e7b51c
-def drift_warning(names, # Of the parameters that differed
-                  apart, # Their largest difference
-                  epoch  # Number of the epoch that ends
-):
-    "Return the text of the warning about parameters that differed"
+def drift_warning(names, apart, epoch):
+    "Return the warning that the parameters `names` differed by up to `apart` after `epoch`"
     few = _first_of(names, 4)
     return (f"fastddp: the ranks' weights had drifted apart by up to {apart:.2g} by the end of "
             f"epoch {epoch} ({few}). All ranks go on with rank 0's weights, now and in later "
@@ -130,9 +125,8 @@ def graph_of(loss,    # A tensor, or a node of a graph
         todo += [f for f,_ in node.next_functions]
     return seen-{*until}
 
-def leaves_of(nodes # As of `graph_of`
-):
-    "Return the ids of the leaf tensors, such as parameters, among the nodes"
+def leaves_of(nodes):
+    "Return the ids of the leaf tensors, such as parameters, among nodes of a graph"
     return {id(node.variable) for node in nodes if hasattr(node, 'variable')}
 
 def is_reentrant(nodes):
@@ -156,8 +150,7 @@ def zero_loss(params):
     return sum((p*0).sum() for p in params if p.requires_grad)
 
 # %% ../../nbs/shard/312_gradients.ipynb #5a2b401e
-def average_grads(params,
-                  same=False # Known: all ranks have gradients for the same parameters
+def average_grads(params, same=False # True: all ranks have gradients for the same parameters
 ):
     """Replace gradients by their mean over ranks, in which a missing gradient counts as zeros. If a
     parameter has a gradient on no rank, it stays without. A collective operation"""
@@ -191,13 +184,11 @@ class Passes:
         is_loss_of_learner=lambda loss: False
     ):
         store_attr()
-        # Number of passes that this training batch had so far; None outside of one
-        self.n_passes = None
-        self.is_running = False         # a pass of a training batch runs
+        self.n_passes = None    # of this training batch so far; None outside of one
+        self.is_running = False # a pass of a training batch runs
         self.all_flat = overlapped is None
         self.this_batch_flat = False    # the first pass of this batch is flat, too
-        # The step comes after a later batch (`GradientAccumulation`): flat passes of this batch
-        # leave this rank's own gradients
+        # `GradientAccumulation` steps after a later batch: flat passes don't average
         self.accumulates = False
         self.exchange_secs = 0.         # seconds that averages after a pass took
 
@@ -232,7 +223,7 @@ class Passes:
         if not isinstance(loss, torch.Tensor): return False
         if self.is_loss_of_learner(loss) and inputs is None: return True
         ids = {id(p) for p in self.params() if p.requires_grad}
-        if isinstance(inputs, torch.Tensor): inputs = [inputs]
+        if isinstance(inputs, torch.Tensor): return id(inputs) in ids
         if inputs is not None: return any(id(t) in ids for t in inputs)
         return not ids.isdisjoint(leaves_of(graph_of(loss)))
 
@@ -242,9 +233,9 @@ class Passes:
         self.n_passes += 1
         # products of fastai's kinds of tensors would be slower
         loss = self.weigh(loss.as_subclass(torch.Tensor), is_first)
-        flat = self.all_flat or self.this_batch_flat    # which `weigh` may have set
-        flat = flat or inputs is not None or options['create_graph']
-        if is_first and not flat:
+        # `weigh` may have set `this_batch_flat`
+        flat = self.all_flat or self.this_batch_flat or options['create_graph']
+        if is_first and not flat and inputs is None:
             return self.overlapped.backward(self.torch_backward, loss, grad_tensors, **options)
         self.torch_backward(loss, grad_tensors, inputs=inputs, **options)
         if not self.accumulates: self.average()
@@ -265,8 +256,7 @@ class _Wrapped(nn.Module):
     """The module that DDP wraps. It holds the trained parameters; its `forward` takes the loss and
     returns it"""
     def __init__(self, model,
-                 extra_params # Trained parameters that aren't the model's
-    ):
+                 extra_params): # Trained parameters that aren't the model's
         super().__init__()
         self.model,self.extra_params = model,nn.ParameterList(extra_params)
     def forward(self, loss): return loss
@@ -289,10 +279,8 @@ DDP_CHECKS = {k: FLAG if isinstance(o.default, bool) else None
 DDP_CHECKS |= dict(comm_hook=None,
                    bucket_cap_mb=number("the size of DDP's buckets in megabytes", none=True))
 
-def check_ddp(options, # The user's options for DDP, as a dict
-              opt      # The learner's optimizer
-):
-    "Raise `CantDistribute` for an option that the optimizer doesn't allow"
+def check_ddp(options, opt):
+    "Raise `CantDistribute` for a DDP option that the learner's optimizer doesn't allow"
     is_torch_opt = isinstance(getattr(opt, 'opt', None), torch.optim.Optimizer)
     if options.get('gradient_as_bucket_view') and not is_torch_opt:
         raise CantDistribute(

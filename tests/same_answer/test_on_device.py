@@ -1,5 +1,5 @@
-"""What a step does with numbers that only a GPU knows, held to one process on the CPU: `StepSync.sums_on_device` says that
-they are there. Nothing of ours reads a value in a step."""
+"""What a step does with numbers that only a GPU knows, held to one process on the CPU: `StepSync.sums_on_device` says
+that they are there. Nothing of ours reads a value in a step."""
 import collections, functools, sys
 from pathlib import Path
 import pytest, torch
