@@ -123,6 +123,9 @@ class StepSync(OurCallback):
         self.together.mid_batch = False
         self.restore_loss_func()
     def after_train(self): self.close()
+    # a batch that one of these exceptions ends has neither `after_batch` nor `after_train`
+    def after_cancel_epoch(self): self.close()
+    def after_cancel_fit(self): self.close()
     def close(self):
         "End the batch, also one that was left by an exception"
         self.passes.close()

@@ -450,6 +450,38 @@ def test_rank0_only(tmp_path):
     assert all(torch.equal(v, weights(plain)[k]) for k, v in weights(learn).items())
 
 
+class LeavesBatch(Callback):
+    "All ranks leave the first epoch in the middle of its second batch, and there the second one with the whole fit"
+    def after_loss(self):
+        if self.training and self.iter == 1: raise (CancelEpochException,CancelFitException)[self.epoch]
+
+
+class LooksAtGradients(Callback):
+    "Makes backward passes on rank 0 before, between and after the epochs"
+    rank0_only, order = True, 70
+    def before_fit(self): self.norms = []
+    def backward(self):
+        x, = self.dls.valid.one_batch()[:-1]
+        self.model(x.detach()).sum().backward()
+        self.norms.append(sum(float(p.grad.norm()) for p in self.model.parameters()))
+        self.model.zero_grad()
+    def before_epoch(self): self.backward()
+    def after_epoch(self): self.backward()
+    def after_fit(self): self.backward()
+
+
+def test_backward_passes_of_rank_0_after_a_batch_that_was_left():
+    "They are no passes of the batch that was left, so no other rank waits, and no gradient is averaged"
+    looks = LooksAtGradients()
+    learn, plain = learner(LeavesBatch(), looks), learner(LeavesBatch())
+    seed_all(1)
+    fit(learn)
+    assert len(looks.norms) == 4 and all(o > 0 for o in looks.norms)
+    seed_all(1)
+    fit(plain)
+    assert all(torch.equal(v, weights(plain)[k]) for k, v in weights(learn).items())
+
+
 class Told(Callback):
     "Notes each event, and where the learner is"
     def __init__(self, log, label, order): self.log, self.label, self.order = log, label, order
