@@ -49,6 +49,17 @@ def test_a_cluster_beside_jobs_and_blocks():
     assert not options._held
 
 
+@pytest.mark.parametrize('n,device', [(0, None), (1, 'the GPU')])
+def test_objects_from_gpus_are_pulled_to_the_notebooks(monkeypatch, n, device):
+    dip = cluster.Cluster(gpus=[0, 1])
+    dip.run_cell('x = 1')
+    monkeypatch.setattr(cluster.group, 'n_gpus', lambda: n)
+    monkeypatch.setattr(cluster, 'current_device', lambda: 'the GPU')
+    monkeypatch.setattr(cluster, 'load', lambda *_, device, home: dict(x=device))
+    assert dip.pull('x') == dict(x=device or cluster.torch.device('cpu'))
+    dip.shutdown()
+
+
 def test_a_cluster_that_has_ended_holds_nothing():
     dip = cluster.Cluster(gpus=[0, 1])
     os.kill(dip.pids[1], signal.SIGKILL)
