@@ -9,54 +9,54 @@ __all__ = ['fastai_generation', 'preload_learners', 'ask_for_helper', 'imported_
 import sys
 from importlib.metadata import version
 
+from packaging.version import Version
+
+from .base.failure import ipython_shell
 from .process.helper import preload, warm
 
 # %% ../nbs/900_early.ipynb #5a99afe9
 def fastai_generation():
     "1 or 2: the fastai that is installed; raises ImportError for one that is not supported"
     found = version('fastai')
-    older = [int(o) for o in found.split('.')[:2]] < [2,8]
-    if older and found not in ('1.0.61','2.7.19'): raise ImportError(
-        f"fastddp needs fastai 2.7.19 or newer, or 1.0.61, and {found} is installed: "
-        "pip install -U fastai")
-    return 1 if found == '1.0.61' else 2
+    if found == '1.0.61': return 1
+    if Version(found) >= Version('2.7.19'): return 2
+    raise ImportError(f"fastddp needs fastai 2.7.19 or newer, or 1.0.61, and {found} is "
+                      "installed: pip install -U fastai")
 
 _APPS = {1: ('fastai.vision', 'fastai.text', 'fastai.tabular', 'fastai.collab'),
          2: ('fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'fastai.collab')}
 
 def preload_learners(
-    # True in an interactive session: it isn't known yet which of fastai's applications is used
-    typed=True
+    # True in IPython or Jupyter: it isn't known yet which of fastai's applications will be used.
+    # False: those that this process has imported
+    interactive=True
 ):
-    "Tells the helper what workers need that train learners"
-    gen = fastai_generation()
+    "Tell the helper what workers need to train a learner"
+    generation = fastai_generation()
     preload('IPython.core.interactiveshell', 'matplotlib_inline.backend_inline',
-            f'fastddp.fastai{gen}.learner')
-    preload(*_APPS[gen], if_imported=not typed)
-    # the first `DistributedDataParallel` of a process imports it, which takes a second
+            f'fastddp.fastai{generation}.learner')
+    preload(*_APPS[generation], if_imported=not interactive)
+    # the first `DistributedDataParallel` of a process imports torch._dynamo, which takes a second
     preload('torch._dynamo')
 
 # %% ../nbs/900_early.ipynb #e8887678
-def _interactive():
-    "True in an interactive session: IPython's shells and Jupyter kernels, not a script"
-    shell = getattr(sys.modules.get('IPython'), 'get_ipython', None)
-    return shell is not None and shell() is not None
-
 def ask_for_helper():
     "Start the helper in the background, with all that a learner needs in an interactive session"
-    typed = _interactive()
-    preload_learners(typed)
+    interactive = ipython_shell() is not None
+    preload_learners(interactive)
     preload('fastddp.output.capture:rehearse')
-    if typed: warm()
+    if interactive: warm()
 
 # %% ../nbs/900_early.ipynb #be60e912
 def imported_by_cell(frame, # The frame of a module that is being imported
     name, # The module's
 ):
     "True if a cell or script imports the module by its own name, not by that of a submodule"
-    frame = frame.f_back
-    asked_for = ''      # the module that the import statement names
-    while frame and 'importlib' in frame.f_globals.get('__name__', ''):
-        asked_for = frame.f_locals.get('name', asked_for)
-        frame = frame.f_back
-    return bool(frame) and frame.f_globals.get('__name__') == '__main__' and asked_for == name
+    # importlib's frames lie between the import statement and the module. The outermost one has the
+    # name that was asked for in its local variable `name`
+    caller = frame.f_back
+    requested = ''
+    while caller and 'importlib' in caller.f_globals.get('__name__', ''):
+        requested = caller.f_locals.get('name', requested)
+        caller = caller.f_back
+    return bool(caller) and caller.f_globals.get('__name__') == '__main__' and requested == name

@@ -12,15 +12,16 @@ import contextlib, json, os, re, time, warnings, weakref
 from functools import partial
 from pathlib import Path
 
-from fastai.callback.core import Callback, CancelEpochException
+from fastai.callback.core import CancelEpochException
 from fastcore.basics import store_attr
 from fastcore.foundation import L
 
 from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
-from .snapshot import CALLBACK_STAYS, all_cbs, apply, baseline, capture
-from .snapshot import persistent_refs
+from .snapshot import (
+    CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs)
+from .together import OurCallback
 from ..payload.pickling import deep_copy, definition_key, dump, find_definition, load
 from ..payload.state import model_tensors, picklable_attrs, private_copy
 
@@ -28,13 +29,16 @@ from ..payload.state import model_tensors, picklable_attrs, private_copy
 def structure_of(learn):
     """Return what two learners must have in common so that one can go on from the state of the
     other: names and shapes of weights, classes of parts, sizes of datasets and batches."""
+    # before the first fit there is no `learn.opt`
+    opt_func = getattr(learn.opt_func, 'func', learn.opt_func)      # of a `partial`
     refs = [o for o in persistent_refs(learn) if o is not learn.opt]
     data = []
     for dl in learn.dls.loaders:
         ds = getattr(dl, 'dataset', None)
         data.append([len(ds) if hasattr(ds, '__len__') else None, getattr(dl, 'bs', None)])
     return dict(weights=[[k, list(t.shape)] for k,t in model_tensors(learn.model).items()],
-                parts=[f'{type(o).__module__}.{type(o).__qualname__}' for o in refs], data=data)
+                parts=[f'{type(o).__module__}.{type(o).__qualname__}' for o in refs], data=data,
+                optimizers=getattr(opt_func, '__qualname__', None))
 
 def _weakly(o):
     """Return a function that returns `o`, or None once `o` is gone. It doesn't keep `o` alive:
@@ -55,8 +59,9 @@ class UserCall:
         self.n_complete = 0     # the first of its fits, which are not to be repeated
         # `(meta, buffers)` of `capture`, from which the next fit continues; None: it begins anew
         self.state = None
-        self.at_epoch_end = False       # True if `state` is the end of an epoch
-        # The epoch with which the next fit begins if it isn't; None: that of fastai's `fit`
+        # True: `state` is the end of an epoch, and the fit continues with the next one
+        self.at_epoch_end = False
+        # Where the fit continues if `at_epoch_end` is False; None: at the start of fastai's `fit`
         self.first_epoch = None
         self.structure = {}     # `structure_of` the learner when `state` was captured
         # Functions that return a function or class of a cell whose variables are in `state`, or
@@ -80,22 +85,24 @@ class UserCall:
     def restore(self, learn, cbs):
         """If the fit that begins was cut off, put its state into `learn`. Return the epoch with
         which it begins; None for that of fastai's `fit`."""
-        if self.state is None or self.n_begun > self.n_complete+1: return None
+        was_cut_off = self.state is not None and self.n_begun == self.n_complete+1
+        if not was_cut_off: return None
         apply(learn, cbs, *self.state, definitions=[o() for o in self.definitions])
         return learn.epoch+1 if self.at_epoch_end else self.first_epoch
     def cut_off(self, learn, cbs,
-        epoch, # The last complete epoch, an `EpochEnd`; None: capture the state of `learn`
+        epoch_end, # The last complete epoch, an `EpochEnd`; None: capture the state of `learn`
         first_epoch, # The first epoch that isn't complete, or None
         definitions, # Functions and classes of cells, whose variables belong to the state
     ):
         "Make this call the resume point of `learn`: the current fit was cut off."
         self.n_complete = self.n_begun-1
-        self.at_epoch_end = epoch is not None
+        self.at_epoch_end = epoch_end is not None
         self.first_epoch = first_epoch
-        if epoch is None:
+        state = epoch_end
+        if state is None:
             base = baseline(learn, cbs, definitions=definitions)
-            epoch = capture(learn, cbs, base, CommonRNG.capture().state())
-        self.state = private_copy(*epoch)
+            state = capture(learn, cbs, base, CommonRNG.capture().state())
+        self.state = private_copy(*state)
         self.structure = structure_of(learn)
         self.definitions = [*map(_weakly, definitions)]
         resume_points[learn] = self
@@ -116,7 +123,7 @@ def check_structure(learn,
 ):
     "Raise `CantDistribute` if `learn` is of another structure."
     for part,own in structure_of(learn).items():
-        if expected[part] != own:
+        if expected.get(part) != own:
             raise CantDistribute(f"{what} is of another learner: its {part} differ. Make the "
                                  "learner as it was, or train anew, with `start_epoch=` if the "
                                  "schedule is to go on.")
@@ -257,10 +264,12 @@ def call_from_file(learn, file, launcher):
 def recorder_lists(learn, cbs):
     """Return for each callback the attributes that its pickle lacks (fastai's `_stateattrs`): the
     lists of the Recorder."""
-    return [{k:vars(cb)[k] for k in getattr(cb, '_stateattrs', ())
-             if k in vars(cb).keys()-CALLBACK_STAYS} for cb in all_cbs(learn, cbs)]
+    def lists_of(cb):
+        names = {*getattr(cb, '_stateattrs', ())} - CALLBACK_STAYS
+        return {k:v for k,v in vars(cb).items() if k in names}
+    return [lists_of(cb) for cb in all_cbs(learn, cbs)]
 
-class ResumeFit(Callback):
+class ResumeFit(OurCallback):
     """Lets a fit on a rank begin with epoch `first_epoch`. When it is made, the learner is as it
     was at the beginning of this epoch; after `before_fit` of all callbacks it is so again."""
     order = 3_000_000
@@ -273,15 +282,18 @@ class ResumeFit(Callback):
         self.resumed_cbs = cbs
         self.iters_done = getattr(learn, 'train_iter', 0)
         for cb,o in zip(cbs, lists): vars(cb).update(o)
-        attrs = [{k:v for k,v in vars(cb).items() if k not in CALLBACK_STAYS and v is not None}
-                 for cb in cbs]
-        # for each callback its attributes as they are now
-        self.saved = deep_copy([picklable_attrs(o, refs) for o in attrs], refs)
+        def attrs_of(cb):
+            attrs = {k:v for k,v in vars(cb).items() if k not in CALLBACK_STAYS and v is not None}
+            return picklable_attrs(attrs, refs)
+        # for each callback its attributes as they are now: `before_fit` empties lists in place
+        self.saved = deep_copy([*map(attrs_of, cbs)], refs)
         def do_fit():       # fastai's `_do_fit`, which begins with epoch 0
             for learn.epoch in range(first_epoch, learn.n_epoch):
                 learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
         learn._do_fit = do_fit
     def before_fit(self):
+        # a fit that a callback runs inside the resumed one is a whole one
+        if vars(self.learn).pop('_do_fit', None) is None: return
         for cb,attrs in zip(self.resumed_cbs, self.saved): vars(cb).update(attrs)
         self.learn.train_iter = self.iters_done
         # fastprogress fails if the first update of a bar isn't that to 0
@@ -290,5 +302,5 @@ class ResumeFit(Callback):
         if not hasattr(self.learn, 'recorder'): return
         # the rows of the epochs that are done
         recorder = self.learn.recorder
-        for i,row in enumerate(recorder.values):
-            self.learn.logger(L(i, *row, *([''] if recorder.add_time else [])))
+        time = [''] if recorder.add_time else []
+        for i,row in enumerate(recorder.values): self.learn.logger(L(i, *row, *time))

@@ -142,8 +142,8 @@ class Agent:
             if self.workers: self.workers.stop(1.)
             self.stream.close()
     def on_link_timeout(self, seconds):
-        """Set how long the notebook may be silent: as long as it waits for this machine, but at least
-        `_LINK_TIMEOUT`"""
+        """Set how long the notebook may be silent: as long as it waits for this machine, but at
+        least `_LINK_TIMEOUT`"""
         self.link_timeout = max(_LINK_TIMEOUT, seconds)
 
     # Messages before the first job: where the ranks meet
@@ -241,7 +241,7 @@ class Agent:
                 if what != 'event': self._send_states()
                 self.stream.send('news', r, what, *values)
     def _on_put(self, r, kind):
-        "Send a result at once; note other kinds of rank 0, since the notebook needs no other rank's"
+        "Send a result at once; note other kinds of rank 0, the only rank's that are needed"
         if kind == 'result': self._send_payload(r, kind)
         elif r == 0: self.unsent_kinds.add(kind)
     def _send_states(self):

@@ -186,9 +186,9 @@ def _import(
     except Exception as e: print(f"fastddp helper: {entry}: {e!r}", file=sys.stderr)
 
 # %% ../../nbs/process/404_helper.ipynb #85bb3451
-# Numbers are all that a worker's status pipe carries: first its pid, or a negative errno if the fork
-# failed, then its exit code. If it is closed without a number, the helper has ended; for a spawned
-# worker, `Popen` has the exit code.
+# A worker's status pipe carries numbers only: first its pid, or a negative errno if the fork failed,
+# then its exit code. If it is closed without a number, the helper has ended; for a spawned worker,
+# `Popen` has the exit code.
 _NUMBER = struct.Struct('=q')
 
 def _send_number(pipe, number):
@@ -244,8 +244,8 @@ def _report_ended(status_pipes):
         os.close(pipe)
 
 def _run_entry(conn, entry, args):
-    """Call `entry` in a new worker; it ends the process itself. If it returns, or raises an exception,
-    which is printed, the process ends with exit code 1"""
+    """Call `entry` in a new worker; it ends the process itself. If it returns, or raises an
+    exception, which is printed, the process ends with exit code 1"""
     try: pkgutil.resolve_name(entry)(socket.socket(fileno=conn), *args)
     except BaseException: traceback.print_exc()
     finally: os._exit(1)

@@ -76,6 +76,24 @@ def test_goes_on(cut, tmp_path, undisturbed):
     with pytest.raises(CantDistribute, match='Nothing to resume'): learn.distrib_resume()
 
 
+class Predicts(Callback):
+    "Predicts on all ranks at the end of each epoch"
+    order = 70
+    def before_fit(self): self.seen = []
+    def after_epoch(self): self.seen.append(float(self.learn.get_preds(dl=self.dls.valid, inner=True)[0].sum()))
+
+
+def test_a_resumed_fit_with_a_callback_that_predicts(tmp_path):
+    def make(*fault):
+        return make_learner(cbs=[Predicts(), OneFault(*fault, marker=str(tmp_path/'fired'))], model=with_dropout)
+    learn = make('exception', 'after_pred', 1, 1, 3)
+    with pytest.raises(RankRaised): train(learn)
+    learn.distrib_resume()
+    train(whole := make('nothing', 'before_fit', 9))
+    assert learn.predicts.seen == whole.predicts.seen and len(learn.predicts.seen) == 3
+    assert [p.tolist() for p in learn.model.parameters()] == [p.tolist() for p in whole.model.parameters()]
+
+
 @pytest.mark.parametrize('cut', ['interrupt in an epoch', 'death'])
 def test_a_second_interrupt_while_the_place_is_noted(cut, tmp_path, undisturbed, monkeypatch):
     *fault, raised, _, _ = CUTS[cut]
