@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import Stateful, noop, patch
 
 from ..base import group
-from ..base.checks import bound, check_all
+from ..base.checks import bind_arguments, check_all
 from ..base.device import current_device, device_module, is_accelerator
 from ..base.errors import CantDistribute, WorkerError
 from ..base.failure import is_user_file
@@ -318,7 +318,7 @@ def run(self:Cluster,
 ):
     """Call a function on all ranks and return its results in rank order. Refuse what can't be
     pickled, by its name"""
-    bound(fn, args, kwargs)
+    bind_arguments(fn, args, kwargs)
     payload = dump_or_blame((fn, args, kwargs),
                             {'the function': fn, 'args': args, 'kwargs': kwargs})
     return self._run_job(call_job, payload, getattr(fn, '__name__', 'a function'),

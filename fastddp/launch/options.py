@@ -12,8 +12,8 @@ import contextlib, inspect, os, re, sys
 
 from ..base import group
 from ..base.checks import (
-    FLAG, SEE, Check, bound, check_all, is_list, is_whole, near,
-    number, one_of, takes_nothing, whole)
+    FLAG, SEE, Check, bind_arguments, check_all, closest_name,
+    is_list, is_whole, number, one_of, whole)
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .local import Local
@@ -22,16 +22,19 @@ from ..output.replay import print_line
 # %% ../../nbs/launch/508_options.ipynb #ce033820
 def _factory(what, example):
     def fits(v):
-        return v is None or callable(v) and not hasattr(v, 'named_parameters') and takes_nothing(v)
+        if v is None: return True
+        if not callable(v) or hasattr(v, 'named_parameters'): return False
+        bind_arguments(v)       # raises if it needs arguments
+        return True
     return Check(f"a function without arguments that makes the {what} in each worker, such as "
                  f"lambda: {example}", fits)
 
 CHECKS = dict(
     nprocs=whole("a whole number of workers, 1 to 1024. Leave nprocs out to use all visible GPUs",
-                 1, 1024, none=True),
+                 1, 1024, optional=True),
     gpus=Check("a list of GPU numbers, such as [0, 1], or 'all'; [] for workers on the CPU",
-               lambda v: (v is None or isinstance(v, str) and v == 'all'
-                          or is_list(v) and all(map(is_whole, v)))),
+               lambda v: v is None or (v == 'all' if isinstance(v, str) else
+                                       is_list(v) and all(map(is_whole, v)))),
     batch=one_of('per_worker','global'),
     sync_bn=FLAG,
     model_factory=_factory('model', 'resnet34()'),
@@ -43,7 +46,7 @@ CHECKS = dict(
     see_load=FLAG,
     restarts=whole("the number of times that a failed fit is resumed, a whole number from 0 on", 0),
     timeout=number("a number of seconds without a training step before termination, above 0; "
-                   "None: no limit", none=True),
+                   "None: no limit", optional=True),
     wait=FLAG,
     offload=FLAG)
 
@@ -60,13 +63,13 @@ def check_method(learn, name):
     if isinstance(name, str) and callable(getattr(type(learn), name, None)): return
     methods = [o for o in dir(type(learn))
                if not o.startswith(('_','distrib')) and callable(getattr(type(learn), o))]
-    likely = near(name, methods)
+    likely = closest_name(name, methods)
     hint = f" Did you mean {likely!r}?" if likely else ''
     raise CantDistribute(f"Learner has no method {name!r} to run on workers.{hint}")
 
 def no_attribute(learn, name):
     "The `AttributeError` for a missing attribute of a learner, with the closest existing name"
-    likely = near(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
+    likely = closest_name(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
     hint = f" Did you mean {likely}?" if likely else ''
     e = AttributeError(f"Learner has no attribute {name!r}.{hint}")
     e._render_traceback_ = _users_lines
@@ -150,7 +153,7 @@ class Options:
         if name in self.unsupported:
             raise CantDistribute(f"No option {name}. {self.unsupported[name]}")
         known = [*own, *self.defaults]
-        likely = near(name, [*known, *self.extra_checks], _ALIASES)
+        likely = closest_name(name, [*known, *self.extra_checks], _ALIASES)
         end = f"Did you mean {likely}=?" if likely else f"{of} has {', '.join(known)}"
         if self.extra_checks and not likely:
             end += f", and passes on to DistributedDataParallel: {', '.join(self.extra_checks)}."
@@ -161,9 +164,9 @@ class Options:
         method,own = getattr(cls, name),_arguments(cls, name)
         takes_any = inspect.getfullargspec(method).varkw
         for k in kwargs.keys()-{*own}:
-            likely = near(k, [*own, *self.defaults], _ALIASES)
+            likely = closest_name(k, [*own, *self.defaults], _ALIASES)
             if likely in self.defaults or not takes_any: self.refuse_name(k, name, own)
-        bound(method, (None, *args), kwargs)
+        bind_arguments(method, (None, *args), kwargs)
     def asked_for(self, given):
         "Those of `given` that are not as they are by default"
         return {k:v for k,v in given.items() if v != self.defaults.get(k)}
