@@ -25,7 +25,7 @@ from .callbacks import Ranks, as_rank, distributed_v1, trained_beside
 from .loaders import (
     batch_counts, check_v1, mend_streams, old_numpy, replace_in_fastai, step_sizes)
 from .snapshot import (
-    apply, baseline, capture, loaders, persistent_refs, place, snapshot, tracked, unpack)
+    apply, baseline, capture, loaders_of, persistent_refs, place, snapshot, tracked, unpack)
 from .validation import Validation
 from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
 from ..launch.rank import Context
@@ -199,7 +199,7 @@ class Session(_Session):
 def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     """Fit on all ranks, each of which has called it, by fastai's own function `real`. The other
     parameters are those of `basic_train.fit`"""
-    for dl in loaders(learn.data): mend_streams(dl)
+    for dl in loaders_of(learn.data): mend_streams(dl)
     check_v1(learn.data, group.world_size(), options['batch'])
     sync_streams()
     def copy_from_rank0():

@@ -63,7 +63,7 @@ def merged_path(
     own, # This machine's import path, a list
 ):
     "Return the notebook's folders that exist on this machine, and then its own others"
-    found = [o for o in notebook if o == '' or os.path.exists(o)]
+    found = [folder for folder in notebook if folder == '' or os.path.exists(folder)]
     return [*dict.fromkeys([*found, *own])]
 
 # %% ../../nbs/machines/612_agent.ipynb #bebe2fb0
@@ -78,6 +78,7 @@ def own_modules():
         file = getattr(module, '__file__', None) or ''
         suffix = '/__init__.py' if hasattr(module, '__path__') else '.py'
         path = name.replace('.', '/')+suffix
+        # the file lies where the module's name says, so it can be imported on another machine
         if file.endswith(f'/{path}') and _is_user_file(file) and os.path.exists(file):
             files[path] = Path(file).read_bytes()
     return files
@@ -110,9 +111,9 @@ class Agent:
         self.listeners = []         # sockets that the other machines try to reach
         self.token = b''            # what they receive from these sockets
         # this process as it was started: `merged_env` and others combine it with the notebook
-        self.env = dict(os.environ)
-        self.path = list(sys.path)
-        self.folder = os.getcwd()
+        self.own_env = dict(os.environ)
+        self.own_path = list(sys.path)
+        self.own_folder = os.getcwd()
         # kinds ('state', 'epoch', 'files'...) of rank 0's payloads that the notebook doesn't have
         self.unsent_kinds = set()
         self.log_positions = {}     # rank -> bytes of its log that were sent
@@ -135,12 +136,14 @@ class Agent:
                     if o in ready: accept_one(o, self.token)
                 for kind,*values in self.stream.receive(): getattr(self, f'on_{kind}')(*values)
                 if self.workers: self._report()
-        except KeyboardInterrupt: pass      # of `start_workers`: the notebook was gone meanwhile
+        # `start_workers` raises it if the notebook goes away meanwhile
+        except KeyboardInterrupt: pass
         finally:
             if self.workers: self.workers.stop(1.)
             self.stream.close()
     def on_link_timeout(self, seconds):
-        "The notebook waits so long for this machine, and may be silent as long"
+        """Set how long the notebook may be silent: as long as it waits for this machine, but at least
+        `_LINK_TIMEOUT`"""
         self.link_timeout = max(_LINK_TIMEOUT, seconds)
 
     # Messages before the first job: where the ranks meet
@@ -199,19 +202,21 @@ class Agent:
     ):
         "Set environment, working directory and import path as in the notebook, where they fit here"
         os.environ.clear()
-        os.environ.update(merged_env(env, self.env, self.own_names))
-        os.chdir(cwd if os.path.isdir(cwd) else self.folder)
-        sys.path[:] = [*merged_path(path, self.path), *folders]
+        os.environ.update(merged_env(env, self.own_env, self.own_names))
+        os.chdir(cwd if os.path.isdir(cwd) else self.own_folder)
+        sys.path[:] = [*merged_path(path, self.own_path), *folders]
 
     # What the workers do
     def _report(self):
         "Send what is new since the last call"
+        news = self.workers.poll(0)
         self._report_logs()     # before the news that a rank died, which quotes its log
         self._report_beats()
-        self._report_news()
+        self._report_news(news)
         # a newer state replaces one that is not sent yet
         if not self.stream.has_unsent: self._send_states()
     def _report_logs(self):
+        "Send what each rank's log has gained"
         for r in self.workers.ranks:
             path = self.workers.log_path(r)
             if not os.path.exists(path): continue
@@ -220,24 +225,31 @@ class Agent:
                 if data := f.read(): self.stream.send('log', r, data)
                 self.log_positions[r] = f.tell()
     def _report_beats(self):
+        "Send the heartbeats that changed"
         beats = {r:self.workers.beat(r) for r in self.workers.ranks}
         new = {r:beat for r,beat in beats.items() if beat != self.sent_beats.get(r)}
         self.sent_beats |= new
         if new: self.stream.send('beats', new)
-    def _report_news(self):
-        for r,what,*values in self.workers.poll(0):
-            if what == 'put':
-                kind, = values
-                if kind == 'result': self._send_payload(r, kind)
-                elif r == 0: self.unsent_kinds.add(kind)    # the notebook needs no other rank's
+    def _report_news(self,
+        news, # As `Workers.poll` returns it
+    ):
+        "Send results and events; note payloads of other kinds"
+        for r,what,*values in news:
+            if what == 'put': self._on_put(r, *values)
             elif what in ('event','done','failed','died'):
-                if what != 'event': self._send_states()     # they arrive before the end of the rank
+                # the notebook must have rank 0's state before it is told of the end
+                if what != 'event': self._send_states()
                 self.stream.send('news', r, what, *values)
+    def _on_put(self, r, kind):
+        "Send a result at once; note other kinds of rank 0, since the notebook needs no other rank's"
+        if kind == 'result': self._send_payload(r, kind)
+        elif r == 0: self.unsent_kinds.add(kind)
     def _send_states(self):
         "Send the newest payload of each kind that rank 0 has put"
         for kind in self.unsent_kinds: self._send_payload(0, kind)
         self.unsent_kinds = set()
     def _send_payload(self, r, kind):
+        "Send the newest payload of a kind that rank `r` has put"
         block,packed = self.workers.latest[r,kind]
         self.stream.send('put', r, kind, packed, block=block, size=packed.end)
 
@@ -260,6 +272,7 @@ def main():
     os.dup2(2, 1)
     Agent(read_fd, write_fd, sys.argv[1:]).run()
 
+# `__spec__` is None in a notebook, whose `__main__` must not become an agent
 if __name__ == '__main__' and globals().get('__spec__'):
     # the module is imported again by its name, so that pickle finds its classes in another process
     from fastddp.machines import agent

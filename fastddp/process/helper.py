@@ -49,15 +49,16 @@ def new_folder():
     _has_swept = True
     path = tempfile.mkdtemp(prefix=_PREFIX)
     if fcntl is None: return path
-    unlocked = os.path.join(path, '.lock')
-    try: fd = _lock_fds[path] = os.open(unlocked, os.O_RDWR|os.O_CREAT, 0o600)
+    # `sweep` looks for _LOCK_FILE, which must be locked when it appears
+    temp_path = os.path.join(path, '.lock')
+    try: fd = _lock_fds[path] = os.open(temp_path, os.O_RDWR|os.O_CREAT, 0o600)
     except OSError:
         os.rmdir(path)
         raise
     # A file system without locks raises an OSError. `sweep` ignores a folder without an `owner`.
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
-        os.rename(unlocked, os.path.join(path, _LOCK_FILE))
+        os.rename(temp_path, os.path.join(path, _LOCK_FILE))
     return path
 
 def remove_folder(path):
@@ -122,16 +123,15 @@ def start_method():
     if _is_helper_off or not sys.platform.startswith('linux'): return 'spawn'
     return 'spawn' if os.environ.get('FASTDDP_PRELOAD') == '0' else 'forkserver'
 
-_SPAWN = ("fastddp: {}, so workers start by spawn, which takes seconds "
-          "(FASTDDP_PRELOAD=0 does it without this line).")
-
 def turn_off_helper(
     why, # The reason, which begins the sentence of the warning
 ):
     "Have all workers of this process spawned from now on; the first call warns"
     global _is_helper_off
-    if not _is_helper_off: warnings.warn(_SPAWN.format(why))
+    if _is_helper_off: return
     _is_helper_off = True
+    warnings.warn(f"fastddp: {why}, so workers start by spawn, which takes seconds "
+                  "(FASTDDP_PRELOAD=0 does it without this line).")
 
 # %% ../../nbs/process/404_helper.ipynb #1da4c541
 _preload = ['fastddp.process.workers']      # what every helper imports
@@ -186,11 +186,14 @@ def _import(
     except Exception as e: print(f"fastddp helper: {entry}: {e!r}", file=sys.stderr)
 
 # %% ../../nbs/process/404_helper.ipynb #85bb3451
+# Numbers are all that a worker's status pipe carries: first its pid, or a negative errno if the fork
+# failed, then its exit code. If it is closed without a number, the helper has ended; for a spawned
+# worker, `Popen` has the exit code.
 _NUMBER = struct.Struct('=q')
 
-def _send_number(status, number):
-    "Write `number` to the status pipe, which the notebook may have closed"
-    with contextlib.suppress(BrokenPipeError): os.write(status, _NUMBER.pack(number))
+def _send_number(pipe, number):
+    "Write `number` to a status pipe, which the notebook may have closed"
+    with contextlib.suppress(BrokenPipeError): os.write(pipe, _NUMBER.pack(number))
 
 def _serve_forks(
     sock, # The socket to the notebook
@@ -209,13 +212,13 @@ def _serve_forks(
         if sock not in ready: continue
         request,fds,*_ = socket.recv_fds(sock, 1<<16, 2)
         if not request: os._exit(0)     # the notebook's end is closed
-        conn,status = fds
-        not_for_worker = [sock.fileno(), woken, wake, status, *status_pipes.values()]
+        conn,status_pipe = fds
+        not_for_worker = [sock.fileno(), woken, wake, status_pipe, *status_pipes.values()]
         pid = _fork_worker(conn, request, not_for_worker)
         os.close(conn)
-        _send_number(status, pid)
-        if pid > 0: status_pipes[pid] = status
-        else: os.close(status)
+        _send_number(status_pipe, pid)
+        if pid > 0: status_pipes[pid] = status_pipe
+        else: os.close(status_pipe)
 
 def _fork_worker(
     conn,           # Descriptor of the worker's socket
@@ -236,12 +239,13 @@ def _report_ended(status_pipes):
     while status_pipes:
         pid,code = os.waitpid(-1, os.WNOHANG)
         if not pid: return
-        if (status := status_pipes.pop(pid, None)) is None: continue
-        _send_number(status, os.waitstatus_to_exitcode(code))
-        os.close(status)
+        if (pipe := status_pipes.pop(pid, None)) is None: continue
+        _send_number(pipe, os.waitstatus_to_exitcode(code))
+        os.close(pipe)
 
 def _run_entry(conn, entry, args):
-    "Call `entry` in a new worker, and exit; an exception is printed"
+    """Call `entry` in a new worker; it ends the process itself. If it returns, or raises an exception,
+    which is printed, the process ends with exit code 1"""
     try: pkgutil.resolve_name(entry)(socket.socket(fileno=conn), *args)
     except BaseException: traceback.print_exc()
     finally: os._exit(1)
@@ -284,7 +288,8 @@ class _Helper:
         call = f'serve({theirs.fileno()}, {parent_pid}, {preloads()})'
         with theirs: self.popen = _start_python(call, [theirs.fileno()])
 
-_helper,_lock = None,threading.Lock()       # this process's `_Helper`, and the lock to replace it
+_helper = None              # this process's `_Helper`
+_lock = threading.Lock()    # held while `_helper` is replaced
 
 def ensure_helper():
     "Return the helper of this process; start one if there is none, or if it has ended"
@@ -299,14 +304,16 @@ def warm():
 
 def helper_is_new():
     "True if the helper has forked no worker yet, so it may still be importing"
-    return start_method() == 'forkserver' and not (_helper is not None and _helper.has_forked)
+    if start_method() != 'forkserver': return False
+    return _helper is None or not _helper.has_forked
 
 def _forget_helper():
     """In a forked child, close its copy of the socket to the helper, which exits only when all
     copies are closed"""
     global _helper,_lock
     if _helper is not None: _helper.sock.close()
-    _helper,_lock = None,threading.Lock()
+    _helper = None
+    _lock = threading.Lock()
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget_helper)
 
@@ -356,29 +363,31 @@ def start_worker(
 ):
     """Start a worker and return its `WorkerProcess`. Raises `HelperEnded`, an OSError if the system
     refuses, or what `waiting` raises"""
-    status,worker_status = os.pipe()
+    status_read,status_write = os.pipe()
     try:
-        with conn, open(worker_status, 'wb', 0):
-            fds = [conn.fileno(), worker_status]
+        with conn, open(status_write, 'wb', 0):
+            fds = [conn.fileno(), status_write]
             if method == 'spawn':
                 call = f'run_spawned({fds[0]}, {fds[1]}, {entry!r}, {args!r})'
                 popen = _start_python(call, fds)
-                return WorkerProcess(popen.pid, status, popen)
-            helper,request = ensure_helper(),pickle.dumps((entry, args))
+                return WorkerProcess(popen.pid, status_read, popen)
+            helper = ensure_helper()
+            request = pickle.dumps((entry, args))
             # If the helper has just ended, its end of the status pipe is closed, too.
             with contextlib.suppress(ConnectionError): socket.send_fds(helper.sock, [request], fds)
-        return WorkerProcess(_pid_of_fork(helper, status, waiting), status)
+        return WorkerProcess(_pid_of_fork(helper, status_read, waiting), status_read)
     except BaseException:
-        os.close(status)
+        os.close(status_read)
         raise
 
-def _pid_of_fork(helper, status, waiting):
+def _pid_of_fork(helper, status_read, waiting):
     "Wait until the helper has forked the worker, and return its pid"
     began = time.monotonic()
-    while not connection.wait([status], .05):
+    while not connection.wait([status_read], .05):
+        # a stopped helper can't answer; `HelperEnded` says below that it was killed
         if is_stopped(helper.popen.pid): helper.popen.kill()
         waiting(time.monotonic()-began)
-    number = os.read(status, _NUMBER.size)
+    number = os.read(status_read, _NUMBER.size)
     if not number:
         helper.popen.kill()
         helper.popen.wait()
