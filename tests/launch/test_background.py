@@ -296,7 +296,8 @@ def test_gpus_of_a_job():
     job = background.BackgroundJob('fit(9)')
     job.gpus = 0, 1
     launch_options.running_jobs.append(job)
-    with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'): launch_options.refuse_gpus_of_jobs([1, 2])
+    with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'):
+        launch_options.refuse_gpus_of_jobs([1, 2])
     launch_options.refuse_gpus_of_jobs([2])
     launch_options.refuse_gpus_of_jobs(None)
     launch_options.running_jobs.remove(job)
