@@ -14,14 +14,14 @@ import torch
 from fastcore.basics import Stateful, noop, patch
 
 from ..base import group
-from ..base.checks import bound, check_all
+from ..base.checks import bind_arguments, check_all
 from ..base.device import current_device, device_module, is_accelerator
 from ..base.errors import CantDistribute, WorkerError
 from ..base.failure import is_user_file
 from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import (
-    CHECKS, holding_gpus, refuse_blocks, refuse_overlap, workers_for)
+    CHECKS, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus, workers_for)
 from ..launch.session import dump_or_blame
 from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
@@ -200,10 +200,10 @@ class Cluster:
             raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")
         self.app = app
         self.n,self.gpus = workers_for(None if gpus else nprocs, gpus or [])
-        refuse_overlap(self.gpus)
-        refuse_blocks(self.gpus)
+        refuse_gpus_of_jobs(self.gpus)
+        refuse_gpus_of_others(self.gpus)
         self._held_gpus = contextlib.ExitStack()    # closed when the workers have ended
-        self._held_gpus.enter_context(holding_gpus(None, self.gpus, _HAS_GPU))
+        self._held_gpus.enter_context(reserve_gpus(None, self.gpus, _HAS_GPU))
         self.local = StandingLocal(gpus=self.gpus, timeout=timeout).__enter__()
         self._lock = threading.Lock()   # held while a job runs
         self.running = ''       # what the workers are doing
@@ -318,7 +318,7 @@ def run(self:Cluster,
 ):
     """Call a function on all ranks and return its results in rank order. Refuse what can't be
     pickled, by its name"""
-    bound(fn, args, kwargs)
+    bind_arguments(fn, args, kwargs)
     payload = dump_or_blame((fn, args, kwargs),
                             {'the function': fn, 'args': args, 'kwargs': kwargs})
     return self._run_job(call_job, payload, getattr(fn, '__name__', 'a function'),

@@ -326,7 +326,7 @@ def distrib(self:Learner,
 ):
     "Call `learn.name(*args, **kwargs)` on workers."
     check_method(self, name)
-    options = OPTIONS.pop(kwargs, self, name)
+    options = OPTIONS.pop_from(kwargs, self, name)
     OPTIONS.check_call(type(self), name, args, kwargs)
     with self.distrib_ctx(**options): return getattr(self, name)(*args, **kwargs)
 
@@ -337,11 +337,11 @@ the last finished batch."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in ('fit','fit_one_cycle','lr_find'):
-    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT, ITEMS))
+    setattr(Learner, f'distrib_{_name}', OPTIONS.distrib_method(Learner, _name, _AFTER_FIT, ITEMS))
 _FOR_FITS = 'batch','sync_bn','loss','restarts'
 for _name in ('validate','get_preds'):
     setattr(Learner, f'distrib_{_name}',
-            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS))
+            OPTIONS.distrib_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS))
 
-OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
-OPTIONS.document(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)
+OPTIONS.add_to_docstring(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
+OPTIONS.add_to_docstring(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)

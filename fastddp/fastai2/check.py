@@ -288,7 +288,7 @@ def distrib_check(self:Learner,
     res.verdict = _verdict(res, compare_without)
     return res
 
-OPTIONS.document(Learner.distrib_check,
+OPTIONS.add_to_docstring(Learner.distrib_check,
     "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its "
     "`same` says whether all of them agree, and `verdict` why not.",
     RAISES, "The learner is unchanged.")

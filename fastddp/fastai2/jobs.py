@@ -17,7 +17,7 @@ from fastcore.foundation import L
 
 from ..base import group
 from ..base.device import is_accelerator
-from ..base.checks import bound
+from ..base.checks import bind_arguments
 from ..base.failure import item_name
 from ..base.scoped import Interrupts, with_attrs
 from .callbacks import distributed
@@ -204,7 +204,7 @@ def fit_args(learn, args, kwargs):
     own = inspect.signature(fit).parameters
     res = {}
     in_varargs = [k for k in _FIT if k not in own]
-    for k,v in bound(fit, args, kwargs).arguments.items():
+    for k,v in bind_arguments(fit, args, kwargs).arguments.items():
         kind = own[k].kind
         if kind == inspect.Parameter.VAR_POSITIONAL: res |= zip(in_varargs, v)
         elif kind == inspect.Parameter.VAR_KEYWORD: res |= v

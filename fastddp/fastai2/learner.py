@@ -31,7 +31,7 @@ from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
 from ..launch.options import (
     ITEMS, RAISES, Options, check_method, in_launched_group,
-    no_attribute, refuse_blocks, refuse_busy)
+    no_attribute, refuse_busy, refuse_gpus_of_others)
 from ..launch.session import distrib_block, gpu_memory_note, offloaded
 from ..output.replay import print_line
 from ..payload.pickling import replaced_in_dumps
@@ -70,7 +70,7 @@ def distrib_ctx(self:Learner,
 ):
     """Run all training and inference of this learner inside the block on workers, which stay from
     call to call."""
-    given = OPTIONS.checked(locals(), ddp_kwargs, ours=['stop_requested'])
+    given = OPTIONS.checked(locals(), ddp_kwargs, internal=['stop_requested'])
     if not wait: raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, "
                                       "wait=False). A block waits for its fits.")
     _check_wait(wait, offload)
@@ -81,7 +81,7 @@ def distrib_ctx(self:Learner,
         "Return the methods that replace the learner's own in the block, by name."
         session = Session(self, launcher, n, gpus, rank_options, restarts,
                           model_factory=model_factory, dls_factory=dls_factory,
-                          asked_for=OPTIONS.asked_for(given))
+                          asked_for=OPTIONS.non_defaults(given))
         if checkpoint: session.on_epoch.append(checkpoint_writer(checkpoint))
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     # in a group that torchrun, say, has made: no workers are started
@@ -194,7 +194,7 @@ def _open_block(self:LearnerJob):
     session = self.session = fit.__self__
     session.on_epoch.append(self._keep_epoch)
     if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
-    refuse_blocks(self.gpus, self.twin)
+    refuse_gpus_of_others(self.gpus, self.twin)
     session.launcher.prepare(session.n)
 
 @patch
@@ -328,7 +328,7 @@ def distrib(self:Learner,
 ):
     "Call `learn.name(*args, **kwargs)` on workers."
     check_method(self, name)
-    options = OPTIONS.pop(kwargs, self, name)
+    options = OPTIONS.pop_from(kwargs, self, name)
     OPTIONS.check_call(type(self), name, args, kwargs)
     wait = options.pop('wait', True)
     offload = options.pop('offload', False)
@@ -371,11 +371,11 @@ the last finished batch. `distrib_resume()` continues the fit."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in ('fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'):
-    setattr(Learner, f'distrib_{_name}', OPTIONS.method(Learner, _name, _AFTER_FIT, ITEMS))
+    setattr(Learner, f'distrib_{_name}', OPTIONS.distrib_method(Learner, _name, _AFTER_FIT, ITEMS))
 _FOR_FITS = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
 for _name in _INFERS:
     setattr(Learner, f'distrib_{_name}',
-            OPTIONS.method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS))
+            OPTIONS.distrib_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS))
 
-OPTIONS.document(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
-OPTIONS.document(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)
+OPTIONS.add_to_docstring(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
+OPTIONS.add_to_docstring(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)

@@ -8,7 +8,8 @@ __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spaw
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
 import ast, contextlib, os, sys, threading
 from ..base import group
-from ..base.checks import CONTEXT, FLAG, Check, bound, check_all, is_whole, near, whole
+from ..base.checks import (
+    FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole)
 from ..base.errors import CantDistribute
 from .background import BackgroundJob
 from .local import Local
@@ -126,7 +127,7 @@ def ranch(
     `RankRaised` or `RankDied` if a process fails"""
     _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait)
     needed = _needed(need)
-    bound(fn, args, kwargs)
+    bind_arguments(fn, args, kwargs)
     sends = 'all' if gather else caller_rank
     def run():
         with private_folder() as d, short_traceback():
@@ -141,8 +142,9 @@ def ranch(
 CHECKS = dict(
     nprocs=whole("a whole number of processes, at least one and at most 1024", 1, 1024),
     fn=Check("the function to call, then its arguments", callable),
-    caller_rank=whole("a rank, or None", none=True),
-    ctx=CONTEXT,
+    caller_rank=whole("a rank, or None", optional=True),
+    ctx=Check("a context manager, such as TorchDDPCtx()",
+              lambda v: v is None or hasattr(type(v), '__enter__')),
     wait=FLAG,
     need=Check("names of notebook objects in one string, such as 'x, y'",
                lambda v: isinstance(v, str)))
@@ -196,7 +198,7 @@ def spawn(
     `CantDistribute` for objects that can't be pickled, `RankRaised` or `RankDied` if a process
     fails"""
     check_all(dict(nprocs=nprocs, fn=fn, args=args), CHECKS | _SPAWN)
-    bound(fn, (0, *args), hint=" spawn passes the rank as the first argument.")
+    bind_arguments(fn, (0, *args), hint=" spawn passes the rank as the first argument.")
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
     def run():
         with short_traceback(): return _run(job, nprocs, 'all')
@@ -205,11 +207,11 @@ def spawn(
 # %% ../../nbs/launch/514_functions.ipynb #566aef3a
 _CHECKS = dict(
     world_size=whole("the number of ranks on all hosts together; leave it out for those of this "
-                     "ranch", 1, none=True),
+                     "ranch", 1, optional=True),
     base_rank=whole("the rank of this host's first process, 0 or more", 0),
     use_gpu=FLAG,
-    port=whole("a port of rank 0's host, from 1 to 65535", 1, 65535, none=True),
-    num_threads=whole("the CPU threads of each process", 1, none=True))
+    port=whole("a port of rank 0's host, from 1 to 65535", 1, 65535, optional=True),
+    num_threads=whole("the CPU threads of each process", 1, optional=True))
 
 class TorchDDPCtx(contextlib.AbstractContextManager):
     """A process group, and a device for each process of a `ranch`. Raises `CantDistribute` for
@@ -225,7 +227,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         **kwargs
     ):
         for k in kwargs:
-            likely = near(k, [*_CHECKS, 'addr', 'timeout'])
+            likely = closest_name(k, [*_CHECKS, 'addr', 'timeout'])
             if likely: raise CantDistribute(f"No option {k}. Did you mean {likely}=?")
         store_attr('world_size,base_rank,use_gpu,addr,port,num_threads,timeout')
         check_all({k:getattr(self, k) for k in _CHECKS}, _CHECKS)

@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['CHECKS', 'RAISES', 'ITEMS', 'running_jobs', 'check_method', 'no_attribute', 'comments_of', 'list_params', 'Options',
-           'workers_for', 'holding_gpus', 'refuse_overlap', 'refuse_blocks', 'refuse_busy', 'why_local',
-           'in_launched_group', 'engine_for', 'nested_block']
+           'workers_for', 'reserve_gpus', 'refuse_gpus_of_jobs', 'refuse_gpus_of_others', 'refuse_busy',
+           'why_no_workers', 'in_launched_group', 'engine_for', 'refuse_changes']
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
 import contextlib, inspect, os, re, sys
 
 from ..base import group
 from ..base.checks import (
-    FLAG, SEE, Check, bound, check_all, is_list, is_whole, near,
-    number, one_of, takes_nothing, whole)
+    FLAG, SEE, Check, bind_arguments, check_all, closest_name,
+    is_list, is_whole, number, one_of, whole)
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .local import Local
@@ -22,16 +22,19 @@ from ..output.replay import print_line
 # %% ../../nbs/launch/508_options.ipynb #ce033820
 def _factory(what, example):
     def fits(v):
-        return v is None or callable(v) and not hasattr(v, 'named_parameters') and takes_nothing(v)
+        if v is None: return True
+        if not callable(v) or hasattr(v, 'named_parameters'): return False
+        bind_arguments(v)       # raises if it needs arguments
+        return True
     return Check(f"a function without arguments that makes the {what} in each worker, such as "
                  f"lambda: {example}", fits)
 
 CHECKS = dict(
     nprocs=whole("a whole number of workers, 1 to 1024. Leave nprocs out to use all visible GPUs",
-                 1, 1024, none=True),
+                 1, 1024, optional=True),
     gpus=Check("a list of GPU numbers, such as [0, 1], or 'all'; [] for workers on the CPU",
-               lambda v: (v is None or isinstance(v, str) and v == 'all'
-                          or is_list(v) and all(map(is_whole, v)))),
+               lambda v: v is None or (v == 'all' if isinstance(v, str) else
+                                       is_list(v) and all(map(is_whole, v)))),
     batch=one_of('per_worker','global'),
     sync_bn=FLAG,
     model_factory=_factory('model', 'resnet34()'),
@@ -43,11 +46,11 @@ CHECKS = dict(
     see_load=FLAG,
     restarts=whole("the number of times that a failed fit is resumed, a whole number from 0 on", 0),
     timeout=number("a number of seconds without a training step before termination, above 0; "
-                   "None: no limit", none=True),
+                   "None: no limit", optional=True),
     wait=FLAG,
     offload=FLAG)
 
-# What other tools call it
+# Names in other tools -> ours
 _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs',
                 n_workers='nprocs', n_gpus='nprocs', num_gpus='nprocs', device_ids='gpus',
                 devices='gpus', sync_batchnorm='sync_bn', max_restarts='restarts',
@@ -60,25 +63,25 @@ def check_method(learn, name):
     if isinstance(name, str) and callable(getattr(type(learn), name, None)): return
     methods = [o for o in dir(type(learn))
                if not o.startswith(('_','distrib')) and callable(getattr(type(learn), o))]
-    likely = near(name, methods)
+    likely = closest_name(name, methods)
     hint = f" Did you mean {likely!r}?" if likely else ''
     raise CantDistribute(f"Learner has no method {name!r} to run on workers.{hint}")
 
 def no_attribute(learn, name):
-    "The `AttributeError` for a missing attribute of a learner, with the closest existing name"
-    likely = near(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
+    "Return the `AttributeError` for a missing attribute of a learner, with the closest name"
+    likely = closest_name(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
     hint = f" Did you mean {likely}?" if likely else ''
     e = AttributeError(f"Learner has no attribute {name!r}.{hint}")
     e._render_traceback_ = _users_lines
     return e
 
 def _users_lines():
-    "What IPython shows of the exception at hand, as of a refusal: no frame of ours"
+    "Return what IPython shows of the exception being handled: as of a refusal, no frame of ours"
     return CantDistribute._render_traceback_(sys.exc_info()[1])
 
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
 def comments_of(fn):
-    "Parameter -> the comment beside it; empty without the source of `fn`"
+    "Return `{parameter: the comment beside it}`, empty without the source of `fn`"
     try: source = inspect.getsource(fn)
     except (OSError,TypeError): return {}
     head = re.split(r'\n\)|\):', source)[0]     # the signature
@@ -92,7 +95,7 @@ def list_params(
     params, # `inspect.Parameter`s
     comments, # Name -> what it means
 ):
-    "A line for each of `params`, as one reads it in a docstring"
+    "Return a line for each of `params`, for a docstring"
     def line(p):
         name = f"**{p.name}" if p.kind == p.VAR_KEYWORD else p.name
         default = '' if p.default is p.empty else f"={p.default!r}"
@@ -110,8 +113,8 @@ RAISES = """Raises
 ITEMS = """The last line shows items/s: training items of all workers per second, without start and
 validation."""
 
-def _arguments(cls, name):
-    "Arguments of the method `name` of `cls` and of its bases, to which its `**kwargs` mostly go"
+def _arguments_with_bases(cls, name):
+    "Return the names of the arguments of method `name`, in `cls` and its bases"
     methods = [vars(c)[name] for c in cls.__mro__ if callable(vars(c).get(name))]
     return [k for f in methods for k in inspect.signature(f).parameters if k != 'self']
 
@@ -133,42 +136,43 @@ class Options:
         self.unsupported = unsupported
     def checked(self,
         values, # Name -> value, other names among them
-        more={}, # What came as `**kwargs`
-        ours=(), # Names there that only we give
+        extra={}, # What came as `**kwargs`
+        internal=(), # Names there that users don't give
     ):
-        """Those of `values` that are options, and `more`; refuses, in one sentence, a name or a
-        value that can't be"""
-        given = {k:values[k] for k in self.defaults} | more
-        for k in more:
-            if k not in self.extra_checks and k not in ours: self.refuse_name(k)
+        """Return those of `values` that are options, and `extra`. Raises `CantDistribute` for a
+        wrong name or value."""
+        given = {k:values[k] for k in self.defaults} | extra
+        for k in extra:
+            if k not in self.extra_checks and k not in internal: self.refuse_name(k)
         check_all(given, self.checks)
         # arrays can't be compared
         return {k:v.tolist() if hasattr(v, 'tolist') else v for k,v in given.items()}
     def refuse_name(self, name, of='distrib_ctx', own=()):
-        """Raises `CantDistribute` for an option or argument that the method `of`, with arguments
+        """Raise `CantDistribute` for an option or argument that the method `of`, with arguments
         `own`, doesn't have"""
         if name in self.unsupported:
             raise CantDistribute(f"No option {name}. {self.unsupported[name]}")
         known = [*own, *self.defaults]
-        likely = near(name, [*known, *self.extra_checks], _ALIASES)
-        end = f"Did you mean {likely}=?" if likely else f"{of} has {', '.join(known)}"
-        if self.extra_checks and not likely:
-            end += f", and passes on to DistributedDataParallel: {', '.join(self.extra_checks)}."
-        raise CantDistribute(f"No option {name}. {end}")
+        likely = closest_name(name, [*known, *self.extra_checks], _ALIASES)
+        if likely: raise CantDistribute(f"No option {name}. Did you mean {likely}=?")
+        passed_on = ', '.join(self.extra_checks)
+        if passed_on: passed_on = f", and passes on to DistributedDataParallel: {passed_on}"
+        raise CantDistribute(f"No option {name}. {of} has {', '.join(known)}{passed_on}.")
     def check_call(self, cls, name, args, kwargs):
-        """Refuses arguments that the method `name` of `cls` can't take; a name in `kwargs` may be
-        an argument of its bases' methods, to which its `**kwargs` go"""
-        method,own = getattr(cls, name),_arguments(cls, name)
-        takes_any = inspect.getfullargspec(method).varkw
-        for k in kwargs.keys()-{*own}:
-            likely = near(k, [*own, *self.defaults], _ALIASES)
-            if likely in self.defaults or not takes_any: self.refuse_name(k, name, own)
-        bound(method, (None, *args), kwargs)
-    def asked_for(self, given):
-        "Those of `given` that are not as they are by default"
+        """Raise `CantDistribute` for arguments that the method `name` of `cls` can't take; a name
+        in `kwargs` may be an argument of its bases' methods, to which its `**kwargs` go"""
+        method,own = getattr(cls, name),_arguments_with_bases(cls, name)
+        has_var_kwargs = inspect.getfullargspec(method).varkw
+        for k in [k for k in kwargs if k not in own]:
+            likely = closest_name(k, [*own, *self.defaults], _ALIASES)
+            if likely in self.defaults or not has_var_kwargs: self.refuse_name(k, name, own)
+        bind_arguments(method, (None, *args), kwargs)
+    def non_defaults(self, given):
+        "Return those of `given` that differ from the defaults"
         return {k:v for k,v in given.items() if v != self.defaults.get(k)}
-    def pop(self, kwargs, learn, name):
-        "Takes the options out of `kwargs`; refuses one that the method `name` of `learn` has, too"
+    def pop_from(self, kwargs, learn, name):
+        """Take the options out of `kwargs` and return them. Raises `CantDistribute` for one that
+        the method `name` of `learn` has, too."""
         own = inspect.signature(getattr(type(learn), name)).parameters
         if both := kwargs.keys() & self.accepted & own.keys():
             k = min(both)
@@ -177,62 +181,65 @@ class Options:
                 f"learn.distrib_ctx(...): learn.{name}({k}=...)` gives it to the method, `with "
                 f"learn.distrib_ctx({k}=...): learn.{name}(...)` to the workers.")
         return {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
-    def doc(self, text, intro, params, *more):
-        "A docstring that lists `params`"
+    def _docstring(self, text, intro, params, *more):
+        "Return a docstring that lists `params`"
         about = inspect.cleandoc(text or '')
         return '\n\n'.join([about, f"{intro}\n{list_params(params, self.comments)}", *more])
-    def document(self, f, *more):
-        "The options for the docstring of `f`, which takes them"
-        f.__doc__ = self.doc(f.__doc__, 'Options:', self.params.values(), *more)
-    def method(self,
+    def add_to_docstring(self, f, *more):
+        "List the options in the docstring of `f`, which takes them"
+        f.__doc__ = self._docstring(f.__doc__, 'Options:', self.params.values(), *more)
+    def distrib_method(self,
         cls, # fastai's `Learner`; its `distrib` makes the call
         name, # The method to run on workers
         *afterwards, # The end of its docstring: what the learner holds after a failure, say
         without=(), # Options that do nothing for it
     ):
-        "`distrib_{name}`: the method `name` with options behind its own arguments"
+        "Return `distrib_{name}`: the method `name` with options behind its own arguments"
         wrapped = getattr(cls, name)
         shown = [p for k,p in self.params.items() if k not in without]
-        def method(self, *args, **kwargs): return self.distrib(name, *args, **kwargs)
+        def run_on_workers(learn, /, *args, **kwargs):
+            return learn.distrib(name, *args, **kwargs)
         own = [p for p in inspect.signature(wrapped).parameters.values() if p.kind != p.VAR_KEYWORD]
         behind = [p if p.kind == p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in shown]
-        method.__signature__ = inspect.Signature([*own, *behind])
-        method.__name__,method.__qualname__ = f'distrib_{name}',f'{cls.__name__}.distrib_{name}'
-        method.__module__ = self.module
+        run_on_workers.__signature__ = inspect.Signature([*own, *behind])
+        run_on_workers.__name__ = f'distrib_{name}'
+        run_on_workers.__qualname__ = f'{cls.__name__}.distrib_{name}'
+        run_on_workers.__module__ = self.module
         about = f"Run `{name}` on workers, one per GPU. {wrapped.__doc__ or ''}".rstrip()
-        method.__doc__ = self.doc(about, f"Options, after the arguments of `{name}`:", shown,
+        run_on_workers.__doc__ = self._docstring(
+            about, f"Options, after the arguments of `{name}`:", shown,
             f"Returns what `{name}` returns. The learner is then as after `{name}` in one process.",
             RAISES, *afterwards)
-        return method
+        return run_on_workers
 
 # %% ../../nbs/launch/508_options.ipynb #b6c84c1d
 def workers_for(
     nprocs=None, # As the user gave it
     gpus=None, # The same
 ):
-    """`(number of workers, GPU of each or None for the CPU)`; raises `CantDistribute`, with a
-    remedy, for what can't be"""
-    have = group.n_gpus()
-    if gpus is not None: return _chosen(gpus, nprocs, have)
-    if nprocs is None: return max(have, 1), list(range(have)) or None
-    if have and nprocs > have:
-        visible = f"{have} GPU{'s are' if have>1 else ' is'} visible"
-        raise CantDistribute(f"nprocs={nprocs}, but {visible}: one worker per GPU. "
-                             f"Pass nprocs={have} or less, or gpus=[] for workers on the CPU.")
-    return nprocs, list(range(nprocs)) if have else None
+    """Return `(number of workers, list of the GPU of each, empty for the CPU)`. Raises
+    `CantDistribute`, with a remedy, for what can't be."""
+    n_visible = group.n_gpus()
+    if gpus is not None: return _workers_on(gpus, nprocs, n_visible)
+    if nprocs is None: nprocs = max(n_visible, 1)
+    if n_visible and nprocs > n_visible:
+        visible = f"{n_visible} GPU{'s are' if n_visible>1 else ' is'} visible"
+        raise CantDistribute(f"nprocs={nprocs}, but {visible}: one worker per GPU. Pass "
+                             f"nprocs={n_visible} or less, or gpus=[] for workers on the CPU.")
+    return nprocs, list(range(nprocs)) if n_visible else []
 
-def _chosen(gpus, nprocs, have):
-    "The same for GPUs that the user chose"
+def _workers_on(gpus, nprocs, n_visible):
+    "Return the same for GPUs that the user chose"
     if len(gpus) == 0:
         if nprocs: return nprocs, []
         raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
-    if not have:
+    if not n_visible:
         raise CantDistribute(f"gpus={gpus!r}: no GPU is visible here. "
                              "Leave gpus out; nprocs=2 starts two workers on the CPU.")
-    gpus = list(range(have)) if isinstance(gpus, str) else list(gpus)      # 'all'
-    if bad := [g for g in gpus if not 0 <= g < have]:
-        raise CantDistribute(f"gpus={gpus}: {bad} not among the {have} visible GPUs (0 to "
-                             f"{have-1}). CUDA_VISIBLE_DEVICES sets which are visible.")
+    gpus = _listed(gpus)
+    if bad := [g for g in gpus if not 0 <= g < n_visible]:
+        raise CantDistribute(f"gpus={gpus}: {bad} not among the {n_visible} visible GPUs (0 to "
+                             f"{n_visible-1}). CUDA_VISIBLE_DEVICES sets which are visible.")
     if len(set(gpus)) < len(gpus):
         raise CantDistribute(f"gpus={gpus}: each GPU takes one worker; name each once.")
     if nprocs not in (None, len(gpus)):
@@ -240,51 +247,57 @@ def _chosen(gpus, nprocs, have):
                              "out.")
     return len(gpus), gpus
 
+def _listed(gpus): return list(range(group.n_gpus()) if isinstance(gpus, str) else gpus)   # 'all'
+
 # %% ../../nbs/launch/508_options.ipynb #63fdc617
 running_jobs = []   # each `BackgroundJob` that has not ended
-_held = []          # `(learner, GPUs, refusal)` as of `holding_gpus`, of workers that stay
+_reservations = []  # `(learner, GPUs, refusal)` as of `reserve_gpus`, of workers that stay
 
 @contextlib.contextmanager
-def holding_gpus(
+def reserve_gpus(
     learn, # The learner of the `distrib_ctx` block that has the GPUs; None: no block has them
     gpus, # Their numbers
     refusal="A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
             "the block.",
 ):
-    "Inside, a job on one of `gpus` is refused, and without `learn` a block, too"
-    _held.append(entry := (learn, gpus, refusal))
+    "Context manager in which a job on one of `gpus` is refused, and without `learn` a block, too"
+    _reservations.append(entry := (learn, gpus, refusal))
     try: yield
-    finally: _held.remove(entry)
+    finally: _reservations.remove(entry)
 
-def _common(gpus, others): return ', '.join(map(str, sorted({*(gpus or ())} & {*(others or ())})))
+def _shared_gpus(gpus, others):
+    "Return the GPUs in both, as text"
+    return ', '.join(map(str, sorted({*(gpus or ())} & {*(others or ())})))
 
-def refuse_overlap(gpus):
-    "Raises `CantDistribute` if a background job, or what is no block, has one of `gpus`"
+def refuse_gpus_of_jobs(gpus):
+    """Raise `CantDistribute` if a background job, or workers without a block such as a `Cluster`'s,
+    have one of `gpus`"""
     for job in [*running_jobs]:
-        if common := _common(gpus, job.gpus):
-            raise CantDistribute(f"{job.title()} has GPU {common}. Pass other gpus=, wait for "
+        if shared := _shared_gpus(gpus, job.gpus):
+            raise CantDistribute(f"{job.title()} has GPU {shared}. Pass other gpus=, wait for "
                                  "job.result(), or queue with job.then(...).")
-    _refuse_held(gpus, lambda o: o is None)
+    _refuse_reserved(gpus, lambda o: o is None)
 
-def refuse_blocks(gpus, learn=None):
-    "Raises `CantDistribute` if an open block of another learner than `learn` has one of `gpus`"
-    _refuse_held(gpus, lambda o: o is not learn)
+def refuse_gpus_of_others(gpus, learn=None):
+    """Raise `CantDistribute` if a block of another learner has one of `gpus`; with `learn`, also if
+    a `Cluster` has"""
+    _refuse_reserved(gpus, lambda o: o is not learn)
 
-def _refuse_held(gpus, is_meant):
-    for learn,theirs,refusal in _held:
-        if common := is_meant(learn) and _common(gpus, theirs):
-            raise CantDistribute(refusal.format(common))
+def _refuse_reserved(gpus, applies_to):
+    for learn,theirs,refusal in _reservations:
+        if shared := applies_to(learn) and _shared_gpus(gpus, theirs):
+            raise CantDistribute(refusal.format(shared))
 
 def refuse_busy(learn):
-    "Raises `CantDistribute` if a background job trains `learn`"
+    "Raise `CantDistribute` if a background job trains `learn`"
     for job in [*running_jobs]:
         if job.learn is learn:
             raise CantDistribute(f"{job.title()} trains this learner. Wait for job.result(), or "
                                  "end it with job.stop().")
 
 # %% ../../nbs/launch/508_options.ipynb #35f9d209
-def why_local(nprocs, gpus, launcher):
-    "Why the fit runs in this process, as a line for the user; None if it runs on workers"
+def why_no_workers(nprocs, gpus, launcher):
+    "Return why the fit runs in this process, as a line for the user; None if it runs on workers"
     if launcher is not None: return None
     if not group.has_distributed():
         return "This torch has no torch.distributed on this system: training in this process."
@@ -295,7 +308,7 @@ def why_local(nprocs, gpus, launcher):
 
 # %% ../../nbs/launch/508_options.ipynb #6c0e5a11
 def in_launched_group():
-    "True if a launcher made a group that a fit can run in; another group is refused"
+    "Return True if a launcher made a group that a fit can run in; another group is refused"
     if group.under_launcher(): return True
     if not group.in_group(): return False
     if 'RANK' in os.environ and 'WORLD_SIZE' in os.environ: return True
@@ -306,51 +319,53 @@ def in_launched_group():
 # %% ../../nbs/launch/508_options.ipynb #f5f1bd50
 @contextlib.contextmanager
 def engine_for(
-    given, # Options of the block: `nprocs`, `gpus`, `launcher`, `see` and `timeout`
+    options, # Of the block: `nprocs`, `gpus`, `launcher`, `see`, `see_load` and `timeout`
     defaults, # Their default values
 ):
-    "Context manager: `(open launcher, number of workers, GPU of each)`, or None to train locally"
-    nprocs,gpus,launcher = given['nprocs'],given['gpus'],given['launcher']
-    if why := why_local(nprocs, gpus, launcher):
+    """Context manager: `(open launcher, number of workers, GPU of each)`, or None to train in this
+    process"""
+    nprocs,gpus,launcher = options['nprocs'],options['gpus'],options['launcher']
+    if why := why_no_workers(nprocs, gpus, launcher):
         print_line(why)
         yield None
         return
     if launcher is None: launcher = Local()
-    asked = {}      # attributes that it has for the time of the block
+    attrs = {}      # which it has for the time of the block
     if isinstance(launcher, Local):
-        asked = {k:_option(launcher, k, given, defaults) for k in ('see','see_load','timeout')}
+        attrs = {k:_block_or_launcher(launcher, k, options, defaults)
+                 for k in ('see','see_load','timeout')}
     if launcher.workers_are_local:
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
-        asked['gpus'] = gpus or []
-    with with_attrs(launcher, **asked), launcher as engine:
+        attrs['gpus'] = gpus
+    with with_attrs(launcher, **attrs), launcher as engine:
         if not launcher.workers_are_local: n,gpus = engine.place(nprocs, gpus)
-        see = asked.get('see', given['see'])
+        see = attrs.get('see', options['see'])
         if see != 'all' and any(r != 0 and r >= n for r in see):
             raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")
         yield engine, n, gpus
 
 def _gpus_of(local, gpus):
-    "The GPUs of the block, or else of `local`; raises if both are given and differ"
-    if None not in (gpus,local.gpus) and list(gpus) != list(local.gpus): raise CantDistribute(
-        f"gpus={list(gpus)} with launcher=Local(gpus={list(local.gpus)}): say it once.")
-    return local.gpus if gpus is None else gpus
+    """Return the GPUs of the block, or else of `local`. Raises `CantDistribute` if both are given
+    and differ."""
+    if gpus is None: return local.gpus
+    if local.gpus is not None and _listed(gpus) != _listed(local.gpus): raise CantDistribute(
+        f"gpus={gpus!r} with launcher=Local(gpus={local.gpus!r}): say it once.")
+    return gpus
 
-def _option(local, k, given, defaults):
-    "The value of the block, or of the user's `Local` if the block has its default"
+def _block_or_launcher(local, k, options, defaults):
+    "Return the value of the block, or of the user's `Local` if the block has its default"
     of_local = getattr(local, k)
-    return given[k] if given[k] != defaults[k] or of_local is None else of_local
+    return options[k] if options[k] != defaults[k] or of_local is None else of_local
 
 # %% ../../nbs/launch/508_options.ipynb #2d652059
-@contextlib.contextmanager
-def nested_block(
+def refuse_changes(
     outer, # Options of the block around it
-    given, # Options of this block
+    options, # Of this block
     defaults, # Their default values
 ):
-    """Context manager for a block inside another one of the same learner; refuses options that
+    """Raise `CantDistribute` if a block inside another one of the same learner has options that
     differ from those of the outer block"""
-    other = [k for k,v in given.items() if v != defaults.get(k) and v != outer.get(k)]
+    other = [k for k,v in options.items() if v != defaults.get(k) and v != outer.get(k)]
     if other: raise CantDistribute("Already inside a distrib_ctx of this learner, and "
                                    f"{', '.join(other)} can't change there. Leave the options out, "
                                    "or leave the block first.")
-    yield

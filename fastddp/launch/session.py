@@ -19,7 +19,7 @@ from .engine import Job
 from .report import (
     Report, advice_line, banner_line, start_text, summary_line, work_done)
 from .options import (
-    engine_for, holding_gpus, in_launched_group, nested_block, refuse_busy, refuse_overlap)
+    engine_for, in_launched_group, refuse_busy, refuse_changes, refuse_gpus_of_jobs, reserve_gpus)
 from ..output.replay import (
     end_line, print_line, print_once, several, shorten_traceback, suppress_lines)
 from ..payload.blame import not_picklable
@@ -101,7 +101,9 @@ def distrib_block(
 ):
     "Return a context manager in which the calls of `learn` run where `options` say"
     outer = vars(learn).get('distrib_session')
-    if outer is not None: return nested_block(outer, options, defaults)
+    if outer is not None:
+        refuse_changes(outer, options, defaults)
+        return contextlib.nullcontext()
     if in_launched_group(): return in_place()
     return _on_workers(learn, options, defaults, overrides, is_quiet)
 
@@ -116,8 +118,8 @@ def _on_workers(learn, options, defaults, overrides, is_quiet):
             launcher,n,gpus = engine
             # the GPUs of other machines are not those of this one
             if launcher.workers_are_local:
-                refuse_overlap(gpus)
-                stack.enter_context(holding_gpus(learn, gpus))
+                refuse_gpus_of_jobs(gpus)
+                stack.enter_context(reserve_gpus(learn, gpus))
             methods = overrides(launcher, n, gpus)
         stack.enter_context(with_attrs(learn, distrib_session=options, **methods))
         yield

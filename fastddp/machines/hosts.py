@@ -56,7 +56,7 @@ def is_text(v):
     return v is None or isinstance(v, str)
 
 _CHECKS = dict(
-    per_node=whole("the ranks on each machine, a whole number from 1 on", 1, none=True),
+    per_node=whole("the ranks on each machine, a whole number from 1 on", 1, optional=True),
     interface=Check("the name of a network card", is_text),
     start_timeout=number("seconds that a machine has to answer, above 0"),
     link_timeout=number("seconds of silence that break a connection, above 0"))

@@ -192,7 +192,7 @@ _AMOUNT = Check("a number from 0 on",
                 lambda v: v is None or isinstance(v, numbers.Real) and v >= 0)
 
 _CHECKS = dict(
-    nodes=whole("how many machines take part, a whole number from 1 on", 1, none=True),
+    nodes=whole("how many machines take part, a whole number from 1 on", 1, optional=True),
     gpus=_AMOUNT, cpus=_AMOUNT, wait=_AMOUNT)
 
 class Ray(Machines):

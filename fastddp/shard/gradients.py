@@ -277,7 +277,7 @@ _NO_OPTIONS = '''
 DDP_CHECKS = {k: FLAG if isinstance(o.default, bool) else None
               for k,o in _PARAMS.items() if k not in _NO_OPTIONS}
 DDP_CHECKS |= dict(comm_hook=None,
-                   bucket_cap_mb=number("the size of DDP's buckets in megabytes", none=True))
+                   bucket_cap_mb=number("the size of DDP's buckets in megabytes", optional=True))
 
 def check_ddp(options, opt):
     "Raise `CantDistribute` for a DDP option that the learner's optimizer doesn't allow"

@@ -296,11 +296,12 @@ def test_gpus_of_a_job():
     job = background.BackgroundJob('fit(9)')
     job.gpus = 0, 1
     launch_options.running_jobs.append(job)
-    with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'): launch_options.refuse_overlap([1, 2])
-    launch_options.refuse_overlap([2])
-    launch_options.refuse_overlap(None)
+    with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'):
+        launch_options.refuse_gpus_of_jobs([1, 2])
+    launch_options.refuse_gpus_of_jobs([2])
+    launch_options.refuse_gpus_of_jobs(None)
     launch_options.running_jobs.remove(job)
-    launch_options.refuse_overlap([1])
+    launch_options.refuse_gpus_of_jobs([1])
 
 
 def test_a_job_beside_a_block(two, monkeypatch):
@@ -317,7 +318,7 @@ def test_a_job_beside_a_block(two, monkeypatch):
     job = learn.distrib_fit(1, gpus=[1, 2], wait=False)
     with pytest.raises(CantDistribute, match='has GPU 1'), outer.distrib_ctx(gpus=[0, 1]): pass
     job.result(60)
-    assert not launch_options._held
+    assert not launch_options._reservations
 
 
 def test_a_closure_means_the_twin(two):
