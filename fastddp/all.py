@@ -15,8 +15,7 @@ ask_for_helper()
 from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
 from .launch.engine import InProcess
 from .launch.local import Local
-from .launch.functions import (
-    TorchDDPCtx, global_imports, import_star, in_torchddp, ranch, spawn)
+from .launch.functions import TorchDDPCtx, global_imports, import_star, in_torchddp, ranch, spawn
 
 # %% ../nbs/903_all.ipynb #a4fb6266
 # They patch Learner.

@@ -6,7 +6,6 @@
 __all__ = ['fastai_generation', 'preload_learners', 'ask_for_helper', 'imported_by_cell']
 
 # %% ../nbs/900_early.ipynb #2ce6a8f6
-import sys
 from importlib.metadata import version
 
 from packaging.version import Version

@@ -29,7 +29,8 @@ class Page:
         memory, # The `mmap` that holds the records
         layout, # The format of a record, as in `struct`
     ):
-        self.memory,self.layout = memory,struct.Struct(layout)
+        self.memory = memory
+        self.layout = struct.Struct(layout)
         self.record_bytes = _record_bytes(layout)
     @classmethod
     def create(cls,
@@ -49,7 +50,8 @@ class Page:
     def __len__(self): return len(self.memory)//self.record_bytes
     def write(self, i, *values):
         "Replace record `i` by `values`, one for each field of the layout"
-        data,start = self.layout.pack(*values),i*self.record_bytes
+        data = self.layout.pack(*values)
+        start = i*self.record_bytes
         data += _CHECKSUM.pack(zlib.crc32(data))
         self.memory[start:start+len(data)] = data
     def read(self, i):
@@ -72,10 +74,6 @@ _MIN_SLEEP,_MAX_SLEEP = 5e-5,5e-3   # seconds between two looks at the page
 # module, to tell the notebook (`launch.rank`).
 on_wait = noop
 
-def _pause(waited, rank):
-    "Sleep before the next look at the page, after `waited` seconds of waiting for `rank`"
-    if waited > _REPORT_AFTER: on_wait(rank)
-    time.sleep(min(max(waited/20, _MIN_SLEEP), _MAX_SLEEP))
 
 class Board:
     """One rank's access to the page where the ranks of a group meet: `meet` is an all-gather of a
@@ -129,7 +127,8 @@ class Board:
             if limit is not None and waited > limit:
                 who = ', '.join(map(str, missing))
                 raise RuntimeError(f"Timed out waiting {limit:.0f} s for rank {who}")
-            _pause(waited, missing[0])
+            if waited > _REPORT_AFTER: on_wait(missing[0])
+            time.sleep(min(max(waited/20, _MIN_SLEEP), _MAX_SLEEP))
             rows = [row or self._read_row(r) for r,row in zip(ranks, rows)]
         self._note_wait(missing[0], time.perf_counter()-began)
         return rows
@@ -211,14 +210,16 @@ group.before_leave.append(forget_board)
 
 def _make_board():
     "Make the `Board` of this process's group. A collective"
-    rank,n = group.rank(),group.world_size()
+    rank = group.rank()
+    n = group.world_size()
     if n == 1: return Board(0, 1)
     # Without LOCAL_RANK, all ranks are taken to be on one host.
     first_on_host = group.all_gather_object(rank-int(os.environ.get('LOCAL_RANK', rank)))
     on_host = [r for r in range(n) if first_on_host[r] == first_on_host[rank]]
     page = _shared_page(on_host, n)
     if any(group.all_sum([page is None])):      # a rank has no page: each rank gets its own
-        page,on_host = Page.create(None, _RECORD, 2*n),[rank]
+        page = Page.create(None, _RECORD, 2*n)
+        on_host = [rank]
     leaders = sorted({*group.all_gather_object(on_host[0])})
     between = group.subgroup(leaders) if len(leaders) > 1 else None
     return Board(rank, n, page, on_host, between if rank in leaders else None)

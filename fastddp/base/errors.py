@@ -145,7 +145,9 @@ class NotPicklable(CantDistribute):
         path,   # Its path, e.g. `learn.dls.train.dataset.items.fh`
         why='', # Pickle's message
     ):
-        self.path,self.why,self.factory = path,why,''
+        self.path = path
+        self.why = why
+        self.factory = ''
         super().__init__(path, why)
     def __str__(self):
         built = f", or build it in the workers with {self.factory}=" if self.factory else ''
@@ -184,7 +186,8 @@ def folded(
 ):
     """The lines of a traceback: frames of libraries are folded except the innermost, and cells are
     shown by their number"""
-    res,n_folded = [],0
+    res = []
+    n_folded = 0
     parts = re.split(r'(?m)^(?=  File ")', text)
     for part in parts:
         frame = re.match(r'  File "(.+?)".*(?:\n    .*)*', part)
@@ -194,7 +197,8 @@ def folded(
             n_folded += 1
             continue
         if n_folded: res.append(f"  ... {n_folded} frame{'s'*(n_folded > 1)} of libraries")
-        n_folded,first = 0,f'File "{file}"'
+        n_folded = 0
+        first = f'File "{file}"'
         cell = place(file)
         lines = part[:end].replace(first, first if cell == file else cell).split('\n')
         res += [o for o in (*lines[:2], *message.split('\n')) if o]
@@ -207,7 +211,8 @@ class RankRaised(WorkerError):
         failure, # A `Failure`
     ):
         super().__init__(failure)
-        self.failure,self.rank = failure,failure.rank
+        self.failure = failure
+        self.rank = failure.rank
         self.remedy = remedy_for(failure.kind, failure.message)
         self.debug = (f"To look closer: %debug shows the recorded frames and variables of rank "
                       f"{self.rank}. In code: err = sys.last_value; err.failure.locals, "
@@ -249,8 +254,11 @@ class RankDied(WorkerError):
     ):
         super().__init__(rank, exitcode, where, log, host)
         self.lost = exitcode if isinstance(exitcode, str) else ''
-        self.rank,self.exitcode = rank,None if self.lost else exitcode
-        self.where,self.log,self.host = where,log,host
+        self.rank = rank
+        self.exitcode = None if self.lost else exitcode
+        self.where = where
+        self.log = log
+        self.host = host
         self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit')
     @property
     def signal(self):
@@ -261,7 +269,8 @@ class RankDied(WorkerError):
     def _headline(self):
         how = self.lost or f"exited with code {self.exitcode}"
         if self.signal: how = f"killed by {self.signal}"
-        on,where = f" on {self.host}" if self.host else '',f" ({self.where})" if self.where else ''
+        on = f" on {self.host}" if self.host else ''
+        where = f" ({self.where})" if self.where else ''
         return f"rank {self.rank}{on} died: {how}{where}"
     def _details(self): return self._log_lines()
 
@@ -281,7 +290,10 @@ class GroupTimeout(WorkerError):
         stacks=(),    # The stack of each rank, as text
     ):
         super().__init__(rank, where, timeout, stacks)
-        self.rank,self.where,self.timeout,self.stacks = rank,where,timeout,stacks
+        self.rank = rank
+        self.where = where
+        self.timeout = timeout
+        self.stacks = stacks
         self.remedy = remedy_for('GroupTimeout')
     def _headline(self):
         limit = f" for {self.timeout:g} s" if self.timeout else ''

@@ -105,7 +105,8 @@ def ipython_shell():
     return getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)()
 
 # %% ../../nbs/base/000_failure.ipynb #4cd084ad
-_MOST_FRAMES,_MOST_VARIABLES = 8,20
+_MOST_FRAMES = 8
+_MOST_VARIABLES = 20
 
 def locals_of(
     exc, # An exception with its traceback
@@ -203,7 +204,9 @@ def failure_of(
     "The `Failure` that describes `exc`"
     trace = traceback.extract_tb(exc.__traceback__)
     frames = tuple((f.filename, f.lineno, f.name) for f in trace)
-    kind,message,text = type(exc).__name__,_message(exc),_formatted(exc)
+    kind = type(exc).__name__
+    message = _message(exc)
+    text = _formatted(exc)
     if found := _from_loader(message):
         process,*said = found
         kind,message,text = said
@@ -221,7 +224,8 @@ _ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe
 def is_echo(f):
     """True if the `Failure` `f` is a consequence of another rank's failure: an error of torch's
     from a collective. A user's own connections fail with the same words"""
-    text,inner = f.message.lower(),f.frames[-1][0] if f.frames else '<string>'
+    text = f.message.lower()
+    inner = f.frames[-1][0] if f.frames else '<string>'
     from_torch = f.kind == 'RuntimeError' and ('gloo' in text or not is_user_file(inner))
     return (from_torch or f.kind.startswith('Dist')) and any(o in text for o in _ECHOES)
 

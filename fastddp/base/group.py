@@ -70,7 +70,8 @@ def comm_device():
 # %% ../../nbs/base/009_group.ipynb #d723f70e
 def _wait_for_all(store, rank, world_size, what):
     "Wait until every rank has set its key `what` in the `store`; Ctrl-C interrupts this"
-    everybody,pause = [f'fastddp/{r}/{what}' for r in range(world_size)],.0005
+    everybody = [f'fastddp/{r}/{what}' for r in range(world_size)]
+    pause = .0005
     store.set(everybody[rank], what)
     # torch before 2.3
     if not hasattr(store, 'check'): return store.wait(everybody, datetime.timedelta(seconds=300))

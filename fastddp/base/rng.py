@@ -32,7 +32,8 @@ class CommonRNG:
     def __init__(self,
         state, # What `state()` of another one returned
     ):
-        self._state,self._depth = state,0
+        self._state = state
+        self._depth = 0
         # True: the global streams *are* the common ones, since there is one rank
         self.alone = False
     @classmethod

@@ -88,7 +88,8 @@ class Interrupts:
         the main thread, presses of the `StopButton` in a thread that has one; in other threads it
         does nothing. Unhandled interrupts of the enclosing block are moved here and not back,
         so the caller must act on `count`"""
-        button,outer = _button.get(),_active_interrupts()
+        button = _button.get()
+        outer = _active_interrupts()
         if button: counts = with_attrs(button, interrupts=self)
         elif in_main_thread(): counts = _on_ctrl_c(self._add)
         else: counts = contextlib.nullcontext()

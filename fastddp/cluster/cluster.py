@@ -43,7 +43,8 @@ def worker_namespace(
     process group"""
     global _last_surroundings
     if _last_surroundings is not None: _last_surroundings.enter()
-    rank,n = str(ctx.rank),str(ctx.world_size)
+    rank = str(ctx.rank)
+    n = str(ctx.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
     # libraries would wait for the ranks that don't run the job
     if on is not None and len(on) < ctx.world_size: del os.environ['WORLD_SIZE']

@@ -164,7 +164,8 @@ class GlobalLoss:
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #81cf85d6
 # `_order` of callbacks that come before and after all others
-_FIRST,_LAST = -1_000_000,1_000_000
+_FIRST = -1_000_000
+_LAST = 1_000_000
 
 class ShardLoaders(Callback):
     """Shards the loaders of `learn.data` when a fit begins. The fit's own loop gets this rank's
@@ -281,8 +282,7 @@ def distributed_v1(learn,
                 if type(cb).__name__ == 'AccumulateScheduler']
     loss_batch = _global_loss_batch(learn, ranks, losses)
     validate = _validate_synced(sync, Validation(ranks, common, losses))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(as_rank(ranks, common))
+    with as_rank(ranks, common), contextlib.ExitStack() as stack:
         if batch == 'per_worker':
             for dl in fit_loaders(learn.data).values():
                 stack.enter_context(global_batches(dl, group.world_size()))

@@ -22,8 +22,7 @@ from ..base.checks import Check, check, whole
 from ..base.rng import CommonRNG
 from ..base.scoped import Interrupts, with_attrs
 from .callbacks import Ranks, as_rank, distributed_v1, trained_beside
-from .loaders import (
-    batch_counts, check_v1, mend_streams, old_numpy, replace_in_fastai, step_sizes)
+from .loaders import batch_counts, check_v1, mend_streams, old_numpy, replace_in_fastai, step_sizes
 from .snapshot import (
     apply, baseline, capture, loaders_of, persistent_refs, place, snapshot, tracked, unpack)
 from .validation import Validation
@@ -44,7 +43,8 @@ class NoteProgress(Callback):
     def __init__(self, ctx, # The rank's `Context`
                  learn
     ):
-        self.learn,self.progress = learn,Progress(ctx, learn.path)
+        self.learn = learn
+        self.progress = Progress(ctx, learn.path)
         self.training = False                   # the last batch was one of training
         self.where = 'before the first epoch'   # a text for the notebook
         ctx.where = lambda: self.where
@@ -79,9 +79,12 @@ def _unpack_and_note(ctx, obj, metrics):
 def fit_job(ctx, obj):
     """Train the learner of a snapshot on this rank, by fastai's own `fit`. Returns
     `Progress.result`; rank 0 puts the state of each epoch, and in the end the learner's"""
-    learn,callbacks,metrics = obj['learn'],obj['callbacks'],obj['metrics']
+    learn = obj['learn']
+    callbacks = obj['callbacks']
+    metrics = obj['metrics']
     refs,base = _unpack_and_note(ctx, obj, metrics)
-    common,noted = CommonRNG.capture(),NoteProgress(ctx, learn)
+    common = CommonRNG.capture()
+    noted = NoteProgress(ctx, learn)
     def state(**kwargs): return capture(learn, base, refs, common.state(), **kwargs)
     ours = [noted]
     if ctx.rank == 0: ours.append(KeepState(lambda: ctx.put('epoch', state(ended=False))))
@@ -95,17 +98,20 @@ def fit_job(ctx, obj):
 
 def _validate(stop_requested, model, *args, **kwargs):
     "Call `basic_train.validate(model, *args, **kwargs)` on all ranks, outside of a fit"
-    common,ranks = CommonRNG.capture(),Ranks(model, stop_requested)
+    common = CommonRNG.capture()
+    ranks = Ranks(model, stop_requested)
     validation = Validation(ranks, common, Losses(), whole_batches=True)
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
 def infer_job(ctx, obj):
     """Validate a loader with the learner of a snapshot, together with the other ranks. Returns
     `(result on rank 0 or None, True if interrupted)`"""
-    learn,handler = obj['learn'],obj['handler']
+    learn = obj['learn']
+    handler = obj['handler']
     refs,base = _unpack_and_note(ctx, obj, handler.metrics)
     handler.callbacks = [*cbs_of_rank(handler.callbacks), NoteProgress(ctx, learn)]
-    result,interrupted = None,False
+    result = None
+    interrupted = False
     try:
         result = _validate(ctx.stop_requested, learn.model, cb_handler=handler, **obj['infer'])
     except KeyboardInterrupt: interrupted = True
@@ -130,8 +136,7 @@ class LearnerCall(Call):
         learn,callbacks,_ = self.parts
         return snapshot(learn, callbacks, self.session.columns, self.definitions, **self.job_args)
     def apply(self, meta, buffers):
-        groups = tracked(*self.parts, self.definitions)
-        apply(self.learn, groups, self.refs, meta, buffers)
+        apply(self.learn, tracked(*self.parts, self.definitions), self.refs, meta, buffers)
 
 _CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
                   lambda v: isinstance(v, Callback))
@@ -150,7 +155,8 @@ class Session(_Session):
     def fit(self, epochs, learn, callbacks=None, metrics=None):
         "Fit on the workers; afterwards the learner is as after a local fit"
         check('epochs', epochs, whole("the number of epochs, a whole number", 0))
-        callbacks,metrics = list(callbacks or []),list(metrics or [])
+        callbacks = list(callbacks or [])
+        metrics = list(metrics or [])
         for cb in callbacks: check('callbacks', cb, _CALLBACK)
         self.check()
         # `lr_find` has counted epochs of the notebook's batches, which are smaller and more
@@ -158,9 +164,9 @@ class Session(_Session):
             if isinstance(cb, LRFinder):
                 _,steps = self.global_batch()
                 epochs = max(epochs, math.ceil(cb.sched.n_iter/(steps or 1)))
-        job_args = dict(epochs=epochs, options=self.options, metrics=metrics)
-        call = LearnerCall(self, fit_job, callbacks, metrics, job_args, apply_failed='last',
-                           counts_steps=finds_lr(callbacks))
+        call = LearnerCall(self, fit_job, callbacks, metrics,
+                           dict(epochs=epochs, options=self.options, metrics=metrics),
+                           apply_failed='last', counts_steps=finds_lr(callbacks))
         self.train(call)
     def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
@@ -181,7 +187,8 @@ class Session(_Session):
         method = getattr(type(self.learn), name)
         @functools.wraps(method)
         def call(*args, **kwargs):
-            real_fit,real_validate = basic_train.fit,basic_train.validate
+            real_fit = basic_train.fit
+            real_validate = basic_train.validate
             def fit(epochs, learn, callbacks=None, metrics=None):
                 run = self.fit if learn is self.learn else real_fit
                 return run(epochs, learn, callbacks, metrics)
@@ -206,7 +213,8 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
         model = learn.model
         group.broadcast_([*model.parameters(), *trained_beside(learn), *model.buffers()])
     copy_from_rank0()
-    n,callbacks = group.world_size(),callbacks or []
+    n = group.world_size()
+    callbacks = callbacks or []
     noted = NoteProgress(Context(group.rank(), n), learn)
     sizes = step_sizes(learn.data.train_dl, n, options['batch'])
     lines = script_lines(noted.progress, sizes, learn.silent, finds_lr(callbacks))
@@ -222,7 +230,8 @@ def overrides(
 ):
     """Return `{name: function}`: replacements of `basic_train.fit` and `validate` for processes
     that are ranks of a group. Where not all ranks call them, they are fastai's own"""
-    real_fit,real_validate = basic_train.fit,basic_train.validate
+    real_fit = basic_train.fit
+    real_validate = basic_train.validate
     options = dict(batch='per_worker', stop_requested=stop_requested) | options
     def fit(*args, **kwargs):
         if not group.everyone(): return real_fit(*args, **kwargs)
@@ -265,9 +274,10 @@ def train_in_place(ctx):
     plain = basic_train.fit
     # Ctrl-C is counted, and the ranks stop together. A rank that it stopped at once would leave the
     # others waiting
-    functions = overrides(ctx.stop_requested, Interrupts().counting)
-    for k,v in functions.items(): setattr(basic_train, k, v)
-    basic_train.fit.plain,defaults.device = plain,ctx.device
+    for k,v in overrides(ctx.stop_requested, Interrupts().counting).items():
+        setattr(basic_train, k, v)
+    basic_train.fit.plain = plain
+    defaults.device = ctx.device
     old_numpy()
 
 def mend_barrier():

@@ -56,7 +56,8 @@ def _preloader_class():
 
 def streams_of(dl):
     "Return the `LanguageModelPreLoader` of a language model's `dl`, or None for other loaders"
-    cls,ds = _preloader_class(),torch_dl(dl).dataset
+    cls = _preloader_class()
+    ds = torch_dl(dl).dataset
     return ds if cls and isinstance(ds, cls) else None
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #a3cd0a2b
@@ -112,7 +113,8 @@ def global_batches(dl, # A `DeviceDataLoader`
                    n   # Number of ranks
 ):
     "Make the batches of `dl` `n` times as large inside"
-    original_dl,pre = torch_dl(dl),streams_of(dl)
+    original_dl = torch_dl(dl)
+    pre = streams_of(dl)
     bs = original_dl.batch_size*n
     # A sampler that sorts within chunks of batches has a `bs`, and so has a language model's loader
     old = [(o, o.bs) for o in (original_dl.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
@@ -182,7 +184,8 @@ def check_v1(data, # A `DataBunch`
     if n == 1: return
     for name,dl in fit_loaders(data).items():
         own = torch_dl(dl)
-        bs,why = global_batch_size(torch_bs(own), n, batch),why_not_torch(own)
+        bs = global_batch_size(torch_bs(own), n, batch)
+        why = why_not_torch(own)
         if bs is None and batch == 'per_worker':
             why = why or "its own batch_sampler decides about its batches: use batch='global'."
         if not why and dl is data.train_dl:

@@ -89,12 +89,12 @@ def snapshot(learn,
 ):
     """Return a `Payload` with the learner, its callbacks and `job_args`, a dict for `unpack`.
     Raises `NotPicklable`, which names the object"""
-    next_hook_id,hooks = get_hooks(_hooked(learn))
+    hooks = get_hooks(_hooked(learn))
     obj = dict(learn=learn, callbacks=list(callbacks),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
-               grads=model_grads(learn.model), hooks=(next_hook_id, hooks), **job_args)
+               grads=model_grads(learn.model), hooks=hooks, **job_args)
     without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
-    return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
+    return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks[1]), picklable_preloaders(),
                          without_attrs(learn, *OVERRIDES), *without_bars, columns=columns,
                          definitions=definitions)
 

@@ -36,7 +36,7 @@ def shard_batches(dl,      # A fastai or torch loader, sharded or not
                   common=None # `CommonRNG` from which an order is drawn
 ):
     "Return the loader that yields the whole batches of `dl` that `rank` predicts"
-    res = shard_dl(original(dl), rank, n, 'global', train=False, common=common)
+    res = shard_dl(dl, rank, n, 'global', train=False, common=common)
     if n > 1: res._shard.whole_batches = True
     return res
 
@@ -52,7 +52,6 @@ def why_one_process(dl,     # What to predict: a loader, or a list of batches
 ):
     """Return why one process predicts `dl`, to be shown to the user; an empty string where that
     needs no explanation, None where the ranks predict it"""
-    dl = original(dl)
     if not isinstance(dl, (DataLoader,TorchLoader)): return ''
     if why := why_not(dl, n): return why
     if len(dl) < 2: return ''
@@ -72,16 +71,16 @@ def validate_part(learn, # With its metrics and callbacks
                   common=None # `CommonRNG` from which an order is drawn
 ): # For each gatherer its lists, by name
     "Run fastai's validation over this rank's part of `dl`; return what it collected"
-    rank,n = group.rank(),group.world_size()
+    rank = group.rank()
+    n = group.world_size()
     own = shard_batches(dl, rank, n, common)
     gather = gatherers(learn)
     def all_batches():
         if learn.dl is not own: return type(learn).all_batches(learn)   # a callback's validation
         learn.n_iter = len(own)
         for k,b in enumerate(own): learn.one_batch(k*n+rank, b)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, with_attrs(learn, all_batches=all_batches):
         for o in gather: stack.enter_context(with_attrs(o, after_validate=noop))
-        stack.enter_context(with_attrs(learn, all_batches=all_batches))
         type(learn)._do_epoch_validate(learn, dl=own)
     return [{k:vars(o).pop(k) for k in _GATHERED if isinstance(vars(o).get(k), list)}
             for o in gather]
@@ -312,11 +311,8 @@ def as_one_process(learn,
                    together # The fit's `Together`
 ):
     "Context manager of a fit on ranks: callbacks predict, save and load as in one process"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(inner_inference(learn, together))
-        stack.enter_context(sync_load(learn, together))
-        stack.enter_context(sync_lr_finder(learn, [*learn.cbs, *cbs]))
-        stack.enter_context(alone_on_rank0(learn, together))
+    with (inner_inference(learn, together), sync_load(learn, together),
+          sync_lr_finder(learn, [*learn.cbs, *cbs]), alone_on_rank0(learn, together)):
         yield
         together.finish_fit()
 

@@ -87,8 +87,8 @@ class ShardData(OurCallback):
             seed_rank(self.rank, self.n, self.together.common, self.epoch)
     def before_train(self):
         if is_sharded(self.dl): return
-        common = self.together.common
-        self.learn.dl = shard_dl(self.dl, self.rank, self.n, self.batch, common=common)
+        self.learn.dl = shard_dl(self.dl, self.rank, self.n, self.batch,
+                                 common=self.together.common)
     def before_validate(self):
         if is_sharded(self.dl): return
         self.learn.dl = shard_to_validate(self.model, self.dl, self.batch, self.together.common)
@@ -159,8 +159,7 @@ def distributed(learn,
     together.fit_callbacks = cbs
     together.clock.on_gpu = on_gpu
     together.finish_fit = lambda: _finish_fit(together, step, same_model)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(environment('WORLD_SIZE'))
+    with environment('WORLD_SIZE'), contextlib.ExitStack() as stack:
         if shard_dls:
             stack.enter_context(sharded_dls(learn, batch, together))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))

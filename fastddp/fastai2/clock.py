@@ -108,11 +108,13 @@ class Clock:
     def lap(self, kind):
         """Count the time since the last look at the clock as `kind`, a phase or a callback's class;
         return its seconds. Waiting for other ranks at the board is left out"""
-        now,waited = time.perf_counter(),self.board.waited
+        now = time.perf_counter()
+        waited = self.board.waited
         secs = now-self.last_time - (waited-self.last_waited)
         self.seconds[kind] += secs
         if kind not in _PHASES_OF_LOOP: self.callback_secs += secs
-        self.last_time,self.last_waited = now,waited
+        self.last_time = now
+        self.last_waited = waited
         return secs
 
     def leave(self, event_name):
@@ -163,8 +165,8 @@ class Clock:
         "Divide this rank's wait at the meeting into data, callbacks and uneven computing"
         if self.board.last_wait is None: return
         last_rank,left = self.board.last_wait
-        own = self.since_meeting
-        for what,of_last,here in zip(('data','callbacks'), of_ranks[last_rank], own):
+        for what,of_last,here in zip(('data','callbacks'), of_ranks[last_rank],
+                                     self.since_meeting):
             secs = min(max(of_last-here, 0.), left)
             self.waits[what] += secs
             left -= secs

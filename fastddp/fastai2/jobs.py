@@ -28,8 +28,7 @@ from .as_one import (
     validate_part, sync_opt, wants_no_lines)
 from .loaders import batch_items, dl_state, global_bs, n_batches
 from .resume import ResumeFit
-from .snapshot import (
-    baseline, capture, loader_refs, persistent_refs, place, place_dl, unpack)
+from .snapshot import baseline, capture, loader_refs, persistent_refs, place, place_dl, unpack
 from ..launch.rank import Context
 from ..launch.report import Report
 from ..launch.training import (
@@ -138,11 +137,8 @@ def fit_job(ctx, obj):
     ctx.where = noted.where
     as_one = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
     def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(suppress_lines(wants_no_lines(learn)))
-        stack.enter_context(open_run(call['wandb_run']))
-        together = stack.enter_context(as_one)
-        stack.enter_context(as_one_process(learn, cbs, together))
+    with (suppress_lines(wants_no_lines(learn)), open_run(call['wandb_run']),
+          as_one as together, as_one_process(learn, cbs, together)):
         end = EndOfAll(noted)
         resumes = []
         if ctx.rank == 0: end.keep = lambda: ctx.put('epoch', state())
@@ -161,8 +157,8 @@ def fit_job(ctx, obj):
         interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
     ctx.end_phase('train')
     if ctx.rank == 0:
-        last = state(grads=together.has_unused_grads, ended=True)
-        ctx.put('cut' if interrupted else 'state', last)
+        ctx.put('cut' if interrupted else 'state',
+                state(grads=together.has_unused_grads, ended=True))
     report = together.clock.totals() | resource_use(learn, ctx.device)
     return noted.progress.result(interrupted, report=report)
 

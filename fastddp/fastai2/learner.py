@@ -281,7 +281,7 @@ def bring(self:LearnerJob, into=None, force=False):
     self.until_result.close()
     p = capture(twin, self.twin_cbs, self.twin_baseline, self._streams, self.twin_refs,
                 weights=self.trains, grads=self.trains or None)
-    self._put_state(learn, self.cbs, private_copy(p.meta, p.buffers))
+    self._put_state(learn, self.cbs, private_copy(*p))
     if twin in reports: reports[learn] = reports[twin]
     if self.trains: resume_points.pop(learn, None)
     if twin in resume_points:

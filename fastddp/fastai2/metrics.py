@@ -43,7 +43,8 @@ def sum_state(m,     # A metric
     for a,values in zip(attrs, zip(*states)): setattr(m, a, _sum_over_ranks(values))
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #06001d4b
-_AVG,_AREAS = ('total','count'),('inter','union')
+_AVG = ('total','count')
+_AREAS = ('inter','union')
 # Class of metrics -> names of the attributes that add up
 SUMMED_ATTRS = {
     AvgMetric: _AVG, AvgLoss: _AVG, LossMetric: _AVG, Dice: _AREAS, DiceMulti: _AREAS,
@@ -141,7 +142,9 @@ class Phase:
         self.plain_loss = None
         self.metrics = [m for m in metrics if type(m) is not AvgSmoothLoss]
         # `merged` has pairs `(metric, merge)`, see `merge_for`
-        self.merged,self.averaged,self.replayed = [],[],[]
+        self.merged = []
+        self.averaged = []
+        self.replayed = []
         for m in self.metrics: self._choose_way(m, has_parts)
         self.n_fed = self.n_items = 0   # items of this batch, and those that count
         self.n_read = 0         # items of this rank until this batch, borrowed ones left out
@@ -174,7 +177,8 @@ class Phase:
     ):
         "Go on with this phase after a callback's own validation, with the same metrics, inside it"
         if is_global:
-            self.kept,self.loss_terms = [],[]
+            self.kept = []
+            self.loss_terms = []
             self.begins_with_state = True
             # what all ranks have is added up over ranks in the end: it must count once
             if group.rank():
@@ -211,7 +215,8 @@ class Phase:
     def _read_positions(self):
         "Return the positions of this batch's items in the order of one process"
         positions = self.learn.dl.idxs      # of all items until this batch
-        before,self.n_read = self.n_read,len(positions)
+        before = self.n_read
+        self.n_read = len(positions)
         new = positions[-self.n_items:] if self.learn.training else positions[before:]
         # a callback left items out; where it repeated all of them, their positions stay
         return new[:self.n_fed] if len(new) and self.n_fed%len(new) else new
@@ -247,7 +252,9 @@ class Phase:
                 parts = [(pos, KeptBatch(*part)) for pos,part in parts]
                 if reads_model: parts = [(pos, self._with_model_term(part)) for pos,part in parts]
                 for batch in whole_batch(parts):
-                    learn.pred,learn.yb,learn.loss = batch.pred,batch.yb,batch.loss
+                    learn.pred = batch.pred
+                    learn.yb = batch.yb
+                    learn.loss = batch.loss
                     if self.recomputes_loss:
                         learn.loss = self._loss(self.loss_func, batch) + batch.added
                     # the ranks' models keep different numbers

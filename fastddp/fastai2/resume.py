@@ -19,8 +19,7 @@ from fastcore.foundation import L
 from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
-from .snapshot import (
-    CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs)
+from .snapshot import CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs
 from .together import OurCallback
 from ..payload.pickling import deep_copy, definition_key, dump, find_definition, load
 from ..payload.state import model_tensors, picklable_attrs, private_copy

@@ -51,7 +51,7 @@ class FitCall(Call):
         apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
     @property
     def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
-    def describe_interrupted(self, result): return self.describe_learner()
+    def describe_interrupted(self): return self.describe_learner()
     def describe_learner(self):
         if self.stopped_in_epoch:
             return ("holds the last finished batch; learn.distrib_resume() begins epoch "

@@ -318,16 +318,12 @@ def capture(
     rest = dict(changes=changes, rng=rng, removed_cbs=removed, added_cbs=added,
                 dls=[dl_state(original(dl)) for dl in learn.dls.loaders])
     state = learner_state(learn, weights=weights)
-    state |= dict(grads=model_grads(learn.model, grads),
-                  loss=_loss_state(learn, refs) if weights else None)
-    return dump_state(state, rest, base, refs)
-
-def _loss_state(learn, refs):
-    """Return the `model_state` of a loss function that has parameters or buffers, None for another
-    one, and for one that the notebook doesn't have."""
     loss = loss_module(learn.loss_func)
+    # it has parameters or buffers, and the notebook has it, too
     shared = loss and model_tensors(loss) and any(o is loss for o in refs)
-    return model_state(loss) if shared else None
+    state |= dict(grads=model_grads(learn.model, grads),
+                  loss=model_state(loss) if weights and shared else None)
+    return dump_state(state, rest, base, refs)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #0988a298
 def apply(learn, cbs,

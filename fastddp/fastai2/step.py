@@ -19,8 +19,7 @@ from .together import (
     _LAST, OurCallback, runs_user_code)
 from ..output.replay import print_line
 from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
-from ..shard.gradients import (
-    Overlapped, Passes, graph_of, leaves_of, extra_params, zero_loss)
+from ..shard.gradients import Overlapped, Passes, graph_of, leaves_of, extra_params, zero_loss
 from ..shard.loss import class_weights, loss_part
 from ..shard.sharded import is_sharded
 
@@ -62,10 +61,12 @@ class StepSync(OurCallback):
     def __init__(self,
         together, # The fit's `Together`
         losses,   # The fit's `Losses`
-        alike=False,  # All ranks loaded the same weights
+        alike,    # All ranks loaded the same weights
         **ddp_kwargs  # What the user asks DDP for
     ):
-        self.together,self.losses,self.n = together,losses,group.world_size()
+        self.together = together
+        self.losses = losses
+        self.n = group.world_size()
         self.overlapped = Overlapped(lambda: self.learn.model, self.params, alike, **ddp_kwargs)
         self.passes = Passes(self.params, self.scale_loss, self.exchange_masks, self.overlapped,
                              self.is_loss_of_learner)
@@ -83,7 +84,8 @@ class StepSync(OurCallback):
         self.part = None            # this rank's `LossPart`
         self.scale = 1.             # the factor on this rank's loss
         # Nodes of the graph: of what the loss function returned, and of the predictions
-        self.loss_node,self.pred_nodes = None,set()
+        self.loss_node = None
+        self.pred_nodes = set()
         self.n_gathered = None      # items of this rank in a loss that was gathered
         # The learner's own loss function, and the function that gathers its arguments in its place
         self.user_loss = self.gathering_loss = None
@@ -163,7 +165,8 @@ def scale_loss(self:StepSync,
     except BaseException:
         self.restore_last_loss()
         raise
-    divisor,scale = self.part.divisor,self.scale
+    divisor = self.part.divisor
+    scale = self.scale
     if isinstance(divisor, torch.Tensor): return self._scale_on_device(loss, first)
     if divisor: return loss if isinstance(scale, float) and scale == 1. else loss*scale
     # None of this rank's items counts. Its loss may be no number
@@ -208,7 +211,8 @@ def _meet(self:StepSync, loss):
     weighted = self._weighted(learn.loss if self._has_loss() else loss)
     result = self.together.meet(BATCH, learn.iter, backward=1., **self._look_at_graph(loss),
                                 **self._for_board(weighted))
-    self.has_met,self.together.mid_batch = True,False
+    self.has_met = True
+    self.together.mid_batch = False
     self._decide_how_to_average(result)
     self._set_global_loss(result, weighted)
 
@@ -259,7 +263,8 @@ def sums_on_device(self:StepSync):
 def _sum_on_device(self:StepSync, value=0., divisor=0.):
     "Return the sums over ranks of two numbers, or scalars on the model's device, as a tensor there"
     sums = torch.zeros(2, dtype=torch.float64, device=self.params()[0].device)
-    sums[0],sums[1] = value,divisor
+    sums[0] = value
+    sums[1] = divisor
     group.sum_(sums)
     return sums.float()
 
@@ -340,7 +345,8 @@ class AfterOthers(OurCallback):
         "Have the loader yield this rank's shard to the loop that begins, which is the fit's own"
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
     def before_batch(self):
-        sync,f = self.sync,self.learn.loss_func
+        sync = self.sync
+        f = self.learn.loss_func
         if sync.n == 1 or not sync.losses.is_gathered(f): return
         sync.user_loss = f
         sync.gathering_loss = lambda pred, *yb: sync.gather(f, pred, yb)

@@ -8,8 +8,7 @@ __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spaw
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
 import ast, contextlib, os, sys, threading
 from ..base import group
-from ..base.checks import (
-    FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole)
+from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole
 from ..base.errors import CantDistribute
 from .background import BackgroundJob
 from .local import Local

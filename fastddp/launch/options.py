@@ -72,12 +72,9 @@ def no_attribute(learn, name):
     likely = closest_name(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
     hint = f" Did you mean {likely}?" if likely else ''
     e = AttributeError(f"Learner has no attribute {name!r}.{hint}")
-    e._render_traceback_ = _users_lines
+    # IPython shows it as a refusal, without frames of ours; `e` itself in here would be a cycle
+    e._render_traceback_ = lambda: CantDistribute._render_traceback_(sys.exc_info()[1])
     return e
-
-def _users_lines():
-    "Return what IPython shows of the exception being handled: as of a refusal, no frame of ours"
-    return CantDistribute._render_traceback_(sys.exc_info()[1])
 
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
 def comments_of(fn):
@@ -130,7 +127,8 @@ class Options:
         self.params = {k:p for k,p in params.items() if k not in ignored}       # what is shown
         self.defaults = {k:p.default for k,p in self.params.items() if p.kind != p.VAR_KEYWORD}
         self.accepted = {*self.defaults, *ignored, *extra_checks}
-        self.comments,self.module = comments_of(ctx),ctx.__module__
+        self.comments = comments_of(ctx)
+        self.module = ctx.__module__
         self.extra_checks = extra_checks
         self.checks = CHECKS | {k:c for k,c in extra_checks.items() if c}
         self.unsupported = unsupported
@@ -161,7 +159,8 @@ class Options:
     def check_call(self, cls, name, args, kwargs):
         """Raise `CantDistribute` for arguments that the method `name` of `cls` can't take; a name
         in `kwargs` may be an argument of its bases' methods, to which its `**kwargs` go"""
-        method,own = getattr(cls, name),_arguments_with_bases(cls, name)
+        method = getattr(cls, name)
+        own = _arguments_with_bases(cls, name)
         has_var_kwargs = inspect.getfullargspec(method).varkw
         for k in [k for k in kwargs if k not in own]:
             likely = closest_name(k, [*own, *self.defaults], _ALIASES)
@@ -324,7 +323,9 @@ def engine_for(
 ):
     """Context manager: `(open launcher, number of workers, GPU of each)`, or None to train in this
     process"""
-    nprocs,gpus,launcher = options['nprocs'],options['gpus'],options['launcher']
+    nprocs = options['nprocs']
+    gpus = options['gpus']
+    launcher = options['launcher']
     if why := why_no_workers(nprocs, gpus, launcher):
         print_line(why)
         yield None
@@ -332,15 +333,17 @@ def engine_for(
     if launcher is None: launcher = Local()
     attrs = {}      # which it has for the time of the block
     if isinstance(launcher, Local):
-        attrs = {k:_block_or_launcher(launcher, k, options, defaults)
-                 for k in ('see','see_load','timeout')}
+        for k in ('see','see_load','timeout'):
+            # where the block has its default, the value of the user's `Local` counts
+            own = getattr(launcher, k)
+            attrs[k] = options[k] if options[k] != defaults[k] or own is None else own
     if launcher.workers_are_local:
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
         attrs['gpus'] = gpus
     with with_attrs(launcher, **attrs), launcher as engine:
         if not launcher.workers_are_local: n,gpus = engine.place(nprocs, gpus)
         see = attrs.get('see', options['see'])
-        if see != 'all' and any(r != 0 and r >= n for r in see):
+        if see != 'all' and any(r >= n for r in see):
             raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")
         yield engine, n, gpus
 
@@ -351,11 +354,6 @@ def _gpus_of(local, gpus):
     if local.gpus is not None and _listed(gpus) != _listed(local.gpus): raise CantDistribute(
         f"gpus={gpus!r} with launcher=Local(gpus={local.gpus!r}): say it once.")
     return gpus
-
-def _block_or_launcher(local, k, options, defaults):
-    "Return the value of the block, or of the user's `Local` if the block has its default"
-    of_local = getattr(local, k)
-    return options[k] if options[k] != defaults[k] or of_local is None else of_local
 
 # %% ../../nbs/launch/508_options.ipynb #2d652059
 def refuse_changes(

@@ -105,17 +105,13 @@ def exchange_advice(fit):
                   "(GradientAccumulation), or compress them (comm_hook=bf16_compress_hook).")
 
 # %% ../../nbs/launch/504_report.ipynb #7c2680d5
-def _wait_by_rank(fit):
-    "Return, for each rank that others waited for: epoch -> seconds that they waited"
-    waited = defaultdict(Counter)
-    for r in fit.ranks:
-        for (rank,epoch),secs in r['uneven'].items(): waited[rank][epoch] += secs
-    return waited
-
 def uneven_advice(fit):
     "Return the `Advice` for time that ranks wait for others that compute; None without such a rank"
     if fit.n == 1 or fit.has_small_steps: return None
-    if not (waited := _wait_by_rank(fit)): return None
+    waited = defaultdict(Counter)       # rank that others waited for -> epoch -> their seconds
+    for r in fit.ranks:
+        for (rank,epoch),secs in r['uneven'].items(): waited[rank][epoch] += secs
+    if not waited: return None
     lost = fit.mean('uneven', 'waits')
     wait = f"{fit.share(lost)} of the time workers wait for others"
     slowest_rank = max(waited, key=lambda rank: waited[rank].total())

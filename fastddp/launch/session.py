@@ -16,8 +16,7 @@ from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .engine import Job
-from .report import (
-    Report, advice_line, banner_line, start_text, summary_line, work_done)
+from .report import Report, advice_line, banner_line, start_text, summary_line, work_done
 from .options import (
     engine_for, in_launched_group, refuse_busy, refuse_changes, refuse_gpus_of_jobs, reserve_gpus)
 from ..output.replay import (
@@ -149,7 +148,7 @@ class Call:
         "Return what the learner holds now, as the end of a sentence that begins with 'learn'"
         if not self.has_result or self.apply_failed == 'nothing': return "is unchanged."
         return "holds the end of its last complete epoch."
-    def describe_interrupted(self, result):
+    def describe_interrupted(self):
         "Return the same after an interrupt in training; `result` is rank 0's"
         return "holds the last finished batch."
     def run(self, is_last=True):
@@ -197,7 +196,7 @@ class Call:
         e.where = result['where']
         if self.counts_steps: e.where = f"iteration {result['steps']} of lr_find"
         has_begun = result['first_batch_at'] is not None
-        e.kept = self.describe_interrupted(result) if has_begun else self.describe_learner()
+        e.kept = self.describe_interrupted() if has_begun else self.describe_learner()
         return e
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43

@@ -267,7 +267,8 @@ def main():
     signal.signal(signal.SIGTERM, _on_sigterm)
     # the stream takes copies of standard input and output, which no other code uses; what other
     # code reads is empty then, and what it prints goes to standard error
-    read_fd,write_fd = os.dup(0),os.dup(1)
+    read_fd = os.dup(0)
+    write_fd = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     Agent(read_fd, write_fd, sys.argv[1:]).run()

@@ -9,7 +9,7 @@ __all__ = ['LOCAL_NAMES', 'version_mismatch', 'files_named_by', 'is_text', 'Mach
 import contextlib, os, shlex, signal, socket, subprocess, sys, tempfile, time
 from functools import partial
 
-from fastcore.basics import patch, store_attr
+from fastcore.basics import noop, patch, store_attr
 
 from ..base import group
 from ..base.checks import Check, check_all, is_list, number, whole
@@ -40,7 +40,9 @@ def files_named_by(
 ):
     """Return the files and folders of this machine that the first and the last item name, as sorted
     absolute paths. An item is a path, or a tuple or list with paths among its parts"""
-    n,rows,found = len(items),getattr(items, 'iloc', items),set()
+    n = len(items)
+    rows = getattr(items, 'iloc', items)
+    found = set()
     for item in [rows[0], rows[n-1]] if n else []:
         for o in item if isinstance(item, (tuple,list)) else [item]:
             path = str(o) if isinstance(o, (str,os.PathLike)) else ''
@@ -105,7 +107,8 @@ class Machines(Local):
     ):
         "End ranks and agents; harmless when repeated"
         super().close(grace)
-        machines,self.machines = self.machines,[]
+        machines = self.machines
+        self.machines = []
         for m in machines: m.close(grace)
     @property
     def description(self):
@@ -142,7 +145,8 @@ class Machines(Local):
 @patch
 def _start_agents(self:Machines, nprocs, on_cpu):
     "Start an agent on each machine, count its ranks, and find out where they meet"
-    starters,problems = self.agent_starters(on_cpu),[]
+    starters = self.agent_starters(on_cpu)
+    problems = []
     # the notebook's own machine comes first, so that it has rank 0
     for name in sorted(starters, key=lambda o: o not in LOCAL_NAMES):
         is_local = name in LOCAL_NAMES
@@ -179,7 +183,7 @@ def _backend(self:Machines):
 
 # %% ../../nbs/machines/615_hosts.ipynb #ec4d5f4c
 @patch
-def run(self:Machines, job, nprocs, on_event=lambda rank,e: None):
+def run(self:Machines, job, nprocs, on_event=noop):
     "As `Local.run`; raises `RankDied` if the network between the machines failed"
     try: return Local.run(self, job, nprocs, on_event)
     except RankRaised as e:
@@ -197,8 +201,10 @@ def _network_failure(self:Machines, e):
     host = '' if names[f.rank] in LOCAL_NAMES else names[f.rank]
     why = f"the network between the machines seems to have failed: {f.message}"
     err = RankDied(f.rank, why, f.where, e.log, host)
-    err.state,err.cut = e.state,e.cut
-    err.epoch,err.others = e.epoch,e.others
+    err.state = e.state
+    err.cut = e.cut
+    err.epoch = e.epoch
+    err.others = e.others
     return err
 
 @patch
@@ -249,7 +255,8 @@ def after_failure(self:Machines, job, monitor):
 @patch
 def check_items(self:Machines, datasets):
     "As `Launcher.check_items`: every machine has the files that the items name"
-    paths,lines = [o for items in datasets for o in files_named_by(items)],[]
+    paths = [o for items in datasets for o in files_named_by(items)]
+    lines = []
     for m in self.machines:
         m.stream.send('missing', paths)
         missing, = m.wait_for('missing', time.monotonic()+self.start_timeout)
@@ -317,7 +324,9 @@ class Hosts(Machines):
     ):
         check_all(locals(), _HOST_CHECKS)
         super().__init__(per_node, **kwargs)
-        self.hosts,self.command,self.python = list(hosts),command,python
+        self.hosts = list(hosts)
+        self.command = command
+        self.python = python
     def _argv(self, host):
         """Return the program and arguments that run an agent on `host`; without the command on the
         notebook's own machine"""

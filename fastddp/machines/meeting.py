@@ -56,7 +56,9 @@ def reachable(
 ):
     """Return the addresses at which the other machine can be reached, as a dict from address to the
     name of this machine's card that the connection takes"""
-    all_cards,source,cards = network_cards(),None,{}
+    all_cards = network_cards()
+    source = None
+    cards = {}
     if interface:
         own_address = next(iter(network_cards(interface)), None)
         if own_address is None: return {}       # this machine has no such card
@@ -156,7 +158,8 @@ def _call(work, link_timeout, rank0_is_remote, ctx, obj):
     # the options are set on all connections, so the board's have to be open before
     board.group_board()
     _break_dead_links(link_timeout)
-    folders,start = [],time.time()
+    folders = []
+    start = time.time()
     def saves_below(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         folders.append(folder)

@@ -74,7 +74,8 @@ class RelayConnection:
     def __init__(self,
         actor, # Ray's handle of the `Relay`
     ):
-        self.actor,self._errors = actor,''
+        self.actor = actor
+        self._errors = ''
         self.read_fd,w = os.pipe()
         self._thread = threading.Thread(target=self._read_all, args=writer_to(w), daemon=True,
                                         name='fastddp-relay')
@@ -212,7 +213,9 @@ class Ray(Machines):
         check_all(locals(), _CHECKS)
         _refuse_client(address)
         super().__init__(per_node, **kwargs)
-        self.cluster_address,self.nodes,self.runtime_env = address,nodes,runtime_env
+        self.cluster_address = address
+        self.nodes = nodes
+        self.runtime_env = runtime_env
         self.wait_seconds = wait or 0   # `wait` is a method of every engine
         self.asked_of_each = dict(gpus=gpus, cpus=cpus, resources=resources)
         self._reserved_gpus = {}        # name of a machine -> GPUs that Ray reserved there
@@ -256,7 +259,8 @@ class Ray(Machines):
         placement_group = ray.util.placement_group(bundles, strategy)
         self._undo.callback(ray.util.remove_placement_group, placement_group)
         asked = f"Ray was asked for {len(bundles)} machines with {_in_words(bundles[0])} each"
-        deadline,status = time.monotonic()+max(self.wait_seconds, _SOON),StatusLine()
+        deadline = time.monotonic()+max(self.wait_seconds, _SOON)
+        status = StatusLine()
         if self.wait_seconds: status.show(f"{asked}. Waiting for them")
         try:
             # one second at a time, because Ctrl-C is not handled during Ray's wait
@@ -271,7 +275,8 @@ class Ray(Machines):
         """As `Machines.problem_with`. Limits the machine's GPUs to those that Ray reserved, since a
         process may see more"""
         if why := super().problem_with(m): return why
-        reserved,visible = self._reserved_gpus[m.name],m.facts['gpus']
+        reserved = self._reserved_gpus[m.name]
+        visible = m.facts['gpus']
         if reserved and not visible:
             return (f"Ray gave {reserved} GPU, and torch there finds none. Is it a torch for GPUs, "
                     "and may it see them? Ray(gpus=0) takes the CPU.")

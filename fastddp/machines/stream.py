@@ -43,7 +43,9 @@ class Stream:
         write, # Function that writes all of the bytes it is given; may raise an OSError
         write_eof, # Function that closes the connection for writing
     ):
-        self._read_fd,self._write,self._write_eof = read_fd,write,write_eof
+        self._read_fd = read_fd
+        self._write = write
+        self._write_eof = write_eof
         self.preamble = b''             # bytes before the greeting, such as a shell's output
         self.end_reason = None          # why the connection has ended; None: it is open
         self._last_read = time.monotonic()  # when bytes arrived last
@@ -51,7 +53,10 @@ class Stream:
         self._buffer = bytearray()      # bytes that are no complete frame yet
         self._inbox = []                # complete messages that were not returned yet
         # the message whose block is arriving, the block, its size, and the bytes still missing
-        self._msg,self._block,self._size,self._missing = None,None,0,0
+        self._msg = None
+        self._block = None
+        self._size = 0
+        self._missing = 0
         self._queue = queue.SimpleQueue()   # of `_Outgoing`
         self._thread = threading.Thread(target=self._write_all, daemon=True, name='fastddp-stream')
         self._thread.start()
@@ -105,7 +110,8 @@ class Stream:
     def receive(self):
         "Return the messages that have arrived, in order, without waiting"
         self.read()
-        messages,self._inbox = self._inbox,[]
+        messages = self._inbox
+        self._inbox = []
         return messages
     def wait_for(self,
         kind, # Kind of message to wait for; `receive` returns the others
@@ -160,7 +166,8 @@ class Stream:
             self._missing -= len(data)
         else:
             self._msg,self._size = pickle.loads(data)
-            self._block,self._missing = Block() if self._size else None,self._size
+            self._block = Block() if self._size else None
+            self._missing = self._size
             if self._block: self._block.make_room(self._size)
         if self._missing: return
         self._inbox.append((*self._msg, self._block) if self._block else self._msg)
@@ -172,7 +179,8 @@ class Stream:
         self._thread.join(timeout)
         if self._read_fd is None: return
         os.close(self._read_fd)
-        self._read_fd,self.end_reason = None,self.end_reason or 'closed'
+        self._read_fd = None
+        self.end_reason = self.end_reason or 'closed'
 
 def writer_to(fd):
     "Return `(write, write_eof)` of a `Stream` that writes to descriptor `fd`, which it closes"

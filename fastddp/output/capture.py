@@ -17,7 +17,8 @@ from .streams import EventQueue, use_streams
 class _QuietBar:
     "A bar that shows nothing, and makes the steps that fastprogress's bars make"
     def __init__(self, gen, total=None, *args, **kwargs):
-        self.gen,self.total = gen,total
+        self.gen = gen
+        self.total = total
         if total is None: self.total = len(gen)
         if total == 'noinfer': self.total = None
     def __iter__(self):
@@ -114,7 +115,8 @@ def _shell_class(name):
             else: self.shell.display_pub.publish(data, metadata)
 
     class Shell(InteractiveShell):
-        display_pub_class,displayhook_class = Publisher,Hook
+        display_pub_class = Publisher
+        displayhook_class = Hook
         queue = None    # `EventQueue` of the current job
         def send_event(self, *event):
             if self.queue is not None and self.queue.send_text: self.queue.put(event)
@@ -152,7 +154,8 @@ def _use_shell(undo, queue, name):
     for c in shell._walk_mro(): _use_instance(undo, c, shell)
     set_entries(undo, vars(shell), queue=queue)
     from IPython.display import display
-    builtins.get_ipython,builtins.display = shell.get_ipython,display
+    builtins.get_ipython = shell.get_ipython
+    builtins.display = display
     return shell
 
 def _use_instance(undo, cls, instance):

@@ -53,7 +53,8 @@ class Replay:
         live=True,  # Show events while they come? If False, at the end
     ):
         self.live = live
-        self.see,self.first = see,0 if see == 'all' else next(iter(see), None)
+        self.see = see
+        self.first = 0 if see == 'all' else next(iter(see), None)
         self.unfinished = {}    # (rank, stream) -> beginning of a line, of ranks with a prefix
         self.later = []         # (rank, event) to show at the end
         self.is_new = False     # is something shown that was not flushed?
@@ -74,7 +75,8 @@ class Replay:
     def close(self):
         "Show all that is left"
         self._end_lines()
-        later,self.later = sorted(self.later, key=lambda o: o[0]),[]
+        later = sorted(self.later, key=lambda o: o[0])
+        self.later = []
         for rank,e in later: self._show(rank, *e)
         self._end_lines()
         self.is_new = True
@@ -112,7 +114,8 @@ def _write(name, text):
 # %% ../../nbs/output/204_replay.ipynb #1c4de6aa
 @patch
 def _show_display(self:Replay, rank, data, metadata, transient, update):
-    shell,text = _get_ipython(),data.get('text/plain', '')
+    shell = _get_ipython()
+    text = data.get('text/plain', '')
     if rank != self.first:
         # all ranks use the same display ids
         if 'display_id' in transient:
@@ -225,7 +228,9 @@ def _short_lines():
 
 def _user_frames(e):
     "The traceback of `e` with the user's frames only, and the innermost of an error"
-    steps,res,tb = [],None,e.__traceback__
+    steps = []
+    res = None
+    tb = e.__traceback__
     while tb:
         is_innermost = tb.tb_next is None and not isinstance(e, KeyboardInterrupt)
         if is_innermost or is_user_file(tb.tb_frame.f_code.co_filename): steps.append(tb)

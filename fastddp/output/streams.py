@@ -26,7 +26,8 @@ class EventQueue:
         send,       # Called with one event; sending ends if it raises OSError or EOFError
         send_text=True, # If False, only events passed to `put` are sent
     ):
-        self.send,self.send_text = send,send_text
+        self.send = send
+        self.send_text = send_text
         self.events = []        # the text of one is a list of pieces until it is sent
         self.chars = 0          # characters of text in `events`
         self.lock = threading.RLock()   # re-entrant: a signal handler may print while we hold it
@@ -122,7 +123,9 @@ def _deliver(self:EventQueue):
     with contextlib.suppress(BlockingIOError): data = os.read(self.r, 1<<16)
     with self.lock:
         if data and self.send_text: self._add(('stream', 'stdout', data.decode(errors='replace')))
-        events,self.events,self.chars = self.events,[],0
+        events = self.events
+        self.events = []
+        self.chars = 0
     for e in events: self._send((*e[:2], ''.join(e[2])) if e[0] == 'stream' else e)
     with self.lock: self.waiting = bool(self.events)
 
@@ -136,7 +139,8 @@ def _send(self:EventQueue, event):
 # %% ../../nbs/output/201_streams.ipynb #9a51c5f7
 class Stream(io.TextIOBase):
     "A worker's stdout or stderr: writes to `queue` while a job runs, to `before` otherwise"
-    encoding,errors = 'utf-8','strict'
+    encoding = 'utf-8'
+    errors = 'strict'
     def __init__(self, name):
         self.name = name
         self.queue = None       # `EventQueue` of the current job
@@ -184,4 +188,5 @@ def tail(
     except OSError: return ''
 
 # `faulthandler` ends a stack with the names of all compiled modules: thousands of characters
-_MODULES,_LIST_MOST = re.compile(br'^Extension modules: .*\n?', re.M),50_000
+_MODULES = re.compile(br'^Extension modules: .*\n?', re.M)
+_LIST_MOST = 50_000

@@ -40,7 +40,8 @@ def blame(
     path, # How the user calls `obj`, such as 'learn'
 ):
     "Return `(path, reason)` of the smallest part of `obj` that can't be dumped, or None"
-    error,in_cycles = _dump_error(obj),[]
+    error = _dump_error(obj)
+    in_cycles = []
     if error is None: return None
     found = _search(obj, path, error, _MAX_DEPTH, set(), in_cycles)
     path,error = found or max(in_cycles, key=lambda o: len(o[0]))

@@ -51,12 +51,16 @@ class TensorColumn(_Column):
         offsets,        # For each item its first element in that storage
         shapes,         # An array with a row per item
     ):
-        self._class,self._storages,self._storage_ids = tensor_class,storages,storage_ids
-        self._offsets,self._shapes = offsets,shapes
+        self._class = tensor_class
+        self._storages = storages
+        self._storage_ids = storage_ids
+        self._offsets = offsets
+        self._shapes = shapes
     def __len__(self): return len(self._offsets)
     def __getitem__(self, i):
         shape = self._shapes[i].tolist()
-        storage,offset = self._storages[self._storage_ids[i]],int(self._offsets[i])
+        storage = self._storages[self._storage_ids[i]]
+        offset = int(self._offsets[i])
         return self._of_class(storage.narrow(0, offset, math.prod(shape)).view(shape))
     def __iter__(self):
         sizes = self._shapes.prod(1)
@@ -94,7 +98,8 @@ def _tensor_column(ts):
         tensor_at = dict(zip(addresses, ts))        # address of a storage -> a tensor in it
         if len(tensor_at) > _MAX_STORAGES:
             storages = [torch.cat([o.flatten() for o in ts]).as_subclass(_T)]
-            storage_ids,offsets = np.zeros(len(ts), int),np.cumsum([0, *shapes.prod(1)[:-1]])
+            storage_ids = np.zeros(len(ts), int)
+            offsets = np.cumsum([0, *shapes.prod(1)[:-1]])
         else:
             storages = [torch.tensor([], dtype=o.dtype).set_(o.untyped_storage())
                         for o in tensor_at.values()]
@@ -110,7 +115,8 @@ class NumberColumn(_Column):
         values,         # The numbers as an array
         is_python,      # True for numbers of Python, False for numpy's
     ):
-        self._values,self._is_python = values,is_python
+        self._values = values
+        self._is_python = is_python
     def __len__(self): return len(self._values)
     def __getitem__(self, i): return self._values[i].item() if self._is_python else self._values[i]
     def __iter__(self): return iter(self._values.tolist() if self._is_python else self._values)
@@ -120,7 +126,8 @@ class TupleColumn(_Column):
     def __init__(self,
         columns, # For each position in the tuples the column of the items there
     ):
-        self._columns,self.is_reusable = columns,all(c.is_reusable for c in columns)
+        self._columns = columns
+        self.is_reusable = all(c.is_reusable for c in columns)
     def __len__(self): return len(self._columns[0])
     def __getitem__(self, i): return tuple([c[i] for c in self._columns])
     def __iter__(self): return zip(*self._columns)
@@ -173,7 +180,8 @@ class LazyList(UserList):
 # From how many items on a list becomes a column: by the type of its first item; for tensors, and
 # tuples that begin with one; for all others
 _MIN_ITEMS = dict.fromkeys(_TEXTS|_NUMBERS, 10_000)
-_MIN_TENSORS,_MIN_OTHERS = 100,1000
+_MIN_TENSORS = 100
+_MIN_OTHERS = 1000
 
 def _is_long(sequence):
     "True if a list or tuple has so many items that a column is faster"
@@ -190,7 +198,9 @@ _MAX_SEARCHED = 10_000      # items; a larger container isn't searched
 def _long_sequences(obj):
     "Return the long lists and tuples that `obj` is, or refers to"
     # `seen` is `{id: object}`: it keeps temporary objects alive, so that their ids stay unique
-    res,seen,todo = [],{},[obj]
+    res = []
+    seen = {}
+    todo = [obj]
     while todo:
         o = todo.pop()
         if id(o) in seen or isinstance(o, _LEAVES): continue
@@ -214,7 +224,8 @@ class ColumnCache:
         self._last = {}
     def stand_ins(self, obj):
         "Return `(sequence, StandIn)` for each long list and tuple in `obj` that has a column"
-        used,res = {},[]
+        used = {}
+        res = []
         for sequence in _long_sequences(obj):
             key = len(sequence),id(sequence[0]),id(sequence[-1])
             items,column = used.get(key) or self._last.get(key) or ((),None)
@@ -281,7 +292,8 @@ class Packed(NamedTuple):
         return max((offset+n for offset,n in self.spans), default=0)
 
 def _aligned_spans(buffers):
-    spans,end = [],0
+    spans = []
+    end = 0
     for b in buffers:
         spans.append((end, b.nbytes))
         end += math.ceil(b.nbytes/_ALIGNMENT)*_ALIGNMENT
@@ -291,7 +303,8 @@ def write_at(fd, data, offset):
     "Write all of a memoryview to a file"
     while data:
         n = os.pwrite(fd, data, offset)
-        data,offset = data[n:],offset+n
+        data = data[n:]
+        offset = offset+n
 
 # %% ../../nbs/payload/104_buffers.ipynb #d89be31c
 class Block:
@@ -310,7 +323,8 @@ class Block:
         if os.fstat(self.fd).st_size < nbytes: os.ftruncate(self.fd, nbytes)
     def _move_to_disk(self, reason):
         self.close()
-        self.fd,self._on_disk = _temp_file(reason),True
+        self.fd = _temp_file(reason)
+        self._on_disk = True
     def close(self):
         "Close the descriptor; buffers that `read` returned stay valid"
         if self.fd is not None: os.close(self.fd)

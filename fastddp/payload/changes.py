@@ -40,7 +40,8 @@ def _variables(definition):
     "Return `{Variable: value}` for the data that a function or class of a cell uses"
     found = {('attribute',k):v for k,v in vars(definition).items() if not k.startswith('__')}
     if isinstance(definition, types.FunctionType):
-        code,namespace = definition.__code__,definition.__globals__
+        code = definition.__code__
+        namespace = definition.__globals__
         for k,cell in zip(code.co_freevars, definition.__closure__ or ()):
             with contextlib.suppress(ValueError):       # an empty cell
                 found['cell',k] = cell.cell_contents
@@ -279,8 +280,10 @@ _MODULE_ATTRS = vars(nn.Module()).keys() - {'training'}
 def _update_module(old, new):
     """Make a module equal to `new`; its modules, parameters and buffers stay the same objects.
     Return False if those of `new` have other names"""
-    old_modules,new_modules = dict(old.named_modules()),dict(new.named_modules())
-    old_tensors,new_tensors = model_tensors(old),model_tensors(new)
+    old_modules = dict(old.named_modules())
+    new_modules = dict(new.named_modules())
+    old_tensors = model_tensors(old)
+    new_tensors = model_tensors(new)
     if old_modules.keys() != new_modules.keys(): return False
     if old_tensors.keys() != new_tensors.keys(): return False
     for k,t in old_tensors.items():

@@ -145,7 +145,9 @@ def _handlers():
 
 def collect_patches():
     "Return the `Patches` that cells have made to the libraries that training uses"
-    handlers,function,main = _handlers(),types.FunctionType,vars(sys.modules['__main__'])
+    handlers = _handlers()
+    function = types.FunctionType
+    main = vars(sys.modules['__main__'])
     res,seen = Patches(),set()      # `seen`: ids of the libraries' dispatch functions
     for module,cls,attrs in _namespaces():
         candidates = [(k,v) for k,v in attrs.items() if type(v) in handlers and (

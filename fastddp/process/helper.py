@@ -186,7 +186,7 @@ def _import(
     except Exception as e: print(f"fastddp helper: {entry}: {e!r}", file=sys.stderr)
 
 # %% ../../nbs/process/404_helper.ipynb #85bb3451
-# A worker's status pipe carries numbers only: first its pid, or a negative errno if the fork failed,
+# A worker's status pipe carries numbers: first its pid, or a negative errno if the fork failed,
 # then its exit code. If it is closed without a number, the helper has ended; for a spawned worker,
 # `Popen` has the exit code.
 _NUMBER = struct.Struct('=q')
@@ -328,7 +328,8 @@ class WorkerProcess:
         status,     # Read end of its status pipe
         popen=None, # Its `Popen` if it was spawned; None if the helper forked it
     ):
-        self.pid,self.popen = pid,popen
+        self.pid = pid
+        self.popen = popen
         self.sentinel = status  # Readable when the process has ended
         self.exitcode = None    # None while it runs; negative for a signal
     def join(self,

@@ -47,7 +47,8 @@ class Surroundings(NamedTuple):
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.cwd)
-        sys.path[:],sys.argv[:] = self.path,self.argv
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
         warnings.filters[:] = pickle.loads(self.filters)
         # Python caches which filter applies where.
         if hasattr(warnings, '_filters_mutated'): warnings._filters_mutated()
@@ -62,11 +63,13 @@ class Pipe:
     def __init__(self,
         sock, # One of a `socket.socketpair()`
     ):
-        self.sock,self._send_lock = sock,threading.Lock()
+        self.sock = sock
+        self._send_lock = threading.Lock()
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.ended = False      # True once nothing more will come
         # Bytes and descriptors that have come, and belong to messages that are not complete yet
-        self._received,self._fds = bytearray(),[]
+        self._received = bytearray()
+        self._fds = []
     def fileno(self): return self.sock.fileno()
     def close(self):
         self.sock.close()
@@ -133,7 +136,9 @@ class Channel:
         parent_pid,     # Pid of the notebook's process; when it ends, this worker is killed
         folder=None,    # The workers' folder, removed when the notebook ends
     ):
-        self.rank,self.folder,self.pid = rank,folder,os.getpid()
+        self.rank = rank
+        self.folder = folder
+        self.pid = os.getpid()
         # The next two describe the job in the report of a failure. Each may be a function, which is
         # called for its value.
         self.where = 'starting' # What the job is doing, such as `epoch 1, batch 3`
@@ -143,7 +148,8 @@ class Channel:
         # Called once in the main thread, after the notebook has got the result of this job
         self.on_idle = noop
         self.tasks = queue.SimpleQueue()    # of `Task`; None: exit
-        self._pipe,self._stop_requested = Pipe(conn),threading.Event()
+        self._pipe = Pipe(conn)
+        self._stop_requested = threading.Event()
         threading.Thread(target=self._inbox, args=(parent_pid,), name='fastddp-inbox',
                          daemon=True).start()
     def send(self, what, *values, fd=None):
@@ -222,16 +228,19 @@ def worker_main(
     if by_main_thread or os.getppid() != parent_pid: end_with_parent()
     end_forks_with_parent()
     _redirect_output(log)
-    process,folder = multiprocessing.current_process(),os.path.dirname(log)
+    process = multiprocessing.current_process()
+    folder = os.path.dirname(log)
     # `tempdir` is where multiprocessing puts sockets, such as those of a DataLoader's processes.
-    process.name,process._config['tempdir'] = f'fastddp-{rank}',folder
+    process.name = f'fastddp-{rank}'
+    process._config['tempdir'] = folder
     board.page_folder = folder
     channel = Channel(sock, rank, parent_pid, folder)
     reset_device_count()
     channel.send('ready', in_bad_fork())
     while (task := channel.tasks.get()) is not None:
         _run_task(channel, task)
-        on_idle,channel.on_idle = channel.on_idle,noop
+        on_idle = channel.on_idle
+        channel.on_idle = noop
         on_idle()
     _remove_temporary_folders()
     os._exit(0)     # exit hooks are those of the helper, from which this process was forked
@@ -258,7 +267,8 @@ def _run_task(channel, task):
     try: _call_entry(channel, task)
     except BaseException as e:
         if os.getpid() != channel.pid: end_fork(e)      # user code has forked this process
-        where,items = _value_of(channel.where, ''),_value_of(channel.items, ())
+        where = _value_of(channel.where, '')
+        items = _value_of(channel.items, ())
         channel.send('failed', failure_of(e, channel.rank, where, _pickled(e), items))
         # Free the frames of the traceback, which may hold a process group that others wait for.
         e.__traceback__ = None
@@ -269,7 +279,8 @@ def _run_task(channel, task):
 def _call_entry(channel, task):
     "Call the task's function; send the result of a job to the notebook, none of an 'early' task"
     is_early = task.block is None
-    channel.where,channel.items = 'starting' if is_early else 'loading',()
+    channel.where = 'starting' if is_early else 'loading'
+    channel.items = ()
     pickle.loads(task.surroundings).enter()
     fn = resolve_function(task.entry)
     if is_early: return fn(channel, task.config)

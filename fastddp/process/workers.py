@@ -57,8 +57,11 @@ class Workers:
         first=0,                    # The first rank on this machine, whose LOCAL_RANK is 0
         waiting=lambda secs: None,  # Called while the helper isn't ready, see `start_worker`
     ):
-        self.ranks,self.first = list(range(n) if ranks is None else ranks),first
-        self.method,self._mark,self._waiting = method or start_method(),mark,waiting
+        self.ranks = list(range(n) if ranks is None else ranks)
+        self.first = first
+        self.method = method or start_method()
+        self._mark = mark
+        self._waiting = waiting
         try: self._start_with_any_helper()
         except OSError as e: raise CantDistribute(_refusal(e)) from e
     def _start_with_any_helper(self):
@@ -164,7 +167,8 @@ def poll(self:Workers,
 ):
     """Wait until a worker has sent something or has ended. Return what they report, as a list of
     tuples `(rank, what, *values)`"""
-    pipes,sentinels = self._open_pipes(),self._sentinels()
+    pipes = self._open_pipes()
+    sentinels = self._sentinels()
     ready = connection.wait([*pipes, *sentinels], timeout)
     news = [m for o in ready if o in pipes for m in self._read(pipes[o])]
     for r in (sentinels[o] for o in ready if o in sentinels):
@@ -238,7 +242,8 @@ def stop(self:Workers,
     remove_folder(self.dir)
     survivors = [p.pid for p in self.procs.values() if p.is_alive()]
     for p in self.procs.values(): p.close()
-    self.procs,self.pipes = {},{}
+    self.procs = {}
+    self.pipes = {}
     if survivors: warnings.warn(f"fastddp: processes {survivors} could not be ended; a GPU call "
                                 "may be stuck in them")
 

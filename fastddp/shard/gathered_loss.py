@@ -216,7 +216,8 @@ class Losses:
                  option='auto', # The user's option `loss=`, one of `LOSS_KINDS`
                  show=print     # Called on rank 0 with each line for the user
     ):
-        self.option,self.show = option,show
+        self.option = option
+        self.show = show
         # Id of a loss function -> `(the function, its kind)`; with the function the id stays valid
         self.kinds = {}
         self.shown = set()      # names of the lines that were shown

@@ -101,17 +101,15 @@ def loss_divisor(loss_func,
     y = next((y for y in yb if isinstance(y, torch.Tensor) and y.ndim), None)
     if y is None or not share: return float(share)
     f,_ = unwrapped(loss_func)
-    if isinstance(f, nn.CTCLoss) or f is F.ctc_loss: return _number_of_texts(yb)*share
+    if isinstance(f, nn.CTCLoss) or f is F.ctc_loss:
+        # targets may be concatenated, but each text has a length
+        targets,*lengths = yb
+        return (torch.as_tensor(lengths[-1]).numel() if lengths else len(targets))*share
     weights = class_weights(loss_func)
     has_classes = len(yb) == 1 and not y.dtype.is_floating_point
     if weights is None or not has_classes: return y.numel()*share
     return _target_weight(y, *weights)*share
 
-def _number_of_texts(yb):
-    """Return the number of texts of a CTC loss. Targets may be concatenated, but each text has a
-    length"""
-    targets,*lengths = yb
-    return torch.as_tensor(lengths[-1]).numel() if lengths else len(targets)
 
 def _target_weight(y, weight, ignore_index):
     "Return the sum of the weights of the targets that aren't ignored, a scalar tensor"

@@ -200,7 +200,8 @@ def one_iteration(dl,   # A sharded loader
 ):
     """Make a new `Epoch` the current one of `dl`, and yield it. Afterwards the outer iteration's is
     the current one again, if that iteration still runs"""
-    outer,epoch = dl._shard.epoch,Epoch(steps)
+    outer = dl._shard.epoch
+    epoch = Epoch(steps)
     _publish(dl, epoch)
     try: yield epoch
     finally:
@@ -219,7 +220,9 @@ def note_step(dl, epoch):
 def _publish(dl, epoch):
     """Make `epoch` the current one of `dl`. Called at each step, since the user's class may have
     attributes of these names"""
-    dl._shard.epoch,dl.counts,dl.idxs = epoch,epoch.counts,epoch.idxs
+    dl._shard.epoch = epoch
+    dl.counts = epoch.counts
+    dl.idxs = epoch.idxs
 
 # %% ../../nbs/shard/301_sharded.ipynb #5fffbd14
 _ENDED = ("The DataLoader ended after {} of {} batches. One of its processes lost the others. With "
@@ -244,7 +247,8 @@ class Sharded:
                 for b in self._batches():
                     note_step(self, epoch)
                     yield b
-                n_yielded,n = epoch.n_yielded,len(steps)
+                n_yielded = epoch.n_yielded
+                n = len(steps)
                 if n_yielded < n: raise RuntimeError(_ENDED.format(n_yielded, n))
         finally: write_back(self)
 

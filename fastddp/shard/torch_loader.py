@@ -77,13 +77,16 @@ def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
 ):
     """Return a clone of `dl` that yields the shard of `rank`. For a loader that can't be sharded,
     `why_not_torch` says why"""
-    own,bs = dl.batch_sampler,global_batch_size(torch_bs(dl), n, batch)
+    own = dl.batch_sampler
+    bs = global_batch_size(torch_bs(dl), n, batch)
     s = Shard(dl, rank, n, bs, train, common)
-    s.global_batches,s.whole_batches = own,bs is None and batch=='per_worker'
+    s.global_batches = own
+    s.whole_batches = bs is None and batch=='per_worker'
     if bs:
         items = dl.dataset if is_stream(dl) else own.sampler
         s.global_batches = BatchSampler(items, bs, own.drop_last)
-    s.inner_loader,s.inner_sampler = clone_loader(dl, object.__new__(type(dl))),NextSteps()
+    s.inner_loader = clone_loader(dl, object.__new__(type(dl)))
+    s.inner_sampler = NextSteps()
     res = sharded_clone(ShardedTorch, s)
     if is_stream(dl): source = dict(dataset=_StepItems(res), batch_sampler=None)
     else: source = dict(batch_sampler=s.inner_sampler)
