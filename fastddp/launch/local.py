@@ -216,7 +216,7 @@ def _new_workers(ranks, stopped, mark, first):
     def waiting(secs):
         if stopped(): raise KeyboardInterrupt
         if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
-    try: return Workers(len(ranks), ranks=ranks, mark=mark, waiting=waiting, first=first)
+    try: return Workers(ranks, mark=mark, waiting=waiting, first=first)
     finally: status.show('')
 
 def start_workers(
@@ -240,7 +240,7 @@ def start_workers(
     if stopped() or not any(touched_cuda.values()): return workers
     workers.stop()
     turn_off_helper("a library that the helper process imports touches CUDA")
-    return Workers(len(ranks), method='spawn', ranks=ranks, mark=mark, first=first)
+    return Workers(ranks, method='spawn', mark=mark, first=first)
 
 # %% ../../nbs/launch/505_local.ipynb #fc3ecc64
 @patch
