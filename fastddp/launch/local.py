@@ -256,15 +256,15 @@ def start_workers(
 def _helper_touched_cuda(workers, ranks, stopped):
     """Wait until all workers are ready; True if the helper touched CUDA before it forked one. False
     as well if one died or `stopped()`"""
-    touched = {}    # rank -> what its 'ready' says
+    touched = []    # what each worker's 'ready' says
     while len(touched) < len(ranks):
         if stopped(): return False
         news = workers.poll(.1)
-        touched |= {r:values[0] for r,what,*values in news if what == 'ready'}
+        touched += [values[0] for _,what,*values in news if what == 'ready']
         if dead := [r for r,what,*_ in news if what == 'died']:
             workers.report_again(dead)      # to the wait that follows
             return False
-    return any(touched.values()) and not stopped()
+    return any(touched) and not stopped()
 
 # %% ../../nbs/launch/505_local.ipynb #fc3ecc64
 @patch
