@@ -32,7 +32,7 @@ from ..process.workers import Workers, turn_off_helper
 #
 #     with engine:            __enter__
 #         prepare             starts workers before the first `run`
-#         run                 for each job, under the lock; first `check_p2p` if several GPUs are new
+#         run                 for each job, under the lock; `check_p2p` before the first on some GPUs
 #             submit          keeps the workers of the last job, or starts new ones
 #             Monitor.wait
 #             after_success   workers stay, with a timer; outside of a block: `close`
@@ -58,7 +58,7 @@ class Local(Launcher):
         store_attr()
         self.workers = None
         self._payload_block = None  # a `Block`
-        # where the workers' process group meets (a file or an address); None: the next job forms one
+        # file or address where the workers' process group meets; None: the next job forms one
         self._rendezvous = None
         self._timer = None          # ends idle workers
         self._depth = 0             # number of nested `with` blocks
@@ -322,8 +322,8 @@ def settings(self:Local):
 
 @patch
 def display_of(self:Local, r):
-    """The display of rank `r`: the first rank that is seen shows what a local call would; others are
-    silent or shown as text"""
+    """The display of rank `r`: the first rank that is seen shows what a local call would; others
+    are silent or shown as text"""
     everyone = self.see == 'all'
     first = 0 if everyone else next(iter(self.see), None)
     if r == first: return display_settings()

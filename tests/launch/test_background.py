@@ -114,7 +114,7 @@ def test_keywords_that_a_job_does_not_take():
     job._started.set()
     job.start()
     for keywords in dict(timout=3), dict(into=None):
-        with pytest.raises(CantDistribute, match=f'unexpected keyword argument .{[*keywords][0]}'): job.result(**keywords)
+        with pytest.raises(CantDistribute, match='unexpected keyword argument'): job.result(**keywords)
     assert not job.done()
     end.set()
     assert job.result(60)
