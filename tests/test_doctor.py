@@ -76,7 +76,7 @@ def two_nodes(monkeypatch):
     "A machine with two NUMA nodes of one core each, made up here, and as many GPUs; the cores of this process"
     was, binding = os.sched_getaffinity(0), pytest.importorskip('torch.numa.binding')
     if len(was) < 2: pytest.skip('one core')
-    for k in '_bound', '_unbound': monkeypatch.setattr(device, k, None)
+    for k in '_bound_gpu', '_all_cores': monkeypatch.setattr(device, k, None)
     monkeypatch.setattr(device, 'binds_to_numa', lambda: True)
     def bind(device_index, **kwargs):
         cores, now = {sorted(was)[device_index]} & os.sched_getaffinity(0), os.sched_getaffinity(0)

@@ -59,7 +59,7 @@ def test_while_workers_are_prepared(monkeypatch):
     "Also one that came before, and was delayed"
     pressed = [lambda *_: signal.raise_signal(signal.SIGINT), lambda *_: None]
     for inside in pressed:
-        monkeypatch.setattr(Local, '_get_workers', inside)
+        monkeypatch.setattr(Local, '_ensure_workers', inside)
         with pytest.raises(KeyboardInterrupt), delay_interrupts():
             if inside is pressed[1]: signal.raise_signal(signal.SIGINT)
             Local(gpus=[]).prepare(2)

@@ -212,7 +212,7 @@ def test_workers_that_need_gpus_are_asked_for(monkeypatch, gpus):
     asked = []
     monkeypatch.setattr(local, 'start_workers', lambda ranks, on_gpu, *_: asked.append(on_gpu))
     engine = Local(gpus=gpus)
-    engine._get_workers(2, None)
+    engine._ensure_workers(2, None)
     engine.close()
     assert asked == [bool(gpus)]
 

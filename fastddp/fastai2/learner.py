@@ -154,7 +154,7 @@ class LearnerJob(BackgroundJob):
         user_call, # The `UserCall` to make
         trains, # True for a fit, False for inference
     ):
-        super().__init__(_as_written(user_call), self._open_block, self._make_call,
+        super().__init__(_as_written(user_call), self._make_call, self._open_block,
                          learn if trains else None)
         self.original = learn
         self.trains = trains

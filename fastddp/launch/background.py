@@ -8,49 +8,56 @@ __all__ = ['BackgroundJob']
 # %% ../../nbs/launch/509_background.ipynb #bd672174
 import asyncio, contextvars, itertools, threading, traceback
 
-from fastcore.basics import patch
+from fastcore.basics import noop, patch
 
-from ..base.rng import streams_apart
+from ..base.checks import bound
+from ..base.errors import CantDistribute
+from ..base.rng import CommonRNG, streams_apart
 from ..base.scoped import StopButton, with_context
 from .options import refuse_busy, running_jobs
-from ..output.replay import _get_ipython, frontend, print_line, show_in
+from ..output.replay import frontend, print_line, show_in
 from ..output.panel import Panel
 
 # %% ../../nbs/launch/509_background.ipynb #1c1477e1
 _numbers = itertools.count(1)
-_after = contextvars.ContextVar('fastddp-after', default=None)    # set by `then`
+# the job for which `then` makes a call wait; read by `BackgroundJob.__init__` inside that call
+_predecessor = contextvars.ContextVar('fastddp-predecessor', default=None)
 
 class BackgroundJob:
     """A call on the workers in the background. `print(job.log)` shows its output, `job` in a cell
     its display"""
     def __init__(self,
         what, # The call, as the user wrote it
-        prepare=lambda: None, # Called before `run`: refuses, starts processes
-        run=lambda: None, # Called in a thread; its result is that of `result()`
+        run, # Called in a thread; its result is that of `result()`
+        prepare=noop, # Called before `run`: refuses, starts processes
         learn=None, # The learner that it trains; None: it trains none
     ):
         self.what = f'job {next(_numbers)}: {what}'
         self.state = 'starting'
         self.learn = learn
         self.gpus = ()              # of the workers, once they are known
-        self.after = _after.get()   # the job that this one waits for, or None
+        self.after = _predecessor.get()     # the job that this one waits for, or None
         self._prepare = prepare
         self._run = run
         self._button = StopButton()
-        self.panel = Panel(self.title, self._at_work)
-        self._started,self._ended = threading.Event(),threading.Event()
+        self.panel = Panel(self.title, self._on_refresh)
+        self._started = threading.Event()
+        self._ended = threading.Event()
         self._value = self._error = None    # what the call returned, or raised
         self._streams = None        # random streams of the job's thread
         self._brought = False       # True once `bring` was called
     def title(self):
         "The call and its state"
         return f"{self.what}, {self.state}"
-    def _set(self, state): self.state,self.panel.changed = state,True
-    def _at_work(self):
-        "The workers have the job"
-        if self.state == 'starting': self._set('running')
+    def _set_state(self, state):
+        self.state = state
+        self.panel.changed = True
+    def _on_refresh(self):
+        """Called at each refresh of the panel. The first one comes from the `Monitor`, once the
+        workers have the job: `start` returns then"""
+        if self.state == 'starting': self._set_state('running')
         self._started.set()
-    def bring(self, **kwargs): "Called by `result`: puts what was trained into the learner"
+    def bring(self): "Called by `result`: puts what was trained into the learner"
 
 # %% ../../nbs/launch/509_background.ipynb #49aa18c2
 @patch
@@ -58,16 +65,17 @@ def start(self:BackgroundJob):
     "Starts the thread, and waits until the workers have the job or it has to wait for another one"
     if self.learn is not None: refuse_busy(self.learn)
     running_jobs.append(self)
-    with streams_apart() as self._streams: pass
+    self._streams = CommonRNG.capture().state()
     thread = threading.Thread(target=self._work, name=self.what, daemon=True)
     try:
         if not self.after: self._prepare()
-        else: self._set(f'waiting for {self.after.what}')
+        else: self._set_state(f'waiting for {self.after.what}')
         self.panel.show()
         thread.start()
         if not self.after: self._started.wait()
     except BaseException:
         if thread.is_alive(): self.stop()
+        # only cleans up: the exception is raised here, and the caller gets no job
         else: self._end(None)
         raise
     if self.state == 'refused': raise self.exception()
@@ -75,8 +83,9 @@ def start(self:BackgroundJob):
 
 @patch
 def _work(self:BackgroundJob):
-    with self._button.in_thread(), show_in(self.panel), streams_apart(self._streams) as streams:
-        self._streams = streams
+    "The thread's function: wait for the turn, make the call, note how it ended"
+    apart = streams_apart(self._streams)
+    with self._button.in_thread(), show_in(self.panel), apart as self._streams:
         try:
             if self.after: self._wait_for_turn()
             self._value = self._run()
@@ -88,20 +97,22 @@ def _work(self:BackgroundJob):
 
 @patch
 def _wait_for_turn(self:BackgroundJob):
+    """Wait until the job `after` has ended, then prepare; raise KeyboardInterrupt if stopped
+    meanwhile"""
     while not self.after._ended.wait(.1):
         if self._button.interrupts.count: raise KeyboardInterrupt
     self.after = None
-    self._set('starting')
+    self._set_state('starting')
     self._prepare()
 
 @patch
 def _end(self:BackgroundJob, e):
     "The call has ended, with the exception `e` or None"
     self._error = e
-    if e is None: self._set('done')
-    elif isinstance(e, KeyboardInterrupt): self._set('stopped')
-    elif self._started.is_set(): self._set('failed')
-    else: self._set('refused')
+    if e is None: self._set_state('done')
+    elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
+    elif self._started.is_set(): self._set_state('failed')
+    else: self._set_state('refused')
     self._started.set()
     if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
     if self in running_jobs: running_jobs.remove(self)
@@ -118,19 +129,15 @@ def done(self:BackgroundJob):
 def stop(self:BackgroundJob):
     """Stop it as the stop button stops a cell: after the batch at hand, which is kept. The second
     time it ends at once"""
-    if not self.done(): self._set('stopping')
+    if not self.done(): self._set_state('stopping')
     self._button.press()
-
-@patch
-def _wait(self:BackgroundJob, timeout=None):
-    if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")
 
 @patch
 def exception(self:BackgroundJob,
     timeout=None, # Seconds to wait; None: no limit
 ):
     "Wait for its end: the exception that ended it, or None; the learner stays as it is"
-    self._wait(timeout)
+    if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")
     return self._error
 
 @patch
@@ -140,11 +147,15 @@ def result(self:BackgroundJob,
 ):
     """Wait for its end and put what it has trained into the learner. Returns what the call returns,
     None after `stop()`; raises what the call raises"""
-    self._wait(timeout)
+    bound(self.bring, (), kwargs, " result() passes its keywords on to it.")
+    error = self.exception(timeout)
+    if self._brought and kwargs:
+        raise CantDistribute(f"{self.title()}: result() has already put what was trained into a "
+                             "learner; call it without keywords.")
     if not self._brought: self.bring(**kwargs)
     self._brought = True
-    if isinstance(self._error, KeyboardInterrupt): return None
-    if self._error is not None: raise self._error
+    if isinstance(error, KeyboardInterrupt): return None
+    if error is not None: raise error
     return self._value
 
 @patch
@@ -161,7 +172,7 @@ def then(self:BackgroundJob,
 ):
     """The job of `call(*args, wait=False, **kwargs)`, which begins when this one has ended, however
     that was. Its snapshot is taken now"""
-    with with_context(_after, self): return call(*args, wait=False, **kwargs)
+    with with_context(_predecessor, self): return call(*args, wait=False, **kwargs)
 
 @patch(as_prop=True)
 def log(self:BackgroundJob):
@@ -174,4 +185,4 @@ def __repr__(self:BackgroundJob): return self.title()
 @patch
 def _ipython_display_(self:BackgroundJob):
     if frontend() != 'notebook': print_line(repr(self))
-    elif self.panel.cell != _get_ipython().execution_count: self.panel.show()
+    else: self.panel.show_unless_in_this_cell()

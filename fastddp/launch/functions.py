@@ -136,7 +136,7 @@ def ranch(
         if gather: return results
         return None if caller_rank is None else results[caller_rank]
     if wait: return run()
-    return BackgroundJob(f"ranch({nprocs}, {getattr(fn, '__name__', 'fn')})", run=run).start()
+    return BackgroundJob(f"ranch({nprocs}, {getattr(fn, '__name__', 'fn')})", run).start()
 
 CHECKS = dict(
     nprocs=whole("a whole number of processes, at least one and at most 1024", 1, 1024),

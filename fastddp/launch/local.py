@@ -28,6 +28,17 @@ from ..process.helper import helper_is_new
 from ..process.workers import Workers, turn_off_helper
 
 # %% ../../nbs/launch/505_local.ipynb #ce508ea8
+# The life of an engine:
+#
+#     with engine:            __enter__
+#         prepare             starts workers before the first `run`
+#         run                 for each job, under the lock; `check_p2p` before the first on some GPUs
+#             submit          keeps the workers of the last job, or starts new ones
+#             Monitor.wait
+#             after_success   workers stay, with a timer; outside of a block: `close`
+#             after_failure   instead, if anything was raised: `close`
+#         _close_if_idle      the timer: `close`
+#                             __exit__: at the end of the outermost block, `leave` and so `close`
 class Local(Launcher):
     """Run jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager
     in which they stay"""
@@ -47,9 +58,10 @@ class Local(Launcher):
         store_attr()
         self.workers = None
         self._payload_block = None  # a `Block`
-        self._rendezvous = None     # of the workers' group
+        # file or address where the workers' process group meets; None: the next job forms one
+        self._rendezvous = None
         self._timer = None          # ends idle workers
-        self._depth = 0             # blocks that it is entered for, one in the other
+        self._depth = 0             # number of nested `with` blocks
         self._lock = threading.RLock()
     @property
     def _warm(self): return self._depth > 0
@@ -93,6 +105,7 @@ def run(self:Local, job, nprocs, on_event=noop)->Outcome:
 
 @patch
 def _run_once(self:Local, job, nprocs, on_event, interrupts):
+    "Submit the job and wait for it; after any failure end the workers (`after_failure`)"
     report = Report()
     monitor = None
     try:
@@ -123,7 +136,7 @@ def all_reduce_seconds(
     return shortest
 
 # %% ../../nbs/launch/505_local.ipynb #c03b8414
-_extra_env = {}         # environment of workers beyond this process's
+_extra_env = {}         # of workers: NCCL_P2P_DISABLE after a failed `check_p2p`
 _p2p_checked = set()    # tuples of GPUs
 _P2P_TIMEOUT = 30.      # seconds, with the GPUs' own start
 _P2P_ERROR = re.compile('nccl|p2p|peer (access|mapping)', re.I)
@@ -170,7 +183,8 @@ def _exclusive(self:Local):
 def prepare(self:Local, nprocs):
     "As `Launcher.prepare`"
     with self._exclusive() as interrupts:
-        if self.workers_are_local: self._get_workers(nprocs, interrupts)
+        # agents start their workers in `run`
+        if self.workers_are_local: self._ensure_workers(nprocs, interrupts)
         self._start_timer()
     if interrupts.count: raise KeyboardInterrupt
 
@@ -182,7 +196,7 @@ def submit(self:Local,
     mark, # Called when a phase of the start ends
 ):
     "Gets workers for a job and gives it to them"
-    self._get_workers(nprocs, interrupts, mark)
+    self._ensure_workers(nprocs, interrupts, mark)
     new_group = self._rendezvous is None
     if new_group:
         self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
@@ -190,15 +204,20 @@ def submit(self:Local,
     env = dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
     if new_group and self.workers.method == 'forkserver':
         self.workers.submit_early(join_early, specs, **env)
-    buffers = [memoryview(job.payload.meta), *job.payload.buffers]
-    packed = self._payload_block.write(Payload(b'', buffers))
+    packed = self._write_payload(job)
     self.workers.submit(run_on_rank, packed, self._payload_block, specs, **env)
 
 @patch
-def _get_workers(self:Local, nprocs, interrupts, mark=noop):
-    "Workers that fit: those of the last job, or new ones"
+def _write_payload(self:Local, job):
+    "Write a job's payload, its pickle first, to the shared block; return it as `Packed`"
+    self._payload_block = self._payload_block or Block()
+    buffers = [memoryview(job.payload.meta), *job.payload.buffers]
+    return self._payload_block.write(Payload(b'', buffers))
+
+@patch
+def _ensure_workers(self:Local, nprocs, interrupts, mark=noop):
+    "Keep the workers of the last job if they fit, else start new ones"
     ranks = [*range(nprocs)]
-    if self._payload_block is None: self._payload_block = Block()
     if self.workers and not self.workers.can_run(ranks):
         self.workers.stop()
         self.workers = self._rendezvous = None
@@ -216,7 +235,7 @@ def _new_workers(ranks, stopped, mark, first):
     def waiting(secs):
         if stopped(): raise KeyboardInterrupt
         if secs > .2: status.show(f"{what} {secs:.0f} s" if secs >= 1 else what)
-    try: return Workers(len(ranks), ranks=ranks, mark=mark, waiting=waiting, first=first)
+    try: return Workers(ranks, mark=mark, waiting=waiting, first=first)
     finally: status.show('')
 
 def start_workers(
@@ -229,18 +248,23 @@ def start_workers(
     """New `Workers`; if they need a GPU, ones that can use it. Raises `KeyboardInterrupt` if it was
     stopped before they were there"""
     workers = _new_workers(ranks, stopped, mark, first)
-    if not on_gpu or workers.method == 'spawn': return workers
-    touched_cuda = {}       # rank -> whether the helper, from which it was forked, did
-    while len(touched_cuda) < len(ranks) and not stopped():
-        news = workers.poll(.1)
-        touched_cuda |= {r:rest[0] for r,what,*rest in news if what == 'ready'}
-        if dead := [r for r,what,*_ in news if what == 'died']:
-            workers.report_again(dead)      # to the wait that follows
-            return workers
-    if stopped() or not any(touched_cuda.values()): return workers
+    if not on_gpu or not _helper_touched_cuda(workers, ranks, stopped): return workers
     workers.stop()
     turn_off_helper("a library that the helper process imports touches CUDA")
-    return Workers(len(ranks), method='spawn', ranks=ranks, mark=mark, first=first)
+    return start_workers(ranks, on_gpu, stopped, mark, first)
+
+def _helper_touched_cuda(workers, ranks, stopped):
+    """Wait until all workers are ready; True if the helper touched CUDA before it forked one. False
+    as well if one died or `stopped()`"""
+    touched = []    # what each worker's 'ready' says
+    while len(touched) < len(ranks):
+        if stopped(): return False
+        news = workers.poll(.1)
+        touched += [values[0] for _,what,*values in news if what == 'ready']
+        if dead := [r for r,what,*_ in news if what == 'died']:
+            workers.report_again(dead)      # to the wait that follows
+            return False
+    return any(touched) and not stopped()
 
 # %% ../../nbs/launch/505_local.ipynb #fc3ecc64
 @patch
@@ -266,7 +290,7 @@ def _start_timer(self:Local):
 
 @patch
 def _close_if_idle(self:Local):
-    "Called by the timer"
+    "Called by the timer: end the workers unless a job has begun meanwhile"
     with self._lock:
         if self._timer is threading.current_thread(): self.close()
 
@@ -286,21 +310,21 @@ def _specs(self:Local, nprocs, work):
         backend = group.backend_for('cpu' if gpus[0] is None else accelerator_type())
     threads = self.threads or max(1, visible_cores()//nprocs)
     settings = self.settings()
-    def spec(r):
-        return RankSpec(world_size=nprocs, gpu=gpus[r], backend=backend, threads=threads,
-                        store=self._rendezvous, display=self.display_of(r), work=work,
-                        settings=settings)
-    return [spec(r) for r in self.workers.ranks]
+    return [RankSpec(world_size=nprocs, gpu=gpus[r], backend=backend, threads=threads,
+                     store=self._rendezvous, display=self.display_of(r), work=work,
+                     settings=settings) for r in self.workers.ranks]
 
 @patch
 def settings(self:Local):
-    "What the notebook has set for its process, and the workers take over before each job"
+    """Return the `notebook_settings` that workers take over before each job; overridden where they
+    keep their own"""
     return notebook_settings()
 
 @patch
 def display_of(self:Local, r):
-    "The first rank that is seen shows what a local call would; others are silent, or seen as text"
-    first = 0 if self.see == 'all' else next(iter(self.see), None)
-    seen = self.see == 'all' or r in self.see
-    own = {} if r == first else dict(frontend='silent', send_text=seen)
-    return display_settings()._replace(**own)
+    """The display of rank `r`: the first rank that is seen shows what a local call would; others
+    are silent or shown as text"""
+    everyone = self.see == 'all'
+    first = 0 if everyone else next(iter(self.see), None)
+    if r == first: return display_settings()
+    return display_settings()._replace(frontend='silent', send_text=everyone or r in self.see)

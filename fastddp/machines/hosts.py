@@ -23,8 +23,7 @@ from .agent import facts, write_files
 from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
 from .stream import writer_to
-from ..payload.pickling import Payload, load
-from ..payload.buffers import Block
+from ..payload.pickling import load
 
 # %% ../../nbs/machines/615_hosts.ipynb #2d7e26f5
 def version_mismatch(
@@ -210,11 +209,9 @@ def _network_failure(self:Machines, e):
 @patch
 def submit(self:Machines, job, nprocs, interrupts, mark):
     "As `Local.submit`"
-    with allow_interrupts(): self._get_workers(nprocs)
+    with allow_interrupts(): self._ensure_workers(nprocs)
     mark('fork')
-    self._payload_block = self._payload_block or Block()
-    buffers = [memoryview(job.payload.meta), *job.payload.buffers]
-    packed = self._payload_block.write(Payload(b'', buffers))
+    packed = self._write_payload(job)
     settings = self.settings()
     rank0_is_remote = not self.machines[0].is_local
     for m in self.machines:
@@ -226,7 +223,7 @@ def submit(self:Machines, job, nprocs, interrupts, mark):
         self.workers.submit(m, entry, specs, self.cards[m], packed, self._payload_block)
 
 @patch
-def _get_workers(self:Machines, nprocs):
+def _ensure_workers(self:Machines, nprocs):
     "Keep the last job's workers if all live; else start new ones on all machines"
     if self.workers and len(self.workers.alive()) == nprocs: return
     if self.workers: self.close()

@@ -43,10 +43,12 @@ class Machine:
     def why_lost(self):
         "Return why the connection counts as lost, one line; None if it doesn't"
         if self.stream.end_reason:
-            last = self.error_output().splitlines()[-1:]
-            return f"the connection to {self.name} ended{f' ({last[0]})' if last else ''}"
+            why = f"the connection to {self.name} ended"
+            lines = self.error_output().splitlines()
+            return f"{why} ({lines[-1]})" if lines else why
         if self.stream.seconds_silent() > self.link_timeout:
             return f"no message from {self.name} for {self.link_timeout:g} s"
+        return None
     def wait_for(self, kind, deadline):
         "As `Stream.wait_for`; raises `CantDistribute` if the message doesn't arrive"
         values = self.stream.wait_for(kind, deadline)
@@ -65,12 +67,13 @@ def _surroundings():
     """Return `(environment, working directory, import path)` of this process, for
     `Agent._apply_surroundings`"""
     now = Surroundings.now()
+    # '' stays: it is the working directory
     return now.env, now.cwd, [os.path.abspath(o) if o else o for o in now.path]
 
 class RemoteWorkers:
     """The workers of several machines. It lives in the notebook's process and has the methods of
-    `Workers` that a `Monitor` calls: the agents' messages become news, and what they send of logs,
-    heartbeats and payloads is kept here"""
+    `Workers` that a `Monitor` calls: `poll` calls `on_<kind>` for each message of an agent, which
+    returns news, or stores logs and heartbeats"""
     def __init__(self,
         machines, # List of `Machine`
         counts, # Number of ranks on each
@@ -102,44 +105,53 @@ class RemoteWorkers:
                       block=block, size=packed.end)
     def host(self, r):
         "Return the name of rank `r`'s machine; '' for the notebook's own"
-        return '' if self._machine_of[r].is_local else self._machine_of[r].name
-    def log_path(self, r): return os.path.join(self._folder, f'rank{r}.log')
-    def beat(self, r): return self._beats.get(r, Heartbeat())
+        m = self._machine_of[r]
+        return '' if m.is_local else m.name
+    def log_path(self, r):
+        "As `Workers.log_path`"
+        return os.path.join(self._folder, f'rank{r}.log')
+    def beat(self, r):
+        "As `Workers.beat`"
+        return self._beats.get(r, Heartbeat())
     def alive(self):
-        "Return the ranks whose death is not known"
+        """Return the ranks whose death is not known. Call it between jobs: it drops what has
+        arrived"""
         self.poll(0)
         return [r for r in self.ranks if r not in self._dead]
-    def poll(self, timeout=None):
+    def poll(self, timeout):
         "As `Workers.poll`; a machine that is lost is the death of each of its ranks"
-        streams = [m.stream for m in self.machines if not m.stream.end_reason]
+        open_streams = [m.stream for m in self.machines if not m.stream.end_reason]
+        # `seconds_silent` may have read messages already; no wait for those
         if not any(m.stream.has_messages for m in self.machines):
-            connection.wait(streams, timeout)
+            connection.wait(open_streams, timeout)
         news = []
         for m in self.machines:
-            news += [o for msg in m.stream.receive() if (o := self._take(*msg))]
+            for kind,*values in m.stream.receive():
+                handler = getattr(self, f'on_{kind}', None)     # None: a late answer to `wait_for`
+                if handler and (item := handler(*values)): news.append(item)
             if why := m.why_lost():
                 news += [(r, 'died', why) for r in m.ranks if r not in self._dead]
         self._dead |= {r for r,what,*_ in news if what == 'died'}
         return news
-    def _take(self, kind, *values):
-        "Store what a message brings; return it as news, or None"
-        if kind == 'news':
-            r,what,*values = values
-            # a machine's clock may differ from the notebook's
-            if what == 'failed': values = [values[0]._replace(at=time.time())]
-            return r, what, *values
-        if kind == 'put': return self._take_payload(*values)
-        if kind == 'beats':
-            now = time.monotonic()
-            self._beats |= {r: beat._replace(at=now) for r,beat in values[0].items()}
-        if kind == 'log':
-            r,data = values
-            with open(self.log_path(r), 'ab') as f: f.write(data)
-    def _take_payload(self, r, kind, packed, block=None):
-        "Replace the rank's payload of a kind; `block` is None if no data came with the message"
+    def on_news(self, r, what, *values):
+        "Return what a rank reports"
+        # a machine's clock may differ from the notebook's
+        if what == 'failed': values = [values[0]._replace(at=time.time())]
+        return r, what, *values
+    def on_put(self, r, kind, packed, block=None):
+        "Replace a rank's payload of a kind; `block` is None if no data came with the message"
         if old := self.latest.get((r,kind)): old[0].close()
         self.latest[r,kind] = block or Block(),packed
         return r, 'put', kind
+    def on_beats(self,
+        beats, # Rank -> its `Heartbeat`
+    ):
+        "Store heartbeats, with the time at which they arrive"
+        now = time.monotonic()
+        self._beats |= {r: beat._replace(at=now) for r,beat in beats.items()}
+    def on_log(self, r, data):
+        "Append to the copy of a rank's log"
+        with open(self.log_path(r), 'ab') as f: f.write(data)
     def ask_stop(self):
         "As `Workers.ask_stop`"
         for m in self.machines: m.stream.send('stop')
@@ -151,8 +163,11 @@ class RemoteWorkers:
         for block,_ in self.latest.values(): block.close()
         self.latest = {}
         self._beats = {}
-    def stop(self, grace=2.):
+    def stop(self,
+        grace=2., # Not used: each agent gives its ranks their time
+    ):
         "As `Workers.stop`. The ranks end with their agents, which end with their streams"
+        # all streams first, so that the agents end side by side
         for m in self.machines: m.stream.close()
         self.forget()
         helper.remove_folder(self._folder)

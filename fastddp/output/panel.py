@@ -8,7 +8,8 @@ __all__ = ['PERIOD', 'Panel']
 # %% ../../nbs/output/205_panel.ipynb #92d84b14
 import base64, html, re, time, uuid
 
-from .replay import _get_ipython, frontend
+from ..base.failure import ipython_shell
+from .replay import frontend
 from .streams import visible_text
 
 # %% ../../nbs/output/205_panel.ipynb #e35f3cce
@@ -27,6 +28,7 @@ class Panel:
         self.id = f'fastddp-job-{uuid.uuid4().hex}'     # of the display in the notebook
         self.changed = False    # True if there is something that isn't shown yet
         self.shown_at = 0.      # time of the last update
+        self.cell = None        # number of the cell whose output it was last shown in
     def write(self, name, text):
         "Add text of a stream"
         if self.items and self.items[-1][0] == name: self.items[-1][1] += text
@@ -53,12 +55,15 @@ class Panel:
         self._display(update=True)
     def show(self):
         "Display it in the running cell"
-        self.cell = getattr(_get_ipython(), 'execution_count', None)
+        self.cell = getattr(ipython_shell(), 'execution_count', None)
         self._display(update=False)
+    def show_unless_in_this_cell(self):
+        "Display it in the running cell unless it is there"
+        if self.cell != ipython_shell().execution_count: self.show()
     def _display(self, update):
         if frontend() != 'notebook': return
         data = {'text/plain': self.title(), 'text/html': self.html()}
-        _get_ipython().display_pub.publish(data=data, metadata={}, update=update,
+        ipython_shell().display_pub.publish(data=data, metadata={}, update=update,
                                            transient={'display_id': self.id})
     @property
     def text(self):

@@ -50,14 +50,13 @@ class Workers:
     """The worker processes of some ranks on this machine. Creating it starts them; `submit` sends
     them a job, `poll` returns what they report, and `stop` ends them"""
     def __init__(self,
-        n,                          # Number of ranks, 0 to n-1; not used if there are `ranks`
+        ranks,                      # List of the ranks that get a process here
         method=None,                # 'forkserver' or 'spawn'; None: `start_method()`
-        ranks=None,                 # The ranks that get a process here
         mark=lambda phase: None,    # Called at the end of the phases 'helper' and 'fork'
         first=0,                    # The first rank on this machine, whose LOCAL_RANK is 0
         waiting=lambda secs: None,  # Called while the helper isn't ready, see `start_worker`
     ):
-        self.ranks = list(range(n) if ranks is None else ranks)
+        self.ranks = ranks
         self.first = first
         self.method = method or start_method()
         self._mark = mark

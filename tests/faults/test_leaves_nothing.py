@@ -118,7 +118,7 @@ def test_killed_notebook_leaves_nothing_at_all(how, tmp_path):
 # stays until the test ends it; what it has open is what it was born with
 FORK = '''    import os, time
     from fastddp.process.workers import Workers
-    Workers(1).stop()
+    Workers([0]).stop()
     if not (pid := os.fork()):
         for fd in (1, 2): os.close(fd)
         time.sleep(600)

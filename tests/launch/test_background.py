@@ -58,7 +58,7 @@ def test_result_is_that_of_the_foreground(two):
     before = weights(there)
     job = there.distrib_fine_tune(2, 1e-2, wait=False, **two)
     seed(7)     # the job has streams of its own
-    job._wait(60)
+    job.exception(60)
     assert same(weights(there), before) and not hasattr(there.recorder, "lrs")
     assert job.result() is None and job.done() and job.exception() is None
     assert same(weights(here), weights(there)) and values(here) == values(there)
@@ -105,6 +105,29 @@ def test_changed_meanwhile(two):
     learn.model[0].weight.data.mul_(2)
     job.result(60, force=True)
     assert not same(weights(learn), mine)
+
+
+def test_keywords_that_a_job_does_not_take():
+    "They are refused before the wait for its end"
+    end = threading.Event()
+    job = background.BackgroundJob('a call', run=lambda: end.wait(60))
+    job._started.set()
+    job.start()
+    for keywords in dict(timout=3), dict(into=None):
+        with pytest.raises(CantDistribute, match='unexpected keyword argument'): job.result(**keywords)
+    assert not job.done()
+    end.set()
+    assert job.result(60)
+
+
+def test_another_learner_after_the_result(two):
+    learn, other = learner(), learner()
+    job = learn.distrib_fit(1, wait=False, **two)
+    with pytest.raises(CantDistribute, match='unexpected keyword argument .timout'): job.result(timout=60)
+    assert job.result(60) is None
+    before = weights(other)
+    with pytest.raises(CantDistribute, match='already put what was trained into a learner'): job.result(into=other)
+    assert same(weights(other), before) and job.result() is None
 
 
 class Notes(Callback):
@@ -293,7 +316,7 @@ def test_offload_of_a_call_that_waits_is_refused(two):
 
 
 def test_gpus_of_a_job():
-    job = background.BackgroundJob('fit(9)')
+    job = background.BackgroundJob('fit(9)', run=None)
     job.gpus = 0, 1
     launch_options.running_jobs.append(job)
     with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'):
@@ -619,7 +642,7 @@ def test_random_sequences(s, two):
                 edited = True
         elif action == 'beside': others.append(learner().distrib_fit(1, wait=False, **two))
         elif action == 'predict': assert learn.get_preds()[0].shape == (21, 3)
-    job._wait(60)
+    job.exception(60)
     if edited:
         with pytest.raises(CantDistribute, match='were changed'): job.result()
         job.result(force=True)

@@ -28,7 +28,7 @@ def test_the_notebook(pipe):
     put('news', 0, 'ready', True)
     while not m.stream.has_messages: m.stream.seconds_silent()
     def poll():
-        news.extend(workers.poll())
+        news.extend(workers.poll(None))
         returned.set()
     in_thread(poll)
     assert returned.wait(20) and news == [(0, 'ready', True)]

@@ -40,7 +40,7 @@ def last_words(channel, meta, buffers, config):
 
 
 def test_all_that_a_worker_sent_is_heard_before_its_death(started):
-    w = started(1)
+    w = started([0])
     poll, w.poll = w.poll, lambda timeout: poll(timeout) if not w.procs[0].is_alive() else []
     news = [o for o in run(w, last_words, 'died') if o[1] in ('put', 'died')]
     assert news == [*((0, 'put', f'part {i}') for i in range(100)), (0, 'died', 3)]
@@ -50,7 +50,7 @@ def with_a_child(channel, meta, buffers, config): return dump(subprocess.Popen([
 
 
 def test_what_a_killed_worker_started_ends_with_stop(started):
-    w = started(1)
+    w = started([0])
     run(w, with_a_child)
     child = psutil.Process(result(w, 0))
     os.kill(w.procs[0].pid, signal.SIGKILL)
@@ -64,7 +64,7 @@ def who(channel, meta, buffers, config): return dump({k: os.environ[k] for k in 
 
 
 def test_ranks_of_one_of_several_machines(started):
-    w = started(None, ranks=[3, 4], first=3)
+    w = started([3, 4], first=3)
     run(w, who)
     while len(w.latest) < 2: w.poll(60)
     assert [result(w, r) for r in w.ranks] == [dict(RANK='3', LOCAL_RANK='0'), dict(RANK='4', LOCAL_RANK='1')]
@@ -80,5 +80,5 @@ def test_a_start_that_is_refused_leaves_no_socket_open(monkeypatch):
         raise OSError('no more processes')
     monkeypatch.setattr(workers.socket, 'socketpair', noted)
     monkeypatch.setattr(workers, 'start_worker', refuse)
-    with pytest.raises(CantDistribute, match='no more processes'): Workers(2)
+    with pytest.raises(CantDistribute, match='no more processes'): Workers([0, 1])
     assert made and all(o.fileno() == -1 for both in made for o in both)
