@@ -10,7 +10,7 @@ import contextvars, hashlib, random
 
 import numpy as np, torch
 
-from .device import accelerator_type, device_module, has_context, n_gpus
+from .device import accelerator_type, device_module, n_gpus
 from .scoped import with_context
 
 # %% ../../nbs/base/013_rng.ipynb #d2c47148
@@ -40,8 +40,10 @@ class CommonRNG:
     def capture(cls):
         "A `CommonRNG` that goes on from this process's global streams as they are now"
         if (apart := _apart.get()) is not None: return cls(dict(apart))
-        on_gpu = {accelerator_type(): device_module().get_rng_state()} if has_context() else {}
-        return cls(_get_streams() | on_gpu)
+        streams = _get_streams()
+        if device_module().is_initialized():    # else asking would make a context on the GPU
+            streams[accelerator_type()] = device_module().get_rng_state()
+        return cls(streams)
     @property
     def _installed(self): return self.alone or self._depth > 0
     def state(self):

@@ -15,7 +15,7 @@ from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.board import group_board
-from ..base.device import is_accelerator
+from ..base.device import device_of, is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, with_attrs
 from .loaders import (
@@ -276,7 +276,7 @@ def distributed_v1(learn,
     "Make `basic_train.fit` train `learn` together with the other ranks inside"
     ranks = Ranks(learn.model, stop_requested, extra_params=lambda: trained_beside(learn))
     losses = Losses(loss, print_line)
-    on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
+    on_gpu = is_accelerator(device_of(learn.model))
     sync = SyncModel(learn, ranks, average_bn=sync_bn and not on_gpu)
     counting = [_CountAll(learn, ranks, cb) for cb in callbacks
                 if type(cb).__name__ == 'AccumulateScheduler']

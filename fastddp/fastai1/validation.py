@@ -14,6 +14,7 @@ from fastai.torch_core import to_device
 from fastcore.basics import store_attr
 
 from ..base import group
+from ..base.device import device_of
 from ..base.scoped import with_attrs
 from .loaders import batch_place, own_loader, shard, torch_dl
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
@@ -186,8 +187,7 @@ def _replay(handler, metrics,
 
 def _loss_of(model, loss_func, out, target):
     "Return the loss of `out` and `target`, computed on the model's device, on the CPU"
-    device = next((p.device for p in model.parameters()), torch.device('cpu'))
-    out,target = to_device((out,target), device)
+    out,target = to_device((out,target), device_of(model))
     with torch.no_grad():
         return loss_func(out, *(target if is_listy(target) else [target])).cpu()
 

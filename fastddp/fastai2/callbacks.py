@@ -12,7 +12,7 @@ import contextlib
 from fastcore.basics import noop
 
 from ..base import group
-from ..base.device import is_accelerator
+from ..base.device import device_of, is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
 from .loaders import (
@@ -150,7 +150,7 @@ def distributed(learn,
     common = CommonRNG.capture()
     together = Together(stop_requested)
     losses = Losses(loss, print_line)
-    on_gpu = is_accelerator(next((p.device for p in learn.model.parameters()), 'cpu'))
+    on_gpu = is_accelerator(device_of(learn.model))
     step = StepSync(together, losses, alike, **ddp_kwargs)
     metrics = ReduceMetrics(losses)
     same_model = SameModel(average_bn=sync_bn and not on_gpu)

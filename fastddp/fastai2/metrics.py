@@ -18,6 +18,7 @@ from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, LossMetric
 from fastai.torch_core import find_bs, to_device
 
 from ..base import group
+from ..base.device import device_of
 from ..base.scoped import with_attrs
 from .together import _FIRST, OurCallback
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
@@ -268,8 +269,8 @@ class Phase:
 
     def _loss(self, loss_func, batch):
         "Return the loss of a `KeptBatch`, computed on the model's device, as a tensor on the CPU"
-        device = next((p.device for p in self.learn.model.parameters()), torch.device('cpu'))
-        with torch.no_grad(): return loss_func(*to_device((batch.pred,*batch.yb), device)).cpu()
+        args = to_device((batch.pred,*batch.yb), device_of(self.learn.model))
+        with torch.no_grad(): return loss_func(*args).cpu()
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #0ce40083
 class ReduceMetrics(OurCallback):

@@ -14,7 +14,7 @@ from ..base.checks import bound
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, streams_apart
 from ..base.scoped import StopButton, with_context
-from .options import refuse_busy, running_jobs
+from .options import running_jobs
 from ..output.replay import frontend, print_line, show_in
 from ..output.panel import Panel
 
@@ -63,7 +63,6 @@ class BackgroundJob:
 @patch
 def start(self:BackgroundJob):
     "Starts the thread, and waits until the workers have the job or it has to wait for another one"
-    if self.learn is not None: refuse_busy(self.learn)
     running_jobs.append(self)
     self._streams = CommonRNG.capture().state()
     thread = threading.Thread(target=self._work, name=self.what, daemon=True)

@@ -13,7 +13,7 @@ import contextlib, inspect, os, re, sys
 from ..base import group
 from ..base.checks import (
     FLAG, SEE, Check, bind_arguments, check_all, closest_name,
-    is_list, is_whole, number, one_of, whole)
+    is_list, is_whole, number, whole)
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .local import Local
@@ -35,7 +35,8 @@ CHECKS = dict(
     gpus=Check("a list of GPU numbers, such as [0, 1], or 'all'; [] for workers on the CPU",
                lambda v: v is None or (v == 'all' if isinstance(v, str) else
                                        is_list(v) and all(map(is_whole, v)))),
-    batch=one_of('per_worker','global'),
+    batch=Check("'per_worker' or 'global'",
+                lambda v: isinstance(v, str) and v in ('per_worker','global')),
     sync_bn=FLAG,
     model_factory=_factory('model', 'resnet34()'),
     dls_factory=_factory('DataLoaders', 'ImageDataLoaders.from_folder(path)'),
