@@ -32,7 +32,7 @@ from ..process.workers import Workers, turn_off_helper
 #
 #     with engine:            __enter__
 #         prepare             starts workers before the first `run`
-#         run                 for each job, under the lock; `check_p2p` before the first on some GPUs
+#         run                 for each job, under the lock; `check_p2p` before the first one on GPUs
 #             submit          keeps the workers of the last job, or starts new ones
 #             Monitor.wait
 #             after_success   workers stay, with a timer; outside of a block: `close`
