@@ -10,7 +10,7 @@ import asyncio, contextvars, itertools, threading, traceback
 
 from fastcore.basics import noop, patch
 
-from ..base.checks import bound
+from ..base.checks import bind_arguments
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, streams_apart
 from ..base.scoped import StopButton, with_context
@@ -146,7 +146,7 @@ def result(self:BackgroundJob,
 ):
     """Wait for its end and put what it has trained into the learner. Returns what the call returns,
     None after `stop()`; raises what the call raises"""
-    bound(self.bring, (), kwargs, " result() passes its keywords on to it.")
+    bind_arguments(self.bring, (), kwargs, " result() passes its keywords on to it.")
     error = self.exception(timeout)
     if self._brought and kwargs:
         raise CantDistribute(f"{self.title()}: result() has already put what was trained into a "
