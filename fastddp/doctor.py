@@ -76,7 +76,7 @@ def facts():
 _NETWORK = 'nfs','cifs','smb','fuse','9p','lustre','ceph','gpfs'
 
 def traps(
-    f, # Of `facts`; `all_reduce` has an error as text if that failed
+    f # Of `facts`; `all_reduce` has an error as text if that failed
 ):
     "Name and remedy of each known trap that the facts show"
     several = f['visible'] > 1
@@ -147,7 +147,7 @@ def page(f):
     return '\n'.join(lines)
 
 def doctor(
-    seconds=30., # For the exchange between workers to answer
+    seconds=30. # For the exchange between workers to answer
 ):
     "Prints what machine this is and what to expect of it; returns the names of the traps it found"
     f = facts()

@@ -48,7 +48,7 @@ def ask_for_helper():
 
 # %% ../nbs/900_early.ipynb #be60e912
 def imported_by_cell(frame, # The frame of a module that is being imported
-    name, # The module's
+    name # The module's
 ):
     "True if a cell or script imports the module by its own name, not by that of a submodule"
     # importlib's frames lie between the import statement and the module. The outermost one has the

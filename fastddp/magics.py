@@ -12,7 +12,7 @@ from .cluster.magics import DipMagics, default_app
 
 # %% ../nbs/902_magics.ipynb #1507eaaa
 def load(
-    shell, # IPython's
+    shell # IPython's
 ):
     """Registers the magics and starts the helper process, which imports what workers need; harmless
     when repeated"""

@@ -27,7 +27,7 @@ class Page:
     written by one process and read by all"""
     def __init__(self,
         memory, # The `mmap` that holds the records
-        layout, # The format of a record, as in `struct`
+        layout # The format of a record, as in `struct`
     ):
         self.memory = memory
         self.layout = struct.Struct(layout)
@@ -36,7 +36,7 @@ class Page:
     def create(cls,
         path,   # Of the new file; None: memory that only this process has
         layout, # The format of a record, as in `struct`
-        n,      # Number of records
+        n       # Number of records
     ):
         "Create a page whose records are empty"
         size = n*_record_bytes(layout)
@@ -84,7 +84,7 @@ class Board:
         page=None, # The `Page` of this host; None for a group of one rank
         on_host=None, # The ranks of this host; None: all ranks of the group
         # The process group of the first ranks of all hosts; None on other ranks, and on one host
-        between_hosts=None,
+        between_hosts=None
     ):
         store_attr(but='on_host')
         self.on_host = on_host or range(n)
@@ -168,7 +168,7 @@ class Heartbeats:
     creates and reads it, the workers write it"""
     def __init__(self,
         path, # The page's file
-        n=0,  # Number of workers, for which the file is created; 0: the file exists
+        n=0   # Number of workers, for which the file is created; 0: the file exists
     ):
         self._page = Page.create(path, _HEARTBEAT, n) if n else Page.open(path, _HEARTBEAT)
         if n: self.clear()
@@ -226,7 +226,7 @@ def _make_board():
 
 def _shared_page(
     on_host, # The ranks of this host
-    n,       # Number of ranks in the group
+    n        # Number of ranks in the group
 ):
     """Return the `Page` that the ranks `on_host` share; None if this rank can't open it. A
     collective"""

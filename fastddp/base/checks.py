@@ -22,7 +22,7 @@ class Check(NamedTuple):
 def check(
     name,   # Of the argument
     value,
-    valid,  # Its `Check`
+    valid   # Its `Check`
 ):
     "Raise `CantDistribute` with one sentence if `value` doesn't fit"
     with contextlib.suppress(Exception):
@@ -32,7 +32,7 @@ def check(
 
 def check_all(
     values, # Name -> value
-    table,  # Name -> `Check`; other names aren't checked
+    table   # Name -> `Check`; other names aren't checked
 ):
     "Call `check` for each value"
     for k,v in values.items():
@@ -69,7 +69,7 @@ SEE = Check("the ranks whose output is shown, such as (0, 1), or 'all'",
 def closest_name(
     name,  # As it was typed
     known, # Existing names
-    aliases={}, # Other names -> existing names
+    aliases={} # Other names -> existing names
 ):
     """Return the name in `known` closest to `name`, or None. A match with an alias gives the name
     it stands for."""
@@ -84,7 +84,7 @@ def bind_arguments(
     f,        # A function
     args=(),  # Its arguments
     kwargs={},
-    hint='',  # The end of the message
+    hint=''   # The end of the message
 ):
     """Return `inspect.BoundArguments` of `f(*args, **kwargs)`, or None if `f` has no signature.
     Raises `CantDistribute` if the arguments don't fit."""

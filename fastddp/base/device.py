@@ -38,7 +38,7 @@ def n_gpus():
 
 def use_device(
     gpu=None,     # Index of the GPU; None: the CPU
-    threads=None, # torch's CPU threads; None: unchanged
+    threads=None # torch's CPU threads; None: unchanged
 ):
     "Set the device of this process, and return it"
     if threads: torch.set_num_threads(threads)
@@ -67,7 +67,7 @@ _bound_gpu = None   # the GPU near whose cores this process runs; None: not boun
 _all_cores = None   # the cores this process had before `bind_near`; None: never bound
 
 def bind_near(
-    gpu, # Index of the GPU; None: the CPU
+    gpu # Index of the GPU; None: the CPU
 ):
     "Bind this process to the cores near `gpu`, where the machine has several NUMA nodes"
     global _bound_gpu,_all_cores

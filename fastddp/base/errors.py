@@ -120,7 +120,7 @@ TROUBLES = [*_MEMORY, *_SURROUNDINGS, *_PROCESSES]
 # %% ../../nbs/base/001_errors.ipynb #a4cf2d7a
 def trouble_of(
     kind,       # Name of the exception's type, or of the signal, or 'exit'
-    message='', # The exception's text
+    message='' # The exception's text
 ):
     "The first entry of the catalogue that fits, or None"
     return next((t for t in TROUBLES if t.test(kind, message)), None)
@@ -143,7 +143,7 @@ class NotPicklable(CantDistribute):
     "An object that can't be sent to another process. Nothing was started or changed"
     def __init__(self,
         path,   # Its path, e.g. `learn.dls.train.dataset.items.fh`
-        why='', # Pickle's message
+        why='' # Pickle's message
     ):
         self.path = path
         self.why = why
@@ -182,7 +182,7 @@ class WorkerError(RuntimeError):
 
 # %% ../../nbs/base/001_errors.ipynb #ae07d6dd
 def folded(
-    text, # A traceback, as text
+    text # A traceback, as text
 ):
     """The lines of a traceback: frames of libraries are folded except the innermost, and cells are
     shown by their number"""
@@ -208,7 +208,7 @@ def folded(
 class RankRaised(WorkerError):
     "A rank raised an exception: `failure` is its record, `__cause__` the original if picklable"
     def __init__(self,
-        failure, # A `Failure`
+        failure # A `Failure`
     ):
         super().__init__(failure)
         self.failure = failure
@@ -250,7 +250,7 @@ class RankDied(WorkerError):
         exitcode, # As of `multiprocessing`, negative for a signal; or a text that says how it ended
         where='', # What it was doing
         log='',   # Output of compiled libraries and programs
-        host='',  # Its machine, if not the notebook's
+        host=''   # Its machine, if not the notebook's
     ):
         super().__init__(rank, exitcode, where, log, host)
         self.lost = exitcode if isinstance(exitcode, str) else ''
@@ -287,7 +287,7 @@ class GroupTimeout(WorkerError):
         rank,         # The rank that all others wait for
         where='',     # What it was doing
         timeout=None, # Seconds
-        stacks=(),    # The stack of each rank, as text
+        stacks=()     # The stack of each rank, as text
     ):
         super().__init__(rank, where, timeout, stacks)
         self.rank = rank

@@ -34,7 +34,7 @@ _words.maxstring = _words.maxother = 120
 
 def cut(
     s,    # A string, possibly of a subclass
-    most, # Characters
+    most # Characters
 ):
     "`s` as a plain string of at most `most` characters, without its middle if it is longer"
     s = str.__str__(s)
@@ -54,7 +54,7 @@ def in_words(v):
 # %% ../../nbs/base/000_failure.ipynb #1d872bee
 def item_name(
     ds, # A data set
-    i,  # Index of an item
+    i   # Index of an item
 ):
     "The path or text of item `i`, or '' if `ds` has none"
     try:
@@ -81,7 +81,7 @@ def is_user_file(file):
 # %% ../../nbs/base/000_failure.ipynb #3ece4c31
 def user_lines(
     frames,   # `(file, line, function)` from outermost to innermost
-    around=2, # Lines of source before and after each
+    around=2 # Lines of source before and after each
 ):
     "The user's frames of a traceback as a list of lines, each frame with its source"
     res = []
@@ -109,7 +109,7 @@ _MOST_FRAMES = 8
 _MOST_VARIABLES = 20
 
 def locals_of(
-    exc, # An exception with its traceback
+    exc # An exception with its traceback
 ):
     "A tuple of `(file, line, function, {name: text})` for the user's frames and the innermost one"
     frames = list(traceback.walk_tb(exc.__traceback__))
@@ -128,7 +128,7 @@ def _variables(frame):
 
 # %% ../../nbs/base/000_failure.ipynb #599120da
 def recorded_traceback(
-    frames, # As of `locals_of`
+    frames # As of `locals_of`
 ):
     "A traceback of these frames, for a debugger; None for no frames"
     res = None
@@ -180,7 +180,7 @@ _NOTED = re.compile(r'^'+_NOTE.format(r'(\d+)')+r'(?: \((.*)\))?$', re.M)
 
 def note_item(
     exc,    # An exception that reading an item raised
-    ds, i,  # The data set, and the item's index
+    ds, i   # The data set, and the item's index
 ):
     "Add a note about the item to `exc`, from Python 3.11 on"
     name = item_name(ds, i)
@@ -199,7 +199,7 @@ def failure_of(
     rank,         # Rank that raised it
     where='',     # What that rank was doing
     original=b'', # `exc`, pickled, where it can be
-    items=(),     # `(index, name)` of the items of the batch at hand
+    items=()      # `(index, name)` of the items of the batch at hand
 ):
     "The `Failure` that describes `exc`"
     trace = traceback.extract_tb(exc.__traceback__)
@@ -230,7 +230,7 @@ def is_echo(f):
     return (from_torch or f.kind.startswith('Dist')) and any(o in text for o in _ECHOES)
 
 def end_fork(
-    e, # The exception
+    e # The exception
 ):
     "Exit this process, which user code forked, after an exception in it"
     if isinstance(e, SystemExit): os._exit(e.code if isinstance(e.code, int) else bool(e.code))

@@ -101,7 +101,7 @@ def join(
     world_size,     # Number of processes
     backend='gloo', # 'gloo', or that of the accelerators
     device=None,    # This rank's GPU, which their backend wants to know
-    timeout=None,   # Seconds that torch waits in one operation; None: no limit
+    timeout=None    # Seconds that torch waits in one operation; None: no limit
 ):
     "Join the group whose rendezvous is `store`; torch raises if another rank dies meanwhile"
     global joined
@@ -126,7 +126,7 @@ def _launcher_store():
 _n_joined = itertools.count(1)
 
 def join_launched(
-    device, # This rank's; it decides the backend
+    device # This rank's; it decides the backend
 ):
     "Join the group that a launcher (torchrun) describes in the environment"
     store,rank,world_size = _launcher_store()
@@ -155,7 +155,7 @@ def join_at(addr, port, rank, world_size, backend='gloo', device=None, timeout=N
 before_leave = []   # functions that `leave` calls first, such as `board.forget_board`
 
 def leave(
-    broken=False, # Other ranks may have failed: don't wait for them
+    broken=False # Other ranks may have failed: don't wait for them
 ):
     "Leave the group, if there is one"
     global joined
@@ -213,7 +213,7 @@ def check_group():
                            "torch.distributed.destroy_process_group(): fastddp calls it.")
 
 def all_gather(
-    t, # A tensor on `comm_device()`
+    t # A tensor on `comm_device()`
 ):
     "The tensors `t` of all ranks, which have one shape and type, on the device of this rank's"
     check_group()
@@ -222,7 +222,7 @@ def all_gather(
     return parts
 
 def all_sum(
-    values, # Numbers, equally many on each rank
+    values # Numbers, equally many on each rank
 ):
     "Element-wise sum over ranks as a list of floats (float64), bitwise equal on every rank"
     check_group()
@@ -295,7 +295,7 @@ def _gather_bytes(raw,  # A flat tensor (uint8)
     return [part[:n] for part,n in zip(all_gather(padded), sizes)]
 
 def all_gather_object(
-    o, # Tensors, arrays, numbers and strings, in lists, tuples and dicts
+    o # Tensors, arrays, numbers and strings, in lists, tuples and dicts
 ):
     "The `o` of every rank as a list, in rank order, with tensors on the CPU"
     buffer = io.BytesIO()
@@ -312,7 +312,7 @@ def from_rank0(o):
 
 def all_gather_tensors(
     tensors, # This rank's
-    shapes,  # For each rank the shapes of its tensors; types are alike
+    shapes   # For each rank the shapes of its tensors; types are alike
 ):
     """The `tensors` of every rank as a list of lists, in rank order, on `comm_device()`; one
     collective"""

@@ -30,7 +30,7 @@ class CommonRNG:
     """The random streams that all ranks have in common: `with common:` makes them the global ones,
     for drawing an order"""
     def __init__(self,
-        state, # What `state()` of another one returned
+        state # What `state()` of another one returned
     ):
         self._state = state
         self._depth = 0
@@ -74,7 +74,7 @@ class CommonRNG:
 _apart = contextvars.ContextVar('fastddp-streams', default=None)
 
 def streams_apart(
-    state=None, # What `CommonRNG.state()` returned; None: the streams as they are now
+    state=None # What `CommonRNG.state()` returned; None: the streams as they are now
 ):
     """Inside, in this thread, `CommonRNG` captures and installs the state that this yields; the
     global streams stay as they are"""
@@ -85,7 +85,7 @@ def seed_rank(
     rank,       # This process's number
     world_size, # Number of ranks; 1: the common streams become the global ones
     common,     # A `CommonRNG`; it is not advanced
-    epoch=0,    # Number of the epoch that begins
+    epoch=0     # Number of the epoch that begins
 ):
     """Seeds this process's global streams for `rank` (torch's include those of its GPUs, now or
     once they start)"""

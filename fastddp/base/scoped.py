@@ -15,7 +15,7 @@ _MISSING = object()
 def restore_entries(
     undo,  # An `ExitStack`
     store, # A dict, or `os.environ`
-    *keys,
+    *keys
 ):
     "Restore the entries of `store` under `keys`, or their absence, when `undo` closes"
     for k in keys: undo.callback(_put_back, store, k, store.get(k, _MISSING))
@@ -27,7 +27,7 @@ def _put_back(store, key, value):
 def set_entries(
     undo,  # An `ExitStack`
     store, # A dict, or `os.environ`
-    **new, # Its new entries
+    **new # Its new entries
 ):
     "Set entries of `store` until `undo` closes"
     restore_entries(undo, store, *new)
@@ -37,7 +37,7 @@ def set_entries(
 @contextlib.contextmanager
 def with_context(
     var,   # A `ContextVar`: each thread has a value of its own
-    value, # Its value inside
+    value # Its value inside
 ):
     "Sets `var` for this thread, and yields the value"
     token = var.set(value)
@@ -47,7 +47,7 @@ def with_context(
 @contextlib.contextmanager
 def with_attrs(
     obj,     # An instance or a module
-    **attrs, # Attributes and their values
+    **attrs # Attributes and their values
 ):
     "Context manager that sets attributes of `obj`"
     with contextlib.ExitStack() as undo:
@@ -57,7 +57,7 @@ def with_attrs(
 @contextlib.contextmanager
 def without_attrs(
     obj,    # An instance or a module
-    *names, # Attributes; missing ones are ignored
+    *names # Attributes; missing ones are ignored
 ):
     "Context manager that removes attributes from `obj`"
     with contextlib.ExitStack() as undo:
@@ -68,7 +68,7 @@ def without_attrs(
 @contextlib.contextmanager
 def environment(
     *without, # Variables to remove
-    **new, # Variables to set; None: keep its value, and undo changes made inside
+    **new # Variables to set; None: keep its value, and undo changes made inside
 ):
     "Context manager that changes this process's environment variables"
     with contextlib.ExitStack() as undo:

@@ -36,7 +36,7 @@ _train_in_place = None      # function of the app, called before each job: a cel
 @contextlib.contextmanager
 def worker_namespace(
     ctx, # The job's `Context`
-    on=None, # Ranks that run the job; None: all
+    on=None # Ranks that run the job; None: all
 ):
     """Context manager that yields this worker's namespace, a dict. Inside, environment, working
     directory and import path are as the last job left them, except for the variables of the
@@ -54,7 +54,7 @@ def worker_namespace(
 
 def start_job(
     ctx,
-    obj, # Package of the app, or ''
+    obj # Package of the app, or ''
 ):
     "The first job: prepare the app and return `(pid, device)` of this worker"
     global _train_in_place
@@ -64,7 +64,7 @@ def start_job(
 # %% ../../nbs/cluster/651_cluster.ipynb #98d8020f
 def cell_job(
     ctx,
-    obj, # Dict of `cell`: its text, `on`: ranks that run it, `name`: for tracebacks, or None
+    obj # Dict of `cell`: its text, `on`: ranks that run it, `name`: for tracebacks, or None
 ):
     "Run a cell; raise its error, whose traceback begins in the cell"
     if ctx.rank not in obj['on']: return
@@ -109,14 +109,14 @@ def with_lists():
 
 def push_job(
     ctx,
-    obj, # Dict with `objs`: a dict from name to object
+    obj # Dict with `objs`: a dict from name to object
 ):
     "Put objects into this worker's namespace"
     with worker_namespace(ctx) as ns: ns.update(obj['objs'])
 
 def pull_job(
     ctx,
-    obj, # Dict of `names`: of the objects, `rank`: the worker that has them
+    obj # Dict of `names`: of the objects, `rank`: the worker that has them
 ):
     """Return objects of this worker as `(pickle, buffers)`, which the notebook loads; None on other
     ranks. Refuse names that the worker doesn't have, and objects that can't be pickled"""
@@ -131,7 +131,7 @@ def pull_job(
 
 def call_job(
     ctx,
-    obj, # `(fn, args, kwargs)`
+    obj # `(fn, args, kwargs)`
 ):
     "Call a function and return its result"
     fn,args,kwargs = obj
@@ -191,7 +191,7 @@ class Cluster:
         gpus=None, # GPUs in order, one rank each; None: workers on the CPU
         nprocs=None, # Workers on the CPU
         app='none', # One of `APPS`
-        timeout=None, # Seconds to wait until it stands; None: no limit
+        timeout=None # Seconds to wait until it stands; None: no limit
     ):
         if app not in ('none', default_app()):
             raise CantDistribute(f"app {app!r}: known are none and {default_app()}, for the fastai "
@@ -246,7 +246,7 @@ def _run_job(self:Cluster,
     payload, # A `Payload`, or an object: the job's `obj`
     what, # What `running` says meanwhile
     see=(), # Ranks whose output is shown
-    live=True, # True: show output while it happens; False: at the end
+    live=True # True: show output while it happens; False: at the end
 ):
     """Run a job on all ranks and return their results in rank order; one job runs at a time.
     Raise `CantDistribute`, `RankRaised`, `RankDied` or KeyboardInterrupt"""
@@ -286,7 +286,7 @@ def _add_remedy(self:Cluster, e):
 @patch
 def parse_ranks(self:Cluster,
     ranks, # 'all', a text such as '0,2', a number, or a list of numbers
-    option='rank', # Name of the option, for the error message
+    option='rank' # Name of the option, for the error message
 ):
     "Return a list of ranks; raise `CantDistribute` for ranks that don't exist"
     if ranks == 'all': return list(range(self.n))
@@ -300,7 +300,7 @@ def run_cell(self:Cluster,
     see='0', # Ranks whose output is shown, or 'all': all but the first with a prefix
     on='all', # Ranks that run it
     live=True, # True: show output while it happens; False: at the end
-    name=None, # What tracebacks call the cell; None: IPython's name in the worker
+    name=None # What tracebacks call the cell; None: IPython's name in the worker
 ):
     "Run a cell in the workers' namespaces; raise an error of the cell as `RankRaised`"
     on = self.parse_ranks(on, 'on')
@@ -343,7 +343,7 @@ def push(self:Cluster,
 def pull(self:Cluster,
     *names, # Names of objects in the worker
     rank=0, # The worker to copy from
-    home=None, # Namespace in which functions among the objects look up names; None: `__main__`'s
+    home=None # Namespace in which functions among the objects look up names; None: `__main__`'s
 ):
     """Return copies of a worker's objects, as a dict from name to object. Refuse names that the
     worker doesn't have, and what can't be pickled"""

@@ -21,7 +21,7 @@ from ..output.replay import short_traceback
 PLACES = 'remote','local','everywhere'
 
 def parse_gpus(
-    words, # The words after `-g`, such as ['0,', '2']; None: `-g` was not given
+    words # The words after `-g`, such as ['0,', '2']; None: `-g` was not given
 ):
     "Return the GPUs that `-g` names: 'all', a list of numbers, or None"
     if words is None: return None
@@ -34,7 +34,7 @@ def parse_gpus(
 def run_in_notebook(
     shell, # IPython's shell
     cell, # Text of the cell
-    silent, # True: don't show the value of its last expression
+    silent # True: don't show the value of its last expression
 ):
     "Run a cell in the notebook's own namespace; raise the error of the cell"
     with with_attrs(shell, _showtraceback=noop):
@@ -173,7 +173,7 @@ class DipMagics(Magics):
 # %% ../../nbs/cluster/652_magics.ipynb #b0420685
 @patch
 def _cluster_args(self:DipMagics,
-    args, # The parsed line of `%makedip`
+    args # The parsed line of `%makedip`
 ):
     "Return the arguments of `Cluster` for the group that a line asks for; None if it asks for none"
     gpus = parse_gpus(args.gpus)
@@ -189,7 +189,7 @@ def _cluster_args(self:DipMagics,
 @patch
 def _start(self:DipMagics,
     cluster_args, # What `_cluster_args` returned
-    args, # The parsed line of `%makedip`
+    args # The parsed line of `%makedip`
 ):
     "Start a group, unless the same one stands; raise `CantDistribute` if another one stands"
     suffix = ''
@@ -206,7 +206,7 @@ def _start(self:DipMagics,
 # %% ../../nbs/cluster/652_magics.ipynb #08b33446
 @patch
 def transform(self:DipMagics,
-    lines, # Lines of a cell
+    lines # Lines of a cell
 ):
     """Return the lines that IPython runs instead; an input transformer. It puts the line of
     `%autodip` before a cell, and leaves out `%%dip local`, so that IPython itself runs the cell"""

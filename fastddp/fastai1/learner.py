@@ -253,7 +253,7 @@ def overrides(
 def in_place(
     learn,
     options,       # Of `distributed_v1`
-    block_options, # All options of the `distrib_ctx` block
+    block_options # All options of the `distrib_ctx` block
 ):
     """Make `learn` train together with the other ranks inside, in a process that a launcher such as
     torchrun has started"""

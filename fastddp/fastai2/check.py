@@ -250,7 +250,7 @@ _LOOK = ("Does the model compare the items of a batch, of which each worker sees
 
 def _verdict(
     answer, # The `Answer` of the first comparison
-    compare_without, # Called with `Reason`s: makes a second comparison without them
+    compare_without # Called with `Reason`s: makes a second comparison without them
 ):
     "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
     if answer.same: return "Same."
@@ -301,7 +301,7 @@ class Pace(Callback):
     order = 2_000_000       # after all that belongs to a step
     def __init__(self,
         steps, # To time; the fit ends after them
-        most_seconds, # The fit ends after this time, too
+        most_seconds # The fit ends after this time, too
     ):
         self.steps = steps
         self.most_seconds = most_seconds

@@ -39,7 +39,7 @@ _SAMPLE_EVERY = 32      # steps: in one of them the host waits for the GPU
 
 def with_device_seconds(
     seconds, # Phase -> seconds by the host's clock
-    device, # Phase -> seconds that the device computed; empty for a CPU
+    device # Phase -> seconds that the device computed; empty for a CPU
 ):
     """Return the seconds of all phases: those of `device`, and the other phases of the host, scaled
     to the time that the device didn't compute"""
@@ -60,7 +60,7 @@ class Clock:
     events is what fastai's loop does there (`_PHASE_AFTER`). `Together` calls `begin_meeting` and
     `end_meeting`. In the end `totals` returns all of it."""
     def __init__(self,
-        board=None, # The `Board` at which the ranks meet
+        board=None # The `Board` at which the ranks meet
     ):
         self.board = board or Board(0, 1)
         self.depth = 0      # events that have begun, one in a callback of the other
@@ -160,7 +160,7 @@ class Clock:
         return self.since_meeting
 
     def end_meeting(self,
-        of_ranks, # What `begin_meeting` returned on each rank
+        of_ranks # What `begin_meeting` returned on each rank
     ):
         "Divide this rank's wait at the meeting into data, callbacks and uneven computing"
         if self.board.last_wait is None: return
@@ -200,7 +200,7 @@ class Clock:
 def resource_use(
     learn, # A learner after its fit or validation on this rank
     device, # Of this rank
-    dl=None, # What was validated or predicted; None: it was a fit
+    dl=None # What was validated or predicted; None: it was a fit
 ):
     """Return threads, loader processes, cores, memory and gradients (bytes) of this rank for a
     `Report`, as plain numbers"""

@@ -42,7 +42,7 @@ class NoteProgress(OurCallback):
     and time them"""
     order = -2_000_000
     def __init__(self, ctx,
-        folder=None, # As of `Progress`
+        folder=None # As of `Progress`
     ):
         self.ctx = ctx
         self.progress = Progress(ctx, folder)
@@ -99,7 +99,7 @@ class EndOfAll(OurCallback):
     order = 2_000_000
     def __init__(self,
         noted, # The `NoteProgress` of the fit
-        keep=noop, # Called without arguments
+        keep=noop # Called without arguments
     ):
         self.noted = noted
         self.keep = keep
@@ -111,7 +111,7 @@ class EndOfAll(OurCallback):
 def _fit(learn,
     cbs, # Callbacks that the fit was given; those that act on this rank are used
     fit_args, # The other arguments of `fit`, by name
-    ours, # Our own callbacks
+    ours # Our own callbacks
 ):
     "Call fastai's `fit`, or that of the user's class of learners."
     of_rank = cbs_of_rank(cbs)
@@ -212,7 +212,7 @@ def fit_args(learn, args, kwargs):
 def enough_epochs(
     asked, # As of `fit_args`; its `n_epoch` is changed
     cbs, # Callbacks of the fit
-    steps, # Called without arguments: steps per epoch
+    steps # Called without arguments: steps per epoch
 ):
     """Raise the number of epochs of an `lr_find` until they have its `num_it` steps. fastai has
     counted the steps of one process; on several ranks an epoch has fewer."""
@@ -233,7 +233,7 @@ def _complete(learn,
     report, # A new `Report`
     together, # Of the call
     result, # As of `Progress.result`
-    dl=None, # The loader of a validation
+    dl=None # The loader of a validation
 ):
     "Put the numbers of all ranks into a report. All ranks call this at the end of a call."
     report.end_phase('train' if result['steps'] else 'validate')
@@ -245,7 +245,7 @@ def _complete(learn,
 def _fit_in_place(learn,
     options, # Of `distributed`
     asked, # As of `fit_args`
-    finished, # The `Report`s of the block, to which that of this fit is appended
+    finished # The `Report`s of the block, to which that of this fit is appended
 ):
     "Run `Learner.fit` by all ranks, each of which has called it."
     _sync_streams(learn)
@@ -272,7 +272,7 @@ def _fit_in_place(learn,
 def in_place(
     learn,
     options, # Of `distributed`
-    given, # The options of the block
+    given # The options of the block
 ):
     "Inside, `learn` trains and validates with the ranks of the group that its launcher made."
     reports[learn] = finished = []

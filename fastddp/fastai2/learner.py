@@ -152,7 +152,7 @@ class LearnerJob(BackgroundJob):
     workers. `pull` and `bring` put the state of the twin into the learner."""
     def __init__(self, learn,
         user_call, # The `UserCall` to make
-        trains, # True for a fit, False for inference
+        trains # True for a fit, False for inference
     ):
         super().__init__(_as_written(user_call), self._make_call, self._open_block,
                          learn if trains else None)
@@ -200,7 +200,7 @@ def _open_block(self:LearnerJob):
 @patch
 def _keep_epoch(self:LearnerJob,
     fit_call, # The twin's `FitCall`
-    end, # The `EpochEnd`
+    end # The `EpochEnd`
 ):
     "Copy the state at the end of an epoch, for `pull`."
     if not fit_call.counts_steps: self.epoch = fit_call.cbs, private_copy(*end)
@@ -244,7 +244,7 @@ def _target(self:LearnerJob, into, force):
 @patch
 def _put_state(self:LearnerJob, learn,
     cbs, # Callbacks of the call, those of `learn`
-    state, # As of `capture`: `(meta, buffers)`
+    state # As of `capture`: `(meta, buffers)`
 ):
     """Put `state` into the parts (optimizer, callbacks, loaders ...) that `learn` had when the job
     began. Parts that the notebook has exchanged meanwhile stay as they are."""
@@ -257,7 +257,7 @@ def _put_state(self:LearnerJob, learn,
 @patch
 def pull(self:LearnerJob,
     into=None, # A learner of the same kind that gets it instead
-    force=False, # Overwrite weights that were changed meanwhile
+    force=False # Overwrite weights that were changed meanwhile
 ):
     """Put the last complete epoch into the learner, while the job trains on. Raises
     `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
@@ -295,7 +295,7 @@ def bring(self:LearnerJob, into=None, force=False):
 def start_job(learn,
     user_call, # The `UserCall` to make
     trains, # True for a fit, False for inference
-    offload, # True: keep `learn` on the CPU until `job.result()`
+    offload # True: keep `learn` on the CPU until `job.result()`
 ):
     "Start the `LearnerJob` of a call and return it; refuse what can't run in the background."
     if in_launched_group():
@@ -342,7 +342,7 @@ def distrib_resume(self:Learner,
     file=None, # A checkpoint, written by `checkpoint=`; None: the last fit cut off in this kernel
     wait=True, # False: return a job
     offload=False, # As in `distrib_ctx`
-    launcher=None, # With `file`: the fit's `Hosts(...)` or `Ray(...)`, which is not in it
+    launcher=None # With `file`: the fit's `Hosts(...)` or `Ray(...)`, which is not in it
 ):
     """Continue a fit on workers that was interrupted or failed: same call, same schedule, next
     epoch.

@@ -51,7 +51,7 @@ class UserCall:
     `distrib_resume`, which makes the same call again, continues that fit."""
     def __init__(self,
         name, args, kwargs, # `learn.name(*args, **kwargs)`
-        options, # The options of its `distrib_ctx` that aren't the defaults
+        options # The options of its `distrib_ctx` that aren't the defaults
     ):
         store_attr()
         self.n_begun = 0        # fits that began since the call was made, or made again
@@ -91,7 +91,7 @@ class UserCall:
     def cut_off(self, learn, cbs,
         epoch_end, # The last complete epoch, an `EpochEnd`; None: capture the state of `learn`
         first_epoch, # The first epoch that isn't complete, or None
-        definitions, # Functions and classes of cells, whose variables belong to the state
+        definitions # Functions and classes of cells, whose variables belong to the state
     ):
         "Make this call the resume point of `learn`: the current fit was cut off."
         self.n_complete = self.n_begun-1
@@ -118,7 +118,7 @@ resume_points = weakref.WeakKeyDictionary()     # learner -> the `UserCall` that
 # %% ../../nbs/fastai2/724_resume.ipynb #e26dd74d
 def check_structure(learn,
     expected, # As of `structure_of`
-    what, # What has the expected structure: the subject of the error's sentence
+    what # What has the expected structure: the subject of the error's sentence
 ):
     "Raise `CantDistribute` if `learn` is of another structure."
     for part,own in structure_of(learn).items():
@@ -160,7 +160,7 @@ def _previous(path):
 # then the pieces: for each payload its pickle and its buffers
 def write_checkpoint(path,
     structure, # `structure_of` the learner
-    payloads, # Pairs of a pickle and buffers
+    payloads # Pairs of a pickle and buffers
 ):
     "Write `payloads` to a file, which appears whole or not at all. The previous file is kept."
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ _claimed = {}       # file -> the learner of the open block that writes it
 @contextlib.contextmanager
 def claimed_file(
     learn,
-    checkpoint, # The option; None: the block writes no checkpoints
+    checkpoint # The option; None: the block writes no checkpoints
 ):
     """Inside, a block of `learn` may write checkpoints. Refused if a block of another learner
     writes to the same file."""
@@ -222,7 +222,7 @@ def _init_args(user_call):
     return user_call.name, user_call.args, user_call.kwargs, options
 
 def checkpoint_writer(
-    interval, # The option `checkpoint`, such as '10min'
+    interval # The option `checkpoint`, such as '10min'
 ):
     """Return a function for `Session.on_epoch`: at the end of an epoch it writes a checkpoint if it
     is time. If that fails, it warns, and the fit goes on."""
@@ -276,7 +276,7 @@ class ResumeFit(OurCallback):
         cbs, # The callbacks that were sent by the notebook
         first_epoch,
         lists, # `recorder_lists` of `cbs`
-        refs, # As of `persistent_refs`
+        refs # As of `persistent_refs`
     ):
         self.resumed_cbs = cbs
         self.iters_done = getattr(learn, 'train_iter', 0)

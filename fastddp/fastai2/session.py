@@ -35,7 +35,7 @@ class FitCall(Call):
         cbs, # Callbacks that this fit was given
         user_call, # The `UserCall` that makes this fit
         first_epoch=None, # The first epoch that isn't complete, if the fit is resumed
-        n_epoch=None, # As the user asked; None: the user's own `fit` has no such argument
+        n_epoch=None # As the user asked; None: the user's own `fit` has no such argument
     ):
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
@@ -78,7 +78,7 @@ class FitCall(Call):
         if not isinstance(e, EpochEnd): return
         for f in self.session.on_epoch: f(self, e)
     def save(self,
-        epoch=None, # The last complete epoch, an `EpochEnd`; None: what the learner holds now
+        epoch=None # The last complete epoch, an `EpochEnd`; None: what the learner holds now
     ):
         "Make the resume point of the learner."
         # after a failure, the user goes on with the variables of cells as they are
@@ -104,7 +104,7 @@ class FitCall(Call):
 class InferCall(Call):
     "A validation on the workers"
     def __init__(self, session,
-        dl, # What to predict; it may be none of the learner's loaders
+        dl # What to predict; it may be none of the learner's loaders
     ):
         super().__init__(session, infer_job, 'inference')
         self.dl = dl

@@ -46,7 +46,7 @@ def all_cbs(learn, cbs):
     return [*learn.cbs, *(cb for cb in cbs if not any(cb is o for o in learn.cbs))]
 
 def persistent_refs(learn,
-    cbs=(), # Callbacks that a fit was given
+    cbs=() # Callbacks that a fit was given
 ):
     "Return the objects that notebook and workers both have, as a list in the same order."
     dls = learn.dls
@@ -72,7 +72,7 @@ def parts_of_data(dls):
     return [*{id(o):o for o in found if o is not None}.values()]
 
 def loader_refs(learn,
-    dl, # The loader of a validation, which may be none of the learner's
+    dl # The loader of a validation, which may be none of the learner's
 ):
     "Return `persistent_refs`, then `dl` and its dataset."
     return [*persistent_refs(learn), dl, *filter(None, [getattr(dl, 'dataset', None)])]
@@ -83,7 +83,7 @@ def name_of_loader(i):
     return ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
 
 def _named_parts(learn, cbs,
-    hooks, # As of `get_hooks`
+    hooks # As of `get_hooks`
 ):
     """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
     to it is the one that the error names."""
@@ -170,7 +170,7 @@ def place(learn, device):
 
 def unpack(
     obj, # What `snapshot` has pickled: a dict
-    device, # Of this rank
+    device # Of this rank
 ):
     """Return `(learner, callbacks of the fit, call)` of a snapshot, ready to train on `device`.
     Installs the notebook's random streams."""
@@ -213,7 +213,7 @@ def _new_model(learn, factory, state):
 # %% ../../nbs/fastai2/721_snapshot.ipynb #1d76f72d
 def twin(
     learn,
-    call, # An object that is copied together with the learner, and may refer to parts of it
+    call # An object that is copied together with the learner, and may refer to parts of it
 ):
     "Return `(copy of learn, copy of call)` on the CPU. The datasets are shared, not copied."
     data = [o for dl in learn.dls.loaders if (o := getattr(dl, 'dataset', None)) is not None]
@@ -231,7 +231,7 @@ def twin(
 # %% ../../nbs/fastai2/721_snapshot.ipynb #2ae50f62
 def learner_state(learn,
     opt=True, # Include the optimizer
-    weights=True, # False: only what a validation may change, which excludes weights and optimizer
+    weights=True # False: only what a validation may change, which excludes weights and optimizer
 ):
     "Return model, optimizer and epoch as a dict; its tensors share the memory of the learner's."
     opt = opt_state(learn.opt) if learn.opt and opt and weights else None
@@ -266,7 +266,7 @@ def _stays(group, o, name):
     return callable(getattr(type(o), name, None)) or isinstance(vars(o)[name], Callback)
 
 def tracked(learn, cbs,
-    definitions=(), # Functions and classes of cells, whose variables a job may change, too
+    definitions=() # Functions and classes of cells, whose variables a job may change, too
 ):
     "Return `{group: objects}`, the objects that a job may change, for `ChangeTracker`."
     loss = loss_module(learn.loss_func)
@@ -299,7 +299,7 @@ def capture(
     refs=None, # Default: `persistent_refs`
     weights=True, # True after a fit, False after a validation
     grads=None, # True if the fit left accumulated gradients; None if it isn't over yet
-    ended=False, # True if the job is over: values that didn't change are left out
+    ended=False # True if the job is over: values that didn't change are left out
 ):
     """Return all that the job has changed, as a `Payload` for `apply`. Tensors of model and
     optimizer come first, to be copied into those of the notebook; the rest is pickled apart, since

@@ -30,7 +30,7 @@ class BackgroundJob:
         what, # The call, as the user wrote it
         run, # Called in a thread; its result is that of `result()`
         prepare=noop, # Called before `run`: refuses, starts processes
-        learn=None, # The learner that it trains; None: it trains none
+        learn=None # The learner that it trains; None: it trains none
     ):
         self.what = f'job {next(_numbers)}: {what}'
         self.state = 'starting'
@@ -133,7 +133,7 @@ def stop(self:BackgroundJob):
 
 @patch
 def exception(self:BackgroundJob,
-    timeout=None, # Seconds to wait; None: no limit
+    timeout=None # Seconds to wait; None: no limit
 ):
     "Wait for its end: the exception that ended it, or None; the learner stays as it is"
     if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")

@@ -25,7 +25,7 @@ class Job(NamedTuple):
     @classmethod
     def of(cls,
         fn, # Called on each rank as `fn(ctx, obj)`; pickled by value if workers can't import it
-        payload, # A `Payload`, or any object, which is dumped
+        payload # A `Payload`, or any object, which is dumped
     ):
         """The job that calls `fn`; raises `TypeError` or `PicklingError` for an object that can't
         be dumped"""
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 # %% ../../nbs/launch/502_engine.ipynb #6188ea01
 def add_state(
     e, # The exception that ended a job
-    latest, # What rank 0 put last: 'state', 'cut' or 'epoch' -> `(meta, buffers)`
+    latest # What rank 0 put last: 'state', 'cut' or 'epoch' -> `(meta, buffers)`
 ):
     "Gives `e` the `state`, `epoch` and `cut` that `Launcher.run` promises"
     e.epoch,whole,cut = (latest.get(k) for k in ('epoch','state','cut'))
@@ -80,26 +80,26 @@ class Launcher:
     workers_are_local = False
     def place(self,
         nprocs, # Ranks, as the user gave it
-        gpus, # The same
+        gpus # The same
     ):
         """`(number of ranks, GPU of each or None)`; raises `CantDistribute`, with a remedy, for
         what can't be"""
         return nprocs or 1, gpus
     def place_after_failure(self,
         nprocs, # Ranks of the job that failed
-        gpus, # GPU of each, or None
+        gpus # GPU of each, or None
     ):
         "As `place`, for a try after a failure: what was lost has no part in it"
         return nprocs, gpus
     def prepare(self, nprocs):
         "Starts the processes of the next `run` already"
     def check_items(self,
-        datasets, # Sequences of what their items are made from, paths perhaps
+        datasets # Sequences of what their items are made from, paths perhaps
     ): "Refuses data of which the ranks don't have the files, with a `CantDistribute`"
     def run(self,
         job, # A `Job`
         nprocs, # Ranks, 1 or more
-        on_event=lambda rank,e: None, # Called for what a rank gave to `ctx.emit`; must not raise
+        on_event=lambda rank,e: None # Called for what a rank gave to `ctx.emit`; must not raise
     )->Outcome:
         """Runs `job` on all ranks, shows what they show, and waits for all of them.
 
@@ -113,7 +113,7 @@ class Launcher:
         None; `cut` is True if it was put as 'cut'"""
         raise NotImplementedError
     def close(self,
-        grace=2., # Seconds that processes have to end by themselves
+        grace=2. # Seconds that processes have to end by themselves
     ):
         "Ends all that was started; harmless when repeated, and `run` may be called again"
     def __enter__(self): return self
@@ -133,7 +133,7 @@ def _group_of_one(device):
 class InProcess(Launcher):
     "Runs a job as the only rank, in the calling process, for debugging"
     def __init__(self,
-        gpu=0, # Number of the GPU, where there is one; None: the CPU
+        gpu=0 # Number of the GPU, where there is one; None: the CPU
     ): self.gpu = gpu if group.n_gpus() else None
     def place(self, nprocs, gpus):
         "One rank, whatever is asked for, so that one option is enough to debug a call"
@@ -143,7 +143,7 @@ class InProcess(Launcher):
     def run(self,
         job, # A `Job`
         nprocs=1, # 1
-        on_event=lambda rank,e: None, # Called at once, for what the job gives to `ctx.emit`
+        on_event=lambda rank,e: None # Called at once, for what the job gives to `ctx.emit`
     )->Outcome:
         """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with
         `state` and `cut` as `Launcher.run` says"""

@@ -25,7 +25,7 @@ from ..base.device import visible_cores
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633
 def global_imports(
     imports, # Import statements: a string of lines, or a list of them
-    globals=None, # Namespace that gets the names; default: `__main__`'s
+    globals=None # Namespace that gets the names; default: `__main__`'s
 ):
     """Run import statements in a namespace; refuses other statements, and raises the imports'
     errors"""
@@ -50,7 +50,7 @@ def _parsed(imports):
 
 def import_star(
     modules, # Names of modules
-    g=None, # Namespace that gets the names; default: `__main__`'s
+    g=None # Namespace that gets the names; default: `__main__`'s
 ):
     "`from m import *` for each of `modules`"
     global_imports([f'from {m} import *' for m in modules], g)
@@ -71,7 +71,7 @@ def _request(fn, args, kwargs,
     imports='', # Import statements, run in `__main__`
     sends='all', # The rank that returns its result; or 'all'
     ranked=False, # The rank is the function's first argument
-    store='', # File where a `TorchDDPCtx` forms its group
+    store='' # File where a `TorchDDPCtx` forms its group
 ):
     "One call as a `Payload` for `call_job`; refuses what can't be pickled, by name"
     patches = collect_patches()
@@ -84,7 +84,7 @@ def _request(fn, args, kwargs,
 # %% ../../nbs/launch/514_functions.ipynb #3482fb36
 def call_job(
     ctx, # The rank's `Context`
-    obj, # As `_request` makes it
+    obj # As `_request` makes it
 ):
     "A worker's part of `ranch` or `spawn`: the function's result, or None if it isn't wanted"
     # there is no group, and with RANK=1 fastai doesn't save
@@ -171,7 +171,7 @@ class Spawned:
         try: self.result = run()
         except BaseException as e: self.error = e     # raised where it is asked for
     def join(self,
-        timeout=None, # Seconds to wait; None: no limit
+        timeout=None # Seconds to wait; None: no limit
     ):
         """True once all processes ended well, False when `timeout` was too short; raises
         `RankRaised` or `RankDied` for one that failed"""
@@ -191,7 +191,7 @@ def spawn(
     nprocs=1, # Processes
     join=True, # Wait, and return the results by rank; else return a `Spawned` to join later
     daemon=False, # Accepted for code written for torch; processes always end with the notebook
-    start_method='spawn', # Accepted for code written for torch
+    start_method='spawn' # Accepted for code written for torch
 ):
     """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises
     `CantDistribute` for objects that can't be pickled, `RankRaised` or `RankDied` if a process

@@ -52,7 +52,7 @@ class Local(Launcher):
         timeout=None, # Seconds without a training step before termination; None: no limit
         live=True, # Show output while it happens, or all of it in the end
         see_load=None, # Show each rank's CPU, memory and GPU in a notebook
-        idle=600., # Seconds after which idle workers of a block exit; the next job starts new ones
+        idle=600. # Seconds after which idle workers of a block exit; the next job starts new ones
     ):
         check('see', see, SEE)
         store_attr()
@@ -79,7 +79,7 @@ class Local(Launcher):
         with self._exclusive() as interrupts: self.close()
         if interrupts.count: raise KeyboardInterrupt
     def close(self,
-        grace=2., # Seconds that processes have to end by themselves
+        grace=2. # Seconds that processes have to end by themselves
     ):
         "Ends the processes and frees what was shared with them; harmless when repeated"
         with delay_interrupts():
@@ -120,7 +120,7 @@ def _run_once(self:Local, job, nprocs, on_event, interrupts):
 # %% ../../nbs/launch/505_local.ipynb #886a3e9a
 def all_reduce_seconds(
     ctx, # The rank's `Context`
-    sizes, # MB of each sum
+    sizes # MB of each sum
 ):
     "A job: MB -> seconds of a sum over all ranks, the shortest of three"
     shortest = {}
@@ -193,7 +193,7 @@ def submit(self:Local,
     job, # A `Job`
     nprocs, # Ranks
     interrupts, # `Interrupts`: with one of them, nothing is waited for
-    mark, # Called when a phase of the start ends
+    mark # Called when a phase of the start ends
 ):
     "Gets workers for a job and gives it to them"
     self._ensure_workers(nprocs, interrupts, mark)
@@ -243,7 +243,7 @@ def start_workers(
     on_gpu, # They need a GPU
     stopped, # Function: true once the workers are not wanted any more; ends the wait for them
     mark=noop, # Called when a phase of the start ends
-    first=0, # Rank whose `LOCAL_RANK` is 0
+    first=0 # Rank whose `LOCAL_RANK` is 0
 ):
     """New `Workers`; if they need a GPU, ones that can use it. Raises `KeyboardInterrupt` if it was
     stopped before they were there"""

@@ -44,7 +44,7 @@ class LoadLine:
     "A line of a notebook that shows the load of each worker, until it is closed"
     def __init__(self,
         pids, # Rank -> process
-        gpus, # Rank -> its GPU, or None
+        gpus # Rank -> its GPU, or None
     ):
         store_attr()
         self.status = StatusLine()
@@ -86,7 +86,7 @@ class Monitor:
     def __init__(self,
         engine, # A `Local`: its workers, and its options `see`, `see_load`, `live`, `timeout`...
         on_event, # Called as `on_event(rank, event)`
-        interrupts, # `Interrupts`, counting already
+        interrupts # `Interrupts`, counting already
     ):
         store_attr()
         self.workers = engine.workers

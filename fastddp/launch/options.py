@@ -91,7 +91,7 @@ def comments_of(fn):
 
 def list_params(
     params, # `inspect.Parameter`s
-    comments, # Name -> what it means
+    comments # Name -> what it means
 ):
     "Return a line for each of `params`, for a docstring"
     def line(p):
@@ -122,7 +122,7 @@ class Options:
         ctx, # `Learner.distrib_ctx`
         ignored=(), # Accepted for code written for others, without effect; shown nowhere else
         extra_checks={}, # The names that its `**kwargs` may have, each with its `Check` or None
-        unsupported={}, # Names that others have -> why it hasn't them
+        unsupported={} # Names that others have -> why it hasn't them
     ):
         params = {k:p for k,p in inspect.signature(ctx).parameters.items() if k != 'self'}
         self.params = {k:p for k,p in params.items() if k not in ignored}       # what is shown
@@ -136,7 +136,7 @@ class Options:
     def checked(self,
         values, # Name -> value, other names among them
         extra={}, # What came as `**kwargs`
-        internal=(), # Names there that users don't give
+        internal=() # Names there that users don't give
     ):
         """Return those of `values` that are options, and `extra`. Raises `CantDistribute` for a
         wrong name or value."""
@@ -192,7 +192,7 @@ class Options:
         cls, # fastai's `Learner`; its `distrib` makes the call
         name, # The method to run on workers
         *afterwards, # The end of its docstring: what the learner holds after a failure, say
-        without=(), # Options that do nothing for it
+        without=() # Options that do nothing for it
     ):
         "Return `distrib_{name}`: the method `name` with options behind its own arguments"
         wrapped = getattr(cls, name)
@@ -215,7 +215,7 @@ class Options:
 # %% ../../nbs/launch/508_options.ipynb #b6c84c1d
 def workers_for(
     nprocs=None, # As the user gave it
-    gpus=None, # The same
+    gpus=None # The same
 ):
     """Return `(number of workers, list of the GPU of each, empty for the CPU)`. Raises
     `CantDistribute`, with a remedy, for what can't be."""
@@ -258,7 +258,7 @@ def reserve_gpus(
     learn, # The learner of the `distrib_ctx` block that has the GPUs; None: no block has them
     gpus, # Their numbers
     refusal="A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
-            "the block.",
+            "the block."
 ):
     "Context manager in which a job on one of `gpus` is refused, and without `learn` a block, too"
     _reservations.append(entry := (learn, gpus, refusal))
@@ -320,7 +320,7 @@ def in_launched_group():
 @contextlib.contextmanager
 def engine_for(
     options, # Of the block: `nprocs`, `gpus`, `launcher`, `see`, `see_load` and `timeout`
-    defaults, # Their default values
+    defaults # Their default values
 ):
     """Context manager: `(open launcher, number of workers, GPU of each)`, or None to train in this
     process"""
@@ -360,7 +360,7 @@ def _gpus_of(local, gpus):
 def refuse_changes(
     outer, # Options of the block around it
     options, # Of this block
-    defaults, # Their default values
+    defaults # Their default values
 ):
     """Raise `CantDistribute` if a block inside another one of the same learner has options that
     differ from those of the outer block"""

@@ -29,7 +29,7 @@ class Context:
         emit=noop, # `emit(event)` sends a small picklable event to the notebook, in order
         put=noop, # `put(name, payload)` leaves a `Payload` there: 'state', 'epoch' or 'cut'
         # `stop_requested()` is True once the notebook wants the job to stop
-        stop_requested=lambda: False,
+        stop_requested=lambda: False
     ):
         store_attr()
         self.local_rank = rank
@@ -54,7 +54,7 @@ def call(
     work, # The function's `function_ref`
     ctx, # A `Context`
     meta, buffers, # Of the payload
-    define=False, # Pickle finds the notebook's classes in this process's `__main__`
+    define=False # Pickle finds the notebook's classes in this process's `__main__`
 ):
     "Loads the payload, calls the job and returns its result as a `Payload`"
     obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), define=define)
@@ -146,7 +146,7 @@ def run_on_rank(
     channel, # The worker's `Channel`
     _, # The payload's pickle is the first of its buffers
     buffers, # As they lie in the launcher's block
-    spec, # A `RankSpec`
+    spec # A `RankSpec`
 ):
     "The entry of every worker's job; returns its result as a `Payload`"
     meta,*buffers = buffers

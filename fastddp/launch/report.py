@@ -232,7 +232,7 @@ class Report:
         "Note that `phase`, such as a key of `PHASES`, ends now"
         self.phase_ends.append((phase, time.time()))
     def add_results(self,
-        results, # `Progress.result` of each rank, with its measurements as `report`
+        results # `Progress.result` of each rank, with its measurements as `report`
     ):
         "Add what the ranks measured"
         self.result = results[0]
@@ -328,7 +328,7 @@ def banner_line(
     gpus, # The GPU of each; None or empty for the CPU
     global_batch, # Items per step of all workers; None if a batch sampler decides
     steps=None, # Steps per epoch, if known
-    where=None, # Where the workers run; default: the GPUs, or the CPU
+    where=None # Where the workers run; default: the GPUs, or the CPU
 ):
     "Return the line that says what runs: workers, batch size, steps"
     s = 's' if n > 1 else ''
@@ -367,7 +367,7 @@ def summary_line(
     n, # Number of ranks
     result, # `Progress.result` of rank 0
     began, # `time.time()` when the call began
-    start='', # As `start_text` returns it
+    start='' # As `start_text` returns it
 ):
     "Return the line that says how long a fit took, and its items per second"
     per_second = result['items']/result['seconds']

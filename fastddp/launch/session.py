@@ -32,7 +32,7 @@ from ..shard.gradients import bn_note
 def dump_or_blame(
     obj,      # The object to pickle
     roots,    # Path -> object, most telling first: where to look for what can't be pickled
-    **kwargs, # Passed on to `dump`
+    **kwargs # Passed on to `dump`
 ):
     "Return `dump(obj, **kwargs)`; raises `NotPicklable`, which names the path to the cause"
     try: return dump(obj, **kwargs)
@@ -45,7 +45,7 @@ def dump_snapshot(
     roots, # Path -> object, most telling first: where to look for what can't be pickled
     *changes, # Context managers that change the learner to what is pickled, and back
     columns=None, # `ColumnCache` that the snapshots of one block share
-    definitions=None, # Gets the notebook's `Definitions` that are sent
+    definitions=None # Gets the notebook's `Definitions` that are sent
 ):
     "Return a `Payload` of `obj`, random streams and patches; raises `NotPicklable`"
     patches = collect_patches()
@@ -78,7 +78,7 @@ def offloaded(learn):
 # %% ../../nbs/launch/511_session.ipynb #9b6a5fc7
 def gpu_memory_note(
     learn, # The notebook's learner
-    gpus, # GPU numbers of the workers; None or empty for the CPU
+    gpus # GPU numbers of the workers; None or empty for the CPU
 ):
     "Return a line that says how much memory `learn` takes on the workers' GPUs, or None"
     tensors = [*_on_gpus(learn), *(t for t in opt_tensors(learn.opt) if is_accelerator(t.device))]
@@ -96,7 +96,7 @@ def distrib_block(
     defaults, # Name -> default value
     in_place, # Returns the context manager for a process group that a launcher made
     overrides, # `overrides(launcher, n, gpus)` returns the methods that replace the learner's
-    is_quiet, # `is_quiet(learn)` is True if no lines of ours are wanted
+    is_quiet # `is_quiet(learn)` is True if no lines of ours are wanted
 ):
     "Return a context manager in which the calls of `learn` run where `options` say"
     outer = vars(learn).get('distrib_session')
@@ -135,7 +135,7 @@ class Call:
         job, # The function that runs on each rank
         what='', # What was called, for the report
         apply_failed='nothing', # Tries whose last epoch is applied if they fail; see above
-        counts_steps=False, # True for `lr_find`, which is told in iterations instead of epochs
+        counts_steps=False # True for `lr_find`, which is told in iterations instead of epochs
     ):
         store_attr('session,job,apply_failed,counts_steps')
         self.learn = session.learn
@@ -211,7 +211,7 @@ class Session:
         n, # Number of workers
         gpus, # The GPU of each; None or empty: the CPU
         options, # What the ranks are told: `batch`, `sync_bn`, and the options of DDP
-        restarts=0, # How often a failed call is repeated
+        restarts=0 # How often a failed call is repeated
     ):
         store_attr()
         self.last_banner = None

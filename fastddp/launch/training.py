@@ -65,7 +65,7 @@ def whereabouts(epoch, batch=None, train=True):
 class Progress:
     "Count batches, items and seconds of a fit on this rank"
     def __init__(self, ctx,
-        folder=None, # `learn.path`, below which callbacks save files
+        folder=None # `learn.path`, below which callbacks save files
     ):
         self.ctx = ctx
         self.first_batch_at = None       # time at which the first batch began
@@ -131,7 +131,7 @@ def dump_state(
     state, # What is copied in place
     rest, # Everything else, with `changes` as of `ChangeTracker.since_start`
     base, # The `ChangeTracker`
-    refs, # What both sides have; see `persistent_refs`
+    refs # What both sides have; see `persistent_refs`
 ):
     "Both as one `Payload`"
     try: small = dump(rest, refs)
@@ -172,7 +172,7 @@ def script_lines(
     sizes, # `(items per step of all ranks, steps per epoch or None)`
     quiet, # The learner wants none of our lines
     counts_steps, # It is told in steps, not in epochs: see `work_done`
-    report=None, # The `Report`, complete when the fit is over
+    report=None # The `Report`, complete when the fit is over
 ):
     "Under torchrun rank 0 says in one line what runs inside, and in another one how long it took"
     tells = not quiet and group.under_launcher() and group.rank() == 0

@@ -50,7 +50,7 @@ _MACHINE_VARIABLE = re.compile(
 def merged_env(
     notebook, # The notebook's environment, a dict
     own, # This machine's environment, a dict
-    own_names, # More variables for which this machine's values count
+    own_names # More variables for which this machine's values count
 ):
     """Return the environment of this machine's workers: the notebook's, apart from variables that
     describe a machine"""
@@ -60,7 +60,7 @@ def merged_env(
 
 def merged_path(
     notebook, # The notebook's import path, a list
-    own, # This machine's import path, a list
+    own # This machine's import path, a list
 ):
     "Return the notebook's folders that exist on this machine, and then its own others"
     found = [folder for folder in notebook if folder == '' or os.path.exists(folder)]
@@ -85,7 +85,7 @@ def own_modules():
 
 def write_files(
     files, # Dict from path to content
-    folder='', # Folder that relative paths are relative to
+    folder='' # Folder that relative paths are relative to
 ):
     "Write files, and make the folders that are missing"
     for name,data in files.items():
@@ -103,7 +103,7 @@ class Agent:
     returns, and the workers end, when the notebook is gone"""
     def __init__(self,
         read_fd, write_fd, # Descriptors of the stream to the notebook
-        own_names=(), # Environment variables for which this machine's values count in workers
+        own_names=() # Environment variables for which this machine's values count in workers
     ):
         self.own_names = own_names
         self.workers = None         # `Workers` of this machine, from the message 'start' on
@@ -171,7 +171,7 @@ class Agent:
         ranks, # List of this machine's ranks
         on_gpu, # True if each needs a GPU
         preload, # Names of the modules that the helper process imports
-        surroundings, # The notebook's, see `_apply_surroundings`
+        surroundings # The notebook's, see `_apply_surroundings`
     ):
         "Start this machine's workers"
         self._apply_surroundings(*surroundings)
@@ -183,7 +183,7 @@ class Agent:
         env, # Variables for the workers' environment
         surroundings, # As for `on_start`
         modules, # `own_modules` of the notebook
-        packed, block, # The payload, as for `Workers.submit`
+        packed, block # The payload, as for `Workers.submit`
     ):
         "Submit a job to all workers of this machine"
         self.unsent_kinds = set()
@@ -198,7 +198,7 @@ class Agent:
     def on_stacks(self, ranks): self.workers.ask_stacks(ranks)
     def _apply_surroundings(self,
         env, cwd, path, # The notebook's environment, working directory and import path
-        *folders, # More folders for the end of the import path
+        *folders # More folders for the end of the import path
     ):
         "Set environment, working directory and import path as in the notebook, where they fit here"
         os.environ.clear()
@@ -231,7 +231,7 @@ class Agent:
         self.sent_beats |= new
         if new: self.stream.send('beats', new)
     def _report_news(self,
-        news, # As `Workers.poll` returns it
+        news # As `Workers.poll` returns it
     ):
         "Send results and events; note payloads of other kinds"
         for r,what,*values in news:

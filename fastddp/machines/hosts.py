@@ -27,7 +27,7 @@ from ..payload.pickling import load
 
 # %% ../../nbs/machines/615_hosts.ipynb #2d7e26f5
 def version_mismatch(
-    there, here, # `facts` of a machine, and of the notebook's
+    there, here # `facts` of a machine, and of the notebook's
 ):
     "Return a text that names the versions which differ; None if all are the same"
     wrong = [f"{k} {there['versions'].get(k) or '(none)'}, the notebook {v or '(none)'}"
@@ -35,7 +35,7 @@ def version_mismatch(
     return f"has {'; '.join(wrong)}; they have to be the same" if wrong else None
 
 def files_named_by(
-    items, # Items of a data set: a sequence, or a table of pandas'
+    items # Items of a data set: a sequence, or a table of pandas'
 ):
     """Return the files and folders of this machine that the first and the last item name, as sorted
     absolute paths. An item is a path, or a tuple or list with paths among its parts"""
@@ -74,7 +74,7 @@ class Machines(Local):
         interface=None, # Network card; None: the first that reaches the others, fast ones first
         start_timeout=120., # Seconds that a machine has to answer
         link_timeout=30., # Seconds of silence that break a connection to a machine or a rank
-        **kwargs, # As for `Local`
+        **kwargs # As for `Local`
     ):
         check_all(locals(), _CHECKS)
         super().__init__(**kwargs)
@@ -102,7 +102,7 @@ class Machines(Local):
         if not self._warm: self.excluded_names = set()
         return super().__enter__()
     def close(self,
-        grace=2., # Seconds that processes have to end by themselves
+        grace=2. # Seconds that processes have to end by themselves
     ):
         "End ranks and agents; harmless when repeated"
         super().close(grace)
@@ -279,7 +279,7 @@ class Command:
     """A process of the notebook's machine, such as ssh, that runs an agent on its standard input
     and output; the connection of a `Machine`"""
     def __init__(self,
-        argv, # The program and its arguments, a list
+        argv # The program and its arguments, a list
     ):
         self._errors = tempfile.TemporaryFile('w+')
         self.proc = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -294,7 +294,7 @@ class Command:
         self._errors.seek(0)
         return self._errors.read()
     def close(self,
-        seconds, # Time for the command to end by itself
+        seconds # Time for the command to end by itself
     ):
         "End the command, and with it the agent"
         with contextlib.suppress(subprocess.TimeoutExpired): self.proc.wait(seconds)
@@ -317,7 +317,7 @@ class Hosts(Machines):
         per_node=None, # Ranks on each; None: its GPUs, or one where there are none
         command='ssh -o BatchMode=yes {host} {run}', # Starts `{run}` on `{host}`
         python=None, # The interpreter there; None: the path of the notebook's
-        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
+        **kwargs # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
         check_all(locals(), _HOST_CHECKS)
         super().__init__(per_node, **kwargs)

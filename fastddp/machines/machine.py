@@ -27,7 +27,7 @@ class Machine:
         name, # Name of the machine, as the user wrote it
         start_agent, # Starts the agent and returns the connection to it, such as a `Command`
         link_timeout, # Seconds without a message after which the machine is lost
-        is_local, # True if this is the notebook's own machine
+        is_local # True if this is the notebook's own machine
     ):
         store_attr('name,link_timeout,is_local')
         self.ranks = []         # set by `RemoteWorkers`
@@ -56,7 +56,7 @@ class Machine:
         why = self.why_lost() or 'no time left'
         raise CantDistribute(f"{self.name} doesn't answer any more: {why}")
     def close(self,
-        grace, # Seconds for the workers to end; their agent gets five more
+        grace # Seconds for the workers to end; their agent gets five more
     ):
         "End the agent; harmless when repeated"
         self.stream.close()
@@ -77,7 +77,7 @@ class RemoteWorkers:
     def __init__(self,
         machines, # List of `Machine`
         counts, # Number of ranks on each
-        on_gpu, # True if each rank needs a GPU
+        on_gpu # True if each rank needs a GPU
     ):
         self.machines = machines
         self._machine_of = {}   # rank -> its `Machine`
@@ -96,7 +96,7 @@ class RemoteWorkers:
         entry, # Function that each rank there calls, as for `Workers.submit`
         specs, # The `RankSpec` of each rank there
         card, # Name of the machine's network card that gloo and NCCL use
-        packed, block, # The payload, as for `Workers.submit`
+        packed, block # The payload, as for `Workers.submit`
     ):
         "Send a job to the ranks of one machine, with modules of the user's own"
         env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
@@ -144,7 +144,7 @@ class RemoteWorkers:
         self.latest[r,kind] = block or Block(),packed
         return r, 'put', kind
     def on_beats(self,
-        beats, # Rank -> its `Heartbeat`
+        beats # Rank -> its `Heartbeat`
     ):
         "Store heartbeats, with the time at which they arrive"
         now = time.monotonic()
@@ -164,7 +164,7 @@ class RemoteWorkers:
         self.latest = {}
         self._beats = {}
     def stop(self,
-        grace=2., # Not used: each agent gives its ranks their time
+        grace=2. # Not used: each agent gives its ranks their time
     ):
         "As `Workers.stop`. The ranks end with their agents, which end with their streams"
         # all streams first, so that the agents end side by side

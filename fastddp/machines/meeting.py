@@ -26,7 +26,7 @@ def _speed(card):
     except (OSError,ValueError): return 0
 
 def network_cards(
-    interface=None, # Name of the only card to return; None: all
+    interface=None # Name of the only card to return; None: all
 ):
     """Return a dict of this machine's network cards, from IPv4 address to the card's name, the
     fastest card first; loopback is left out"""
@@ -44,7 +44,7 @@ def network_cards(
 # %% ../../nbs/machines/611_meeting.ipynb #b9261177
 def accept_one(
     listener, # A listening socket
-    token, # Bytes that identify this machine
+    token # Bytes that identify this machine
 ):
     "Accept one connection, send it the token, and close it"
     with contextlib.suppress(OSError), listener.accept()[0] as conn: conn.sendall(token)
@@ -52,7 +52,7 @@ def accept_one(
 def reachable(
     endpoints, # `(address, port)` of each socket on which another machine listens
     token, # Bytes that this machine sends, see `accept_one`
-    interface=None, # Name of this machine's card to connect from; None: any
+    interface=None # Name of this machine's card to connect from; None: any
 ):
     """Return the addresses at which the other machine can be reached, as a dict from address to the
     name of this machine's card that the connection takes"""
@@ -73,7 +73,7 @@ def reachable(
 def meet(
     machines, # List of `Machine`; the first has rank 0
     interface, # Name of the card to use, or None
-    deadline, # `time.monotonic()` until which the machines have to answer
+    deadline # `time.monotonic()` until which the machines have to answer
 ):
     """Return `(address, cards)`: an address of the first machine that all others reach, and a dict
     from each `Machine` to the name of the card that it uses. Raise `CantDistribute` if there is no
@@ -99,7 +99,7 @@ def meet(
 
 # %% ../../nbs/machines/611_meeting.ipynb #a209242d
 def start_store(
-    address, # An address of this machine, which the other ranks reach
+    address # An address of this machine, which the other ranks reach
 ):
     """Start a `TCPStore` in this process, at a free port, and return `(endpoint, store)`. The
     endpoint is 'address:port'; the store ends when nothing refers to it any more"""
@@ -132,7 +132,7 @@ def _break_dead_links(seconds):
 
 def files_since(
     folder, # A folder, such as `learn.path`
-    since, # A time, as of `time.time()`
+    since # A time, as of `time.time()`
 ):
     """Return the files below `folder` that were written since then, as a dict from path to content;
     hidden folders and those that begin with `__` are left out"""
@@ -146,7 +146,7 @@ def files_since(
 def run_on_machine(
     link_timeout, # Seconds without an answer after which a connection between ranks breaks
     rank0_is_remote, # True if rank 0 is on another machine than the notebook
-    channel, meta, buffers, spec, # As for `run_on_rank`; `spec.store` is an endpoint
+    channel, meta, buffers, spec # As for `run_on_rank`; `spec.store` is an endpoint
 ):
     "Run a job on one rank, as `run_on_rank` does; the entry of all jobs on several machines"
     work = function_ref(functools.partial(_call, spec.work, link_timeout, rank0_is_remote))

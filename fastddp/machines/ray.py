@@ -52,7 +52,7 @@ def start_relay(
     placement_group, # Ray's placement group
     index, # Number of the bundle in which the actor runs
     bundle, # The resources of that bundle, a dict from name to amount
-    runtime_env, # Ray's runtime environment for the actor, or None
+    runtime_env # Ray's runtime environment for the actor, or None
 ):
     "Start a `Relay` and return Ray's handle of the actor"
     import ray
@@ -72,7 +72,7 @@ class RelayConnection:
     """The notebook's connection to the agent behind a `Relay`, as a `Machine` needs it. A thread
     reads the agent's output by actor calls and writes it to a pipe, whose other end is `read_fd`"""
     def __init__(self,
-        actor, # Ray's handle of the `Relay`
+        actor # Ray's handle of the `Relay`
     ):
         self.actor = actor
         self._errors = ''
@@ -81,7 +81,7 @@ class RelayConnection:
                                         name='fastddp-relay')
         self._thread.start()
     def _read_all(self,
-        write, write_eof, # Of the pipe
+        write, write_eof # Of the pipe
     ):
         "Pass on the agent's output until it ends; runs in the thread"
         import ray
@@ -103,7 +103,7 @@ class RelayConnection:
         "Return what the agent wrote to standard error, or Ray's error; '' while the agent runs"
         return self._errors
     def close(self,
-        seconds, # Time for the actor to end by itself
+        seconds # Time for the actor to end by itself
     ):
         "End the actor, and with it the agent"
         import ray
@@ -120,7 +120,7 @@ def _refuse_client(address):
             "it, and say Ray().")
 
 def connect(
-    address, # Address of the cluster as the user gave it, or None
+    address # Address of the cluster as the user gave it, or None
 ):
     "Connect this process to a Ray cluster; return False if it was connected already"
     try: import ray
@@ -155,7 +155,7 @@ def bundles_for(
     per_node, # Ranks on each; None: as many as its GPUs
     gpus, # GPUs to reserve on each; None: one for each rank if the cluster has any
     cpus, # Cores to reserve on each; None: one for each rank
-    resources, # Other resources to reserve on each, a dict from name to amount; or None
+    resources # Other resources to reserve on each, a dict from name to amount; or None
 ):
     """Return the bundle to reserve on each machine that takes part, a dict from resource to amount;
     raise `CantDistribute` if too few machines have one.
@@ -208,7 +208,7 @@ class Ray(Machines):
         resources=None, # Other resources of Ray's that each has to have: name -> how much
         runtime_env=None, # As for Ray's actors; for all machines but the notebook's
         wait=0., # Seconds to wait for resources that others have at the moment
-        **kwargs, # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
+        **kwargs # As for `Machines` and `Local`: `interface`, `start_timeout`, `link_timeout`...
     ):
         check_all(locals(), _CHECKS)
         _refuse_client(address)

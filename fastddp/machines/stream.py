@@ -41,7 +41,7 @@ class Stream:
     def __init__(self,
         read_fd, # Descriptor to read from; this object closes it
         write, # Function that writes all of the bytes it is given; may raise an OSError
-        write_eof, # Function that closes the connection for writing
+        write_eof # Function that closes the connection for writing
     ):
         self._read_fd = read_fd
         self._write = write
@@ -68,7 +68,7 @@ class Stream:
     def send(self,
         *msg, # The message's kind, a string, and its values
         block=None, # A `Block` that arrives as the last value; may be closed after this call
-        size=0, # Bytes of the block, which must not change until they are sent; 0: no block
+        size=0 # Bytes of the block, which must not change until they are sent; 0: no block
     ):
         """Queue a message and return at once. Messages arrive in order; after the connection has
         ended they are dropped"""
@@ -115,7 +115,7 @@ class Stream:
         return messages
     def wait_for(self,
         kind, # Kind of message to wait for; `receive` returns the others
-        deadline, # `time.monotonic()` at which the wait ends
+        deadline # `time.monotonic()` at which the wait ends
     ):
         """Return the values of the first message of a kind, a tuple; None if the stream ends, or
         the deadline passes, before it arrives"""
@@ -172,7 +172,7 @@ class Stream:
         if self._missing: return
         self._inbox.append((*self._msg, self._block) if self._block else self._msg)
     def close(self,
-        timeout=1., # Seconds to send what is queued
+        timeout=1. # Seconds to send what is queued
     ):
         "Send what is queued, and close the connection; harmless when repeated"
         self._queue.put(_END)

@@ -184,7 +184,7 @@ def _use_figures(undo, shell):
 @contextlib.contextmanager
 def capture_output(
     send,                           # Called with one event, by one thread at a time
-    settings=DisplaySettings(),     # How this rank shows its output
+    settings=DisplaySettings()      # How this rank shows its output
 ):
     "Context manager that passes what is shown inside to `send`; restores the process at the end"
     terminal = settings.frontend == 'terminal'

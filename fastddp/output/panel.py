@@ -20,7 +20,7 @@ class Panel:
     "Collects the output of a thread, and shows it in one display of the notebook"
     def __init__(self,
         title, # Called for the first line
-        on_refresh=lambda: None, # Called at each `refresh`
+        on_refresh=lambda: None # Called at each `refresh`
     ):
         self.title = title
         self.on_refresh = on_refresh
@@ -45,7 +45,7 @@ class Panel:
         "Remove all that is shown"
         self.items.clear()
     def refresh(self,
-        force=False, # Also if nothing has changed, or within `PERIOD` of the last time
+        force=False # Also if nothing has changed, or within `PERIOD` of the last time
     ):
         "Update the display"
         self.on_refresh()

@@ -50,7 +50,7 @@ class Replay:
     "Shows the events of workers in the running cell"
     def __init__(self,
         see=(0,),   # Ranks to show, the first one without a prefix; or 'all'
-        live=True,  # Show events while they come? If False, at the end
+        live=True   # Show events while they come? If False, at the end
     ):
         self.live = live
         self.see = see
@@ -151,13 +151,13 @@ def _show_warning(self:Replay, text):
 _hushed = contextvars.ContextVar('fastddp-suppress_lines', default=False)
 
 def suppress_lines(
-    quiet=True, # False: change nothing
+    quiet=True # False: change nothing
 ):
     "Context manager in which this thread prints no lines of the library"
     return with_context(_hushed, _hushed.get() or quiet)
 
 def print_line(
-    text, # One line, or more
+    text # One line, or more
 ):
     "Print a line of the library"
     if not _hushed.get(): _write('stdout', f'{text}\n')
@@ -174,7 +174,7 @@ def several(n, what):
 _printed = set()
 
 def print_once(
-    text, # One line
+    text # One line
 ):
     "Print a line of the library that this process has not printed before"
     if not _hushed.get() and text not in _printed:
@@ -186,7 +186,7 @@ class StatusLine:
     "A line of the library that changes in place"
     def __init__(self): self._id,self._text = f'fastddp-status-{time.monotonic_ns()}',''
     def show(self,
-        text, # Empty: remove the line
+        text # Empty: remove the line
     ):
         "Show `text` in place of the last one"
         if _hushed.get() or text == self._text: return
@@ -202,7 +202,7 @@ class StatusLine:
 
 # %% ../../nbs/output/204_replay.ipynb #029a57cc
 def shorten_traceback(
-    e, # An exception; its `__traceback__` stays complete
+    e # An exception; its `__traceback__` stays complete
 ):
     "Make IPython show the user's frames, and the innermost of an error"
     if hasattr(e, '_render_traceback_'): return

@@ -24,7 +24,7 @@ class EventQueue:
     "Collects events from any thread, and passes them to `send` in a thread of its own"
     def __init__(self,
         send,       # Called with one event; sending ends if it raises OSError or EOFError
-        send_text=True, # If False, only events passed to `put` are sent
+        send_text=True # If False, only events passed to `put` are sent
     ):
         self.send = send
         self.send_text = send_text
@@ -164,7 +164,7 @@ _streams = {o:Stream(o) for o in ('stdout','stderr')}
 def use_streams(
     undo,       # An `ExitStack` that puts the streams back
     queue,      # Where text goes
-    tty=False,  # What `isatty()` says
+    tty=False   # What `isatty()` says
 ):
     "Redirect `sys.stdout` and `sys.stderr` to `queue` until `undo` closes"
     for name,stream in _streams.items():
@@ -177,7 +177,7 @@ def use_streams(
 def tail(
     path,       # File to read; may be missing
     n=4096,     # Bytes at most
-    start=0,    # Position of the first byte to read
+    start=0     # Position of the first byte to read
 ):
     "The last `n` bytes of a file as text, without lists of loaded modules; '' if it is missing"
     try:

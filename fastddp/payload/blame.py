@@ -37,7 +37,7 @@ _MAX_DEPTH = 12     # steps from the object to its smallest part
 
 def blame(
     obj,  # The object to search
-    path, # How the user calls `obj`, such as 'learn'
+    path # How the user calls `obj`, such as 'learn'
 ):
     "Return `(path, reason)` of the smallest part of `obj` that can't be dumped, or None"
     error = _dump_error(obj)
@@ -51,7 +51,7 @@ def _search(
     o, path, error, # An object that can't be dumped, its path, and the exception
     depth,          # Steps down from it
     seen,           # Ids of objects that were tried
-    in_cycles,      # Gets `(path, error)` of objects whose parts fail, but were tried before
+    in_cycles       # Gets `(path, error)` of objects whose parts fail, but were tried before
 ):
     "Return `(path, error)` of the smallest part of `o` that can't be dumped; None if in a cycle"
     seen.add(id(o))
@@ -73,7 +73,7 @@ def _one_line(error):
 def not_picklable(
     obj,   # The object that could not be dumped
     roots, # `{path: object}`: where to search first, in this order
-    error, # The exception that dumping `obj` raised
+    error # The exception that dumping `obj` raised
 ):
     "Return a `NotPicklable` with the path to the object that can't be dumped"
     for path,root in roots.items():

@@ -27,7 +27,7 @@ class _Column:
 class TextColumn(_Column):
     "The items of a list of strings or paths"
     def __init__(self,
-        items, # A list of objects of one class
+        items # A list of objects of one class
     ):
         encoded = [str(o).encode(*_UTF8) for o in items]
         self._class = type(items[0])
@@ -49,7 +49,7 @@ class TensorColumn(_Column):
         storages,       # Each storage, as a tensor of one dimension
         storage_ids,    # For each item the index of its storage
         offsets,        # For each item its first element in that storage
-        shapes,         # An array with a row per item
+        shapes          # An array with a row per item
     ):
         self._class = tensor_class
         self._storages = storages
@@ -113,7 +113,7 @@ class NumberColumn(_Column):
     "The items of a list of numbers of Python or numpy"
     def __init__(self,
         values,         # The numbers as an array
-        is_python,      # True for numbers of Python, False for numpy's
+        is_python       # True for numbers of Python, False for numpy's
     ):
         self._values = values
         self._is_python = is_python
@@ -124,7 +124,7 @@ class NumberColumn(_Column):
 class TupleColumn(_Column):
     "The items of a list of tuples of equal length"
     def __init__(self,
-        columns, # For each position in the tuples the column of the items there
+        columns # For each position in the tuples the column of the items there
     ):
         self._columns = columns
         self.is_reusable = all(c.is_reusable for c in columns)
@@ -137,7 +137,7 @@ _TEXTS = {str, pathlib.PosixPath}
 _NUMBERS = {bool, int, float}
 
 def make_column(
-    items, # A list that isn't empty
+    items # A list that isn't empty
 ):
     "Return a column of `items`; None if they are of several classes, or of one without a column"
     classes = set(map(type, items))
@@ -156,7 +156,7 @@ def make_column(
 class LazyList(UserList):
     "A list that makes each item from a column when it is read"
     def __init__(self,
-        column, # What `make_column` returned
+        column # What `make_column` returned
     ):
         self._items = column        # or the plain list, once there is one
     @property
@@ -311,7 +311,7 @@ class Block:
     """Shared memory for the buffers of one payload at a time. The process that writes to it makes
     it, and sends the descriptor `fd` to those that read. It grows as needed, and is reused"""
     def __init__(self,
-        fd=None, # Descriptor of another process's block; None: make a new one
+        fd=None # Descriptor of another process's block; None: make a new one
     ):
         self.fd = _memory_file() if fd is None else fd      # None once it is closed
         self._on_disk = False       # True: `fd` is a temporary file
@@ -331,7 +331,7 @@ class Block:
         self.fd = None
     def read(self,
         packed,     # What `write` returned, here or in another process
-        copy=False, # If True, return bytearrays; if False, views that change with the next `write`
+        copy=False # If True, return bytearrays; if False, views that change with the next `write`
     ):
         "Return the buffers, writable; what is written to a view isn't seen by other processes"
         if not packed.end: return [bytearray()]*len(packed.spans)

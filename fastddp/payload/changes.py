@@ -122,7 +122,7 @@ def _sample(array):
 def fingerprint(
     v,                      # Any object
     refs=(),                # Objects that `v` may refer to, whose contents don't count
-    max_bytes=float('inf'), # A larger pickle isn't hashed
+    max_bytes=float('inf') # A larger pickle isn't hashed
 ):
     """Return `(hash, size of the pickle in bytes)` of the contents of `v`; the hash is None above
     `max_bytes`. Return None if `v` can't be pickled"""
@@ -171,7 +171,7 @@ class ChangeTracker:
     def __init__(self,
         groups, # Name of a group -> its objects; see above
         is_excluded=lambda group, o, name: False, # True for an attribute that isn't tracked
-        refs=None, # Objects that both sides have; None: all contents count as changed
+        refs=None # Objects that both sides have; None: all contents count as changed
     ):
         store_attr()
         self.before = self._note_all()
@@ -196,7 +196,7 @@ class ChangeTracker:
         digest,nbytes = fingerprints[id(v)] or ('',_MAX_HASHED_BYTES)
         return _Note(v, _members(o, name, v) if digest is None else digest, nbytes)
     def since_start(self,
-        ended=True, # False: the job goes on; small values are returned even if they are unchanged
+        ended=True # False: the job goes on; small values are returned even if they are unchanged
     ):
         "Return group -> a `Change` for each of its objects that has changed"
         now = self._note_all()
@@ -219,7 +219,7 @@ class ChangeTracker:
             return has_changed and (name in STRUCTURE_ATTRS or not _is_cache(o, new.value))
         return has_changed or not ended and new.nbytes <= _ALWAYS_SENT_BYTES
     def drop_unpicklable(self,
-        changes, # What `since_start` returned; is changed in place
+        changes # What `since_start` returned; is changed in place
     ):
         """Remove values that can't be pickled from `changes`. Return `(group, object, name,
         exception)` for each"""
@@ -304,7 +304,7 @@ def _refers_to(v, ids):
 
 def apply_changes(
     groups,     # This process's objects: the same groups as those of the `ChangeTracker`
-    changes,    # What `ChangeTracker.since_start` returned
+    changes     # What `ChangeTracker.since_start` returned
 ):
     "Make the changes in the objects of `groups`"
     for group,changed in changes.items():

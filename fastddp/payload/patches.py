@@ -96,7 +96,7 @@ _undo = []      # functions that undo the patches of the last payload, in the or
 
 def _install(
     sender,     # `_this_process()` of the process that dumped the patches
-    patches,    # A list of `Patch`
+    patches     # A list of `Patch`
 ):
     "Undo the patches of the last payload, and install these; called when `Patches` are loaded"
     if sender == _this_process(): return

@@ -51,7 +51,7 @@ def load_typed_storage(storage, dtype):
 def load_storage(
     buffer,     # Bytes, on which the storage lies without a copy
     device,     # Type of the device of the pickled storage, such as 'cpu'
-    to=None,    # Device to which a storage is moved unless it was pickled on the CPU
+    to=None     # Device to which a storage is moved unless it was pickled on the CPU
 ):
     "Return an untyped storage; the inverse of `_reduce_storage`"
     if not len(buffer): storage = torch.UntypedStorage(0)
@@ -195,7 +195,7 @@ _REMEMBER = pickle.BININT + b'%b' + pickle.BINPERSID + pickle.MEMOIZE + pickle.P
 _replacements = contextvars.ContextVar('fastddp-replacements', default=None)
 
 def replaced_in_dumps(
-    pairs, # `(object, replacement)`
+    pairs # `(object, replacement)`
 ):
     "Context manager in which `dump`, called by this thread, pickles the replacements"
     # the pair keeps the object alive, and so its id unique
@@ -241,7 +241,7 @@ def dump(
     obj,            # The object to pickle
     refs=(),        # Objects that are pickled as their numbers: the loading process has them, too
     columns=None,   # A `ColumnCache`, if long lists in `obj` are to be pickled as columns
-    pickler=_Pickler, # Called with a file and a function for each buffer
+    pickler=_Pickler # Called with a file and a function for each buffer
 ):
     "Return `obj` as a `Payload`"
     buffers,stream = [],io.BytesIO()
@@ -349,7 +349,7 @@ class _Copier(_Pickler):
 
 def deep_copy(
     obj,        # Any object that `dump` can pickle
-    shared,     # Objects that aren't copied
+    shared      # Objects that aren't copied
 ):
     "Return a copy of `obj`, with all tensors on the CPU"
     by_id = {}

@@ -20,14 +20,14 @@ from .pickling import dump
 # %% ../../nbs/payload/106_state.ipynb #8dca0d2b
 def private_copy(
     meta,       # The pickle of a `Payload`
-    buffers,    # Its buffers, in shared memory that the next job writes to
+    buffers     # Its buffers, in shared memory that the next job writes to
 ):
     "Return `(meta, buffers)` with the buffers copied into memory of this process"
     return meta, [bytearray(b) for b in buffers]
 
 def picklable_attrs(
     attrs, # Name -> value
-    refs,  # Objects that the other process has, as for `dump`
+    refs   # Objects that the other process has, as for `dump`
 ):
     "Return the entries of `attrs` whose values can be pickled, as a dict"
     res = {}
@@ -70,7 +70,7 @@ def set_model_state(
     model,
     # 'tensors': `{name: tensor}`; 'requires_grad': a bool per parameter and 'training': a bool per
     # module, in the model's order
-    state,
+    state
 ):
     "Set tensors, `requires_grad` and `training` of a model in place"
     own = model_tensors(model)
@@ -169,7 +169,7 @@ def opt_tensors(opt):
 
 def move_opt_state(
     opt,         # An optimizer, or None
-    device=None, # Where to; None: the device of the parameter
+    device=None # Where to; None: the device of the parameter
 ):
     "Move the optimizer's tensors that have the shape of a parameter, in place"
     for t,p in _tensors_with_params(opt) if opt else ():
@@ -195,7 +195,7 @@ def get_hooks(objs # What `objects_with_hooks` returned
 
 def set_hooks(
     objs, # This process's objects, in the same order
-    next_id, hooks, # What `get_hooks` returned
+    next_id, hooks # What `get_hooks` returned
 ):
     "Set hooks that another process has sent"
     RemovableHandle.next_id = max(RemovableHandle.next_id, next_id)

@@ -103,7 +103,7 @@ def sweep():
 
 def _is_own_folder(
     folder, # The `os.stat_result` of a folder
-    lock,   # That of its lock file
+    lock    # That of its lock file
 ):
     "True for a directory and a regular file that both belong to this user"
     is_folder = stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(lock.st_mode)
@@ -124,7 +124,7 @@ def start_method():
     return 'spawn' if os.environ.get('FASTDDP_PRELOAD') == '0' else 'forkserver'
 
 def turn_off_helper(
-    why, # The reason, which begins the sentence of the warning
+    why # The reason, which begins the sentence of the warning
 ):
     "Have all workers of this process spawned from now on; the first call warns"
     global _is_helper_off
@@ -139,7 +139,7 @@ _preload_if_imported = []                   # what it imports if the notebook ha
 
 def preload(
     *modules,           # `module`, or `module:function` to call the function as well
-    if_imported=False,  # True: only if this process has imported the module when the helper starts
+    if_imported=False   # True: only if this process has imported the module when the helper starts
 ):
     "Add to what the helper imports when it starts"
     listed = _preload_if_imported if if_imported else _preload
@@ -155,7 +155,7 @@ def preloads():
 def serve(
     fd,         # Descriptor of the socket to the notebook
     parent_pid, # The process whose death kills this one; 0: only the socket's end does
-    modules,    # What to import, as `preloads` returns it
+    modules     # What to import, as `preloads` returns it
 ):
     "Run the helper: import `modules`, then fork a worker for each request; doesn't return"
     global _in_worker
@@ -177,7 +177,7 @@ def serve(
     _serve_forks(socket.socket(fileno=fd))
 
 def _import(
-    entry, # `module`, or `module:function`
+    entry # `module`, or `module:function`
 ):
     "Import the module and call the function; print a line to stderr if that fails"
     try:
@@ -196,7 +196,7 @@ def _send_number(pipe, number):
     with contextlib.suppress(BrokenPipeError): os.write(pipe, _NUMBER.pack(number))
 
 def _serve_forks(
-    sock, # The socket to the notebook
+    sock # The socket to the notebook
 ):
     "Fork a worker for each request, and report the exit code of each worker; doesn't return"
     woken,wake = os.pipe()      # SIGCHLD writes to `wake`, so that `woken` becomes readable
@@ -223,7 +223,7 @@ def _serve_forks(
 def _fork_worker(
     conn,           # Descriptor of the worker's socket
     request,        # The pickled `(entry, args)` of `start_worker`
-    not_for_worker, # Descriptors of the helper that the worker closes
+    not_for_worker # Descriptors of the helper that the worker closes
 ):
     "Fork a worker that runs the request, and return its pid; the negative errno if that fails"
     try: pid = os.fork()
@@ -253,7 +253,7 @@ def _run_entry(conn, entry, args):
 def run_spawned(
     conn,        # Descriptor of the worker's socket
     status,      # Descriptor of its status pipe, which stays open until the worker ends
-    entry, args, # As for `start_worker`
+    entry, args # As for `start_worker`
 ):
     "Run a worker that was spawned; doesn't return"
     global _in_worker
@@ -264,7 +264,7 @@ def run_spawned(
 # %% ../../nbs/process/404_helper.ipynb #0c665fbe
 def _start_python(
     call, # The call of a function of this module, as source
-    fds,  # Descriptors that the process inherits
+    fds   # Descriptors that the process inherits
 ):
     "Start a new Python in a session of its own that makes the `call`, and return its `Popen`"
     package = os.path.dirname(os.path.abspath(sys.modules['fastddp'].__file__))
@@ -326,14 +326,14 @@ class WorkerProcess:
     def __init__(self,
         pid,
         status,     # Read end of its status pipe
-        popen=None, # Its `Popen` if it was spawned; None if the helper forked it
+        popen=None # Its `Popen` if it was spawned; None if the helper forked it
     ):
         self.pid = pid
         self.popen = popen
         self.sentinel = status  # Readable when the process has ended
         self.exitcode = None    # None while it runs; negative for a signal
     def join(self,
-        timeout=None, # Seconds; None: no limit
+        timeout=None # Seconds; None: no limit
     ):
         "Wait until the process has ended; return True if it has"
         if self.exitcode is None and connection.wait([self.sentinel], timeout):
@@ -360,7 +360,7 @@ def start_worker(
     conn,   # The worker's end of a socket pair, which is closed here
     entry,  # `module:function`, called in the worker as `function(conn, *args)`
     args,   # Plain values
-    waiting=lambda secs: None, # Called again and again while the helper hasn't answered
+    waiting=lambda secs: None # Called again and again while the helper hasn't answered
 ):
     """Start a worker and return its `WorkerProcess`. Raises `HelperEnded`, an OSError if the system
     refuses, or what `waiting` raises"""

@@ -35,7 +35,7 @@ class Surroundings(NamedTuple):
     filters:bytes
     @classmethod
     def now(cls,
-        **env, # Environment variables to add or replace
+        **env # Environment variables to add or replace
     ):
         "Return the surroundings of this process; raises `CantDistribute` if its folder is gone"
         try: cwd = os.getcwd()
@@ -61,7 +61,7 @@ class Pipe:
     """One end of the pipe between the notebook and a worker. Any thread may send; one thread
     receives"""
     def __init__(self,
-        sock, # One of a `socket.socketpair()`
+        sock # One of a `socket.socketpair()`
     ):
         self.sock = sock
         self._send_lock = threading.Lock()
@@ -77,7 +77,7 @@ class Pipe:
         self._fds.clear()
     def send(self,
         *msg,       # Its kind and its values, which cloudpickle can pickle
-        fd=None,    # A file descriptor, which the receiver gets as the last value
+        fd=None     # A file descriptor, which the receiver gets as the last value
     ):
         "Send a message; raises an OSError if the other end is closed"
         data = cloudpickle.dumps(msg, protocol=5)
@@ -88,7 +88,7 @@ class Pipe:
             # A signal may interrupt the call in the middle of the message.
             if sent < len(head)+len(data): self.sock.sendall((head+data)[sent:])
     def receive(self,
-        max_reads=64, # Of up to 256 KB each, so that one pipe doesn't keep others waiting
+        max_reads=64 # Of up to 256 KB each, so that one pipe doesn't keep others waiting
     ):
         """Return all messages that are complete by now, without waiting. The caller closes their
         descriptors"""
@@ -134,7 +134,7 @@ class Channel:
         conn,           # The worker's end of the pipe, a socket
         rank,           # Of this worker
         parent_pid,     # Pid of the notebook's process; when it ends, this worker is killed
-        folder=None,    # The workers' folder, removed when the notebook ends
+        folder=None     # The workers' folder, removed when the notebook ends
     ):
         self.rank = rank
         self.folder = folder
@@ -160,7 +160,7 @@ class Channel:
         self.send('event', event)
     def put(self,
         kind,    # A string, such as 'result'; the notebook keeps the newest payload of each kind
-        payload, # A `Payload`
+        payload # A `Payload`
     ):
         "Send a payload; it arrives even if this process dies right afterwards"
         block = Block()
@@ -218,7 +218,7 @@ def worker_main(
     rank,           # Of this worker
     parent_pid,     # Pid of the notebook's process
     log,            # Path of the file for what the process writes to descriptors 1 and 2
-    by_main_thread, # True if the notebook's main thread starts this worker
+    by_main_thread # True if the notebook's main thread starts this worker
 ):
     "Run a new worker's process: one task after the other, until 'exit'; doesn't return"
     if os.getsid(0) != os.getpid(): os.setsid()     # a spawned worker has its own session already
@@ -300,7 +300,7 @@ def _pickled(exc):
 
 def _value_of(
     o,       # A value, or a function without arguments that returns one, or such a function
-    default, # What to return if a function fails
+    default # What to return if a function fails
 ):
     "Return the value of `Channel.where` or `Channel.items`"
     try:

@@ -31,7 +31,7 @@ _REMEDIES = {
     errno.ENOSPC: "There is no room in the temporary folder: TMPDIR chooses another one"}
 
 def _refusal(
-    e, # The OSError that the start of workers raised
+    e # The OSError that the start of workers raised
 ):
     "Return the message of the `CantDistribute` that replaces it"
     folder = tempfile.gettempdir()
@@ -54,7 +54,7 @@ class Workers:
         method=None,                # 'forkserver' or 'spawn'; None: `start_method()`
         mark=lambda phase: None,    # Called at the end of the phases 'helper' and 'fork'
         first=0,                    # The first rank on this machine, whose LOCAL_RANK is 0
-        waiting=lambda secs: None,  # Called while the helper isn't ready, see `start_worker`
+        waiting=lambda secs: None   # Called while the helper isn't ready, see `start_worker`
     ):
         self.ranks = ranks
         self.first = first
@@ -119,7 +119,7 @@ def submit(self:Workers,
     packed,     # Where the payload is in `block`
     block,      # The `Block` of shared memory, which the caller closes
     configs,    # For each rank its `config`, in the order of `self.ranks`
-    **env,      # Environment variables of the workers besides those of this process
+    **env       # Environment variables of the workers besides those of this process
 ):
     "Have every rank call `entry`. `poll` reports how it goes; `latest` then has the results"
     self.forget()
@@ -130,7 +130,7 @@ def submit(self:Workers,
 def submit_early(self:Workers,
     entry,      # Function `(channel, config)`
     configs,    # As for `submit`
-    **env,      # As for `submit`
+    **env       # As for `submit`
 ):
     "Have every rank call `entry` before the job that is submitted next. Only failures are reported"
     self._send_each('early', entry, configs, env)
@@ -162,7 +162,7 @@ def ask_stacks(self:Workers, ranks):
 # %% ../../nbs/process/406_workers.ipynb #0e851299
 @patch
 def poll(self:Workers,
-    timeout=None, # Seconds; None: no limit
+    timeout=None # Seconds; None: no limit
 ):
     """Wait until a worker has sent something or has ended. Return what they report, as a list of
     tuples `(rank, what, *values)`"""
@@ -226,7 +226,7 @@ def forget(self:Workers):
 # %% ../../nbs/process/406_workers.ipynb #095f55ef
 @patch
 def stop(self:Workers,
-    grace=2., # Seconds that processes have to exit; 0: they are killed at once
+    grace=2. # Seconds that processes have to exit; 0: they are killed at once
 ):
     """End all processes and free all they use. Returns after `grace` and some more seconds even if
     a process can't be killed, with a warning; repeated calls do nothing"""
@@ -248,7 +248,7 @@ def stop(self:Workers,
 
 @patch
 def _join(self:Workers,
-    timeout, # Seconds
+    timeout # Seconds
 ):
     "Wait until all processes have ended, and read what they send, so that none waits for its pipe"
     end = time.monotonic()+timeout
