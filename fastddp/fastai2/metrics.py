@@ -23,7 +23,7 @@ from ..base.scoped import with_attrs
 from .together import _FIRST, OurCallback
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
-from ..shard.sharded import is_sharded
+from ..shard.sharded import is_sharded, original
 
 # %% ../../nbs/fastai2/706_metrics.ipynb #3c20bfa6
 def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
@@ -326,5 +326,6 @@ class ReduceMetrics(OurCallback):
             self.end_phase()
             self.phase = outer
             if outer is not None:
-                self.learn.dl = dl      # as it is where one process validates the same loader
+                # as in one process: another loader stays in `learn.dl`, on which fastai then trains
+                if original(self.learn.dl) is original(dl): self.learn.dl = dl
                 outer.resume(self.is_global)

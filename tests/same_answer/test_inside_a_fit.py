@@ -72,6 +72,15 @@ def test_values_weights_and_random_streams(ask, at, batch, two):
     for a, b in zip(got, expected): assert largest(a, b) < 1e-4
 
 
+@pytest.mark.parametrize('ask', ['validate', 'validate_train'])
+def test_a_loader_that_is_validated_before_training_is_trained_on(ask, two):
+    "fastai leaves it in `learn.dl`, and its training goes over `learn.dl`"
+    (learn, got, drawn), (one, expected, drawn_one) = asked_in_both('before_train', ASKS[ask], two, 'global')
+    assert_same(learn, one)
+    assert drawn == drawn_one and len(learn.recorder.losses) == len(one.recorder.losses)
+    for a, b in zip(got, expected, strict=True): assert largest(a, b) < 1e-4
+
+
 @pytest.mark.parametrize('ask', ['validate', 'valid'])
 def test_a_validation_of_one_batch_draws_as_in_one_process(ask, two):
     "Every rank goes over all of it"
