@@ -91,7 +91,7 @@ class Learner(_Learner):
 
     @property
     def distrib_report(self):
-        """A `Report` of the last call on workers: what would make it faster, and where its time went;
+        """The `Report` of the last call on workers: what would make it faster, and where its time went.
 None before the first call"""
 
     @property

@@ -28,6 +28,10 @@ class _Words(reprlib.Repr):
     "Shortened reprs, with the secrets of dicts hidden"
     def repr_dict(self, x, level):
         return super().repr_dict({k:_hidden(k, v) for k,v in x.items()}, level)
+    def repr_instance(self, x, level):
+        "Called for a subclass of dict, too: reprlib goes by the name of the class"
+        if not isinstance(x, (dict,type(os.environ))): return super().repr_instance(x, level)
+        return f"{type(x).__name__}({self.repr_dict(x, level)})"
 
 _words = _Words()
 _words.maxstring = _words.maxother = 120
@@ -62,7 +66,7 @@ def item_name(
         name = next(o for o in ('items','samples','paths','files') if hasattr(ds, o))
         item = getattr(ds, name)[i]
         if isinstance(item, (tuple,list)): item = item[0]
-        return cut(os.fspath(item), 200)
+        return cut(os.fspath(item), 200).replace('\n', ' ')     # a note has one line
     except Exception: return ''
 
 # %% ../../nbs/base/000_failure.ipynb #ed28a16e
@@ -133,10 +137,10 @@ def recorded_traceback(
     "A traceback of these frames, for a debugger; None for no frames"
     res = None
     for file,line,name,values in reversed(frames):
-        # its only line is that of the failure
-        code = compile('\n'*(line-1)+'frame()', file, 'eval').replace(co_name=name)
+        # its only line is that of the failure; the user's variables are looked up before this name
+        code = compile('\n'*(line-1)+'_fastddp_frame()', file, 'eval').replace(co_name=name)
         values = {k:_Shown(v) for k,v in values.items()}
-        frame = eval(code, dict(__name__=name, frame=sys._getframe), values)
+        frame = eval(code, dict(__name__=name, _fastddp_frame=sys._getframe), values)
         res = TracebackType(res, frame, frame.f_lasti, line)
     return res
 

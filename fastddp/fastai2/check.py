@@ -183,7 +183,7 @@ class Row(NamedTuple):
     def same(self): return self.largest <= self.tolerance
     def __str__(self):
         if self.same: return f"{self.what}: same"
-        if self.largest == float('inf'): return f"{self.what}: shapes differ"
+        if self.largest == float('inf'): return f"{self.what}: shapes or NaNs differ"
         return f"{self.what}: {100*self.largest:.3g} % apart"
 
 class Answer(list):
@@ -337,7 +337,7 @@ class Bench(list):
     @property
     def worth_it(self):
         "The line of the fewest workers within a tenth of the best rate; None if none had memory."
-        best = max(o.rate for o in self)
+        best = max((o.rate for o in self), default=0.)
         return min((o for o in self if o.rate > .9*best), key=lambda o: o.workers, default=None)
     def __str__(self):
         lines = ["workers  batch num_workers    items/s no loading per worker      epoch"]

@@ -91,11 +91,12 @@ _PLAIN = bool,int,float,str,bytes,type(None)
 _ALWAYS_SENT_BYTES = 2**16      # while the job goes on, smaller values are sent though unchanged
 _MAX_HASHED_BYTES = 2**27       # larger values are compared by members
 
-class _Members(list):
-    "A list that equals another one if both have the very same objects"
+class _Members:
+    "Equals another one if both have the very same objects, in the same order"
+    def __init__(self, objects): self.objects = [*objects]
     def __eq__(self, other):
         if not isinstance(other, _Members): return NotImplemented
-        return len(self) == len(other) and all(a is b for a,b in zip(self, other))
+        return [*map(id, self.objects)] == [*map(id, other.objects)]
 
 def _members(owner, name, v):
     """Return something that differs (`!=`) once the value `v` of an attribute of `owner` has other
@@ -133,13 +134,17 @@ def fingerprint(
     for b in payload.buffers: digest.update(b)
     return digest.digest(), payload.nbytes
 
-def has_arrays(v):
+def has_arrays(v,
+               outer=() # Containers in which `v` is; one may hold itself
+):
     "True for a tensor, an array or an image, and for a container of any of these"
+    if any(v is o for o in outer): return False
+    outer = *outer,v
     if isinstance(v, dict): v = v.values()
     elif not isinstance(v, (list,tuple,set)):
         is_array = hasattr(type(v), 'tobytes') and not np.isscalar(v)
         return isinstance(v, torch.Tensor) or is_array
-    return any(has_arrays(o) for o in v)
+    return any(has_arrays(o, outer) for o in v)
 
 def _is_cache(owner, v):
     """True for a value that stays in the worker though it has changed: an attribute of a module, or

@@ -194,8 +194,7 @@ _REMEMBER = pickle.BININT + b'%b' + pickle.BINPERSID + pickle.MEMOIZE + pickle.P
 
 _replacements = contextvars.ContextVar('fastddp-replacements', default=None)
 
-def replaced_in_dumps(
-    pairs # `(object, replacement)`
+def replaced_in_dumps(pairs # `(object, replacement)`
 ):
     "Context manager in which `dump`, called by this thread, pickles the replacements"
     # the pair keeps the object alive, and so its id unique
@@ -225,8 +224,9 @@ class _Pickler(cloudpickle.Pickler):
         return NotImplemented if reduce is None else reduce(self, o)
     def canonical(self, storage):
         "Return the storage object that is pickled for all storages of the same memory"
-        return self._storages.setdefault((storage.device, storage.data_ptr(), storage.nbytes()),
-                                         storage)
+        if not storage.nbytes(): return storage     # those have one address, but share nothing
+        place = storage.device,storage.data_ptr(),storage.nbytes()
+        return self._storages.setdefault(place, storage)
     def remember(self, numbered):
         "From now on, pickle the object of each pair `(number, object)` as its number"
         memo = self.memo.copy()
