@@ -136,7 +136,6 @@ class Phase:
         has_parts = not is_training and not learn.dl._shard.whole_batches
         # True if the loss of a global batch is computed from all ranks' predictions at the end
         self.recomputes_loss = has_parts and losses.is_gathered(learn.loss_func)
-        if self.recomputes_loss: learn.loss_func = _copy_for_parts(learn.loss_func)
         # True if this rank saw that the loss function reads numbers that the model keeps of a batch
         self.loss_reads_model = losses.has_terms
         # With `recomputes_loss`: the value of the loss function for this batch
@@ -165,7 +164,8 @@ class Phase:
         else: self.merged.append((m, merge))
 
     def _intercept(self):
-        "Replace `accumulate` of each metric"
+        "Replace `accumulate` of each metric, and a loss function that parts must not change"
+        if self.recomputes_loss: self.learn.loss_func = _copy_for_parts(self.loss_func)
         for m in self.metrics: vars(m)['accumulate'] = partial(self.accumulate, m)
 
     def restore(self):

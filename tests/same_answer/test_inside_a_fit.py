@@ -301,3 +301,20 @@ def test_a_validation_within_a_validation(two):
         drop_times(o)
     for row, own in zip(learn.recorder.values, one.recorder.values, strict=True):
         np.testing.assert_allclose([*row], [*own], rtol=1e-5)
+
+
+class SeesItems(torch.nn.Module):
+    "A loss without weights that adds up how many items it has seen outside of training"
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+    def forward(self, pred, y):
+        if not torch.is_grad_enabled(): self.seen += len(y)
+        return torch.nn.functional.cross_entropy(pred, y)*len(y)**.5
+
+
+def test_a_loss_with_a_state_after_a_validation_within_a_validation(two):
+    "The parts of the ranks leave no trace in it, also behind the inner validation: it sees all 32 items or none"
+    learn = learner(valid=32, bs=8, loss_func=SeesItems())
+    learn.distrib_fit(1, nprocs=2, launcher=two, batch='global', cbs=[MidValidation()])
+    assert learn.loss_func.seen in (32, 64)
