@@ -8,14 +8,13 @@ __all__ = ['fastai_generation', 'preload_learners', 'ask_for_helper', 'imported_
 # %% ../nbs/900_early.ipynb #2ce6a8f6
 from importlib.metadata import version
 
-from packaging.version import Version
-
-from .base.failure import ipython_shell
 from .process.helper import preload, warm
 
 # %% ../nbs/900_early.ipynb #5a99afe9
 def fastai_generation():
     "1 or 2: the fastai that is installed; raises ImportError for one that is not supported"
+    # imported here, as below: a mere `import fastddp` doesn't need it
+    from packaging.version import Version
     found = version('fastai')
     if found == '1.0.61': return 1
     if Version(found) >= Version('2.7.19'): return 2
@@ -41,6 +40,7 @@ def preload_learners(
 # %% ../nbs/900_early.ipynb #e8887678
 def ask_for_helper():
     "Start the helper in the background, with all that a learner needs in an interactive session"
+    from .base.failure import ipython_shell
     interactive = ipython_shell() is not None
     preload_learners(interactive)
     preload('fastddp.output.capture:rehearse')

@@ -147,7 +147,7 @@ def fit_job(ctx, obj):
                                  refs)]
         together.fit_callbacks = [*together.fit_callbacks, *resumes]
         def fit():
-            # `together.ours` are removed while rank 0 predicts alone; the first two stay
+            # not in `together.fit_callbacks`, which rank 0 removes while it predicts alone
             try: _fit(learn, cbs, call['fit_args'], [noted, end, *resumes])
             except (Exception,SystemExit):
                 # the contexts around will change the learner before the failure is reported

@@ -7,7 +7,7 @@ __all__ = ['STRUCTURE_ATTRS', 'Variable', 'fingerprint', 'has_arrays', 'Change',
            'apply_changes']
 
 # %% ../../nbs/payload/107_changes.ipynb #5ca1ab12
-import contextlib, copyreg, hashlib, types, weakref
+import contextlib, copyreg, hashlib, operator, types, weakref
 from functools import partial
 from typing import NamedTuple
 
@@ -96,7 +96,8 @@ class _Members:
     def __init__(self, objects): self.objects = [*objects]
     def __eq__(self, other):
         if not isinstance(other, _Members): return NotImplemented
-        return [*map(id, self.objects)] == [*map(id, other.objects)]
+        if len(self.objects) != len(other.objects): return False
+        return all(map(operator.is_, self.objects, other.objects))
 
 def _members(owner, name, v):
     """Return something that differs (`!=`) once the value `v` of an attribute of `owner` has other
@@ -138,13 +139,12 @@ def has_arrays(v,
                outer=() # Containers in which `v` is; one may hold itself
 ):
     "True for a tensor, an array or an image, and for a container of any of these"
-    if any(v is o for o in outer): return False
-    outer = *outer,v
-    if isinstance(v, dict): v = v.values()
-    elif not isinstance(v, (list,tuple,set)):
+    if not isinstance(v, (dict,list,tuple,set)):
         is_array = hasattr(type(v), 'tobytes') and not np.isscalar(v)
         return isinstance(v, torch.Tensor) or is_array
-    return any(has_arrays(o, outer) for o in v)
+    if any(v is o for o in outer): return False
+    outer = *outer,v
+    return any(has_arrays(o, outer) for o in (v.values() if isinstance(v, dict) else v))
 
 def _is_cache(owner, v):
     """True for a value that stays in the worker though it has changed: an attribute of a module, or
