@@ -149,7 +149,7 @@ class Call:
         if not self.has_result or self.apply_failed == 'nothing': return "is unchanged."
         return "holds the end of its last complete epoch."
     def describe_interrupted(self):
-        "Return the same after an interrupt in training; `result` is rank 0's"
+        "Return the same after an interrupt in training"
         return "holds the last finished batch."
     def run(self, is_last=True):
         "Try the call once and return its `Outcome`; `is_last`: no try follows if this one fails"
