@@ -106,6 +106,7 @@ def validate_part(learn, # With its metrics and callbacks
     def all_batches():
         if learn.dl is not own: return type(learn).all_batches(learn)   # a callback's validation
         learn.n_iter = len(own)
+        # with the numbers that the batches have in one process
         for k,b in enumerate(own): learn.one_batch(k*n+rank, b)
     with contextlib.ExitStack() as stack, with_attrs(learn, all_batches=all_batches):
         # `end_gathering` calls it, with the lists of all ranks
@@ -115,7 +116,7 @@ def validate_part(learn, # With its metrics and callbacks
             for o in gather]
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #e54ad9dd
-_NO_BATCH = object()
+_NO_BATCH = object()    # in the last round, of a rank that has one batch less
 
 def join_parts(parts # What `validate_part` returned on each rank
 ): # For each gatherer its lists, by name
@@ -268,7 +269,7 @@ def sync_lr_finder(learn, cbs # All callbacks of the fit
 ):
     "Context manager in which an `LRFinder` loads on all ranks, also on those that wrote no file"
     def after_fit(cb):
-        "As fastai's, but for the file: see `sync_load`"
+        "As fastai's, without a file: `sync_load` sends what rank 0 loads in its own `after_fit`"
         learn.opt.zero_grad()
         learn.load('')
         cb.tmp_d.cleanup()
@@ -279,7 +280,11 @@ def sync_lr_finder(learn, cbs # All callbacks of the fit
         yield
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #00fabeec
-# Callbacks that act on rank 0 only
+# Callbacks that act on rank 0 only. During each of their events
+#   - rank 0 predicts alone (`together.rank0_alone`);
+#   - `learn.cbs` is without the callbacks that make the fit a distributed one, which would wait;
+#   - a callback that is added to the learner acts on rank 0 only, too;
+#   - random streams that all ranks have in common are kept, so that all shuffle the same.
 
 @contextlib.contextmanager
 def _without_cbs(learn, removed):
@@ -307,10 +312,10 @@ def _call_alone(cb, learn, together):
     """Return a replacement of the callback `cb`, called with an event's name, in which
     `together.rank0_alone` is True"""
     def call(event_name):
-        # another callback of rank 0 has triggered this event, and all of it is set
+        # a callback that acts alone has triggered this event
         if together.rank0_alone: return cb(event_name)
         without = _without_cbs(learn, together.fit_callbacks)
-        # in each batch this would cost too much
+        # keeping the streams in each batch would cost too much
         is_in_batch = event_name in _inner_loop
         keeping = contextlib.nullcontext() if is_in_batch else kept_streams(learn, together.common)
         with with_attrs(together, rank0_alone=True), without, keeping: cb(event_name)

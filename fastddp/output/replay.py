@@ -11,7 +11,7 @@ import contextvars, shutil, sys, time
 
 from fastcore.basics import patch
 
-from ..base.failure import ipython_shell as _get_ipython
+from ..base.failure import ipython_shell
 from ..base.scoped import with_context
 from .capture import DisplaySettings
 from .streams import visible_text
@@ -21,7 +21,7 @@ from .streams import visible_text
 
 def frontend():
     "'notebook' if this process can show HTML (Jupyter, VS Code, Colab), else 'terminal'"
-    names = [c.__name__ for c in type(_get_ipython()).__mro__]
+    names = [c.__name__ for c in type(ipython_shell()).__mro__]
     has_html = 'InteractiveShell' in names and 'TerminalInteractiveShell' not in names
     return 'notebook' if has_html else 'terminal'
 
@@ -32,11 +32,11 @@ def in_terminal():
 def display_settings():
     "The `DisplaySettings` of this process"
     width = shutil.get_terminal_size().columns
-    return DisplaySettings(frontend(), True, _get_ipython() is not None, in_terminal(), width)
+    return DisplaySettings(frontend(), True, ipython_shell() is not None, in_terminal(), width)
 
 # %% ../../nbs/output/204_replay.ipynb #39bdb19e
 class _RunningCell:
-    "Shows output in the running cell, or in the terminal"
+    "The place for output unless `show_in` sets another one: the running cell, or the terminal"
     def write(self, name, text):
         "Write to 'stdout' or 'stderr'; characters that a terminal can't encode are replaced"
         out = getattr(sys, name)
@@ -44,11 +44,12 @@ class _RunningCell:
         try: out.write(text)
         except UnicodeEncodeError:
             out.write(text.encode(out.encoding, 'replace').decode(out.encoding))
-    def publish(self, **display): _get_ipython().display_pub.publish(**display)
+    def publish(self, **display): ipython_shell().display_pub.publish(**display)
     def clear_output(self, wait):
-        if shell := _get_ipython(): shell.display_pub.clear_output(wait)
-    def refresh(self): "Do nothing: output is there as soon as it is written"
+        if shell := ipython_shell(): shell.display_pub.clear_output(wait)
+    def refresh(self): "Called in each `Replay.flush`; a `Panel` updates its display then"
 
+# Where output of this thread goes
 _place = contextvars.ContextVar('fastddp-output', default=_RunningCell())
 
 def show_in(
@@ -77,7 +78,7 @@ class Replay:
         self.later = []         # (rank, event) to show at the end
         self.is_new = False     # True if something was shown and not flushed
     def add(self, rank, event):
-        "Show an event of `rank`, or keep it until the end"
+        "Show an event of `rank`, or keep it until the end; `output.streams` lists the events"
         kind = event[0]
         if kind == 'warning': self._show_warning(event[1])
         elif self.see != 'all' and rank not in self.see: return
@@ -103,6 +104,7 @@ class Replay:
 # %% ../../nbs/output/204_replay.ipynb #3810db7b
 @patch
 def _show(self:Replay, rank, kind, *args):
+    "Show an event now"
     if kind == 'stream': self._show_text(rank, *args)
     elif kind == 'display': self._show_display(rank, *args)
     elif kind == 'result': self._show_result(*args)
@@ -128,7 +130,7 @@ def _end_lines(self:Replay):
 def _show_display(self:Replay, rank, data, metadata, transient, update):
     "Show a display; without a shell its text"
     is_first = rank == self.first
-    if not _get_ipython():
+    if not ipython_shell():
         text = data.get('text/plain', '')
         if is_first or not update: self._show_text(rank, 'stdout', f'{text}\n')
         return
@@ -143,7 +145,7 @@ def _show_display(self:Replay, rank, data, metadata, transient, update):
 def _show_result(self:Replay, label, data, metadata):
     "Show the result of a cell with its label: a text behind it, anything else below"
     text = data.get('text/plain', '')
-    is_text = set(data) == {'text/plain'} or not _get_ipython()
+    is_text = set(data) == {'text/plain'} or not ipython_shell()
     if is_text: label += ('\n' if '\n' in text else '')+text
     _place.get().write('stdout', f'{label}\n')
     if not is_text: publish(data, metadata, {}, False)
