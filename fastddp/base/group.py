@@ -14,6 +14,7 @@ import pickle, socket, sys, time
 
 import torch
 
+# `n_gpus` and `use_device` are for users of this module
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e

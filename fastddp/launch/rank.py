@@ -19,6 +19,8 @@ from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, load, resolve_function
 
 # %% ../../nbs/launch/500_rank.ipynb #6bbe3141
+# What a job sees
+
 class Context:
     """What a job sees of its rank and of the notebook. This base class is for ranks without a
     notebook, as in a script: what it would tell the notebook is dropped"""
@@ -66,6 +68,8 @@ def call(
     return res if isinstance(res, Payload) else dump(res)
 
 # %% ../../nbs/launch/500_rank.ipynb #07833c16
+# In a worker: what the launcher decided for this rank, and the context of its job
+
 class RankSpec(NamedTuple):
     "Where and how one rank runs; made by the launcher, once per rank and job"
     world_size:int
@@ -85,10 +89,10 @@ class _WorkerContext(Context):
                          lambda e: channel.emit(('event', e)),
                          channel.put, channel.stop_requested)
         self._channel = channel
-        self.where = channel.where
+        self.where = channel.where      # until the job says something else
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
         self._heartbeats = channel.heartbeats()
-        self._last = board.Heartbeat()
+        self._last = board.Heartbeat()      # what this rank wrote last
     def connect(self):
         """Have failure reports show where this job is, and heartbeats for which rank it waits,
         until the context of the next job connects"""
@@ -106,6 +110,7 @@ class _WorkerContext(Context):
         self._heartbeats.write(self.local_rank, self._last._replace(waits_for=rank))
     @contextlib.contextmanager
     def interruptible(self):
+        # a worker ignores SIGINT elsewhere; the channel's thread sends it when the job is to stop
         main = threading.main_thread().ident
         old = signal.signal(signal.SIGINT, signal.default_int_handler)
         self._channel.on_stop = lambda: signal.pthread_kill(main, signal.SIGINT)
@@ -117,6 +122,9 @@ class _WorkerContext(Context):
             signal.signal(signal.SIGINT, old)
 
 # %% ../../nbs/launch/500_rank.ipynb #080e4a9d
+# The process group. A worker joins it in its first job, or before in `join_early`, and stays in it
+# for the jobs that follow; after a failure they have another rendezvous.
+
 _CONNECTING = 'connecting to the other ranks'   # the place of a failure in `_join_group`
 
 def _join_group(channel, spec, device):
@@ -145,6 +153,9 @@ def join_early(channel, spec):
     _early_phase_ends[:] = [('join', time.time())]
 
 # %% ../../nbs/launch/500_rank.ipynb #5e1bea55
+# A job, from its arrival to its result. What the user wrote runs in `call`, when a failure can
+# already be reported.
+
 def run_on_rank(
     channel, # The worker's `Channel`
     no_meta, # Empty: `Local` puts the payload's pickle into its block, as the first buffer
@@ -183,6 +194,8 @@ def _free_memory(device):
     else: device_module().empty_cache()
 
 # %% ../../nbs/launch/500_rank.ipynb #2f435573
+# What the notebook has set for its process, as by `torch.set_default_dtype`: workers take it over
+
 class Setting(NamedTuple):
     "A setting of a library or of Python that holds for the whole process"
     read:object     # A function without arguments; returns the setting
