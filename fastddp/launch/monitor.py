@@ -125,7 +125,7 @@ class Monitor:
                        latest.get('state') or latest.get('cut'), latest.get('epoch'),
                        self.phase_ends)
     def _watch(self):
-        "Handle what ranks report until the job is over; raise the failure that has ended it"
+        "Handle reports until all ranks have ended, or one has failed or died; raise that failure"
         limit = self.engine.timeout
         try:
             while self.running_ranks and not (self.ends['died'] or self._failures()):
@@ -218,13 +218,13 @@ def _job_stack(text):
     return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
 
 # Where a rank waits for the others: in a collective, or in a backward pass during its all-reduce
-_WAITING_FILES = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
-                  '_engine_run_backward','torch/autograd/graph.py')
+_WAITING_CODE = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
+                 '_engine_run_backward','torch/autograd/graph.py')
 
 def _waits(stack):
     "True if one of the two innermost frames waits for other ranks"
     innermost = '\n'.join(stack.split('\n')[1:3])
-    return any(o in innermost for o in _WAITING_FILES)
+    return any(o in innermost for o in _WAITING_CODE)
 
 # %% ../../nbs/launch/503_monitor.ipynb #e86dfb87
 _BEFORE = 'before its first step'

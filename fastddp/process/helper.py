@@ -115,7 +115,10 @@ def _is_own_folder(
     return is_folder and {folder.st_uid, lock.st_uid} == {os.getuid()}
 
 # %% ../../nbs/process/404_helper.ipynb #d8d16bf7
-# How workers start: forked from the helper, or spawned
+# How workers start. The helper is a process that has imported torch and fastai (`serve`); it forks
+# a worker for each request of `start_worker`. Where no helper can run, workers are spawned: each is
+# a new Python that imports everything itself (`run_spawned`).
+
 _is_helper_off = False  # True once `turn_off_helper` was called
 _in_worker = False      # True in a worker, and in the helper
 
@@ -179,10 +182,8 @@ def serve(
     gc.enable()
     _serve_forks(socket.socket(fileno=fd))
 
-def _import(
-    entry # `module`, or `module:function`
-):
-    "Import the module and call the function; print a line to stderr if that fails"
+def _import(entry):
+    "Import a `module`, or call a `module:function`; print a line to stderr if that fails"
     try:
         if ':' in entry: pkgutil.resolve_name(entry)()
         else: importlib.import_module(entry)
@@ -198,10 +199,8 @@ def _send_number(pipe, number):
     "Write `number` to a status pipe, which the notebook may have closed"
     with contextlib.suppress(BrokenPipeError): os.write(pipe, _NUMBER.pack(number))
 
-def _serve_forks(
-    sock # The socket to the notebook
-):
-    "Fork a worker for each request, and report the exit code of each worker; doesn't return"
+def _serve_forks(sock):
+    "Fork a worker for each request on `sock`, and report each one's exit code; doesn't return"
     woken,wake = os.pipe()      # SIGCHLD writes to `wake`, so that `woken` becomes readable
     for fd in (woken, wake): os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
