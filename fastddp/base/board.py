@@ -70,8 +70,8 @@ MAX_NUMBERS = 24    # that a rank can bring to a meeting
 _RECORD = f'=q{MAX_NUMBERS}d'
 _REPORT_AFTER = 1.  # seconds of waiting after which `on_wait` is called
 _MIN_SLEEP,_MAX_SLEEP = 5e-5,5e-3   # seconds between two looks at the page
-# `on_wait(rank)` is called while this rank waits for `rank`. In a worker, each job sets this variable
-# of the module, so that the notebook hears of it (`launch.rank`).
+# `on_wait(rank)` is called while this rank waits for `rank`. In a worker, each job sets this
+# variable of the module, so that the notebook hears of it (`launch.rank`).
 on_wait = noop
 
 class Board:
