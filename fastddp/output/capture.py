@@ -37,14 +37,15 @@ class _QuietBar:
         return self
 
 # %% ../../nbs/output/203_capture.ipynb #faf24ae5
-_BARS = 'master_bar','progress_bar'             # names of fastprogress's bars
+_BARS = 'master_bar','progress_bar'     # names of fastprogress's bars
 _FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'    # by which fastprogress chooses its bars
 
 _newest = None      # the last module that `_search_new_modules` has searched
 _found = {}         # id -> namespace of a module that has such names
 
 def _search_new_modules():
-    "Add the modules that were imported since the last search to `_found`"
+    """Add the modules that were imported since the last search to `_found`. To search all of them
+    would copy memory that a worker shares with the helper, which takes longer than its start"""
     global _newest
     try: new = [*takewhile(lambda m: m is not _newest, reversed(sys.modules.values()))]
     # another thread imports meanwhile
@@ -55,8 +56,8 @@ def _search_new_modules():
     if new: _newest = new[0]
 
 def use_bars(undo, frontend):
-    """Until `undo` closes, set the bars of `frontend` in every module that has imported bars, and
-    the flags by which a fastprogress chooses that is imported inside"""
+    """Until `undo` closes, set the bars of `frontend` in every module that has imported bars. If
+    fastprogress is imported only later, the flags have it choose the right ones"""
     fp = sys.modules.get('fastprogress.fastprogress')
     if fp is None and frontend == 'silent': return
     values = dict.fromkeys(_FLAGS, frontend != 'terminal')      # name -> its new value
