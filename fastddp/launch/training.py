@@ -142,22 +142,23 @@ def dump_state(
     except Exception:
         lost = tracker.drop_unpicklable(rest['changes'])
         fits = not any(name in STRUCTURE_ATTRS for *_,name,_ in lost)
-        # loggers' connections are expected to stay in the worker
-        words = [_describe_lost(group_name, o, name, e) for group_name,o,name,e in lost
-                 if not is_kind(o, RANK0_ONLY)]
-        dumped_rest = dump(rest | dict(lost=words, fits=fits), refs)
+        dumped_rest = dump(rest | dict(lost=[*_describe_lost(lost)], fits=fits), refs)
     # a pickle within the pickle: if it can't be loaded, `state` arrives all the same
     buffers = [pickle.PickleBuffer(b) for b in dumped_rest.buffers]
     return dump((state, dumped_rest.meta, buffers), refs)
 
-def _describe_lost(group_name, o, name, e):
-    "Return the words for one value of `ChangeTracker.drop_unpicklable`: as users know it, and why"
-    if group_name == 'learn': owner = 'learn'
-    elif group_name == 'opt': owner = 'learn.opt'
-    elif group_name == 'cbs' and hasattr(o, 'name'): owner = f'learn.{o.name}'
-    else: owner = getattr(o, '__name__', type(o).__name__)
-    key = name if isinstance(name, str) else name.key       # of a `Variable`
-    return f"{owner}.{key} ({type(e).__name__}: {e})"
+def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
+):
+    "Yield the words for each lost value: its name for users, and why it was lost"
+    for group_name,o,name,e in lost:
+        # a logger's connection is expected to stay in the worker
+        if is_kind(o, RANK0_ONLY): continue
+        if group_name == 'learn': owner = 'learn'
+        elif group_name == 'opt': owner = 'learn.opt'
+        elif group_name == 'cbs' and hasattr(o, 'name'): owner = f'learn.{o.name}'
+        else: owner = getattr(o, '__name__', type(o).__name__)
+        key = name if isinstance(name, str) else name.key       # of a `Variable`
+        yield f"{owner}.{key} ({type(e).__name__}: {e})"
 
 # %% ../../nbs/launch/510_training.ipynb #710ab407
 def load_state(meta, buffers, refs,
