@@ -224,7 +224,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'fastddp/base/scoped.py'),
                                      'fastddp.base.scoped.environment': ('base/scoped.html#environment', 'fastddp/base/scoped.py'),
                                      'fastddp.base.scoped.in_main_thread': ('base/scoped.html#in_main_thread', 'fastddp/base/scoped.py'),
-                                     'fastddp.base.scoped.restore_entries': ('base/scoped.html#restore_entries', 'fastddp/base/scoped.py'),
+                                     'fastddp.base.scoped.restore_at_end': ('base/scoped.html#restore_at_end', 'fastddp/base/scoped.py'),
                                      'fastddp.base.scoped.set_entries': ('base/scoped.html#set_entries', 'fastddp/base/scoped.py'),
                                      'fastddp.base.scoped.uninterrupted_exit': ( 'base/scoped.html#uninterrupted_exit',
                                                                                  'fastddp/base/scoped.py'),
