@@ -40,7 +40,7 @@ def run_in_notebook(
     with with_attrs(shell, _showtraceback=noop):
         coro = shell.run_cell_async(cell, silent=silent,
                                     transformed_cell=shell.transform_cell(cell))
-        # not by the event loop, which is running the cell with this magic
+        # the event loop is busy with the cell of this magic, so it can't run this one
         result = _pseudo_sync_runner(coro)
     with short_traceback(): result.raise_error()
 
@@ -48,14 +48,14 @@ def run_in_notebook(
 @magics_class
 class DipMagics(Magics):
     """The magics of one IPython shell. It holds the notebook's group of workers (a `Cluster`), and
-    whether `%autodip` sends following cells to it"""
+    the line that `%autodip` puts before following cells"""
     def __init__(self, shell):
         super().__init__(shell=shell)
         self.cluster = None         # the group; None: there is none
         self.cluster_args = None    # the arguments of `Cluster` for the last group, a dict
         self.auto_line = None       # the line that `%autodip` puts before a cell; None: it is off
         self.in_notebook = False    # True while `%%dip` runs a cell in the notebook
-        # True: say where each cell runs; False: say nothing; None: only say which group is started
+        # True: say where each cell runs; False: say nothing; None: say only which group is started
         self.verbose = None
     def group(self):
         "Return the standing group; if there is none, raise an error that says how to start one"
@@ -104,19 +104,20 @@ class DipMagics(Magics):
     def dip(self, line, cell):
         "Run the cell in the group of workers, in the notebook, or in both"
         args = parse_argstring(self.dip, line)
-        see = args.see or ['0']
+        ranks = args.see or ['0']
         # in `%%dip -s 0 1 local` the parser takes the place for a rank
-        if len(see) > 1 and see[-1] in PLACES: args.place = see.pop()
-        if args.place != 'local': self.group()
+        if len(ranks) > 1 and ranks[-1] in PLACES: args.place = ranks.pop()
+        see = ','.join(ranks)
+        if args.place != 'local': self.group()      # an error now, before the cell runs here
         if args.place != 'remote':
             with with_attrs(self, in_notebook=True): run_in_notebook(self.shell, cell, args.quiet)
         if args.place == 'local': return
         if args.appcmd: cell = args.appcmd.strip('\'"')+'\n'+cell
-        if self.verbose: print(f"%%dip: on {args.on}, see {','.join(see)}: {self.cluster!r}")
+        if self.verbose: print(f"%%dip: on {args.on}, see {see}: {self.cluster!r}")
         # the notebook's compiler knows the cell by this name, so that a worker's traceback shows
         # its lines
         name = self.shell.compile.cache(cell, self.shell.execution_count-1, raw_code=cell)
-        self.cluster.run_cell(cell, see=','.join(see), on=args.on, live=not args.quiet, name=name)
+        self.cluster.run_cell(cell, see=see, on=args.on, live=not args.quiet, name=name)
 
     @magic_arguments()
     @argument('switch', nargs='?', choices=['on','off'], help="Without it: show the state.")
@@ -193,7 +194,8 @@ def _start(self:DipMagics,
 ):
     "Start a group, unless the same one stands; raise `CantDistribute` if another one stands"
     suffix = ''
-    if self.cluster is None or not self.cluster.alive or args.restart:
+    stands = self.cluster and self.cluster.alive
+    if args.restart or not stands:
         self.shutdown()
         self.cluster = Cluster(**cluster_args, timeout=args.timeout)
         self.cluster_args = cluster_args
@@ -212,5 +214,6 @@ def transform(self:DipMagics,
     `%autodip` before a cell, and leaves out `%%dip local`, so that IPython itself runs the cell"""
     if lines and lines[0].split() == ['%%dip','local']: return lines[1:]
     is_off = self.auto_line is None or self.in_notebook
-    if is_off or not ''.join(lines).strip() or lines[0].startswith('%'): return lines
+    is_empty = not ''.join(lines).strip()
+    if is_off or is_empty or lines[0].startswith('%'): return lines
     return [f'{self.auto_line}\n', *lines]

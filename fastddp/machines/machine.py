@@ -122,7 +122,10 @@ class RemoteWorkers:
         "As `Workers.poll`; if a machine is lost, its ranks are reported dead"
         self.wait(timeout)
         news = []
-        for m in self.machines: news += [*self.handle_messages(m), *self.deaths_if_lost(m)]
+        for m in self.machines:
+            news += self.handle_messages(m)
+            if why := m.why_lost():
+                news += [(r, 'died', why) for r in m.ranks if r not in self._dead]
         self._dead |= {r for r,what,*_ in news if what == 'died'}
         return news
     def wait(self, timeout):
@@ -138,10 +141,6 @@ class RemoteWorkers:
             handler = getattr(self, f'on_{kind}', None)
             if handler and (item := handler(*values)): news.append(item)
         return news
-    def deaths_if_lost(self, m):
-        "Return the deaths of a machine's ranks as news; none while it is connected"
-        why = m.why_lost()
-        return [(r, 'died', why) for r in m.ranks if why and r not in self._dead]
     def on_news(self, r, what, *values):
         "Return the news that an agent passes on"
         # a machine's clock may differ from the notebook's
