@@ -67,20 +67,6 @@ def persistent_refs(learn, callbacks=(), metrics=()):
             *learn.callbacks, *learn.metrics, *learn.callback_fns]
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
-def _hooked(learn):
-    "Return the objects of `learn` that may have hooks"
-    return objects_with_hooks(learn, loss_module(learn.loss_func))
-
-def _where_to_look(learn, callbacks, hooks):
-    """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
-    to it is the one that the error names"""
-    roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
-    roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
-              'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
-    for cb in callbacks:
-        roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
-    return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
-
 def snapshot(learn,
              callbacks,        # Those of this fit, or of this validation
              columns=None,     # As of `dump_snapshot`
@@ -89,7 +75,7 @@ def snapshot(learn,
 ):
     """Return a `Payload` with the learner, its callbacks and `job_args`, a dict for `unpack`.
     Raises `NotPicklable`, which names the object"""
-    hooks = get_hooks(_hooked(learn))
+    hooks = get_hooks(_hooked_objects(learn))
     obj = dict(learn=learn, callbacks=list(callbacks),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=hooks, **job_args)
@@ -110,7 +96,7 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
         vars(o).update(attrs)
     place(learn, device)
     set_grads(learn.model, obj['grads'])
-    set_hooks(_hooked(learn), *obj['hooks'])
+    set_hooks(_hooked_objects(learn), *obj['hooks'])
 
 def place(learn, device):
     "Move model and optimizer state to `device`, and have the loaders put their batches there"
@@ -118,6 +104,20 @@ def place(learn, device):
     learn.data.device = device
     for dl in loaders_of(learn.data): dl.device = device
     if opt := getattr(learn, 'opt', None): move_opt_state(opt.opt)    # None before the first fit
+
+def _hooked_objects(learn):
+    "Return the objects of `learn` that may have hooks"
+    return objects_with_hooks(learn, loss_module(learn.loss_func))
+
+def _where_to_look(learn, callbacks, hooks):
+    """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
+    to it is the one that the error names"""
+    roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
+    roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
+              'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
+    for cb in callbacks:
+        roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
+    return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
 _ATTRS_STAY = {'pbar',*OPT_HOOKS}

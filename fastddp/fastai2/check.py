@@ -148,34 +148,34 @@ def _compare(learn, steps, tol,
     with contextlib.ExitStack() as stack:
         for o in (on_workers,in_one):
             for r in reasons: r.remove(o, stack)
-        a,b = _train_both(on_workers, in_one, steps, options)
+        many,one = _train_both(on_workers, in_one, steps, options)
     res = Answer([
-        Row('batches', _difference(a.batches, b.batches, each=True), 1e-5),
-        Row('losses', _difference(a.losses, b.losses), tol),
-        Row('gradients', _difference(a.grads, b.grads), tol*10),
+        Row('batches', _difference(many.batches, one.batches, each=True), 1e-5),
+        Row('losses', _difference(many.losses, one.losses), tol),
+        Row('gradients', _difference(many.grads, one.grads), tol*10),
         Row('weights', _difference(_weights(on_workers), _weights(in_one)), tol),
         Row('validation', _difference(_validation(on_workers), _validation(in_one), each=True),
             tol*10)])
-    res.loss = a.loss_kind
-    res.averaged = a.averaged
+    res.loss = many.loss_kind
+    res.averaged = many.averaged
     return res
 
 # %% ../../nbs/fastai2/731_check.ipynb #4b9d02e7
 def _train_both(on_workers, in_one, steps, options):
     """Train one copy on workers, then one in this process over the same batches. Return the
     `NoteSteps` of both."""
-    a,b = NoteSteps(steps),NoteSteps(steps)
+    many,one = NoteSteps(steps),NoteSteps(steps)
     streams = CommonRNG.capture()
     try:
         with with_attrs(snapshot, apply_changes=_put_back_objects):
-            with on_workers._distrib_ctx(**options): on_workers.fit(1, cbs=[a])
+            with on_workers._distrib_ctx(**options): on_workers.fit(1, cbs=[many])
         for dl in in_one.dls.loaders if options['batch'] == 'per_worker' else ():
-            dl.bs *= a.n_ranks
+            dl.bs *= many.n_ranks
             if is_lm(dl): lay_out(dl)
         streams.install()
-        in_one.fit(1, cbs=[b])
+        in_one.fit(1, cbs=[one])
     finally: streams.install()
-    return a, b
+    return many, one
 
 def _put_back_objects(groups, found):
     "As `apply_changes`, but variables of cells, such as a counter, keep their values."

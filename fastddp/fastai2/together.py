@@ -192,8 +192,8 @@ class Together(OurCallback):
         self.fit_depth = 0
 
     def _begin_fit(self):
-        # 'start', 'train', 'between', 'validate' or 'end', of an epoch. `AfterOthers` of
-        # `fastai2.step` sets 'train' and 'validate', and at the end of a validation the last of
+        # The phase of the epoch: 'start', 'train', 'between', 'validate' or 'end'. `AfterOthers`
+        # (`fastai2.step`) sets 'train' and 'validate', and after a validation the last of
         # `outer_phases`
         self.phase = 'start'
         self.outer_phases = []      # of each validation that runs: the phase that goes on after it
