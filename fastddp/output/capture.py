@@ -10,7 +10,7 @@ import builtins, contextlib, functools, os, sys, tempfile, warnings
 from itertools import takewhile
 from typing import NamedTuple
 
-from ..base.scoped import restore_entries, set_entries, without_attrs
+from ..base.scoped import restore_at_end, set_entries, without_attrs
 from .streams import EventQueue, use_streams
 
 # %% ../../nbs/output/203_capture.ipynb #1bb4cded
@@ -155,9 +155,9 @@ def _shell_for(main, name):
 def _use_shell(undo, queue, name):
     "Send displays of this process to `queue`, through a shell whose class is called `name`"
     # before the shell is made, which replaces them
-    restore_entries(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
-    restore_entries(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
-    restore_entries(undo, sys.modules, '__main__')
+    restore_at_end(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
+    restore_at_end(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
+    restore_at_end(undo, sys.modules, '__main__')
     shell = _shell_for(sys.modules['__main__'], name)
     for c in shell._walk_mro(): _use_instance(undo, c, shell)
     set_entries(undo, vars(shell), queue=queue)
@@ -183,7 +183,7 @@ def _use_figures(undo, shell):
     _use_instance(undo, inline.InlineBackend, None)     # this job's shell makes a new one
     # otherwise the formats would be those of the last shell
     undo.enter_context(without_attrs(inline.configure_inline_support, 'current_backend'))
-    restore_entries(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
+    restore_at_end(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
     shell.enable_matplotlib('inline')
     # the last callback is called first: figures are drawn with this backend and shell
     undo.callback(inline.flush_figures)
