@@ -231,6 +231,9 @@ class SyncModel(Callback):
         if isinstance(sys.exc_info()[1], KeyboardInterrupt): self.ranks.leave()
         self.ranks.passes.close()
         _own_loaders(self.learn.data)
+    def before_validation(self):
+        self.ranks.passes.close()
+        self.sync()
     def sync(self):
         """Give all ranks the same buffers and, if weights differ, rank 0's weights and optimizer
         state. A collective operation"""
@@ -302,7 +305,7 @@ def distributed_v1(learn,
     counting = [_CountAll(learn, ranks, cb) for cb in callbacks
                 if type(cb).__name__ == 'AccumulateScheduler']
     loss_batch = _global_loss_batch(learn, ranks, losses)
-    validate = _validate_synced(sync, Validation(ranks, common, losses))
+    validate = Validation(ranks, common, losses, before=sync.before_validation)
     with as_rank(ranks, common), contextlib.ExitStack() as stack:
         if batch == 'per_worker':
             for dl in fit_loaders(learn.data).values():
@@ -328,13 +331,3 @@ def _global_loss_batch(learn, ranks, losses):
             ranks.passes.open()
         return plain(model, xb, yb, loss_func, opt, cb_handler)
     return loss_batch
-
-def _validate_synced(sync, validation):
-    "Return a `basic_train.validate`: `validation`, before which the model is made the same"
-    def validate(*args, **kwargs):
-        # Not all ranks may come to a validation within a validation
-        if not validation.is_running:
-            sync.ranks.passes.close()
-            sync.sync()
-        return validation(*args, **kwargs)
-    return validate

@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['replace_in_fastai', 'old_numpy', 'torch_dl', 'streams_of', 'picklable_preloaders', 'mend_streams', 'text_order',
-           'set_text_order', 'global_batches', 'shard', 'own_loader', 'batch_counts', 'BatchPlace', 'batch_place',
-           'fit_loaders', 'check_v1', 'step_sizes']
+           'set_text_order', 'global_batches', 'shard', 'own_loader', 'batch_counts', 'batch_place', 'fit_loaders',
+           'check_v1', 'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
 import contextlib, copyreg, sys
-from typing import NamedTuple
 
 import numpy as np
 from fastai import core
@@ -41,8 +40,7 @@ def replace_in_fastai(name, old, new):
 
 def old_numpy():
     "Restore the behaviour of numpy that fastai v1 needs, in this process; may be called twice"
-    for k,v in dict(int=int, float=float, bool=bool, object=object, str=str).items():
-        vars(np).setdefault(k, v)
+    for t in int,float,bool,object,str: vars(np).setdefault(t.__name__, t)
     if not hasattr(np.random.permutation, 'old'):
         np.random.permutation = _takes_ragged_lists(np.random.permutation)
     if not hasattr(core.array, 'old'): core.array = _takes_ragged_lists(core.array)
@@ -177,17 +175,13 @@ def batch_counts(dl):
     epoch = torch_dl(dl)._shard.epoch
     return epoch.counts[epoch.n_yielded-1]
 
-class BatchPlace(NamedTuple):
-    "The place of a rank's batch among those of one process"
-    number:int      # Of the global batch, or of the whole batch that this rank has
-    positions:list  # Of this rank's items in the epoch
-
 def batch_place(dl):
-    "Return the `BatchPlace` of the batch that a sharded `dl` has just yielded"
+    """Return `(number of the global batch, positions of this rank's items in the epoch)` for the
+    batch that a sharded `dl` has just yielded. Where ranks take whole batches, it is this rank's"""
     shard = torch_dl(dl)._shard
     i = shard.epoch.n_yielded-1
     number = i*shard.n+shard.rank if shard.whole_batches else i
-    return BatchPlace(number, list(shard.epoch.steps[i].positions))
+    return number, list(shard.epoch.steps[i].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
 def fit_loaders(data # A `DataBunch`

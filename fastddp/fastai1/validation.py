@@ -13,7 +13,7 @@ from fastai import basic_train, metrics as _metrics
 from fastai.callback import AverageMetric, Callback, CallbackHandler
 from fastai.core import is_listy
 from fastai.torch_core import to_device
-from fastcore.basics import store_attr
+from fastcore.basics import noop, store_attr
 
 from ..base import group
 from ..base.device import device_of
@@ -103,7 +103,8 @@ class Validation:
                  losses,     # `Losses`
                  # Each rank takes whole batches in turn where that can be, so that they are padded
                  # and normalized as in one process. False: each takes items of every batch
-                 whole_batches=False
+                 whole_batches=False,
+                 before=noop # Called first, unless this is a validation within another one
     ):
         store_attr()
         self.fastai_validate = basic_train.validate
@@ -113,7 +114,9 @@ class Validation:
                  n_batch=None):
         "Validate as `basic_train.validate`, whose parameters and result it has"
         handler = cb_handler or CallbackHandler()
-        if self.is_running: dl = own_loader(dl)     # within a validation
+        # Not all ranks may come to a validation within a validation
+        if self.is_running: dl = own_loader(dl)
+        else: self.before()
         has_state = self.whole_batches and has_state_of(model, torch_bs(torch_dl(dl)))
         if self.is_running or n_batch or has_state:
             # Each rank validates the whole loader

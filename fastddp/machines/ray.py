@@ -17,6 +17,11 @@ from .stream import writer_to
 from ..output.replay import StatusLine
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
+# How bytes get from a `Stream` of the notebook to the agent of a machine, and back:
+#
+#     the notebook                          each machine that Ray has chosen
+#     Machine -- Stream -- RelayConnection == actor calls == Relay -- stdin, stdout -- Agent
+
 class Relay:
     """Ray actor that runs the agent of one machine in a subprocess, and passes bytes between it and
     the notebook. Ray ends it with the notebook, and the agent ends when its standard input closes.
@@ -163,7 +168,8 @@ def bundles_for(
     Ray chooses the machine of a bundle, except where the bundle holds the resource `node:address`
     of a machine: always on the notebook's own, and on all machines if `nodes` is None"""
     if gpus is None: gpus = per_node if any(has.get('GPU') for _,has in found) else 0
-    able = []       # `(address, bundle)` of the machines that have enough
+    # `(address, bundle)` of the machines that have enough
+    able = []
     for address,has in found:
         n_gpus = has.get('GPU', 0) if gpus is None else gpus
         # where all GPUs of a machine are asked for, one without GPUs takes no part
@@ -177,7 +183,7 @@ def bundles_for(
         raise CantDistribute(
             f"{len(able)} machines of the cluster have what Ray was asked for "
             f"({_in_words(bundle)} on {nodes or 'at least 1'}). There are {there}.")
-    # any amount of the resource ties a bundle to its machine
+    # any amount of the resource `node:address` ties a bundle to its machine
     tied = [bundle | {_NODE+address: .001} for address,bundle in able]
     if nodes is None: return tied
     chosen = [bundle for _,bundle in able[:nodes]]
@@ -227,6 +233,7 @@ class Ray(Machines):
             must_disconnect = connect(self.cluster_address)
         import ray
         if must_disconnect: self._undo.callback(ray.shutdown)
+        # the notebook's machine comes first
         home = ray.get_runtime_context().get_node_id()
         nodes = [o for o in ray.nodes()
                  if o['Alive'] and o['NodeManagerAddress'] not in self.excluded_names]
@@ -263,8 +270,9 @@ class Ray(Machines):
         status = StatusLine()
         if self.wait_seconds: status.show(f"{asked}. Waiting for them")
         try:
+            is_ready = False
             # one second at a time, because Ctrl-C is not handled during Ray's wait
-            while not (is_ready := placement_group.wait(1)) and time.monotonic() < deadline: pass
+            while not is_ready and time.monotonic() < deadline: is_ready = placement_group.wait(1)
         finally: status.show('')
         if is_ready: return placement_group
         free = ray.available_resources()
@@ -274,7 +282,8 @@ class Ray(Machines):
     def problem_with(self, m):
         """As `Machines.problem_with`. Limits the machine's GPUs to those that Ray reserved, since a
         process may see more"""
-        if why := super().problem_with(m): return why
+        why = super().problem_with(m)
+        if why: return why
         reserved = self._reserved_gpus[m.name]
         visible = m.facts['gpus']
         if reserved and not visible:
