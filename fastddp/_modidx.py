@@ -1107,6 +1107,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastddp/fastai2/session.py')},
             'fastddp.fastai2.snapshot': { 'fastddp.fastai2.snapshot._added_cbs': ( 'fastai2/snapshot.html#_added_cbs',
                                                                                    'fastddp/fastai2/snapshot.py'),
+                                          'fastddp.fastai2.snapshot._holds': ( 'fastai2/snapshot.html#_holds',
+                                                                               'fastddp/fastai2/snapshot.py'),
                                           'fastddp.fastai2.snapshot._hooked_objects': ( 'fastai2/snapshot.html#_hooked_objects',
                                                                                         'fastddp/fastai2/snapshot.py'),
                                           'fastddp.fastai2.snapshot._is_large': ( 'fastai2/snapshot.html#_is_large',

@@ -331,8 +331,8 @@ def distrib_ctx(self:Learner,
     block_options = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
     options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # those of `distributed_v1`
-    def methods(launcher, n, gpus):
-        return Session(self, launcher, n, gpus, options, restarts).overrides()
+    # `engine` is a launcher, the number of workers, and their GPUs
+    def methods(*engine): return Session(self, *engine, options, restarts).overrides()
     def under_launcher(): return in_place(self, options, block_options)
     with distrib_block(self, block_options, OPTIONS.defaults, under_launcher, methods,
                        lambda o: o.silent):
