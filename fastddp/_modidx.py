@@ -573,8 +573,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'fastddp/fastai1/validation.py'),
                                             'fastddp.fastai1.validation._GatheredLoss._loss_now': ( 'fastai1/validation.html#_gatheredloss._loss_now',
                                                                                                     'fastddp/fastai1/validation.py'),
-                                            'fastddp.fastai1.validation._GatheredLoss._with_term': ( 'fastai1/validation.html#_gatheredloss._with_term',
-                                                                                                     'fastddp/fastai1/validation.py'),
                                             'fastddp.fastai1.validation._GatheredLoss.of_batch': ( 'fastai1/validation.html#_gatheredloss.of_batch',
                                                                                                    'fastddp/fastai1/validation.py'),
                                             'fastddp.fastai1.validation._KeepBatches': ( 'fastai1/validation.html#_keepbatches',

@@ -51,7 +51,7 @@ class _Tensors(NamedTuple):
     output:object
     target:object
     loss:object         # A tensor; None without a loss function
-    term:object = None  # See `_GatheredLoss`
+    term:object = 0.    # See `_GatheredLoss`
 
 def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
@@ -104,22 +104,21 @@ class Validation:
                  # Each rank takes whole batches in turn where that can be, so that they are padded
                  # and normalized as in one process. False: each takes items of every batch
                  whole_batches=False,
-                 before=noop # Called first, unless this is a validation within another one
+                 before=noop # Called first, but not for a validation within a validation
     ):
         store_attr()
         self.fastai_validate = basic_train.validate
-        self.is_running = False     # this rank validates its shard
+        self.is_running = False     # this rank validates its shard: another call is nested
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "Validate as `basic_train.validate`, whose parameters and result it has"
         handler = cb_handler or CallbackHandler()
-        # Not all ranks may come to a validation within a validation
+        # To a nested validation other ranks may not come: this rank validates the whole loader
         if self.is_running: dl = own_loader(dl)
         else: self.before()
         has_state = self.whole_batches and has_state_of(model, torch_bs(torch_dl(dl)))
         if self.is_running or n_batch or has_state:
-            # Each rank validates the whole loader
             with self.common:
                 return self.fastai_validate(model, dl, loss_func, handler, pbar, average, n_batch)
         return self._by_shards(model, dl, loss_func, handler, pbar, average)
@@ -131,17 +130,20 @@ class Validation:
         item_means = [m for m in handler.metrics if is_item_mean(m)]
         other_metrics = [m for m in handler.metrics if not is_item_mean(m)]
         record = None
-        is_gathered = False     # the loss is computed anew, over the outputs of all ranks
+        is_gathered = False     # the loss must be computed anew, over whole batches
         if loss_func:
             record = _RecordLosses(loss_func, shard_dl, self.losses.reduction(loss_func))
             has_whole_batches = torch_dl(shard_dl)._shard.whole_batches
             is_gathered = self.losses.is_gathered(loss_func) and not has_whole_batches
         must_replay = is_gathered or bool(other_metrics)
-        keep = _KeepBatches(shard_dl, must_replay)
+        keep = _KeepBatches(shard_dl, keeps_tensors=must_replay)
+        # This rank by itself
         outs = self._run(model, shard_dl, record, handler, [*item_means, keep], pbar)
+        # All ranks together
         for m in item_means: _sum_over_ranks(m)
         gathered = _GatheredLoss(loss_func, model, self.losses.has_terms) if is_gathered else None
         if must_replay: _replay(handler, other_metrics, keep.parts, gathered)
+        # The result, as fastai's own function returns it
         if not loss_func: return _pairs(outs, keep.parts)
         losses = gathered.losses if gathered else batch_losses(record.rows)
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]
@@ -192,19 +194,13 @@ class _GatheredLoss:
         if self.has_terms:
             parts = [(positions, o._replace(term=o.loss-self._loss_now(o)))
                      for positions,o in parts]
-        pieces = [o._replace(loss=self._with_term(o)) for o in whole_batch(parts)]
+        pieces = [o._replace(loss=self._loss_now(o)+o.term) for o in whole_batch(parts)]
+        # The models of ranks keep different terms now, so their sums differ by rounding
+        if self.has_terms: group.broadcast_([o.loss for o in pieces])
         if len(pieces) == 1: counts = [sum(counts)]
         weighted = sum(float(o.loss)*n for o,n in zip(pieces, counts))
         self.losses.append((number, weighted/sum(counts), sum(counts)))
         return pieces
-
-    def _with_term(self, tensors):
-        "Return the loss of `tensors` computed now, with their own term, the same on all ranks"
-        loss = self._loss_now(tensors)
-        if not self.has_terms: return loss
-        loss = loss+tensors.term
-        group.broadcast_([loss])        # the models of ranks keep different terms now
-        return loss
 
     def _loss_now(self, tensors):
         "Return the loss of `tensors`, computed on the model's device, on the CPU"
