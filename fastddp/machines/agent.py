@@ -20,18 +20,19 @@ from .stream import Stream, writer_to
 from ..process import helper
 
 # %% ../../nbs/machines/612_agent.ipynb #cae723cc
-# An agent is the process of a machine that stands for it: the notebook sends it messages over a
-# `Stream`, and it runs the machine's ranks with the same `Workers` that a notebook has at home.
+# An agent runs on each machine that takes part. It exchanges messages with the notebook over a
+# `Stream`, and runs the machine's ranks with the same `Workers` as a notebook has:
 #
-#     from the notebook                      to the notebook
-#     link_timeout                           facts: the first message
-#     listen -> reach -> meet_at             listening -> reachable -> store: where the ranks meet
-#     missing                                missing: files that this machine lacks
-#     start                                  log, beats: what the ranks print, and where they are
-#     job, with the payload as its block     news: event, done, failed, died
-#     stop, stacks                           put: a rank's payload of some kind, as its block
+#     from the notebook              to the notebook
+#                                    facts           the first message: what the machine has
+#     link_timeout
+#     listen, reach, meet_at         listening, reachable, store: where the ranks meet
+#     missing                        missing         the files that this machine lacks
+#     start                          log, beats      what the ranks print, and their heartbeats
+#     job + payload                  news            event, done, failed or died, of a rank
+#     stop, stacks                   put + payload   what a rank returns or keeps, such as its state
 #
-# `Agent.handlers` has a method for each message of the notebook.
+# `Agent.handlers` has a method for each message of the notebook. A payload is a message's block.
 
 def _version(package):
     "Return the version of an installed package; None if it isn't installed"

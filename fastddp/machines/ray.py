@@ -132,7 +132,8 @@ def connect(
     except ImportError:
         raise CantDistribute("Ray() needs Ray: pip install 'fastddp[ray]'.") from None
     if ray.is_initialized():
-        _refuse_client('ray://' if ray.util.client.ray.is_connected() else '')
+        is_client = ray.util.client.ray.is_connected()
+        _refuse_client('ray://' if is_client else '')
         return False
     address = address or os.environ.get('RAY_ADDRESS') or 'auto'
     _refuse_client(address)
@@ -151,7 +152,7 @@ def connect(
 
 # %% ../../nbs/machines/616_ray.ipynb #7b68963f
 def _in_words(resources):
-    "Return a dict of resources as text, such as '4 GPU, 4 CPU'"
+    "Return a dict of resources as text, such as '4 GPU, 4 CPU', without `node:address`"
     return ', '.join(f'{v:g} {k}' for k,v in resources.items() if not k.startswith(_NODE))
 
 def bundles_for(
@@ -168,16 +169,16 @@ def bundles_for(
     Ray chooses the machine of a bundle, except where the bundle holds the resource `node:address`
     of a machine: always on the notebook's own, and on all machines if `nodes` is None"""
     if gpus is None: gpus = per_node if any(has.get('GPU') for _,has in found) else 0
-    # `(address, bundle)` of the machines that have enough
-    able = []
+    takes_all_gpus = gpus is None
+    able = []       # `(address, bundle)` of the machines that have enough
     for address,has in found:
-        n_gpus = has.get('GPU', 0) if gpus is None else gpus
-        # where all GPUs of a machine are asked for, one without GPUs takes no part
-        if gpus is None and not n_gpus: continue
+        n_gpus = has.get('GPU', 0) if takes_all_gpus else gpus
+        if takes_all_gpus and not n_gpus: continue
         n_cpus = (per_node or n_gpus or 1) if cpus is None else cpus
         bundle = {k:v for k,v in dict(GPU=n_gpus, CPU=n_cpus, **resources or {}).items() if v}
         if all(has.get(k, 0) >= v for k,v in bundle.items()): able.append((address, bundle))
     if len(able) < (nodes or 1):
+        # `bundle` is that of the last machine
         there = '; '.join(f'{address}: {_in_words({k:has.get(k, 0) for k in bundle})}'
                           for address,has in found)
         raise CantDistribute(
