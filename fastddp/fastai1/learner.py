@@ -84,15 +84,17 @@ class KeepState(Callback):
 
 # %% ../../nbs/fastai1/808_learner.ipynb #bf83e298
 def _unpack_and_note(ctx, obj, metrics):
-    """Make the learner of a snapshot ready on this rank. Returns its `persistent_refs` and its
-    `baseline`, with which `capture` finds what the job has changed"""
+    """Make the learner of a snapshot, the dict `obj`, ready on this rank. Returns its
+    `persistent_refs` and its `baseline`, with which `capture` finds what the job has changed"""
     unpack(obj, ctx.device)
     parts = obj['learn'],obj['callbacks'],metrics
     refs = persistent_refs(*parts)
     # Only rank 0 captures what comes back
     return refs, baseline(*parts, refs if ctx.rank == 0 else None, obj['definitions'])
 
-def fit_job(ctx, obj):
+def fit_job(ctx,
+            obj # The dict of a `snapshot`, with the call's `epochs`, `options` and `metrics`
+):
     """Train the learner of a snapshot on this rank, by fastai's own `fit`. Returns
     `Progress.result`. Rank 0 puts the learner's state at the end of each epoch, and of the fit"""
     learn = obj['learn']
@@ -119,7 +121,11 @@ def _validate(stop_requested, model, *args, **kwargs):
     validation = Validation(ranks, common, Losses(), whole_batches=True)
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
-def infer_job(ctx, obj):
+def infer_job(ctx,
+              # The dict of a `snapshot`, with the `handler` (a `CallbackHandler`) and `infer`, other
+              # arguments of `basic_train.validate`
+              obj
+):
     """Validate a loader with the learner of a snapshot, together with the other ranks. Returns
     `(result on rank 0 or None, True if interrupted)`"""
     learn = obj['learn']
