@@ -268,11 +268,10 @@ def _is_large(v):
 def _stays(group, o, name):
     "Return True if the attribute `name` of `o`, an object of a group, is not sent back."
     if name in _GROUP_STAYS[group]: return True
-    value = vars(o)[name]
-    if group == 'metrics': return _is_large(value)
+    if group == 'metrics': return _is_large(vars(o)[name])
     if group != 'learn': return False
     # what overrides a method belongs to the worker, and callbacks are a group of their own
-    return callable(getattr(type(o), name, None)) or isinstance(value, Callback)
+    return callable(getattr(type(o), name, None)) or isinstance(vars(o)[name], Callback)
 
 def tracked(learn, cbs,
     definitions=() # Functions and classes of cells, whose variables a job may change, too
