@@ -122,8 +122,8 @@ def _validate(stop_requested, model, *args, **kwargs):
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
 def infer_job(ctx,
-              # The dict of a `snapshot`, with the `handler` (a `CallbackHandler`) and `infer`, other
-              # arguments of `basic_train.validate`
+              # The dict of a `snapshot`, with the `handler` (a `CallbackHandler`) and `infer`, the
+              # other arguments of `basic_train.validate`
               obj
 ):
     """Validate a loader with the learner of a snapshot, together with the other ranks. Returns
