@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.device import is_accelerator
-from .pickling import dump
+from .pickling import WEAK_DICTS, dump
 from .state import model_tensors, overwrite_tensor
 
 # %% ../../nbs/payload/107_changes.ipynb #88415fc7
@@ -251,7 +251,7 @@ def _update(old, new):
     if isinstance(old, (types.FunctionType,types.MethodType,partial)): return True
     if isinstance(old, nn.Module): return _update_module(old, new)
     if isinstance(old, list): old[:] = new
-    elif isinstance(old, (dict,set)):
+    elif isinstance(old, (dict,set,*WEAK_DICTS)):
         old.clear()
         old.update(new)
     elif isinstance(old, np.ndarray):
@@ -270,7 +270,11 @@ def _update_object(old, new):
     make,_,state = new.__reduce_ex__(4)[:3]
     if make is not copyreg.__newobj__: return False
     if hasattr(old, '__setstate__'): old.__setstate__(state)
-    else: _replace_attributes(old, new)
+    else:
+        if hasattr(old, '__dict__'): _replace_attributes(old, new)
+        for name in copyreg._slotnames(type(old)):
+            if hasattr(new, name): setattr(old, name, getattr(new, name))
+            elif hasattr(old, name): delattr(old, name)
     return True
 
 def _replace_attributes(old, new, kept=()):
