@@ -267,8 +267,9 @@ def _update(old, new):
 
 def _update_object(old, new):
     "Make `old` equal to `new` as unpickling would; False for objects that have their own reducer"
-    make,_,state = new.__reduce_ex__(4)[:3]
-    if make is not copyreg.__newobj__: return False
+    make,args,state = new.__reduce_ex__(4)[:3]
+    # arguments besides the class have contents that can't be set, such as the items of a tuple
+    if make is not copyreg.__newobj__ or len(args) > 1: return False
     if hasattr(old, '__setstate__'): old.__setstate__(state)
     else:
         if hasattr(old, '__dict__'): _replace_attributes(old, new)
