@@ -25,8 +25,8 @@ from ..launch.options import (
 from ..launch.session import dump_or_blame
 from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
-from ..payload.pickling import dump, load, resolve_function
-from ..process.worker import Surroundings
+from ..payload.pickling import dump, load
+from ..process.worker import Surroundings, resolve_function
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
 # Both are of a worker's process
