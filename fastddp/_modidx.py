@@ -126,7 +126,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastddp.base.failure._Words.repr_instance': ( 'base/failure.html#_words.repr_instance',
                                                                                      'fastddp/base/failure.py'),
                                       'fastddp.base.failure._formatted': ('base/failure.html#_formatted', 'fastddp/base/failure.py'),
-                                      'fastddp.base.failure._frames_in': ('base/failure.html#_frames_in', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure._hidden': ('base/failure.html#_hidden', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure._loader_failure': ( 'base/failure.html#_loader_failure',
                                                                                 'fastddp/base/failure.py'),

@@ -96,9 +96,8 @@ class _Members:
     "Equals another one if both have the very same objects, in the same order"
     def __init__(self, objects): self.objects = [*objects]
     def __eq__(self, other):
-        if not isinstance(other, _Members): return NotImplemented
-        if len(self.objects) != len(other.objects): return False
-        return all(map(operator.is_, self.objects, other.objects))
+        is_alike = isinstance(other, _Members) and len(self.objects) == len(other.objects)
+        return is_alike and all(map(operator.is_, self.objects, other.objects))
 
 def _members(owner, name, v):
     """Return something that differs (`!=`) once the value `v` of an attribute of `owner` has other

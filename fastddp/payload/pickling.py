@@ -32,14 +32,14 @@ class Payload(NamedTuple):
         return [bytearray(b) for b in self.buffers]
 
 # %% ../../nbs/payload/101_pickling.ipynb #c1d4ee3d
+_reduce_by_cloudpickle = cloudpickle.Pickler.reducer_override
+
 @singledispatch
 def _reduce(o, pickler):
     "Return what `__reduce__` would return; NotImplemented if pickle is to call that"
     return NotImplemented
 
 _reduces = _reduce.register
-
-_reduce_by_cloudpickle = cloudpickle.Pickler.reducer_override
 
 @_reduces(torch.storage.TypedStorage)
 def _(storage, pickler):
@@ -196,7 +196,7 @@ def restoring_sent_classes():
     try: yield
     finally:
         for cls,attrs in before:
-            for k in [k for k in vars(cls) if k not in attrs]: delattr(cls, k)
+            for k in vars(cls).keys() - attrs: delattr(cls, k)
             for k,v in attrs.items():
                 # in Python 3.13 and later, to set `__module__` removes `__firstlineno__`
                 if vars(cls).get(k) is not v: setattr(cls, k, v)
