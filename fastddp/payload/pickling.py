@@ -106,7 +106,9 @@ def _load_weakref(o, kind): return (lambda: None) if o is None else kind(o)
 
 @_reduces(weakref.ProxyType)
 @_reduces(weakref.CallableProxyType)
-def _(proxy, pickler): return weakref.proxy, (proxy.__init__.__self__,)
+def _(proxy, pickler):
+    object_of_proxy = proxy.__init__.__self__
+    return weakref.proxy, (object_of_proxy,)
 
 @_reduces(weakref.WeakKeyDictionary)
 @_reduces(weakref.WeakValueDictionary)
@@ -142,7 +144,7 @@ def _(f, pickler):
     reduced = _reduce_by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple): return reduced       # by name
     make,args,state = reduced[:3]
-    code,_,*rest = args         # the second are the globals, which `slots` has, too
+    code,_,*rest = args         # the second one are the globals; `slots` has them, too
     attrs,slots = state
     return (_load_library_function, (make, f.__module__, code, *rest),
             (attrs, slots|dict(__globals__={})), *reduced[3:])
@@ -210,7 +212,7 @@ def replaced_in_dumps(pairs # `(object, replacement)`
     # the pair keeps the object alive, and so its id unique
     return with_context(_replacements, {id(a):(a, b) for a,b in pairs if a is not b})
 
-def _same(o): return o
+def _same(o): return o      # a reducer returns a call: for a replaced object that of this function
 
 # Pickle instructions for one number: push it, replace it by `persistent_load(number)`, store that
 # in the memo at the next place, and remove it from the stack
@@ -224,7 +226,7 @@ class Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=on_buffer)
         self._file = file
         self._storages = {}     # (device, address, bytes) -> the first storage that was met there
-        self._reducers = {}     # type -> its reducer: faster than `_reduce`, which looks in Python
+        self._reducers = {}     # type -> its reducer: `_reduce.dispatch` is slow
         self._replacements = _replacements.get()
         self.definitions = []   # functions and classes that were pickled by value
     def reducer_override(self, o):
@@ -302,7 +304,8 @@ class _Globals(dict):
 
 _defined = {}       # name -> the function or class that a payload has defined in `home`
 
-# Functions of cloudpickle for which `_Unpickler` has a method, called with the function first
+# Functions of cloudpickle that pickles call. `_Unpickler` has a method for each, which is called in
+# its place, with the function as the first argument
 _EXTENDED = '_make_function','_class_setstate','_function_setstate'
 
 class _Unpickler(pickle.Unpickler):
@@ -316,7 +319,7 @@ class _Unpickler(pickle.Unpickler):
     def load(self):
         self._stand_ins = super().load()
         res = super().load()
-        # its functions refer to this unpickler: the cycle would keep the loaded objects alive
+        # the memo has methods of this unpickler, a cycle that would keep the loaded objects alive
         self.memo.clear()
         return res
     def persistent_load(self, number):
