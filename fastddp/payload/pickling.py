@@ -369,8 +369,8 @@ def function_variables(f):
     found |= {('default',i):v for i,v in enumerate(f.__defaults__ or ())}
     return found | {('default',k):v for k,v in (f.__kwdefaults__ or {}).items()}
 
-_VARIABLES = {'cell':' (its variable {})', 'global':' (its global {})',
-              'default':' (a default of its)'}
+_VARIABLE_TEMPLATES = {'cell':' (its variable {})', 'global':' (its global {})',
+                       'default':' (a default of its)'}
 
 def referents(o):
     """Return `(template, name, referent)` for each object that `o` refers to.
@@ -380,7 +380,7 @@ def referents(o):
     if isinstance(o, partial): return _attributes(o, 'func', 'args', 'keywords')
     if isinstance(o, types.MethodType): return _attributes(o, '__self__', '__func__')
     if isinstance(o, types.FunctionType):
-        return [(_VARIABLES[kind],k,v) for (kind,k),v in function_variables(o).items()]
+        return [(_VARIABLE_TEMPLATES[kind],k,v) for (kind,k),v in function_variables(o).items()]
     if isinstance(o, (staticmethod,classmethod)): return [('', '', o.__func__)]
     if isinstance(o, property): return [('', '', f) for f in (o.fget, o.fset, o.fdel) if f]
     if isinstance(o, type):
