@@ -59,16 +59,16 @@ def _dump_error(o):
 def _failing_parts(
     o, path, error, # An object that can't be dumped, its path, and the exception
     depth,          # Steps down from it
-    seen            # `{id: object}` of those that failed before, whose ids thus stay unique
+    failed          # `{id: object}` of those before it; keeps them alive, and so the ids unique
 ):
     "Yield a `_Failing` for each part of `o` that can't be dumped, at any depth; `o` is the last"
-    seen[id(o)] = o
+    failed[id(o)] = o
     is_smallest = True
     for suffix,part in _parts(o) if depth else ():
-        if id(part) in seen: is_smallest = False
+        if id(part) in failed: is_smallest = False
         elif (part_error := _dump_error(part)) is not None:
             is_smallest = False
-            yield from _failing_parts(part, path+suffix, part_error, depth-1, seen)
+            yield from _failing_parts(part, path+suffix, part_error, depth-1, failed)
     yield _Failing(path, error, is_smallest)
 
 def _one_line(error):
