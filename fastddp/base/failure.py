@@ -208,7 +208,7 @@ def _loader_failure(message):
     return found and _LoaderFailure(*found.groups())
 
 def _message_in(text, kind):
-    "Return what follows the type `kind` in the last line of a traceback that begins with it"
+    "Return the message of a traceback, without a note: it follows the name of the type `kind`"
     after = re.split(rf'(?m)^[\w.]*{kind}(?:: |$)', text)[-1]
     return _NOTED.sub('', after).strip()
 
