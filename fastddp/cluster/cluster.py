@@ -24,8 +24,8 @@ from ..launch.options import (
     CHECKS, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus, workers_for)
 from ..launch.session import dump_or_blame
 from ..payload.patches import collect_patches
-from ..payload.pickling import dump, load, resolve_function
-from ..process.worker import Surroundings
+from ..payload.pickling import dump, load
+from ..process.worker import Surroundings, resolve_function
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
 # A method of a `Cluster` runs a job on each worker (`_run_job`), one job at a time:

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['user_calls', 'resume_points', 'INTERVAL', 'structure_of', 'UserCall', 'check_structure', 'call_to_resume',
-           'interval_seconds', 'checkpoint_path', 'write_checkpoint', 'read_checkpoint', 'claimed_file',
-           'checkpoint_writer', 'dump_call', 'call_from_file', 'recorder_lists', 'ResumeFit']
+           'interval_seconds', 'checkpoint_path', 'write_checkpoint', 'read_checkpoint', 'definition_key',
+           'find_definition', 'claimed_file', 'checkpoint_writer', 'dump_call', 'call_from_file', 'recorder_lists',
+           'ResumeFit']
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import contextlib, json, os, re, time, warnings, weakref
+import contextlib, json, os, re, sys, time, types, warnings, weakref
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from .snapshot import CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs
 from .together import OurCallback
-from ..payload.pickling import deep_copy, definition_key, dump, find_definition, load
-from ..payload.state import model_tensors, picklable_attrs, private_copy
+from ..payload.pickling import dump, load
+from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_copy
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
 def structure_of(learn):
@@ -196,6 +197,23 @@ def _read_file(path, learn):
         if n_left != sum(map(sum, sizes)): return None      # its end is missing
         pieces = [[bytearray(f.read(n)) for n in o] for o in sizes]
         return [(meta, buffers) for meta,*buffers in pieces]
+
+# %% ../../nbs/fastai2/724_resume.ipynb #5b1f0a16
+def definition_key(o):
+    """Return `(module, qualified name, arguments)` of a function or class, by which
+    `find_definition` finds it in another kernel that has run the same cell"""
+    args = []
+    if isinstance(o, types.FunctionType):
+        args = [o.__code__.co_freevars, len(o.__defaults__ or ()), sorted(o.__kwdefaults__ or ())]
+    return o.__module__, o.__qualname__, args
+
+def find_definition(key):
+    "Return the function or class of this process whose `definition_key` is `key`, or None"
+    module,qualname,_ = key
+    found = sys.modules.get(module)
+    for name in qualname.split('.'): found = getattr(found, name, None)
+    matches = isinstance(found, (type,types.FunctionType)) and definition_key(found) == key
+    return found if matches else None
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
 _claimed = {}       # file -> the learner of the open block that writes it

@@ -23,10 +23,9 @@ from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
 from ..payload.changes import ChangeTracker, apply_changes, has_arrays
 from ..payload.state import (
-    UNTRACKED_OPT_ATTRS, get_hooks, model_grads, model_tensors, move_opt_state,
+    UNTRACKED_OPT_ATTRS, deep_copy, get_hooks, model_grads, model_tensors, move_opt_state,
     objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, picklable_attrs, set_grads,
     set_hooks, set_model_state, set_opt_state)
-from ..payload.pickling import deep_copy
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of

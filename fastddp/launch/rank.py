@@ -16,7 +16,8 @@ from fastcore.basics import noop, store_attr
 from ..base import board, group
 from ..base.device import bind_near, device_module, is_accelerator, keep_freed_memory, trim_memory
 from ..output.capture import DisplaySettings, capture_output
-from ..payload.pickling import Payload, dump, load, resolve_function
+from ..payload.pickling import Payload, dump, load
+from ..process.worker import resolve_function
 
 # %% ../../nbs/launch/500_rank.ipynb #6bbe3141
 # What a job sees
