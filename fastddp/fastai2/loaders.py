@@ -16,11 +16,11 @@ from fastcore.basics import chunked
 from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
 from ..base.failure import note_item
-from ..base.rng import CommonRNG
+from ..base.rng import CommonRNG, generator_state, set_generator
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, Step, draw_seed, generator_state, global_batch_size,
+    CantShard, Shard, Sharded, Step, draw_seed, global_batch_size,
     iterate_original, no_batches, note_step, one_iteration, original, refuse_loader,
-    report_errors, set_generator, sharded_clone, too_few, track_changes, workers_per_rank)
+    report_errors, sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a

@@ -91,9 +91,9 @@ def _are_plain(tensors):
                   is_nested=False, requires_grad=False)
     for name,value in wanted.items():
         if {getattr(t, name) for t in tensors} != {value}: return False
-    have_attributes = any(vars(t) for t in tensors)
-    are_negated = any(t.is_neg() for t in tensors)      # views that show memory with another sign
-    return all(t.is_contiguous() for t in tensors) and not have_attributes and not are_negated
+    have_attributes = any(map(vars, tensors))
+    are_negated = any(map(Tensor.is_neg, tensors))      # views that show memory with another sign
+    return all(map(Tensor.is_contiguous, tensors)) and not have_attributes and not are_negated
 
 def _tensor_column(tensors):
     "Return the column of a list of tensors of one class; None unless `_are_plain`"
@@ -101,7 +101,7 @@ def _tensor_column(tensors):
     with torch._C.DisableTorchFunctionSubclass():
         if not _are_plain(tensors): return None
         shapes = np.array([*map(Tensor.size, tensors)], int).reshape(len(tensors), tensors[0].ndim)
-        addresses = [t.untyped_storage().data_ptr() for t in tensors]
+        addresses = [o.data_ptr() for o in map(Tensor.untyped_storage, tensors)]
         tensor_at = dict(zip(addresses, tensors))       # address of a storage -> a tensor in it
         if len(tensor_at) > _MAX_STORAGES:
             storages = [torch.cat([t.flatten() for t in tensors]).as_subclass(Tensor)]
@@ -112,7 +112,7 @@ def _tensor_column(tensors):
                         for t in tensor_at.values()]
             id_of = {address:i for i,address in enumerate(tensor_at)}
             storage_ids = np.array([id_of[o] for o in addresses])
-            offsets = np.array([t.storage_offset() for t in tensors])
+            offsets = np.array([*map(Tensor.storage_offset, tensors)])
         return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
 
 # %% ../../nbs/payload/104_buffers.ipynb #a5dda657
