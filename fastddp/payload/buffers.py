@@ -275,12 +275,6 @@ def _temp_file(reason):
                       f"{tempfile.gettempdir()} (TMPDIR chooses the folder).")
     with tempfile.TemporaryFile(prefix='fastddp') as f: return os.dup(f.fileno())
 
-def _memory_file():
-    "Return the descriptor of an anonymous file in memory, or of a temporary file"
-    try: return os.memfd_create('fastddp', os.MFD_CLOEXEC)
-    except (AttributeError,OSError) as e:       # not on every system
-        return _temp_file(f"anonymous memory files can't be made here ({e})")
-
 # %% ../../nbs/payload/104_buffers.ipynb #f414f448
 _ALIGNMENT = 64         # bytes
 _LARGE = 1<<26          # bytes; a smaller growth of the block isn't checked against free memory
@@ -289,18 +283,19 @@ class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a `Block`"
     meta:bytes      # The pickle
     spans:tuple     # `(offset, size in bytes)` of each buffer
+    @classmethod
+    def of(cls, payload):
+        "Return a place for each buffer of a `Payload`, one after the other and aligned"
+        spans = []
+        end = 0
+        for b in payload.buffers:
+            spans.append((end, b.nbytes))
+            end += math.ceil(b.nbytes/_ALIGNMENT)*_ALIGNMENT
+        return cls(payload.meta, tuple(spans))
     @property
     def end(self):
         "The offset behind the last buffer"
         return max((offset+n for offset,n in self.spans), default=0)
-
-def _aligned_spans(buffers):
-    spans = []
-    end = 0
-    for b in buffers:
-        spans.append((end, b.nbytes))
-        end += math.ceil(b.nbytes/_ALIGNMENT)*_ALIGNMENT
-    return tuple(spans)
 
 def write_at(fd, data, offset):
     "Write all of a memoryview to a file"
@@ -316,8 +311,12 @@ class Block:
     def __init__(self,
         fd=None # Descriptor of another process's block; None: make a new one
     ):
-        self.fd = _memory_file() if fd is None else fd      # None once it is closed
-        self._on_disk = False       # True: `fd` is a temporary file
+        if fd is None:
+            try: fd = os.memfd_create('fastddp', os.MFD_CLOEXEC)    # a file in memory, without name
+            except (AttributeError,OSError) as e:       # not on every system
+                fd = _temp_file(f"anonymous memory files can't be made here ({e})")
+        self.fd = fd                # None once it is closed
+        self._on_disk = False       # True: it has moved to a temporary file
     def make_room(self, nbytes):
         "Grow to at least `nbytes`; continue in a temporary file if there isn't enough memory"
         missing = nbytes-os.fstat(self.fd).st_blocks*512        # blocks of 512 bytes that it has
@@ -345,7 +344,7 @@ class Block:
         return [*map(bytearray, buffers)] if copy else buffers
     def write(self, payload):
         "Copy the buffers of a `Payload` into the block, over the last ones; return it as `Packed`"
-        packed = Packed(payload.meta, _aligned_spans(payload.buffers))
+        packed = Packed.of(payload)
         self.make_room(packed.end)
         try: self._fill(payload.buffers, packed)
         except OSError as e:
