@@ -59,11 +59,13 @@ def rows_are_streams(dl, model):
     if is_lm(dl) or not keeps_state(model): return False
     if isinstance(dl, DataLoader):
         in_order = dl.indexed and not dl.shuffle and type(dl).get_idxs is DataLoader.get_idxs
-        return in_order and (dl.drop_last or not dl.n%dl.bs)
+        return in_order and (dl.drop_last or dl.n%dl.bs == 0)
     in_order = isinstance(getattr(dl, 'sampler', None), SequentialSampler) and dl.batch_size
-    return bool(in_order) and (dl.drop_last or not len(dl.sampler)%dl.batch_size)
+    return bool(in_order) and (dl.drop_last or len(dl.sampler)%dl.batch_size == 0)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #c454fa5c
+# A rank's clone of a fastai loader
+
 # A user's loader -> its batch size, if a callback has changed that in a fit. `dl_state` sends it to
 # the notebook
 changed_bs = weakref.WeakKeyDictionary()
@@ -208,6 +210,8 @@ class Undivided(Sharded):
                 yield b
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
+# Shard a loader of any kind, or refuse it
+
 # Methods that `ShardedDL` overrides: a loader whose class does so, too, can't be sharded
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
 
@@ -299,6 +303,8 @@ def batch_items(dl,  # A loader in the middle of an epoch
     return tuple(dict.fromkeys(items))      # a rank may have borrowed an item twice
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87
+# What the next epoch of a loader depends on, and how another loader gets it
+
 def _order_holders(dl):
     "Return the objects that decide about the order of a loader: itself, samplers, a stream."
     if not isinstance(dl, TorchLoader): return [dl]

@@ -22,6 +22,8 @@ from ..base.device import visible_cores
 from ..base.errors import CantDistribute
 
 # %% ../../nbs/shard/301_sharded.ipynb #567362d2
+# Why loaders are refused
+
 class CantShard(CantDistribute):
     "A loader's batches can't be sharded faithfully; the message says why and what to do instead"
 
@@ -53,6 +55,8 @@ def too_few(bs,   # Items of a full global batch; None where a batch sampler dec
             "`batch='global'`, or `drop_last=False`.")
 
 # %% ../../nbs/shard/301_sharded.ipynb #2488c55a
+# The arithmetic of batches and shards
+
 def global_batch_size(bs, # The loader's own batch size; None where a batch sampler decides
                       n,  # Number of ranks
                       batch='per_worker' # `bs` is that of one worker, or the 'global' one
@@ -127,6 +131,7 @@ def shard_steps(batches, # Batches of the loader of one process, in order
         start += len(batch)
 
 # %% ../../nbs/shard/301_sharded.ipynb #f15aba19
+# Sharded loaders. Such a loader has a `Shard`; in each iteration that has an `Epoch`
 class Shard:
     """The state of a sharded loader, as its attribute `_shard`: what it is made from, how that is
     divided, and where the current epoch stands. The arguments never change, but `bs` (see
@@ -253,6 +258,8 @@ def iterate_original(dl,    # A sharded loader, or another iterable
         yield b
 
 # %% ../../nbs/shard/301_sharded.ipynb #7e36e064
+# Clones: a sharded loader is a copy of the user's, of a subclass of its class
+
 @functools.lru_cache(None)
 def sharded_class(mixin, cls):
     "Return the subclass of `mixin` and `cls`, the same class in each call"
@@ -306,6 +313,8 @@ def draw_seed(generator=None # The loader's own, None for torch's global stream
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 # %% ../../nbs/shard/301_sharded.ipynb #29387a34
+# The processes of a loader
+
 def workers_per_rank(num_workers, # The user's number, for one process
                      n,           # Number of ranks
                      cores=None   # Cores of this machine; default: those that it may use
