@@ -14,11 +14,11 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from .base import group
-from .base.device import accelerator_type, device_module, n_gpus, numa_nodes, visible_cores
+from .base.device import (
+    accelerator_type, device_module, free_memory, n_gpus, numa_nodes, visible_cores)
 from .base.errors import WorkerError
 from .launch.engine import Job
 from .launch.local import Local, all_reduce_seconds
-from .payload.buffers import free_memory
 from .process.helper import start_method
 
 # %% ../nbs/904_doctor.ipynb #92eb2751

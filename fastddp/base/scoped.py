@@ -79,23 +79,26 @@ def environment(
 
 # %% ../../nbs/base/005_scoped.ipynb #6486a7dd
 class Interrupts:
-    "Counts Ctrl-C instead of raising it: `count` is how many came inside `counting()`"
+    """Counts Ctrl-C instead of raising it: `count` is how many came inside `counting()`. While it
+    counts, it is itself the process's handler of SIGINT, so the handler says who counts"""
     count = 0
-    def _add(self, *_): self.count += 1
+    def __call__(self, *_): self.count += 1
     @contextlib.contextmanager
     def counting(self):
         """Context manager that counts this thread's interrupts instead of raising them: Ctrl-C in
         the main thread, presses of the `StopButton` in a thread that has one; in other threads it
-        does nothing. It takes over the interrupts that an enclosing `counting()` hasn't handled,
-        and doesn't give them back, so the caller must act on `count`"""
+        does nothing. An inner block takes over what the enclosing block has counted and not acted
+        upon, and doesn't give it back, so the caller must act on `count`"""
         button = _button.get()
         outer = _active_interrupts()
         if button: counts = with_attrs(button, interrupts=self)
-        elif in_main_thread(): counts = _on_ctrl_c(self._add)
+        elif in_main_thread(): counts = _on_ctrl_c(self)
         else: counts = contextlib.nullcontext()
         with counts:
-            # only now, when new ones are counted here: none is lost in between
-            if outer is not None: self.count,outer.count = self.count+outer.count,0
+            # taken over when this block counts already, so that an interrupt between isn't lost
+            if outer is not None:
+                self.count += outer.count
+                outer.count = 0
             yield self
 
 @contextlib.contextmanager
@@ -106,41 +109,44 @@ def _on_ctrl_c(handler):
     finally: signal.signal(signal.SIGINT, old)
 
 class StopButton:
-    "Replaces Ctrl-C in a thread that `press` is to stop"
-    def __init__(self): self.interrupts = Interrupts()
-    def press(self): self.interrupts.count += 1
+    "Takes the place of Ctrl-C in a thread that another thread is to stop, by `press()`"
+    def __init__(self): self.interrupts = Interrupts()      # those that count the next press
+    def press(self): self.interrupts()
     def in_thread(self):
-        "Inside, in this thread, `Interrupts` count what is pressed, and leave signals alone"
+        "Context manager in which `Interrupts` of this thread count presses, and no signals"
         return with_context(_button, self)
 
-_button = contextvars.ContextVar('fastddp-stop', default=None)
+_button = contextvars.ContextVar('fastddp-stop', default=None)      # this thread's `StopButton`
 
 def in_main_thread():
-    "True in the main thread, which lives as long as its process"
+    "Return True in the main thread, which lives as long as its process"
     return threading.current_thread() is threading.main_thread()
 
 def _active_interrupts():
-    "Return the `Interrupts` whose `counting()` this thread is in; None outside of one"
-    if button := _button.get(): return button.interrupts
-    handler = signal.getsignal(signal.SIGINT) if in_main_thread() else None
-    counter = getattr(handler, '__self__', None)
-    return counter if isinstance(counter, Interrupts) else None
+    "Return the `Interrupts` that count this thread's interrupts now, or None"
+    button = _button.get()
+    if button: return button.interrupts
+    handler = signal.getsignal(signal.SIGINT)
+    return handler if in_main_thread() and isinstance(handler, Interrupts) else None
 
 # %% ../../nbs/base/005_scoped.ipynb #46227cf0
 @contextlib.contextmanager
 def delay_interrupts():
-    """Context manager that delays Ctrl-C until the end of the outermost such block; it is dropped
-    if the block raises another exception"""
+    """Context manager that delays Ctrl-C: the outermost such block raises KeyboardInterrupt when it
+    ends, unless it ends with another exception"""
     if _active_interrupts() is not None:
         yield
         return
-    with (interrupts := Interrupts()).counting(): yield
+    interrupts = Interrupts()
+    with interrupts.counting(): yield
     if interrupts.count: raise KeyboardInterrupt
 
 @contextlib.contextmanager
 def allow_interrupts():
-    "Context manager in which Ctrl-C is raised at once, also inside `delay_interrupts`"
-    if (outer := _active_interrupts()) is None or not in_main_thread():
+    """Context manager in which Ctrl-C is raised at once, also inside `delay_interrupts`; raises one
+    that has been delayed"""
+    outer = _active_interrupts()
+    if outer is None or not in_main_thread():
         yield
         return
     with _on_ctrl_c(signal.default_int_handler):
@@ -151,11 +157,13 @@ def allow_interrupts():
 
 @contextlib.contextmanager
 def uninterrupted_exit():
-    "An `ExitStack` whose end can't be cut by Ctrl-C; KeyboardInterrupt is raised afterwards"
+    """Context manager that yields an `ExitStack`, and closes it with Ctrl-C delayed: no callback of
+    the stack is cut off or left out"""
     stack = contextlib.ExitStack()
     try: yield stack
     finally:
         try:
             with delay_interrupts(): stack.close()
-        # a Ctrl-C may come just before `delay_interrupts` is in force; else the stack is empty
+        # Ctrl-C may come after `try`, and before it is delayed. Then the stack is closed here;
+        # otherwise it is empty by now
         finally: stack.close()
