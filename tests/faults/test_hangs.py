@@ -172,8 +172,8 @@ class Releases(Callback):
                     reason='this Python forks safely, or this torch keeps the context')
 def test_no_thread_holds_the_context_of_a_backward_pass():
     "As above. torch hands Python's context variables on to the threads that exchange gradients"
-    learn = make_learner(n=1000, bs=4, cbs=Releases())
-    learn.distrib_fit(2, nprocs=2)
+    learn = make_learner(n=400, bs=4, cbs=Releases())
+    learn.distrib_fit(1, nprocs=2)
     assert learn.releases.n_held == 0
 
 
