@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['rendezvous', 'before_leave', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key',
            'native_backend', 'backend_for', 'backend', 'comm_device', 'join', 'join_launched', 'join_at', 'leave',
-           'check_group', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'sum_', 'bytes_of',
-           'all_gather_object', 'from_rank0', 'all_gather_tensors', 'broadcast_', 'average_']
+           'until_context_released', 'check_group', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'sum_',
+           'bytes_of', 'all_gather_object', 'from_rank0', 'all_gather_tensors', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
 import collections, contextlib, datetime, errno, functools, io, itertools, math, operator, os
@@ -211,9 +211,26 @@ def _until_released(tensors):
     else:
         before = _references(tensors)
         yield
-        end = time.monotonic()+_LONGEST_WAIT
-        while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < end:
-            time.sleep(1e-5)
+        _wait_until(lambda: not any(map(operator.gt, _references(tensors), before)))
+
+def _wait_until(is_released):
+    end = time.monotonic()+_LONGEST_WAIT
+    while not is_released() and time.monotonic() < end: time.sleep(1e-5)
+
+# A backward pass hands Python's context variables to DDP's collectives, and the last thread that
+# has them deletes them. Older versions of torch keep them until the next pass.
+_CONTEXT_ENDS_WITH_PASS = hasattr(torch._C, '_remove_obj_from_tls')
+
+@contextlib.contextmanager
+def until_context_released(loss):
+    """Context manager for a backward pass of `loss` under DDP: at the end, if a fork could hang, waits
+    until gloo's threads have released the pass's context variables"""
+    found = []
+    if _FORKS_MAY_HANG and _CONTEXT_ENDS_WITH_PASS and not is_accelerator(loss.device):
+        loss.register_hook(lambda grad: found.append(torch._C._get_obj_in_tls('context')))
+    yield
+    # two references are ours: the list's, and the argument of `getrefcount`
+    if found: _wait_until(lambda: sys.getrefcount(found[0]) <= 2)
 
 # %% ../../nbs/base/009_group.ipynb #dff8d589
 # Collectives: every rank calls them, in the same order

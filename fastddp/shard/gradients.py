@@ -354,7 +354,8 @@ class Overlapped:
         "Run the backward pass of `loss`; afterwards each gradient is the mean over ranks"
         without_grad = {id(p) for p in self.params() if p.grad is None}
         self.n_passes += 1
-        torch_backward(self.ddp(loss), *args, **kwargs)
+        out = self.ddp(loss)
+        with group.until_context_released(out): torch_backward(out, *args, **kwargs)
         try: return self.ddp.reducer._check_reducer_finalized()
         except RuntimeError: pass       # DDP still waits for parameters that got no gradient
         unused = self._name_unused(loss)
