@@ -298,8 +298,7 @@ class Overlapped:
         model,        # `model()` returns the learner's model
         params,       # `params()` returns the trained parameters
         same_weights=False,  # All ranks loaded the same weights: DDP needn't broadcast them
-        # A communication hook of DDP's, such as `bf16_compress_hook`: `comm_hook(state, bucket)`
-        comm_hook=None,
+        comm_hook=None, # One of DDP's, such as `bf16_compress_hook`: `comm_hook(state, bucket)`
         **ddp_kwargs  # The user's options for DDP
     ):
         store_attr()
