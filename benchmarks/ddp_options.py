@@ -32,7 +32,7 @@ def main():
                      over_defaults=round(statistics.median(v)/base, 3)) for k, v in times.items()]
         show(f'{name}: ms per step, 2 ranks of 1 thread', rows)
         results[name] = dict(rows=rows, times=times)
-    save('ddp_options', args.machine, unit='seconds per step', **results)
+    save('ddp_options', args.machine, unit='milliseconds per step', **results)
 
 
 if __name__ == '__main__': main()

@@ -133,7 +133,7 @@ def main():
         show(f'{name}: ms per step, 1 thread per rank', rows)
         results[name] = dict(rows=rows, ratios=ratios(med), times=times)
         print(results[name]['ratios'])
-    save('throughput', args.machine, unit='seconds per step', **results)
+    save('throughput', args.machine, unit='milliseconds per step', **results)
 
 
 if __name__ == '__main__':
