@@ -171,7 +171,7 @@ class StepSync(OurCallback):
         return self.learn.loss_func if self.gathering is None else self.gathering.f
     def _has_class_weights(self):
         weights = class_weights(self.user_loss())
-        return bool(weights) and weights[0] is not None
+        return weights is not None and weights.weight is not None
 
     # How many items a step has
     def global_items(self):
@@ -255,8 +255,8 @@ class StepSync(OurCallback):
     def exchange_masks(self,
         mask # A checksum of which parameters have gradients here
     ):
-        """Return the masks of all ranks, or None if some rank doesn't make this pass. `Passes` calls
-        it at the end of a flat pass"""
+        """Return the masks of all ranks, or None if some rank doesn't make this pass. `Passes`
+        calls it at the end of a flat pass"""
         result = self.together.meet_between(PASS, mask=mask)
         return None if result is None else result.values('mask')
 
