@@ -1570,6 +1570,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/launch/options.py'),
                                         'fastddp.launch.options.Options.refuse_name': ( 'launch/options.html#options.refuse_name',
                                                                                         'fastddp/launch/options.py'),
+                                        'fastddp.launch.options._Reservation': ( 'launch/options.html#_reservation',
+                                                                                 'fastddp/launch/options.py'),
                                         'fastddp.launch.options._arguments_with_bases': ( 'launch/options.html#_arguments_with_bases',
                                                                                           'fastddp/launch/options.py'),
                                         'fastddp.launch.options._factory': ('launch/options.html#_factory', 'fastddp/launch/options.py'),

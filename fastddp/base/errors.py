@@ -23,7 +23,7 @@ class Trouble(NamedTuple):
     test:object
 
 # %% ../../nbs/base/001_errors.ipynb #1ee15a69
-# Errors that a DataLoader or fit raises for lack of memory, or of room on a disk
+# Errors for lack of memory, or of room on a disk
 
 # The folder of shared memory, and torch's and Python's files there; not any word with these
 # letters, such as 'hashmap'
@@ -52,7 +52,7 @@ _MEMORY = [
         lambda k,m: 'No space left on device' in m)]
 
 # %% ../../nbs/base/001_errors.ipynb #ff5ed2d5
-# Errors that occur because a worker is another process
+# Errors of other code, most of them because a worker is another process
 
 _SURROUNDINGS = [
     Trouble('module not found',
