@@ -775,6 +775,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/fastai2/jobs.py'),
                                       'fastddp.fastai2.jobs.EndOfAll.after_epoch': ( 'fastai2/jobs.html#endofall.after_epoch',
                                                                                      'fastddp/fastai2/jobs.py'),
+                                      'fastddp.fastai2.jobs.Inferred': ('fastai2/jobs.html#inferred', 'fastddp/fastai2/jobs.py'),
                                       'fastddp.fastai2.jobs.NoteProgress': ('fastai2/jobs.html#noteprogress', 'fastddp/fastai2/jobs.py'),
                                       'fastddp.fastai2.jobs.NoteProgress.__init__': ( 'fastai2/jobs.html#noteprogress.__init__',
                                                                                       'fastddp/fastai2/jobs.py'),
