@@ -46,7 +46,7 @@ class NoteProgress(OurCallback):
         phase       None, then 'epoch'  'train'     'epoch'  'validate'  'epoch'
         n_begun                         1, 2, ...            1, 2, ...
 
-    `EndOfAll` comes after all other callbacks, and sets `in_batch` to False there."""
+    `EndOfAll`, the last callback, sets `in_batch` to False at the end of a training batch."""
     order = -2_000_000      # before all other callbacks, which may fail
     def __init__(self, ctx,
         folder=None # As of `Progress`

@@ -49,6 +49,8 @@ class FitCall(Call):
         store_attr('cbs,user_call,first_epoch')
         # `options`, `fit_args` and `wandb_run` for `fit_job`; `Session.fit` sets it
         self.request = {}
+
+    # What the base class asks for
     def snapshot(self):
         session = self.session
         call = dict(self.request, first_epoch=self.first_epoch,
@@ -86,6 +88,8 @@ class FitCall(Call):
     def on_event(self, rank, event):
         if not isinstance(event, EpochEnd): return
         for f in self.session.on_epoch: f(self, event)
+
+    # The resume point
     def save(self,
         epoch=None # The last complete epoch, an `EpochEnd`; None: what the learner holds now
     ):

@@ -7,24 +7,25 @@ __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spaw
 
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
 import ast, contextlib, os, sys, threading
+
+from fastcore.basics import store_attr
+
 from ..base import group
 from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole
+from ..base.device import visible_cores
 from ..base.errors import CantDistribute
+from ..base.scoped import environment
 from .background import BackgroundJob
+from .engine import Job
 from .local import Local
 from .session import dump_or_blame
-from ..base.scoped import environment
-from .engine import Job
 from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..process.helper import private_folder
-from fastcore.basics import store_attr
-from ..base.device import visible_cores
 
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633
 # Import statements, as text
-
 def global_imports(
     imports, # Import statements: a string of lines, or a list of them
     globals=None # Namespace that gets the names; default: `__main__`'s
@@ -58,8 +59,7 @@ def import_star(
     global_imports([f'from {m} import *' for m in modules], g)
 
 # %% ../../nbs/launch/514_functions.ipynb #2fe356a4
-# One call: `_request` in the notebook makes the payload of `call_job` on each rank
-
+# One call: in the notebook `_request` packs it, on each rank `call_job` makes it
 def _needed(need):
     """Return the notebook's objects that `need` names, separated by spaces or commas, as a dict.
     Raises `CantDistribute` for a name that isn't defined"""
@@ -74,8 +74,8 @@ def _request(fn, args, kwargs,
     ctx=None, # Context manager around the call
     need={}, # name -> object, for `__main__`
     imports='', # Import statements, run in `__main__`
-    sends='all', # The rank that returns its result; or 'all'
-    ranked=False, # The rank is the function's first argument
+    sends='all', # The rank that returns its result; 'all'; or None
+    ranked=False, # The rank is passed as the function's first argument
     store='' # File where a `TorchDDPCtx` forms its group
 ):
     """Return one call as a `Payload` for `call_job`. Raises `NotPicklable` for what can't be
@@ -94,7 +94,7 @@ def call_job(
 ):
     """The job of `ranch` and `spawn`: call the function on a rank; return its result, or None if it
     isn't wanted"""
-    # there is no group, and with RANK=1 fastai doesn't save
+    # workers have the variable RANK, but there is no group, and with RANK=1 fastai doesn't save
     os.environ.pop('RANK', None)
     main = vars(sys.modules['__main__'])
     global_imports(obj['imports'], main)
@@ -107,7 +107,9 @@ def call_job(
         res = obj['fn'](*args, **obj['kwargs'])
     return res if obj['sends'] in ('all', ctx.rank) else None
 
-def _run(job, nprocs, see):
+def _run(job, nprocs,
+    see # As of `Local`
+):
     """Run a job, each rank on its own GPU if there are enough, and return the results by rank. No
     process group is formed. Raises KeyboardInterrupt after Ctrl-C"""
     gpus = None if group.n_gpus() >= nprocs else []
@@ -190,7 +192,7 @@ class Spawned:
         if self.error is not None: raise self.error
         return not self._thread.is_alive()
 
-_SPAWN = dict(
+_SPAWN_CHECKS = dict(
     nprocs=whole("at least one process; torch.cuda.device_count() is 0 without a GPU", 1, 1024),
     fn=Check("the function to call as fn(rank, *args)", callable),
     args=Check("a tuple of the function's arguments behind the rank",
@@ -207,7 +209,7 @@ def spawn(
     """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises
     `CantDistribute` for objects that can't be pickled, `RankRaised` or `RankDied` if a process
     fails"""
-    check_all(dict(nprocs=nprocs, fn=fn, args=args), CHECKS | _SPAWN)
+    check_all(dict(nprocs=nprocs, fn=fn, args=args), CHECKS | _SPAWN_CHECKS)
     bind_arguments(fn, (0, *args), hint=" spawn passes the rank as the first argument.")
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
     def run():
@@ -215,7 +217,7 @@ def spawn(
     return run() if join else Spawned(run)
 
 # %% ../../nbs/launch/514_functions.ipynb #566aef3a
-_CHECKS = dict(
+_GROUP_CHECKS = dict(
     world_size=whole("the number of ranks on all hosts together; leave it out for those of this "
                      "ranch", 1, optional=True),
     base_rank=whole("the rank of this host's first process, 0 or more", 0),
@@ -223,6 +225,7 @@ _CHECKS = dict(
     port=whole("a port of rank 0's host, from 1 to 65535", 1, 65535, optional=True),
     num_threads=whole("the CPU threads of each process", 1, optional=True))
 
+# A process group in a `ranch`
 class TorchDDPCtx(contextlib.AbstractContextManager):
     """Context manager in which the processes of a `ranch` form a process group, and have a device
     each. It is made in the notebook and entered in each process. Raises `CantDistribute` for ranks
@@ -238,10 +241,10 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         **kwargs
     ):
         for k in kwargs:
-            likely = closest_name(k, [*_CHECKS, 'addr', 'timeout'])
+            likely = closest_name(k, [*_GROUP_CHECKS, 'addr', 'timeout'])
             if likely: raise CantDistribute(f"No option {k}. Did you mean {likely}=?")
         store_attr('world_size,base_rank,use_gpu,addr,port,num_threads,timeout')
-        check_all({k:getattr(self, k) for k in _CHECKS}, _CHECKS)
+        check_all({k:getattr(self, k) for k in _GROUP_CHECKS}, _GROUP_CHECKS)
     def __enter__(self):
         local_rank,n = _local_rank()
         rank = local_rank+self.base_rank
@@ -321,7 +324,7 @@ def in_torchddp(
 ):
     """Call `fn` on all ranks of a process group and return the result of the first; raises as
     `ranch` does"""
-    check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _CHECKS)
+    check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _GROUP_CHECKS)
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)
         # also here, before anything starts; more than one host needs a `TorchDDPCtx(addr=)`
