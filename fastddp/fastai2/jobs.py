@@ -125,9 +125,9 @@ def _fit(learn,
 ):
     "Call fastai's `fit`, or that of the user's class of learners."
     of_rank = cbs_of_rank(cbs)
-    with learn.added_cbs(ours):
-        # a `fit` of the user's may have no argument `cbs`
-        type(learn).fit(learn, **(dict(cbs=of_rank) if of_rank else {}), **fit_args)
+    # a `fit` of the user's may have no argument `cbs`
+    kwargs = dict(cbs=of_rank) if of_rank else {}
+    with learn.added_cbs(ours): type(learn).fit(learn, **kwargs, **fit_args)
 
 def fit_job(ctx, obj):
     """Train the learner of a snapshot on this rank; return the `Progress` as a dict. Rank 0 sends

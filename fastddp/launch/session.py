@@ -308,10 +308,10 @@ class Session:
         line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description)
         if line != self.last_banner: print_line(line)
         self.last_banner = line
-        notes = [self.note()]
         syncs_on_cpu = self.options['sync_bn'] and not self.gpus
-        if syncs_on_cpu: notes.insert(0, bn_note(self.learn.model, self.n))
-        for note in filter(None, notes): print_once(note)
+        of_bn = bn_note(self.learn.model, self.n) if syncs_on_cpu else None
+        for note in (of_bn, self.note()):
+            if note: print_once(note)
 
 def refuse_untrainable(model):
     "Raise `CantDistribute` for a model without trainable parameters"
