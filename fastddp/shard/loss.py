@@ -60,13 +60,14 @@ def is_known(loss_func):
     return _has_known_reduction(*unwrapped(loss_func))
 
 def _loss_of_mixup(loss_func):
-    "Return the learner's loss if `loss_func` is mixup's, which mixes two values of it, else None"
+    """Return the loss function that mixup has replaced, if `loss_func` is mixup's own, else
+    None"""
     f,_ = unwrapped(loss_func)
     return getattr(getattr(f,'__self__',None), 'old_lf', None)
 
 def _has_known_reduction(f, kw # As of `unwrapped`
 ):
-    "Return `is_known` of an unwrapped loss, mixup's apart"
+    "As `is_known`, for an unwrapped loss that isn't mixup's"
     home = _defining_module(f)
     if home == 'torch.nn.functional':
         params = inspect.signature(f).parameters
