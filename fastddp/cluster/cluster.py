@@ -16,14 +16,13 @@ from fastcore.basics import Stateful, noop, patch
 from ..base import group
 from ..base.checks import bind_arguments, check_all
 from ..base.device import current_device, device_module, is_accelerator
-from ..base.errors import CantDistribute, WorkerError
+from ..base.errors import CantDistribute, WorkerError, short_traceback
 from ..base.failure import is_user_file
 from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import (
     CHECKS, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus, workers_for)
 from ..launch.session import dump_or_blame
-from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
 from ..payload.pickling import dump, load, resolve_function
 from ..process.worker import Surroundings
@@ -165,11 +164,11 @@ class StandingLocal(Local):
         """Ask the ranks to stop; return True if all are alive and idle within five seconds, or
         within `interrupt_grace` if that is longer. A rank that waits in a collective can't stop"""
         deadline = time.monotonic()+max(5., self.interrupt_grace)
-        if monitor.ends_of('died'): return False
+        if monitor.ends['died']: return False
         if monitor.stop_asked_at is None and monitor.running_ranks: monitor.ask_to_stop()
         monitor.drain(deadline)
         self._rendezvous = None     # the next job forms a new process group
-        return not (monitor.running_ranks or monitor.ends_of('died'))
+        return not (monitor.running_ranks or monitor.ends['died'])
 
 # %% ../../nbs/cluster/651_cluster.ipynb #252684fd
 # app -> its package, which has the modules `learner` and `snapshot`

@@ -12,9 +12,8 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from .cluster import APPS, Cluster, default_app
-from ..base.errors import CantDistribute
+from ..base.errors import CantDistribute, short_traceback
 from ..base.scoped import with_attrs
-from ..output.replay import short_traceback
 
 # %% ../../nbs/cluster/652_magics.ipynb #7ae6c5bd
 # where a cell runs: in the workers of the group, in the notebook, or in both

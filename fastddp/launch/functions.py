@@ -13,13 +13,12 @@ from fastcore.basics import store_attr
 from ..base import group
 from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole
 from ..base.device import visible_cores
-from ..base.errors import CantDistribute
+from ..base.errors import CantDistribute, short_traceback
 from ..base.scoped import environment
 from .background import BackgroundJob
 from .engine import Job
 from .local import Local
 from .session import dump_or_blame
-from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..process.helper import private_folder
