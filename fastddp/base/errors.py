@@ -20,11 +20,15 @@ class Trouble(NamedTuple):
     and an example, for the page of all errors"""
     name:str       # Its title on that page
     remedy:str     # What to do, as the error says it
-    test:object    # `test(kind, message)`: an exception's type name and message, or a signal and ''
+    # `test(kind, message)`: True if it fits an exception's type name and message; or, of a process
+    # that died or hangs, a signal's name, 'exit', 'lost' or 'GroupTimeout', and ''
+    test:object
 
 # %% ../../nbs/base/001_errors.ipynb #1ee15a69
-# The folder, and torch's and Python's files there; not any word with these letters, such as
-# 'hashmap'
+# Errors for lack of memory, or of room on a disk
+
+# The folder of shared memory, and torch's and Python's files there; not any word with these
+# letters, such as 'hashmap'
 _SHM = re.compile(r'/dev/shm|shared memory|/torch_\d|/psm_|\bshm\b|shm_open|torch_shm')
 
 _MEMORY = [
@@ -50,6 +54,8 @@ _MEMORY = [
         lambda k,m: 'No space left on device' in m)]
 
 # %% ../../nbs/base/001_errors.ipynb #ff5ed2d5
+# Errors of other code, most of them because a worker is another process
+
 _SURROUNDINGS = [
     Trouble('module not found',
         "The workers import by name: put the module on sys.path or in the notebook's folder, or "
@@ -93,6 +99,8 @@ _SURROUNDINGS = [
         lambda k,m: k == 'SystemExit')]
 
 # %% ../../nbs/base/001_errors.ipynb #865f174c
+# Processes that died or hang
+
 _PROCESSES = [
     Trouble('killed by the system',
         "The system killed it, most likely for lack of memory: use fewer workers (nprocs=), a "
@@ -121,14 +129,14 @@ TROUBLES = [*_MEMORY, *_SURROUNDINGS, *_PROCESSES]
 
 # %% ../../nbs/base/001_errors.ipynb #a4cf2d7a
 def trouble_of(
-    kind,       # Name of the exception's type, or of the signal, or 'exit'
+    kind,      # As of `Trouble.test`
     message='' # The exception's text
 ):
-    "The first entry of the catalogue that fits, or None"
+    "Return the first entry of the catalogue that fits, or None"
     return next((t for t in TROUBLES if t.test(kind, message)), None)
 
 def remedy_for(kind, message=''):
-    "The remedy of that entry, or ''"
+    "Return the remedy of the first entry that fits, or ''"
     found = trouble_of(kind, message)
     return found.remedy if found else ''
 
@@ -136,7 +144,7 @@ def remedy_for(kind, message=''):
 class CantDistribute(ValueError):
     "The request can't run on workers; the message says why and what to do. Nothing was changed"
     def _render_traceback_(self):
-        "The lines that IPython shows: the user's frames and the message"
+        "Return the lines that IPython shows: the user's frames and the message"
         frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(self.__traceback__)]
         return [*user_lines(frames, around=0), f"{type(self).__name__}: {self}"]
 
@@ -149,7 +157,7 @@ class NotPicklable(CantDistribute):
     ):
         self.path = path
         self.why = why
-        self.factory = ''
+        self.factory = ''       # the option that makes the object in the workers, if there is one
         super().__init__(path, why)
     def __str__(self):
         built = f", or build it in the workers with {self.factory}=" if self.factory else ''
@@ -157,22 +165,28 @@ class NotPicklable(CantDistribute):
                 f"in the function or method that runs on the workers{built}; or leave it out.")
 
 # %% ../../nbs/base/001_errors.ipynb #83a3982c
-def _headed(title, lines): return ['', title, *lines] if lines else []
+def _headed(title, lines):
+    "Return a section of a report: an empty line, the title and the lines; nothing without lines"
+    return ['', title, *lines] if lines else []
 
 class WorkerError(RuntimeError):
-    "The base of all errors of workers"
+    """The base of all errors of workers. Its report has the headline, the details of a subclass,
+    and what is known of the attributes below"""
+    # Set by the subclass
     rank = None     # Rank that failed
     remedy = ''     # What to do
-    kept = ''       # The state of the learner now
-    others = ()     # Failures of other ranks, as text
     debug = ''      # How to debug it
+    # Set where it is raised (`launch.monitor`)
+    others = ()     # Failures of other ranks, as text
     log = ''        # Output of compiled libraries and programs on that rank
+    # Set by the call of a learner that failed (`launch.session`)
+    kept = ''       # What the learner holds now, the end of a sentence that begins with 'learn'
     def _headline(self): return str(self.args[0]) if self.args else ''
     def _details(self): return []
     def _log_lines(self):
         return _headed(f"Last output of rank {self.rank}:", self.log.strip().splitlines())
     def lines(self):
-        "The whole report as a list of lines, with at most four other ranks"
+        "Return the whole report as a list of lines, with at most four other ranks"
         res = [f"{type(self).__name__}: {self._headline()}", *self._details()]
         res += _headed('Other ranks:', [f"  {o}" for o in self.others[:4]])
         if self.kept: res += ['', f"learn {self.kept}"]
@@ -186,23 +200,25 @@ class WorkerError(RuntimeError):
 def folded(
     text # A traceback, as text
 ):
-    """The lines of a traceback: frames of libraries are folded except the innermost, and cells are
-    shown by their number"""
+    """Return the lines of a traceback: frames of libraries are folded except the innermost, and
+    cells are shown by their number"""
     res = []
     n_folded = 0
+    # each part is a frame, and the text behind it: that of the exception, say
     parts = re.split(r'(?m)^(?=  File ")', text)
     for part in parts:
         frame = re.match(r'  File "(.+?)".*(?:\n    .*)*', part)
         file,end = (frame[1], frame.end()) if frame else ('', 0)
         message = part[end:].strip('\n')
-        if file and not (is_user_file(file) or message or part is parts[-1]):
+        is_innermost = bool(message) or part is parts[-1]
+        if file and not is_user_file(file) and not is_innermost:
             n_folded += 1
             continue
         if n_folded: res.append(f"  ... {n_folded} frame{'s'*(n_folded > 1)} of libraries")
         n_folded = 0
-        first = f'File "{file}"'
+        where = f'File "{file}"'
         cell = place(file)
-        lines = part[:end].replace(first, first if cell == file else cell).split('\n')
+        lines = part[:end].replace(where, where if cell == file else cell).split('\n')
         res += [o for o in (*lines[:2], *message.split('\n')) if o]
     return res
 
@@ -219,37 +235,43 @@ class RankRaised(WorkerError):
         self.debug = (f"To look closer: %debug shows the recorded frames and variables of rank "
                       f"{self.rank}. In code: err = sys.last_value; err.failure.locals, "
                       "err.batch_items.")
+    def _user_frames(self):
+        "Return those of `failure.locals` that are in the user's files"
+        return [o for o in self.failure.locals if is_user_file(o[0])]
     def _render_traceback_(self):
         # for `%debug`
-        frames = self.failure.locals
-        if tb := recorded_traceback([o for o in frames if is_user_file(o[0])] or frames):
-            self.__traceback__ = sys.last_traceback = tb
+        tb = recorded_traceback(self._user_frames() or self.failure.locals)
+        if tb: self.__traceback__ = sys.last_traceback = tb
         return self.lines()
     @property
     def batch_items(self):
-        "Dataset indices of the failing rank's batch, as far as they are known"
+        "The dataset indices of the failing rank's batch, as far as they are known"
         return tuple(i for i,_ in self.failure.items)
     def _details(self):
-        "Your lines and variables, the item that failed, and the first items of its batch"
+        """Return the user's lines and variables, the item that failed, the first items of its
+        batch, and the traceback"""
         f = self.failure
         res = _headed('Your code:', user_lines(f.frames))
-        for _,_,name,values in [o for o in f.locals if is_user_file(o[0])][-1:]:
+        user_frames = self._user_frames()
+        if user_frames:
+            *_,name,values = user_frames[-1]
             res += _headed(f"Variables in {name}:", [f"  {k} = {v}" for k,v in values.items()][:8])
         if f.bad: res += ['', f"The item that failed: {_item(*f.bad)}"]
-        if items := [_item(*o) for o in f.items]:
+        items = [_item(*o) for o in f.items]
+        if items:
             more = ', ...' if len(items) > 8 else ''
             res += ['', f"Items of the batch at hand: {', '.join(items[:8])}{more}"]
         whole = _headed(f"Traceback of rank {self.rank}:", folded(f.text))
         return [*res, *whole, *self._log_lines()]
 
-def _item(i, name): return f"{i} ({name})" if name else f"{i}"
+def _item(index, name): return f"{index} ({name})" if name else f"{index}"
 
 # %% ../../nbs/base/001_errors.ipynb #e90b97bf
 class RankDied(WorkerError):
     "A rank's process died"
     def __init__(self,
         rank,     # Rank that died
-        exitcode, # As of `multiprocessing`, negative for a signal; or a text that says how it ended
+        exitcode, # As of `multiprocessing`, negative for a signal; a text if it was lost: how
         where='', # What it was doing
         log='',   # Output of compiled libraries and programs
         host=''   # Its machine, if not the notebook's
@@ -264,7 +286,7 @@ class RankDied(WorkerError):
         self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit')
     @property
     def signal(self):
-        "The signal's name, or None when the process exited by itself"
+        "The name of the signal that killed the process, or None"
         if self.exitcode is None or self.exitcode >= 0: return None
         try: return signal.Signals(-self.exitcode).name
         except ValueError: return f"signal {-self.exitcode}"
@@ -280,7 +302,7 @@ class RankDied(WorkerError):
 _STACK = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
 
 def _frames_of(stack):
-    "`(file, line, function)` from outermost to innermost of a report of faulthandler's"
+    "Return the `(file, line, function)` of a report of faulthandler's, outermost first"
     return [(file, int(n), name) for file,n,name in reversed(_STACK.findall(stack))]
 
 class GroupTimeout(WorkerError):
@@ -302,12 +324,13 @@ class GroupTimeout(WorkerError):
         where = f" ({self.where})" if self.where else ''
         return f"no step{limit}: all ranks are waiting for rank {self.rank}{where}"
     def _details(self):
+        "Return the user's lines of the rank that the others wait for, and the stacks of all ranks"
         res = []
-        for o in self.stacks[:1]: res += _headed('Your code:', user_lines(_frames_of(o)))
-        for o in self.stacks:
-            who,_,rest = o.partition('\n')
-            frames = [(*f, None) for f in _frames_of(o)]
-            res += ['', who, *folded(''.join(traceback.format_list(frames)) or rest)]
+        if self.stacks: res += _headed('Your code:', user_lines(_frames_of(self.stacks[0])))
+        for stack in self.stacks:
+            heading,_,rest = stack.partition('\n')
+            frames = [(*f, None) for f in _frames_of(stack)]
+            res += ['', heading, *folded(''.join(traceback.format_list(frames)) or rest)]
         return res
 
 # %% ../../nbs/base/001_errors.ipynb #029a57cc

@@ -23,14 +23,21 @@ from .loaders import check_dl, global_bs, n_batches, rows_are_streams, set_dl_st
 from .resume import UserCall, recorder_lists, resume_points, user_calls
 from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
-from ..launch.session import Call, Session as _Session, refuse_untrainable
+from ..launch.session import Call, Session as BaseSession, refuse_untrainable
 from ..launch.training import finds_lr, is_rank0_only
 from ..output.replay import print_line, several, suppress_lines
 from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
 class FitCall(Call):
-    "A fit on the workers. If it is cut off, `user_call` becomes the learner's resume point"
+    """A fit on the workers. If it is cut off, `user_call` becomes the learner's resume point:
+
+        has ended                                   user_call
+        well                                        `complete`
+        stopped by Ctrl-C in an epoch               `cut_off` (`save`), in `on_success`, or in
+                                                    `on_failure` if a rank didn't stop
+        otherwise (failure, Ctrl-C before the job)  `cut_off` (`save`), in `resumable`
+    """
     def __init__(self, session,
         cbs, # Callbacks that this fit was given
         user_call, # The `UserCall` that makes this fit
@@ -40,7 +47,10 @@ class FitCall(Call):
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
         store_attr('cbs,user_call,first_epoch')
-        self.request = {}       # `options`, `fit_args` and `wandb_run` for `fit_job`
+        # `options`, `fit_args` and `wandb_run` for `fit_job`; `Session.fit` sets it
+        self.request = {}
+
+    # What the base class asks for
     def snapshot(self):
         session = self.session
         call = dict(self.request, first_epoch=self.first_epoch,
@@ -53,6 +63,7 @@ class FitCall(Call):
     def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
     def describe_interrupted(self): return self.describe_learner()
     def describe_learner(self):
+        "Return what the learner holds, as the end of a sentence that begins with 'learn'"
         if self.stopped_in_epoch:
             return ("holds the last finished batch; learn.distrib_resume() begins epoch "
                     f"{self.learn.epoch} again.")
@@ -68,20 +79,23 @@ class FitCall(Call):
     def on_success(self, out):
         """Put the result into the learner, and make the resume point of a fit that was interrupted;
         an `lr_find` that was interrupted leaves the learner unchanged."""
-        interrupted = any(r['interrupted'] for r in out.results)
-        if self.counts_steps and (out.interrupted or interrupted): return
-        self.stopped_in_epoch = interrupted
+        stopped_in_training = any(r['interrupted'] for r in out.results)
+        if self.counts_steps and (out.interrupted or stopped_in_training): return
+        self.stopped_in_epoch = stopped_in_training
         if self.stopped_in_epoch: self.save(out.epoch)
         else: self.user_call.complete(self.learn)
         super().on_success(out)
-    def on_event(self, rank, e):
-        if not isinstance(e, EpochEnd): return
-        for f in self.session.on_epoch: f(self, e)
+    def on_event(self, rank, event):
+        if not isinstance(event, EpochEnd): return
+        for f in self.session.on_epoch: f(self, event)
+
+    # The resume point
     def save(self,
         epoch=None # The last complete epoch, an `EpochEnd`; None: what the learner holds now
     ):
         "Make the resume point of the learner."
-        # after a failure, the user goes on with the variables of cells as they are
+        # with the variables of cells that were sent. After a failure, the user goes on with those
+        # of the notebook
         definitions = self.definitions if self.stopped_in_epoch else ()
         self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, definitions)
     @contextlib.contextmanager
@@ -95,7 +109,8 @@ class FitCall(Call):
             with Interrupts().counting():       # a second Ctrl-C can't cut this
                 is_complete = self.user_call.n_complete == self.user_call.n_begun
                 has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
-                if has_run and not (self.stopped_in_epoch or is_complete): self.save()
+                has_resume_point = self.stopped_in_epoch
+                if has_run and not has_resume_point and not is_complete: self.save()
                 if not self.has_result: learn.opt = old_opt
             raise
         if learn not in user_calls: resume_points.pop(learn, None)
@@ -122,9 +137,9 @@ class InferCall(Call):
 _CALLBACKS = Check("callbacks, such as [ReduceLROnPlateau()]",
                    lambda cbs: all(isinstance(o, Callback) for o in cbs))
 
-class Session(_Session):
-    """A `distrib_ctx` block of a fastai 2 learner: its `fit` and `validate` override those of the
-    learner"""
+class Session(BaseSession):
+    """A `distrib_ctx` block of a fastai 2 learner: its `fit` overrides `learn.fit`, and its
+    `validate` overrides `learn._do_epoch_validate`, for the time of the block"""
     def __init__(self, *args,
         model_factory=None, dls_factory=None, # The options of the block
         asked_for={}, # All options of the block that aren't the defaults, for a resumed fit
@@ -134,6 +149,7 @@ class Session(_Session):
         store_attr('model_factory,dls_factory,asked_for')
         self.reports = []       # the `Report` of each call
         self.on_epoch = []      # called with the `FitCall` and an `EpochEnd` when an epoch ends
+    # What the base class asks for
     def quiet(self): return wants_no_lines(self.learn)
     def note(self):
         validating = self.learn.dls.loaders[1:]
@@ -154,13 +170,15 @@ class Session(_Session):
             check_dl(dl, self.n, batch, name_of_loader(i), train=i==0)
     def datasets(self):
         if self.dls_factory: return ()
-        return [o for dl in self.learn.dls.loaders
-                if hasattr(o := getattr(dl.dataset, 'items', None), '__len__')]
+        items = [getattr(dl.dataset, 'items', None) for dl in self.learn.dls.loaders]
+        return [o for o in items if hasattr(o, '__len__')]
     def global_batch(self):
         if self.dls_factory: return None
         dl = self.learn.dls.loaders[0]
         batch = self.options['batch']
         return global_bs(dl, self.n, batch), n_batches(dl, self.n, batch)
+
+    # A fit
     def fit(self, *args, **kwargs):
         "Run `Learner.fit` on the workers; afterwards the learner is as after a local fit."
         learn = self.learn
@@ -174,13 +192,13 @@ class Session(_Session):
         if user_call is None:       # in a block, the user has called `learn.fit` itself
             kwargs = asked | (dict(cbs=cbs) if cbs else {})
             user_call = UserCall('fit', (), kwargs, self.asked_for)
-        if user_call.skips_fit(): return
-        first_epoch = user_call.restore(learn, cbs)
+        if user_call.skips_fit(): return        # this call is resumed, and the fit was complete
+        first_epoch = user_call.restore(learn, cbs)     # None: it isn't resumed
         self.check()
         call = FitCall(self, cbs, user_call, first_epoch, n_epoch)
         with call.resumable():
-            new_opt = asked.pop('reset_opt', False) and not first_epoch
-            if new_opt or not learn.opt: learn.create_opt()
+            resets_opt = asked.pop('reset_opt', False) and not first_epoch
+            if resets_opt or not learn.opt: learn.create_opt()
             check_ddp(self.options, learn.opt)
             if not self.dls_factory: enough_epochs(asked, cbs, lambda: self.global_batch()[1])
             call.request = dict(options=self.options, fit_args=asked,
@@ -192,10 +210,13 @@ class Session(_Session):
         if not report.phase_ends: return
         self.reports.append(report)
         reports[self.learn] = self.reports
+
+    # A validation or prediction
     def validate(self, ds_idx=1, dl=None):
         "Run `Learner._do_epoch_validate` on the workers, or in this process if that is better."
         learn = self.learn
         dl = learn.dls[ds_idx] if dl is None else dl
+        # None: on workers; '' or a text that says why: in this process
         why_here = why_one_process(dl, learn.cbs, self.n, learn.model)
         if why_here is None: return self._validate_on_workers(dl)
         with suppress_lines(why_here == '' or self.quiet()):
@@ -210,16 +231,15 @@ class Session(_Session):
         call = InferCall(self, dl)
         with learn.removed_cbs(loggers), learn.no_logging(), self.showing_lines(call):
             out = call.run()
-            *found,results = zip(*out.results)
-            parts,cancelled,dl_states = found       # each has a value for each rank
-            call.report.add_results(results)
+            call.report.add_results([o.progress for o in out.results])
             self.keep(call.report)
+            cancelled = [o.cancelled for o in out.results if o.cancelled]
             if out.interrupted or KeyboardInterrupt in cancelled: raise KeyboardInterrupt
         learn.dl = dl
         # `call.run` has put the attributes of rank 0's callbacks into the notebook's
-        if any(cancelled): raise next(filter(None, cancelled))()
-        set_dl_state(dl, dl_states[0])
-        end_gathering(gather, join_parts(parts))
+        if cancelled: raise cancelled[0]()
+        set_dl_state(dl, out.results[0].dl_state)
+        end_gathering(gather, join_parts([o.part for o in out.results]))
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):

@@ -8,7 +8,7 @@ __all__ = ['BackgroundJob']
 # %% ../../nbs/launch/509_background.ipynb #bd672174
 import asyncio, contextvars, itertools, threading, traceback
 
-from fastcore.basics import noop, patch
+from fastcore.basics import noop
 
 from ..base.checks import bind_arguments
 from ..base.errors import CantDistribute
@@ -25,7 +25,16 @@ _predecessor = contextvars.ContextVar('fastddp-predecessor', default=None)
 
 class BackgroundJob:
     """A call on the workers in the background. `print(job.log)` shows its output, `job` in a cell
-    its display"""
+    its display. Its `state`, and what changes it:
+
+        'starting'          `start` prepares the call and starts the thread
+        'waiting for ...'   instead, after `then`: until that job has ended, then 'starting'
+        'running'           `_on_refresh`: the workers have the job, and `start` returns
+        'stopping'          `stop`
+        'done', 'stopped' or 'failed'   `_end`: the call has returned, or raised an exception
+        'refused'           `_end`, if it raised one before it was running: `start` raises it
+
+    A subclass may override `bring`, and `_end` to clean up."""
     def __init__(self,
         what, # The call, as the user wrote it
         run, # Called in a thread; its result is that of `result()`
@@ -35,153 +44,131 @@ class BackgroundJob:
         self.what = f'job {next(_numbers)}: {what}'
         self.state = 'starting'
         self.learn = learn
-        self.gpus = ()              # of the workers, once they are known
+        self.gpus = ()              # of the workers; a subclass sets it once they are known
         self.after = _predecessor.get()     # the job that this one waits for, or None
         self._prepare = prepare
         self._run = run
         self._button = StopButton()
         self.panel = Panel(self.title, self._on_refresh)
-        self._started = threading.Event()
+        self._started = threading.Event()   # set once the workers have the job, or it has ended
         self._ended = threading.Event()
-        self._value = self._error = None    # what the call returned, or raised
+        self._value = None          # what the call returned
+        self._error = None          # what it raised
         self._streams = None        # random streams of the job's thread
         self._brought = False       # True once `bring` was called
     def title(self):
-        "The call and its state"
+        "Return the call and its state"
         return f"{self.what}, {self.state}"
+    def bring(self): "Put what was trained into the learner, if any; `result` calls it once"
+
+    # From its start to its end
+    def start(self):
+        """Start the thread and return this job, once the workers have it or it waits for another
+        job"""
+        running_jobs.append(self)
+        self._streams = CommonRNG.capture().state()
+        thread = threading.Thread(target=self._work, name=self.what, daemon=True)
+        try:
+            if not self.after: self._prepare()
+            else: self._set_state(f'waiting for {self.after.what}')
+            self.panel.show()
+            thread.start()
+            if not self.after: self._started.wait()
+        except BaseException:
+            if thread.is_alive(): self.stop()
+            else: self._end(None)       # cleans up; nobody sees the state of this job
+            raise
+        if self.state == 'refused': raise self.exception()
+        return self
+    def _work(self):
+        "The thread's function: wait for the job before, make the call, note how it ended"
+        apart = streams_apart(self._streams)
+        with self._button.in_thread(), show_in(self.panel), apart as self._streams:
+            try:
+                if self.after: self._wait_for_turn()
+                self._value = self._run()
+                self._end(None)
+            except BaseException as e:
+                # its frames hold memory that is shared with the workers
+                traceback.clear_frames(e.__traceback__)
+                self._end(e)
+    def _wait_for_turn(self):
+        """Wait until the job `after` has ended, then prepare; raise KeyboardInterrupt if stopped
+        meanwhile"""
+        while not self.after._ended.wait(.1):
+            if self._button.interrupts.count: raise KeyboardInterrupt
+        self.after = None
+        self._set_state('starting')
+        self._prepare()
     def _set_state(self, state):
         self.state = state
         self.panel.changed = True
     def _on_refresh(self):
-        """Called at each refresh of the panel. The first one comes from the `Monitor`, once the
-        workers have the job: `start` returns then"""
+        """Called at each refresh of the panel, of which the first comes from the `Monitor` once the
+        workers have the job"""
         if self.state == 'starting': self._set_state('running')
         self._started.set()
-    def bring(self): "Called by `result`: puts what was trained into the learner"
+    def _end(self, e):
+        "Note that the call has ended, with the exception `e` or None"
+        self._error = e
+        if e is None: self._set_state('done')
+        elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
+        elif self._started.is_set(): self._set_state('failed')
+        else: self._set_state('refused')
+        self._started.set()
+        if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
+        if self in running_jobs: running_jobs.remove(self)
+        self._ended.set()
+        self.panel.refresh(force=True)
 
-# %% ../../nbs/launch/509_background.ipynb #49aa18c2
-@patch
-def start(self:BackgroundJob):
-    "Starts the thread, and waits until the workers have the job or it has to wait for another one"
-    running_jobs.append(self)
-    self._streams = CommonRNG.capture().state()
-    thread = threading.Thread(target=self._work, name=self.what, daemon=True)
-    try:
-        if not self.after: self._prepare()
-        else: self._set_state(f'waiting for {self.after.what}')
-        self.panel.show()
-        thread.start()
-        if not self.after: self._started.wait()
-    except BaseException:
-        if thread.is_alive(): self.stop()
-        # only cleans up: the exception is raised here, and the caller gets no job
-        else: self._end(None)
-        raise
-    if self.state == 'refused': raise self.exception()
-    return self
-
-@patch
-def _work(self:BackgroundJob):
-    "The thread's function: wait for the turn, make the call, note how it ended"
-    apart = streams_apart(self._streams)
-    with self._button.in_thread(), show_in(self.panel), apart as self._streams:
-        try:
-            if self.after: self._wait_for_turn()
-            self._value = self._run()
-            self._end(None)
-        except BaseException as e:
-            # its frames hold memory that is shared with the workers
-            traceback.clear_frames(e.__traceback__)
-            self._end(e)
-
-@patch
-def _wait_for_turn(self:BackgroundJob):
-    """Wait until the job `after` has ended, then prepare; raise KeyboardInterrupt if stopped
-    meanwhile"""
-    while not self.after._ended.wait(.1):
-        if self._button.interrupts.count: raise KeyboardInterrupt
-    self.after = None
-    self._set_state('starting')
-    self._prepare()
-
-@patch
-def _end(self:BackgroundJob, e):
-    "The call has ended, with the exception `e` or None"
-    self._error = e
-    if e is None: self._set_state('done')
-    elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
-    elif self._started.is_set(): self._set_state('failed')
-    else: self._set_state('refused')
-    self._started.set()
-    if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
-    if self in running_jobs: running_jobs.remove(self)
-    self._ended.set()
-    self.panel.refresh(force=True)
-
-# %% ../../nbs/launch/509_background.ipynb #2be64e7d
-@patch
-def done(self:BackgroundJob):
-    "True if it has ended"
-    return self._ended.is_set()
-
-@patch
-def stop(self:BackgroundJob):
-    """Stop it as the stop button stops a cell: after the batch at hand, which is kept. The second
-    time it ends at once"""
-    if not self.done(): self._set_state('stopping')
-    self._button.press()
-
-@patch
-def exception(self:BackgroundJob,
-    timeout=None # Seconds to wait; None: no limit
-):
-    "Wait for its end: the exception that ended it, or None; the learner stays as it is"
-    if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")
-    return self._error
-
-@patch
-def result(self:BackgroundJob,
-    timeout=None, # Seconds to wait; None: no limit. Then `TimeoutError`
-    **kwargs # For a fit: `into`, a learner that gets the result, and `force`, see `pull`
-):
-    """Wait for its end and put what it has trained into the learner. Returns what the call returns,
-    None after `stop()`; raises what the call raises"""
-    bind_arguments(self.bring, (), kwargs, " result() passes its keywords on to it.")
-    error = self.exception(timeout)
-    if self._brought and kwargs:
-        raise CantDistribute(f"{self.title()}: result() has already put what was trained into a "
-                             "learner; call it without keywords.")
-    if not self._brought: self.bring(**kwargs)
-    self._brought = True
-    if isinstance(error, KeyboardInterrupt): return None
-    if error is not None: raise error
-    return self._value
-
-@patch
-def __await__(self:BackgroundJob):
-    async def wait():
-        while not self.done(): await asyncio.sleep(.1)
-        return self.result()
-    return wait().__await__()
-
-@patch
-def then(self:BackgroundJob,
-    call, # Makes a job, such as `other.distrib_fit_one_cycle`
-    *args, **kwargs # Its arguments; `wait=False` is added
-):
-    """The job of `call(*args, wait=False, **kwargs)`, which begins when this one has ended, however
-    that was. Its snapshot is taken now"""
-    with with_context(_predecessor, self): return call(*args, wait=False, **kwargs)
-
-@patch(as_prop=True)
-def log(self:BackgroundJob):
-    "All of its output, as text"
-    return self.panel.text
-
-@patch
-def __repr__(self:BackgroundJob): return self.title()
-
-@patch
-def _ipython_display_(self:BackgroundJob):
-    if frontend() != 'notebook': print_line(repr(self))
-    else: self.panel.show_unless_in_this_cell()
+    # What the user calls
+    def done(self):
+        "Return True if it has ended"
+        return self._ended.is_set()
+    def stop(self):
+        """Stop it as the stop button stops a cell: after the batch at hand, which is kept. A second
+        call ends it at once"""
+        if not self.done(): self._set_state('stopping')
+        self._button.press()
+    def exception(self,
+        timeout=None # Seconds to wait; None: no limit
+    ):
+        "Wait for its end; return its exception, or None. The learner stays as it is"
+        if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")
+        return self._error
+    def result(self,
+        timeout=None, # Seconds to wait; None: no limit. Then `TimeoutError`
+        **kwargs # For a fit: `into`, a learner that gets the result, and `force`, see `pull`
+    ):
+        """Wait for its end and put what it has trained into the learner. Returns what the call
+        returns, None after `stop()`; raises what the call raises"""
+        bind_arguments(self.bring, (), kwargs, " result() passes its keywords on to it.")
+        error = self.exception(timeout)
+        if self._brought and kwargs:
+            raise CantDistribute(f"{self.title()}: result() has already put what was trained into "
+                                 "a learner; call it without keywords.")
+        if not self._brought: self.bring(**kwargs)
+        self._brought = True
+        if isinstance(error, KeyboardInterrupt): return None
+        if error is not None: raise error
+        return self._value
+    def __await__(self):
+        async def wait():
+            while not self.done(): await asyncio.sleep(.1)
+            return self.result()
+        return wait().__await__()
+    def then(self,
+        call, # Makes a job, such as `other.distrib_fit_one_cycle`
+        *args, **kwargs # Its arguments; `wait=False` is added
+    ):
+        """Return the job of `call(*args, wait=False, **kwargs)`, which begins when this one has
+        ended, in whatever state. Its snapshot is taken now"""
+        with with_context(_predecessor, self): return call(*args, wait=False, **kwargs)
+    @property
+    def log(self):
+        "All of its output, as text"
+        return self.panel.text
+    def __repr__(self): return self.title()
+    def _ipython_display_(self):
+        if frontend() != 'notebook': print_line(repr(self))
+        else: self.panel.show_unless_in_this_cell()

@@ -7,34 +7,37 @@ __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spaw
 
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
 import ast, contextlib, os, sys, threading
+
+from fastcore.basics import store_attr
+
 from ..base import group
 from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole
+from ..base.device import visible_cores
 from ..base.errors import CantDistribute, short_traceback
+from ..base.scoped import environment
 from .background import BackgroundJob
+from .engine import Job
 from .local import Local
 from .session import dump_or_blame
-from ..base.scoped import environment
-from .engine import Job
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..process.helper import private_folder
-from fastcore.basics import store_attr
-from ..base.device import visible_cores
 
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633
+# Import statements, as text
 def global_imports(
     imports, # Import statements: a string of lines, or a list of them
     globals=None # Namespace that gets the names; default: `__main__`'s
 ):
-    """Run import statements in a namespace; refuses other statements, and raises the imports'
-    errors"""
+    """Run import statements in a namespace. Raises `CantDistribute` for other statements, and the
+    errors of the imports"""
     tree = _parsed(imports)
     namespace = vars(sys.modules['__main__']) if globals is None else globals
     exec(compile(tree, '<imports>', 'exec'), namespace)
 
 def _parsed(imports):
-    """The syntax tree of `imports`; refuses what is no text, what doesn't parse, and other
-    statements"""
+    """Return the syntax tree of `imports`. Raises `CantDistribute` for what is no text or doesn't
+    parse, and for other statements"""
     lines = imports.split('\n') if isinstance(imports, str) else imports
     # users indent them with their code
     try: tree = ast.parse('\n'.join(o.strip() for o in lines))
@@ -51,12 +54,14 @@ def import_star(
     modules, # Names of modules
     g=None # Namespace that gets the names; default: `__main__`'s
 ):
-    "`from m import *` for each of `modules`"
+    "Run `from m import *` for each of `modules`"
     global_imports([f'from {m} import *' for m in modules], g)
 
 # %% ../../nbs/launch/514_functions.ipynb #2fe356a4
+# One call: in the notebook `_request` packs it, on each rank `call_job` makes it
 def _needed(need):
-    "The notebook's objects that `need` names, separated by spaces or commas"
+    """Return the notebook's objects that `need` names, separated by spaces or commas, as a dict.
+    Raises `CantDistribute` for a name that isn't defined"""
     ns = vars(sys.modules['__main__'])
     names = need.replace(',', ' ').split()
     missing = [o for o in names if o not in ns]
@@ -68,11 +73,12 @@ def _request(fn, args, kwargs,
     ctx=None, # Context manager around the call
     need={}, # name -> object, for `__main__`
     imports='', # Import statements, run in `__main__`
-    sends='all', # The rank that returns its result; or 'all'
-    ranked=False, # The rank is the function's first argument
+    sends='all', # The rank that returns its result; 'all'; or None
+    ranked=False, # The rank is passed as the function's first argument
     store='' # File where a `TorchDDPCtx` forms its group
 ):
-    "One call as a `Payload` for `call_job`; refuses what can't be pickled, by name"
+    """Return one call as a `Payload` for `call_job`. Raises `NotPicklable` for what can't be
+    pickled"""
     patches = collect_patches()
     request = dict(patches=patches, fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
                    imports=imports, sends=sends, ranked=ranked, store=store,
@@ -83,10 +89,11 @@ def _request(fn, args, kwargs,
 # %% ../../nbs/launch/514_functions.ipynb #3482fb36
 def call_job(
     ctx, # The rank's `Context`
-    obj # As `_request` makes it
+    obj # What `_request` has packed, as a dict
 ):
-    "A worker's part of `ranch` or `spawn`: the function's result, or None if it isn't wanted"
-    # there is no group, and with RANK=1 fastai doesn't save
+    """The job of `ranch` and `spawn`: call the function on a rank; return its result, or None if it
+    isn't wanted"""
+    # workers have the variable RANK, but there is no group, and with RANK=1 fastai doesn't save
     os.environ.pop('RANK', None)
     main = vars(sys.modules['__main__'])
     global_imports(obj['imports'], main)
@@ -99,9 +106,11 @@ def call_job(
         res = obj['fn'](*args, **obj['kwargs'])
     return res if obj['sends'] in ('all', ctx.rank) else None
 
-def _run(job, nprocs, see):
-    """Runs a job without a group of ours, each rank on its own GPU if there are enough; Ctrl-C is
-    raised here"""
+def _run(job, nprocs,
+    see # As of `Local`
+):
+    """Run a job, each rank on its own GPU if there are enough, and return the results by rank. No
+    process group is formed. Raises KeyboardInterrupt after Ctrl-C"""
     gpus = None if group.n_gpus() >= nprocs else []
     out = Local(gpus=gpus, backend='', see=see).run(job, nprocs)
     if out.interrupted: raise KeyboardInterrupt
@@ -148,8 +157,9 @@ CHECKS = dict(
                lambda v: isinstance(v, str)))
 
 def _check_call(nprocs, fn, caller_rank, imports, **others):
-    "Refuses, before anything starts, what `ranch` can't be called with"
-    if callable(nprocs) and is_whole(fn):
+    "Raise `CantDistribute`, before anything starts, for arguments that `ranch` can't have"
+    exchanged = callable(nprocs) and is_whole(fn)
+    if exchanged:
         name = getattr(nprocs, '__name__', 'fn')
         raise CantDistribute(f"The number of processes comes first: ranch({fn}, {name}).")
     check_all(dict(nprocs=nprocs, fn=fn, caller_rank=caller_rank, **others), CHECKS)
@@ -159,26 +169,29 @@ def _check_call(nprocs, fn, caller_rank, imports, **others):
 
 # %% ../../nbs/launch/514_functions.ipynb #c71a06f4
 class Spawned:
-    """What `spawn(join=False)` returns: processes at work. After `join`, `result` is the list of
-    results by rank"""
-    def __init__(self, run):
-        self.result = self.error = None
+    """Processes that `spawn(join=False)` has started. After `join`, `result` is the list of results
+    by rank"""
+    def __init__(self,
+        run # Runs the processes and returns their results; called in a thread
+    ):
+        self.result = None
+        self.error = None       # the exception of `run`, which `join` raises
         self._thread = threading.Thread(target=self._keep, args=(run,), name='fastddp-spawn',
                                         daemon=True)
         self._thread.start()
     def _keep(self, run):
         try: self.result = run()
-        except BaseException as e: self.error = e     # raised where it is asked for
+        except BaseException as e: self.error = e
     def join(self,
         timeout=None # Seconds to wait; None: no limit
     ):
-        """True once all processes ended well, False when `timeout` was too short; raises
-        `RankRaised` or `RankDied` for one that failed"""
+        """Wait; return True once all processes have ended well, False when `timeout` was too short.
+        Raises `RankRaised` or `RankDied` for one that failed"""
         self._thread.join(timeout)
         if self.error is not None: raise self.error
         return not self._thread.is_alive()
 
-_SPAWN = dict(
+_SPAWN_CHECKS = dict(
     nprocs=whole("at least one process; torch.cuda.device_count() is 0 without a GPU", 1, 1024),
     fn=Check("the function to call as fn(rank, *args)", callable),
     args=Check("a tuple of the function's arguments behind the rank",
@@ -195,7 +208,7 @@ def spawn(
     """`torch.multiprocessing.spawn` for functions and classes defined in cells. Raises
     `CantDistribute` for objects that can't be pickled, `RankRaised` or `RankDied` if a process
     fails"""
-    check_all(dict(nprocs=nprocs, fn=fn, args=args), CHECKS | _SPAWN)
+    check_all(dict(nprocs=nprocs, fn=fn, args=args), CHECKS | _SPAWN_CHECKS)
     bind_arguments(fn, (0, *args), hint=" spawn passes the rank as the first argument.")
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
     def run():
@@ -203,7 +216,7 @@ def spawn(
     return run() if join else Spawned(run)
 
 # %% ../../nbs/launch/514_functions.ipynb #566aef3a
-_CHECKS = dict(
+_GROUP_CHECKS = dict(
     world_size=whole("the number of ranks on all hosts together; leave it out for those of this "
                      "ranch", 1, optional=True),
     base_rank=whole("the rank of this host's first process, 0 or more", 0),
@@ -211,9 +224,11 @@ _CHECKS = dict(
     port=whole("a port of rank 0's host, from 1 to 65535", 1, 65535, optional=True),
     num_threads=whole("the CPU threads of each process", 1, optional=True))
 
+# A process group in a `ranch`
 class TorchDDPCtx(contextlib.AbstractContextManager):
-    """A process group, and a device for each process of a `ranch`. Raises `CantDistribute` for
-    ranks or GPUs that don't exist, and outside of a `ranch`"""
+    """Context manager in which the processes of a `ranch` form a process group, and have a device
+    each. It is made in the notebook and entered in each process. Raises `CantDistribute` for ranks
+    or GPUs that don't exist, and outside of a `ranch`"""
     def __init__(self, *args,
         world_size=None, # Ranks on all hosts together; default: those of this `ranch`
         base_rank=0, # Rank of this host's first process
@@ -225,16 +240,17 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         **kwargs
     ):
         for k in kwargs:
-            likely = closest_name(k, [*_CHECKS, 'addr', 'timeout'])
+            likely = closest_name(k, [*_GROUP_CHECKS, 'addr', 'timeout'])
             if likely: raise CantDistribute(f"No option {k}. Did you mean {likely}=?")
         store_attr('world_size,base_rank,use_gpu,addr,port,num_threads,timeout')
-        check_all({k:getattr(self, k) for k in _CHECKS}, _CHECKS)
+        check_all({k:getattr(self, k) for k in _GROUP_CHECKS}, _GROUP_CHECKS)
     def __enter__(self):
-        local,n = _local_rank()
-        rank = local+self.base_rank
+        local_rank,n = _local_rank()
+        rank = local_rank+self.base_rank
         world_size = self.world_size or n
-        _check_ranks(n, world_size, self.base_rank, self.addr or self.port)
-        gpu = local if self.use_gpu and group.n_gpus() else None
+        has_address = bool(self.addr or self.port)
+        _check_ranks(n, world_size, self.base_rank, has_address)
+        gpu = local_rank if self.use_gpu and group.n_gpus() else None
         if gpu is not None: _check_gpus(n)
         device = group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))
         # as torch's launchers set them
@@ -242,10 +258,9 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
                                 MASTER_PORT=self.port and str(self.port))
         self._env.__enter__()
         how = group.backend_for(device), device, self.timeout
-        if world_size == n or not (self.addr or self.port):
-            group.join(_next_store(), rank, world_size, *how)
-        else:
+        if has_address and world_size > n:
             group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, *how)
+        else: group.join(_next_store(), rank, world_size, *how)
         return self
     def __exit__(self, kind, *_):
         group.leave(broken=kind is not None)
@@ -255,25 +270,31 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
 _n_joined = {}      # path -> groups that this process joined there
 
 def _next_store():
-    "A fresh file for the rendezvous, the same one for the processes of a `ranch`"
-    if not (path := os.environ.get('FASTDDP_STORE')):
-        raise CantDistribute("TorchDDPCtx needs the processes of a ranch() to meet.")
+    "Return a new file for the rendezvous, the same one in all processes of a `ranch`"
+    path = os.environ.get('FASTDDP_STORE')      # set by `call_job`
+    if not path: raise CantDistribute("TorchDDPCtx needs the processes of a ranch() to meet.")
     _n_joined[path] = _n_joined.get(path, 0)+1
     return f'{path}-{_n_joined[path]}'
 
 # %% ../../nbs/launch/514_functions.ipynb #89014eab
 def _local_rank():
-    "`(rank, number of processes)` on this host"
+    "Return `(rank, number of processes)` on this host"
     try: return int(os.environ['LOCAL_RANK']), int(os.environ['LOCAL_WORLD_SIZE'])
     except KeyError as e: missing = e
     raise CantDistribute(f"{missing} is not set: TorchDDPCtx goes around a function that ranch() "
                          "runs, as ctx=.")
 
-def _check_ranks(n, world_size, base, address):
+def _check_ranks(
+    n, # Processes on this host
+    world_size,
+    base, # Rank of the first one
+    has_address # The hosts have an address to meet at
+):
+    "Raise `CantDistribute` for ranks that don't fit together"
     if not 0 <= base <= world_size-n:
         raise CantDistribute(f"Ranks {base} to {base+n-1} don't fit world_size={world_size}: "
                              "raise it or lower base_rank.")
-    if world_size > n and not address:
+    if world_size > n and not has_address:
         raise CantDistribute(f"world_size={world_size} with {n} processes here: "
                              "the others need addr= and port= to meet them.")
     if group.in_group():
@@ -282,6 +303,7 @@ def _check_ranks(n, world_size, base, address):
                              "torch.distributed.destroy_process_group() first.")
 
 def _check_gpus(n):
+    "Raise `CantDistribute` if there are fewer than `n` GPUs"
     have = group.n_gpus()
     if n <= have: return
     raise CantDistribute(f"{n} processes, but {have} GPU{'s are' if have>1 else ' is'} visible: "
@@ -301,9 +323,10 @@ def in_torchddp(
 ):
     """Call `fn` on all ranks of a process group and return the result of the first; raises as
     `ranch` does"""
-    check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _CHECKS)
+    check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _GROUP_CHECKS)
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)
-        _check_ranks(nprocs, world_size or nprocs, base_rank, ctx.addr)
+        # also here, before anything starts; more than one host needs a `TorchDDPCtx(addr=)`
+        _check_ranks(nprocs, world_size or nprocs, base_rank, has_address=False)
         if use_gpu and group.n_gpus(): _check_gpus(nprocs)
     return ranch(nprocs, fn, *args, gather=False, ctx=ctx, need=need, imports=imports, **kwargs)

@@ -9,6 +9,7 @@ __all__ = ['CHECKS', 'RAISES', 'ITEMS', 'running_jobs', 'check_method', 'no_attr
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
 import contextlib, inspect, os, re, sys
+from typing import NamedTuple
 
 from ..base import group
 from ..base.checks import (
@@ -20,7 +21,9 @@ from .local import Local
 from ..output.replay import print_line
 
 # %% ../../nbs/launch/508_options.ipynb #ce033820
+# The values and names of options
 def _factory(what, example):
+    "Return the `Check` of an option such as `model_factory`"
     def fits(v):
         if v is None: return True
         if not callable(v) or hasattr(v, 'named_parameters'): return False
@@ -33,8 +36,8 @@ CHECKS = dict(
     nprocs=whole("a whole number of workers, 1 to 1024. Leave nprocs out to use all visible GPUs",
                  1, 1024, optional=True),
     gpus=Check("a list of GPU numbers, such as [0, 1], or 'all'; [] for workers on the CPU",
-               lambda v: v is None or (v == 'all' if isinstance(v, str) else
-                                       is_list(v) and all(map(is_whole, v)))),
+               lambda v: v is None or isinstance(v, str) and v == 'all'
+               or is_list(v) and all(map(is_whole, v))),
     batch=Check("'per_worker' or 'global'",
                 lambda v: isinstance(v, str) and v in ('per_worker','global')),
     sync_bn=FLAG,
@@ -59,6 +62,7 @@ _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs
                 batch_size='batch')
 
 # %% ../../nbs/launch/508_options.ipynb #bc56a0a1
+# Names of methods and attributes
 def check_method(learn, name):
     "Raise `CantDistribute` unless `name` is a method of `learn`'s class"
     if isinstance(name, str) and callable(getattr(type(learn), name, None)): return
@@ -73,11 +77,13 @@ def no_attribute(learn, name):
     likely = closest_name(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
     hint = f" Did you mean {likely}?" if likely else ''
     e = AttributeError(f"Learner has no attribute {name!r}.{hint}")
-    # IPython shows it as a refusal, without frames of ours; `e` itself in here would be a cycle
+    # IPython shows it as a refusal, without frames of ours. A reference to `e` in here would be a
+    # cycle, so the function asks `sys.exc_info` for it
     e._render_traceback_ = lambda: CantDistribute._render_traceback_(sys.exc_info()[1])
     return e
 
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
+# Documentation of the options
 def comments_of(fn):
     "Return `{parameter: the comment beside it}`, empty without the source of `fn`"
     try: source = inspect.getsource(fn)
@@ -117,15 +123,16 @@ def _arguments_with_bases(cls, name):
     return [k for f in methods for k in inspect.signature(f).parameters if k != 'self']
 
 class Options:
-    "What `distrib_ctx` takes, and what each `distrib_*` shows of it"
+    """The options of `distrib_ctx`, read from its signature: checks what a user gives, and makes
+    `distrib_*` methods, whose signatures and docstrings show them"""
     def __init__(self,
         ctx, # `Learner.distrib_ctx`
         ignored=(), # Accepted for code written for others, without effect; shown nowhere else
         extra_checks={}, # The names that its `**kwargs` may have, each with its `Check` or None
-        unsupported={} # Names that others have -> why it hasn't them
+        unsupported={} # Names that other tools have -> why they are missing here
     ):
         params = {k:p for k,p in inspect.signature(ctx).parameters.items() if k != 'self'}
-        self.params = {k:p for k,p in params.items() if k not in ignored}       # what is shown
+        self.params = {k:p for k,p in params.items() if k not in ignored}       # they are shown
         self.defaults = {k:p.default for k,p in self.params.items() if p.kind != p.VAR_KEYWORD}
         self.accepted = {*self.defaults, *ignored, *extra_checks}
         self.comments = comments_of(ctx)
@@ -134,9 +141,9 @@ class Options:
         self.checks = CHECKS | {k:c for k,c in extra_checks.items() if c}
         self.unsupported = unsupported
     def checked(self,
-        values, # Name -> value, other names among them
-        extra={}, # What came as `**kwargs`
-        internal=() # Names there that users don't give
+        values, # Name -> value, of the options and other names
+        extra={}, # The `**kwargs` of the method
+        internal=() # Names in `extra` that users don't give
     ):
         """Return those of `values` that are options, and `extra`. Raises `CantDistribute` for a
         wrong name or value."""
@@ -163,7 +170,8 @@ class Options:
         method = getattr(cls, name)
         own = _arguments_with_bases(cls, name)
         has_var_kwargs = inspect.getfullargspec(method).varkw
-        for k in [k for k in kwargs if k not in own]:
+        for k in kwargs:
+            if k in own: continue
             likely = closest_name(k, [*own, *self.defaults], _ALIASES)
             if likely in self.defaults or not has_var_kwargs: self.refuse_name(k, name, own)
         bind_arguments(method, (None, *args), kwargs)
@@ -174,8 +182,9 @@ class Options:
         """Take the options out of `kwargs` and return them. Raises `CantDistribute` for one that
         the method `name` of `learn` has, too."""
         own = inspect.signature(getattr(type(learn), name)).parameters
-        if both := kwargs.keys() & self.accepted & own.keys():
-            k = min(both)
+        in_both = kwargs.keys() & self.accepted & own.keys()
+        if in_both:
+            k = min(in_both)
             raise CantDistribute(
                 f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with "
                 f"learn.distrib_ctx(...): learn.{name}({k}=...)` gives it to the method, `with "
@@ -213,12 +222,12 @@ class Options:
         return run_on_workers
 
 # %% ../../nbs/launch/508_options.ipynb #b6c84c1d
+# Workers and GPUs
 def workers_for(
     nprocs=None, # As the user gave it
     gpus=None # The same
-):
-    """Return `(number of workers, list of the GPU of each, empty for the CPU)`. Raises
-    `CantDistribute`, with a remedy, for what can't be."""
+): # `(number of workers, GPU of each as a list, which is empty for the CPU)`
+    "Choose the workers of a block. Raises `CantDistribute`, with a remedy, for what can't be."
     n_visible = group.n_gpus()
     if gpus is not None: return _workers_on(gpus, nprocs, n_visible)
     if nprocs is None: nprocs = max(n_visible, 1)
@@ -229,7 +238,7 @@ def workers_for(
     return nprocs, list(range(nprocs)) if n_visible else []
 
 def _workers_on(gpus, nprocs, n_visible):
-    "Return the same for GPUs that the user chose"
+    "As `workers_for`, for `gpus` that the user has given"
     if len(gpus) == 0:
         if nprocs: return nprocs, []
         raise CantDistribute("gpus=[] means workers on the CPU: say how many with nprocs=.")
@@ -237,7 +246,8 @@ def _workers_on(gpus, nprocs, n_visible):
         raise CantDistribute(f"gpus={gpus!r}: no GPU is visible here. "
                              "Leave gpus out; nprocs=2 starts two workers on the CPU.")
     gpus = _listed(gpus)
-    if bad := [g for g in gpus if not 0 <= g < n_visible]:
+    bad = [g for g in gpus if not 0 <= g < n_visible]
+    if bad:
         raise CantDistribute(f"gpus={gpus}: {bad} not among the {n_visible} visible GPUs (0 to "
                              f"{n_visible-1}). CUDA_VISIBLE_DEVICES sets which are visible.")
     if len(set(gpus)) < len(gpus):
@@ -247,11 +257,25 @@ def _workers_on(gpus, nprocs, n_visible):
                              "out.")
     return len(gpus), gpus
 
-def _listed(gpus): return list(range(group.n_gpus()) if isinstance(gpus, str) else gpus)   # 'all'
+def _listed(gpus):
+    "Return the option `gpus` as a list, also if it is 'all'"
+    return list(range(group.n_gpus()) if isinstance(gpus, str) else gpus)
 
 # %% ../../nbs/launch/508_options.ipynb #63fdc617
+# Who holds GPUs in this notebook, and who can't have the same ones then:
+#
+#     a background job   is in `running_jobs`           another job, a block, a `Cluster`
+#     a block            is in `_reservations`          a job of another learner, a `Cluster`
+#     a `Cluster`        the same, without a learner    a job, a block, another `Cluster`
+
+class _Reservation(NamedTuple):
+    "The arguments of `reserve_gpus`"
+    learn:object
+    gpus:list
+    refusal:str
+
 running_jobs = []   # each `BackgroundJob` that has not ended
-_reservations = []  # `(learner, GPUs, refusal)` as of `reserve_gpus`, of workers that stay
+_reservations = []  # the `_Reservation` of each block and `Cluster`
 
 @contextlib.contextmanager
 def reserve_gpus(
@@ -261,32 +285,35 @@ def reserve_gpus(
             "the block."
 ):
     "Context manager in which a job on one of `gpus` is refused, and without `learn` a block, too"
-    _reservations.append(entry := (learn, gpus, refusal))
+    reservation = _Reservation(learn, gpus, refusal)
+    _reservations.append(reservation)
     try: yield
-    finally: _reservations.remove(entry)
+    finally: _reservations.remove(reservation)
 
 def _shared_gpus(gpus, others):
-    "Return the GPUs in both, as text"
+    "Return the GPUs in both, as text, which is empty if there are none"
     return ', '.join(map(str, sorted({*(gpus or ())} & {*(others or ())})))
 
 def refuse_gpus_of_jobs(gpus):
-    """Raise `CantDistribute` if a background job, or workers without a block such as a `Cluster`'s,
-    have one of `gpus`"""
+    "Raise `CantDistribute` if a background job or a `Cluster` has one of `gpus`"
     for job in [*running_jobs]:
-        if shared := _shared_gpus(gpus, job.gpus):
+        shared = _shared_gpus(gpus, job.gpus)
+        if shared:
             raise CantDistribute(f"{job.title()} has GPU {shared}. Pass other gpus=, wait for "
                                  "job.result(), or queue with job.then(...).")
-    _refuse_reserved(gpus, lambda o: o is None)
+    _refuse_reserved(gpus, lambda holder: holder is None)
 
 def refuse_gpus_of_others(gpus, learn=None):
     """Raise `CantDistribute` if a block of another learner has one of `gpus`; with `learn`, also if
     a `Cluster` has"""
-    _refuse_reserved(gpus, lambda o: o is not learn)
+    _refuse_reserved(gpus, lambda holder: holder is not learn)
 
-def _refuse_reserved(gpus, applies_to):
-    for learn,theirs,refusal in _reservations:
-        if shared := applies_to(learn) and _shared_gpus(gpus, theirs):
-            raise CantDistribute(refusal.format(shared))
+def _refuse_reserved(gpus,
+    applies_to # Is called with the learner of a reservation; true: look at its GPUs
+):
+    for o in _reservations:
+        shared = _shared_gpus(gpus, o.gpus)
+        if shared and applies_to(o.learn): raise CantDistribute(o.refusal.format(shared))
 
 def refuse_busy(learn):
     "Raise `CantDistribute` if a background job trains `learn`"
@@ -296,6 +323,7 @@ def refuse_busy(learn):
                                  "end it with job.stop().")
 
 # %% ../../nbs/launch/508_options.ipynb #35f9d209
+# Where the calls of a block run
 def why_no_workers(nprocs, gpus, launcher):
     "Return why the fit runs in this process, as a line for the user; None if it runs on workers"
     if launcher is not None: return None
@@ -321,18 +349,18 @@ def in_launched_group():
 def engine_for(
     options, # Of the block: `nprocs`, `gpus`, `launcher`, `see`, `see_load` and `timeout`
     defaults # Their default values
-):
-    """Context manager: `(open launcher, number of workers, GPU of each)`, or None to train in this
-    process"""
+): # Yields `(open launcher, number of workers, GPU of each)`, or None to train in this process
+    "Context manager that opens the launcher of a block. Raises `CantDistribute` for wrong options"
     nprocs = options['nprocs']
     gpus = options['gpus']
     launcher = options['launcher']
-    if why := why_no_workers(nprocs, gpus, launcher):
+    why = why_no_workers(nprocs, gpus, launcher)
+    if why:
         print_line(why)
         yield None
         return
     if launcher is None: launcher = Local()
-    attrs = {}      # which it has for the time of the block
+    attrs = {}      # of the launcher, for the time of the block
     if isinstance(launcher, Local):
         for k in ('see','see_load','timeout'):
             # where the block has its default, the value of the user's `Local` counts
@@ -342,6 +370,7 @@ def engine_for(
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
         attrs['gpus'] = gpus
     with with_attrs(launcher, **attrs), launcher as engine:
+        # other launchers know their machines once they are open
         if not launcher.workers_are_local: n,gpus = engine.place(nprocs, gpus)
         see = attrs.get('see', options['see'])
         if see != 'all' and any(r >= n for r in see):
@@ -349,11 +378,12 @@ def engine_for(
         yield engine, n, gpus
 
 def _gpus_of(local, gpus):
-    """Return the GPUs of the block, or else of `local`. Raises `CantDistribute` if both are given
-    and differ."""
+    """Return the option `gpus` of the block, or else that of its launcher `local`. Raises
+    `CantDistribute` if both are given and differ."""
     if gpus is None: return local.gpus
-    if local.gpus is not None and _listed(gpus) != _listed(local.gpus): raise CantDistribute(
-        f"gpus={gpus!r} with launcher=Local(gpus={local.gpus!r}): say it once.")
+    if local.gpus is not None and _listed(gpus) != _listed(local.gpus):
+        raise CantDistribute(f"gpus={gpus!r} with launcher=Local(gpus={local.gpus!r}): say it "
+                             "once.")
     return gpus
 
 # %% ../../nbs/launch/508_options.ipynb #2d652059

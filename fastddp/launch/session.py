@@ -29,6 +29,7 @@ from ..payload.state import model_tensors, move_opt_state, opt_tensors
 from ..shard.gradients import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
+# Snapshots as bytes
 def dump_or_blame(
     obj,      # The object to pickle
     roots,    # Path -> object, most telling first: where to look for what can't be pickled
@@ -37,13 +38,13 @@ def dump_or_blame(
     "Return `dump(obj, **kwargs)`; raises `NotPicklable`, which names the path to the cause"
     try: return dump(obj, **kwargs)
     except KeyboardInterrupt: raise
-    except BaseException as e: why = e          # a `__reduce__` may exit
-    raise not_picklable(obj, roots, why)
+    except BaseException as e: error = e        # also SystemExit: a `__reduce__` may exit
+    raise not_picklable(obj, roots, error)
 
 def dump_snapshot(
     obj, # The learner, its callbacks, the call: a dict
     roots, # Path -> object, most telling first: where to look for what can't be pickled
-    *changes, # Context managers that change the learner to what is pickled, and back
+    *changes, # Context managers inside which the learner is as it is to be pickled
     columns=None, # `ColumnCache` that the snapshots of one block share
     definitions=None # Gets the notebook's `Definitions` that are sent
 ):
@@ -56,6 +57,7 @@ def dump_snapshot(
         return dump_or_blame(obj, roots | patches.roots(), columns=columns or ColumnCache())
 
 # %% ../../nbs/launch/511_session.ipynb #2eb0976c
+# The notebook's learner on a GPU
 def _on_gpus(learn):
     "Return weights, buffers and gradients that lie on GPUs"
     grads = [p.grad for p in learn.model.parameters() if p.grad is not None]
@@ -66,7 +68,9 @@ def _on_gpus(learn):
 def offloaded(learn):
     "Move model, gradients and optimizer state from GPUs to the CPU, and back at the end"
     moved = [(t, t.device) for t in _on_gpus(learn)]
-    def move(device=None):
+    def move(
+        device=None # None: the original device of each tensor
+    ):
         for t,original_device in moved: t.data = t.data.to(device or original_device)
         if moved:
             move_opt_state(getattr(learn, 'opt', None))
@@ -90,16 +94,20 @@ def gpu_memory_note(
             "workers. offload=True moves it to the CPU until job.result().")
 
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
+# A block
 def distrib_block(
     learn, # In the block its methods are overridden; `learn.distrib_session` is `options`
     options, # Name -> value, all options of the block
     defaults, # Name -> default value
     in_place, # Returns the context manager for a process group that a launcher made
-    overrides, # `overrides(launcher, n, gpus)` returns the methods that replace the learner's
+    # `overrides(launcher, n, gpus)` makes a `Session`, and returns by name its methods that replace
+    # the learner's
+    overrides,
     is_quiet # `is_quiet(learn)` is True if no lines of ours are wanted
 ):
-    "Return a context manager in which the calls of `learn` run where `options` say"
-    outer = vars(learn).get('distrib_session')
+    """Return a context manager in which the calls of `learn` run where `options` say: inside
+    another block there, in a process group that a launcher made, on workers, or in this process"""
+    outer = vars(learn).get('distrib_session')      # the options of the block around this one
     if outer is not None:
         refuse_changes(outer, options, defaults)
         return contextlib.nullcontext()
@@ -125,23 +133,30 @@ def _on_workers(learn, options, defaults, overrides, is_quiet):
 
 # %% ../../nbs/launch/511_session.ipynb #67d5a2ee
 class Call:
-    """One call of a learner on the workers: sends a snapshot, runs the job, and applies the state
-    that comes back to the learner. `Session` makes it in the notebook; it lasts for all tries.
-    Subclasses define `snapshot()`, which returns a `Payload`, and `apply(meta, buffers)`, which
-    puts a state of rank 0 into the learner"""
+    """One call of a learner on the workers. `Session` makes it in the notebook; it lasts for all
+    tries, each of which is a `run`:
+
+        snapshot        the learner as a `Payload`; a subclass defines it
+        before_run
+        launcher.run    the job on the workers; meanwhile `on_event`
+        on_success      `apply` puts the state of rank 0 into the learner; a subclass defines it
+        on_failure      instead: `apply`, if `apply_failed` says so
+
+    `apply_failed` is 'nothing', or says which failed tries are applied with the state of their last
+    complete epoch: 'last' that after which no other one follows, 'all' each of them."""
     retry_text = "The fit begins anew"    # what the next try does, as users read it
     def __init__(self,
         session, # The `Session` of the block
         job, # The function that runs on each rank
         what='', # What was called, for the report
-        apply_failed='nothing', # Tries whose last epoch is applied if they fail; see above
+        apply_failed='nothing', # 'nothing', 'last' or 'all', see above
         counts_steps=False # True for `lr_find`, which is told in iterations instead of epochs
     ):
         store_attr('session,job,apply_failed,counts_steps')
         self.learn = session.learn
         self.report = Report(what)
-        self.before_run = noop          # called when the snapshot is made
-        self.definitions = Definitions()
+        self.before_run = noop          # called when the snapshot is made; `Session.train` sets it
+        self.definitions = Definitions()    # the notebook's that are sent with the snapshot
         self.has_result = False         # the learner holds a state that came from the workers
         self.stopped_in_epoch = False   # that state is from the middle of an epoch
     def describe_learner(self):
@@ -162,7 +177,8 @@ class Call:
             # any exception: showing output may also fail in the notebook
             except BaseException as e:
                 can_retry = isinstance(e, WorkerError) and not is_last
-                if hasattr(e, 'state'): self.on_failure(e, not can_retry)
+                # it has a state, if only None, once the job was submitted
+                if hasattr(e, 'state'): self.on_failure(e, is_last=not can_retry)
                 self.report.end_phase('failed')
                 raise
             self.on_success(out)
@@ -175,7 +191,8 @@ class Call:
         # states map shared memory, and an exception may live long
         state = e.state
         e.state = e.epoch = None
-        if state and (self.apply_failed == 'all' or is_last and self.apply_failed == 'last'):
+        applies = self.apply_failed == 'all' or is_last and self.apply_failed == 'last'
+        if state and applies:
             self.apply(*state)
             self.has_result = True
         e.kept = self.describe_learner()
@@ -202,9 +219,16 @@ class Call:
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43
 class Session:
     """A `distrib_ctx` block on workers: runs the calls of its learner. Lives in the notebook, as
-    long as the block. Subclasses define `check()`, which raises `CantDistribute` for a learner that
-    can't train on workers, and `global_batch()`, which returns `(items per step of all workers,
-    steps per epoch or None)`, or None if they are not known"""
+    long as the block. A fit:
+
+        train                   lines before and after it (`showing_lines`)
+            run_with_restarts   tries it again after a failure
+                Call.run        snapshot, `print_banner`, job, result
+            print_summary
+
+    Subclasses define `check()`, which raises `CantDistribute` for a learner that can't train on
+    workers, and `global_batch()`, which returns `(items per step of all workers, steps per epoch or
+    None)`, or None if they are not known. They may override `datasets`, `quiet` and `note`."""
     def __init__(self,
         learn, # The notebook's learner
         launcher, # An open `Launcher`
@@ -214,14 +238,13 @@ class Session:
         restarts=0 # How often a failed call is repeated
     ):
         store_attr()
-        self.last_banner = None
+        self.last_banner = None         # the line that `print_banner` has printed last
         self.columns = ColumnCache()    # those of the last snapshot, which the next one may share
         # the only thread whose calls are accepted; a background job sets its own
         self.thread = threading.current_thread()
-    # Subclasses may override these three
     def datasets(self): return ()       # sequences from which items are made, such as paths
     def quiet(self): return False       # True if the learner wants no lines of ours
-    def note(self): pass                # a further line about the fit, or None
+    def note(self): return None         # a further line about the fit, or None
     @contextlib.contextmanager
     def showing_lines(self, call):
         """Context around `call` that hides our lines if the learner wants none, and tells where an
@@ -257,7 +280,8 @@ class Session:
         start = start_text(call.report, result['first_batch_at'])
         what = work_done(result, call.counts_steps)
         print_line(summary_line(what, self.n, result, call.report.began, start))
-        if line := advice_line(call.report): print_line(line)
+        advice = advice_line(call.report)
+        if advice: print_line(advice)
     def run_with_restarts(self, call):
         "Run `call`, again after a failure up to `restarts` times, and return its `Outcome`"
         for left in reversed(range(self.restarts)):
@@ -279,13 +303,15 @@ class Session:
             raise e from None
     def print_banner(self):
         "Print the line that says what runs, if it has changed, and notes about the model"
-        if (sizes := self.global_batch()) is None: return
+        sizes = self.global_batch()
+        if sizes is None: return
         line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description)
         if line != self.last_banner: print_line(line)
         self.last_banner = line
         syncs_on_cpu = self.options['sync_bn'] and not self.gpus
-        notes = bn_note(self.learn.model, self.n) if syncs_on_cpu else None,self.note()
-        for note in filter(None, notes): print_once(note)
+        of_bn = bn_note(self.learn.model, self.n) if syncs_on_cpu else None
+        for note in (of_bn, self.note()):
+            if note: print_once(note)
 
 def refuse_untrainable(model):
     "Raise `CantDistribute` for a model without trainable parameters"

@@ -12,7 +12,7 @@ from multiprocessing import connection
 from typing import NamedTuple
 
 import cloudpickle
-from fastcore.basics import noop, patch
+from fastcore.basics import noop
 
 from ..base import board
 from ..base.device import in_bad_fork, reset_device_count
@@ -67,9 +67,9 @@ class Pipe:
         self._send_lock = threading.Lock()
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.ended = False      # True once nothing more will come
-        # Bytes and descriptors that have come, and belong to messages that are not complete yet
+        # Of messages that are not complete yet
         self._received = bytearray()
-        self._fds = []
+        self._fds = []          # descriptors
     def fileno(self): return self.sock.fileno()
     def close(self):
         self.sock.close()
@@ -96,7 +96,7 @@ class Pipe:
             for _ in range(max_reads): self._read()
         except BlockingIOError: pass        # all is read
         except OSError: self.ended = True
-        return [*iter(self._next_message, None)]
+        return [*iter(self._next_message, None)]        # until it returns None
     def _read(self):
         "Read what is there; raises BlockingIOError if it is nothing, another OSError at the end"
         # socket.recv_fds has a parameter for flags, but doesn't use it.
@@ -113,7 +113,8 @@ class Pipe:
         if len(self._received) < end: return None
         data = bytes(memoryview(self._received)[_HEAD.size:end])
         del self._received[:end]
-        return *pickle.loads(data), *([self._fds.pop(0)] if has_fd else [])
+        msg = pickle.loads(data)
+        return (*msg, self._fds.pop(0)) if has_fd else msg
 
 # %% ../../nbs/process/405_worker.ipynb #c601cf04
 def function_ref(fn):
@@ -141,7 +142,20 @@ HEARTBEATS = 'heartbeats'       # name of the file of heartbeats in the workers'
 
 class Channel:
     """A worker's connection to the notebook. There is one in each worker, from its start to its
-    end; creating it starts the inbox thread"""
+    end; creating it starts the inbox thread. The messages, with their values:
+
+        from the notebook (`_handle`, in the inbox thread)
+            'job', *Task        call a function with a payload: `tasks`, for the main thread
+            'early', *Task      call a function that needs none, before the job: `tasks`
+            'stop'              the running job is to stop: `stop_requested`, `on_stop`
+            'exit'              no job follows: `tasks`
+            nothing any more    the notebook has ended: kill this process and its children
+        to the notebook (`Workers.poll`)
+            'ready', cuda_forked    sent by `worker_main`
+            'event', e              `emit`
+            'put', kind, packed     `put`; a descriptor of shared memory comes with it
+            'done'                  the job has ended
+            'failed', Failure       the job has raised an exception"""
     def __init__(self,
         conn,           # The worker's end of the pipe, a socket
         rank,           # Of this worker
@@ -165,7 +179,7 @@ class Channel:
         threading.Thread(target=self._inbox, args=(parent_pid,), name='fastddp-inbox',
                          daemon=True).start()
     def send(self, what, *values, fd=None):
-        "Send a message to `Workers.poll`: one of the second table above"
+        "Send a message to the notebook"
         self._pipe.send(what, *values, fd=fd)
     def emit(self, event):
         "Send a small picklable `event`; events arrive in order"
@@ -182,47 +196,42 @@ class Channel:
         "Return the `Heartbeats` that this worker shares with the notebook"
         return board.Heartbeats(os.path.join(self.folder, HEARTBEATS))
     def stop_requested(self):
-        "True if the notebook wants the running job to stop"
+        "Return True if the notebook wants the running job to stop"
         return self._stop_requested.is_set()
+    def _inbox(self, parent_pid):
+        "Receive messages until the notebook ends, then kill this process and its group"
+        notebook = None
+        try:
+            notebook = _open_pidfd(parent_pid)
+            watched = [self._pipe] if notebook is None else [self._pipe, notebook]
+            while not self._pipe.ended and notebook not in connection.wait(watched):
+                for msg in self._pipe.receive(): self._handle(*msg)
+        # a worker that can no longer receive messages exits
+        except BaseException: os.write(2, traceback.format_exc().encode())
+        finally:
+            # The folder is removed if the notebook has ended, not if it has only closed the pipe. A
+            # process that dies closes its files a little before it is gone.
+            if self.folder and (notebook is None or connection.wait([notebook], 1)):
+                shutil.rmtree(self.folder, ignore_errors=True)
+            os.killpg(0, signal.SIGKILL)
+    def _handle(self, what, *values):
+        "Act on a message from the notebook"
+        if what == 'stop':
+            self._stop_requested.set()
+            self.on_stop()
+        elif what == 'exit': self.tasks.put(None)
+        elif what == 'early': self.tasks.put(Task(*values))
+        elif what == 'job':
+            self._stop_requested.clear()    # an earlier 'stop' was for an earlier job
+            *values,fd = values     # the descriptor of the payload's memory comes last
+            self.tasks.put(Task(*values, Block(fd)))
 
-# %% ../../nbs/process/405_worker.ipynb #889a72ff
 def _open_pidfd(pid):
     """Return a descriptor that becomes readable when process `pid` ends; None if this system has no
     pidfd_open(2). Raises ProcessLookupError if the process is gone already"""
     try: return os.pidfd_open(pid)
     except ProcessLookupError: raise
     except (AttributeError,OSError): return None
-
-@patch
-def _inbox(self:Channel, parent_pid):
-    "Receive messages until the notebook ends, then kill this process and its group"
-    notebook = None
-    try:
-        notebook = _open_pidfd(parent_pid)
-        watched = [self._pipe] if notebook is None else [self._pipe, notebook]
-        while not self._pipe.ended and notebook not in connection.wait(watched):
-            for msg in self._pipe.receive(): self._handle(*msg)
-    # A worker that can no longer receive messages exits.
-    except BaseException: os.write(2, traceback.format_exc().encode())
-    finally:
-        # The folder is removed if the notebook has ended, not if it has only closed the pipe. A
-        # process that dies closes its files a little before it is gone.
-        if self.folder and (notebook is None or connection.wait([notebook], 1)):
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
-
-@patch
-def _handle(self:Channel, what, *values):
-    "Act on a message: one of the first table above"
-    if what == 'stop':
-        self._stop_requested.set()
-        self.on_stop()
-    elif what == 'exit': self.tasks.put(None)
-    elif what == 'early': self.tasks.put(Task(*values))
-    elif what == 'job':
-        self._stop_requested.clear()    # an earlier 'stop' was for an earlier job
-        *values,fd = values
-        self.tasks.put(Task(*values, Block(fd)))
 
 # %% ../../nbs/process/405_worker.ipynb #e4575692
 def worker_main(
@@ -311,10 +320,10 @@ def _pickled(exc):
     return data if len(data) <= _MAX_EXCEPTION_BYTES else b''
 
 def _value_of(
-    o,       # A value, or a function without arguments that returns one, or such a function
+    o,       # `Channel.where` or `Channel.items`
     default # What to return if a function fails
 ):
-    "Return the value of `Channel.where` or `Channel.items`"
+    "Return `o`, or what it returns if it is a function, which may be a function as well"
     try:
         while callable(o): o = o()
         return o

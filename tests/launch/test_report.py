@@ -3,7 +3,7 @@ import json, time
 import pytest
 from fastai.callback.core import Callback
 from fastddp.all import *
-from fastddp.fastai2.clock import Clock
+from fastddp.fastai2.clock import BatchWait, Clock
 from fastddp.launch import report
 from fastddp.launch.report import FitNumbers, advice_for
 from learners import make_learner
@@ -137,16 +137,16 @@ def test_predictions_that_wait_for_data(two):
 def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
     clock = Clock()
     def phase(*waits):
-        clock.n_of_phase = 0
+        clock.batches.begin_phase()
         for i, secs in enumerate(waits):
             clock.seconds['data'] += secs
-            clock._note_batch(secs, 0, i)
+            clock.batches.note(BatchWait(secs, 0, i), clock.seconds['data'])
     phase(.5, .1, .1)
     phase(.3, .1, .1)
-    assert clock.startup_seconds() == pytest.approx(.6)
+    assert clock.totals()['starts'] == pytest.approx(.6)
     clock = Clock()     # one batch: nothing to compare it with
     phase(.5)
-    assert clock.startup_seconds() == 0
+    assert clock.totals()['starts'] == 0
 
 
 class Stops(Callback):
