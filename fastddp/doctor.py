@@ -6,50 +6,55 @@
 __all__ = ['facts', 'traps', 'page', 'doctor']
 
 # %% ../nbs/904_doctor.ipynb #f8127d16
-import contextlib, os, platform, resource, shutil, subprocess, sys, types
+import contextlib, os, platform, resource, shutil, subprocess, sys
 from importlib.metadata import distributions
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import torch
 
 from .base import group
-from .base.device import accelerator_type, device_module, n_gpus, numa_nodes, visible_cores
+from .base.device import (
+    accelerator_type, device_module, free_memory, n_gpus, numa_nodes, visible_cores)
 from .base.errors import WorkerError
 from .launch.engine import Job
 from .launch.local import Local, all_reduce_seconds
-from .payload.buffers import free_memory
 from .process.helper import start_method
 
 # %% ../nbs/904_doctor.ipynb #92eb2751
+_HIDES_GPUS = 'CUDA_VISIBLE_DEVICES'
+
 def _output(*command):
-    "What a command prints; '' where there is none, or if it fails"
+    "Return what a command prints; '' where there is none, or if it fails"
     try: done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError,subprocess.SubprocessError): return ''
     return done.stdout
 
 def _query(what, fields):
-    "The values of `fields`, for each GPU or process that nvidia-smi knows"
+    "Return the values of `fields`, for each GPU or process that nvidia-smi knows"
     text = _output('nvidia-smi', f'--query-{what}={fields}', '--format=csv,noheader')
     return [line.split(', ') for line in text.splitlines()]
 
 def _gpus():
-    "What the driver says of each GPU: name, memory, other processes on it"
-    res = {}
+    "Return what the driver says of each GPU"
+    by_bus = {}
     for index,name,driver,used,total,bus in _query(
             'gpu', 'index,name,driver_version,memory.used,memory.total,pci.bus_id'):
-        res[bus] = dict(index=index, name=name, driver=driver, memory=f'{used} of {total}', pids=[])
+        by_bus[bus] = SimpleNamespace(index=index, name=name, driver=driver,
+                                      memory=f'{used} of {total}', processes=[])
     for pid,used,bus in _query('compute-apps', 'pid,used_memory,gpu_bus_id'):
-        if bus in res and pid != str(os.getpid()): res[bus]['pids'].append(f'{pid} ({used})')
-    return [*res.values()]
+        is_other = bus in by_bus and pid != str(os.getpid())
+        if is_other: by_bus[bus].processes.append(f'{pid} ({used})')
+    return [*by_bus.values()]
 
-def _have_peers():
+def _has_p2p():
     "True if each GPU says that it reaches the memory of each other one"
     reaches = getattr(device_module(), 'can_device_access_peer', None)
     gpus = range(n_gpus())
     return reaches is None or all(reaches(a, b) for a in gpus for b in gpus if a != b)
 
 def facts():
-    "What is known of this machine, without starting anything: a dict"
+    "Return what is known of this machine, without starting anything, as a `SimpleNamespace`"
     installed = [((o.name or '').lower(), o.version) for o in distributions()]
     versions = dict(python=platform.python_version(), torch=torch.__version__)
     versions |= {name:v for name,v in installed if name in ('fastai','fastddp')}
@@ -59,90 +64,107 @@ def facts():
         with contextlib.suppress(AttributeError):
             versions['NCCL'] = '.'.join(map(str, device_module().nccl.version()))
     cpus = Path('/proc/cpuinfo')
-    return dict(
-        versions=versions, torches=sum(name == 'torch' for name,_ in installed),
-        gpus=_gpus(), visible=n_gpus(), peers=_have_peers(), distributed=group.has_distributed(),
+    return SimpleNamespace(         # sizes are in bytes
+        versions=versions,          # package -> version, or None
+        n_torch_builds=sum(name == 'torch' for name,_ in installed),
+        gpus=_gpus(),               # those of the driver
+        n_visible_gpus=n_gpus(),    # those of torch
+        has_p2p=_has_p2p(), has_distributed=group.has_distributed(),
         env={k:v for k,v in os.environ.items()
-             if k.startswith(('NCCL_','GLOO_')) or k == 'CUDA_VISIBLE_DEVICES'},
+             if k.startswith(('NCCL_','GLOO_')) or k == _HIDES_GPUS},
+        # free space; None: there is no such folder
         shm=shutil.disk_usage('/dev/shm').free if os.path.isdir('/dev/shm') else None,
         memory=os.sysconf('SC_PHYS_PAGES')*os.sysconf('SC_PAGE_SIZE'),
-        available=free_memory(), locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        cores=os.cpu_count(), may_use=visible_cores(), numa_nodes=numa_nodes(),
-        folder=(_output('df', '--output=fstype', '.').split() or [''])[-1],
-        files=resource.getrlimit(resource.RLIMIT_NOFILE)[0], helper=start_method(),
-        virtual=cpus.exists() and 'hypervisor' in cpus.read_text())
+        available_memory=free_memory(),
+        # these two are limits, -1 where there is none
+        lockable_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        cores=os.cpu_count(),           # of the machine
+        visible_cores=visible_cores(),  # those that this process may use
+        numa_nodes=numa_nodes(),
+        # file system of the working directory
+        folder_type=(_output('df', '--output=fstype', '.').split() or [''])[-1],
+        start_method=start_method(),    # of workers
+        is_virtual=cpus.exists() and 'hypervisor' in cpus.read_text(),
+        # what `doctor` finds out, see `_try_exchange`
+        rates={}, exchange_error='')
 
 # %% ../nbs/904_doctor.ipynb #f2c98932
-_NETWORK = 'nfs','cifs','smb','fuse','9p','lustre','ceph','gpfs'
-
-def traps(
-    f # Of `facts`; `all_reduce` has an error as text if that failed
-):
-    "Name and remedy of each known trap that the facts show"
-    several = f['visible'] > 1
-    driver = f['gpus'][0]['driver'] if f['gpus'] else ''
-    consumer = any('RTX 40' in o['name'] for o in f['gpus'])
-    old = driver and int(driver.split('.')[0]) < 550
-    others = [f"GPU {o['index']}: {', '.join(o['pids'])}" for o in f['gpus'] if o['pids']]
-    found = [
-        ("no torch.distributed", not f['distributed'],
-         "This torch can't train on several processes: install a build for Linux."),
-        ("torch without the GPU", f['gpus'] and not f['visible'] and _HIDES not in f['env'],
-         "The driver sees GPUs, torch doesn't: install a torch build for CUDA."),
-        ("hidden GPUs", f['visible'] < len(f['gpus']) and _HIDES in f['env'],
-         f"{_HIDES}={f['env'].get(_HIDES)} hides {len(f['gpus'])-f['visible']} GPUs: unset it."),
-        ("two torch builds", f['torches'] > 1,
-         "Uninstall torch until it is gone, and install it once."),
-        ("RTX 40 and an old driver", several and consumer and old,
-         f"Driver {driver} says that P2P works, and it doesn't: update it to 550 or newer, or set "
-         "NCCL_P2P_DISABLE=1."),
-        ("P2P switched off", several and f['env'].get('NCCL_P2P_DISABLE') == '1' and f['peers'],
-         "NCCL_P2P_DISABLE=1 is left over and makes the exchange slower: unset it."),
-        ("virtual machine without P2P", several and f['virtual'] and not f['peers'],
-         "The hypervisor keeps GPUs apart (ACS): the exchange goes through memory. Ask for P2P."),
-        ("small /dev/shm", f['shm'] is not None and f['shm'] < 2**30,
-         f"{_gb(f['shm'])} are free in /dev/shm: start docker with --shm-size=8g or --ipc=host."),
-        ("other programs on the GPUs", bool(others),
-         f"{'; '.join(others)}: end them, or pass gpus=."),
-        ("fewer cores than there are", f['may_use'] < f['cores'],
-         f"This process may use {f['may_use']} of {f['cores']} cores: see taskset, docker --cpus."),
-        ("network drive", f['folder'].startswith(_NETWORK),
-         f"This folder is on {f['folder']}: copy the data to a local disk."),
-        ("few open files", 0 <= f['files'] < 1024,
-         f"{f['files']} files may be open: raise the limit (ulimit -n)."),
-        ("no helper process", f['helper'] != 'forkserver',
-         "Workers are spawned, and each imports torch and fastai: see the helper's warning."),
-        ("workers can't exchange tensors", isinstance(f.get('all_reduce'), str),
-         f"{f.get('all_reduce')}. With GPUs try NCCL_P2P_DISABLE=1.")]
-    return [(name, remedy) for name,is_so,remedy in found if is_so]
-
-_HIDES = 'CUDA_VISIBLE_DEVICES'
 def _gb(nbytes): return '?' if nbytes is None else f"{nbytes/2**30:.1f} GB"
 
-# %% ../nbs/904_doctor.ipynb #639e48f8
-def _all_reduce(n, seconds):
-    "MB -> GB per second and worker; the error as text"
-    gpus = None if n_gpus() >= n else []
-    try: out = Local(gpus=gpus, timeout=seconds).run(Job.of(all_reduce_seconds, (1,25,100)), n)
-    except WorkerError as e: return ' '.join(e._headline().split())
-    return {mb:2*(n-1)/n*mb/1024/secs for mb,secs in out.results[0].items()}
+_NETWORK_DRIVES = 'nfs','cifs','smb','fuse','9p','lustre','ceph','gpfs'
 
-def page(f):
-    "The facts as text"
-    lines = [', '.join(f"{k} {v}" for k,v in f['versions'].items() if v)]
-    for o in f['gpus']:
-        lines.append(f"GPU {o['index']}: {o['name']}, {o['memory']} used, driver {o['driver']}")
-    if f['visible'] > 1: lines.append(f"P2P: {'yes' if f['peers'] else 'not between all'}")
-    if isinstance(f.get('all_reduce'), dict):
-        rates = [f"{mb} MB {rate:.2f} GB/s" for mb,rate in f['all_reduce'].items()]
-        lines.append(f"all-reduce: {', '.join(rates)}")
-    locked = _gb(f['locked']) if f['locked'] >= 0 else 'unlimited'
-    lines += [f"cores {f['may_use']} of {f['cores']}, {f['numa_nodes']} NUMA nodes, memory "
-              f"{_gb(f['memory'])} ({_gb(f['available'])} available), /dev/shm {_gb(f['shm'])} "
-              "free",
-              f"folder on {f['folder']}, open files {f['files']}, locked memory {locked}, workers "
-              f"by {f['helper']}"]
-    lines += [f"{k}={v}" for k,v in f['env'].items()]
+def traps(
+    f # Those of `facts`
+):
+    "Return `(name, remedy)` of each known trap that the facts show"
+    has_several = f.n_visible_gpus > 1
+    n_hidden = len(f.gpus)-f.n_visible_gpus
+    hides = f.env.get(_HIDES_GPUS)
+    driver = f.gpus[0].driver if f.gpus else ''
+    has_old_driver = driver and int(driver.split('.')[0]) < 550
+    has_rtx_40 = any('RTX 40' in o.name for o in f.gpus)
+    used = [f"GPU {o.index}: {', '.join(o.processes)}" for o in f.gpus if o.processes]
+    table = [   # name, True if the machine has the trap, remedy
+        ("no torch.distributed", not f.has_distributed,
+         "This torch can't train on several processes: install a build for Linux."),
+        ("torch without the GPU", f.gpus and not f.n_visible_gpus and hides is None,
+         "The driver sees GPUs, torch doesn't: install a torch build for CUDA."),
+        ("hidden GPUs", n_hidden > 0 and hides is not None,
+         f"{_HIDES_GPUS}={hides} hides {n_hidden} GPUs: unset it."),
+        ("two torch builds", f.n_torch_builds > 1,
+         "Uninstall torch until it is gone, and install it once."),
+        ("RTX 40 and an old driver", has_several and has_rtx_40 and has_old_driver,
+         f"Driver {driver} says that P2P works, and it doesn't: update it to 550 or newer, or set "
+         "NCCL_P2P_DISABLE=1."),
+        ("P2P switched off",
+         has_several and f.has_p2p and f.env.get('NCCL_P2P_DISABLE') == '1',
+         "NCCL_P2P_DISABLE=1 is left over and makes the exchange slower: unset it."),
+        ("virtual machine without P2P", has_several and f.is_virtual and not f.has_p2p,
+         "The hypervisor keeps GPUs apart (ACS): the exchange goes through memory. Ask for P2P."),
+        ("small /dev/shm", f.shm is not None and f.shm < 2**30,
+         f"{_gb(f.shm)} are free in /dev/shm: start docker with --shm-size=8g or --ipc=host."),
+        ("other programs on the GPUs", used,
+         f"{'; '.join(used)}: end them, or pass gpus=."),
+        ("fewer cores than there are", f.visible_cores < f.cores,
+         f"This process may use {f.visible_cores} of {f.cores} cores: see taskset, docker --cpus."),
+        ("network drive", f.folder_type.startswith(_NETWORK_DRIVES),
+         f"This folder is on {f.folder_type}: copy the data to a local disk."),
+        ("few open files", 0 <= f.max_open_files < 1024,
+         f"{f.max_open_files} files may be open: raise the limit (ulimit -n)."),
+        ("no helper process", f.start_method != 'forkserver',
+         "Workers are spawned, and each imports torch and fastai: see the helper's warning."),
+        ("workers can't exchange tensors", f.exchange_error,
+         f"{f.exchange_error}. With GPUs try NCCL_P2P_DISABLE=1.")]
+    return [(name, remedy) for name,has_trap,remedy in table if has_trap]
+
+
+# %% ../nbs/904_doctor.ipynb #639e48f8
+def _try_exchange(f, seconds):
+    """Have workers all-reduce some data. Sets `f.rates`, from MB to GB per second and worker, or
+    `f.exchange_error` if that fails"""
+    n = max(f.n_visible_gpus, 2)
+    launcher = Local(gpus=None if f.n_visible_gpus >= n else [], timeout=seconds)
+    try: out = launcher.run(Job.of(all_reduce_seconds, (1,25,100)), n)
+    except WorkerError as e: f.exchange_error = ' '.join(e._headline().split())
+    else: f.rates = {mb:2*(n-1)/n*mb/1024/secs for mb,secs in out.results[0].items()}
+
+def page(
+    f # Those of `facts`
+):
+    "Return the facts and their traps as text"
+    lines = [', '.join(f"{k} {v}" for k,v in f.versions.items() if v)]
+    for o in f.gpus:
+        lines.append(f"GPU {o.index}: {o.name}, {o.memory} used, driver {o.driver}")
+    if f.n_visible_gpus > 1: lines.append(f"P2P: {'yes' if f.has_p2p else 'not between all'}")
+    rates = [f"{mb} MB {rate:.2f} GB/s" for mb,rate in f.rates.items()]
+    if rates: lines.append(f"all-reduce: {', '.join(rates)}")
+    lockable = _gb(f.lockable_memory) if f.lockable_memory >= 0 else 'unlimited'
+    lines += [f"cores {f.visible_cores} of {f.cores}, {f.numa_nodes} NUMA nodes, memory "
+              f"{_gb(f.memory)} ({_gb(f.available_memory)} available), /dev/shm {_gb(f.shm)} free",
+              f"folder on {f.folder_type}, open files {f.max_open_files}, locked memory "
+              f"{lockable}, workers by {f.start_method}"]
+    lines += [f"{k}={v}" for k,v in f.env.items()]
     lines += [f"! {name}: {remedy}" for name,remedy in traps(f)] or ["No known trap."]
     return '\n'.join(lines)
 
@@ -151,15 +173,18 @@ def doctor(
 ):
     "Prints what machine this is and what to expect of it; returns the names of the traps it found"
     f = facts()
-    if f['distributed']: f['all_reduce'] = _all_reduce(max(f['visible'], 2), seconds)
+    if f.has_distributed: _try_exchange(f, seconds)
     print(page(f))
     print(_output('nvidia-smi', 'topo', '-m'), end='')
     return [name for name,_ in traps(f)]
 
-# %% ../nbs/904_doctor.ipynb #43429582
-class _Module(types.ModuleType): __call__ = staticmethod(doctor)
 
-sys.modules[__name__].__class__ = _Module
-if __name__ == '__main__':
-    from fastddp.doctor import doctor
-    sys.exit(bool(doctor()))
+# %% ../nbs/904_doctor.ipynb #43429582
+class _CallableModule(ModuleType):
+    "Makes `fastddp.doctor()` call the function `doctor`, although `fastddp.doctor` is this module"
+    __call__ = staticmethod(doctor)
+
+sys.modules[__name__].__class__ = _CallableModule
+
+if __name__ == '__main__': sys.exit(bool(doctor()))
+

@@ -163,7 +163,7 @@ def test_raised_in_a_callback(event, rank, tmp_path):
 
 def test_lr_find_and_get_preds(tmp_path, capsys):
     "Afterwards the learner is as it was before, and a line says so"
-    learn = make_learner(n_valid=6400, cbs=[Slow(.05, tmp_path)])
+    learn = make_learner(n_valid=6400, cbs=[Slow(.05, tmp_path)], path=tmp_path)
     before = [p.tolist() for p in learn.model.parameters()]
     AfterThat(tmp_path/'done0', 3)
     with pytest.raises(KeyboardInterrupt): learn.distrib_lr_find(nprocs=2, show_plot=False, stop_div=False)

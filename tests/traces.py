@@ -5,6 +5,7 @@ from pathlib import Path
 import psutil
 
 GRACE = 15.   # seconds for a process that is on its way out
+MODELS = Path(__file__).resolve().parent.parent/'models'     # `learn.save` makes it where a learner has no path
 
 
 def helper_pid():
@@ -67,11 +68,12 @@ def memfds():
 
 
 def files():
-    "What lies in shared memory, and what of ours in the temporary folder"
+    "What lies in shared memory, what of ours in the temporary folder, and fastai's folder of models in the checkout"
     shm, temp = '/dev/shm', tempfile.gettempdir()
     shared = os.listdir(shm) if os.path.exists(shm) else []
     ours = [o for o in os.listdir(temp) if o.startswith(('fastddp', 'pymp-'))]
-    return {*(f'{shm}/{o}' for o in shared), *(f'{temp}/{o}' for o in ours)} - own_folders()
+    models = [MODELS] if MODELS.exists() else []
+    return {*(f'{shm}/{o}' for o in shared), *(f'{temp}/{o}' for o in ours), *map(str, models)} - own_folders()
 
 
 def own_folders():

@@ -70,10 +70,9 @@ MAX_NUMBERS = 24    # that a rank can bring to a meeting
 _RECORD = f'=q{MAX_NUMBERS}d'
 _REPORT_AFTER = 1.  # seconds of waiting after which `on_wait` is called
 _MIN_SLEEP,_MAX_SLEEP = 5e-5,5e-3   # seconds between two looks at the page
-# `on_wait(rank)` is called while this rank waits for `rank`. A worker sets this variable of the
-# module, to tell the notebook (`launch.rank`).
+# `on_wait(rank)` is called while this rank waits for `rank`. In a worker, each job sets this
+# variable of the module, so that the notebook hears of it (`launch.rank`).
 on_wait = noop
-
 
 class Board:
     """One rank's access to the page where the ranks of a group meet: `meet` is an all-gather of a
@@ -133,8 +132,8 @@ class Board:
         self._note_wait(missing[0], time.perf_counter()-began)
         return rows
     def _note_wait(self, rank, secs):
-        """Add `secs` of waiting for `rank` to the sums. If this meeting has several waits, all of
-        them count for the rank of the first"""
+        """Note that this rank has waited `secs` seconds for `rank`. If it waits twice at this
+        meeting, both waits count for the rank of the first"""
         self.waited += secs
         rank,before = self.last_wait or (rank, 0.)
         self.last_wait = rank,before+secs
@@ -189,20 +188,23 @@ class Heartbeats:
 # Where the page's file is created; None: the temporary folder. A worker sets this variable of the
 # module to the workers' folder, which is removed even if the worker is killed
 page_folder = None
-_board,_board_key = None,None   # the `Board` of this process's group, and the group's `group.key()`
+_board = None       # the `Board` of this process's group
+_board_key = None   # the `group.key()` of that group
 
 def group_board():
     "Return the `Board` of this process's group; the first call for a group is a collective"
     global _board,_board_key
     key = group.key()
-    if _board is None or _board_key is not key: _board,_board_key = _make_board(),key
+    if _board is None or _board_key is not key:
+        _board = _make_board()
+        _board_key = key
     return _board
 
 def forget_board():
     "Forget the board of the group that this process leaves"
     global _board,_board_key
-    # Callbacks may hold the board longer than the group lives, and a forked process that collects a
-    # process group as garbage crashes.
+    # Callbacks may refer to the board when the group is gone. A process that is forked then would
+    # crash when it collects the process group in it as garbage.
     if _board is not None: _board.between_hosts = None
     _board = _board_key = None
 

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['TROUBLES', 'Trouble', 'trouble_of', 'remedy_for', 'CantDistribute', 'NotPicklable', 'WorkerError', 'folded',
-           'RankRaised', 'RankDied', 'GroupTimeout']
+           'RankRaised', 'RankDied', 'GroupTimeout', 'shorten_traceback', 'short_traceback']
 
 # %% ../../nbs/base/001_errors.ipynb #f62e5544
-import re, signal, sys, traceback
+import contextlib, re, signal, sys, traceback
+from types import TracebackType
 from typing import NamedTuple
 
-from .failure import is_user_file, user_lines, place, recorded_traceback
+from .failure import (
+    ipython_shell, is_user_file, place, recorded_traceback, user_lines)
 
 # %% ../../nbs/base/001_errors.ipynb #461bafd1
 class Trouble(NamedTuple):
@@ -307,3 +309,43 @@ class GroupTimeout(WorkerError):
             frames = [(*f, None) for f in _frames_of(o)]
             res += ['', who, *folded(''.join(traceback.format_list(frames)) or rest)]
         return res
+
+# %% ../../nbs/base/001_errors.ipynb #029a57cc
+# Short tracebacks of exceptions that aren't ours
+
+def shorten_traceback(
+    e # An exception; its `__traceback__` stays complete
+):
+    "Make IPython show the user's frames, and the innermost of an error"
+    if hasattr(e, '_render_traceback_'): return
+    e.__suppress_context__ |= isinstance(e, KeyboardInterrupt)
+    if ipython_shell(): e._render_traceback_ = _short_lines
+
+@contextlib.contextmanager
+def short_traceback():
+    "Context manager that calls `shorten_traceback` with the exception that ends it"
+    try: yield
+    except BaseException as e:
+        shorten_traceback(e)
+        raise
+
+def _short_lines():
+    """Return the lines that IPython shows for the exception that it handles. A method of this
+    exception would refer to it, and so keep its frames alive"""
+    e = sys.exc_info()[1]
+    try:
+        tb = ipython_shell().InteractiveTB
+        return tb.structured_traceback(type(e), e, _user_frames(e), tb_offset=0)
+    finally: del e
+
+def _user_frames(e):
+    "Return the traceback of `e` with the user's frames only; of an error also the innermost"
+    kept = []
+    tb = e.__traceback__
+    while tb:
+        is_place_of_error = tb.tb_next is None and not isinstance(e, KeyboardInterrupt)
+        if is_place_of_error or is_user_file(tb.tb_frame.f_code.co_filename): kept.append(tb)
+        tb = tb.tb_next
+    res = None
+    for o in reversed(kept): res = TracebackType(res, o.tb_frame, o.tb_lasti, o.tb_lineno)
+    return res

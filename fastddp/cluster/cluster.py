@@ -11,27 +11,37 @@ import atexit, contextlib, os, pickle, sys, threading, time
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from fastcore.basics import Stateful, noop, patch
+from fastcore.basics import Stateful, noop
 
 from ..base import group
 from ..base.checks import bind_arguments, check_all
 from ..base.device import current_device, device_module, is_accelerator
-from ..base.errors import CantDistribute, WorkerError
+from ..base.errors import CantDistribute, WorkerError, short_traceback
 from ..base.failure import is_user_file
 from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import (
     CHECKS, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus, workers_for)
 from ..launch.session import dump_or_blame
-from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
-from ..payload.pickling import dump, load, resolve_function
-from ..process.worker import Surroundings
+from ..payload.pickling import dump, load
+from ..process.worker import Surroundings, resolve_function
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
-# Both are of a worker's process
+# A method of a `Cluster` runs a job on each worker (`_run_job`), one job at a time:
+#
+#     the notebook's process     each worker, in `worker_namespace`
+#     Cluster(...)               start_job: prepares the app, such as fastai
+#       .run_cell                cell_job
+#       .run                     call_job
+#       .push, .pull             push_job, pull_job
+#       .stat                    memory_job
+#
+# The jobs come first here, then the engine that keeps the workers, then `Cluster`.
+
+# State of a worker's process
 _last_surroundings = None   # `Surroundings` at the end of the last job
-_train_in_place = None      # function of the app, called before each job: a cell may patch the app
+_train_in_place = None      # function of the app, called before each job, since cells may patch it
 
 @contextlib.contextmanager
 def worker_namespace(
@@ -122,7 +132,8 @@ def pull_job(
     ranks. Refuse names that the worker doesn't have, and objects that can't be pickled"""
     if ctx.rank != obj['rank']: return None
     with worker_namespace(ctx) as ns, with_lists():
-        if missing := [o for o in obj['names'] if o not in ns]:
+        missing = [o for o in obj['names'] if o not in ns]
+        if missing:
             raise CantDistribute(
                 f"Rank {ctx.rank} has no variable {', '.join(map(repr, missing))}.")
         objs = {o:ns[o] for o in obj['names']}
@@ -149,8 +160,8 @@ def memory_job(ctx, obj):
 
 # %% ../../nbs/cluster/651_cluster.ipynb #2aa16534
 class StandingLocal(Local):
-    """The engine of a `Cluster`: its workers, and the objects that jobs left there, stay after a
-    failure if all ranks are idle again"""
+    """The engine of a `Cluster`. After a failure, too, its workers stay, with the objects that jobs
+    left there, if all ranks become idle again"""
     def settings(self): return {}       # cells that run in the workers change their settings
     def display_of(self, r): return super().display_of(r)._replace(shell=True)
     def after_success(self, job):
@@ -165,11 +176,11 @@ class StandingLocal(Local):
         """Ask the ranks to stop; return True if all are alive and idle within five seconds, or
         within `interrupt_grace` if that is longer. A rank that waits in a collective can't stop"""
         deadline = time.monotonic()+max(5., self.interrupt_grace)
-        if monitor.ends_of('died'): return False
+        if monitor.ends['died']: return False
         if monitor.stop_asked_at is None and monitor.running_ranks: monitor.ask_to_stop()
         monitor.drain(deadline)
         self._rendezvous = None     # the next job forms a new process group
-        return not (monitor.running_ranks or monitor.ends_of('died'))
+        return not (monitor.running_ranks or monitor.ends['died'])
 
 # %% ../../nbs/cluster/651_cluster.ipynb #252684fd
 # app -> its package, which has the modules `learner` and `snapshot`
@@ -183,10 +194,12 @@ def default_app():
 _HAS_GPU = ("A standing cluster has GPU {}. Pass other gpus=, or end it with %makedip -k, or the "
             "shutdown() of a Cluster.")
 
+_HAS_ENDED = "The group has ended, with what it held. `%makedip -r` starts it anew."
+
 class Cluster:
     """A standing cluster: workers that stay from call to call, each with a namespace. It starts
     them when it is made and holds their GPUs until `shutdown`, the death of a worker, or the end of
-    the notebook's process. Methods: `run_cell`, `run`, `push`, `pull`, `stat`, `info`"""
+    the notebook's process"""
     def __init__(self,
         gpus=None, # GPUs in order, one rank each; None: workers on the CPU
         nprocs=None, # Workers on the CPU
@@ -217,6 +230,8 @@ class Cluster:
             raise
         self.local.timeout = None   # a cell may take any time
         self.pids,self.devices = zip(*started)
+
+    # Life of the workers
     def dead(self):
         "Return the ranks whose processes have ended"
         alive = self.local.workers.alive() if self.local.workers else []
@@ -230,150 +245,137 @@ class Cluster:
         atexit.unregister(self.shutdown)
         self.local.__exit__()
         self._held_gpus.close()
+
+    # What users run
+    def run_cell(self,
+        cell, # Text of the cell
+        see='0', # Ranks whose output is shown, or 'all': all but the first with a prefix
+        on='all', # Ranks that run it
+        live=True, # True: show output while it happens; False: at the end
+        name=None # What tracebacks call the cell; None: IPython's name in the worker
+    ):
+        "Run a cell in the workers' namespaces; raise an error of the cell as `RankRaised`"
+        on = self.parse_ranks(on, 'on')
+        see = self.parse_ranks(see, 'see')
+        if not set(see) & set(on): see = on[:1]     # the output of some rank that runs it is shown
+        title = next((line for line in cell.split('\n') if line.strip()), '')[:60]
+        self._run_job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
+        self.last_run = title
+    def run(self,
+        fn, # Called as `fn(*args, **kwargs)` on all ranks; finds names of their namespaces
+        *args,
+        see='0', # Ranks whose output is shown, as for `run_cell`
+        **kwargs
+    ):
+        """Call a function on all ranks and return its results in rank order. Refuse what can't be
+        pickled, by its name"""
+        bind_arguments(fn, args, kwargs)
+        payload = dump_or_blame((fn, args, kwargs),
+                                {'the function': fn, 'args': args, 'kwargs': kwargs})
+        return self._run_job(call_job, payload, getattr(fn, '__name__', 'a function'),
+                             self.parse_ranks(see, 'see'))
+    def push(self,
+        objs=None, # Dict from name to object
+        **kwargs # The same, as keywords
+    ):
+        """Copy objects into every worker's namespace, under these names. Refuse what can't be
+        pickled, by its name"""
+        objs = (objs or {}) | kwargs
+        patches = collect_patches()
+        with with_lists():
+            payload = dump_or_blame(dict(patches=patches, objs=objs), objs | patches.roots())
+        self._run_job(push_job, payload, f"receiving {', '.join(objs)}")
+    def pull(self,
+        *names, # Names of objects in the worker
+        rank=0, # The worker to copy from
+        home=None # Namespace in which functions among the objects look up names; None: `__main__`'s
+    ):
+        """Return copies of a worker's objects, as a dict from name to object. Refuse names that the
+        worker doesn't have, and what can't be pickled"""
+        rank, = self.parse_ranks(rank)
+        results = self._run_job(pull_job, dict(names=names, rank=rank),
+                                f"sending {', '.join(names)}")
+        meta,buffers = results[rank]
+        device = current_device() if group.n_gpus() else torch.device('cpu')
+        objs = load(meta, [memoryview(b).cast('B') for b in buffers], device=device, home=home)
+        package = APPS[self.app]
+        if not package: return objs
+        for o in objs.values():
+            # a learner of a worker may have been on its GPU
+            is_learner = any(c.__name__ == 'Learner' for c in type(o).__mro__)
+            if is_learner: resolve_function(f'{package}.snapshot:place')(o, device)
+        return objs
+    def parse_ranks(self,
+        ranks, # 'all', a text such as '0,2', a number, or a list of numbers
+        option='rank' # Name of the option, for the error message
+    ):
+        "Return a list of ranks; raise `CantDistribute` for ranks that don't exist"
+        if ranks == 'all': return list(range(self.n))
+        words = ranks if isinstance(ranks, (list,tuple)) else str(ranks).replace(',', ' ').split()
+        exist = words and all(str(o).isdigit() and int(o) < self.n for o in words)
+        if exist: return [*map(int, words)]
+        raise CantDistribute(f"{option} {ranks}: the ranks are 0 to {self.n-1}, or 'all'.")
+
+    # Jobs
+    @short_traceback()
+    def _run_job(self,
+        fn, # One of the jobs above
+        payload, # A `Payload`, or an object: the job's `obj`
+        what, # What `running` says meanwhile
+        see=(), # Ranks whose output is shown
+        live=True # True: show output while it happens; False: at the end
+    ):
+        """Run a job on all ranks and return their results in rank order; one job runs at a time.
+        Raise `CantDistribute`, `RankRaised`, `RankDied` or KeyboardInterrupt"""
+        if not self._lock.acquire(blocking=False):
+            raise CantDistribute(f"The group is busy: {self.running}")
+        try:
+            dead = self.dead() if self.pids else ()
+            if dead:
+                # the first error after a death names the rank
+                died = f"Rank {dead[0]} died between two cells. " if self.local.workers else ''
+                self.local.close(0)
+                raise CantDistribute(died+_HAS_ENDED)
+            self.running = what
+            self.local.see = see
+            self.local.live = live
+            outcome = self.local.run(Job.of(fn, payload), self.n)
+        except WorkerError as e:
+            # a job's refusal is an error of the notebook's, not of a rank's
+            if isinstance(e.__cause__, CantDistribute): raise e.__cause__ from None
+            self._add_remedy(e)
+            raise
+        finally:
+            if not self.local.workers: self._held_gpus.close()
+            self.running = ''
+            self._lock.release()
+        if outcome.interrupted: raise KeyboardInterrupt
+        return outcome.results
+    def _add_remedy(self, e):
+        "Set the remedy of a `WorkerError` where a cluster has one of its own"
+        if getattr(e, 'failure', None) and e.failure.kind == 'NameError':
+            e.remedy = ("The workers don't know this name: define it in a cell of %%dip, or copy "
+                        "it from the notebook with %dipush.")
+        if self.local.workers is None: e.remedy = _HAS_ENDED
+
+    # What the workers do
+    def stat(self):
+        """Return a table as text, with a line for each rank: rank, process id, device, memory (only
+        when idle), busy ('yes', 'no' or 'dead'), and the first line of what it runs or ran last"""
+        running = self.running
+        dead = self.dead()
+        memory = [''] * self.n if running or dead else self._run_job(memory_job, None, 'stat')
+        row = '{:4}  {:8}  {:7}  {:20}  {:4}  {}'.format
+        lines = [row('rank', 'pid', 'device', 'memory', 'busy', 'runs')]
+        for r,(pid,device) in enumerate(zip(self.pids, self.devices)):
+            busy = 'dead' if r in dead else 'yes' if running else 'no'
+            lines.append(row(str(r), str(pid), device, memory[r], busy, running or self.last_run))
+        return '\n'.join(lines)
+    def info(self):
+        "Return a description of the cluster and its workers, as text"
+        return f'{self!r}\n{self.stat()}' if self.alive else repr(self)
     def __repr__(self):
         if not self.alive: return f"A group of {self.n} that ended"
         where = 'CPU (gloo)'
         if self.gpus: where = f"GPU {', '.join(map(str,self.gpus))} ({group.native_backend()})"
         return f"{self.n} rank{'s' if self.n > 1 else ''} on {where}, app {self.app}"
-
-# %% ../../nbs/cluster/651_cluster.ipynb #022217e0
-_HAS_ENDED = "The group has ended, with what it held. `%makedip -r` starts it anew."
-
-@patch
-@short_traceback()
-def _run_job(self:Cluster,
-    fn, # One of the jobs above
-    payload, # A `Payload`, or an object: the job's `obj`
-    what, # What `running` says meanwhile
-    see=(), # Ranks whose output is shown
-    live=True # True: show output while it happens; False: at the end
-):
-    """Run a job on all ranks and return their results in rank order; one job runs at a time.
-    Raise `CantDistribute`, `RankRaised`, `RankDied` or KeyboardInterrupt"""
-    if not self._lock.acquire(blocking=False):
-        raise CantDistribute(f"The group is busy: {self.running}")
-    try:
-        if self.pids and (dead := self.dead()):
-            # the first error after a death names the rank
-            died = f"Rank {dead[0]} died between two cells. " if self.local.workers else ''
-            self.local.close(0)
-            raise CantDistribute(died+_HAS_ENDED)
-        self.running = what
-        self.local.see = see
-        self.local.live = live
-        outcome = self.local.run(Job.of(fn, payload), self.n)
-    except WorkerError as e:
-        # a job's refusal is an error of the notebook's, not of a rank's
-        if isinstance(e.__cause__, CantDistribute): raise e.__cause__ from None
-        self._add_remedy(e)
-        raise
-    finally:
-        if not self.local.workers: self._held_gpus.close()
-        self.running = ''
-        self._lock.release()
-    if outcome.interrupted: raise KeyboardInterrupt
-    return outcome.results
-
-@patch
-def _add_remedy(self:Cluster, e):
-    "Set the remedy of a `WorkerError` where a cluster has one of its own"
-    if getattr(e, 'failure', None) and e.failure.kind == 'NameError':
-        e.remedy = ("The workers don't know this name: define it in a cell of %%dip, or copy "
-                    "it from the notebook with %dipush.")
-    if self.local.workers is None: e.remedy = _HAS_ENDED
-
-# %% ../../nbs/cluster/651_cluster.ipynb #6c24e839
-@patch
-def parse_ranks(self:Cluster,
-    ranks, # 'all', a text such as '0,2', a number, or a list of numbers
-    option='rank' # Name of the option, for the error message
-):
-    "Return a list of ranks; raise `CantDistribute` for ranks that don't exist"
-    if ranks == 'all': return list(range(self.n))
-    words = ranks if isinstance(ranks, (list,tuple)) else str(ranks).replace(',', ' ').split()
-    if words and all(str(o).isdigit() and int(o) < self.n for o in words): return [*map(int, words)]
-    raise CantDistribute(f"{option} {ranks}: the ranks are 0 to {self.n-1}, or 'all'.")
-
-@patch
-def run_cell(self:Cluster,
-    cell, # Text of the cell
-    see='0', # Ranks whose output is shown, or 'all': all but the first with a prefix
-    on='all', # Ranks that run it
-    live=True, # True: show output while it happens; False: at the end
-    name=None # What tracebacks call the cell; None: IPython's name in the worker
-):
-    "Run a cell in the workers' namespaces; raise an error of the cell as `RankRaised`"
-    on = self.parse_ranks(on, 'on')
-    see = self.parse_ranks(see, 'see')
-    if not set(see) & set(on): see = on[:1]     # the output of some rank that runs it is shown
-    title = next((line for line in cell.split('\n') if line.strip()), '')[:60]
-    self._run_job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
-    self.last_run = title
-
-@patch
-def run(self:Cluster,
-    fn, # Called as `fn(*args, **kwargs)` on all ranks; finds names of their namespaces
-    *args,
-    see='0', # Ranks whose output is shown, as for `run_cell`
-    **kwargs
-):
-    """Call a function on all ranks and return its results in rank order. Refuse what can't be
-    pickled, by its name"""
-    bind_arguments(fn, args, kwargs)
-    payload = dump_or_blame((fn, args, kwargs),
-                            {'the function': fn, 'args': args, 'kwargs': kwargs})
-    return self._run_job(call_job, payload, getattr(fn, '__name__', 'a function'),
-                         self.parse_ranks(see, 'see'))
-
-# %% ../../nbs/cluster/651_cluster.ipynb #9c74bf74
-@patch
-def push(self:Cluster,
-    objs=None, # Dict from name to object
-    **kwargs # The same, as keywords
-):
-    """Copy objects into every worker's namespace, under these names. Refuse what can't be pickled,
-    by its name"""
-    objs = (objs or {}) | kwargs
-    patches = collect_patches()
-    with with_lists():
-        payload = dump_or_blame(dict(patches=patches, objs=objs), objs | patches.roots())
-    self._run_job(push_job, payload, f"receiving {', '.join(objs)}")
-
-@patch
-def pull(self:Cluster,
-    *names, # Names of objects in the worker
-    rank=0, # The worker to copy from
-    home=None # Namespace in which functions among the objects look up names; None: `__main__`'s
-):
-    """Return copies of a worker's objects, as a dict from name to object. Refuse names that the
-    worker doesn't have, and what can't be pickled"""
-    rank, = self.parse_ranks(rank)
-    results = self._run_job(pull_job, dict(names=names, rank=rank), f"sending {', '.join(names)}")
-    meta,buffers = results[rank]
-    device = current_device() if group.n_gpus() else torch.device('cpu')
-    objs = load(meta, [memoryview(b).cast('B') for b in buffers], device=device, home=home)
-    for o in objs.values() if APPS[self.app] else ():
-        # a learner of a worker may have been on its GPU
-        if any(c.__name__ == 'Learner' for c in type(o).__mro__):
-            resolve_function(f'{APPS[self.app]}.snapshot:place')(o, device)
-    return objs
-
-# %% ../../nbs/cluster/651_cluster.ipynb #3c193733
-@patch
-def stat(self:Cluster):
-    """Return a table as text, with a line for each rank: rank, process id, device, memory (only
-    when idle), busy ('yes', 'no' or 'dead'), and the first line of what it runs or ran last"""
-    running = self.running
-    dead = self.dead()
-    memory = [''] * self.n if running or dead else self._run_job(memory_job, None, 'stat')
-    row = '{:4}  {:8}  {:7}  {:20}  {:4}  {}'.format
-    lines = [row('rank', 'pid', 'device', 'memory', 'busy', 'runs')]
-    for r,(pid,device) in enumerate(zip(self.pids, self.devices)):
-        busy = 'dead' if r in dead else 'yes' if running else 'no'
-        lines.append(row(str(r), str(pid), device, memory[r], busy, running or self.last_run))
-    return '\n'.join(lines)
-
-@patch
-def info(self:Cluster):
-    "Return a description of the cluster and its workers, as text"
-    return f'{self!r}\n{self.stat()}' if self.alive else repr(self)

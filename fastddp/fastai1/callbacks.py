@@ -30,11 +30,27 @@ from ..shard.loss import loss_part
 from ..shard.sharded import iterate_original
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f4
-_MAX_NUMBERS = 5        # of a rank in a meeting
+# A fit on a rank: what `distributed_v1` replaces in v1's `basic_train`, and the callbacks it adds
+#
+#     on_train_begin                ShardLoaders: the loaders yield this rank's items
+#     for xb,yb in train_dl
+#         loss_batch (replaced)     GlobalLoss: the ranks meet, the loss is that of all their items
+#             on_backward_begin     Agree: all ranks skip what one skips
+#             loss.backward         Passes (`shard.gradients`): gradients are averaged over ranks
+#             on_backward_end       Agree
+#             on_step_end           Agree
+#         on_batch_end              Agree: all ranks stop where one stops
+#     validate (replaced)           SyncModel.sync: the ranks get the same model; then Validation
+#     on_epoch_end                  SyncModel.sync, and Agree
+#     on_train_end                  SyncModel: the last batch ends, the loaders are put back
+#
+# `Ranks` is what all of them share: this rank's connection to the others.
+
+_MAX_NUMBERS = 5        # that a rank gives in a meeting
 
 class Ranks:
     """A rank's connection to the other ranks during a fit or a validation. All ranks come to the
-    same *meetings*, in which they exchange numbers, and any rank can stop all of them"""
+    same *meetings*, in which they exchange numbers, and any rank can stop all of them there"""
     def __init__(self,
                  model, # The model whose gradients are averaged
                  stop_requested=lambda: False, # True if this rank was asked to stop
@@ -46,7 +62,7 @@ class Ranks:
         # Seconds to wait for the others under a launcher, where no notebook watches the ranks
         self.max_wait = 1800. if group.under_launcher() else None
         self.has_stopped = False        # a meeting has raised `KeyboardInterrupt` on all ranks
-        self.scale = 1.                 # the factor on this batch's loss, set by `GlobalLoss`
+        self.scale = 1.                 # factor on this rank's gradients; `GlobalLoss` sets it
         self.passes = Passes(self.parameters, self.scale_loss, self.agree)
 
     def parameters(self):
@@ -61,7 +77,8 @@ class Ranks:
         `KeyboardInterrupt` on all ranks if one of them wants to stop"""
         wants_stop = not self.has_stopped and (stop or self.stop_requested())
         rows = self.board.meet([wants_stop, *numbers], self.max_wait)
-        if any(row[0] for row in rows) and not self.has_stopped:
+        some_rank_stops = any(row[0] for row in rows)
+        if some_rank_stops and not self.has_stopped:
             self.has_stopped = True
             raise KeyboardInterrupt
         return [row[1:1+_MAX_NUMBERS] for row in rows]
@@ -71,18 +88,19 @@ class Ranks:
         return [sum(o) for o in zip(*self.meet(*numbers))]
 
     def leave(self):
-        "Come to the others' next meeting, and stop all ranks there, since this rank stops"
+        """Stop the other ranks, since this rank stops: come to their next meeting, in which they
+        raise `KeyboardInterrupt`"""
         if self.has_stopped: return
         try: self.meet(stop=True)
         except KeyboardInterrupt: pass
 
     def scale_loss(self, loss, is_first):
-        """The `weigh` of `Passes`. A `GlobalLoss` scales the gradient of the first pass of a batch
-        itself"""
+        """Return the loss of a backward pass, scaled, for `Passes`. In the first pass of a batch
+        the `GlobalLoss` has scaled it already"""
         return loss if is_first or self.scale == 1. else loss*self.scale
 
     def agree(self, checksum):
-        "The `agree` of `Passes`"
+        "Return the `checksum` of each rank, for `Passes`"
         return [row[0] for row in self.meet(checksum)]
 
 @contextlib.contextmanager
@@ -128,18 +146,25 @@ class GlobalLoss:
     ):
         store_attr()
 
-    def _check_terms(self, loss, out):
-        """In the first batch, tell the user if `loss` uses parameters of the model directly, past
-        the predictions `out`"""
-        if self.losses.terms_checked: return
-        self.losses.terms_checked = True
-        reached = leaves_of(graph_of(loss, until={t.grad_fn for t in tensors_in(out)}))
-        names = [name for name,p in self.named_parameters() if id(p) in reached]
-        self.losses.name_terms(names)
+    def __call__(self, out, *yb):
+        loss,count = self._gathered_loss(out, yb)
+        if loss is None: loss = self.loss_func(out, *yb)
+        self._check_terms(loss, out)
+        part = loss_part(self.loss_func, yb, count, self.losses.reduction(self.loss_func),
+                         to_number=True)
+        # The value: the sum of the ranks' terms makes the loss of the global batch
+        own_term = part.weighted(float(loss.detach().float().mean()))
+        weighted,total,*_ = self.ranks.all_reduce(own_term, part.divisor)
+        value = part.global_loss(weighted, total)
+        # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
+        # this rank's items counts, its loss is NaN: take one with gradients of zeros
+        self.ranks.scale = part.scale(total, group.world_size())
+        if not part.divisor: loss = sum(t.sum() for t in tensors_in(out) if t.requires_grad)*0.
+        return _ReplaceValue.apply(loss, value, self.ranks.scale)
 
     def _gathered_loss(self, out, yb):
-        """Return `(loss, count)`: the loss computed over the items of all ranks, or None if it
-        needn't or can't be; and the number of this rank's items that count"""
+        """Return `(loss, count)`: the loss over the items of all ranks, or None if it isn't
+        computed over them; and the number of this rank's items that count"""
         count = len(self.positions)
         if group.world_size() == 1 or not self.losses.is_gathered(self.loss_func):
             return None,count
@@ -149,18 +174,14 @@ class GlobalLoss:
         loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts)
         return loss,batch.count         # fewer if a callback left items out
 
-    def __call__(self, out, *yb):
-        loss,count = self._gathered_loss(out, yb)
-        if loss is None: loss = self.loss_func(out, *yb)
-        self._check_terms(loss, out)
-        part = loss_part(self.loss_func, yb, count, self.losses.reduction(self.loss_func),
-                         to_number=True)
-        weighted = part.weighted(float(loss.detach().float().mean()))
-        weighted,total,*_ = self.ranks.all_reduce(weighted, part.divisor)
-        # If none of this rank's items counts, its loss is NaN: take one with gradients of zeros
-        if not part.divisor: loss = sum(t.sum() for t in tensors_in(out) if t.requires_grad)*0.
-        self.ranks.scale = part.scale(total, group.world_size())
-        return _ReplaceValue.apply(loss, part.global_loss(weighted, total), self.ranks.scale)
+    def _check_terms(self, loss, out):
+        """In the first batch, tell the user if `loss` uses parameters of the model directly, past
+        the predictions `out`"""
+        if self.losses.terms_checked: return
+        self.losses.terms_checked = True
+        reached = leaves_of(graph_of(loss, until={t.grad_fn for t in tensors_in(out)}))
+        names = [name for name,p in self.named_parameters() if id(p) in reached]
+        self.losses.name_terms(names)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #81cf85d6
 # `_order` of callbacks that come before and after all others
@@ -169,7 +190,7 @@ _LAST = 1_000_000
 
 class ShardLoaders(Callback):
     """Shards the loaders of `learn.data` when a fit begins. The fit's own loop gets this rank's
-    shard, any other loop over a loader gets all of it"""
+    shard; a callback's loop over a loader gets all of it (`shard.sharded`)"""
     _order = _LAST      # another callback may replace a loader in `on_train_begin`
     def __init__(self, learn,
                  common # `CommonRNG` from which orders are drawn
@@ -179,23 +200,23 @@ class ShardLoaders(Callback):
         data = self.learn.data
         # The sharded `valid_dl` serves callbacks' loops: `Validation` shards the original itself
         for name,dl in fit_loaders(data).items():
-            res = shard(dl, group.rank(), group.world_size(), name == 'train_dl', self.common)
-            torch_dl(res)._shard.other_loop = self._iterate_whole
-            setattr(data, name, res)
+            sharded = shard(dl, group.rank(), group.world_size(), name == 'train_dl', self.common)
+            torch_dl(sharded)._shard.other_loop = self._iterate_whole
+            setattr(data, name, sharded)
     def on_epoch_begin(self, **kwargs):
         torch_dl(self.learn.data.train_dl)._shard.fit_loop_next = True
     def _iterate_whole(self, dl):
         "Yield all batches of `dl`, for a callback that loops over it"
-        # In validation the ranks may have different numbers of batches in which a callback loops,
-        # so what the loop draws is undone
+        # Ranks may have different numbers of validation batches, in each of which a callback may
+        # loop. So the loop's draws from the common streams are undone
         state = None if self.learn.model.training else self.common.state()
         try: yield from iterate_original(dl, self.common)
         finally:
             if state: self.common.set_state(state)
 
 class SyncModel(Callback):
-    """Makes the model the same on all ranks when an epoch's training ends, and again when the epoch
-    ends. At the end of the fit it ends the last training batch and puts back the loaders"""
+    """Makes the model the same on all ranks before the validation of an epoch and at its end. When
+    the fit ends, it ends the last training batch and puts back the loaders"""
     _order = _FIRST     # before other callbacks save or read the model
     def __init__(self, learn, ranks,
                  average_bn # As of `sync_buffers`
@@ -206,10 +227,13 @@ class SyncModel(Callback):
     def on_epoch_begin(self, epoch, **kwargs): self.epoch = epoch
     def on_epoch_end(self, **kwargs): self.sync()
     def on_train_end(self, **kwargs):
-        # Before other callbacks load or save, for which the ranks meet
+        # This comes before other callbacks load or save, for which the ranks meet
         if isinstance(sys.exc_info()[1], KeyboardInterrupt): self.ranks.leave()
         self.ranks.passes.close()
         _own_loaders(self.learn.data)
+    def before_validation(self):
+        self.ranks.passes.close()
+        self.sync()
     def sync(self):
         """Give all ranks the same buffers and, if weights differ, rank 0's weights and optimizer
         state. A collective operation"""
@@ -226,8 +250,8 @@ def _own_loaders(data):
     for name,dl in fit_loaders(data).items(): setattr(data, name, own_loader(dl))
 
 class _CountAll(Callback):
-    """Makes an `AccumulateScheduler` count the items of all ranks. It divides gradients by
-    `acc_samples`, to which it adds this rank's items of each batch, also of validation"""
+    """Makes an `AccumulateScheduler` count the items of all ranks: it divides gradients by its
+    `acc_samples`, to which it adds only this rank's items of each batch, also of validation"""
     def __init__(self, learn, ranks,
                  scheduler # The `AccumulateScheduler`
     ):
@@ -246,8 +270,8 @@ class _CountAll(Callback):
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #68742c06
 class Agree(Callback):
-    """Makes all ranks skip a step or stop the fit if a callback of one rank does. Gets the flags
-    that the other callbacks have returned at each event, and returns those on which ranks agree"""
+    """Makes all ranks skip a step or stop the fit if a callback of one rank does. v1 passes it the
+    flags that this rank's callbacks have set at an event, and takes those that it returns"""
     _order = _LAST+1
     def __init__(self, ranks): self.ranks = ranks
     def _agreed(self, **flags):
@@ -281,7 +305,7 @@ def distributed_v1(learn,
     counting = [_CountAll(learn, ranks, cb) for cb in callbacks
                 if type(cb).__name__ == 'AccumulateScheduler']
     loss_batch = _global_loss_batch(learn, ranks, losses)
-    validate = _validate_synced(sync, Validation(ranks, common, losses))
+    validate = Validation(ranks, common, losses, before=sync.before_validation)
     with as_rank(ranks, common), contextlib.ExitStack() as stack:
         if batch == 'per_worker':
             for dl in fit_loaders(learn.data).values():
@@ -307,13 +331,3 @@ def _global_loss_batch(learn, ranks, losses):
             ranks.passes.open()
         return plain(model, xb, yb, loss_func, opt, cb_handler)
     return loss_batch
-
-def _validate_synced(sync, validation):
-    "Return a `basic_train.validate`: `validation`, before which the model is made the same"
-    def validate(*args, **kwargs):
-        # Not all ranks may come to a validation within a validation
-        if not validation.is_running:
-            sync.ranks.passes.close()
-            sync.sync()
-        return validation(*args, **kwargs)
-    return validate

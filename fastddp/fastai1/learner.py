@@ -36,28 +36,44 @@ from ..output.capture import use_bars
 from ..shard.gathered_loss import Losses, check_loss
 
 # %% ../../nbs/fastai1/808_learner.ipynb #7f809572
+# A fit, from the method of a learner to its result. A validation goes the same way, with
+# `basic_train.validate`, `Session.validate` and `infer_job`:
+#
+#     notebook   learn.distrib_fit(...)
+#                  distrib_ctx              replaces `learn.fit`, `validate` and `get_preds`
+#                    Learner.fit            v1's own: makes the optimizer and the callbacks
+#                      basic_train.fit      replaced by `Session.fit`
+#                        LearnerCall        sends a snapshot
+#     rank       fit_job                    unpacks it, and calls v1's own `basic_train.fit`
+#     notebook   LearnerCall.apply          puts what came back into the learner
+#
+# Where this process is a rank itself, under a launcher or in a cell of `%%dip`, nothing is sent:
+# `overrides` replaces `basic_train.fit` and `validate`, for every learner.
+
 class NoteProgress(Callback):
-    """Tells the notebook before each batch where this rank is, and counts and times training
-    batches, on every rank"""
+    """Tells the notebook before each batch where this rank is. Counts and times training
+    batches"""
     _order = -2_000_000     # before all others
     def __init__(self, ctx, # The rank's `Context`
                  learn
     ):
         self.learn = learn
         self.progress = Progress(ctx, learn.path)
-        self.training = False                   # the last batch was one of training
+        self.was_training = False               # the last batch was one of training
         self.where = 'before the first epoch'   # a text for the notebook
         ctx.where = lambda: self.where
     def on_epoch_begin(self, epoch, **kwargs): self.where = whereabouts(epoch)
     def on_batch_begin(self, epoch, num_batch, train, **kwargs):
         self.where = whereabouts(epoch, num_batch if train else None, train)
         self.progress.at_batch(self.where, train)
-        if train and not self.training: self.progress.start()
-        self.training = train
+        if train and not self.was_training: self.progress.start()
+        self.was_training = train
     def on_batch_end(self, train, **kwargs):
-        if train: self.progress.lap(batch_counts(self.learn.data.train_dl)[1])
+        if not train: return
+        _,n_items = batch_counts(self.learn.data.train_dl)
+        self.progress.lap(n_items)
     def on_epoch_end(self, **kwargs):
-        self.training = False
+        self.was_training = False
         self.progress.epochs += 1
 
 class KeepState(Callback):
@@ -68,25 +84,27 @@ class KeepState(Callback):
 
 # %% ../../nbs/fastai1/808_learner.ipynb #bf83e298
 def _unpack_and_note(ctx, obj, metrics):
-    """Make the learner of a snapshot ready on this rank, and note its attributes. Returns its
-    `persistent_refs` and `baseline`"""
+    """Make the learner of a snapshot, the dict `obj`, ready on this rank. Returns its
+    `persistent_refs` and its `baseline`, with which `capture` finds what the job has changed"""
     unpack(obj, ctx.device)
     parts = obj['learn'],obj['callbacks'],metrics
     refs = persistent_refs(*parts)
     # Only rank 0 captures what comes back
     return refs, baseline(*parts, refs if ctx.rank == 0 else None, obj['definitions'])
 
-def fit_job(ctx, obj):
+def fit_job(ctx,
+            obj # The dict of a `snapshot`, with the call's `epochs`, `options` and `metrics`
+):
     """Train the learner of a snapshot on this rank, by fastai's own `fit`. Returns
-    `Progress.result`; rank 0 puts the state of each epoch, and in the end the learner's"""
+    `Progress.result`. Rank 0 puts the learner's state at the end of each epoch, and of the fit"""
     learn = obj['learn']
     callbacks = obj['callbacks']
     metrics = obj['metrics']
     refs,base = _unpack_and_note(ctx, obj, metrics)
     common = CommonRNG.capture()
     noted = NoteProgress(ctx, learn)
-    def state(**kwargs): return capture(learn, base, refs, common.state(), **kwargs)
     ours = [noted]
+    def state(**kwargs): return capture(learn, base, refs, common.state(), **kwargs)
     if ctx.rank == 0: ours.append(KeepState(lambda: ctx.put('epoch', state(ended=False))))
     def fit():
         with distributed_v1(learn, callbacks, common, stop_requested=ctx.stop_requested,
@@ -103,7 +121,11 @@ def _validate(stop_requested, model, *args, **kwargs):
     validation = Validation(ranks, common, Losses(), whole_batches=True)
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
-def infer_job(ctx, obj):
+def infer_job(ctx,
+              # The dict of a `snapshot`, with the `handler` (a `CallbackHandler`) and `infer`, the
+              # other arguments of `basic_train.validate`
+              obj
+):
     """Validate a loader with the learner of a snapshot, together with the other ranks. Returns
     `(result on rank 0 or None, True if interrupted)`"""
     learn = obj['learn']
@@ -130,13 +152,15 @@ class LearnerCall(Call):
     ):
         super().__init__(session, job, **kwargs)
         self.job_args = job_args
-        self.parts = self.learn,callbacks,metrics
-        self.refs = persistent_refs(*self.parts)
+        self.callbacks = callbacks
+        self.metrics = metrics
+        self.refs = persistent_refs(self.learn, callbacks, metrics)
     def snapshot(self):
-        learn,callbacks,_ = self.parts
-        return snapshot(learn, callbacks, self.session.columns, self.definitions, **self.job_args)
+        return snapshot(self.learn, self.callbacks, self.session.columns, self.definitions,
+                        **self.job_args)
     def apply(self, meta, buffers):
-        apply(self.learn, tracked(*self.parts, self.definitions), self.refs, meta, buffers)
+        groups = tracked(self.learn, self.callbacks, self.metrics, self.definitions)
+        apply(self.learn, groups, self.refs, meta, buffers)
 
 _CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
                   lambda v: isinstance(v, Callback))
@@ -159,7 +183,8 @@ class Session(_Session):
         metrics = list(metrics or [])
         for cb in callbacks: check('callbacks', cb, _CALLBACK)
         self.check()
-        # `lr_find` has counted epochs of the notebook's batches, which are smaller and more
+        # `lr_find` needs `n_iter` steps, and has counted how many epochs those are in one process,
+        # where an epoch has more of them
         for cb in callbacks:
             if isinstance(cb, LRFinder):
                 _,steps = self.global_batch()
@@ -182,8 +207,8 @@ class Session(_Session):
         result,_ = outcome.results[0]
         return result
     def on_workers(self, name):
-        """Return the learner's method `name`, such that `basic_train.fit` and `validate`, where it
-        calls them for this learner, run on the workers"""
+        """Return the learner's method `name`, in which `basic_train.fit` and `validate` run on the
+        workers if they are called for this learner"""
         method = getattr(type(self.learn), name)
         @functools.wraps(method)
         def call(*args, **kwargs):
@@ -199,13 +224,13 @@ class Session(_Session):
                 return method(self.learn, *args, **kwargs)
         return call
     def overrides(self):
-        "Return `{name: method}`: what replaces the learner's methods in the block"
+        "Return `{name: method}`, the methods that replace the learner's in the block"
         return {k:self.on_workers(k) for k in ('fit','validate','get_preds')}
 
 # %% ../../nbs/fastai1/808_learner.ipynb #ed80f741
-def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
-    """Fit on all ranks, each of which has called it, by fastai's own function `real`. The other
-    parameters are those of `basic_train.fit`"""
+def _fit(fastai_fit, options, epochs, learn, callbacks=None, metrics=None):
+    """Fit together with the other ranks, each of which has called it, by `fastai_fit`. The
+    parameters after `options` are those of `basic_train.fit`"""
     for dl in loaders_of(learn.data): mend_streams(dl)
     check_v1(learn.data, group.world_size(), options['batch'])
     sync_streams()
@@ -219,7 +244,7 @@ def _fit(real, options, epochs, learn, callbacks=None, metrics=None):
     sizes = step_sizes(learn.data.train_dl, n, options['batch'])
     lines = script_lines(noted.progress, sizes, learn.silent, finds_lr(callbacks))
     with lines, distributed_v1(learn, callbacks, CommonRNG.capture(), **options) as cbs:
-        real(epochs, learn, callbacks=[*cbs, noted], metrics=metrics)
+        fastai_fit(epochs, learn, callbacks=[*cbs, noted], metrics=metrics)
     copy_from_rank0()       # a callback may have loaded weights in the end
 
 def overrides(
@@ -249,6 +274,10 @@ def overrides(
             return _validate(stop_requested, model, dl, loss_func, cb_handler, *args, **kwargs)
     return dict(fit=fit, validate=validate)
 
+def _trains_in_place():
+    "True if `train_in_place` was called in this process"
+    return hasattr(basic_train.fit, 'is_in_place')
+
 @contextlib.contextmanager
 def in_place(
     learn,
@@ -257,7 +286,7 @@ def in_place(
 ):
     """Make `learn` train together with the other ranks inside, in a process that a launcher such as
     torchrun has started"""
-    if hasattr(basic_train.fit, 'plain'):       # in a cell of `%%dip` every learner does
+    if _trains_in_place():      # in a cell of `%%dip`
         yield
         return
     with launched_group() as device, contextlib.ExitStack() as undo:
@@ -270,13 +299,12 @@ def in_place(
 def train_in_place(ctx):
     """Make every learner of this process train and validate together with the other ranks of its
     group, for good"""
-    if hasattr(basic_train.fit, 'plain'): return
-    plain = basic_train.fit
+    if _trains_in_place(): return
     # Ctrl-C is counted, and the ranks stop together. A rank that it stopped at once would leave the
     # others waiting
     for k,v in overrides(ctx.stop_requested, Interrupts().counting).items():
         setattr(basic_train, k, v)
-    basic_train.fit.plain = plain
+    basic_train.fit.is_in_place = True
     defaults.device = ctx.device
     old_numpy()
 
@@ -309,7 +337,8 @@ def distrib_ctx(self:Learner,
     block_options = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
     options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # those of `distributed_v1`
-    def methods(*found): return Session(self, *found, options, restarts).overrides()
+    # `engine` is a launcher, the number of workers, and their GPUs
+    def methods(*engine): return Session(self, *engine, options, restarts).overrides()
     def under_launcher(): return in_place(self, options, block_options)
     with distrib_block(self, block_options, OPTIONS.defaults, under_launcher, methods,
                        lambda o: o.silent):

@@ -18,9 +18,11 @@ from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
 from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
+# numpy as fastai v1 needs it
+
 def _takes_ragged_lists(f):
-    """Return `f` for which a list of lists of different lengths is an array of objects, as it was
-    for numpy"""
+    """Return a function like `f` that makes an array of objects of lists of different lengths, as
+    numpy did"""
     def wrapper(a, *args, **kwargs):
         try: return f(a, *args, **kwargs)
         except ValueError:
@@ -38,14 +40,20 @@ def replace_in_fastai(name, old, new):
 
 def old_numpy():
     "Restore the behaviour of numpy that fastai v1 needs, in this process; may be called twice"
-    for k,v in dict(int=int, float=float, bool=bool, object=object, str=str).items():
-        vars(np).setdefault(k, v)
+    for t in int,float,bool,object,str: vars(np).setdefault(t.__name__, t)
     if not hasattr(np.random.permutation, 'old'):
         np.random.permutation = _takes_ragged_lists(np.random.permutation)
     if not hasattr(core.array, 'old'): core.array = _takes_ragged_lists(core.array)
     replace_in_fastai('array', core.array.old, core.array)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #8a362f69
+# v1's loaders, from the outside in:
+#
+#     DeviceDataLoader    v1's own kind, such as `data.train_dl`: puts batches on a device
+#       .dl               a torch `DataLoader` (`torch_dl`); in a rank's shard, the sharded one
+#         .dataset        of a language model: a `LanguageModelPreLoader` (`streams_of`), which is
+#                         dataset, sampler and callback in one. Its `bs` rows are streams of text
+
 def torch_dl(dl):
     "Return the torch loader inside v1's `DeviceDataLoader`, or `dl` itself"
     return dl.dl if isinstance(dl, DeviceDataLoader) else dl
@@ -63,7 +71,7 @@ def streams_of(dl):
 # %% ../../nbs/fastai1/800_loaders.ipynb #a3cd0a2b
 def _set_state(o, state): vars(o).update(state)
 
-# In the place of `__reduce__`: its own unpickling looks for attributes before it has any
+# A `__reduce__` that sets all attributes at once: v1's own way looks for some that aren't set yet
 def _reduce(o): return copyreg.__newobj__, (type(o),), vars(o), None, None, _set_state
 
 @contextlib.contextmanager
@@ -90,7 +98,8 @@ def mend_streams(dl):
     """Give a language model's loader as many streams as its batches have rows. v1 makes WORLD_SIZE
     times as many if that is set"""
     pre = streams_of(dl)
-    if pre is None or pre.bs == (bs := torch_dl(dl).batch_size): return
+    bs = torch_dl(dl).batch_size
+    if pre is None or pre.bs == bs: return
     pre.bs = bs
     _lay_out(pre)
 
@@ -117,14 +126,15 @@ def global_batches(dl, # A `DeviceDataLoader`
     pre = streams_of(dl)
     bs = original_dl.batch_size*n
     # A sampler that sorts within chunks of batches has a `bs`, and so has a language model's loader
-    old = [(o, o.bs) for o in (original_dl.init_kwargs.get('sampler'), pre) if hasattr(o, 'bs')]
+    parts = original_dl.init_kwargs.get('sampler'), pre
+    original_sizes = [(o, o.bs) for o in parts if hasattr(o, 'bs')]
     dl.batch_size = bs      # fastai's setter makes another torch loader
-    for o,_ in old: o.bs = bs
+    for o,_ in original_sizes: o.bs = bs
     if pre is not None: _lay_out(pre)
     try: yield
     finally:
         dl.dl = original_dl
-        for o,old_bs in old: o.bs = old_bs
+        for o,original_bs in original_sizes: o.bs = original_bs
         if pre is not None: _lay_out(pre)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #8ef6ff48
@@ -132,8 +142,8 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, which yields the gl
           rank, n, # This rank, and the number of ranks
           train,   # As of `shard_steps`
           common,  # `CommonRNG`, which has the same state on all ranks
-          # Give each rank whole batches, unless batches depend on each other: in a stream, or in a
-          # language model, whose hidden state goes from batch to batch
+          # Give the ranks whole batches in turn, where batches don't depend on each other. They do
+          # in a stream, and in a language model, whose hidden state goes from batch to batch
           whole_batches=False
 ):
     "Return a loader like `dl` that yields the shard of `rank`"
@@ -142,19 +152,23 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, which yields the gl
     if n > 1 and pre is None and not is_stream(torch_dl(dl)):
         shard_dl._shard.whole_batches = whole_batches
     if pre is not None:
+        # It draws the order of its texts, which has to be the same on all ranks
         def on_epoch_begin(**kwargs):
             with common: type(pre).on_epoch_begin(pre, **kwargs)
         vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
     if not isinstance(dl, DeviceDataLoader): return shard_dl
-    res = object.__new__(type(dl))
-    vars(res).update(vars(dl), dl=shard_dl, unsharded=dl)
-    return res
+    # a copy, made without `__init__`: that would replace the sharded loader's `collate_fn`
+    device_dl = object.__new__(type(dl))
+    vars(device_dl).update(vars(dl), dl=shard_dl, unsharded=dl)
+    return device_dl
 
 def own_loader(dl):
     "Return the `DeviceDataLoader` from which `shard` made `dl`, or `dl` if it isn't sharded"
     return vars(dl).get('unsharded', dl)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
+# Where a loop over a sharded loader is
+
 def batch_counts(dl):
     """Return `(items of this rank that count, items of the global batch)` for the batch that a
     sharded `dl` has just yielded"""
@@ -162,11 +176,12 @@ def batch_counts(dl):
     return epoch.counts[epoch.n_yielded-1]
 
 def batch_place(dl):
-    """Return `(number of the loader's batch, positions of this rank's items in the epoch)` for the
-    batch that a sharded `dl` has just yielded"""
-    s = torch_dl(dl)._shard
-    i = s.epoch.n_yielded-1
-    return (i*s.n+s.rank if s.whole_batches else i), list(s.epoch.steps[i].positions)
+    """Return `(number of the global batch, positions of this rank's items in the epoch)` for the
+    batch that a sharded `dl` has just yielded. Where ranks take whole batches, it is this rank's"""
+    shard = torch_dl(dl)._shard
+    i = shard.epoch.n_yielded-1
+    number = i*shard.n+shard.rank if shard.whole_batches else i
+    return number, list(shard.epoch.steps[i].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
 def fit_loaders(data # A `DataBunch`
@@ -186,10 +201,11 @@ def check_v1(data, # A `DataBunch`
         own = torch_dl(dl)
         bs = global_batch_size(torch_bs(own), n, batch)
         why = why_not_torch(own)
-        if bs is None and batch == 'per_worker':
-            why = why or "its own batch_sampler decides about its batches: use batch='global'."
+        if not why and bs is None and batch == 'per_worker':
+            why = "its own batch_sampler decides about its batches: use batch='global'."
         if not why and dl is data.train_dl:
-            why = too_few(bs, n, len(shard_torch(own, 0, n, batch, True, None)))
+            n_steps = len(shard_torch(own, 0, n, batch, True, None))
+            why = too_few(bs, n, n_steps)
         if why: refuse_loader(f'data.{name}', n, why)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #41ad1466

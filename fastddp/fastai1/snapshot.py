@@ -20,7 +20,7 @@ from ..payload.state import (
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
-# The way of a learner to the ranks and back:
+# How a learner is sent to the ranks and back:
 #
 #     notebook                                 rank
 #     snapshot -------- the learner ---------> unpack
@@ -43,7 +43,7 @@ def tracked(learn,
             definitions=() # Functions and classes of cells, whose variables may change
 ):
     """Return the objects whose attributes a job may change, as `{group: objects}`. Notebook and
-    ranks call it with equal arguments, so that a position means the same object"""
+    ranks call it with their copies of the same objects, and so have the same order"""
     data = [o for dl in loaders_of(learn.data)
             for o in (torch_dl(dl).dataset, torch_dl(dl).sampler)]
     loss = loss_module(learn.loss_func)
@@ -55,7 +55,7 @@ def tracked(learn,
 
 def persistent_refs(learn, callbacks=(), metrics=()):
     """Return the objects that notebook and ranks both have, in the same order. A pickle contains
-    their positions instead of the objects"""
+    the position of an object in this list instead of the object"""
     of_loaders = [o for dl in loaders_of(learn.data)
                   for o in (dl, torch_dl(dl), torch_dl(dl).dataset)]
     data = [learn.data, learn.data.train_ds, learn.data.valid_ds, *of_loaders]
@@ -67,29 +67,15 @@ def persistent_refs(learn, callbacks=(), metrics=()):
             *learn.callbacks, *learn.metrics, *learn.callback_fns]
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
-def _hooked(learn):
-    "Return the objects of `learn` that may have hooks"
-    return objects_with_hooks(learn, loss_module(learn.loss_func))
-
-def _where_to_look(learn, callbacks, hooks):
-    """Return `{path: object}`, the most telling path first, in which `dump_snapshot` looks for an
-    object that can't be pickled"""
-    roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
-    roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
-              'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
-    for cb in callbacks:
-        roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
-    return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
-
 def snapshot(learn,
              callbacks,        # Those of this fit, or of this validation
              columns=None,     # As of `dump_snapshot`
              definitions=None, # As of `dump_snapshot`
-             **job_args        # What else the job gets in the same dict
+             **job_args        # More entries of the job's dict
 ):
     """Return a `Payload` with the learner, its callbacks and `job_args`, a dict for `unpack`.
     Raises `NotPicklable`, which names the object"""
-    hooks = get_hooks(_hooked(learn))
+    hooks = get_hooks(_hooked_objects(learn))
     obj = dict(learn=learn, callbacks=list(callbacks),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=hooks, **job_args)
@@ -110,7 +96,7 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
         vars(o).update(attrs)
     place(learn, device)
     set_grads(learn.model, obj['grads'])
-    set_hooks(_hooked(learn), *obj['hooks'])
+    set_hooks(_hooked_objects(learn), *obj['hooks'])
 
 def place(learn, device):
     "Move model and optimizer state to `device`, and have the loaders put their batches there"
@@ -119,10 +105,24 @@ def place(learn, device):
     for dl in loaders_of(learn.data): dl.device = device
     if opt := getattr(learn, 'opt', None): move_opt_state(opt.opt)    # None before the first fit
 
+def _hooked_objects(learn):
+    "Return the objects of `learn` that may have hooks"
+    return objects_with_hooks(learn, loss_module(learn.loss_func))
+
+def _where_to_look(learn, callbacks, hooks):
+    """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
+    to it is the one that the error names"""
+    roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
+    roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
+              'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
+    for cb in callbacks:
+        roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
+    return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
+
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
 _ATTRS_STAY = {'pbar',*OPT_HOOKS}
 _LEARNER_STAYS = 'data model layer_groups callbacks callback_fns metrics load'.split()
-# Group of `tracked` -> the attributes of its objects that aren't sent back
+# Group of `tracked` -> the attributes of its objects that are not sent back
 _GROUP_STAYS = dict(learn={*_ATTRS_STAY, *_LEARNER_STAYS, *OVERRIDES}, opt=_ATTRS_STAY,
                     cbs=_ATTRS_STAY, parts=MODULES_STAY, variables=())
 
@@ -130,7 +130,7 @@ def baseline(learn, callbacks=(), metrics=(),
              refs=None,     # `persistent_refs`, on rank 0; without it everything counts as changed
              definitions=() # As of `tracked`
 ):
-    "Note all attributes of the `tracked` objects before a job. Returns a `ChangeTracker`"
+    "Note all attributes of the `tracked` objects before a job; return the `ChangeTracker`"
     groups = tracked(learn, callbacks, metrics, definitions)
     def stays(group, o, name): return name in _GROUP_STAYS[group]
     return ChangeTracker(groups, stays, None if refs is None else [*refs, *definitions])
@@ -138,9 +138,9 @@ def baseline(learn, callbacks=(), metrics=(),
 def capture(learn,
             base,       # Its `baseline`
             refs,       # Its `persistent_refs`
-            rng=None,   # State of the `CommonRNG` that the notebook goes on with
-            grads=True, # Send gradients. False after an interrupt, which may cut a step
-            ended=True  # The job has ended. False: it goes on, as at the end of an epoch
+            rng=None,   # State of the `CommonRNG` for the notebook to continue with
+            grads=True, # Send gradients. False after an interrupt, which may come within a step
+            ended=True  # False at the end of an epoch: the job goes on
 ):
     """Return everything that training changed, as a `Payload`: the weights, to be copied in place,
     and the changed attributes, pickled by themselves"""

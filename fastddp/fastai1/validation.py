@@ -6,12 +6,14 @@
 __all__ = ['is_item_mean', 'has_state_of', 'Validation']
 
 # %% ../../nbs/fastai1/802_validation.ipynb #8a11d004
+from typing import NamedTuple
+
 import numpy as np, torch
 from fastai import basic_train, metrics as _metrics
 from fastai.callback import AverageMetric, Callback, CallbackHandler
 from fastai.core import is_listy
 from fastai.torch_core import to_device
-from fastcore.basics import store_attr
+from fastcore.basics import noop, store_attr
 
 from ..base import group
 from ..base.device import device_of
@@ -22,6 +24,17 @@ from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.torch_loader import torch_bs
 
 # %% ../../nbs/fastai1/802_validation.ipynb #1940b65c
+# How a loader is validated by shards (`Validation._by_shards`):
+#
+#     on each rank   fastai's own `validate` over this rank's shard, with replacements:
+#                      metrics that are means over items    themselves; summed over ranks afterwards
+#                      the other metrics                    `_KeepBatches`
+#                      the loss function                    `_RecordLosses`
+#     all ranks      put the kept parts of each batch together (`_replay`):
+#                      `_GatheredLoss` computes a loss anew that isn't a mean or a sum over items
+#                      the other metrics see the batches of one process
+#     the result     the mean of the batches' losses, or these losses; or pairs of output and target
+
 _ITEM_MEAN_NAMES = '''
     accuracy accuracy_thresh top_k_accuracy error_rate mean_absolute_error mean_squared_error
     mean_squared_logarithmic_error fbeta'''.split()
@@ -33,31 +46,36 @@ def is_item_mean(m # A metric of a `CallbackHandler`, which is a callback
     return type(m) is AverageMetric and getattr(m.func, 'func', m.func) in _ITEM_MEANS
 
 # %% ../../nbs/fastai1/802_validation.ipynb #134604cd
+class _Tensors(NamedTuple):
+    "What is kept of a batch, or of the part of it that one rank had, on the CPU"
+    output:object
+    target:object
+    loss:object         # A tensor; None without a loss function
+    term:object = 0.    # See `_GatheredLoss`
+
 def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
 class _KeepBatches(Callback):
-    "Keeps this rank's batches for `_replay`, while its shard is validated"
+    "Keeps this rank's part of each batch for `_replay`, while its shard is validated"
     def __init__(self, dl,         # The sharded loader
                  keeps_tensors     # False: keep only which items each batch had
     ):
         store_attr()
-        # `(number of the global batch, positions, (output, target, loss) on the CPU or None)`
-        self.batches = []
+        self.parts = []     # `(number of the global batch, positions, _Tensors or None)`
     def on_batch_end(self, last_output, last_target, last_loss, **kwargs):
-        number,positions = batch_place(self.dl)
         # Without a loss function fastai has a pair of output and target in place of the loss
         loss = last_loss if isinstance(last_loss, torch.Tensor) else None
-        tensors = _cpu((last_output, last_target, loss)) if self.keeps_tensors else None
-        self.batches.append((number, positions, tensors))
+        tensors = _cpu(_Tensors(last_output, last_target, loss)) if self.keeps_tensors else None
+        self.parts.append((*batch_place(self.dl), tensors))
 
 class _RecordLosses:
-    "A loss function that calls `loss_func` and keeps the rows for `batch_losses`"
+    "A loss function that calls `loss_func` and records what `batch_losses` needs of each batch"
     def __init__(self, loss_func,
                  dl,       # The sharded loader
                  reduction # As of `loss_part`
     ):
         store_attr()
-        self.rows = []
+        self.rows = []      # As for `batch_losses`
     def __call__(self, out, *yb):
         loss = self.loss_func(out, *yb)
         number,positions = batch_place(self.dl)
@@ -85,20 +103,22 @@ class Validation:
                  losses,     # `Losses`
                  # Each rank takes whole batches in turn where that can be, so that they are padded
                  # and normalized as in one process. False: each takes items of every batch
-                 whole_batches=False
+                 whole_batches=False,
+                 before=noop # Called first, but not for a validation within a validation
     ):
         store_attr()
         self.fastai_validate = basic_train.validate
-        self.is_running = False     # this rank validates its shard
+        self.is_running = False     # this rank validates its shard: another call is nested
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "Validate as `basic_train.validate`, whose parameters and result it has"
         handler = cb_handler or CallbackHandler()
-        if self.is_running: dl = own_loader(dl)     # within a validation
+        # To a nested validation other ranks may not come: this rank validates the whole loader
+        if self.is_running: dl = own_loader(dl)
+        else: self.before()
         has_state = self.whole_batches and has_state_of(model, torch_bs(torch_dl(dl)))
         if self.is_running or n_batch or has_state:
-            # Each rank validates the whole loader
             with self.common:
                 return self.fastai_validate(model, dl, loss_func, handler, pbar, average, n_batch)
         return self._by_shards(model, dl, loss_func, handler, pbar, average)
@@ -108,21 +128,24 @@ class Validation:
         shard_dl = shard(dl, group.rank(), group.world_size(), False, self.common,
                          self.whole_batches)
         item_means = [m for m in handler.metrics if is_item_mean(m)]
-        others = [m for m in handler.metrics if not is_item_mean(m)]
-        record = loss_to_replay = None
+        other_metrics = [m for m in handler.metrics if not is_item_mean(m)]
+        record = None
+        is_gathered = False     # the loss must be computed anew, over whole batches
         if loss_func:
             record = _RecordLosses(loss_func, shard_dl, self.losses.reduction(loss_func))
-            # A gathered loss is computed again at the end, over whole batches
-            if self.losses.is_gathered(loss_func) and not torch_dl(shard_dl)._shard.whole_batches:
-                loss_to_replay = loss_func
-        must_replay = others or loss_to_replay
-        keep = _KeepBatches(shard_dl, must_replay)
+            has_whole_batches = torch_dl(shard_dl)._shard.whole_batches
+            is_gathered = self.losses.is_gathered(loss_func) and not has_whole_batches
+        must_replay = is_gathered or bool(other_metrics)
+        keep = _KeepBatches(shard_dl, keeps_tensors=must_replay)
+        # This rank by itself
         outs = self._run(model, shard_dl, record, handler, [*item_means, keep], pbar)
+        # All ranks together
         for m in item_means: _sum_over_ranks(m)
-        replayed = _replay(handler, others, keep.batches, model, loss_to_replay,
-                           self.losses.has_terms) if must_replay else ()
-        if not record: return _pairs(outs, keep.batches)
-        losses = replayed if loss_to_replay else batch_losses(record.rows)
+        gathered = _GatheredLoss(loss_func, model, self.losses.has_terms) if is_gathered else None
+        if must_replay: _replay(handler, other_metrics, keep.parts, gathered)
+        # The result, as fastai's own function returns it
+        if not loss_func: return _pairs(outs, keep.parts)
+        losses = gathered.losses if gathered else batch_losses(record.rows)
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]
         return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
 
@@ -148,58 +171,65 @@ def _sum_over_ranks(m # An `AverageMetric`
     m.val = torch.tensor(val)
     m.count = int(count)
 
+class _GatheredLoss:
+    """Computes the losses of whole batches, from the outputs and targets of all ranks.
+
+    Such a loss may have a term that it reads from the model, for instance a penalty on the
+    activations of the last batch. The model no longer keeps those of the batch, so the term is
+    taken from the loss that each rank recorded for its part of the batch:
+
+        term of a part  = its recorded loss - its loss computed now
+        loss of a batch = its loss computed now + the mean of its parts' terms, over items"""
+    def __init__(self, loss_func, model,
+                 has_terms # This rank has seen that the loss has such a term
+    ):
+        store_attr('loss_func,model')
+        self.has_terms = any(group.all_gather_object(has_terms))
+        self.losses = []        # `(number of the batch, loss, items)`, as of `batch_losses`
+
+    def of_batch(self, number, parts):
+        """Return what `whole_batch` returns for the parts of a batch, with losses computed now.
+        A collective operation"""
+        counts = [len(positions) for positions,_ in parts]
+        if self.has_terms:
+            parts = [(positions, o._replace(term=o.loss-self._loss_now(o)))
+                     for positions,o in parts]
+        pieces = [o._replace(loss=self._loss_now(o)+o.term) for o in whole_batch(parts)]
+        # The models of ranks keep different terms now, so their sums differ by rounding
+        if self.has_terms: group.broadcast_([o.loss for o in pieces])
+        if len(pieces) == 1: counts = [sum(counts)]
+        weighted = sum(float(o.loss)*n for o,n in zip(pieces, counts))
+        self.losses.append((number, weighted/sum(counts), sum(counts)))
+        return pieces
+
+    def _loss_now(self, tensors):
+        "Return the loss of `tensors`, computed on the model's device, on the CPU"
+        out,target = to_device((tensors.output,tensors.target), device_of(self.model))
+        targets = target if is_listy(target) else [target]
+        with torch.no_grad(): return self.loss_func(out, *targets).cpu()
+
 # What `_replay` sets in a handler's state
 _REPLAYED = 'last_output last_target last_loss last_input train'.split()
 
 def _replay(handler, metrics,
-            batches,   # Those of a `_KeepBatches`
-            model,
-            loss_func, # Its value is computed over each batch. None: only metrics are replayed
-            # This rank has seen that the loss reads what the model keeps of a batch
-            has_terms
+            parts,   # This rank's, of a `_KeepBatches`
+            gathered # `_GatheredLoss`; None: the loss is the mean of the parts' losses over items
 ):
-    """Show the batches of one process to `metrics`, on every rank. Returns their losses, as
-    `batch_losses` does. A collective operation"""
-    has_terms = loss_func and any(group.all_gather_object(has_terms))
+    "Show the batches of one process to `metrics`, on every rank. A collective operation"
     old = {k:v for k,v in handler.state_dict.items() if k in _REPLAYED}
-    losses = []
-    for number,parts in by_batch(batches):
-        if has_terms:
-            parts = [(positions, _with_change_of_term(model, loss_func, *tree))
-                     for positions,tree in parts]
-        trees = whole_batch(parts)
-        counts = [len(positions) for positions,_ in parts]
-        if len(trees) == 1: counts = [sum(counts)]
-        weighted = 0.       # sum of the trees' losses times items
-        for (out,target,loss),n in zip(trees, counts):
-            if loss_func:
-                # `loss` of the tree is a change, which gives the batch its own term again
-                change = loss if has_terms else 0.
-                loss = _loss_of(model, loss_func, out, target)+change
-                if has_terms: group.broadcast_([loss])
-                weighted += n*float(loss)
-            handler.state_dict.update(last_output=out, last_target=target, last_loss=loss,
-                                      last_input=None, train=False)
+    for number,all_parts in by_batch(parts):
+        # The exchange makes plain tuples of named ones
+        all_parts = [(positions, _Tensors(*o)) for positions,o in all_parts]
+        pieces = gathered.of_batch(number, all_parts) if gathered else whole_batch(all_parts)
+        for piece in pieces:
+            handler.state_dict.update(last_output=piece.output, last_target=piece.target,
+                                      last_loss=piece.loss, last_input=None, train=False)
             for metric in metrics: handler._call_and_update(metric, 'batch_end')
-        losses.append((number, weighted/sum(counts), sum(counts)))
     handler.state_dict.update(old)
-    return losses
 
-def _loss_of(model, loss_func, out, target):
-    "Return the loss of `out` and `target`, computed on the model's device, on the CPU"
-    out,target = to_device((out,target), device_of(model))
-    with torch.no_grad():
-        return loss_func(out, *(target if is_listy(target) else [target])).cpu()
-
-def _with_change_of_term(model, loss_func, out, target, loss):
-    """Return the tree of a part with another `loss`: that of the validation minus the loss of the
-    same predictions now. The difference is that of the terms which the model kept then and keeps
-    now"""
-    return out, target, loss-_loss_of(model, loss_func, out, target)
-
-def _pairs(outs,   # fastai's pairs of output and target, of this rank's batches
-           batches # Those of a `_KeepBatches`
+def _pairs(outs, # fastai's pairs of output and target, of this rank's batches
+           parts # Those of a `_KeepBatches`
 ):
     "Return the pairs of output and target of all global batches, as a list"
-    parts = [(number, positions, _cpu(out)) for (number,positions,_),out in zip(batches, outs)]
-    return [tuple(pair) for _,parts in by_batch(parts) for pair in whole_batch(parts)]
+    parts = [(number, positions, _cpu(out)) for (number,positions,_),out in zip(parts, outs)]
+    return [tuple(pair) for _,all_parts in by_batch(parts) for pair in whole_batch(all_parts)]

@@ -16,14 +16,23 @@ from fastcore.basics import chunked
 from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
 from ..base.failure import note_item
-from ..base.rng import CommonRNG
+from ..base.rng import CommonRNG, generator_state, set_generator
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, Step, draw_seed, generator_state, global_batch_size,
+    CantShard, Shard, Sharded, Step, draw_seed, global_batch_size,
     iterate_original, no_batches, note_step, one_iteration, original, refuse_loader,
-    report_errors, set_generator, sharded_clone, too_few, track_changes, workers_per_rank)
+    report_errors, sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a
+# From a user's loader to each rank's shard, and back:
+#
+#     check_dl      in the notebook, refuses a loader that can't be sharded: `why_not`
+#     shard_dl      on each rank, makes its loader: a `ShardedDL` for fastai's loaders, a
+#                   `ShardedTorch` for torch's, an `Undivided` for a single rank
+#     dl_state      on rank 0, at the end, returns what the original's next epoch depends on
+#     set_dl_state  in the notebook, gives that to the user's loader
+#
+# First, two rules for loaders whose batches continue each other
 def is_lm(dl):
     """Return True if `dl` is an `LMDataLoader`, fastai's loader for language models. Doesn't import
     fastai.text, which a process with such a loader has imported."""
@@ -50,27 +59,33 @@ def rows_are_streams(dl, model):
     if is_lm(dl) or not keeps_state(model): return False
     if isinstance(dl, DataLoader):
         in_order = dl.indexed and not dl.shuffle and type(dl).get_idxs is DataLoader.get_idxs
-        return in_order and (dl.drop_last or not dl.n%dl.bs)
+        return in_order and (dl.drop_last or dl.n%dl.bs == 0)
     in_order = isinstance(getattr(dl, 'sampler', None), SequentialSampler) and dl.batch_size
-    return bool(in_order) and (dl.drop_last or not len(dl.sampler)%dl.batch_size)
+    return bool(in_order) and (dl.drop_last or len(dl.sampler)%dl.batch_size == 0)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #c454fa5c
-# a user's loader -> its batch size, if a callback changed it
+# A rank's clone of a fastai loader
+
+# A user's loader -> its batch size, if a callback has changed that in a fit. `dl_state` sends it to
+# the notebook
 changed_bs = weakref.WeakKeyDictionary()
 
 class ShardedDL(Sharded):
     """The first base class of a rank's clone of a fastai `DataLoader`, made by `shard_fastai`; the
-    other one is the class of the original. `bs` of the clone is the size of the global batches"""
+    other one is the class of the original.
+
+    `bs` of the clone is the size of the global batches. A callback may set it, as it may in one
+    process. Then `bs` of the original, which is the size per worker or the global one, changes in
+    proportion, and so does that of the user's loader after the fit"""
     @property
     def bs(self): return self._shard.bs
     @bs.setter
-    def bs(self, v):
-        # a callback sets the global size; that of the original changes in proportion
+    def bs(self, size):
         shard = self._shard
         orig = shard.orig
-        # `dl_state` sends it to the notebook
-        orig.bs = changed_bs[orig] = max(1, v*orig.bs//shard.bs)
-        shard.bs = v
+        orig.bs = max(1, size*orig.bs//shard.bs)
+        changed_bs[orig] = orig.bs
+        shard.bs = size
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
     def __len__(self):
         # where ranks take whole batches in turn, a progress bar counts the batches of all ranks
@@ -103,8 +118,9 @@ class ShardedDL(Sharded):
         for step in steps:
             items = _Items(self._item(i) for i in step.items)
             yield self.do_batch(items)
-            if items.only_first() and _is_own(self._shard.orig, 'create_batch'):
-                warnings.warn(_SLICE.format(type(self._shard.orig).__name__))
+            orig = self._shard.orig
+            if items.only_first() and _is_own(orig, 'create_batch'):
+                warnings.warn(_SLICE.format(type(orig).__name__))
     def _item(self, i):
         "Return item `i`. If making it raises an exception, that names the item."
         try: item = self.do_item(i)
@@ -172,7 +188,7 @@ class Undivided(Sharded):
     def __init__(self, dl,
                  common=None # `CommonRNG` to draw from, where all ranks go over the same batches
     ):
-        # past `__setattr__`
+        # not by `__setattr__`, which sets attributes of the original
         vars(self)['_shard'] = Shard(dl, 0, 1, None, True, common or contextlib.nullcontext())
     def __reduce__(self): return Undivided, (self._shard.orig,)
     def __getattr__(self, k):
@@ -194,6 +210,8 @@ class Undivided(Sharded):
                 yield b
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
+# Shard a loader of any kind, or refuse it
+
 # Methods that `ShardedDL` overrides: a loader whose class does so, too, can't be sharded
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
 
@@ -207,8 +225,9 @@ def why_not(dl,         # A loader
     if not isinstance(dl, DataLoader): return (
         f"a {type(dl).__name__} is no DataLoader. Use fastai's or torch's; for several kinds of "
         "input, one loader over a dataset that combines them.")
-    if own := next((k for k in _REPLACED if _is_own(dl,k)), None): return (
-        f"its own `{own}` decides which batches it makes, so they can't be sharded. Override "
+    own = [k for k in _REPLACED if _is_own(dl, k)]
+    if own: return (
+        f"its own `{own[0]}` decides which batches it makes, so they can't be sharded. Override "
         "`get_idxs`, `create_item` or `create_batch` instead, or use a `batch_sampler` in a "
         "torch DataLoader.")
     if dl.bs is None: return no_batches('bs')
@@ -238,7 +257,8 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`
     """Return the loader that yields the shard of `rank`. Raise `CantShard`, with the remedy, if the
     shards of all ranks wouldn't be the batches of one process."""
     dl = original(dl)
-    if why := why_not(dl, world_size): refuse_loader('This loader', world_size, why)
+    why = why_not(dl, world_size)
+    if why: refuse_loader('This loader', world_size, why)
     if world_size==1: return Undivided(dl)
     shard = shard_torch if isinstance(dl, TorchLoader) else shard_fastai
     return shard(dl, rank, world_size, batch, train, common or CommonRNG.capture())
@@ -265,7 +285,8 @@ def check_dl(dl,         # A loader
         try: steps = n_batches(dl, world_size, batch)
         except TypeError: why = ("it has no length, and `fit` asks for it. Give its dataset or "
                                  "sampler a `__len__`.")
-        else: why = train and too_few(global_bs(dl, world_size, batch), world_size, steps)
+        else:
+            if train: why = too_few(global_bs(dl, world_size, batch), world_size, steps)
     if why: refuse_loader(name, world_size, why)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f1d06eb4
@@ -275,12 +296,15 @@ def batch_items(dl,  # A loader in the middle of an epoch
     """Return the dataset indices of this rank's items in a batch as a tuple, each once. Unknown
     indices are left out; it is empty for a loader that isn't sharded."""
     epoch = getattr(getattr(dl, '_shard', None), 'epoch', None)
-    i = epoch.n_yielded-in_batch if epoch else -1
+    if epoch is None: return ()
+    i = epoch.n_yielded-1 if in_batch else epoch.n_yielded
     if not 0 <= i < len(epoch.steps): return ()
     items = [int(o) for o in epoch.steps[i].items if isinstance(o, numbers.Integral)]
     return tuple(dict.fromkeys(items))      # a rank may have borrowed an item twice
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87
+# What the next epoch of a loader depends on, and how another loader gets it
+
 def _order_holders(dl):
     "Return the objects that decide about the order of a loader: itself, samplers, a stream."
     if not isinstance(dl, TorchLoader): return [dl]
@@ -290,7 +314,8 @@ def _order_attrs(o):
     """Return two dicts by name of attribute: the states of random generators, and the values of
     plain counters, which only a user's class may have."""
     attrs = getattr(o, '__dict__', {})
-    generators = {k:state for k,v in attrs.items() if (state := generator_state(v)) is not None}
+    states = {k:generator_state(v) for k,v in attrs.items()}
+    generators = {k:state for k,state in states.items() if state is not None}
     if isinstance(o, (DataLoader,TorchLoader)) or type(o).__module__.startswith('torch.'):
         return generators, {}
     return generators, {k:v for k,v in attrs.items() if isinstance(v, (int,float,str))}
@@ -311,13 +336,13 @@ def set_dl_state(dl,   # A loader like the one whose state it is
         # fastai makes a new `rng` for each epoch, and copies of the loader may share the old one
         if isinstance(o, DataLoader) and 'rng' in generators: o.rng = random.Random()
         for k,st in generators.items():
-            # a sampler may make its generator later, with its first epoch
-            if generator_state(vars(o).get(k)) is not None: set_generator(vars(o)[k], st)
+            own = vars(o).get(k)    # a sampler may make its generator later, with its first epoch
+            if generator_state(own) is not None: set_generator(own, st)
         if counters: vars(o).update(counters)
     if state['bs']: dl.bs = state['bs']
-    if state['texts'] is None: return
-    for i,o in enumerate(state['texts']): dl.items.idxs[i] = o  # an `L` takes no slices
-    dl.make_chunks()
+    if state['texts'] is not None:
+        for i,o in enumerate(state['texts']): dl.items.idxs[i] = o      # an `L` takes no slices
+        dl.make_chunks()
 
 def follow_original(dl # A sharded loader
 ):

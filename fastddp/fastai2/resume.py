@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['user_calls', 'resume_points', 'INTERVAL', 'structure_of', 'UserCall', 'check_structure', 'call_to_resume',
-           'interval_seconds', 'checkpoint_path', 'write_checkpoint', 'read_checkpoint', 'claimed_file',
-           'checkpoint_writer', 'call_from_file', 'recorder_lists', 'ResumeFit']
+           'interval_seconds', 'checkpoint_path', 'write_checkpoint', 'read_checkpoint', 'definition_key',
+           'find_definition', 'claimed_file', 'checkpoint_writer', 'dump_call', 'call_from_file', 'recorder_lists',
+           'ResumeFit']
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import contextlib, json, os, re, time, warnings, weakref
+import contextlib, json, os, re, sys, time, types, warnings, weakref
 from functools import partial
 from pathlib import Path
 
@@ -21,29 +22,23 @@ from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from .snapshot import CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs
 from .together import OurCallback
-from ..payload.pickling import deep_copy, definition_key, dump, find_definition, load
-from ..payload.state import model_tensors, picklable_attrs, private_copy
+from ..payload.pickling import dump, load
+from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_copy
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
 def structure_of(learn):
     """Return what two learners must have in common so that one can go on from the state of the
     other: names and shapes of weights, classes of parts, sizes of datasets and batches."""
-    # before the first fit there is no `learn.opt`
-    opt_func = getattr(learn.opt_func, 'func', learn.opt_func)      # of a `partial`
-    refs = [o for o in persistent_refs(learn) if o is not learn.opt]
     data = []
     for dl in learn.dls.loaders:
         ds = getattr(dl, 'dataset', None)
         data.append([len(ds) if hasattr(ds, '__len__') else None, getattr(dl, 'bs', None)])
+    # without `learn.opt`, which is None before the first fit
+    parts = [f'{type(o).__module__}.{type(o).__qualname__}' for o in persistent_refs(learn)
+             if o is not learn.opt]
+    opt_func = getattr(learn.opt_func, 'func', learn.opt_func)      # of a `partial`
     return dict(weights=[[k, list(t.shape)] for k,t in model_tensors(learn.model).items()],
-                parts=[f'{type(o).__module__}.{type(o).__qualname__}' for o in refs], data=data,
-                optimizers=getattr(opt_func, '__qualname__', None))
-
-def _weakly(o):
-    """Return a function that returns `o`, or None once `o` is gone. It doesn't keep `o` alive:
-    nearly every object of a learner refers to the learner."""
-    try: return weakref.ref(o)
-    except TypeError: return lambda: o      # a list, say
+                parts=parts, data=data, optimizers=getattr(opt_func, '__qualname__', None))
 
 class UserCall:
     """A call that the user has made, such as `learn.fine_tune(3)`, in the notebook's process. It
@@ -55,25 +50,26 @@ class UserCall:
     ):
         store_attr()
         self.n_begun = 0        # fits that began since the call was made, or made again
-        self.n_complete = 0     # the first of its fits, which are not to be repeated
-        # `(meta, buffers)` of `capture`, from which the next fit continues; None: it begins anew
+        self.n_complete = 0     # that many of its first fits are complete, and are not repeated
+        # The state from which the next fit continues, `(meta, buffers)` of `capture`; None: it
+        # begins anew
         self.state = None
         # True: `state` is the end of an epoch, and the fit continues with the next one
         self.at_epoch_end = False
         # Where the fit continues if `at_epoch_end` is False; None: at the start of fastai's `fit`
         self.first_epoch = None
-        self.structure = {}     # `structure_of` the learner when `state` was captured
         # Functions that return a function or class of a cell whose variables are in `state`, or
         # None once that is gone
         self.definitions = ()
+        self.structure = {}     # `structure_of` the learner when the last fit ended
     def run(self, learn):
         """Make the call and return what it returns. If it is made inside another one, as
         `fit_one_cycle` in `fine_tune`, the outer call counts the fits."""
-        call = partial(getattr(learn, self.name), *self.args, **self.kwargs)
-        if learn in user_calls: return call()
+        make_call = partial(getattr(learn, self.name), *self.args, **self.kwargs)
+        if learn in user_calls: return make_call()
         user_calls[learn] = self
         self.n_begun = 0
-        try: res = call()
+        try: res = make_call()
         finally: del user_calls[learn]
         if resume_points.get(learn) is self: del resume_points[learn]
         return res
@@ -89,31 +85,37 @@ class UserCall:
         apply(learn, cbs, *self.state, definitions=[o() for o in self.definitions])
         return learn.epoch+1 if self.at_epoch_end else self.first_epoch
     def cut_off(self, learn, cbs,
-        epoch_end, # The last complete epoch, an `EpochEnd`; None: capture the state of `learn`
+        state, # That of the last complete epoch, an `EpochEnd`; None: capture that of `learn`
         first_epoch, # The first epoch that isn't complete, or None
         definitions # Functions and classes of cells, whose variables belong to the state
     ):
         "Make this call the resume point of `learn`: the current fit was cut off."
         self.n_complete = self.n_begun-1
-        self.at_epoch_end = epoch_end is not None
+        self.at_epoch_end = state is not None
         self.first_epoch = first_epoch
-        state = epoch_end
         if state is None:
-            base = baseline(learn, cbs, definitions=definitions)
-            state = capture(learn, cbs, base, CommonRNG.capture().state())
+            tracker = baseline(learn, cbs, definitions=definitions)
+            state = capture(learn, cbs, tracker, CommonRNG.capture().state())
         self.state = private_copy(*state)
-        self.structure = structure_of(learn)
         self.definitions = [*map(_weakly, definitions)]
+        self.structure = structure_of(learn)
         resume_points[learn] = self
     def complete(self, learn):
-        "Note that the current fit is complete: after a later failure the call continues behind it."
+        """Make this call the resume point of `learn`: the current fit is complete, and after a
+        failure of the call the next fit begins anew."""
         self.n_complete = self.n_begun
         self.state = None
         self.structure = structure_of(learn)
         resume_points[learn] = self
 
+def _weakly(o):
+    """Return a function that returns `o`, or None once `o` is gone. It doesn't keep `o` alive:
+    nearly every object of a learner refers to the learner."""
+    try: return weakref.ref(o)
+    except TypeError: return lambda: o      # a list, say
+
 user_calls = weakref.WeakKeyDictionary()        # learner -> the `UserCall` that is running
-resume_points = weakref.WeakKeyDictionary()     # learner -> the `UserCall` that was cut off
+resume_points = weakref.WeakKeyDictionary()     # learner -> the `UserCall` to be made again
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e26dd74d
 def check_structure(learn,
@@ -129,13 +131,13 @@ def check_structure(learn,
 
 def call_to_resume(learn):
     "Return the `UserCall` of `learn` that was cut off; raise `CantDistribute` if there is none."
-    call = resume_points.get(learn)
-    if call is None:
+    user_call = resume_points.get(learn)
+    if user_call is None:
         raise CantDistribute("Nothing to resume: no fit of this learner on workers was cut off, or "
                              "the last one is complete.")
-    check_structure(learn, call.structure, "The fit that was cut off")
+    check_structure(learn, user_call.structure, "The fit that was cut off")
     if not learn.opt: learn.create_opt()
-    return call
+    return user_call
 
 # %% ../../nbs/fastai2/724_resume.ipynb #cb5aec54
 def interval_seconds(checkpoint):
@@ -166,8 +168,8 @@ def write_checkpoint(path,
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(path.name+'.tmp')
     pieces = [[meta, *buffers] for meta,buffers in payloads]
+    sizes = [[memoryview(b).nbytes for b in o] for o in pieces]
     with open(tmp, 'wb') as f:
-        sizes = [[memoryview(b).nbytes for b in o] for o in pieces]
         f.write(json.dumps(structure | dict(sizes=sizes)).encode()+b'\n')
         for o in pieces: f.writelines(o)
         f.flush()
@@ -179,17 +181,39 @@ def read_checkpoint(path, learn):
     """Return the payloads of a checkpoint, or of the previous one if this file is damaged. Raise
     `CantDistribute` if there is neither, or if it is of another learner than `learn`."""
     for p in (path, _previous(path)):
-        if not p.exists(): continue
-        with open(p, 'rb') as f:
-            try:
-                header = json.loads(f.readline())
-                sizes = header['sizes']
-            except (ValueError,TypeError,KeyError): continue        # damaged
-            check_structure(learn, header, p)
-            if os.fstat(f.fileno()).st_size-f.tell() != sum(map(sum, sizes)): continue  # cut
-            pieces = [[bytearray(f.read(n)) for n in o] for o in sizes]
-            return [(meta, buffers) for meta,*buffers in pieces]
+        payloads = _read_file(p, learn) if p.exists() else None
+        if payloads is not None: return payloads
     raise CantDistribute(f"No checkpoint in {path}.")
+
+def _read_file(path, learn):
+    "Return the payloads of one file; None if it is damaged."
+    with open(path, 'rb') as f:
+        try:
+            header = json.loads(f.readline())
+            sizes = header['sizes']
+        except (ValueError,TypeError,KeyError): return None
+        check_structure(learn, header, path)
+        n_left = os.fstat(f.fileno()).st_size-f.tell()
+        if n_left != sum(map(sum, sizes)): return None      # its end is missing
+        pieces = [[bytearray(f.read(n)) for n in o] for o in sizes]
+        return [(meta, buffers) for meta,*buffers in pieces]
+
+# %% ../../nbs/fastai2/724_resume.ipynb #5b1f0a16
+def definition_key(o):
+    """Return `(module, qualified name, arguments)` of a function or class, by which
+    `find_definition` finds it in another kernel that has run the same cell"""
+    args = []
+    if isinstance(o, types.FunctionType):
+        args = [o.__code__.co_freevars, len(o.__defaults__ or ()), sorted(o.__kwdefaults__ or ())]
+    return o.__module__, o.__qualname__, args
+
+def find_definition(key):
+    "Return the function or class of this process whose `definition_key` is `key`, or None"
+    module,qualname,_ = key
+    found = sys.modules.get(module)
+    for name in qualname.split('.'): found = getattr(found, name, None)
+    matches = isinstance(found, (type,types.FunctionType)) and definition_key(found) == key
+    return found if matches else None
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
 _claimed = {}       # file -> the learner of the open block that writes it
@@ -199,8 +223,8 @@ def claimed_file(
     learn,
     checkpoint # The option; None: the block writes no checkpoints
 ):
-    """Inside, a block of `learn` may write checkpoints. Refused if a block of another learner
-    writes to the same file."""
+    """Context manager for a block of `learn` that may write checkpoints. Raise `CantDistribute` if
+    a block of another learner writes to the same file."""
     path = checkpoint_path(learn).absolute()
     # a block inside one that has the file needn't claim it
     if not checkpoint or _claimed.get(path) is learn:
@@ -212,57 +236,64 @@ def claimed_file(
     try: yield
     finally: del _claimed[path]
 
-def _init_args(user_call):
-    """Return the arguments that make an equal `UserCall`, without the launcher, which has processes
-    and descriptors; in the place of one for other machines is the name of its class."""
-    options = dict(user_call.options)
-    launcher = options.pop('launcher', None)
-    if launcher and not launcher.workers_are_local:
-        options['launcher'] = type(launcher).__name__
-    return user_call.name, user_call.args, user_call.kwargs, options
-
+# %% ../../nbs/fastai2/724_resume.ipynb #74500bba
 def checkpoint_writer(
     interval # The option `checkpoint`, such as '10min'
 ):
     """Return a function for `Session.on_epoch`: at the end of an epoch it writes a checkpoint if it
     is time. If that fails, it warns, and the fit goes on."""
     last_written = time.monotonic()
-    def at_epoch_end(call, end):
+    def write(fit_call, epoch_end):
         nonlocal last_written
-        if call.counts_steps or time.monotonic()-last_written < interval_seconds(interval): return
-        last_written = time.monotonic()
-        learn = call.learn
-        user_call = call.user_call
-        try:
-            known = [*map(definition_key, call.definitions)]
-            p = dump((_init_args(user_call), user_call.n_begun-1, known), persistent_refs(learn))
-            write_checkpoint(checkpoint_path(learn), structure_of(learn), [p, end])
+        now = time.monotonic()
+        is_due = now-last_written >= interval_seconds(interval)
+        if fit_call.counts_steps or not is_due: return      # an `lr_find` has no checkpoints
+        last_written = now
+        learn = fit_call.learn
+        try: write_checkpoint(checkpoint_path(learn), structure_of(learn),
+                              [dump_call(fit_call), epoch_end])
         except Exception as e:
             warnings.warn(f"fastddp: the checkpoint can't be written: {type(e).__name__}: {e}")
-    return at_epoch_end
+    return write
 
-def call_from_file(learn, file, launcher):
-    "Return the `UserCall` of a checkpoint, with `launcher` if that isn't None."
+def dump_call(fit_call # The `FitCall` at the end of one of its epochs
+):
+    "Return the user call as a `Payload` for `call_from_file`, which continues it after this epoch."
+    user_call = fit_call.user_call
+    options = dict(user_call.options)
+    # a launcher has processes and descriptors, which a file can't hold. If its workers are on other
+    # machines, the user must pass one again: the name of its class says which
+    launcher = options.pop('launcher', None)
+    if launcher and not launcher.workers_are_local: options['launcher'] = type(launcher).__name__
+    init_args = user_call.name,user_call.args,user_call.kwargs,options
+    definition_keys = [*map(definition_key, fit_call.definitions)]
+    return dump((init_args, user_call.n_begun-1, definition_keys), persistent_refs(fit_call.learn))
+
+def call_from_file(learn, file,
+    launcher # For the option `launcher`, which isn't in the file; None: local workers
+):
+    "Return the `UserCall` of a checkpoint."
     if not learn.opt: learn.create_opt()
     dumped_call,state = read_checkpoint(checkpoint_path(learn, file), learn)
-    args,n_complete,known = load(*dumped_call, refs=persistent_refs(learn))
-    call = UserCall(*args)
-    launcher_class = call.options.pop('launcher', None)
-    if launcher is not None: call.options['launcher'] = launcher
+    init_args,n_complete,definition_keys = load(*dumped_call, refs=persistent_refs(learn))
+    user_call = UserCall(*init_args)
+    launcher_class = user_call.options.pop('launcher', None)
+    if launcher is not None: user_call.options['launcher'] = launcher
+    # a block, if there is one, has its own launcher
     elif launcher_class and 'distrib_session' not in vars(learn):
         raise CantDistribute(f"This fit ran with launcher={launcher_class}(...), which is not in "
                              "the file: pass launcher= again.")
-    call.n_complete = n_complete
-    call.state = state
-    call.definitions = [partial(find_definition, o) for o in known]
-    call.at_epoch_end = True
-    call.structure = structure_of(learn)
-    return call
+    user_call.n_complete = n_complete
+    user_call.state = state
+    user_call.at_epoch_end = True
+    user_call.definitions = [partial(find_definition, o) for o in definition_keys]
+    user_call.structure = structure_of(learn)
+    return user_call
 
 # %% ../../nbs/fastai2/724_resume.ipynb #c51f3906
 def recorder_lists(learn, cbs):
-    """Return for each callback the attributes that its pickle lacks (fastai's `_stateattrs`): the
-    lists of the Recorder."""
+    """Return for each callback a dict of the attributes that its pickle lacks (those in fastai's
+    `_stateattrs`): the lists of the Recorder."""
     def lists_of(cb):
         names = {*getattr(cb, '_stateattrs', ())} - CALLBACK_STAYS
         return {k:v for k,v in vars(cb).items() if k in names}
@@ -273,33 +304,33 @@ class ResumeFit(OurCallback):
     was at the beginning of this epoch; after `before_fit` of all callbacks it is so again."""
     order = 3_000_000
     def __init__(self, learn,
-        cbs, # The callbacks that were sent by the notebook
+        cbs, # The callbacks that the notebook sent
         first_epoch,
         lists, # `recorder_lists` of `cbs`
         refs # As of `persistent_refs`
     ):
         self.resumed_cbs = cbs
-        self.iters_done = getattr(learn, 'train_iter', 0)
+        self.saved_train_iter = getattr(learn, 'train_iter', 0)
         for cb,o in zip(cbs, lists): vars(cb).update(o)
         def attrs_of(cb):
             attrs = {k:v for k,v in vars(cb).items() if k not in CALLBACK_STAYS and v is not None}
             return picklable_attrs(attrs, refs)
-        # for each callback its attributes as they are now: `before_fit` empties lists in place
-        self.saved = deep_copy([*map(attrs_of, cbs)], refs)
+        # The attributes of each callback as they are now; `before_fit` empties lists in place
+        self.saved_attrs = deep_copy([*map(attrs_of, cbs)], refs)
         def do_fit():       # fastai's `_do_fit`, which begins with epoch 0
             for learn.epoch in range(first_epoch, learn.n_epoch):
                 learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
         learn._do_fit = do_fit
     def before_fit(self):
+        learn = self.learn
         # a fit that a callback runs inside the resumed one is a whole one
-        if vars(self.learn).pop('_do_fit', None) is None: return
-        for cb,attrs in zip(self.resumed_cbs, self.saved): vars(cb).update(attrs)
-        self.learn.train_iter = self.iters_done
+        if vars(learn).pop('_do_fit', None) is None: return
+        for cb,attrs in zip(self.resumed_cbs, self.saved_attrs): vars(cb).update(attrs)
+        learn.train_iter = self.saved_train_iter
         # fastprogress fails if the first update of a bar isn't that to 0
         for cb in self.resumed_cbs:
             if bar := vars(cb).get('mbar'): bar.update(0)
-        if not hasattr(self.learn, 'recorder'): return
-        # the rows of the epochs that are done
-        recorder = self.learn.recorder
-        time = [''] if recorder.add_time else []
-        for i,row in enumerate(recorder.values): self.learn.logger(L(i, *row, *time))
+        # show the rows of the epochs that are done
+        if not hasattr(learn, 'recorder'): return
+        no_time = [''] if learn.recorder.add_time else []
+        for i,row in enumerate(learn.recorder.values): learn.logger(L(i, *row, *no_time))

@@ -23,10 +23,9 @@ from ..launch.session import dump_snapshot
 from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
 from ..payload.changes import ChangeTracker, apply_changes, has_arrays
 from ..payload.state import (
-    UNTRACKED_OPT_ATTRS, get_hooks, model_grads, model_tensors, move_opt_state,
+    UNTRACKED_OPT_ATTRS, deep_copy, get_hooks, model_grads, model_tensors, move_opt_state,
     objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, picklable_attrs, set_grads,
     set_hooks, set_model_state, set_opt_state)
-from ..payload.pickling import deep_copy
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
@@ -36,14 +35,21 @@ from ..shard.torch_loader import samplers_of
 #
 #     notebook                                rank
 #     snapshot ------- the learner ---------> unpack
-#                                             baseline: notes what there is when the job begins
-#     apply <--- what differs from it ------- capture: on rank 0
+#                                             baseline: notes all attributes before the job
+#     apply <--- what differs from them ----- capture: on rank 0
 #
-# Both sides have the same objects, in the order of `persistent_refs`. They are pickled as their
-# index in this list.
+# Both sides list the same objects in the same order. Two lists matter:
+#
+#     persistent_refs    objects that are pickled as their index in this list, in both directions
+#     tracked            objects, in groups, whose attributes are sent back where they changed
+
+def _holds(objs, o):
+    "Return True if `o` is one of `objs`, compared by identity."
+    return any(o is p for p in objs)
+
 def all_cbs(learn, cbs):
-    "Return the learner's callbacks, then those of `cbs`, which a fit was given, that it lacks."
-    return [*learn.cbs, *(cb for cb in cbs if not any(cb is o for o in learn.cbs))]
+    "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
+    return [*learn.cbs, *(cb for cb in cbs if not _holds(learn.cbs, cb))]
 
 def persistent_refs(learn,
     cbs=() # Callbacks that a fit was given
@@ -85,8 +91,8 @@ def name_of_loader(i):
 def _named_parts(learn, cbs,
     hooks # As of `get_hooks`
 ):
-    """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
-    to it is the one that the error names."""
+    """Return `{path: object}`, the places in which to look for an object that can't be pickled. The
+    error names the first path that leads to it."""
     parts = {}
     for i,dl in enumerate(learn.dls.loaders):
         name = name_of_loader(i)
@@ -103,11 +109,11 @@ def _hooked_objects(learn): return objects_with_hooks(learn, loss_module(learn.l
 def _not_sent(learn, call, model_factory, dls_factory, training):
     """Return context managers. Inside all of them, the learner lacks what is not sent to the
     workers."""
-    # `it` is the iterator that an interrupted loop left
+    # an interrupted loop left the loader's iterator, `it`
     contexts = [without_attrs(o, 'it')
                 for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl'))
                 if isinstance(o, DataLoader)]
-    # the first one needs the learner's loaders
+    # in this order: `_without_dataset` needs the learner's loaders
     if dls_factory: contexts += [_without_dataset(learn, call), without_attrs(learn, 'dls', 'dl')]
     if model_factory: contexts.append(without_attrs(learn, 'model', 'opt'))
     if not training:
@@ -119,7 +125,7 @@ _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
 def snapshot(
     learn, cbs, # The learner, and the callbacks that a fit was given
-    call, # What the job is to do with it: a dict, which `unpack` returns
+    call, # What the job does with the learner: a dict, which `unpack` returns
     model_factory=None, dls_factory=None, # What they make in the workers isn't sent
     training=True, # Send gradients, hooks and the optimizer's state
     dump=dump_snapshot,
@@ -150,6 +156,7 @@ def _without_dataset(learn, call):
     same = [i for i,o in enumerate(learn.dls.loaders) if isinstance(dl, DataLoader)
             and o.dataset is ds]
     call['dataset'] = same[0] if same else None
+    # a fastai loader has its dataset in its attributes, and in those with which it was made
     with contextlib.ExitStack() as undo:
         for attrs in (vars(dl), vars(dl).get('__stored_args__', {})) if same else ():
             names = [k for k,v in attrs.items() if v is ds]
@@ -238,17 +245,17 @@ def learner_state(learn,
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
-# Names of the attributes of a callback whose values in the worker are not sent back
+# Names of attributes whose values in the worker are not sent back. Those of a callback:
 CALLBACK_STAYS = set('''
     learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
     _state old_logger scaler autocast _metrics create_mbar'''.split())
 
-# The same for models, loaders and what they are made of. `_DataLoader__idxs` is the order of an
-# epoch, which fastai's loaders draw anew for each epoch
+# Of models, loaders and what they are made of. `_DataLoader__idxs` is the order of an epoch, which
+# fastai's loaders draw anew for each epoch
 _PARTS_STAY = MODULES_STAY | set(
     'loaders _device device _shard it rng fake_l _DataLoader__idxs'.split())
 
-# The same for each group of `tracked`
+# Of the objects in each group of `tracked`
 _GROUP_STAYS = dict(learn=CALLBACK_STAYS-{'dls','model','opt'}, opt=UNTRACKED_OPT_ATTRS,
                     cbs=CALLBACK_STAYS, parts=_PARTS_STAY, metrics={'accumulate'}, variables=())
 
@@ -288,7 +295,7 @@ def baseline(learn, cbs,
 
 def _added_cbs(learn, cbs_before, refs):
     "Return the user's callbacks that were added in the fit, each without what can't be pickled."
-    added = [cb for cb in learn.cbs if all(cb is not o for o in cbs_before)
+    added = [cb for cb in learn.cbs if not _holds(cbs_before, cb)
              and not type(cb).__module__.startswith('fastddp.')]
     return [*picklable_attrs(dict(enumerate(added)), refs).values()]
 
@@ -311,7 +318,7 @@ def capture(
     removed = []
     added = []
     if weights:
-        removed = [i for i,cb in enumerate(cbs_before) if all(cb is not o for o in learn.cbs)]
+        removed = [i for i,cb in enumerate(cbs_before) if not _holds(learn.cbs, cb)]
         # until the fit is over, `learn.cbs` holds the callbacks that fastai adds for its time
         if grads is not None: added = _added_cbs(learn, cbs_before, refs)
     else: del changes['opt'], changes['parts']
@@ -319,10 +326,10 @@ def capture(
                 dls=[dl_state(original(dl)) for dl in learn.dls.loaders])
     state = learner_state(learn, weights=weights)
     loss = loss_module(learn.loss_func)
-    # it has parameters or buffers, and the notebook has it, too
-    shared = loss and model_tensors(loss) and any(o is loss for o in refs)
+    # the notebook has the same loss, and it has parameters or buffers
+    has_state = loss and model_tensors(loss) and _holds(refs, loss)
     state |= dict(grads=model_grads(learn.model, grads),
-                  loss=model_state(loss) if weights and shared else None)
+                  loss=model_state(loss) if weights and has_state else None)
     return dump_state(state, rest, base, refs)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #0988a298
@@ -347,6 +354,6 @@ def apply(learn, cbs,
     # the first part is `learn.dls`, then come its loaders
     for dl,st in zip(groups['parts'][1:], rest.get('dls', ())): set_dl_state(dl, st)
     removed = [groups['cbs'][i] for i in rest.get('removed_cbs', ())]
-    learn.remove_cbs([cb for cb in learn.cbs if any(cb is o for o in removed)])
+    learn.remove_cbs([cb for cb in learn.cbs if _holds(removed, cb)])
     learn.add_cbs(rest.get('added_cbs'))
     if rng := rest.get('rng'): CommonRNG(rng).install()

@@ -16,7 +16,7 @@ from fastai.callback.core import (
     Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
     CancelFitException, CancelStepException, CancelTrainException,
     CancelValidException, _inner_loop, event)
-from fastcore.basics import getcallable, noop
+from fastcore.basics import getcallable, noop, store_attr
 
 from ..base import board, group
 from .clock import Clock, kind_of
@@ -25,9 +25,10 @@ from ..base.scoped import with_attrs
 
 # %% ../../nbs/fastai2/705_together.ipynb #6be54914
 class OurCallback(Callback):
-    "Base of the callbacks that fastddp adds to a fit; setting attributes and events cost less"
-    # fastai asks learner and model about each name that is set; at each step that takes as long as
-    # a small layer
+    """Base of the callbacks that fastddp adds to a fit. Events and setting attributes take less
+    time than in fastai's `Callback`"""
+    # fastai's looks up each name in learner and model, which in each step takes as long as a small
+    # layer
     __setattr__ = object.__setattr__
     def __call__(self, event_name):
         runs = self.run_train if self.learn.training else self.run_valid
@@ -35,8 +36,8 @@ class OurCallback(Callback):
         f = getattr(type(self), event_name, None)
         if f is not None: f(self)
     def nested_validation(self):
-        """Context manager for a validation or prediction that a callback of the user's runs inside
-        a phase: keeps what this callback knows of that phase"""
+        """Context manager for a validation or prediction that a user's callback runs inside a
+        phase: afterwards this callback has the state that it had in that phase"""
         return contextlib.nullcontext()
 
 def handles(cb,        # A callback
@@ -44,7 +45,7 @@ def handles(cb,        # A callback
 ):
     "Return True if `cb` does something at `event_name`, or if that is unknown"
     if type(cb).__call__ not in (Callback.__call__, OurCallback.__call__): return True
-    # at the end of a fit fastai's `__call__` sets `cb.run` back, also without a method
+    # at the end of a fit `Callback.__call__` resets `cb.run`, also without a method
     return event_name == 'after_fit' or getcallable(cb, event_name) is not noop
 
 def runs_user_code(cb, event_name):
@@ -54,7 +55,7 @@ def runs_user_code(cb, event_name):
     return any((m or '').split('.')[0] not in ('fastai','fastcore','fastddp') for m in modules)
 
 # %% ../../nbs/fastai2/705_together.ipynb #195ec236
-# Events of every step; the lists of all other events are made anew each time
+# Events of every step, whose handlers are kept; any other event begins new lists of handlers
 _STEP_EVENTS = {'after_pred', 'after_loss',
                 *(f'{when}_{what}' for what in ('batch','backward','step')
                   for when in ('before','after','after_cancel'))}
@@ -70,12 +71,11 @@ class EventDispatcher:
         wrap, # Callback -> the function that is called with the event's name in its place
         clock # A `Clock`, or None
     ):
-        self.learn = learn
-        self.wrap = wrap
+        store_attr('learn,wrap')
         self.clock = clock or Clock()
         self.rank_pid = os.getpid()
-        self.cbs = []           # the learner's callbacks when `handlers` was begun
         self.handlers = {}      # event -> `[(function of the event's name, kind of its time)]`
+        self.cbs = []           # the learner's callbacks to which `handlers` belongs
     def __call__(self, event_name):
         clock = self.clock
         is_outermost = clock.enter(self.learn)
@@ -85,13 +85,13 @@ class EventDispatcher:
                 if is_outermost: clock.lap(kind)
         except StopIteration as e: raise RuntimeError(_STOPPED.format(event_name)) from e
         except BaseException as e:
-            # In a process that a callback forked: it must end here. An exception that goes on
-            # would end the loader's processes, which the rank needs
+            # A process that a callback has forked ends here: if the exception went on, it would
+            # end the loader's processes, which the rank needs
             if os.getpid() != self.rank_pid: end_fork(e)
             raise
         finally: clock.leave(event_name)
     def _handlers_of(self, event_name):
-        "Return what is called at an event, in the order of the callbacks"
+        "Return the handlers of an event, in the order of the callbacks"
         cbs = self.learn.cbs.items
         if event_name not in _STEP_EVENTS or self.cbs != cbs: self.cbs,self.handlers = [*cbs],{}
         if event_name not in self.handlers:
@@ -108,7 +108,7 @@ def dispatch_events(learn,
     return with_attrs(learn, _call_one=EventDispatcher(learn, wrap, clock))
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
-# What a rank can leave, from weakest to strongest, and the exception with which it does
+# What a rank can leave, from the innermost to the outermost, and the exception that does it
 _EXCEPTIONS = dict(
     backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException,
     train=CancelTrainException, valid=CancelValidException, epoch=CancelEpochException,
@@ -117,7 +117,7 @@ LEAVABLE = tuple(_EXCEPTIONS)
 _PARTS_OF_BATCH = 'backward','step'
 
 class Place(NamedTuple):
-    "Where a rank is in a fit; compared as tuples, places grow as fastai's loop goes on"
+    "Where a rank is in a fit. As tuples, places compare in the order of fastai's loop"
     epoch:float     # -1.: the fit has begun, and no epoch; infinity: the fit is over
     stage:float     # of the epoch: `BEFORE_EPOCH` to `END_VALID`
     batch:float     # its number at its beginning; half a batch more at its loss
@@ -143,7 +143,7 @@ FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
 
 class Row(namedtuple('_Row', [*Place._fields, 'left', 'stop', *FIELDS, 'data', 'callbacks'],
                      defaults=[0.]*(len(FIELDS)+2))):
-    """What one rank sends to a meeting: the fields of its place; `left`, the strongest that it left
+    """What one rank sends to a meeting: the fields of its place; `left`, the outermost that it left
     (1 for the first of `LEAVABLE`, 0 for nothing); `stop`, 1 if it was asked to stop; `FIELDS`; and
     seconds for the `Clock`s of the other ranks"""
     @property
@@ -161,14 +161,23 @@ _LAST = 1_000_000       # the order of a callback that comes after the user's
 class Together(OurCallback):
     """Has all ranks leave a step, batch, phase, epoch or fit together.
 
-    `distributed` (`fastai2.callbacks`) makes one on each rank for a fit. If all ranks are at the
-    same place at a meeting, `meet` returns what they sent. A rank that finds others at a later
-    place raises what they left, and so gets there:
+    `distributed` (`fastai2.callbacks`) makes one on each rank for a fit. The ranks meet at fixed
+    places of fastai's loop. Once all are at the same place, `meet` returns what they sent. If other
+    ranks are at a later place, it raises the exception with which they left, so that this rank
+    leaves, too, and meets them there:
 
         rank 0: CancelFitException in batch 3 -> `leave('fit')` -> meets at the end of the fit
         rank 1: at batch 3, rank 0 is ahead -> raises CancelFitException -> meets there, too"""
     order = _FIRST      # it must know of an event before any other callback can leave in it
     LIMIT = 1800.       # seconds to wait for other ranks where no notebook watches over them
+
+    # Other modules set these
+    fit_callbacks = ()          # all callbacks that make the fit a distributed one
+    common = None               # the `CommonRNG`
+    finish_fit = None           # a function without arguments: holds the fit's last meeting
+    rank0_alone = False         # True while a callback acts on rank 0, and not on the others
+    has_unused_grads = False    # True at the end if some rank had gradients that no step used
+
     def __init__(self,
                  stop_requested=lambda: False, # Returns True once this rank is asked to stop
                  fit_board=None # The `Board`; default: that of this process's group
@@ -177,28 +186,21 @@ class Together(OurCallback):
         self.board = fit_board or board.group_board()
         self.clock = Clock(self.board)
         self.limit = self.LIMIT if group.under_launcher() else None
-        # The next five are set by others for the time of a fit
-        self.fit_callbacks = []     # all callbacks that make the fit a distributed one
-        self.common = None          # the `CommonRNG`
-        self.finish_fit = None      # a function without arguments: holds the fit's last meeting
-        self.rank0_alone = False    # True while a callback acts on rank 0, and not on the others
-        # True at the end if some rank had gradients that no step used
-        self.has_unused_grads = False
         self._begin_fit()
         # Number of fits that have begun, one inside the other: `learn.validate` in a callback has a
         # `before_fit`, too
         self.fit_depth = 0
 
     def _begin_fit(self):
-        # 'start', 'train', 'between', 'validate' or 'end', of an epoch. `AfterOthers` of
-        # `fastai2.step` sets 'train' and 'validate', and at the end of a validation the last of
+        # The phase of the epoch: 'start', 'train', 'between', 'validate' or 'end'. `AfterOthers`
+        # (`fastai2.step`) sets 'train' and 'validate', and after a validation the last of
         # `outer_phases`
         self.phase = 'start'
         self.outer_phases = []      # of each validation that runs: the phase that goes on after it
         self.place = Place(-1.,0,0)     # of the last meeting, or of the last beginning
         self.n_details = 0          # number of details since the last place without one
-        # The strongest of what this rank left since all were at one place: one of `LEAVABLE`
-        self.left = None
+        # the outermost that this rank left since all were at one place, as in a `Row`
+        self.left = 0
         self.has_left_batch = False # True once this rank left the current batch
         self.cancelled = False      # True once this phase was cancelled on this rank
         # True between the forward and the backward pass of a training batch
@@ -221,6 +223,7 @@ class Together(OurCallback):
         self._set_phase('between')
         self._end_phase(AFTER_TRAIN, 'cancel_train')
     def before_validate(self):
+        # that of the epoch comes after training, any other is a callback's
         self.outer_phases.append('end' if self.phase == 'between' else self.phase)
         self.cancelled = False
         self.n_details += 1
@@ -234,7 +237,7 @@ class Together(OurCallback):
     def _end_phase(self, stage,
         recorder_flag # Tells fastai's Recorder to leave out the metrics of a cancelled phase
     ):
-        "All ranks end a phase; if one of them cancelled it, it is cancelled for all"
+        "Meet at the end of a phase; if one rank has cancelled it, it counts as cancelled for all"
         result = self.meet(stage, cancelled=self.cancelled)
         if result.sum('cancelled') and hasattr(self.learn, 'recorder'):
             setattr(self.recorder, recorder_flag, True)
@@ -242,21 +245,15 @@ class Together(OurCallback):
     def leave(self, kind # One of `LEAVABLE`
     ):
         "Note that this rank leaves something; the others see it at its next meeting"
+        self.left = max(self.left, LEAVABLE.index(kind)+1)
         self.mid_batch = False
-        if self.left is None or LEAVABLE.index(kind) > LEAVABLE.index(self.left): self.left = kind
-    def after_cancel_backward(self):
-        self.leave('backward')
-        self.has_left_batch = True
+        if kind in ('backward','batch'): self.has_left_batch = True
+        if kind in ('train','valid'): self.cancelled = True
+    def after_cancel_backward(self): self.leave('backward')
     def after_cancel_step(self): self.leave('step')
-    def after_cancel_batch(self):
-        self.leave('batch')
-        self.has_left_batch = True
-    def after_cancel_train(self):
-        self.leave('train')
-        self.cancelled = True
-    def after_cancel_validate(self):
-        self.leave('valid')
-        self.cancelled = True
+    def after_cancel_batch(self): self.leave('batch')
+    def after_cancel_train(self): self.leave('train')
+    def after_cancel_validate(self): self.leave('valid')
     def after_cancel_epoch(self):
         self.leave('epoch')
         self._set_phase('end')
@@ -280,27 +277,27 @@ class Together(OurCallback):
         kind, # Of the detail: `NESTED_BATCH` to `VALUE`
         **numbers
     ): # `MeetingResult`, or None
-        "Meet between two places; returns None if the other ranks go on without this meeting"
+        "Meet between two places; returns None if other ranks are further on, without leaving"
         self.n_details += 1
         return self.meet_at(self._detail(kind), optional=True, **numbers)
 
     def meet_last(self, **numbers):
-        "Meet at the end of all; raises nothing"
+        "Hold the last meeting of a fit, which raises nothing"
         return self.meet_at(Place(_OVER,1,0), final=True, **numbers)
 
     def _begin_at(self, stage, batch):
-        "Count details anew: those that come now belong to another batch, or epoch"
+        "Note that a batch or epoch begins, whose details are counted from 0"
         place = Place(self._epoch(), stage, batch)
         if self.fit_depth < 2 and place > self.place: self.place,self.n_details = place,0
 
     def _epoch(self): return float(getattr(self.learn, 'epoch', None) or 0)
 
     def _place_of(self, stage, batch):
-        "Return the place of a stage: a detail if a callback's own fit or validation is there"
+        "Return the place of a stage; in a callback's own fit or validation it is a detail"
         place = Place(self._epoch(), stage, batch)
-        is_nested = (stage >= BEFORE_VALID and self.outer_phases
-                     and self.outer_phases[-1] != 'end')
-        if self.fit_depth < 2 and not is_nested and place > self.place: return place
+        is_nested = self.fit_depth > 1 or (
+            stage >= BEFORE_VALID and self.outer_phases and self.outer_phases[-1] != 'end')
+        if not is_nested and place > self.place: return place
         if stage in (BEFORE_TRAIN,BATCH): self.n_details += 1
         return self._detail(NESTED_BATCH if stage < BEFORE_VALID else stage-BEFORE_VALID)
 
@@ -311,22 +308,22 @@ class Together(OurCallback):
         optional=False, # Other ranks may go on without this meeting
         **numbers
     ): # `MeetingResult`; None if a `final` or `optional` meeting isn't held
-        """Exchange `numbers` with the ranks, once all are at `place`. Raises what ranks at a later
-        place left, KeyboardInterrupt if a rank was asked to stop, and RuntimeError where ranks are
-        further on without having left anything"""
+        """Exchange `numbers` with the other ranks, once all are at `place`. Raises the exception
+        with which ranks at a later place left, KeyboardInterrupt if a rank was asked to stop, and
+        RuntimeError if ranks are at a later place and have left nothing"""
         self.place = place
         if not place.detail: self.n_details = 0
-        left = 0 if self.left is None else LEAVABLE.index(self.left)+1
         data,callbacks = self.clock.begin_meeting()
-        row = Row(*place, left, self.stop_requested(), data=data, callbacks=callbacks, **numbers)
-        while True:
+        row = Row(*place, self.left, self.stop_requested(), data=data, callbacks=callbacks,
+                  **numbers)
+        while True:     # once for each meeting of a rank that is still behind
             rows = self.board.meet(row, self.limit)
             result = MeetingResult(Row(*o[:len(row)]) for o in rows)
             self.clock.end_meeting([(o.data,o.callbacks) for o in result])
             ahead = [o for o in result if o.place > place]
             if ahead: return None if final else self._follow(ahead, optional)
             if all(o.place == place for o in result): break
-        self.left = None
+        self.left = 0
         if not final and result.sum('stop'): raise KeyboardInterrupt
         return result
 
@@ -334,7 +331,7 @@ class Together(OurCallback):
         ahead, # Rows of the ranks that are at a later place
         optional
     ):
-        "Raise the strongest of what they left; return if they left nothing and may go on"
+        "Raise the outermost that they left; without any, return None from an optional meeting"
         left = max(int(row.left) for row in ahead)
         if left:
             kind = LEAVABLE[left-1]
@@ -352,7 +349,7 @@ _STAGES = ('the beginning of the epoch','the beginning of training','batch {}',
            'the end of validation','the end of validation')
 
 def _describe(place):
-    "Return the words for a place in an error message"
+    "Return a place in words, for an error message"
     if place.epoch == _OVER: return 'the end of the fit'
     if place.epoch < 0: return 'the beginning of the fit'
     stage = _STAGES[int(place.stage)-BEFORE_EPOCH].format(int(place.batch))

@@ -10,11 +10,13 @@ import contextlib, os
 from typing import NamedTuple
 
 from ..base import group
+from ..base.errors import short_traceback
 from ..base.scoped import allow_interrupts, environment
 from .rank import Context, call
-from ..output.replay import print_line, short_traceback
-from ..payload.pickling import Payload, dump, function_ref, load, restoring_sent_classes
+from ..output.replay import print_line
+from ..payload.pickling import Payload, dump, load, restoring_sent_classes
 from ..process.helper import private_folder
+from ..process.worker import function_ref
 
 # %% ../../nbs/launch/502_engine.ipynb #a58ba397
 class Job(NamedTuple):

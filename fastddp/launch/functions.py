@@ -9,13 +9,12 @@ __all__ = ['CHECKS', 'global_imports', 'import_star', 'call_job', 'ranch', 'Spaw
 import ast, contextlib, os, sys, threading
 from ..base import group
 from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole
-from ..base.errors import CantDistribute
+from ..base.errors import CantDistribute, short_traceback
 from .background import BackgroundJob
 from .local import Local
 from .session import dump_or_blame
 from ..base.scoped import environment
 from .engine import Job
-from ..output.replay import short_traceback
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions
 from ..process.helper import private_folder

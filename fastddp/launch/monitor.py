@@ -7,6 +7,7 @@ __all__ = ['LoadLine', 'load_line', 'Monitor']
 
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
 import contextlib, os, pickle, re, signal, time
+from typing import NamedTuple
 
 try: import psutil
 except ImportError: psutil = None
@@ -25,14 +26,19 @@ from ..payload.pickling import load
 # %% ../../nbs/launch/503_monitor.ipynb #dc029eee
 _PERIOD = 3.    # seconds between two readings of the workers' load
 
+class _Use(NamedTuple):
+    "What a process takes of the machine"
+    seconds:float   # of CPU time, so far
+    nbytes:int      # of memory, now
+
 def _use_of(pid):
-    "`(CPU seconds so far, bytes of memory)` of a process; None if it has ended"
+    "Return the `_Use` of a process; None if it has ended"
     with contextlib.suppress(psutil.Error):
         p = psutil.Process(pid)
-        return sum(p.cpu_times()[:2]), p.memory_info().rss
+        return _Use(sum(p.cpu_times()[:2]), p.memory_info().rss)
 
 def _gpu_text(gpu):
-    "What a GPU does; empty where torch can't say"
+    "Return as text what a GPU does; empty where torch can't say"
     if gpu is None: return ''
     module = device_module()
     try:
@@ -50,22 +56,23 @@ class LoadLine:
         self.status = StatusLine()
         self.read_at = time.monotonic()
         # CPU seconds of each process at the last reading; loader processes are not there yet
-        self.seconds = {pid:use[0] for pid in pids.values() if (use := _use_of(pid))}
+        self.seconds = {pid:use.seconds for pid in pids.values() if (use := _use_of(pid))}
     def refresh(self):
-        "Shows the load since the last reading, if that is long enough ago"
-        if (passed := time.monotonic()-self.read_at) < _PERIOD: return
+        "Show the load since the last reading, if that is long enough ago"
+        passed = time.monotonic()-self.read_at
+        if passed < _PERIOD: return
         # one look at all processes of the machine, which may have thousands
         parents = {o.pid:o.info['ppid'] for o in psutil.process_iter(['ppid'])}
         before = self.seconds
         self.seconds = {}
         texts = []
         for r,pid in self.pids.items():
-            family = [pid, *(k for k,parent in parents.items() if parent == pid)]
+            family = [pid, *(child for child,parent in parents.items() if parent == pid)]
             uses = {k:use for k in family if (use := _use_of(k))}
-            self.seconds |= {k:secs for k,(secs,_) in uses.items()}
+            self.seconds |= {k:use.seconds for k,use in uses.items()}
             # what a process did before it was first seen doesn't count
-            busy = sum(secs-before.get(k, secs) for k,(secs,_) in uses.items())/passed
-            nbytes = sum(nbytes for _,nbytes in uses.values())
+            busy = sum(use.seconds-before.get(k, use.seconds) for k,use in uses.items())/passed
+            nbytes = sum(use.nbytes for use in uses.values())
             texts.append(f"rank {r}: CPU {busy:.0%}, {nbytes/2**30:.1f} GB"
                          f"{_gpu_text(self.gpus.get(r))}")
         self.read_at = time.monotonic()
@@ -90,30 +97,21 @@ class Monitor:
     ):
         store_attr()
         self.workers = engine.workers
-        # rank -> 'done' and None, 'failed' and its `Failure`, or 'died' and its exit code
-        self.ends = {}
+        # How a rank ended the job -> rank -> None, its `Failure`, or its exit code
+        self.ends = {'done': {}, 'failed': {}, 'died': {}}
         self.replay = Replay(see=engine.see, live=engine.live)
         self.phase_ends = []
-        self.load = engine.see_load and load_line(engine)
+        self.load_line = engine.see_load and load_line(engine)
         self.began = time.monotonic()
-        self.stop_asked_at = None       # time of the wish to stop
-        # what is there now is of earlier jobs
+        self.stop_asked_at = None       # time at which the ranks were asked to stop
+        # what is in the logs now was written by earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
     def wait(self):
-        """Waits until all ranks are done and returns their `Outcome`. The first failure ends it for
-        all and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the
-        newest state as its `state`"""
+        """Wait until all ranks are done, and return their `Outcome`. The first failure ends the
+        wait and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the
+        state that rank 0 put last as its `state`"""
         try:
-            try:
-                while not self._is_over():
-                    last = max([self.began, *(b.at for b in self._beats().values())])
-                    limit = self.engine.timeout
-                    if limit and time.monotonic()-last > limit: raise self.hang()
-                    self._turn()
-                if self.has_failed: raise self._failure()
-            finally:
-                self.replay.close()
-                if self.load: self.load.close()
+            self._watch()
             results = []
             for r in self.workers.ranks:
                 block,packed = self.workers.latest[r,'result']
@@ -126,96 +124,107 @@ class Monitor:
         return Outcome(results, bool(self.interrupts.count),
                        latest.get('state') or latest.get('cut'), latest.get('epoch'),
                        self.phase_ends)
-    def ends_of(self, how):
-        "What each rank said that ended like this, 'done', 'failed' or 'died', by rank"
-        return {r:said for r,(h,said) in self.ends.items() if h == how}
+    def _watch(self):
+        "Handle reports until all ranks have ended, or one has failed or died; raise that failure"
+        limit = self.engine.timeout
+        try:
+            while self.running_ranks and not (self.ends['died'] or self._failures()):
+                last_beat = max([self.began, *(b.at for b in self._beats().values())])
+                if limit and time.monotonic()-last_beat > limit: raise self.hang()
+                self._turn()
+            if self.has_failed: raise self._failure()
+        finally:
+            self.replay.close()
+            if self.load_line: self.load_line.close()
     @property
     def running_ranks(self):
         "The ranks that have not ended"
-        return [r for r in self.workers.ranks if r not in self.ends]
+        ended = {r for of_ranks in self.ends.values() for r in of_ranks}
+        return [r for r in self.workers.ranks if r not in ended]
     @property
     def has_failed(self):
         "True if a rank failed or died"
-        return any(how != 'done' for how,_ in self.ends.values())
-    def _is_over(self):
-        """True if there is nothing to wait for. After an interrupt ranks end one by one, each with
-        a KeyboardInterrupt"""
-        failed = self.ends_of('failed').values()
-        return bool(not self.running_ranks or self.ends_of('died')
-                    or any(not self._is_answer(f) for f in failed))
-    def _is_answer(self, failure):
-        "True if a rank answers the wish to stop like this"
-        return self.stop_asked_at is not None and failure.kind == 'KeyboardInterrupt'
+        return bool(self.ends['failed'] or self.ends['died'])
+    def _failures(self):
+        """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
+        KeyboardInterrupt: that is an answer, and no failure"""
+        is_asked = self.stop_asked_at is not None
+        return [f for f in self.ends['failed'].values()
+                if not (is_asked and f.kind == 'KeyboardInterrupt')]
     def _turn(self, timeout=.05):
+        "Wait for news for `timeout` seconds, show what there is, and act on the stop button"
         for news in self.workers.poll(timeout): self._handle(*news)
         self.replay.flush()
-        if self.load: self.load.refresh()
+        if self.load_line: self.load_line.refresh()
         if self.interrupts.count: self._interrupted()
     def _handle(self, rank, what, said=None, *_):
+        "Act on one report of `Workers.poll`"
         if what == 'put' and said == 'epoch': self.on_event(rank, EpochEnd(*self._latest['epoch']))
-        # the first counts: a rank that failed may die then
-        if what in ('done','failed','died'): self.ends.setdefault(rank, (what, said))
+        # the first end counts: a rank that failed may die then
+        if what in self.ends and rank in self.running_ranks: self.ends[what][rank] = said
         if what != 'event': return
-        kind,e = said
-        if kind == 'show': self.replay.add(rank, e)
-        elif kind == 'phase_ends': self.phase_ends += e
-        else: self.on_event(rank, e)
+        kind,event = said
+        if kind == 'show': self.replay.add(rank, event)
+        elif kind == 'phase_ends': self.phase_ends += event
+        else: self.on_event(rank, event)
 
 # %% ../../nbs/launch/503_monitor.ipynb #be3295d5
 @patch(as_prop=True)
 def _latest(self:Monitor):
-    "What rank 0 put last: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
+    "What rank 0 put last, of each kind: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
     return {kind:(packed.meta, block.read(packed))
             for (rank,kind),(block,packed) in self.workers.latest.items() if rank == 0}
 
 @patch
 def _log_size(self:Monitor, r):
+    "Return how many bytes the log of rank `r` has"
     path = self.workers.log_path(r)
     return os.path.getsize(path) if os.path.exists(path) else 0
 
 @patch
 def _log(self:Monitor, r, n=3000):
-    "The end of what rank `r` wrote outside Python during this job, at most `n` bytes"
+    "Return the last `n` bytes of what rank `r` wrote to its log during this job"
     return tail(self.workers.log_path(r), n, self.log_starts[r])
 
 # %% ../../nbs/launch/503_monitor.ipynb #9dd501a6
 @patch
 def _beats(self:Monitor):
-    "The last `Heartbeat` of each rank that is still at work"
+    "Return the last `Heartbeat` of each rank that is still at work"
     return {r:self.workers.beat(r) for r in self.running_ranks}
 
 @patch
 def _interrupted(self:Monitor):
-    now = time.monotonic()
-    beats = self._beats()
+    """After an interrupt: ask all ranks to stop. Raise KeyboardInterrupt after a second interrupt,
+    or if no rank has reacted in time"""
+    beats = self._beats().values()
     if self.stop_asked_at is None: self.ask_to_stop()
-    longest = max((b.longest for b in beats.values()), default=0.)
-    late = now-self.stop_asked_at > self.engine.interrupt_grace+longest
-    stuck = late and not any(b.leaving for b in beats.values())
-    if self.interrupts.count > 1 or stuck: raise KeyboardInterrupt
+    longest_step = max((b.longest for b in beats), default=0.)
+    waited = time.monotonic()-self.stop_asked_at
+    is_late = waited > self.engine.interrupt_grace+longest_step
+    is_stuck = is_late and not any(b.leaving for b in beats)
+    if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
 
 @patch
 def ask_to_stop(self:Monitor):
-    """Sends all ranks the wish to stop. By pipe, not on the board: the thread that reads the pipe
-    interrupts code that looks at no board (`ranch`, cells), and agents pass messages on"""
+    """Ask all ranks to stop. This goes through the pipe: the thread that reads it also interrupts
+    code that never looks at the board (`ranch`, cells), and agents pass messages on"""
     self.stop_asked_at = time.monotonic()
     self.workers.ask_stop()
 
 # %% ../../nbs/launch/503_monitor.ipynb #d1623b00
 def _job_stack(text):
-    """Of all threads in a report of faulthandler's the one that runs the job; empty when there is
-    none"""
+    "Return the stack of the thread that runs the job from faulthandler's report, or ''"
     threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', text)
     return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
 
 # Where a rank waits for the others: in a collective, or in a backward pass during its all-reduce
-_WAITS = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
-          '_engine_run_backward','torch/autograd/graph.py')
+_WAITING_CODE = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
+                 '_engine_run_backward','torch/autograd/graph.py')
 
 def _waits(stack):
     "True if one of the two innermost frames waits for other ranks"
     innermost = '\n'.join(stack.split('\n')[1:3])
-    return any(o in innermost for o in _WAITS)
+    return any(o in innermost for o in _WAITING_CODE)
 
 # %% ../../nbs/launch/503_monitor.ipynb #e86dfb87
 _BEFORE = 'before its first step'
@@ -223,7 +232,7 @@ _NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system 
 
 @patch
 def hang(self:Monitor):
-    "The exception that says who keeps the others waiting, with a stack of each rank"
+    "Return the `GroupTimeout` that says which rank holds up the others, with a stack of each rank"
     beats = self._beats()
     starts = {r:self._log_size(r) for r in beats}
     def stack(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
@@ -232,8 +241,9 @@ def hang(self:Monitor):
     while time.monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
     stacks = {r:stack(r) for r in beats}
     awaited = {b.waits_for for b in beats.values()}
-    def priority(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
-    first,*others = sorted(beats, key=priority)
+    # A rank without a stack comes first, then one that others wait for, then one that doesn't wait.
+    def order(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
+    first,*others = sorted(beats, key=order)
     lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
              for r in (first, *others)]
     return GroupTimeout(first, beats[first].where, self.engine.timeout, lines)
@@ -241,20 +251,23 @@ def hang(self:Monitor):
 # %% ../../nbs/launch/503_monitor.ipynb #8dc7c349
 @patch
 def _failure(self:Monitor):
-    "The exception for the first failure"
-    end = time.monotonic()+.5       # the others may have something to say
-    while (left := end-time.monotonic()) > 0 and self.running_ranks: self._turn(left)
-    died = self.ends_of('died')
-    failed = first_failure(f for f in self.ends_of('failed').values() if not self._is_answer(f))
+    "Return the exception for the first failure; the ranks that still run get .5 s to report theirs"
+    end = time.monotonic()+.5
+    while self.running_ranks and time.monotonic() < end: self._turn()
+    died = self.ends['died']
+    failed = first_failure(self._failures())
     if not (failed or died): return KeyboardInterrupt()
     if failed and is_timeout(failed[0]) and self.running_ranks: return self.hang()
-    by_death = died and (not failed or is_echo(failed[0]))
-    err = self._death(*next(iter(died.items()))) if by_death else self._raised(failed.pop(0))
+    # a connection breaks for the other ranks when one dies
+    is_by_death = died and (not failed or is_echo(failed[0]))
+    if is_by_death: err = self._death(*next(iter(died.items())))
+    else: err = self._raised(failed.pop(0))
     err.others = tuple(map(str, failed))
     return err
 
 @patch
 def _death(self:Monitor, r, code):
+    "Return the exception for the death of rank `r`"
     where = self.workers.beat(r).where or _BEFORE
     if code == HELPER_ENDED:
         code = -signal.SIGKILL
@@ -263,7 +276,7 @@ def _death(self:Monitor, r, code):
 
 @patch
 def _raised(self:Monitor, failure):
-    "The failure as an exception, caused by the original one where that could travel"
+    "Return the exception for a `Failure`; its cause is the original one if that can be unpickled"
     err = RankRaised(failure)
     err.log = self._log(err.rank, 1000)
     try: err.__cause__ = pickle.loads(failure.original) if failure.original else None
@@ -274,6 +287,6 @@ def _raised(self:Monitor, failure):
 # %% ../../nbs/launch/503_monitor.ipynb #a87d2859
 @patch
 def drain(self:Monitor, until):
-    "After a failure: handles what ranks still say, until all have ended the job or it is `until`"
-    while self.running_ranks and (left := until-time.monotonic()) > 0:
-        for news in self.workers.poll(left): self._handle(*news)
+    "After a failure: handle reports until all ranks have ended the job, or the time is `until`"
+    while self.running_ranks and time.monotonic() < until:
+        for news in self.workers.poll(.05): self._handle(*news)

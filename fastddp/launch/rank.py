@@ -16,16 +16,19 @@ from fastcore.basics import noop, store_attr
 from ..base import board, group
 from ..base.device import bind_near, device_module, is_accelerator, keep_freed_memory, trim_memory
 from ..output.capture import DisplaySettings, capture_output
-from ..payload.pickling import Payload, dump, load, resolve_function
+from ..payload.pickling import Payload, dump, load
+from ..process.worker import resolve_function
 
 # %% ../../nbs/launch/500_rank.ipynb #6bbe3141
+# What a job sees
+
 class Context:
-    "A rank's view of its job"
+    """What a job sees of its rank and of the notebook. This base class is for ranks without a
+    notebook, as in a script: what it would tell the notebook is dropped"""
     def __init__(self,
         rank, # Of this process, from 0
         world_size, # Ranks of this job
         device=None, # Where the job's tensors are loaded
-        # The rest as in a script, where no notebook asks how far the rank has come
         emit=noop, # `emit(event)` sends a small picklable event to the notebook, in order
         put=noop, # `put(name, payload)` leaves a `Payload` there: 'state', 'epoch' or 'cut'
         # `stop_requested()` is True once the notebook wants the job to stop
@@ -33,20 +36,23 @@ class Context:
     ):
         store_attr()
         self.local_rank = rank
-        # What the job is doing, e.g. `epoch 2, batch 17`, or a function that says it
-        self.where = ''
-        self.items = ()     # Dataset indices of the batch at hand, or a function that says them
-        self.phase_ends = []     # `(phase, time of its end)`
+        # The job sets the next two, for the report of a failure
+        self.where = ''     # What it is doing, e.g. `epoch 2, batch 17`, or a function that says it
+        self.items = ()     # Dataset indices of its batch, or a function that returns them
+        self.phase_ends = []    # `(phase, time.time() at its end)`
     def end_phase(self, phase):
-        "A phase of the job ends now"
+        "Note that a phase of the job ends now"
         self.phase_ends.append((phase, time.time()))
-    def beat(self, where='', leaving=False):
-        "A step is about to begin, at `where`; `leaving`: the job has heard the wish to stop"
+    def beat(self,
+        where='', # The step that is about to begin, e.g. `epoch 2, batch 17`
+        leaving=False # True if the job has seen `stop_requested` and is ending
+    ):
+        "Tell the notebook that this rank is alive; here it does nothing"
     def saves_below(self, folder):
-        "The job will save files below `folder`"
+        "Note that the job will save files below `folder`; here it does nothing"
     def interruptible(self):
-        """Inside, the notebook's wish to stop is a KeyboardInterrupt here; for code that doesn't
-        ask `stop_requested`"""
+        """Context manager for code that doesn't ask `stop_requested`: it gets a KeyboardInterrupt
+        when the notebook wants the job to stop. Here it does nothing"""
         return contextlib.nullcontext()
 
 # %% ../../nbs/launch/500_rank.ipynb #aa1a5d92
@@ -56,13 +62,15 @@ def call(
     meta, buffers, # Of the payload
     define=False # Pickle finds the notebook's classes in this process's `__main__`
 ):
-    "Loads the payload, calls the job and returns its result as a `Payload`"
+    "Load the payload, call the job and return its result as a `Payload`"
     obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), define=define)
     ctx.end_phase('load')
     res = resolve_function(work)(ctx, obj)
     return res if isinstance(res, Payload) else dump(res)
 
 # %% ../../nbs/launch/500_rank.ipynb #07833c16
+# In a worker: what the launcher decided for this rank, and the context of its job
+
 class RankSpec(NamedTuple):
     "Where and how one rank runs; made by the launcher, once per rank and job"
     world_size:int
@@ -72,33 +80,38 @@ class RankSpec(NamedTuple):
     store:str           # File or address of the group's rendezvous
     display:DisplaySettings
     work:str            # `Job.work`
-    settings:dict={}    # `notebook_settings`
+    settings:dict={}    # As `notebook_settings` returns them
 
 # %% ../../nbs/launch/500_rank.ipynb #911963a5
 class _WorkerContext(Context):
-    "A context over a worker's `Channel`; where the job is goes into failure reports"
+    "The context of a job in a worker, which speaks to the notebook through the worker's `Channel`"
     def __init__(self, channel, spec, device):
         super().__init__(channel.rank, spec.world_size, device,
                          lambda e: channel.emit(('event', e)),
                          channel.put, channel.stop_requested)
         self._channel = channel
-        self.where = channel.where
+        self.where = channel.where      # until the job says something else
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
-        board.on_wait = self._waits_for
         self._heartbeats = channel.heartbeats()
-        self._last = board.Heartbeat()
-        channel.where = lambda: self.where
-        channel.items = lambda: self.items
+        self._last = board.Heartbeat()      # what this rank wrote last
+    def connect(self):
+        """Have failure reports show where this job is, and heartbeats for which rank it waits,
+        until the context of the next job connects"""
+        self._channel.where = lambda: self.where
+        self._channel.items = lambda: self.items
+        board.on_wait = self.waits_for
     def beat(self, where='', leaving=False):
         now = time.monotonic()
         last = self._last
         longest = max(last.longest, now-last.at) if last.at else 0.
         self._last = board.Heartbeat(now, longest, leaving, -1, where)
         self._heartbeats.write(self.local_rank, self._last)
-    def _waits_for(self, rank):
+    def waits_for(self, rank):
+        "Tell the notebook that this rank waits for `rank` at the board"
         self._heartbeats.write(self.local_rank, self._last._replace(waits_for=rank))
     @contextlib.contextmanager
     def interruptible(self):
+        # a worker ignores SIGINT elsewhere; the channel's thread sends it when the job is to stop
         main = threading.main_thread().ident
         old = signal.signal(signal.SIGINT, signal.default_int_handler)
         self._channel.on_stop = lambda: signal.pthread_kill(main, signal.SIGINT)
@@ -110,83 +123,88 @@ class _WorkerContext(Context):
             signal.signal(signal.SIGINT, old)
 
 # %% ../../nbs/launch/500_rank.ipynb #080e4a9d
-_rendezvous = None
-_CONNECTING = 'connecting to the other ranks'
+# The process group. A worker joins it in its first job, or before in `join_early`, and stays in it
+# for the jobs that follow; after a failure they have another rendezvous.
+
+_CONNECTING = 'connecting to the other ranks'   # the place of a failure in `_join_group`
 
 def _join_group(channel, spec, device):
-    "Joins the group of `spec`, unless this process is in it already"
-    global _rendezvous
-    if group.in_group() and _rendezvous == spec.store: return
+    "Join the group of `spec`, unless it has none or an earlier task of this worker has joined it"
+    is_in_it = group.in_group() and group.rendezvous == spec.store
+    if is_in_it or not spec.backend: return
     group.leave(broken=True)
-    was = channel.where
+    before = channel.where
     channel.where = _CONNECTING
     group.join(spec.store, channel.rank, spec.world_size, spec.backend, device)
-    channel.where = was
-    _rendezvous = spec.store
+    channel.where = before
 
 def could_not_connect(failure):
-    """True for a `Failure` of gloo's at the start, as a busy machine has it now and then; no rank
-    has begun its job then"""
+    """True if gloo failed to connect the ranks, which happens on a busy machine now and then. No
+    rank has begun its job then, so the job can be submitted again"""
     return failure.where == _CONNECTING and 'connectFullMesh failed' in failure.message
 
 # %% ../../nbs/launch/500_rank.ipynb #2991bb14
-_joined_early = None      # time at which `join_early` was through; the job that follows resets it
+_early_phase_ends = []      # `Context.phase_ends` of a `join_early`, until the next job takes them
 
 def join_early(channel, spec):
-    "Device and group, before the job that is submitted next"
-    global _joined_early
+    "Set up the device and join the group, before the job with the same `spec` arrives"
     device = group.use_device(spec.gpu, spec.threads)
     bind_near(spec.gpu)
-    if spec.backend: _join_group(channel, spec, device)
-    _joined_early = time.time()
-
+    _join_group(channel, spec, device)
+    _early_phase_ends[:] = [('join', time.time())]
 
 # %% ../../nbs/launch/500_rank.ipynb #5e1bea55
+# A job, from its arrival to its result. What the user wrote runs in `call`, when a failure can
+# already be reported.
+
 def run_on_rank(
     channel, # The worker's `Channel`
-    _, # The payload's pickle is the first of its buffers
-    buffers, # As they lie in the launcher's block
+    no_meta, # Empty: `Local` puts the payload's pickle into its block, as the first buffer
+    buffers, # The payload's pickle, then its buffers
     spec # A `RankSpec`
 ):
-    "The entry of every worker's job; returns its result as a `Payload`"
-    meta,*buffers = buffers
-    global _joined_early
-    began = time.time()
-    joined = _joined_early
-    _joined_early = None
+    "Run a job in a worker, as `Local` submits it; return its result as a `Payload`"
+    phase_ends = [*_early_phase_ends, ('ship', time.time())]
+    _early_phase_ends.clear()
     device = group.use_device(spec.gpu, spec.threads)
     bind_near(spec.gpu)
     if device.type == 'cpu': keep_freed_memory()
     take_settings(spec.settings)
     with capture_output(lambda e: channel.emit(('show', e)), spec.display):
-        if spec.backend: _join_group(channel, spec, device)
+        _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
-        if joined: ctx.phase_ends += [('join', joined), ('ship', began)]
-        else: ctx.phase_ends += [('ship', began), ('join', time.time())]
+        ctx.connect()
+        ctx.phase_ends = phase_ends
+        ctx.end_phase('join')
+        meta,*buffers = buffers
         try: return call(spec.work, ctx, meta, buffers, define=True)
         finally: _finish(channel, ctx)
 
 def _finish(channel, ctx):
-    """Reports where the time went; on a GPU memory is freed at once, since the notebook's model may
-    go back to it"""
+    """Report where the time went, and free memory: of a GPU at once, because the notebook's model
+    may go back to it; of the CPU when the notebook has the result"""
     ctypes.CDLL(None).fflush(None)      # what compiled libraries printed goes to the log
     if ctx.rank == 0: channel.emit(('phase_ends', ctx.phase_ends))
     if is_accelerator(ctx.device): _free_memory(ctx.device)
     else: channel.on_idle = lambda: _free_memory(ctx.device)
 
 def _free_memory(device):
-    "An idle worker holds no model, no free pages and no GPU cache"
+    "Free the job's objects, and return free pages or the GPU's cache to the system"
     gc.collect()
     if device.type == 'cpu': trim_memory()
     else: device_module().empty_cache()
 
 # %% ../../nbs/launch/500_rank.ipynb #2f435573
-class Setting(NamedTuple):
-    "How a process has something set"
-    read:object     # Called without arguments
-    write:object    # Called with what `read` gave elsewhere
+# What the notebook has set for its process, as by `torch.set_default_dtype`: workers take it over
 
-def _attr(o, k): return Setting(lambda: getattr(o, k), lambda v: setattr(o, k, v))
+class Setting(NamedTuple):
+    "A setting of a library or of Python that holds for the whole process"
+    read:object     # A function without arguments; returns the setting
+    write:object    # A function of a value that `read` returned, in this or another process
+
+def _attr(o, k):
+    "The attribute `k` of `o` as a `Setting`"
+    return Setting(lambda: getattr(o, k), lambda v: setattr(o, k, v))
 
 # %% ../../nbs/launch/500_rank.ipynb #013f26ff
 _CUDNN = 'enabled','benchmark','deterministic','allow_tf32','benchmark_limit'
@@ -213,9 +231,11 @@ _TORCH = {
 _PRINTED = 'precision','threshold','edgeitems','linewidth','suppress'
 
 def _print_options():
+    "numpy's print options without the `formatter`, a function, which stays in the notebook"
     options = np.get_printoptions()
     return {k:options[k] for k in _PRINTED}
 
+# What sets it, for readers -> its `Setting`
 SETTINGS = {
     **_TORCH,
     'numpy.set_printoptions': Setting(_print_options, lambda v: np.set_printoptions(**v)),
@@ -224,16 +244,16 @@ SETTINGS = {
 
 # %% ../../nbs/launch/500_rank.ipynb #60e97d13
 def notebook_settings():
-    "What this process has set, for `take_settings`"
+    "Return all `SETTINGS` of this process by name, for `take_settings` in another one"
     res = {}
     for k,s in SETTINGS.items():
         # torch without CUDA lacks some
         with contextlib.suppress(Exception): res[k] = s.read()
     return res
 
-def take_settings(settings # What `notebook_settings` gave elsewhere
+def take_settings(settings # What `notebook_settings` returned in the notebook
 ):
-    "Makes them those of this process"
+    "Set in this process what differs there"
     for k,v in settings.items():
         # a worker on another machine may have a torch without CUDA
         with contextlib.suppress(AttributeError):

@@ -22,12 +22,15 @@ class Advice(NamedTuple):
     seconds:float   # What the remedy saves at most
     text:str        # The cause and the remedy, as a sentence for the user
 
+# A rank's dict, from `totals` and `resource_use` of `fastai2.clock`. In seconds: `seconds` of each
+# kind of work (`PARTS`), `callbacks` by name, `cpu`; `waits` for other ranks by what those did
+# ('data', 'callbacks', 'uneven' for computing), `uneven` by (rank, epoch); `slow` and `starts`, the
+# waits for slow batches and for first ones, `slowest` with epoch and number of the batch. In bytes:
+# `grads`, `largest` with its parameter, `peak`, `gpu_peak`. Others are numbers and names.
 _SMALL_STEP = .01   # seconds
 
 class FitNumbers(NamedTuple):
-    """The measurements of one call on the workers, from which advice is computed. The dicts in
-    `ranks` are those of `fastai2.clock`: `seconds` maps a kind of work to the seconds spent on it,
-    `waits` a reason ('data', 'callbacks', 'uneven') to the seconds spent waiting for other ranks"""
+    "The measurements of one call on the workers, from which advice is computed"
     seconds:float       # Duration of the whole call
     start_seconds:float # From the call to the first batch
     cores:int           # CPU cores of all machines together
@@ -57,6 +60,7 @@ class FitNumbers(NamedTuple):
     def has_small_steps(self): return self.step_seconds < _SMALL_STEP
 
 def format_bytes(nbytes):
+    "Return a number of bytes as text"
     return f"{nbytes/2**20:,.0f} MB" if nbytes >= 2**20 else f"{nbytes/2**10:,.0f} KB"
 
 # %% ../../nbs/launch/504_report.ipynb #03fd0813
@@ -173,9 +177,8 @@ def threads_advice(fit):
                   "torch.set_num_threads.")
 
 # %% ../../nbs/launch/504_report.ipynb #186a83d5
-_TRAINING_CAUSES = (
-    data_advice, exchange_advice, uneven_advice, metrics_advice, callbacks_advice,
-    validation_advice, start_advice, threads_advice)
+_TRAINING_CAUSES = (data_advice, exchange_advice, uneven_advice, metrics_advice, callbacks_advice,
+                    validation_advice, start_advice, threads_advice)
 _INFERENCE_CAUSES = data_advice,metrics_advice,callbacks_advice
 _GPU_INFERENCE_CAUSES = (data_advice,)
 _LEAST_SHARE = .1       # of the call
@@ -227,7 +230,8 @@ class Report:
         self.phase_ends = []    # `(phase, time.time() at its end)`
         self.ranks = []         # the dict of each rank, see `FitNumbers`
         self.result = {}        # `Progress.result` of rank 0
-        self.sent_bytes = self.state_bytes = 0  # of the snapshot; of the state that came back
+        self.sent_bytes = 0     # size of the snapshot
+        self.state_bytes = 0    # size of the state that came back
     def end_phase(self, phase):
         "Note that `phase`, such as a key of `PHASES`, ends now"
         self.phase_ends.append((phase, time.time()))
@@ -377,7 +381,7 @@ def summary_line(
             f"training{per_worker}")
 
 def work_done(result, counts_steps=False):
-    "Return as text how many epochs ran; how many iterations in `lr_find`, or if no epoch ended"
+    "Return as text how many epochs ran; in `lr_find`, or if no epoch ended, how many iterations"
     if counts_steps or not result['epochs']: return several(result['steps'], 'iteration')
     return several(result['epochs'], 'epoch')
 

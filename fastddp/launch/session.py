@@ -12,7 +12,7 @@ import contextlib, threading
 from fastcore.basics import noop, store_attr
 
 from ..base.device import device_module, is_accelerator
-from ..base.errors import CantDistribute, RankRaised, WorkerError
+from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
 from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .engine import Job
@@ -20,7 +20,7 @@ from .report import Report, advice_line, banner_line, start_text, summary_line, 
 from .options import (
     engine_for, in_launched_group, refuse_busy, refuse_changes, refuse_gpus_of_jobs, reserve_gpus)
 from ..output.replay import (
-    end_line, print_line, print_once, several, shorten_traceback, suppress_lines)
+    end_line, print_line, print_once, several, suppress_lines)
 from ..payload.blame import not_picklable
 from ..payload.buffers import ColumnCache
 from ..payload.patches import collect_patches

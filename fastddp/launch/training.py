@@ -29,23 +29,23 @@ RANK0_ONLY = set('''
 def is_kind(cb,    # A callback
             names  # Names of classes
 ):
-    """True if `cb` is of one of these classes, or derived from one. They are given by name, so
-    that none must be imported"""
+    """Return True if the class of `cb` is one of these, or derived from one. They are given by
+    name, so that none has to be imported"""
     return any(c.__name__ in names for c in type(cb).__mro__)
 
 def finds_lr(cbs):
-    "True if one of these callbacks is fastai's `LRFinder`"
+    "Return True if one of these callbacks is fastai's `LRFinder`"
     return any(is_kind(cb, ['LRFinder']) for cb in cbs)
 
 def is_rank0_only(cb # A callback
 ):
-    "True if `cb` acts on files, servers or the screen"
-    # `is True`: some callbacks answer for attributes that they don't have
+    "Return True if `cb` writes files, logs to servers or draws: on other ranks it is left out"
+    # `is True`: some classes of callbacks return an object for any attribute
     return getattr(cb, 'rank0_only', None) is True or is_kind(cb, RANK0_ONLY)
 
 def cbs_of_rank(cbs # Callbacks
 ):
-    "Those of `cbs` that act on this rank"
+    "Return those of `cbs` that act on this rank"
     return [cb for cb in cbs if group.rank() == 0 or not is_rank0_only(cb)]
 
 # %% ../../nbs/launch/510_training.ipynb #77cc761a
@@ -55,51 +55,58 @@ def sync_streams():
     CommonRNG(group.from_rank0(CommonRNG.capture().state())).install()
 
 # %% ../../nbs/launch/510_training.ipynb #48322b5d
-def whereabouts(epoch, batch=None, train=True):
-    "Where a rank is in its fit, for failure reports; `epoch` None: in a validation outside of one"
+def whereabouts(
+    epoch, # None: in a validation outside of a fit
+    batch=None, # Number of the batch; None: between batches
+    train=True # False: in a validation
+):
+    "Return where a rank is, as words for failure reports"
     at = [f"epoch {epoch}"] if epoch is not None else []
     if not train: at.append('validation')
     if batch is not None: at.append(f"batch {batch}")
     return ', '.join(at)
 
 class Progress:
-    "Count batches, items and seconds of a fit on this rank"
-    def __init__(self, ctx,
+    "Counts batches, items and seconds of a fit on this rank, and tells the notebook where it is"
+    def __init__(self, ctx, # The rank's `Context`
         folder=None # `learn.path`, below which callbacks save files
     ):
         self.ctx = ctx
-        self.first_batch_at = None       # time at which the first batch began
-        self.where = ''         # where the last one began
-        self.seconds = 0.       # of training
-        self.items = 0          # of training, on all ranks
-        self.steps = 0          # batches of training that began
-        self.epochs = 0         # that ended
+        self.where = ''                 # the `whereabouts` of the batch that began last
+        self.first_batch_at = None      # when the first batch began, by `time.time`
+        self.epochs = 0                 # that ended
+        # The others count training alone, not validation
+        self.steps = 0                  # batches that began
+        self.items = 0                  # of these batches, on all ranks
+        self.seconds = 0.
         if folder is not None: ctx.saves_below(folder)
     def at_batch(self, where, train=True):
-        "A batch begins at `where`"
+        "Note that a batch begins at `where`, and tell the notebook"
         if self.first_batch_at is None: self.first_batch_at = time.time()
         self.where = where
         self.steps += train
         self.ctx.beat(where)
     def start(self):
-        "Training begins, or goes on"
+        "Begin to measure the seconds of training"
         self.since = time.perf_counter()
     def lap(self, items):
-        "Add the seconds since `start` or the last `lap`, in which ranks trained on `items`"
+        "Add `items`, on which all ranks trained since `start` or the last `lap`, and the seconds"
         now = time.perf_counter()
         self.seconds += now-self.since
         self.items += items
         self.since = now
     def result(self, interrupted=False, **more):
-        "What the fit's job returns to the notebook"
+        "Return a dict: what the job of the fit returns to the notebook"
         return dict(interrupted=interrupted, first_batch_at=self.first_batch_at, where=self.where,
                     steps=self.steps, epochs=self.epochs, seconds=self.seconds,
                     items=self.items, **more)
 
 # %% ../../nbs/launch/510_training.ipynb #fb828cf3
-def until_interrupted(ctx, fit, leave):
-    """Call `fit()`; True if that was interrupted, and `leave()`, which tells the other ranks, was
-    called"""
+def until_interrupted(ctx, # The rank's `Context`
+    fit, # Called without arguments
+    leave # Called without arguments after an interrupt; has the other ranks leave the fit, too
+):
+    "Run `fit()`. Return True if a KeyboardInterrupt ended it"
     try: fit()
     except KeyboardInterrupt:
         leave()
@@ -114,83 +121,107 @@ MODULES_STAY = set('''
     _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks_with_kwargs
     _is_full_backward_hook'''.split())
 
-def model_state(model, weights=True):
-    "What `set_model_state` takes; without `weights` what a validation may change: no tensor"
+def model_state(model,
+    weights=True # False: only what a validation may change, which excludes all tensors
+):
+    "Return the state of a model as a dict, for `set_model_state`"
     tensors = {k:t.detach() for k,t in model_tensors(model).items()} if weights else {}
     return dict(tensors=tensors, requires_grad=[p.requires_grad for p in model.parameters()],
                 training=[m.training for m in model.modules()])
 
-def _known_as(group, o):
-    "What the user calls the object `o`"
-    if group == 'learn': return 'learn'
-    if group == 'opt': return 'learn.opt'
-    if group == 'cbs' and hasattr(o, 'name'): return f'learn.{o.name}'
-    return getattr(o, '__name__', type(o).__name__)
-
+# %% ../../nbs/launch/510_training.ipynb #710ab406
 def dump_state(
-    state, # What is copied in place
-    rest, # Everything else, with `changes` as of `ChangeTracker.since_start`
-    base, # The `ChangeTracker`
-    refs # What both sides have; see `persistent_refs`
+    state, # A dict with what is copied in place: `model_state` and more
+    rest, # A dict with all else; its 'changes' are those of `ChangeTracker.since_start`
+    tracker, # The `ChangeTracker`
+    refs # Objects that both sides have; see `persistent_refs`
 ):
-    "Both as one `Payload`"
-    try: small = dump(rest, refs)
+    """Return a `Payload` of both dicts, for `load_state`. Changes that can't be pickled are left
+    out. Then `rest` has 'lost', the words for them, and 'fits', False if layers are among them"""
+    try: dumped_rest = dump(rest, refs)
     except Exception:
-        lost = base.drop_unpicklable(rest['changes'])
-        fits = not any(k in STRUCTURE_ATTRS for *_,k,_ in lost)
-        # Loggers' connections are expected to stay in the worker
-        said = [f"{_known_as(g, o)}.{k if isinstance(k, str) else k[1]} ({type(e).__name__}: {e})"
-                for g,o,k,e in lost if not is_kind(o, RANK0_ONLY)]
-        small = dump(rest | dict(lost=said, fits=fits), refs)
-    return dump((state, small.meta, [pickle.PickleBuffer(b) for b in small.buffers]), refs)
+        lost = tracker.drop_unpicklable(rest['changes'])
+        fits = not any(name in STRUCTURE_ATTRS for *_,name,_ in lost)
+        dumped_rest = dump(rest | dict(lost=[*_describe_lost(lost)], fits=fits), refs)
+    # a pickle within the pickle: if it can't be loaded, `state` arrives all the same
+    buffers = [pickle.PickleBuffer(b) for b in dumped_rest.buffers]
+    return dump((state, dumped_rest.meta, buffers), refs)
 
-def load_state(meta, buffers, refs,
-    model # Warns if the weights don't fit it, and can't be made to
+def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
 ):
-    "`(state, rest)`; None: the learner stays as it is. The rest is {} if it can't be loaded"
-    state,small,small_buffers = load(meta, buffers, refs=refs)
-    try: rest = load(small, [bytearray(b) for b in small_buffers], refs=refs)
+    "Yield the words for each lost value: its name for users, and why it was lost"
+    for group_name,o,name,e in lost:
+        # a logger's connection is expected to stay in the worker
+        if is_kind(o, RANK0_ONLY): continue
+        if group_name == 'learn': owner = 'learn'
+        elif group_name == 'opt': owner = 'learn.opt'
+        elif group_name == 'cbs' and hasattr(o, 'name'): owner = f'learn.{o.name}'
+        else: owner = getattr(o, '__name__', type(o).__name__)
+        key = name if isinstance(name, str) else name.key       # of a `Variable`
+        yield f"{owner}.{key} ({type(e).__name__}: {e})"
+
+# %% ../../nbs/launch/510_training.ipynb #710ab407
+def load_state(meta, buffers, refs,
+    model # The notebook's
+):
+    """Return `(state, rest)`, which `dump_state` was given; `rest` is {} if it can't be loaded.
+    Return None if `model` has no place for some weights: the learner is to stay as it is. Warn
+    of all that is missing"""
+    state,*dumped_rest = load(meta, buffers, refs=refs)
+    rest = _load_rest(*dumped_rest, refs)
+    _warn_of_lost(rest.get('lost'))
+    own = model_tensors(model)
+    unknown = [k for k in state['tensors'] if k not in own]
+    # the changes in `rest` add the layers that the model got in the fit, unless these were lost
+    adds_layers = rest.get('fits', bool(rest))
+    if not unknown or adds_layers: return state, rest
+    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
+                  "loaded here; the learner is as before the fit.")
+
+def _load_rest(meta, buffers, refs):
+    "Return the `rest` of a payload; {} if it can't be loaded, which the user is told"
+    try: return load(meta, [bytearray(b) for b in buffers], refs=refs)
     except Exception as e:
         warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks "
                       "are as before it, since something that a callback holds can't be loaded "
                       f"here ({type(e).__name__}: {e}).")
-        rest = {}
-    if lost := [' '.join(o.split()) for o in rest.get('lost', ())]:
-        verb = 'is' if len(lost) == 1 else 'are'
-        warnings.warn(f"fastddp: {'; '.join(lost[:4])} can't be sent back from the workers and "
-                      f"{verb} in the notebook as before the fit. Everything else of the fit is "
-                      "there.")
-    unknown = [k for k in state['tensors'] if k not in model_tensors(model)]
-    if not unknown or rest.get('fits', bool(rest)): return state, rest
-    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
-                  "loaded here; the learner is as before the fit.")
+        return {}
+
+def _warn_of_lost(words):
+    "Tell the user what couldn't be sent back: `words` are those of `_describe_lost`, or None"
+    if not words: return
+    verb = 'is' if len(words) == 1 else 'are'
+    in_one_line = '; '.join(' '.join(o.split()) for o in words[:4])
+    warnings.warn(f"fastddp: {in_one_line} can't be sent back from the workers and {verb} in the "
+                  "notebook as before the fit. Everything else of the fit is there.")
 
 # %% ../../nbs/launch/510_training.ipynb #4c7d8b67
 @contextlib.contextmanager
 def script_lines(
     progress, # `Progress` of the fit inside
     sizes, # `(items per step of all ranks, steps per epoch or None)`
-    quiet, # The learner wants none of our lines
-    counts_steps, # It is told in steps, not in epochs: see `work_done`
+    quiet, # True if the learner wants none of our lines
+    counts_steps, # As of `work_done`
     report=None # The `Report`, complete when the fit is over
 ):
-    "Under torchrun rank 0 says in one line what runs inside, and in another one how long it took"
-    tells = not quiet and group.under_launcher() and group.rank() == 0
+    """Context manager for a fit under torchrun: rank 0 prints a line that says what runs, and at
+    the end how long it took, and what would make it faster"""
+    prints = not quiet and group.under_launcher() and group.rank() == 0
     n = group.world_size()
     began = time.time()
-    if tells: print_line(banner_line(n, (), *sizes, where=f'torchrun, {group.backend()}'))
+    if prints: print_line(banner_line(n, (), *sizes, where=f'torchrun, {group.backend()}'))
     yield
     result = progress.result()
-    if tells and result['seconds']:
-        print_line(summary_line(work_done(result, counts_steps), n, result, began))
-        if report and (line := advice_line(report)): print_line(line)
+    if not prints or not result['seconds']: return
+    print_line(summary_line(work_done(result, counts_steps), n, result, began))
+    if report and (line := advice_line(report)): print_line(line)
 
 # %% ../../nbs/launch/510_training.ipynb #c55244d3
 @contextlib.contextmanager
 def launched_group():
-    """Inside, this process is in the group that its launcher made; yields its device. Leaves it
-    only if it joined it"""
-    if group.in_group():
+    """Context manager in which this process is in the group that its launcher, torchrun say, made;
+    yields the process's device"""
+    if group.in_group():        # joined elsewhere, and left there
         yield group.comm_device()
         return
     device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None)

@@ -20,6 +20,20 @@ from .stream import Stream, writer_to
 from ..process import helper
 
 # %% ../../nbs/machines/612_agent.ipynb #cae723cc
+# An agent runs on each machine that takes part. It exchanges messages with the notebook over a
+# `Stream`, and runs the machine's ranks with the same `Workers` as a notebook has:
+#
+#     from the notebook              to the notebook
+#                                    facts           the first message: what the machine has
+#     link_timeout
+#     listen, reach, meet_at         listening, reachable, store: where the ranks meet
+#     missing                        missing         the files that this machine lacks
+#     start                          log, beats      what the ranks print, and their heartbeats
+#     job + payload                  news            event, done, failed or died, of a rank
+#     stop, stacks                   put + payload   what a rank returns or keeps, such as its state
+#
+# `Agent.handlers` has a method for each message of the notebook. A payload is a message's block.
+
 def _version(package):
     "Return the version of an installed package; None if it isn't installed"
     try: return version(package)
@@ -41,7 +55,7 @@ def facts():
     return dict(versions=versions, gpus=group.n_gpus())
 
 # %% ../../nbs/machines/612_agent.ipynb #36343a1b
-# variables that describe a machine; the notebook's values are of no use on another one
+# variables that describe a machine: the notebook's values don't fit another one
 _MACHINE_VARIABLE = re.compile(
     '(PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|TMPDIR|PWD|OLDPWD|LD_.*|VIRTUAL_ENV|CONDA_.*|'
     'PYTHONHOME|PYTHONPATH|CUDA_.*|NVIDIA_.*|SSH_.*|SLURM.*|PMI.*|DISPLAY|XDG_.*|KUBERNETES_.*|'
@@ -99,8 +113,8 @@ _LINK_TIMEOUT = 60.     # seconds of the notebook's silence after which the agen
 
 class Agent:
     """Runs the workers of one machine for the notebook. `main` makes one in a process of its own.
-    `run` calls `on_<kind>` for each message of the notebook, and sends what the workers report; it
-    returns, and the workers end, when the notebook is gone"""
+    `run` handles the messages of the notebook and sends what the workers report. It returns, and
+    the workers end, when the notebook is gone"""
     def __init__(self,
         read_fd, write_fd, # Descriptors of the stream to the notebook
         own_names=() # Environment variables for which this machine's values count in workers
@@ -108,8 +122,8 @@ class Agent:
         self.own_names = own_names
         self.workers = None         # `Workers` of this machine, from the message 'start' on
         self.store = None           # where the ranks meet, if this is rank 0's machine
-        self.listeners = []         # sockets that the other machines try to reach
-        self.token = b''            # what they receive from these sockets
+        self.listeners = []         # sockets to which the other machines try to connect
+        self.token = b''            # what they receive there, to know that it is this machine
         # this process as it was started: `merged_env` and others combine it with the notebook
         self.own_env = dict(os.environ)
         self.own_path = list(sys.path)
@@ -134,7 +148,7 @@ class Agent:
                 ready = connection.wait([self.stream, *self.listeners, *from_workers], timeout)
                 for o in self.listeners:
                     if o in ready: accept_one(o, self.token)
-                for kind,*values in self.stream.receive(): getattr(self, f'on_{kind}')(*values)
+                for kind,*values in self.stream.receive(): self.handlers[kind](self, *values)
                 if self.workers: self._report()
         # `start_workers` raises it if the notebook goes away meanwhile
         except KeyboardInterrupt: pass
@@ -196,6 +210,10 @@ class Agent:
         block.close()       # the workers have it
     def on_stop(self): self.workers.ask_stop()
     def on_stacks(self, ranks): self.workers.ask_stacks(ranks)
+    # Message -> method
+    handlers = dict(link_timeout=on_link_timeout, listen=on_listen, reach=on_reach,
+                    meet_at=on_meet_at, missing=on_missing, start=on_start, job=on_job,
+                    stop=on_stop, stacks=on_stacks)
     def _apply_surroundings(self,
         env, cwd, path, # The notebook's environment, working directory and import path
         *folders # More folders for the end of the import path
@@ -222,7 +240,8 @@ class Agent:
             if not os.path.exists(path): continue
             with open(path, 'rb') as f:
                 f.seek(self.log_positions.get(r, 0))
-                if data := f.read(): self.stream.send('log', r, data)
+                data = f.read()
+                if data: self.stream.send('log', r, data)
                 self.log_positions[r] = f.tell()
     def _report_beats(self):
         "Send the heartbeats that changed"
@@ -233,17 +252,17 @@ class Agent:
     def _report_news(self,
         news # As `Workers.poll` returns it
     ):
-        "Send results and events; note payloads of other kinds"
+        "Send results, events and ends; note payloads of other kinds, for `_send_states`"
         for r,what,*values in news:
-            if what == 'put': self._on_put(r, *values)
+            if what == 'put':
+                kind, = values
+                if kind == 'result': self._send_payload(r, kind)
+                # of the other kinds the notebook needs only those of rank 0
+                elif r == 0: self.unsent_kinds.add(kind)
             elif what in ('event','done','failed','died'):
                 # the notebook must have rank 0's state before it is told of the end
                 if what != 'event': self._send_states()
                 self.stream.send('news', r, what, *values)
-    def _on_put(self, r, kind):
-        "Send a result at once; note other kinds of rank 0, the only rank's that are needed"
-        if kind == 'result': self._send_payload(r, kind)
-        elif r == 0: self.unsent_kinds.add(kind)
     def _send_states(self):
         "Send the newest payload of each kind that rank 0 has put"
         for kind in self.unsent_kinds: self._send_payload(0, kind)
@@ -275,6 +294,6 @@ def main():
 
 # `__spec__` is None in a notebook, whose `__main__` must not become an agent
 if __name__ == '__main__' and globals().get('__spec__'):
-    # the module is imported again by its name, so that pickle finds its classes in another process
+    # this file runs as `__main__`; imported by its name, its classes can be pickled for workers
     from fastddp.machines import agent
     agent.main()

@@ -9,7 +9,7 @@ __all__ = ['LOCAL_NAMES', 'version_mismatch', 'files_named_by', 'is_text', 'Mach
 import contextlib, os, shlex, signal, socket, subprocess, sys, tempfile, time
 from functools import partial
 
-from fastcore.basics import noop, patch, store_attr
+from fastcore.basics import noop, store_attr
 
 from ..base import group
 from ..base.checks import Check, check_all, is_list, number, whole
@@ -40,11 +40,12 @@ def files_named_by(
     """Return the files and folders of this machine that the first and the last item name, as sorted
     absolute paths. An item is a path, or a tuple or list with paths among its parts"""
     n = len(items)
+    if not n: return []
     rows = getattr(items, 'iloc', items)
     found = set()
-    for item in [rows[0], rows[n-1]] if n else []:
-        for o in item if isinstance(item, (tuple,list)) else [item]:
-            path = str(o) if isinstance(o, (str,os.PathLike)) else ''
+    for item in rows[0], rows[n-1]:
+        for part in item if isinstance(item, (tuple,list)) else [item]:
+            path = str(part) if isinstance(part, (str,os.PathLike)) else ''
             if os.sep in path and os.path.exists(path): found.add(os.path.abspath(path))
     return sorted(found)
 
@@ -64,10 +65,15 @@ _CHECKS = dict(
 
 class Machines(Local):
     """An engine that runs jobs on several machines, each with an agent. It lives in the notebook's
-    process. A subclass defines `agent_starters`: which machines, and how an agent is started
-    there"""
+    process. A subclass defines `agent_starters`: which machines, and how an agent is started there.
+
+        place                  starts the agents, hears what each machine has, and counts the ranks
+        submit                 starts the ranks unless they live, and sends them a job
+        after_failure          ends agents and ranks, and notes which machines were lost
+        place_after_failure    as `place`, without the lost machines
+        close                  ends agents and ranks"""
     workers_are_local = False
-    # pairs of texts, one of which is in a failed command's output, and what to do about it
+    # `(texts, remedy)` pairs: the remedy is for a command whose output has one of the texts in it
     explanations = ()
     def __init__(self,
         per_node=None, # Ranks on each machine; None: its GPUs, or one where there are none
@@ -81,42 +87,28 @@ class Machines(Local):
         store_attr()
         self.machines = []          # `Machine`s whose agents run; the first has rank 0
         self.rank_counts = {}       # name of each machine -> number of its ranks, in rank order
+        self.meeting_address = ''   # of the first machine, where the ranks meet
         self.cards = {}             # `Machine` -> name of the network card that its ranks use
         self.on_gpu = False         # True if each rank has a GPU
         self.lost_names = set()     # machines that were lost in the last job, by name
         self.excluded_names = set() # lost machines, not used until the outermost block ends
+
+    # What a subclass defines or extends
     def agent_starters(self, on_cpu):
         """Return a dict from the name of each machine, apart from `excluded_names`, to a function
         that starts the agent there, see `Machine`. With `on_cpu` no GPUs are needed"""
         raise NotImplementedError
-    def explain(self, output):
-        "Return one line about a command that failed with this output; '' if there is none"
-        last = output.splitlines()[-1].strip() if output else ''
-        for texts,explanation in self.explanations:
-            if any(o.lower() in output.lower() for o in texts): return f"{explanation} ({last})"
-        return last
     def problem_with(self, m):
         "Return why the machine `m` can't take part; None if it can"
         return version_mismatch(m.facts, facts())
-    def __enter__(self):
-        if not self._warm: self.excluded_names = set()
-        return super().__enter__()
-    def close(self,
-        grace=2. # Seconds that processes have to end by themselves
-    ):
-        "End ranks and agents; harmless when repeated"
-        super().close(grace)
-        machines = self.machines
-        self.machines = []
-        for m in machines: m.close(grace)
-    @property
-    def description(self):
-        "As `Launcher.description`, such as '2 machines x 4 GPUs, nccl over eth0'"
-        counts = [*self.rank_counts.values()]
-        each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
-        kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
-        card = next(iter(self.cards.values()))
-        return f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over {card}"
+    def explain(self, output):
+        "Return one line about a command that failed with this output; '' if there is none"
+        last = output.splitlines()[-1].strip() if output else ''
+        for texts,remedy in self.explanations:
+            if any(o.lower() in output.lower() for o in texts): return f"{remedy} ({last})"
+        return last
+
+    # The machines and their ranks
     def place(self, nprocs=None, gpus=None):
         "As `Launcher.place`: starts the agents unless they run, and counts the ranks"
         if gpus:
@@ -139,140 +131,149 @@ class Machines(Local):
         if not self.lost_names: return nprocs, gpus
         self.excluded_names |= self.lost_names
         return self.place(gpus=None if self.on_gpu else [])
+    def _start_agents(self, nprocs, on_cpu):
+        """Start an agent on each machine, hear what it has, count its ranks, and find out where the
+        ranks meet"""
+        starters = self.agent_starters(on_cpu)
+        problems = []       # a line for each machine that can't take part
+        # the notebook's own machine comes first, so that it has rank 0
+        for name in sorted(starters, key=lambda o: o not in LOCAL_NAMES):
+            is_local = name in LOCAL_NAMES
+            try: self.machines.append(Machine(name, starters[name], self.link_timeout, is_local))
+            except OSError as e: problems.append(f"{name}: {self.explain(str(e))}")
+        deadline = time.monotonic()+self.start_timeout
+        for m in self.machines:
+            answer = m.stream.wait_for('facts', deadline)
+            if answer:
+                m.facts, = answer
+                why = self.problem_with(m)
+            else:
+                why = self.explain(m.error_output())
+                why = why or f"no answer within {self.start_timeout:g} s"
+            if why: problems.append(f"{m.name}: {why}")
+        if problems: raise CantDistribute('\n'.join(problems))
+        self.on_gpu = not on_cpu and all(m.facts['gpus'] for m in self.machines)
+        self.rank_counts = {m.name: self._count_ranks(m, nprocs) for m in self.machines}
+        self.meeting_address,self.cards = meet(self.machines, self.interface, deadline)
+    def _count_ranks(self, m, nprocs):
+        """Return the number of ranks on the machine `m`; raise `CantDistribute` if it has too few
+        GPUs"""
+        n_gpus = m.facts['gpus']
+        # after a loss the machines that are left keep their ranks; Ray may add another one
+        kept = self.excluded_names and self.rank_counts.get(m.name)
+        asked = self.per_node or (nprocs or 0)//len(self.machines)
+        n = kept or asked or (n_gpus if self.on_gpu else 1)
+        if self.on_gpu and n > n_gpus:
+            raise CantDistribute(
+                f"{m.name} has {n_gpus} GPUs, not {n}: one rank per GPU. Say per_node={n_gpus}.")
+        return n
+    def _backend(self):
+        return self.backend or (group.native_backend() if self.on_gpu else 'gloo')
+    @property
+    def description(self):
+        "As `Launcher.description`, such as '2 machines x 4 GPUs, nccl over eth0'"
+        counts = [*self.rank_counts.values()]
+        each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
+        kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
+        card = next(iter(self.cards.values()))
+        return f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over {card}"
 
-# %% ../../nbs/machines/615_hosts.ipynb #ba9a0f16
-@patch
-def _start_agents(self:Machines, nprocs, on_cpu):
-    "Start an agent on each machine, count its ranks, and find out where they meet"
-    starters = self.agent_starters(on_cpu)
-    problems = []
-    # the notebook's own machine comes first, so that it has rank 0
-    for name in sorted(starters, key=lambda o: o not in LOCAL_NAMES):
-        is_local = name in LOCAL_NAMES
-        try: self.machines.append(Machine(name, starters[name], self.link_timeout, is_local))
-        except OSError as e: problems.append(f"{name}: {self.explain(str(e))}")
-    deadline = time.monotonic()+self.start_timeout
-    for m in self.machines:
-        if answer := m.stream.wait_for('facts', deadline):
-            m.facts, = answer
-            why = self.problem_with(m)
-        else: why = self.explain(m.error_output()) or f"no answer within {self.start_timeout:g} s"
-        if why: problems.append(f"{m.name}: {why}")
-    if problems: raise CantDistribute('\n'.join(problems))
-    self.on_gpu = not on_cpu and all(m.facts['gpus'] for m in self.machines)
-    self.rank_counts = {m.name: self._count_ranks(m, nprocs) for m in self.machines}
-    self.meeting_address,self.cards = meet(self.machines, self.interface, deadline)
+    # A job
+    def run(self, job, nprocs, on_event=noop):
+        "As `Local.run`; raises `RankDied` if the network between the machines failed"
+        try: return super().run(job, nprocs, on_event)
+        except RankRaised as e:
+            # A broken connection is usually the echo of another rank's failure. If it is the first
+            # failure, the network has failed
+            if len(self.rank_counts) < 2 or not is_echo(e.failure): raise
+            err = self._network_failure(e)
+        raise err
+    def _network_failure(self, e):
+        "Return the `RankRaised` of a broken connection as a `RankDied` that names the network"
+        failure = e.failure
+        names = [name for name,n in self.rank_counts.items() for _ in range(n)]     # by rank
+        name = names[failure.rank]
+        host = '' if name in LOCAL_NAMES else name
+        why = f"the network between the machines seems to have failed: {failure.message}"
+        err = RankDied(failure.rank, why, failure.where, e.log, host)
+        # what rank 0 left of the job, and the failures of other ranks
+        err.state = e.state
+        err.cut = e.cut
+        err.epoch = e.epoch
+        err.others = e.others
+        return err
+    def submit(self, job, nprocs, interrupts, mark):
+        "As `Local.submit`: sends each machine the job, with the `RankSpec` of each rank there"
+        with allow_interrupts(): self._ensure_workers(nprocs)
+        mark('fork')
+        packed = self._write_payload(job)
+        settings = self.settings()
+        rank0_is_remote = not self.machines[0].is_local
+        for m in self.machines:
+            specs = [RankSpec(world_size=nprocs, gpu=i if self.on_gpu else None,
+                              backend=self._backend(), threads=self.threads, store=self._rendezvous,
+                              display=self.display_of(r), work=job.work, settings=settings)
+                     for i,r in enumerate(m.ranks)]
+            entry = partial(run_on_machine, self.link_timeout, rank0_is_remote)
+            self.workers.submit(m, entry, specs, self.cards[m], packed, self._payload_block)
+    def _ensure_workers(self, nprocs):
+        "Keep the last job's workers if all live; else start new ones on all machines"
+        if self.workers and len(self.workers.alive()) == nprocs: return
+        if self.workers: self.close()
+        # agents that have ended are started again, on the same devices
+        self.place(nprocs, [] if self.rank_counts and not self.on_gpu else None)
+        self.workers = RemoteWorkers(self.machines, self.rank_counts.values(), self.on_gpu)
+        first = self.machines[0]
+        first.stream.send('meet_at', self.meeting_address)
+        self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
+    def after_success(self, job):
+        """As `Local.after_success`; first writes here the files that rank 0 saved on another
+        machine"""
+        payload = self.workers.latest.get((0,'files'))
+        if payload:
+            block,packed = payload
+            for files in load(packed.meta, block.read(packed)): write_files(files)
+        super().after_success(job)
+    def after_failure(self, job, monitor):
+        "As `Local.after_failure`; notes which machines were lost"
+        self.lost_names = {m.name for m in self.machines if m.why_lost()}
+        self.close(0)
 
-@patch
-def _count_ranks(self:Machines, m, nprocs):
-    "Return the number of ranks on the machine `m`; raise `CantDistribute` if it has too few GPUs"
-    n_gpus = m.facts['gpus']
-    # after a loss the machines that are left keep their ranks; Ray may add another one
-    kept = self.excluded_names and self.rank_counts.get(m.name)
-    asked = self.per_node or (nprocs or 0)//len(self.machines)
-    n = kept or asked or (n_gpus if self.on_gpu else 1)
-    if self.on_gpu and n > n_gpus:
-        raise CantDistribute(
-            f"{m.name} has {n_gpus} GPUs, not {n}: one rank per GPU. Say per_node={n_gpus}.")
-    return n
+    # A block: agents and ranks stay inside
+    def __enter__(self):
+        if not self._warm: self.excluded_names = set()
+        return super().__enter__()
+    def close(self,
+        grace=2. # Seconds that processes have to end by themselves
+    ):
+        "End ranks and agents; harmless when repeated"
+        super().close(grace)
+        machines = self.machines
+        self.machines = []
+        for m in machines: m.close(grace)
 
-@patch
-def _backend(self:Machines):
-    return self.backend or (group.native_backend() if self.on_gpu else 'gloo')
-
-# %% ../../nbs/machines/615_hosts.ipynb #ec4d5f4c
-@patch
-def run(self:Machines, job, nprocs, on_event=noop):
-    "As `Local.run`; raises `RankDied` if the network between the machines failed"
-    try: return Local.run(self, job, nprocs, on_event)
-    except RankRaised as e:
-        # A broken connection is usually the echo of another rank's failure. If it is the first
-        # failure, the network has failed
-        if len(self.rank_counts) < 2 or not is_echo(e.failure): raise
-        err = self._network_failure(e)
-    raise err
-
-@patch
-def _network_failure(self:Machines, e):
-    "Return the `RankRaised` of a broken connection as a `RankDied` that names the network"
-    f = e.failure
-    names = [name for name,n in self.rank_counts.items() for _ in range(n)]     # by rank
-    host = '' if names[f.rank] in LOCAL_NAMES else names[f.rank]
-    why = f"the network between the machines seems to have failed: {f.message}"
-    err = RankDied(f.rank, why, f.where, e.log, host)
-    err.state = e.state
-    err.cut = e.cut
-    err.epoch = e.epoch
-    err.others = e.others
-    return err
-
-@patch
-def submit(self:Machines, job, nprocs, interrupts, mark):
-    "As `Local.submit`"
-    with allow_interrupts(): self._ensure_workers(nprocs)
-    mark('fork')
-    packed = self._write_payload(job)
-    settings = self.settings()
-    rank0_is_remote = not self.machines[0].is_local
-    for m in self.machines:
-        specs = [RankSpec(world_size=nprocs, gpu=i if self.on_gpu else None,
-                          backend=self._backend(), threads=self.threads, store=self._rendezvous,
-                          display=self.display_of(r), work=job.work, settings=settings)
-                 for i,r in enumerate(m.ranks)]
-        entry = partial(run_on_machine, self.link_timeout, rank0_is_remote)
-        self.workers.submit(m, entry, specs, self.cards[m], packed, self._payload_block)
-
-@patch
-def _ensure_workers(self:Machines, nprocs):
-    "Keep the last job's workers if all live; else start new ones on all machines"
-    if self.workers and len(self.workers.alive()) == nprocs: return
-    if self.workers: self.close()
-    # agents that have ended are started again, on the same devices
-    self.place(nprocs, [] if self.rank_counts and not self.on_gpu else None)
-    self.workers = RemoteWorkers(self.machines, self.rank_counts.values(), self.on_gpu)
-    first = self.machines[0]
-    first.stream.send('meet_at', self.meeting_address)
-    self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
-
-@patch
-def after_success(self:Machines, job):
-    "As `Local.after_success`; first writes here the files that rank 0 saved on another machine"
-    if sent := self.workers.latest.get((0,'files')):
-        block,packed = sent
-        for files in load(packed.meta, block.read(packed)): write_files(files)
-    Local.after_success(self, job)
-
-@patch
-def after_failure(self:Machines, job, monitor):
-    "As `Local.after_failure`; notes which machines were lost"
-    self.lost_names = {m.name for m in self.machines if m.why_lost()}
-    self.close(0)
-
-# %% ../../nbs/machines/615_hosts.ipynb #7772fd3c
-@patch
-def check_items(self:Machines, datasets):
-    "As `Launcher.check_items`: every machine has the files that the items name"
-    paths = [o for items in datasets for o in files_named_by(items)]
-    lines = []
-    for m in self.machines:
-        m.stream.send('missing', paths)
-        missing, = m.wait_for('missing', time.monotonic()+self.start_timeout)
-        if missing: lines.append(f"{m.name} doesn't have {', '.join(missing)}")
-    if lines:
-        lines.append("The items name these files: copy them there, to the same path, or mount it.")
-        raise CantDistribute('\n'.join(lines))
-
-# %% ../../nbs/machines/615_hosts.ipynb #3af9ce34
-@patch
-def preflight(self:Machines):
-    """Return a text about all machines: versions, GPUs and network cards. Outside of a block the
-    agents that this starts end again"""
-    with self:
-        self.place()
-        versions = ', '.join(f'{k} {v}' for k,v in facts()['versions'].items())
-        each = [f"{m.name}: {m.facts['gpus']} GPUs, network card {self.cards[m]}"
-                for m in self.machines]
-        return '\n'.join([f'{self.description}: {versions}', *each])
+    # Checks
+    def check_items(self, datasets):
+        "As `Launcher.check_items`: every machine has the files that the items name"
+        paths = [o for items in datasets for o in files_named_by(items)]
+        lines = []
+        for m in self.machines:
+            m.stream.send('missing', paths)
+            missing, = m.wait_for('missing', time.monotonic()+self.start_timeout)
+            if missing: lines.append(f"{m.name} doesn't have {', '.join(missing)}")
+        if lines:
+            lines.append("The items name these files: copy them there, to the same path, or mount "
+                         "it.")
+            raise CantDistribute('\n'.join(lines))
+    def preflight(self):
+        """Return a text about all machines: versions, GPUs and network cards. Outside of a block
+        the agents that this starts end again"""
+        with self:
+            self.place()
+            versions = ', '.join(f'{k} {v}' for k,v in facts()['versions'].items())
+            each = [f"{m.name}: {m.facts['gpus']} GPUs, network card {self.cards[m]}"
+                    for m in self.machines]
+            return '\n'.join([f'{self.description}: {versions}', *each])
 
 # %% ../../nbs/machines/615_hosts.ipynb #969c5bac
 class Command:

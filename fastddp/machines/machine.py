@@ -21,8 +21,8 @@ from ..process.worker import Surroundings
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356
 class Machine:
-    """The notebook's connection to the agent on one machine. It is made when the agent is started,
-    and closed with it"""
+    """The notebook's connection to the agent on one machine. Creating it starts the agent, `close`
+    ends the agent"""
     def __init__(self,
         name, # Name of the machine, as the user wrote it
         start_agent, # Starts the agent and returns the connection to it, such as a `Command`
@@ -36,8 +36,8 @@ class Machine:
         self.stream = Stream(self.conn.read_fd, self.conn.write, self.conn.write_eof)
         self.stream.send('link_timeout', link_timeout)
     def error_output(self):
-        """Return what came from the machine, but not from the agent: text before its greeting, and
-        errors of the command, or of Python there"""
+        """Return what the machine printed besides the agent's messages: text before its greeting,
+        and errors of the command, or of Python there"""
         preamble = bytes(self.stream.preamble).decode(errors='replace')
         return f'{preamble}\n{self.conn.error_output()}'.strip()
     def why_lost(self):
@@ -71,9 +71,9 @@ def _surroundings():
     return now.env, now.cwd, [os.path.abspath(o) if o else o for o in now.path]
 
 class RemoteWorkers:
-    """The workers of several machines. It lives in the notebook's process and has the methods of
-    `Workers` that a `Monitor` calls: `poll` calls `on_<kind>` for each message of an agent, which
-    returns news, or stores logs and heartbeats"""
+    """The workers of several machines, with the methods of `Workers` that a `Monitor` calls. It
+    lives in the notebook's process and sends messages to the machines' agents. For each message
+    that comes back `poll` calls `on_<kind>`, which returns news, or stores logs and heartbeats"""
     def __init__(self,
         machines, # List of `Machine`
         counts, # Number of ranks on each
@@ -114,27 +114,35 @@ class RemoteWorkers:
         "As `Workers.beat`"
         return self._beats.get(r, Heartbeat())
     def alive(self):
-        """Return the ranks whose death is not known. Call it between jobs: it drops what has
-        arrived"""
+        """Return the ranks that haven't died, as far as is known. Only for use between jobs: it
+        drops the news that have arrived"""
         self.poll(0)
         return [r for r in self.ranks if r not in self._dead]
     def poll(self, timeout):
-        "As `Workers.poll`; a machine that is lost is the death of each of its ranks"
-        open_streams = [m.stream for m in self.machines if not m.stream.end_reason]
-        # `seconds_silent` may have read messages already; no wait for those
-        if not any(m.stream.has_messages for m in self.machines):
-            connection.wait(open_streams, timeout)
+        "As `Workers.poll`; if a machine is lost, its ranks are reported dead"
+        self.wait(timeout)
         news = []
         for m in self.machines:
-            for kind,*values in m.stream.receive():
-                handler = getattr(self, f'on_{kind}', None)     # None: a late answer to `wait_for`
-                if handler and (item := handler(*values)): news.append(item)
+            news += self.handle_messages(m)
             if why := m.why_lost():
                 news += [(r, 'died', why) for r in m.ranks if r not in self._dead]
         self._dead |= {r for r,what,*_ in news if what == 'died'}
         return news
+    def wait(self, timeout):
+        "Wait until a machine has sent something, or a connection ends"
+        # `why_lost` reads, too, so messages may be there already
+        if any(m.stream.has_messages for m in self.machines): return
+        connection.wait([m.stream for m in self.machines if not m.stream.end_reason], timeout)
+    def handle_messages(self, m):
+        "Call `on_<kind>` for each message of a machine; return the news among them"
+        news = []
+        for kind,*values in m.stream.receive():
+            # None: an answer that came too late for `wait_for`
+            handler = getattr(self, f'on_{kind}', None)
+            if handler and (item := handler(*values)): news.append(item)
+        return news
     def on_news(self, r, what, *values):
-        "Return what a rank reports"
+        "Return the news that an agent passes on"
         # a machine's clock may differ from the notebook's
         if what == 'failed': values = [values[0]._replace(at=time.time())]
         return r, what, *values
@@ -166,8 +174,7 @@ class RemoteWorkers:
     def stop(self,
         grace=2. # Not used: each agent gives its ranks their time
     ):
-        "As `Workers.stop`. The ranks end with their agents, which end with their streams"
-        # all streams first, so that the agents end side by side
+        "As `Workers.stop`: an agent ends when its stream is closed, and ends its ranks"
         for m in self.machines: m.stream.close()
         self.forget()
         helper.remove_folder(self._folder)

@@ -15,7 +15,8 @@ from fastcore.xtras import globtastic
 from ..base import board
 from ..base.errors import CantDistribute
 from ..launch.rank import run_on_rank
-from ..payload.pickling import dump, function_ref, resolve_function
+from ..payload.pickling import dump
+from ..process.worker import function_ref, resolve_function
 
 # %% ../../nbs/machines/611_meeting.ipynb #c2e0a020
 _SIOCGIFADDR = 0x8915       # get a network card's address: netdevice(7)

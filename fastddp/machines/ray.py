@@ -17,6 +17,11 @@ from .stream import writer_to
 from ..output.replay import StatusLine
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
+# How bytes get from a `Stream` of the notebook to the agent of a machine, and back:
+#
+#     the notebook                          each machine that Ray has chosen
+#     Machine -- Stream -- RelayConnection == actor calls == Relay -- stdin, stdout -- Agent
+
 class Relay:
     """Ray actor that runs the agent of one machine in a subprocess, and passes bytes between it and
     the notebook. Ray ends it with the notebook, and the agent ends when its standard input closes.
@@ -127,7 +132,8 @@ def connect(
     except ImportError:
         raise CantDistribute("Ray() needs Ray: pip install 'fastddp[ray]'.") from None
     if ray.is_initialized():
-        _refuse_client('ray://' if ray.util.client.ray.is_connected() else '')
+        is_client = ray.util.client.ray.is_connected()
+        _refuse_client('ray://' if is_client else '')
         return False
     address = address or os.environ.get('RAY_ADDRESS') or 'auto'
     _refuse_client(address)
@@ -146,7 +152,7 @@ def connect(
 
 # %% ../../nbs/machines/616_ray.ipynb #7b68963f
 def _in_words(resources):
-    "Return a dict of resources as text, such as '4 GPU, 4 CPU'"
+    "Return a dict of resources as text, such as '4 GPU, 4 CPU', without `node:address`"
     return ', '.join(f'{v:g} {k}' for k,v in resources.items() if not k.startswith(_NODE))
 
 def bundles_for(
@@ -163,21 +169,22 @@ def bundles_for(
     Ray chooses the machine of a bundle, except where the bundle holds the resource `node:address`
     of a machine: always on the notebook's own, and on all machines if `nodes` is None"""
     if gpus is None: gpus = per_node if any(has.get('GPU') for _,has in found) else 0
+    takes_all_gpus = gpus is None
     able = []       # `(address, bundle)` of the machines that have enough
     for address,has in found:
-        n_gpus = has.get('GPU', 0) if gpus is None else gpus
-        # where all GPUs of a machine are asked for, one without GPUs takes no part
-        if gpus is None and not n_gpus: continue
+        n_gpus = has.get('GPU', 0) if takes_all_gpus else gpus
+        if takes_all_gpus and not n_gpus: continue
         n_cpus = (per_node or n_gpus or 1) if cpus is None else cpus
         bundle = {k:v for k,v in dict(GPU=n_gpus, CPU=n_cpus, **resources or {}).items() if v}
         if all(has.get(k, 0) >= v for k,v in bundle.items()): able.append((address, bundle))
     if len(able) < (nodes or 1):
+        # `bundle` is that of the last machine
         there = '; '.join(f'{address}: {_in_words({k:has.get(k, 0) for k in bundle})}'
                           for address,has in found)
         raise CantDistribute(
             f"{len(able)} machines of the cluster have what Ray was asked for "
             f"({_in_words(bundle)} on {nodes or 'at least 1'}). There are {there}.")
-    # any amount of the resource ties a bundle to its machine
+    # any amount of the resource `node:address` ties a bundle to its machine
     tied = [bundle | {_NODE+address: .001} for address,bundle in able]
     if nodes is None: return tied
     chosen = [bundle for _,bundle in able[:nodes]]
@@ -227,6 +234,7 @@ class Ray(Machines):
             must_disconnect = connect(self.cluster_address)
         import ray
         if must_disconnect: self._undo.callback(ray.shutdown)
+        # the notebook's machine comes first
         home = ray.get_runtime_context().get_node_id()
         nodes = [o for o in ray.nodes()
                  if o['Alive'] and o['NodeManagerAddress'] not in self.excluded_names]
@@ -263,8 +271,9 @@ class Ray(Machines):
         status = StatusLine()
         if self.wait_seconds: status.show(f"{asked}. Waiting for them")
         try:
+            is_ready = False
             # one second at a time, because Ctrl-C is not handled during Ray's wait
-            while not (is_ready := placement_group.wait(1)) and time.monotonic() < deadline: pass
+            while not is_ready and time.monotonic() < deadline: is_ready = placement_group.wait(1)
         finally: status.show('')
         if is_ready: return placement_group
         free = ray.available_resources()
@@ -274,7 +283,8 @@ class Ray(Machines):
     def problem_with(self, m):
         """As `Machines.problem_with`. Limits the machine's GPUs to those that Ray reserved, since a
         process may see more"""
-        if why := super().problem_with(m): return why
+        why = super().problem_with(m)
+        if why: return why
         reserved = self._reserved_gpus[m.name]
         visible = m.facts['gpus']
         if reserved and not visible:

@@ -15,10 +15,19 @@ import cloudpickle
 from ..payload.buffers import Block, write_at
 
 # %% ../../nbs/machines/610_stream.ipynb #8fb1f305
+# What is sent in each direction:
+#
+#     bytes    any text of a shell (`preamble`) | GREETING | frame | frame | frame ...
+#     frame    _MAGIC | number of bytes | data
+#     data     a pickled `(message, size of its block)`; the block, if the size isn't 0, is the data
+#              of the next frames. No data: a heartbeat
+#
+# A message is a tuple: its kind, a string, and its values. The block is its last value.
+
 GREETING = b'\nfastddp agent, stream 5\n'
-_HEADER = struct.Struct('<3sI') # magic number, number of bytes in the frame
+_HEADER = struct.Struct('<3sI') # magic number, number of bytes of data
 _MAGIC = b'\xfdDP'              # no UTF-8 text contains the first of these bytes
-_HEARTBEAT_SECONDS = 1.         # the longest time without a frame
+_HEARTBEAT_SECONDS = 1.         # the longest time in which no frame is sent
 _MAX_DATA = 1<<20               # bytes of a block in one frame
 
 def _frame(data): return _HEADER.pack(_MAGIC, len(data))+data
@@ -32,6 +41,19 @@ class _Outgoing(NamedTuple):
         if self.file: self.file.close()
 
 _END = _Outgoing()      # the last item of a queue, compared by identity
+
+class _Incoming:
+    "A message whose block is arriving"
+    def __init__(self, msg, size):
+        self.msg = msg
+        self.size = size
+        self.missing = size     # bytes of the block that haven't arrived
+        self.block = Block()
+        self.block.make_room(size)
+    def add(self, data):
+        "Write the next piece of the block"
+        write_at(self.block.fd, memoryview(data), self.size-self.missing)
+        self.missing -= len(data)
 
 # %% ../../nbs/machines/610_stream.ipynb #5e570694
 class Stream:
@@ -51,12 +73,8 @@ class Stream:
         self._last_read = time.monotonic()  # when bytes arrived last
         self._has_greeting = False      # True once the other end's greeting has arrived
         self._buffer = bytearray()      # bytes that are no complete frame yet
+        self._incoming = None           # `_Incoming` message; None: the next data is a message
         self._inbox = []                # complete messages that were not returned yet
-        # the message whose block is arriving, the block, its size, and the bytes still missing
-        self._msg = None
-        self._block = None
-        self._size = 0
-        self._missing = 0
         self._queue = queue.SimpleQueue()   # of `_Outgoing`
         self._thread = threading.Thread(target=self._write_all, daemon=True, name='fastddp-stream')
         self._thread.start()
@@ -76,7 +94,7 @@ class Stream:
         self._queue.put(_Outgoing(cloudpickle.dumps((msg, size), protocol=5), file, size))
     @property
     def has_unsent(self):
-        "True if messages are queued, apart from the one that is being written"
+        "True if messages are queued, not counting the one that is being written"
         return not self._queue.empty()
     def _write_all(self):
         "Write the greeting and all that is queued until `close`; runs in the thread"
@@ -86,6 +104,7 @@ class Stream:
             return
         except OSError: pass        # the other end is gone; reading notices it, too
         finally: self._write_eof()
+        # what is queued until `close` is dropped
         while (item := self._queue.get()) is not _END: item.close()
     def _next_item(self):
         try: return self._queue.get(timeout=_HEARTBEAT_SECONDS)
@@ -161,16 +180,18 @@ class Stream:
             if data: self._take_data(data)      # a heartbeat has none
     def _take_data(self, data):
         "Take a frame's data: the next piece of the block that is arriving, or else a message"
-        if self._missing:
-            write_at(self._block.fd, memoryview(data), self._size-self._missing)
-            self._missing -= len(data)
-        else:
-            self._msg,self._size = pickle.loads(data)
-            self._block = Block() if self._size else None
-            self._missing = self._size
-            if self._block: self._block.make_room(self._size)
-        if self._missing: return
-        self._inbox.append((*self._msg, self._block) if self._block else self._msg)
+        incoming = self._incoming
+        if incoming is None:
+            msg,size = pickle.loads(data)
+            if size: self._incoming = _Incoming(msg, size)
+            else: self._inbox.append(msg)
+            return
+        incoming.add(data)
+        if incoming.missing: return
+        self._inbox.append((*incoming.msg, incoming.block))
+        self._incoming = None
+
+    # The end
     def close(self,
         timeout=1. # Seconds to send what is queued
     ):

@@ -10,37 +10,42 @@ import builtins, contextlib, functools, os, sys, tempfile, warnings
 from itertools import takewhile
 from typing import NamedTuple
 
-from ..base.scoped import restore_entries, set_entries, without_attrs
+from ..base.scoped import restore_at_end, set_entries, without_attrs
 from .streams import EventQueue, use_streams
 
 # %% ../../nbs/output/203_capture.ipynb #1bb4cded
+# Progress bars
+
 class _QuietBar:
-    "A bar that shows nothing, and makes the steps that fastprogress's bars make"
+    """A bar that shows nothing, and makes the steps that fastprogress's bars make: the ranks would
+    wait for each other after loops of different lengths"""
     def __init__(self, gen, total=None, *args, **kwargs):
         self.gen = gen
         self.total = total
         if total is None: self.total = len(gen)
         if total == 'noinfer': self.total = None
     def __iter__(self):
-        # also takes an item of `gen` beyond `total`, as theirs do: ranks share its random numbers
+        # Takes an item of `gen` beyond `total`, as theirs do: that may draw random numbers.
         for i,o in enumerate(self.gen):
             if self.total and i >= self.total: break
             yield o
     def progress(self, *args, **kwargs): return type(self)(*args, **kwargs)
+    # any other attribute, such as `child.comment` or `write`, can be used and does nothing
     def __call__(self, *args, **kwargs): pass
     def __getattr__(self, name):
         if name.startswith('_'): raise AttributeError(name)
         return self
 
 # %% ../../nbs/output/203_capture.ipynb #faf24ae5
-_BARS = 'master_bar','progress_bar'
-_FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'
+_BARS = 'master_bar','progress_bar'     # names of fastprogress's bars
+_FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'    # by which fastprogress chooses its bars
 
-_newest = None      # the last module that has been searched
-_found = {}         # id -> namespace of a module that has bars or flags
+_newest = None      # the last module that `_search_new_modules` has searched
+_found = {}         # id -> namespace of a module that has such names
 
 def _search_new_modules():
-    "Add the modules that were imported since the last search to `_found`"
+    """Add the modules that were imported since the last search to `_found`. To search all of them
+    would copy memory that a worker shares with the helper, which takes longer than its start"""
     global _newest
     try: new = [*takewhile(lambda m: m is not _newest, reversed(sys.modules.values()))]
     # another thread imports meanwhile
@@ -51,26 +56,26 @@ def _search_new_modules():
     if new: _newest = new[0]
 
 def use_bars(undo, frontend):
-    "Set the bars of `frontend` in every module, and fastprogress's flags, until `undo` closes"
+    """Until `undo` closes, set the bars of `frontend` in every module that has imported bars. If
+    fastprogress is imported only later, the flags have it choose the right ones"""
     fp = sys.modules.get('fastprogress.fastprogress')
     if fp is None and frontend == 'silent': return
-    classes = {}        # front end -> classes of its two bars
-    # a fastprogress that is imported inside goes by the flags
+    values = dict.fromkeys(_FLAGS, frontend != 'terminal')      # name -> its new value
+    known = set()       # ids of the classes of bars
     if fp:
         classes = dict(notebook=(fp.NBMasterBar, fp.NBProgressBar), silent=(_QuietBar, _QuietBar),
                        terminal=(fp.ConsoleMasterBar, fp.ConsoleProgressBar))
-    known = {id(c) for pair in classes.values() for c in pair}
-    values = dict(zip(_BARS, classes.get(frontend, ())))
-    values |= dict.fromkeys(_FLAGS, frontend != 'terminal')
+        values |= zip(_BARS, classes[frontend])
+        known = {id(c) for pair in classes.values() for c in pair}
     _search_new_modules()
-    # cells may have imported bars since then
+    # `__main__` again: cells may have imported bars since it was searched
     for namespace in [*_found.values(), vars(sys.modules['__main__'])]:
         keys = [k for k in _BARS if id(namespace.get(k)) in known]
         if str(namespace.get('__name__')).startswith(('fastcore.','fastprogress.','fastai.')):
             keys += [k for k in _FLAGS if k in namespace]
         if keys: set_entries(undo, namespace, **{k:values[k] for k in keys})
     if fp is None: return
-    # each cell needs the styles once
+    # fastprogress shows its style sheet once per process, but each cell needs it
     if hasattr(fp, '_style_shown'): set_entries(undo, vars(fp), _style_shown=False)
     elif frontend == 'notebook' and not hasattr(fp, 'HTML'): _complete(fp)
 
@@ -84,17 +89,19 @@ def _complete(fp):
 class DisplaySettings(NamedTuple):
     "The way a rank shows its output; made by `replay.display_settings` in the notebook"
     frontend:str='notebook'     # 'notebook': HTML bars and displays; 'terminal': text; 'silent'
-    send_text:bool=True         # Send text and displays?
+    send_text:bool=True         # True to send text and displays; warnings are always sent
     shell:bool=True             # True if the notebook's process has an IPython shell
     isatty:bool=False           # True if its stdout is a terminal
     width:int=80                # Columns of that terminal
 
 # %% ../../nbs/output/203_capture.ipynb #9c5367c1
+# Displays: an IPython shell whose displays are events
+
 _WIDGET = 'application/vnd.jupyter.widget'
 
 @functools.lru_cache(None)
 def _shell_class(name):
-    "An IPython shell without input; `name` is the class name that libraries check"
+    "Return a class of IPython shells without input; libraries check its `name`"
     from IPython.core.displayhook import DisplayHook
     from IPython.core.displaypub import DisplayPublisher
     from IPython.core.interactiveshell import InteractiveShell
@@ -126,10 +133,11 @@ def _shell_class(name):
     return type(name, (Shell,), {})
 
 # %% ../../nbs/output/203_capture.ipynb #7b85702c
-_cached = None      # the shell of this process
+_cached = None      # the shell that `_shell_for` has made last
 
 def _shell_for(main, name):
-    "The shell of this process for the module `main`; `name` is its class name"
+    """Return a shell for the namespace of the module `main`, of a class called `name`: the last one
+    if it fits, since making one takes 30 ms"""
     global _cached
     if _cached and _cached.user_module is main and type(_cached).__name__ == name: return _cached
     from traitlets.config import Config
@@ -147,9 +155,9 @@ def _shell_for(main, name):
 def _use_shell(undo, queue, name):
     "Send displays of this process to `queue`, through a shell whose class is called `name`"
     # before the shell is made, which replaces them
-    restore_entries(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
-    restore_entries(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
-    restore_entries(undo, sys.modules, '__main__')
+    restore_at_end(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
+    restore_at_end(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
+    restore_at_end(undo, sys.modules, '__main__')
     shell = _shell_for(sys.modules['__main__'], name)
     for c in shell._walk_mro(): _use_instance(undo, c, shell)
     set_entries(undo, vars(shell), queue=queue)
@@ -165,7 +173,7 @@ def _use_instance(undo, cls, instance):
 
 # %% ../../nbs/output/203_capture.ipynb #c182c65f
 def _use_figures(undo, shell):
-    "Make `shell` display figures; does nothing without matplotlib"
+    "Make `shell` display matplotlib's figures until `undo` closes; do nothing without matplotlib"
     try: import matplotlib, matplotlib.pyplot as plt, matplotlib_inline.backend_inline as inline
     except ImportError: return
     params = matplotlib.rcParams
@@ -173,28 +181,31 @@ def _use_figures(undo, shell):
     undo.callback(dict.update, params, {k:dict.__getitem__(params, k)
                                         for k in ('backend','interactive')})
     _use_instance(undo, inline.InlineBackend, None)     # this job's shell makes a new one
-    # else the formats would be those of the last shell
+    # otherwise the formats would be those of the last shell
     undo.enter_context(without_attrs(inline.configure_inline_support, 'current_backend'))
-    restore_entries(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
+    restore_at_end(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
     shell.enable_matplotlib('inline')
     # the last callback is called first: figures are drawn with this backend and shell
     undo.callback(inline.flush_figures)
 
 # %% ../../nbs/output/203_capture.ipynb #98980705
+# All of it
+
 @contextlib.contextmanager
 def capture_output(
     send,                           # Called with one event, by one thread at a time
     settings=DisplaySettings()      # How this rank shows its output
 ):
-    "Context manager that passes what is shown inside to `send`; restores the process at the end"
+    """Context manager that passes what is shown inside to `send`, as events (`output.streams` lists
+    them); restores the process at the end"""
     terminal = settings.frontend == 'terminal'
     with contextlib.ExitStack() as undo:
         queue = EventQueue(send, settings.send_text)
-        # the first callback is called last: what is shown at the end is still sent
+        # the first callback of `undo` is called last: what the others show is still sent
         undo.callback(queue.close)
         use_streams(undo, queue, settings.isatty and terminal)
         set_entries(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
-        # libraries read the terminal's size here before they ask the terminal
+        # libraries look here for the terminal's width before they ask the terminal
         if terminal: set_entries(undo, os.environ, COLUMNS=str(settings.width))
         if settings.shell:
             name = 'TerminalInteractiveShell' if terminal else 'ZMQInteractiveShell'
@@ -204,7 +215,7 @@ def capture_output(
         yield
 
 def _send_warning(queue, message, category, filename, lineno, file=None, line=None):
-    "As `warnings.showwarning`: sends the warning"
+    "Send a warning; with `queue` given, a replacement of `warnings.showwarning`"
     text = warnings.formatwarning(message, category, filename, lineno, line)
     if file is None: queue.put(('warning', text))
     else: file.write(text)

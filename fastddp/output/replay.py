@@ -4,23 +4,24 @@
 
 # %% auto #0
 __all__ = ['frontend', 'in_terminal', 'display_settings', 'show_in', 'publish', 'Replay', 'suppress_lines', 'print_line',
-           'end_line', 'several', 'print_once', 'StatusLine', 'shorten_traceback', 'short_traceback']
+           'end_line', 'several', 'print_once', 'StatusLine']
 
 # %% ../../nbs/output/204_replay.ipynb #2d81c0a3
-import contextlib, contextvars, shutil, sys, time
-from types import TracebackType
+import contextvars, shutil, sys, time
 
 from fastcore.basics import patch
 
-from ..base.failure import ipython_shell as _get_ipython, is_user_file
+from ..base.failure import ipython_shell
 from ..base.scoped import with_context
 from .capture import DisplaySettings
 from .streams import visible_text
 
 # %% ../../nbs/output/204_replay.ipynb #1f8c5e81
+# Where output goes
+
 def frontend():
     "'notebook' if this process can show HTML (Jupyter, VS Code, Colab), else 'terminal'"
-    names = [c.__name__ for c in type(_get_ipython()).__mro__]
+    names = [c.__name__ for c in type(ipython_shell()).__mro__]
     has_html = 'InteractiveShell' in names and 'TerminalInteractiveShell' not in names
     return 'notebook' if has_html else 'terminal'
 
@@ -31,21 +32,39 @@ def in_terminal():
 def display_settings():
     "The `DisplaySettings` of this process"
     width = shutil.get_terminal_size().columns
-    return DisplaySettings(frontend(), True, _get_ipython() is not None, in_terminal(), width)
+    return DisplaySettings(frontend(), True, ipython_shell() is not None, in_terminal(), width)
 
 # %% ../../nbs/output/204_replay.ipynb #39bdb19e
-_elsewhere = contextvars.ContextVar('fastddp-output', default=None)
+class _RunningCell:
+    "The place for output unless `show_in` sets another one: the running cell, or the terminal"
+    def write(self, name, text):
+        "Write to 'stdout' or 'stderr'; characters that a terminal can't encode are replaced"
+        out = getattr(sys, name)
+        if out is None: return
+        try: out.write(text)
+        except UnicodeEncodeError:
+            out.write(text.encode(out.encoding, 'replace').decode(out.encoding))
+    def publish(self, **display): ipython_shell().display_pub.publish(**display)
+    def clear_output(self, wait):
+        if shell := ipython_shell(): shell.display_pub.clear_output(wait)
+    def refresh(self): "Called in each `Replay.flush`; a `Panel` updates its display then"
 
-def show_in(place):
-    "Inside, in this thread, what the library and its workers show goes to `place`"
-    return with_context(_elsewhere, place)
+# Where output of this thread goes
+_place = contextvars.ContextVar('fastddp-output', default=_RunningCell())
+
+def show_in(
+    place # An object with the methods of `_RunningCell`, such as a `Panel`
+):
+    "Context manager: in this thread, what the library and its workers show goes to `place`"
+    return with_context(_place, place)
 
 def publish(data, metadata, transient, update):
-    "Display `data` in the notebook"
-    place = _elsewhere.get() or _get_ipython().display_pub
-    place.publish(data=data, metadata=metadata, transient=transient, update=update)
+    "Display `data`, as IPython's `display_pub` takes it"
+    _place.get().publish(data=data, metadata=metadata, transient=transient, update=update)
 
 # %% ../../nbs/output/204_replay.ipynb #400c2a6a
+# What workers show
+
 class Replay:
     "Shows the events of workers in the running cell"
     def __init__(self,
@@ -57,9 +76,9 @@ class Replay:
         self.first = 0 if see == 'all' else next(iter(see), None)
         self.unfinished = {}    # (rank, stream) -> beginning of a line, of ranks with a prefix
         self.later = []         # (rank, event) to show at the end
-        self.is_new = False     # is something shown that was not flushed?
+        self.is_new = False     # True if something was shown and not flushed
     def add(self, rank, event):
-        "Show an event of `rank`, or keep it until the end"
+        "Show an event of `rank`, or keep it until the end; `output.streams` lists the events"
         kind = event[0]
         if kind == 'warning': self._show_warning(event[1])
         elif self.see != 'all' and rank not in self.see: return
@@ -71,7 +90,7 @@ class Replay:
         for o in (sys.stdout, sys.stderr):
             if self.is_new and o is not None: o.flush()
         self.is_new = False
-        if elsewhere := _elsewhere.get(): elsewhere.refresh()
+        _place.get().refresh()
     def close(self):
         "Show all that is left"
         self._end_lines()
@@ -85,82 +104,86 @@ class Replay:
 # %% ../../nbs/output/204_replay.ipynb #3810db7b
 @patch
 def _show(self:Replay, rank, kind, *args):
+    "Show an event now"
     if kind == 'stream': self._show_text(rank, *args)
     elif kind == 'display': self._show_display(rank, *args)
     elif kind == 'result': self._show_result(*args)
-    elif kind == 'clear' and rank == self.first and (shell := _get_ipython()):
-        (_elsewhere.get() or shell.display_pub).clear_output(*args)
+    elif kind == 'clear' and rank == self.first: _place.get().clear_output(*args)
 
 @patch
 def _show_text(self:Replay, rank, name, text):
-    if rank == self.first: return _write(name, text)
+    "Write text of the first rank as it is; of another rank whole lines, each with a prefix"
+    write = _place.get().write
+    if rank == self.first: return write(name, text)
     *lines,rest = (self.unfinished.get((rank,name), '')+text).split('\n')
     self.unfinished[rank,name] = rest
-    for o in lines: _write(name, f"[rank {rank}] {visible_text(o)}\n")
+    for o in lines: write(name, f"[rank {rank}] {visible_text(o)}\n")
 
 @patch
 def _end_lines(self:Replay):
+    "Write the unfinished lines"
     for (rank,name),line in [*self.unfinished.items()]:
         if line: self._show_text(rank, name, '\n')
-
-def _write(name, text):
-    "Write to a stream; characters that a terminal can't encode are replaced"
-    if elsewhere := _elsewhere.get(): return elsewhere.write(name, text)
-    out = getattr(sys, name)
-    if out is None: return
-    try: out.write(text)
-    except UnicodeEncodeError: out.write(text.encode(out.encoding, 'replace').decode(out.encoding))
 
 # %% ../../nbs/output/204_replay.ipynb #1c4de6aa
 @patch
 def _show_display(self:Replay, rank, data, metadata, transient, update):
-    shell = _get_ipython()
-    text = data.get('text/plain', '')
-    if rank != self.first:
-        # all ranks use the same display ids
-        if 'display_id' in transient:
-            transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
-        if not update: self._show_text(rank, 'stdout', '\n' if shell else f'{text}\n')
-    elif not shell: _write('stdout', f'{text}\n')
-    if shell: publish(data, metadata, transient, update)
+    "Show a display; without a shell its text"
+    is_first = rank == self.first
+    if not ipython_shell():
+        text = data.get('text/plain', '')
+        if is_first or not update: self._show_text(rank, 'stdout', f'{text}\n')
+        return
+    # all ranks use the same display ids
+    if not is_first and 'display_id' in transient:
+        transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
+    # the prefix, in a line of its own
+    if not (is_first or update): self._show_text(rank, 'stdout', '\n')
+    publish(data, metadata, transient, update)
 
 @patch
 def _show_result(self:Replay, label, data, metadata):
-    "The label is in front of text, above anything else"
+    "Show the result of a cell with its label: a text behind it, anything else below"
     text = data.get('text/plain', '')
-    is_text = set(data) == {'text/plain'} or not _get_ipython()
+    is_text = set(data) == {'text/plain'} or not ipython_shell()
     if is_text: label += ('\n' if '\n' in text else '')+text
-    _write('stdout', f'{label}\n')
+    _place.get().write('stdout', f'{label}\n')
     if not is_text: publish(data, metadata, {}, False)
 
 # %% ../../nbs/output/204_replay.ipynb #368b60b8
 _shown_once = set()     # warnings of workers that this process has shown
 
 @patch
-def _show_warning(self:Replay, text):
+def _show_warning(self:Replay,
+    text # As of `warnings.formatwarning`: 'file:line: category: message', then a line of source
+):
+    "Show a warning, unless a worker or this process itself has shown it"
     if text in _shown_once: return
     _shown_once.add(text)
-    spaces = [getattr(m, '__dict__', {}) for m in [*sys.modules.values()]]
-    # what Python has shown already in this process: `(text, category, line)` in each module
-    noted = [k for ns in spaces for k in ns.get('__warningregistry__', ()) if isinstance(k, tuple)]
-    if not any(f":{line}: {kind.__name__}: {said}\n" in text for said,kind,line in noted):
-        _write('stderr', text)
+    for module in [*sys.modules.values()]:
+        # what Python has shown in this process, and a key 'version'
+        for noted in getattr(module, '__dict__', {}).get('__warningregistry__', ()):
+            if not isinstance(noted, tuple): continue
+            message,category,line = noted
+            if f":{line}: {category.__name__}: {message}\n" in text: return
+    _place.get().write('stderr', text)
 
 # %% ../../nbs/output/204_replay.ipynb #a5ff0e9a
-# are our lines suppressed?
-_hushed = contextvars.ContextVar('fastddp-suppress_lines', default=False)
+# The lines of the library
+
+_are_suppressed = contextvars.ContextVar('fastddp-suppress_lines', default=False)
 
 def suppress_lines(
     quiet=True # False: change nothing
 ):
     "Context manager in which this thread prints no lines of the library"
-    return with_context(_hushed, _hushed.get() or quiet)
+    return with_context(_are_suppressed, _are_suppressed.get() or quiet)
 
 def print_line(
     text # One line, or more
 ):
     "Print a line of the library"
-    if not _hushed.get(): _write('stdout', f'{text}\n')
+    if not _are_suppressed.get(): _place.get().write('stdout', f'{text}\n')
 
 def end_line():
     "End an unfinished line in a terminal, such as that of a bar"
@@ -171,25 +194,27 @@ def several(n, what):
     return f"{n:,} {what}{'s' if n != 1 else ''}"
 
 # %% ../../nbs/output/204_replay.ipynb #b5db82cf
-_printed = set()
+_printed = set()    # the lines of `print_once`
 
 def print_once(
     text # One line
 ):
     "Print a line of the library that this process has not printed before"
-    if not _hushed.get() and text not in _printed:
+    if not _are_suppressed.get() and text not in _printed:
         _printed.add(text)
         print_line(text)
 
 # %% ../../nbs/output/204_replay.ipynb #0dfea1a2
 class StatusLine:
     "A line of the library that changes in place"
-    def __init__(self): self._id,self._text = f'fastddp-status-{time.monotonic_ns()}',''
+    def __init__(self):
+        self._id = f'fastddp-status-{time.monotonic_ns()}'
+        self._text = ''     # what is shown
     def show(self,
         text # Empty: remove the line
     ):
         "Show `text` in place of the last one"
-        if _hushed.get() or text == self._text: return
+        if _are_suppressed.get() or text == self._text: return
         if frontend() == 'notebook':
             # empty HTML takes no room
             data = {'text/plain': text} if text else {'text/plain': '', 'text/html': ''}
@@ -199,41 +224,3 @@ class StatusLine:
             sys.stdout.write(f'\r\x1b[K{text}')
             sys.stdout.flush()
         self._text = text
-
-# %% ../../nbs/output/204_replay.ipynb #029a57cc
-def shorten_traceback(
-    e # An exception; its `__traceback__` stays complete
-):
-    "Make IPython show the user's frames, and the innermost of an error"
-    if hasattr(e, '_render_traceback_'): return
-    e.__suppress_context__ |= isinstance(e, KeyboardInterrupt)
-    if _get_ipython(): e._render_traceback_ = _short_lines
-
-@contextlib.contextmanager
-def short_traceback():
-    "Context manager: what is raised inside is shown as `shorten_traceback` says"
-    try: yield
-    except BaseException as e:
-        shorten_traceback(e)
-        raise
-
-def _short_lines():
-    """The lines that IPython shows for the exception at hand. A method of the exception would be a
-    reference to itself, which keeps its frames alive"""
-    e = sys.exc_info()[1]
-    try:
-        return _get_ipython().InteractiveTB.structured_traceback(type(e), e, _user_frames(e),
-                                                                 tb_offset=0)
-    finally: del e
-
-def _user_frames(e):
-    "The traceback of `e` with the user's frames only, and the innermost of an error"
-    steps = []
-    res = None
-    tb = e.__traceback__
-    while tb:
-        is_innermost = tb.tb_next is None and not isinstance(e, KeyboardInterrupt)
-        if is_innermost or is_user_file(tb.tb_frame.f_code.co_filename): steps.append(tb)
-        tb = tb.tb_next
-    for o in reversed(steps): res = TracebackType(res, o.tb_frame, o.tb_lasti, o.tb_lineno)
-    return res

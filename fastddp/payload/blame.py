@@ -7,18 +7,19 @@ __all__ = ['blame', 'not_picklable']
 
 # %% ../../nbs/payload/102_blame.ipynb #b4212005
 import functools, types
+from typing import NamedTuple
 
 from ..base.errors import NotPicklable
 from ..base.failure import cut
 from .pickling import dump, referents
 
 # %% ../../nbs/payload/102_blame.ipynb #52723654
-# Types whose contents `referents` returns completely
+# Types of objects that have no other parts than their `referents`
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial, types.MethodType,
                types.FunctionType, staticmethod, classmethod, property, type)
 
-def _named_parts(o):
-    "Return `(suffix, part)` for all that is dumped with `o`; a path plus the suffix leads to it"
+def _parts(o):
+    "Return `(suffix, part)` for each part of `o`"
     found = [(template.format(name), part) for template,name,part in referents(o)]
     if isinstance(o, _CONTAINERS): return found
     try: reduced = o.__reduce_ex__(2)[1:]
@@ -27,13 +28,13 @@ def _named_parts(o):
             (' (what it is made of)', reduced)]
 
 # %% ../../nbs/payload/102_blame.ipynb #446dbe57
-def _dump_error(o):
-    "Return the exception that dumping `o` raises, also one of a user's `__reduce__`; or None"
-    try: dump(o)
-    except KeyboardInterrupt: raise
-    except BaseException as e: return e
-
 _MAX_DEPTH = 12     # steps from the object to its smallest part
+
+class _Failing(NamedTuple):
+    "A part that can't be dumped"
+    path:str
+    error:BaseException     # What dumping it raised
+    is_smallest:bool        # True if all of its parts can be dumped
 
 def blame(
     obj,  # The object to search
@@ -41,29 +42,34 @@ def blame(
 ):
     "Return `(path, reason)` of the smallest part of `obj` that can't be dumped, or None"
     error = _dump_error(obj)
-    in_cycles = []
     if error is None: return None
-    found = _search(obj, path, error, _MAX_DEPTH, set(), in_cycles)
-    path,error = found or max(in_cycles, key=lambda o: len(o[0]))
-    return path, _one_line(error)
+    found = []
+    for part in _failing_parts(obj, path, error, _MAX_DEPTH, {}):
+        found.append(part)
+        if part.is_smallest: break
+    best = max(found, key=lambda o: (o.is_smallest, len(o.path)))
+    return best.path, _one_line(best.error)
 
-def _search(
+def _dump_error(o):
+    "Return the exception that dumping `o` raises, also one of a user's `__reduce__`; or None"
+    try: dump(o)
+    except KeyboardInterrupt: raise
+    except BaseException as e: return e
+
+def _failing_parts(
     o, path, error, # An object that can't be dumped, its path, and the exception
     depth,          # Steps down from it
-    seen,           # Ids of objects that were tried
-    in_cycles       # Gets `(path, error)` of objects whose parts fail, but were tried before
+    failed          # `{id: object}` of those before it; keeps them alive, and so the ids unique
 ):
-    "Return `(path, error)` of the smallest part of `o` that can't be dumped; None if in a cycle"
-    seen.add(id(o))
-    has_failing_part = False
-    for suffix,part in _named_parts(o) if depth else ():
-        if id(part) in seen: has_failing_part = True
+    "Yield a `_Failing` for each part of `o` that can't be dumped, at any depth; `o` is the last"
+    failed[id(o)] = o
+    is_smallest = True
+    for suffix,part in _parts(o) if depth else ():
+        if id(part) in failed: is_smallest = False
         elif (part_error := _dump_error(part)) is not None:
-            has_failing_part = True
-            found = _search(part, path+suffix, part_error, depth-1, seen, in_cycles)
-            if found: return found
-    if not has_failing_part: return path, error
-    in_cycles.append((path, error))
+            is_smallest = False
+            yield from _failing_parts(part, path+suffix, part_error, depth-1, failed)
+    yield _Failing(path, error, is_smallest)
 
 def _one_line(error):
     "Return the text of an exception in one line, or the name of its type"

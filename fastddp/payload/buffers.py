@@ -4,43 +4,46 @@
 
 # %% auto #0
 __all__ = ['TextColumn', 'TensorColumn', 'NumberColumn', 'TupleColumn', 'make_column', 'LazyList', 'StandIn', 'ColumnCache',
-           'free_memory', 'Packed', 'write_at', 'Block']
+           'Packed', 'write_at', 'Block']
 
 # %% ../../nbs/payload/104_buffers.ipynb #cbc9dfd7
-import contextlib, math, mmap, operator, os, pathlib, tempfile, types, warnings
+import math, mmap, operator, os, pathlib, tempfile, types, warnings
 from collections import UserList
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np, torch
+from torch import Tensor
 
+from ..base.device import free_memory
 from .pickling import referents
 
 # %% ../../nbs/payload/104_buffers.ipynb #4b344d7f
-_UTF8 = 'utf-8','surrogatepass'     # file names may have bytes that are no text
-
+# Part 1: columns. A column is a few arrays from which the items of a list can be made again. The
+# `ColumnCache` finds the long lists in an object and makes their columns; a worker reads a column
+# through a `LazyList`
 class _Column:
     "The base of all columns, which have a length and items like a list"
     is_reusable = True      # False if the same objects may have other contents in the next dump
     def __iter__(self): return (self[i] for i in range(len(self)))
+
+# 'surrogatepass': in the name of a file, bytes that aren't UTF-8 are surrogates, such as '\udcff'
+_ENCODING = 'utf-8','surrogatepass'
 
 class TextColumn(_Column):
     "The items of a list of strings or paths"
     def __init__(self,
         items # A list of objects of one class
     ):
-        encoded = [str(o).encode(*_UTF8) for o in items]
+        encoded = [str(o).encode(*_ENCODING) for o in items]
         self._class = type(items[0])
         self._offsets = np.cumsum([0, *map(len, encoded)])      # and the end of the last one
         self._letters = np.frombuffer(b''.join(encoded), np.uint8)
     def __len__(self): return len(self._offsets)-1
     def __getitem__(self, i):
-        s = str(self._letters[self._offsets[i]:self._offsets[i+1]], *_UTF8)
-        return s if self._class is str else self._class(s)
+        text = str(self._letters[self._offsets[i]:self._offsets[i+1]], *_ENCODING)
+        return text if self._class is str else self._class(text)
 
 # %% ../../nbs/payload/104_buffers.ipynb #50b9cb64
-_T = torch.Tensor
-
 class TensorColumn(_Column):
     "The items of a list of tensors of one class, dtype and number of dimensions"
     is_reusable = False     # `x.data` and `x.numpy()` write to a tensor without a new `_version`
@@ -69,44 +72,48 @@ class TensorColumn(_Column):
         if not are_adjacent: return super().__iter__()
         # faster: one call of `split` makes all items, with one dimension each
         flat = self._storages[0][self._offsets[0]:ends[-1]].split(sizes.tolist())
-        return map(self._of_class, map(_T.view, flat, self._shapes.tolist()))
-    def _of_class(self, t): return t if self._class is _T else t.as_subclass(self._class)
+        return map(self._of_class, map(Tensor.view, flat, self._shapes.tolist()))
+    def _of_class(self, t): return t if self._class is Tensor else t.as_subclass(self._class)
 
 # %% ../../nbs/payload/104_buffers.ipynb #684d8a35
 _DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
            torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _MAX_STORAGES = 16      # tensors with more storages are copied into one
 
-def _are_plain(ts):
-    """True if all tensors have one dtype and number of dimensions, and consist of memory and shape
-    alone: dense and contiguous, on the CPU, without gradients and attributes"""
-    first = ts[0]
+def _are_plain(tensors):
+    """Return True if the column of `tensors`, which are of one class, would have all that they
+    consist of: memory, and a shape of the same number of dimensions"""
+    first = tensors[0]
     if first.dtype not in _DTYPES or isinstance(first, torch.nn.Parameter): return False
-    if type(first).__torch_dispatch__ is not _T.__torch_dispatch__: return False
+    # a class with its own `__torch_dispatch__` may keep its elements elsewhere
+    if type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__: return False
     wanted = dict(dtype=first.dtype, ndim=first.ndim, layout=torch.strided, is_cpu=True,
                   is_nested=False, requires_grad=False)
-    for k,v in wanted.items():
-        if {*map(attrgetter(k), ts)} != {v}: return False
-    return all(map(_T.is_contiguous, ts)) and not any(map(_T.is_neg, ts)) and not any(map(vars, ts))
+    for name,value in wanted.items():
+        if {getattr(t, name) for t in tensors} != {value}: return False
+    have_attributes = any(map(vars, tensors))
+    are_negated = any(map(Tensor.is_neg, tensors))      # views that show memory with another sign
+    return all(map(Tensor.is_contiguous, tensors)) and not have_attributes and not are_negated
 
-def _tensor_column(ts):
+def _tensor_column(tensors):
     "Return the column of a list of tensors of one class; None unless `_are_plain`"
+    # inside, methods of a subclass such as `TensorImage` are as fast as those of `Tensor`
     with torch._C.DisableTorchFunctionSubclass():
-        if not _are_plain(ts): return None
-        shapes = np.array([*map(_T.size, ts)], int).reshape(len(ts), ts[0].dim())
-        addresses = [*map(torch.UntypedStorage.data_ptr, map(_T.untyped_storage, ts))]
-        tensor_at = dict(zip(addresses, ts))        # address of a storage -> a tensor in it
+        if not _are_plain(tensors): return None
+        shapes = np.array([*map(Tensor.size, tensors)], int).reshape(len(tensors), tensors[0].ndim)
+        addresses = [o.data_ptr() for o in map(Tensor.untyped_storage, tensors)]
+        tensor_at = dict(zip(addresses, tensors))       # address of a storage -> a tensor in it
         if len(tensor_at) > _MAX_STORAGES:
-            storages = [torch.cat([o.flatten() for o in ts]).as_subclass(_T)]
-            storage_ids = np.zeros(len(ts), int)
+            storages = [torch.cat([t.flatten() for t in tensors]).as_subclass(Tensor)]
+            storage_ids = np.zeros(len(tensors), int)
             offsets = np.cumsum([0, *shapes.prod(1)[:-1]])
         else:
-            storages = [torch.tensor([], dtype=o.dtype).set_(o.untyped_storage())
-                        for o in tensor_at.values()]
+            storages = [torch.tensor([], dtype=t.dtype).set_(t.untyped_storage())
+                        for t in tensor_at.values()]
             id_of = {address:i for i,address in enumerate(tensor_at)}
             storage_ids = np.array([id_of[o] for o in addresses])
-            offsets = np.array([*map(_T.storage_offset, ts)])
-        return TensorColumn(type(ts[0]), storages, storage_ids, offsets, shapes)
+            offsets = np.array([*map(Tensor.storage_offset, tensors)])
+        return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
 
 # %% ../../nbs/payload/104_buffers.ipynb #a5dda657
 class NumberColumn(_Column):
@@ -140,75 +147,81 @@ def make_column(
     items # A list that isn't empty
 ):
     "Return a column of `items`; None if they are of several classes, or of one without a column"
-    classes = set(map(type, items))
-    if len(classes) > 1: return None
-    cls, = classes
+    cls = type(items[0])
+    if {*map(type, items)} != {cls}: return None
     if cls in _TEXTS: return TextColumn(items)
-    if issubclass(cls, _T): return _tensor_column(items)
+    if issubclass(cls, Tensor): return _tensor_column(items)
     if cls in _NUMBERS or issubclass(cls, (np.number,np.bool_)):
         values = np.array(items)        # of objects if an integer needs more than 64 bits
         return None if values.dtype.hasobject else NumberColumn(values, cls in _NUMBERS)
-    if cls is not tuple or len(set(map(len, items))) > 1 or not items[0]: return None
+    if cls is not tuple: return None
+    lengths = {*map(len, items)}
+    if len(lengths) > 1 or lengths == {0}: return None
     columns = [make_column(list(o)) for o in zip(*items)]
     return None if None in columns else TupleColumn(columns)
 
 # %% ../../nbs/payload/104_buffers.ipynb #bafdd887
 class LazyList(UserList):
-    "A list that makes each item from a column when it is read"
+    """A list that makes each item from a column when it is read. It isn't a subclass of `list`:
+    functions in C, such as `torch.stack` or `[1]+o`, read the memory of a list past its methods,
+    and would find it empty. They ask `type(o)`; `isinstance(o, list)` also asks `o.__class__`"""
     def __init__(self,
         column # What `make_column` returned
     ):
-        self._items = column        # or the plain list, once there is one
+        self._items = column        # or the plain list, once `data` has made it
     @property
     def __class__(self): return list
+    # `UserList` keeps its list in `data`. The methods below read the column; all others of
+    # `UserList` (`append`, `sort`, `==`) use `data`, and so make a plain list of all items first
     @property
     def data(self):
-        "The plain list; the methods of `UserList` read and change it"
         if type(self._items) is not list: self._items = list(self._items)
         return self._items
     @data.setter
-    def data(self, items): self._items = items
+    def data(self, items): self._items = items      # of `o += items`
     def __len__(self): return len(self._items)
     def __getitem__(self, i):
         ids = range(len(self._items))[i]        # raises IndexError as a list does
         return [self._items[o] for o in ids] if isinstance(ids, range) else self._items[ids]
     def __iter__(self): return iter(self._items)
     def __reduce__(self): return list, (self[:],)      # a pickle or copy is a plain list
-    __copy__ = None     # so that `copy.copy` uses `__reduce__`
+    __copy__ = None     # that of `UserList` isn't used: `copy.copy` uses `__reduce__`
 
 # %% ../../nbs/payload/104_buffers.ipynb #00001ed0
-# From how many items on a list becomes a column: by the type of its first item; for tensors, and
-# tuples that begin with one; for all others
+# Lists and tuples of fewer items are faster to pickle item by item. The least number depends on
+# the first item: text or a number; a tensor, or a tuple that begins with one; anything else
 _MIN_ITEMS = dict.fromkeys(_TEXTS|_NUMBERS, 10_000)
 _MIN_TENSORS = 100
 _MIN_OTHERS = 1000
 
 def _is_long(sequence):
-    "True if a list or tuple has so many items that a column is faster"
+    "Return True if a list or tuple has so many items that a column is faster"
     if len(sequence) < _MIN_TENSORS: return False
     first = sequence[0]
     part = first[0] if type(first) is tuple and first else first
-    return isinstance(part, _T) or len(sequence) >= _MIN_ITEMS.get(type(first), _MIN_OTHERS)
+    return isinstance(part, Tensor) or len(sequence) >= _MIN_ITEMS.get(type(first), _MIN_OTHERS)
 
 # Types of objects that can't refer to a long list
-_LEAVES = str, bytes, int, float, complex, type(None), _T, np.ndarray, types.ModuleType
+_LEAVES = str, bytes, int, float, complex, type(None), Tensor, np.ndarray, types.ModuleType
 _CONTAINERS = {dict, list, tuple, set, frozenset}
 _MAX_SEARCHED = 10_000      # items; a larger container isn't searched
 
 def _long_sequences(obj):
     "Return the long lists and tuples that `obj` is, or refers to"
-    # `seen` is `{id: object}`: it keeps temporary objects alive, so that their ids stay unique
     res = []
-    seen = {}
+    seen = {}       # id -> object, which keeps temporary objects alive and so their ids unique
     todo = [obj]
     while todo:
         o = todo.pop()
         if id(o) in seen or isinstance(o, _LEAVES): continue
         seen[id(o)] = o
-        if isinstance(o, (type,types.FunctionType)) and o.__module__ != '__main__': continue
-        if type(o) in (list,tuple) and _is_long(o): res.append(o)
-        elif type(o) is list and {*map(type, o)}.issubset(_LEAVES): continue
-        elif type(o) not in _CONTAINERS or len(o) <= _MAX_SEARCHED:
+        if type(o) in (list,tuple) and _is_long(o):
+            res.append(o)
+            continue
+        is_of_library = isinstance(o, (type,types.FunctionType)) and o.__module__ != '__main__'
+        has_only_leaves = type(o) is list and {*map(type, o)}.issubset(_LEAVES)
+        is_too_large = type(o) in _CONTAINERS and len(o) > _MAX_SEARCHED
+        if not (is_of_library or has_only_leaves or is_too_large):
             todo += [type(o), *(referent for *_,referent in referents(o))]
     return res
 
@@ -217,51 +230,41 @@ class StandIn:
     def __init__(self, make, *args): self._reduced = make,args
     def __reduce__(self): return self._reduced
 
+class _Made(NamedTuple):
+    "A column, and the items that it was made of"
+    items:list
+    column:_Column
+
 class ColumnCache:
-    "Makes the columns for each `dump`, and keeps those of the last one to use them again"
-    def __init__(self):
-        # `(length, id of the first item, id of the last item)` -> `(items, column)`
-        self._last = {}
+    """Makes the columns for each `dump`. A list that has the very same objects as one in the last
+    dump, or in this one, gets the column of that one"""
+    def __init__(self): self._last = {}     # key, see below -> `_Made` in the last dump
     def stand_ins(self, obj):
         "Return `(sequence, StandIn)` for each long list and tuple in `obj` that has a column"
         used = {}
         res = []
         for sequence in _long_sequences(obj):
-            key = len(sequence),id(sequence[0]),id(sequence[-1])
-            items,column = used.get(key) or self._last.get(key) or ((),None)
-            if len(items) != len(sequence) or not all(map(operator.is_, sequence, items)):
-                items = list(sequence)
-                column = make_column(items)
-            if column is None: continue
-            used[key] = items,column
-            res.append((sequence, StandIn(self._loads_as(sequence, column), column)))
-        self._last = {k:v for k,v in used.items() if v[1].is_reusable}
+            items = list(sequence)
+            # The key finds a list that is likely the same; then all items are compared. Equal ids
+            # are those of the same object, since `_Made.items` keeps the objects alive
+            key = len(items),id(items[0]),id(items[-1])
+            made = used.get(key) or self._last.get(key)
+            if made is None or not all(map(operator.is_, items, made.items)):
+                made = _Made(items, make_column(items))
+            if made.column is None: continue
+            used[key] = made
+            res.append((sequence, StandIn(self._loaded_class(sequence, made.column), made.column)))
+        self._last = {k:made for k,made in used.items() if made.column.is_reusable}
         return res
-    def _loads_as(self, sequence, column):
-        "Return the class that a worker makes of the column: of few items, or fast ones, a list"
+    def _loaded_class(self, sequence, column):
+        "Return the class of what a worker makes of the column: a `LazyList` where that is faster"
         if type(sequence) is tuple: return tuple
-        is_fast = isinstance(column, (NumberColumn,TensorColumn))       # `torch.stack` needs a list
+        # all items are made at once, fast; and `torch.stack` needs a list
+        is_fast = isinstance(column, (NumberColumn,TensorColumn))
         return list if is_fast or len(sequence) < _MIN_OTHERS else LazyList
 
-# %% ../../nbs/payload/104_buffers.ipynb #bec2c49e
-_CGROUP = '/sys/fs/cgroup/'
-
-def _read_field(path, name):
-    "Return the number in the line of a file that begins with the word `name`"
-    with open(path) as f: return next(int(o.split()[1]) for o in f if o.split()[:1] == [name])
-
-def free_memory():
-    "Return how many bytes this process and its children may still use; None if that is unknown"
-    limits = []
-    with contextlib.suppress(OSError, StopIteration):
-        limits.append(_read_field('/proc/meminfo', 'MemAvailable:')*1024)
-    # fails outside a container, and if it has no limit ('max')
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        most,used = (int(open(_CGROUP+o).read()) for o in ('memory.max','memory.current'))
-        limits.append(most-used+_read_field(_CGROUP+'memory.stat', 'inactive_file'))
-    return min(limits, default=None)
-
 # %% ../../nbs/payload/104_buffers.ipynb #9173264a
+# Part 2: `Block`, shared memory for the buffers of a payload
 _warned = set()     # reasons that a warning has named
 
 def _temp_file(reason):
@@ -272,12 +275,6 @@ def _temp_file(reason):
                       f"{tempfile.gettempdir()} (TMPDIR chooses the folder).")
     with tempfile.TemporaryFile(prefix='fastddp') as f: return os.dup(f.fileno())
 
-def _memory_file():
-    "Return the descriptor of an anonymous file in memory, or of a temporary file"
-    try: return os.memfd_create('fastddp', os.MFD_CLOEXEC)
-    except (AttributeError,OSError) as e:       # not on every system
-        return _temp_file(f"anonymous memory files can't be made here ({e})")
-
 # %% ../../nbs/payload/104_buffers.ipynb #f414f448
 _ALIGNMENT = 64         # bytes
 _LARGE = 1<<26          # bytes; a smaller growth of the block isn't checked against free memory
@@ -286,18 +283,19 @@ class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a `Block`"
     meta:bytes      # The pickle
     spans:tuple     # `(offset, size in bytes)` of each buffer
+    @classmethod
+    def of(cls, payload):
+        "Return a place for each buffer of a `Payload`, one after the other and aligned"
+        spans = []
+        end = 0
+        for b in payload.buffers:
+            spans.append((end, b.nbytes))
+            end += math.ceil(b.nbytes/_ALIGNMENT)*_ALIGNMENT
+        return cls(payload.meta, tuple(spans))
     @property
     def end(self):
         "The offset behind the last buffer"
         return max((offset+n for offset,n in self.spans), default=0)
-
-def _aligned_spans(buffers):
-    spans = []
-    end = 0
-    for b in buffers:
-        spans.append((end, b.nbytes))
-        end += math.ceil(b.nbytes/_ALIGNMENT)*_ALIGNMENT
-    return tuple(spans)
 
 def write_at(fd, data, offset):
     "Write all of a memoryview to a file"
@@ -313,13 +311,18 @@ class Block:
     def __init__(self,
         fd=None # Descriptor of another process's block; None: make a new one
     ):
-        self.fd = _memory_file() if fd is None else fd      # None once it is closed
-        self._on_disk = False       # True: `fd` is a temporary file
+        if fd is None:
+            try: fd = os.memfd_create('fastddp', os.MFD_CLOEXEC)    # a file in memory, without name
+            except (AttributeError,OSError) as e:       # not on every system
+                fd = _temp_file(f"anonymous memory files can't be made here ({e})")
+        self.fd = fd                # None once it is closed
+        self._on_disk = False       # True: it has moved to a temporary file
     def make_room(self, nbytes):
         "Grow to at least `nbytes`; continue in a temporary file if there isn't enough memory"
-        missing = nbytes-os.fstat(self.fd).st_blocks*512
-        free = free_memory() if missing >= _LARGE and not self._on_disk else None
-        if free is not None and free < missing*1.1: self._move_to_disk("memory is short")
+        missing = nbytes-os.fstat(self.fd).st_blocks*512        # blocks of 512 bytes that it has
+        if missing >= _LARGE and not self._on_disk:
+            free = free_memory()
+            if free is not None and free < missing*1.1: self._move_to_disk("memory is short")
         if os.fstat(self.fd).st_size < nbytes: os.ftruncate(self.fd, nbytes)
     def _move_to_disk(self, reason):
         self.close()
@@ -334,14 +337,14 @@ class Block:
         copy=False # If True, return bytearrays; if False, views that change with the next `write`
     ):
         "Return the buffers, writable; what is written to a view isn't seen by other processes"
-        if not packed.end: return [bytearray()]*len(packed.spans)
+        if not packed.end: return [bytearray()]*len(packed.spans)      # `mmap` refuses 0 bytes
         flags = dict(flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ|mmap.PROT_WRITE)
         view = memoryview(mmap.mmap(self.fd, packed.end, **flags))
         buffers = [view[offset:offset+n] for offset,n in packed.spans]
         return [*map(bytearray, buffers)] if copy else buffers
     def write(self, payload):
         "Copy the buffers of a `Payload` into the block, over the last ones; return it as `Packed`"
-        packed = Packed(payload.meta, _aligned_spans(payload.buffers))
+        packed = Packed.of(payload)
         self.make_room(packed.end)
         try: self._fill(payload.buffers, packed)
         except OSError as e:

@@ -6,27 +6,69 @@
 __all__ = ['Patch', 'Patches', 'collect_patches']
 
 # %% ../../nbs/payload/105_patches.ipynb #48937501
-import copy, importlib, os, sys, types, uuid
+import copy, importlib, operator, os, sys, types, uuid
 from typing import NamedTuple
 
+# %% ../../nbs/payload/105_patches.ipynb #5c0ed202
+class Patch(NamedTuple):
+    "What cells have set as an attribute of a library, or registered with a dispatch function there"
+    module:str          # Name of the library's module
+    cls:str|None        # Qualified name of the class, if the attribute is a class's
+    name:str            # Name of the attribute
+    value:object        # The attribute, or a list of implementations
+
+# There is a function `select(attribute)` for each type of attribute. It returns
+# - the attribute itself, if a cell made it: a worker sets it
+# - a list, if cells registered implementations with a dispatch function of a library: a worker
+#   registers them. An item is a tuple, the arguments for one registration
+# - None, if cells have done nothing of this kind
+
 # %% ../../nbs/payload/105_patches.ipynb #edecac81
-# Types of attributes that contain functions, and where
+# Type of an attribute -> the names of the functions in it
 _INNER_FUNCTIONS = {property:('fget','fset','fdel'), staticmethod:('__func__',),
                     classmethod:('__func__',)}
 
 def _is_from_notebook(f):
-    "True if a cell of the notebook defined the function `f`"
+    "Return True if a cell of the notebook defined the function `f`"
     if type(f) is not types.FunctionType: return False
     return f.__module__ == '__main__' or f.__globals__ is vars(sys.modules['__main__'])
 
-def _notebook_function(v):
-    "Return the attribute `v` if it is, or contains, a function of a cell; else None"
+def _select_function(v):
+    "Select the attribute `v` if it is, or contains, a function of a cell"
     # `type(v)`, not `isinstance`: some of torch's objects start CUDA when they are asked
     names = _INNER_FUNCTIONS.get(type(v), ())
     functions = [getattr(v, k) for k in names] if names else [v]
     of_cells = [f for f in functions if _is_from_notebook(f)]
+    # with `functools.wraps` it has the module of a library's function, and would be pickled as that
     for f in of_cells: f.__module__ = '__main__'
     return v if of_cells else None
+
+# %% ../../nbs/payload/105_patches.ipynb #e3ae3763
+def _select_from_plum(fn):
+    "Select what cells registered with `fn`, a `plum.Function`"
+    # Private in plum: lists of `(implementation, signature or None, precedence)`. Those in
+    # `_pending` have been registered since the last call; `fn.methods` resolves them
+    registered = [*fn._resolved, *fn._pending]
+    of_cells = [o for o in registered if _is_from_notebook(o[0])]
+    if not of_cells: return None
+    try: in_force = {id(method.implementation) for method in fn.methods}
+    except NameError: return None       # an annotation can't be resolved, so no call works either
+    if len(of_cells) == len(registered): return fn
+    make_signature = sys.modules['plum'].Signature.from_callable
+    res = []
+    for f,signature,precedence in of_cells:
+        if id(f) not in in_force: continue      # the cell ran again, and replaced it
+        signature = signature or make_signature(f, precedence=precedence)
+        res.append((f, signature, signature.precedence))
+    return res or None
+
+# %% ../../nbs/payload/105_patches.ipynb #4fd8e4fd
+def _select_from_typedispatch(fn):
+    "Select what cells registered with `fn`, a `TypeDispatch`"
+    # by the type of the first argument, then by that of the second
+    registered = {f for by_type in fn.funcs.d.values() for f in by_type.d.values()}
+    of_cells = [(f,) for f in registered if _is_from_notebook(getattr(f, '__func__', f))]
+    return fn if len(of_cells) == len(registered) else of_cells or None
 
 # %% ../../nbs/payload/105_patches.ipynb #69e930de
 _MISSING = object()
@@ -42,52 +84,20 @@ def _set_attribute(owner, name, v):
         else: setattr(owner, name, old)
     return undo
 
-# %% ../../nbs/payload/105_patches.ipynb #e3ae3763
-def _plum_implementations(fn):
-    """Return what to send of a `plum.Function`: `(implementation, signature, precedence)` of each
-    implementation of a cell in a list, or None; `fn` itself if all of its implementations are"""
-    registered = [*fn._resolved, *fn._pending]
-    of_cells = [o for o in registered if _is_from_notebook(o[0])]
-    if not of_cells: return None
-    try: in_force = {id(m.implementation) for m in fn.methods}
-    except NameError: return None       # an annotation can't be resolved, so no call works either
-    if len(of_cells) == len(registered): return fn
-    make = sys.modules['plum'].Signature.from_callable
-    of_cells = [(f, signature or make(f, precedence=precedence))
-                for f,signature,precedence in of_cells if id(f) in in_force]
-    return [(f, signature, signature.precedence) for f,signature in of_cells] or None
-
-# %% ../../nbs/payload/105_patches.ipynb #4fd8e4fd
-def _typedispatch_implementations(fn):
-    """Return what to send of a `TypeDispatch`: `(implementation,)` of each implementation of a cell
-    in a list, or None; `fn` itself if all of its implementations are"""
-    registered = {f for by_type in fn.funcs.d.values() for f in by_type.d.values()}
-    of_cells = [(f,) for f in registered if _is_from_notebook(getattr(f, '__func__', f))]
-    return fn if len(of_cells) == len(registered) else of_cells or None
-
-def _register(owner, name, value):
-    """Register a list of implementations with a dispatch function, or set a dispatch function that
-    a cell made. Return a function that undoes this"""
-    if not isinstance(value, list): return _set_attribute(owner, name, value)
+def _register(owner, name, implementations):
+    """Register implementations with the dispatch function that is an attribute of a module or
+    class. Return a function that undoes this"""
     fn = vars(owner)[name]
-    before = copy.deepcopy(vars(fn))
+    before = copy.deepcopy(vars(fn))        # neither kind can remove an implementation
     # a `TypeDispatch` has `add`, a `plum.Function` has `register`
     register = fn.add if hasattr(fn, 'funcs') else fn.register
-    for args in value: register(*args)
+    for args in implementations: register(*args)
     def undo():
         vars(fn).clear()
         vars(fn).update(before)
     return undo
 
 # %% ../../nbs/payload/105_patches.ipynb #61fe5e7e
-class Patch(NamedTuple):
-    "What cells have set as an attribute of a library, or registered with a dispatch function there"
-    module:str          # Name of the library's module
-    cls:str|None        # Qualified name of the class, if the attribute is a class's
-    name:str            # Name of the attribute
-    install:object      # Called as `install(owner, name, value)`; returns a function that undoes it
-    value:object        # What a cell set there, or a list of implementations
-
 _process_token = uuid.uuid4().hex   # processes that are forked from this one have the same
 
 def _this_process(): return _process_token,os.getpid()
@@ -103,8 +113,9 @@ def _install(
     while _undo: _undo.pop()()
     for o in patches:
         owner = importlib.import_module(o.module)
-        for part in o.cls.split('.') if o.cls else (): owner = getattr(owner, part)
-        _undo.append(o.install(owner, o.name, o.value))
+        if o.cls: owner = operator.attrgetter(o.cls)(owner)
+        change = _register if isinstance(o.value, list) else _set_attribute
+        _undo.append(change(owner, o.name, o.value))
 
 class Patches(list):
     "A list of `Patch`. Another process that unpickles it installs them, and gets None in its place"
@@ -132,31 +143,32 @@ def _namespaces():
                 path = k if '<locals>' in cls.__qualname__ else cls.__qualname__
                 yield name, path, dict(vars(cls))
 
-def _handlers():
-    """Return `{type of an attribute: (install, select)}`. `select(attribute)` returns the `value`
-    of a `Patch`, or None if no cell has set it; `install` is that of the `Patch`"""
-    handlers = dict.fromkeys([types.FunctionType, *_INNER_FUNCTIONS],
-                             (_set_attribute,_notebook_function))
-    for module,name,select in (('plum','Function',_plum_implementations),
-                               ('fastcore.dispatch','TypeDispatch',_typedispatch_implementations)):
-        if cls := getattr(sys.modules.get(module), '__dict__', {}).get(name):
-            handlers[cls] = _register,select
-    return handlers
+def _selectors():
+    "Return `{type of an attribute: its select function}`"
+    res = dict.fromkeys([types.FunctionType, *_INNER_FUNCTIONS], _select_function)
+    for module,name,select in (('plum','Function',_select_from_plum),
+                               ('fastcore.dispatch','TypeDispatch',_select_from_typedispatch)):
+        attrs = getattr(sys.modules.get(module), '__dict__', {})    # {} if it isn't imported
+        if name in attrs: res[attrs[name]] = select
+    return res
 
 def collect_patches():
     "Return the `Patches` that cells have made to the libraries that training uses"
-    handlers = _handlers()
+    selectors = _selectors()
     function = types.FunctionType
     main = vars(sys.modules['__main__'])
-    res,seen = Patches(),set()      # `seen`: ids of the libraries' dispatch functions
+    res = Patches()
+    done = {}       # id -> attribute that needn't be looked at again; it keeps the id unique
     for module,cls,attrs in _namespaces():
-        candidates = [(k,v) for k,v in attrs.items() if type(v) in handlers and (
+        # Nearly all attributes are functions of libraries. The condition of `_is_from_notebook`
+        # leaves them out here: to call it for each of 37,000 would take three times as long
+        candidates = [(name,v) for name,v in attrs.items() if type(v) in selectors and (
             type(v) is not function or v.__globals__ is main or v.__module__ == '__main__')]
         for name,v in candidates:
-            if id(v) in seen: continue
-            install,select = handlers[type(v)]
-            value = select(v)
-            # many modules have the same dispatch function, which is to be changed once
-            if install is _register and value is not v: seen.add(id(v))
-            if value is not None: res.append(Patch(module, cls, name, install, value))
+            if id(v) in done: continue
+            value = selectors[type(v)](v)
+            if value is not None: res.append(Patch(module, cls, name, value))
+            # What a cell made is set in each place where it is found. A library's dispatch
+            # function is one object in many modules: what cells registered is sent once
+            if value is not v: done[id(v)] = v
     return res

@@ -8,8 +8,10 @@ __all__ = ['HELPER_ENDED', 'end_with_parent', 'end_forks_with_parent', 'new_fold
            'helper_is_new', 'WorkerProcess', 'HelperEnded', 'is_stopped', 'start_worker']
 
 # %% ../../nbs/process/404_helper.ipynb #dfa8706d
-import atexit, contextlib, ctypes, os, shutil, signal, stat, sys, tempfile, threading
+import atexit, contextlib, ctypes, gc, importlib, os, pickle, pkgutil, shutil, signal, socket, stat
+import struct, subprocess, sys, tempfile, threading, time, traceback, warnings
 from glob import escape, glob
+from multiprocessing import connection
 
 try: import fcntl
 except ImportError: fcntl = None    # not on Windows, where there are no workers
@@ -17,6 +19,7 @@ except ImportError: fcntl = None    # not on Windows, where there are no workers
 from ..base.scoped import in_main_thread
 
 # %% ../../nbs/process/404_helper.ipynb #1da79cef
+# Processes that end with their parent
 _PR_SET_PDEATHSIG = 1
 
 def end_with_parent():
@@ -35,9 +38,10 @@ def end_forks_with_parent():
     os.register_at_fork(before=before_fork, after_in_child=after_fork)
 
 # %% ../../nbs/process/404_helper.ipynb #1968fba4
+# Private folders: each has a file that its process keeps locked, until the system unlocks it
 _PREFIX = 'fastddp-'        # of the name of a private folder
 _LOCK_FILE = 'owner'        # the file in it that its process keeps locked
-_importer_pid = os.getpid() # the process that imported this module, which a fork of it didn't
+_importer_pid = os.getpid() # of the process that imported this module, not of its forks
 _lock_fds = {}              # path of a private folder of this process -> its open lock file
 _has_swept = False          # True once `new_folder` has called `sweep`
 
@@ -76,6 +80,7 @@ def private_folder():
 
 @atexit.register
 def _remove_all():
+    "At the end of this process, remove its folders; a fork of it leaves them alone"
     if os.getpid() == _importer_pid:
         for path in list(_lock_fds): remove_folder(path)
 
@@ -109,11 +114,11 @@ def _is_own_folder(
     is_folder = stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(lock.st_mode)
     return is_folder and {folder.st_uid, lock.st_uid} == {os.getuid()}
 
-# %% ../../nbs/process/404_helper.ipynb #edb3fccc
-import gc, importlib, pickle, pkgutil, socket, struct, subprocess, time, traceback, warnings
-from multiprocessing import connection
-
 # %% ../../nbs/process/404_helper.ipynb #d8d16bf7
+# How workers start. The helper is a process that has imported torch and fastai (`serve`); it forks
+# a worker for each request of `start_worker`. Where no helper can run, workers are spawned: each is
+# a new Python that imports everything itself (`run_spawned`).
+
 _is_helper_off = False  # True once `turn_off_helper` was called
 _in_worker = False      # True in a worker, and in the helper
 
@@ -152,6 +157,7 @@ def preloads():
     return sorted(_preload+imported, key=lambda entry: ':' in entry)
 
 # %% ../../nbs/process/404_helper.ipynb #5a6d6a2b
+# In the helper's process
 def serve(
     fd,         # Descriptor of the socket to the notebook
     parent_pid, # The process whose death kills this one; 0: only the socket's end does
@@ -176,10 +182,8 @@ def serve(
     gc.enable()
     _serve_forks(socket.socket(fileno=fd))
 
-def _import(
-    entry # `module`, or `module:function`
-):
-    "Import the module and call the function; print a line to stderr if that fails"
+def _import(entry):
+    "Import a `module`, or call a `module:function`; print a line to stderr if that fails"
     try:
         if ':' in entry: pkgutil.resolve_name(entry)()
         else: importlib.import_module(entry)
@@ -195,10 +199,8 @@ def _send_number(pipe, number):
     "Write `number` to a status pipe, which the notebook may have closed"
     with contextlib.suppress(BrokenPipeError): os.write(pipe, _NUMBER.pack(number))
 
-def _serve_forks(
-    sock # The socket to the notebook
-):
-    "Fork a worker for each request, and report the exit code of each worker; doesn't return"
+def _serve_forks(sock):
+    "Fork a worker for each request on `sock`, and report each one's exit code; doesn't return"
     woken,wake = os.pipe()      # SIGCHLD writes to `wake`, so that `woken` becomes readable
     for fd in (woken, wake): os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -244,8 +246,8 @@ def _report_ended(status_pipes):
         os.close(pipe)
 
 def _run_entry(conn, entry, args):
-    """Call `entry` in a new worker; it ends the process itself. If it returns, or raises an
-    exception, which is printed, the process ends with exit code 1"""
+    """Call `entry` in a new worker, which ends the process itself. If it returns or raises, the
+    process ends with exit code 1"""
     try: pkgutil.resolve_name(entry)(socket.socket(fileno=conn), *args)
     except BaseException: traceback.print_exc()
     finally: os._exit(1)
@@ -262,6 +264,7 @@ def run_spawned(
     _run_entry(conn, entry, args)
 
 # %% ../../nbs/process/404_helper.ipynb #0c665fbe
+# In the notebook's process
 def _start_python(
     call, # The call of a function of this module, as source
     fds   # Descriptors that the process inherits
@@ -278,8 +281,7 @@ def _start_python(
                             env={**os.environ, 'PYTHONPATH': path})
 
 class _Helper:
-    """The notebook's side of a helper process: its `Popen`, and the socket for requests. Creating
-    it starts the process"""
+    "The notebook's side of a helper process: creating it starts the process"
     def __init__(self):
         self.sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
@@ -308,8 +310,7 @@ def helper_is_new():
     return _helper is None or not _helper.has_forked
 
 def _forget_helper():
-    """In a forked child, close its copy of the socket to the helper, which exits only when all
-    copies are closed"""
+    "In a forked child, close its copy of the socket: the helper exits when all are closed"
     global _helper,_lock
     if _helper is not None: _helper.sock.close()
     _helper = None
@@ -321,8 +322,7 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget_h
 HELPER_ENDED = 256      # the `exitcode` of a worker whose helper ended before it could report one
 
 class WorkerProcess:
-    """The notebook's handle of a worker's process, with `multiprocessing.Process`'s words. Made by
-    `start_worker`"""
+    "A worker's process, with the methods of `multiprocessing.Process`; `start_worker` makes it"
     def __init__(self,
         pid,
         status,     # Read end of its status pipe

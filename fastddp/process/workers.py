@@ -15,9 +15,8 @@ from fastcore.basics import patch
 from ..base.board import Heartbeats
 from ..base.errors import CantDistribute
 from ..base.scoped import in_main_thread
-from ..payload.pickling import function_ref
 from ..payload.buffers import Block
-from .worker import HEARTBEATS, Pipe, Surroundings, worker_main
+from .worker import HEARTBEATS, Pipe, Surroundings, function_ref, worker_main
 from .helper import (
     HelperEnded, new_folder, remove_folder, start_method, start_worker, turn_off_helper)
 

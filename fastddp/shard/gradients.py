@@ -117,7 +117,8 @@ def graph_of(loss,    # A tensor, or a node of a graph
              until=() # Nodes at which the walk stops; they aren't part of the result
 ):
     "Return the nodes of the autograd graph from which `loss` is computed, as a set"
-    seen,todo = {*until},[loss.grad_fn if isinstance(loss, torch.Tensor) else loss]
+    seen = {*until}
+    todo = [loss.grad_fn if isinstance(loss, torch.Tensor) else loss]
     while todo:
         node = todo.pop()
         if node is None or node in seen: continue
@@ -197,11 +198,11 @@ class Passes:
         "Replace `torch.autograd.backward` inside"
         self.torch_backward = torch.autograd.backward
         with with_attrs(torch.autograd, backward=self._backward): yield self
-
     def open(self):
         "Begin a training batch"
-        self.n_passes,self.accumulates,self.this_batch_flat = 0,False,False
-
+        self.n_passes = 0
+        self.accumulates = False
+        self.this_batch_flat = False
     def close(self):
         "End the training batch: other passes are this rank's own"
         self.n_passes = None
@@ -234,12 +235,11 @@ class Passes:
         # products of fastai's kinds of tensors would be slower
         loss = self.weigh(loss.as_subclass(torch.Tensor), is_first)
         # `weigh` may have set `this_batch_flat`
-        flat = self.all_flat or self.this_batch_flat or options['create_graph']
-        if is_first and not flat and inputs is None:
+        is_flat = self.all_flat or self.this_batch_flat or options['create_graph']
+        if is_first and not is_flat and inputs is None:
             return self.overlapped.backward(self.torch_backward, loss, grad_tensors, **options)
         self.torch_backward(loss, grad_tensors, inputs=inputs, **options)
         if not self.accumulates: self.average()
-
     def average(self):
         "Average all gradients over ranks, unless some rank skips this pass"
         params = self.params()
@@ -258,7 +258,8 @@ class _Wrapped(nn.Module):
     def __init__(self, model,
                  extra_params): # Trained parameters that aren't the model's
         super().__init__()
-        self.model,self.extra_params = model,nn.ParameterList(extra_params)
+        self.model = model
+        self.extra_params = nn.ParameterList(extra_params)
     def forward(self, loss): return loss
 
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -297,8 +298,7 @@ class Overlapped:
         model,        # `model()` returns the learner's model
         params,       # `params()` returns the trained parameters
         same_weights=False,  # All ranks loaded the same weights: DDP needn't broadcast them
-        # A communication hook of DDP's, such as `bf16_compress_hook`: `comm_hook(state, bucket)`
-        comm_hook=None,
+        comm_hook=None, # One of DDP's, such as `bf16_compress_hook`: `comm_hook(state, bucket)`
         **ddp_kwargs  # The user's options for DDP
     ):
         store_attr()
@@ -317,11 +317,9 @@ class Overlapped:
         extra = ((f'loss.{i}',p) for i,p in enumerate(self.extra_params))
         named = [*self.model().named_parameters(), *extra]
         return [(k,p) for k,p in named if p.requires_grad and p.numel()]
-
     def is_new(self):
         "True if there is no DDP module for the parameters that are trained now"
         return self.built_for != self.config()
-
     def config(self):
         "Return a value that changes if another DDP module is needed"
         requires_grad = [p.requires_grad for p in self.params()]
@@ -334,9 +332,8 @@ class Overlapped:
         self.graph_checked = True
         if is_reentrant(graph_of(loss)):
             self.why_flat = ("use_reentrant=False gives the same results, faster, where the model "
-                         "checkpoints activations. DDP can't follow use_reentrant=True")
+                             "checkpoints activations. DDP can't follow use_reentrant=True")
         elif not self.ddp_kwargs.get('find_unused_parameters'): self._name_unused(loss)
-
     def _name_unused(self, loss):
         """Return the trained parameters that the graph of `loss` doesn't reach. If there are any,
         set `why_flat` to a text with their names"""
@@ -356,7 +353,8 @@ class Overlapped:
         "Run the backward pass of `loss`; afterwards each gradient is the mean over ranks"
         without_grad = {id(p) for p in self.params() if p.grad is None}
         self.n_passes += 1
-        torch_backward(self.ddp(loss), *args, **kwargs)
+        out = self.ddp(loss)
+        with group.until_context_released(out): torch_backward(out, *args, **kwargs)
         try: return self.ddp.reducer._check_reducer_finalized()
         except RuntimeError: pass       # DDP still waits for parameters that got no gradient
         unused = self._name_unused(loss)
@@ -382,15 +380,17 @@ class Overlapped:
         if is_synced and 'init_sync' in _PARAMS: kw['init_sync'] = False
         self.ddp = nn.parallel.DistributedDataParallel(wrapped, **kw)
         if self.comm_hook is not None: self.ddp.register_comm_hook(None, self.comm_hook)
-        self.synced_model,self.built_for = model,self.config()
+        self.synced_model = model
+        self.built_for = self.config()
 
     def close(self):
         "Drop the DDP module, and its hooks on the parameters"
         if self.ddp is not None:
             self.exchange_secs += self.n_passes*self._unhidden_secs()
             self.ddp.reducer._remove_autograd_hooks()
-        self.ddp,self.built_for,self.n_passes = None,None,0
-
+        self.ddp = None
+        self.built_for = None
+        self.n_passes = 0
     def _unhidden_secs(self):
         "Return the mean seconds per pass of exchange during which no backward pass ran"
         # A private method of torch's, which raises before the first steps. Times in nanoseconds

@@ -474,7 +474,7 @@ def test_kill(group):
 
 
 def test_unload_leaves_nothing(group):
-    group.run('%makedip -n 2 -a none\n%dipper d\n%autodip on')
+    group.run('%makedip -r -n 2 -a none\n%dipper d\n%autodip on')
     pids = eval(group.run('%%dip local\nlist(d.pids)'))
     group.run('%unload_ext fastddp')
     assert group.run('1 + 1') == '2\n'
@@ -482,6 +482,22 @@ def test_unload_leaves_nothing(group):
     assert not [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != 'zombie']
     assert group.run('[o for o in get_ipython().input_transformers_cleanup if "fastddp" in repr(getattr(o, '
                      '"__self__", ""))]') == '[]\n'
+    group.run('%load_ext fastddp')
+
+
+CTRL_C = """
+import signal
+stop = d.local.workers.stop
+d.local.workers.stop = lambda grace: (stop(grace), signal.raise_signal(signal.SIGINT))"""
+
+
+def test_unload_again_after_an_interrupt(group):
+    group.run('%makedip -r -n 2 -a none\n%dipper d')
+    group.run(CTRL_C)
+    assert group.fails('%unload_ext fastddp')[0] == 'KeyboardInterrupt'
+    group.run('%unload_ext fastddp')
+    assert 'not found' in group.fails('%%dip\n1')[1]
+    assert group.run('[o for o in get_ipython().configurables if "Dip" in repr(o)]') == '[]\n'
     group.run('%load_ext fastddp')
 
 

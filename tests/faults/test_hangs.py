@@ -157,6 +157,26 @@ def test_no_thread_holds_what_a_collective_sent():
     assert Local(gpus=[]).run(Job.of(collect, 500), 2).results == [0, 0]
 
 
+class Releases(Callback):
+    "Counts the backward passes whose context somebody else still refers to when they are over"
+    n_held = 0
+    def before_backward(self): self.loss_grad.register_hook(self.note)
+    def note(self, grad): self.context = torch._C._get_obj_in_tls('context')
+    def after_backward(self):
+        # this attribute, and the argument of `getrefcount`
+        self.n_held += sys.getrefcount(self.context) > 2
+    def after_fit(self): self.context = None
+
+
+@pytest.mark.skipif(not group._FORKS_MAY_HANG or not hasattr(torch._C, '_remove_obj_from_tls'),
+                    reason='this Python forks safely, or this torch keeps the context')
+def test_no_thread_holds_the_context_of_a_backward_pass():
+    "As above. torch hands Python's context variables on to the threads that exchange gradients"
+    learn = make_learner(n=400, bs=4, cbs=Releases())
+    learn.distrib_fit(1, nprocs=2)
+    assert learn.releases.n_held == 0
+
+
 class OwnCollective(Callback):
     "Rank 1 alone makes a collective: no other rank comes to it"
     def after_batch(self):

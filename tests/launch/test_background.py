@@ -235,8 +235,8 @@ def test_failure():
     with pytest.raises(RankRaised, match='in the second epoch'): learn.distrib_resume(wait=False).result(60)
 
 
-def test_inference_and_lr_find(two):
-    learn = learner()
+def test_inference_and_lr_find(two, tmp_path):
+    learn = learner(path=tmp_path)
     job = learn.distrib_get_preds(wait=False, **two)
     assert all(torch.equal(a, b) for a, b in zip(job.result(60), learn.get_preds()))
     async def awaited(): return await learn.distrib_lr_find(wait=False, **two)

@@ -29,8 +29,8 @@ def test_the_epochs_that_ran(two, capsys):
     assert len(learn.recorder.values) == 2 and last(capsys).startswith('2 epochs in ')
 
 
-def test_iterations_of_lr_find(two, capsys):
-    learn = learner()
+def test_iterations_of_lr_find(two, capsys, tmp_path):
+    learn = learner(path=tmp_path)
     learn.add_cb(ProgressCallback())
     learn.distrib_lr_find(nprocs=2, launcher=two, num_it=12, show_plot=False, stop_div=False)
     assert '12 iterations in ' in last(capsys)      # behind what is left of the bar

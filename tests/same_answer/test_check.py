@@ -11,7 +11,7 @@ from fastai.text.models.awdlstm import WeightDropout
 from fastddp.all import CantDistribute
 from fastddp.base import group
 from fastddp.fastai2 import check
-from fastddp.fastai2.check import _LOOK
+from fastddp.fastai2.check import _HINT
 from torch import nn
 from parity import items, learner, mlp, warm
 
@@ -128,7 +128,7 @@ def test_a_difference_of_a_learners_own_is_named(two, kind):
 
 def test_the_verdict_points_to_a_page():
     docs = pathlib.Path(__file__).parents[2]/'docs'
-    title = re.search("The page '(.*)' says", _LOOK)[1]
+    title = re.search("The page '(.*)' says", _HINT)[1]
     assert f'# {title}\n' in (docs/'same_answer.md').read_text(encoding='utf-8')
 
 
