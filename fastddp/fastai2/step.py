@@ -33,8 +33,7 @@ def true_counts(learn # A learner in a training phase
 
 def trained_beside(learn):
     "Return the parameters that are trained beside the model's: see `extra_params`"
-    opt = getattr(learn, 'opt', None)
-    return extra_params(learn.model, learn.loss_func, opt.param_lists if opt else ())
+    return extra_params(learn.model, learn.loss_func, learn.opt.param_lists)
 
 def accumulation(learn):
     "Return the `GradientAccumulation` of `learn`, or None"

@@ -42,7 +42,7 @@ def test_the_agent(pipe, monkeypatch):
     def on_hello():
         handled.set()
         a.link_timeout = -1      # the notebook counts as gone
-    monkeypatch.setitem(a.handlers, 'hello', lambda a: on_hello())
+    monkeypatch.setattr(a, 'on_hello', on_hello, raising=False)
     put('hello')
     while not a.stream.has_messages: a.stream.seconds_silent()
     in_thread(a.run)
