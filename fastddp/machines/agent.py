@@ -117,7 +117,7 @@ class Agent:
     the workers end, when the notebook is gone"""
     def __init__(self,
         read_fd, write_fd, # Descriptors of the stream to the notebook
-        own_names=() # Environment variables for which this machine's values count in workers
+        own_names # Environment variables for which this machine's values count in workers
     ):
         self.own_names = own_names
         self.workers = None         # `Workers` of this machine, from the message 'start' on

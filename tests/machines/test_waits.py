@@ -38,7 +38,7 @@ def test_the_notebook(pipe):
 def test_the_agent(pipe, monkeypatch):
     read_fd, put = pipe
     monkeypatch.setattr(agent, '_REPORT_SECONDS', None)       # it waits until something comes
-    a, handled = agent.Agent(read_fd, os.open(os.devnull, os.O_WRONLY)), threading.Event()
+    a, handled = agent.Agent(read_fd, os.open(os.devnull, os.O_WRONLY), own_names=()), threading.Event()
     def on_hello():
         handled.set()
         a.link_timeout = -1      # the notebook counts as gone
