@@ -69,6 +69,7 @@ MAX_NUMBERS = 24    # that a rank can bring to a meeting
 # for each rank.
 _RECORD = f'=q{MAX_NUMBERS}d'
 _REPORT_AFTER = 1.  # seconds of waiting after which `on_wait` is called
+_LIMIT = 1800.      # seconds to wait for other ranks where no notebook watches over them
 _MIN_SLEEP,_MAX_SLEEP = 5e-5,5e-3   # seconds between two looks at the page
 # `on_wait(rank)` is called while this rank waits for `rank`. In a worker, each job sets this
 # variable of the module, so that the notebook hears of it (`launch.rank`).
@@ -83,7 +84,8 @@ class Board:
         page=None, # The `Page` of this host; None for a group of one rank
         on_host=None, # The ranks of this host; None: all ranks of the group
         # The process group of the first ranks of all hosts; None on other ranks, and on one host
-        between_hosts=None
+        between_hosts=None,
+        limit=None # Seconds to wait for the other ranks; None: no limit
     ):
         store_attr(but='on_host')
         self.on_host = on_host or range(n)
@@ -93,8 +95,7 @@ class Board:
         # None if it didn't wait
         self.last_wait = None
     def meet(self,
-        numbers, # Up to `MAX_NUMBERS` numbers of this rank
-        limit=None # Seconds to wait for the other ranks; None: no limit
+        numbers # Up to `MAX_NUMBERS` numbers of this rank
     ): # For each rank in order, a tuple of `MAX_NUMBERS` floats: its numbers, then zeros
         """Exchange numbers with all ranks. This is a collective: every rank calls it. Raises
         RuntimeError after `limit` seconds, naming the missing ranks"""
@@ -104,8 +105,8 @@ class Board:
         self.meeting += 1
         self.last_wait = None
         self._write_row(self.rank, row)
-        if self.between_hosts is not None: self._exchange_between_hosts(limit)
-        return self._wait_for(range(self.n), limit)
+        if self.between_hosts is not None: self._exchange_between_hosts()
+        return self._wait_for(range(self.n))
     def _record(self, rank):
         "Return the index of the record of `rank` at this meeting; its two records take turns"
         return 2*rank+self.meeting%2
@@ -115,7 +116,7 @@ class Board:
         "Return the numbers of `rank` at this meeting; None if it hasn't come yet"
         record = self.page.read(self._record(rank))
         return record[1:] if record and record[0] == self.meeting else None
-    def _wait_for(self, ranks, limit):
+    def _wait_for(self, ranks):
         "Wait until all `ranks` have come to this meeting, and return their rows in order"
         rows = [self._read_row(r) for r in ranks]
         if None not in rows: return rows
@@ -123,9 +124,9 @@ class Board:
         while None in rows:
             missing = [r for r,row in zip(ranks, rows) if row is None]
             waited = time.perf_counter()-began
-            if limit is not None and waited > limit:
+            if self.limit is not None and waited > self.limit:
                 who = ', '.join(map(str, missing))
-                raise RuntimeError(f"Timed out waiting {limit:.0f} s for rank {who}")
+                raise RuntimeError(f"Timed out waiting {self.limit:.0f} s for rank {who}")
             if waited > _REPORT_AFTER: on_wait(missing[0])
             time.sleep(min(max(waited/20, _MIN_SLEEP), _MAX_SLEEP))
             rows = [row or self._read_row(r) for r,row in zip(ranks, rows)]
@@ -137,11 +138,11 @@ class Board:
         self.waited += secs
         rank,before = self.last_wait or (rank, 0.)
         self.last_wait = rank,before+secs
-    def _exchange_between_hosts(self, limit):
+    def _exchange_between_hosts(self):
         "Send the rows of this host to the other hosts, and write theirs into this host's page"
         # Rows of other hosts are zero, so that the sum over hosts has the rows of all ranks.
         rows = torch.zeros(self.n, MAX_NUMBERS, dtype=torch.float64)
-        for r,row in zip(self.on_host, self._wait_for(self.on_host, limit)):
+        for r,row in zip(self.on_host, self._wait_for(self.on_host)):
             rows[r] = torch.tensor(row)
         began = time.perf_counter()
         group.sum_in(rows, self.between_hosts)
@@ -224,7 +225,8 @@ def _make_board():
         on_host = [rank]
     leaders = sorted({*group.all_gather_object(on_host[0])})
     between = group.subgroup(leaders) if len(leaders) > 1 else None
-    return Board(rank, n, page, on_host, between if rank in leaders else None)
+    limit = _LIMIT if group.under_launcher() else None
+    return Board(rank, n, page, on_host, between if rank in leaders else None, limit)
 
 def _shared_page(
     on_host, # The ranks of this host

@@ -59,8 +59,6 @@ class Ranks:
     ):
         store_attr('model,stop_requested,extra_params')
         self.board = board or group_board()
-        # Seconds to wait for the others under a launcher, where no notebook watches the ranks
-        self.max_wait = 1800. if group.under_launcher() else None
         self.has_stopped = False        # a meeting has raised `KeyboardInterrupt` on all ranks
         self.scale = 1.                 # factor on this rank's gradients; `GlobalLoss` sets it
         self.passes = Passes(self.parameters, self.scale_loss, self.agree)
@@ -76,7 +74,7 @@ class Ranks:
         """Return the numbers of each rank as rows, filled up with zeros to `_MAX_NUMBERS`. Raises
         `KeyboardInterrupt` on all ranks if one of them wants to stop"""
         wants_stop = not self.has_stopped and (stop or self.stop_requested())
-        rows = self.board.meet([wants_stop, *numbers], self.max_wait)
+        rows = self.board.meet([wants_stop, *numbers])
         some_rank_stops = any(row[0] for row in rows)
         if some_rank_stops and not self.has_stopped:
             self.has_stopped = True
@@ -120,8 +118,7 @@ def as_rank(ranks,  # `Ranks`
 
 def trained_beside(learn):
     "Return the trained parameters of `learn` that aren't the model's, as a list"
-    opt = getattr(learn, 'opt', None)
-    groups = [pg['params'] for pg in opt.opt.param_groups] if opt is not None else ()
+    groups = [pg['params'] for pg in learn.opt.opt.param_groups]
     return extra_params(learn.model, learn.loss_func, groups)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327757

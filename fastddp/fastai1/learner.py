@@ -26,7 +26,7 @@ from .loaders import batch_counts, check_v1, mend_streams, old_numpy, replace_in
 from .snapshot import (
     apply, baseline, capture, loaders_of, persistent_refs, place, snapshot, tracked, unpack)
 from .validation import Validation
-from ..launch.options import ITEMS, RAISES, Options, check_method, no_attribute
+from ..launch.options import ITEMS, Options, no_attribute
 from ..launch.rank import Context
 from ..launch.session import Call, Session as _Session, distrib_block, refuse_untrainable
 from ..launch.training import (
@@ -364,9 +364,7 @@ def distrib(self:Learner,
     *args, **kwargs # Its arguments, and the options of `distrib_ctx`
 ):
     "Call `learn.name(*args, **kwargs)` on workers."
-    check_method(self, name)
-    options = OPTIONS.pop_from(kwargs, self, name)
-    OPTIONS.check_call(type(self), name, args, kwargs)
+    options = OPTIONS.pop_from(self, name, args, kwargs)
     with self.distrib_ctx(**options): return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #16a07f09
@@ -376,11 +374,10 @@ the last finished batch."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in ('fit','fit_one_cycle','lr_find'):
-    setattr(Learner, f'distrib_{_name}', OPTIONS.distrib_method(Learner, _name, _AFTER_FIT, ITEMS))
+    OPTIONS.add_method(Learner, _name, _AFTER_FIT, ITEMS)
 _FOR_FITS = 'batch','sync_bn','loss','restarts'
 for _name in ('validate','get_preds'):
-    setattr(Learner, f'distrib_{_name}',
-            OPTIONS.distrib_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS))
+    OPTIONS.add_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS)
 
-OPTIONS.add_to_docstring(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
-OPTIONS.add_to_docstring(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)
+OPTIONS.add_to_docstring(Learner.distrib_ctx, 'Yields the learner.', _AFTER_FIT)
+OPTIONS.add_to_docstring(Learner.distrib, 'Returns what the method returns.', _AFTER_FIT)

@@ -69,10 +69,9 @@ def shard_batches(dl,      # A fastai or torch loader, sharded or not
     return res
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #08e24dee
-def why_one_process(dl,     # What to predict: a loader, or a list of batches
-                    cbs=(), # Callbacks of the learner
-                    n=2,    # Number of ranks
-                    model=None # The model that predicts
+def why_one_process(learn, # The learner that predicts
+                    dl,    # What to predict: a loader, or a list of batches
+                    n      # Number of ranks
 ):
     """Return why one process predicts `dl`, to be shown to the user; an empty string where that
     needs no explanation, None where the ranks predict it"""
@@ -81,10 +80,10 @@ def why_one_process(dl,     # What to predict: a loader, or a list of batches
     if len(dl) < 2: return ''
     if is_lm(dl) or is_stream(dl) or not getattr(dl, 'indexed', True):
         return "its batches are parts of a stream."
-    if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in cbs):
+    if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in learn.cbs):
         return ("TensorBoardProjectorCallback writes what the model makes of every batch, from one "
                 "process.")
-    if rows_are_streams(dl, model):
+    if rows_are_streams(dl, learn.model):
         return "the model keeps state from batch to batch (it has a `reset`)."
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #5fdc168c
@@ -178,7 +177,7 @@ def infer_in_group(learn, # A learner, the same on all ranks
     "Validate `dl` by all ranks; each rank calls this, and then has the result of one process"
     whole = original(dl)
     n = group.world_size()
-    if n == 1 or why_one_process(whole, learn.cbs, n, learn.model) is not None:
+    if n == 1 or why_one_process(learn, whole, n) is not None:
         type(learn)._do_epoch_validate(learn, dl=Undivided(whole, common))
     else:
         order_from_rank0(whole)
@@ -234,16 +233,15 @@ def leave_together(together, # This rank's `Together`
 
 @contextlib.contextmanager
 def sync_load(learn,
-              together=None # The fit's `Together`, if there is a fit
+              together # The fit's `Together`
 ):
     "Context manager in which `learn.load` reads on rank 0 and sends model and optimizer to all"
     def load(*args, **kwargs):
-        if together and together.mid_batch:
+        if together.mid_batch:
             raise CantDistribute("learn.load was called between a batch's forward and backward "
                                  "pass, which would no longer fit each other. Load before or after "
                                  "the batch.")
-        loads_alone = together and (together.rank0_alone or together.meet_between(LOAD) is None)
-        if loads_alone:
+        if together.rank0_alone or together.meet_between(LOAD) is None:
             raise CantDistribute(f"Rank {group.rank()} called learn.load, but not every rank did: "
                                  "the ranks would go on with different weights. Call it on all "
                                  "ranks, in a callback without `rank0_only`; rank 0 reads the "
@@ -330,7 +328,7 @@ def alone_on_rank0(learn,
     def wrap(cb):
         needs_care = type(cb) not in _HARMLESS and is_rank0_only(cb)
         return _call_alone(cb, learn, together) if needs_care else cb
-    return dispatch_events(learn, wrap, together.clock)
+    return dispatch_events(learn, together.clock, wrap)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #bc588695
 # A W&B run, and lines of text

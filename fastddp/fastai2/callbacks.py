@@ -41,7 +41,7 @@ class SameModel(OurCallback):
     # after the ranks' meetings, before anything is validated or saved
     order = ReduceMetrics.order
     def __init__(self,
-        average_bn=True # Average the running statistics of batch norm
+        average_bn # Average the running statistics of batch norm
     ):
         self.average_bn = average_bn
         self.same_weights = SameWeights()
@@ -183,7 +183,7 @@ def distributed(learn,
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(silence_other_ranks(learn))
         stack.enter_context(learn.added_cbs(cbs))
-        stack.enter_context(dispatch_events(learn, clock=together.clock))
+        stack.enter_context(dispatch_events(learn, together.clock))
         if group.world_size() > 1: stack.enter_context(step.passes.wrapped())
         seed_rank(group.rank(), group.world_size(), together.common)
         try: yield together

@@ -26,7 +26,6 @@ from .together import runs_user_code
 from .learner import OPTIONS
 from ..base.scoped import with_attrs
 from . import snapshot
-from ..launch.options import RAISES
 from ..output.replay import suppress_lines
 from ..payload.changes import apply_changes
 from ..payload.state import get_hooks
@@ -302,4 +301,4 @@ def distrib_check(self:Learner,
 OPTIONS.add_to_docstring(Learner.distrib_check,
     "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its "
     "`same` says whether all of them agree, and `verdict` why not.",
-    RAISES, "The learner is unchanged.")
+    "The learner is unchanged.")

@@ -14,7 +14,6 @@ import torch
 from fastai.learner import Recorder
 
 from ..base import group
-from ..base.board import Board
 from ..base.device import device_module, is_accelerator, visible_cores
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
@@ -114,9 +113,9 @@ class Clock:
     `Together` calls `begin_meeting` and `end_meeting`, since waiting for other ranks is counted by
     its cause. `distributed` sets `on_gpu`. In the end `totals` returns all of it."""
     def __init__(self,
-        board=None # The `Board` at which the ranks meet
+        board # The `Board` at which the ranks meet
     ):
-        self.board = board or Board(0, 1)
+        self.board = board
         self.seconds = defaultdict(float)   # phase, or class of a callback -> seconds
         self.callback_secs = 0.     # seconds of all callbacks, metrics among them
         self.batches = BatchWaits()

@@ -253,7 +253,7 @@ def _sync_streams(learn):
 reports = weakref.WeakKeyDictionary()
 
 def _complete(learn,
-    report, # A new `Report`
+    report, # A new `Report`, which is appended to those of the block
     together, # Of the call
     result, # As of `Progress.result`
     dl=None # The loader of a validation; None: it was a fit
@@ -264,11 +264,11 @@ def _complete(learn,
     result['first_batch_at'] = report.began
     result['report'] = together.clock.totals() | resource_use(learn, group.comm_device(), dl)
     report.add_results(group.all_gather_object(result))
+    reports[learn].append(report)
 
 def _fit_in_place(learn,
     options, # Of `distributed`
-    asked, # As of `fit_args`
-    finished # The `Report`s of the block, to which that of this fit is appended
+    asked # As of `fit_args`
 ):
     "Run `Learner.fit` by all ranks, each of which has called it."
     _sync_streams(learn)
@@ -287,7 +287,6 @@ def _fit_in_place(learn,
         with distributed(learn, **options) as together, as_one_process(learn, cbs, together):
             _fit(learn, cbs, asked, [noted, EndOfAll(noted)])
         _complete(learn, report, together, noted.progress.result())
-    finished.append(report)
     # `SaveModelCallback` has loaded the best weights on rank 0 only
     group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
 
@@ -299,9 +298,9 @@ def in_place(
 ):
     """Context manager in which `learn` trains and validates with the ranks of the group that its
     launcher made"""
-    reports[learn] = finished = []
+    reports[learn] = []
     def fit(*args, **kwargs):
-        return _fit_in_place(learn, options, fit_args(learn, args, kwargs), finished)
+        return _fit_in_place(learn, options, fit_args(learn, args, kwargs))
     def validate(ds_idx=1, dl=None):
         _sync_streams(learn)
         report = Report('inference')
@@ -309,7 +308,6 @@ def in_place(
         with distributed(learn, sync_bn=False, shard_dls=False) as together:
             infer_in_group(learn, dl, together.common)
         _complete(learn, report, together, dict(steps=0, epochs=0), dl)
-        finished.append(report)
     with launched_group() as device:
         place(learn, device)
         overridden = with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given)

@@ -30,8 +30,7 @@ from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
 from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
 from ..launch.options import (
-    ITEMS, RAISES, Options, check_method, in_launched_group,
-    no_attribute, refuse_busy, refuse_gpus_of_others)
+    ITEMS, Options, in_launched_group, no_attribute, refuse_busy, refuse_gpus_of_others)
 from ..launch.session import distrib_block, gpu_memory_note, offloaded
 from ..output.replay import print_line
 from ..payload.pickling import replaced_in_dumps
@@ -325,9 +324,7 @@ def distrib(self:Learner,
     *args, **kwargs # Its arguments, and the options of `distrib_ctx`
 ):
     "Call `learn.name(*args, **kwargs)` on workers."
-    check_method(self, name)
-    options = OPTIONS.pop_from(kwargs, self, name)
-    OPTIONS.check_call(type(self), name, args, kwargs)
+    options = OPTIONS.pop_from(self, name, args, kwargs)
     wait = options.pop('wait', True)
     offload = options.pop('offload', False)
     _check_wait(wait, offload)
@@ -369,11 +366,10 @@ the last finished batch. `distrib_resume()` continues the fit."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in ('fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'):
-    setattr(Learner, f'distrib_{_name}', OPTIONS.distrib_method(Learner, _name, _AFTER_FIT, ITEMS))
+    OPTIONS.add_method(Learner, _name, _AFTER_FIT, ITEMS)
 _FOR_FITS = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
 for _name in _INFERS:
-    setattr(Learner, f'distrib_{_name}',
-            OPTIONS.distrib_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS))
+    OPTIONS.add_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS)
 
-OPTIONS.add_to_docstring(Learner.distrib_ctx, 'Yields the learner.', RAISES, _AFTER_FIT)
-OPTIONS.add_to_docstring(Learner.distrib, 'Returns what the method returns.', RAISES, _AFTER_FIT)
+OPTIONS.add_to_docstring(Learner.distrib_ctx, 'Yields the learner.', _AFTER_FIT)
+OPTIONS.add_to_docstring(Learner.distrib, 'Returns what the method returns.', _AFTER_FIT)

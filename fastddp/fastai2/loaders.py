@@ -291,7 +291,7 @@ def check_dl(dl,         # A loader
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f1d06eb4
 def batch_items(dl,  # A loader in the middle of an epoch
-                in_batch=True # True: the batch that it yielded last; False: the one that it makes
+                in_batch # True: the batch that it yielded last; False: the one that it makes
 ):
     """Return the dataset indices of this rank's items in a batch as a tuple, each once. Unknown
     indices are left out; it is empty for a loader that isn't sharded."""

@@ -41,8 +41,8 @@ class FitCall(Call):
     def __init__(self, session,
         cbs, # Callbacks that this fit was given
         user_call, # The `UserCall` that makes this fit
-        first_epoch=None, # The first epoch that isn't complete, if the fit is resumed
-        n_epoch=None # As the user asked; None: the user's own `fit` has no such argument
+        first_epoch, # The first epoch that isn't complete, if the fit is resumed
+        n_epoch # As the user asked; None: the user's own `fit` has no such argument
     ):
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
@@ -218,7 +218,7 @@ class Session(BaseSession):
         learn = self.learn
         dl = learn.dls[ds_idx] if dl is None else dl
         # None: on workers; '' or a text that says why: in this process
-        why_here = why_one_process(dl, learn.cbs, self.n, learn.model)
+        why_here = why_one_process(learn, dl, self.n)
         if why_here is None: return self._validate_on_workers(dl)
         with suppress_lines(why_here == '' or self.quiet()):
             print_line(f"Running in this process, not on workers: {why_here}")

@@ -33,8 +33,8 @@ def true_counts(learn # A learner in a training phase
 
 def trained_beside(learn):
     "Return the parameters that are trained beside the model's: see `extra_params`"
-    opt = getattr(learn, 'opt', None)
-    return extra_params(learn.model, learn.loss_func, opt.param_lists if opt else ())
+    groups = learn.opt.param_lists if learn.opt else ()     # a user's `fit` may have none
+    return extra_params(learn.model, learn.loss_func, groups)
 
 def accumulation(learn):
     "Return the `GradientAccumulation` of `learn`, or None"

@@ -68,11 +68,10 @@ class EventDispatcher:
     """Replaces `learn._call_one` during a fit: at an event, calls the callbacks that handle it, and
     has a `Clock` note when the event begins and ends"""
     def __init__(self, learn,
-        wrap, # Callback -> the function that is called with the event's name in its place
-        clock # A `Clock`, or None
+        clock, # The `Clock`
+        wrap # Callback -> the function that is called with the event's name in its place
     ):
-        store_attr('learn,wrap')
-        self.clock = clock or Clock()
+        store_attr()
         self.rank_pid = os.getpid()
         self.handlers = {}      # event -> `[(function of the event's name, kind of its time)]`
         self.cbs = []           # the learner's callbacks to which `handlers` belongs
@@ -101,11 +100,11 @@ class EventDispatcher:
         return self.handlers[event_name]
 
 def dispatch_events(learn,
-    wrap=noop, # Callback -> the function to call in its place; default: the callback
-    clock=None # `Clock` that notes when events begin and end
+    clock, # `Clock` that notes when events begin and end
+    wrap=noop # Callback -> the function to call in its place; default: the callback
 ):
     "Context manager in which an `EventDispatcher` calls the callbacks of `learn`"
-    return with_attrs(learn, _call_one=EventDispatcher(learn, wrap, clock))
+    return with_attrs(learn, _call_one=EventDispatcher(learn, clock, wrap))
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
 # What a rank can leave, from the innermost to the outermost, and the exception that does it
@@ -169,7 +168,6 @@ class Together(OurCallback):
         rank 0: CancelFitException in batch 3 -> `leave('fit')` -> meets at the end of the fit
         rank 1: at batch 3, rank 0 is ahead -> raises CancelFitException -> meets there, too"""
     order = _FIRST      # it must know of an event before any other callback can leave in it
-    LIMIT = 1800.       # seconds to wait for other ranks where no notebook watches over them
 
     # Other modules set these
     fit_callbacks = ()          # all callbacks that make the fit a distributed one
@@ -185,7 +183,6 @@ class Together(OurCallback):
         self.stop_requested = stop_requested
         self.board = fit_board or board.group_board()
         self.clock = Clock(self.board)
-        self.limit = self.LIMIT if group.under_launcher() else None
         self._begin_fit()
         # Number of fits that have begun, one inside the other: `learn.validate` in a callback has a
         # `before_fit`, too
@@ -317,7 +314,7 @@ class Together(OurCallback):
         row = Row(*place, self.left, self.stop_requested(), data=data, callbacks=callbacks,
                   **numbers)
         while True:     # once for each meeting of a rank that is still behind
-            rows = self.board.meet(row, self.limit)
+            rows = self.board.meet(row)
             result = MeetingResult(Row(*o[:len(row)]) for o in rows)
             self.clock.end_meeting([(o.data,o.callbacks) for o in result])
             ahead = [o for o in result if o.place > place]

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from ..base import group
 from ..base.checks import (
-    FLAG, SEE, Check, bind_arguments, check_all, closest_name,
-    is_list, is_whole, number, whole)
+    FLAG, SEE, Check, bind_arguments, check_all, closest_name, is_list, is_whole, number, whole)
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .local import Local
@@ -145,8 +144,7 @@ class Options:
         extra={}, # The `**kwargs` of the method
         internal=() # Names in `extra` that users don't give
     ):
-        """Return those of `values` that are options, and `extra`. Raises `CantDistribute` for a
-        wrong name or value."""
+        "Return the options among `values`, and `extra`; refuse a wrong name or value"
         given = {k:values[k] for k in self.defaults} | extra
         for k in extra:
             if k not in self.extra_checks and k not in internal: self.refuse_name(k)
@@ -165,8 +163,7 @@ class Options:
         if passed_on: passed_on = f", and passes on to DistributedDataParallel: {passed_on}"
         raise CantDistribute(f"No option {name}. {of} has {', '.join(known)}{passed_on}.")
     def check_call(self, cls, name, args, kwargs):
-        """Raise `CantDistribute` for arguments that the method `name` of `cls` can't take; a name
-        in `kwargs` may be an argument of its bases' methods, to which its `**kwargs` go"""
+        "Raise `CantDistribute` for arguments that the method `name` of `cls` and of its bases lack"
         method = getattr(cls, name)
         own = _arguments_with_bases(cls, name)
         has_var_kwargs = inspect.getfullargspec(method).varkw
@@ -178,9 +175,10 @@ class Options:
     def non_defaults(self, given):
         "Return those of `given` that differ from the defaults"
         return {k:v for k,v in given.items() if v != self.defaults.get(k)}
-    def pop_from(self, kwargs, learn, name):
-        """Take the options out of `kwargs` and return them. Raises `CantDistribute` for one that
-        the method `name` of `learn` has, too."""
+    def pop_from(self, learn, name, args, kwargs):
+        """Take the options out of `kwargs` and return them. Raises `CantDistribute` if
+        `learn.name(*args, **kwargs)` can't be called then, or has an argument named as an option"""
+        check_method(learn, name)
         own = inspect.signature(getattr(type(learn), name)).parameters
         in_both = kwargs.keys() & self.accepted & own.keys()
         if in_both:
@@ -189,25 +187,27 @@ class Options:
                 f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with "
                 f"learn.distrib_ctx(...): learn.{name}({k}=...)` gives it to the method, `with "
                 f"learn.distrib_ctx({k}=...): learn.{name}(...)` to the workers.")
-        return {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
-    def _docstring(self, text, intro, params, *more):
-        "Return a docstring that lists `params`"
+        options = {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
+        self.check_call(type(learn), name, args, kwargs)
+        return options
+    def _docstring(self, text, intro, params, returns, *more):
+        "Return a docstring that lists `params` and the errors"
         about = inspect.cleandoc(text or '')
-        return '\n\n'.join([about, f"{intro}\n{list_params(params, self.comments)}", *more])
+        listed = f"{intro}\n{list_params(params, self.comments)}"
+        return '\n\n'.join([about, listed, returns, RAISES, *more])
     def add_to_docstring(self, f, *more):
-        "List the options in the docstring of `f`, which takes them"
+        "List the options and errors in the docstring of `f`, which takes the options"
         f.__doc__ = self._docstring(f.__doc__, 'Options:', self.params.values(), *more)
-    def distrib_method(self,
+    def add_method(self,
         cls, # fastai's `Learner`; its `distrib` makes the call
         name, # The method to run on workers
         *afterwards, # The end of its docstring: what the learner holds after a failure, say
         without=() # Options that do nothing for it
     ):
-        "Return `distrib_{name}`: the method `name` with options behind its own arguments"
+        "Give `cls` the method `distrib_{name}`: `name` with options behind its own arguments"
         wrapped = getattr(cls, name)
         shown = [p for k,p in self.params.items() if k not in without]
-        def run_on_workers(learn, /, *args, **kwargs):
-            return learn.distrib(name, *args, **kwargs)
+        def run_on_workers(learn, /, *args, **kwargs): return learn.distrib(name, *args, **kwargs)
         own = [p for p in inspect.signature(wrapped).parameters.values() if p.kind != p.VAR_KEYWORD]
         behind = [p if p.kind == p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in shown]
         run_on_workers.__signature__ = inspect.Signature([*own, *behind])
@@ -218,8 +218,8 @@ class Options:
         run_on_workers.__doc__ = self._docstring(
             about, f"Options, after the arguments of `{name}`:", shown,
             f"Returns what `{name}` returns. The learner is then as after `{name}` in one process.",
-            RAISES, *afterwards)
-        return run_on_workers
+            *afterwards)
+        setattr(cls, run_on_workers.__name__, run_on_workers)
 
 # %% ../../nbs/launch/508_options.ipynb #b6c84c1d
 # Workers and GPUs

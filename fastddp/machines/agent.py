@@ -32,7 +32,7 @@ from ..process import helper
 #     job + payload                  news            event, done, failed or died, of a rank
 #     stop, stacks                   put + payload   what a rank returns or keeps, such as its state
 #
-# `Agent.handlers` has a method for each message of the notebook. A payload is a message's block.
+# `Agent.on_<kind>` handles a message of the notebook. A payload is a message's block.
 
 def _version(package):
     "Return the version of an installed package; None if it isn't installed"
@@ -117,7 +117,7 @@ class Agent:
     the workers end, when the notebook is gone"""
     def __init__(self,
         read_fd, write_fd, # Descriptors of the stream to the notebook
-        own_names=() # Environment variables for which this machine's values count in workers
+        own_names # Environment variables for which this machine's values count in workers
     ):
         self.own_names = own_names
         self.workers = None         # `Workers` of this machine, from the message 'start' on
@@ -148,7 +148,7 @@ class Agent:
                 ready = connection.wait([self.stream, *self.listeners, *from_workers], timeout)
                 for o in self.listeners:
                     if o in ready: accept_one(o, self.token)
-                for kind,*values in self.stream.receive(): self.handlers[kind](self, *values)
+                for kind,*values in self.stream.receive(): getattr(self, f'on_{kind}')(*values)
                 if self.workers: self._report()
         # `start_workers` raises it if the notebook goes away meanwhile
         except KeyboardInterrupt: pass
@@ -210,10 +210,6 @@ class Agent:
         block.close()       # the workers have it
     def on_stop(self): self.workers.ask_stop()
     def on_stacks(self, ranks): self.workers.ask_stacks(ranks)
-    # Message -> method
-    handlers = dict(link_timeout=on_link_timeout, listen=on_listen, reach=on_reach,
-                    meet_at=on_meet_at, missing=on_missing, start=on_start, job=on_job,
-                    stop=on_stop, stacks=on_stacks)
     def _apply_surroundings(self,
         env, cwd, path, # The notebook's environment, working directory and import path
         *folders # More folders for the end of the import path

@@ -3,6 +3,7 @@ import json, time
 import pytest
 from fastai.callback.core import Callback
 from fastddp.all import *
+from fastddp.base.board import Board
 from fastddp.fastai2.clock import BatchWait, Clock
 from fastddp.launch import report
 from fastddp.launch.report import FitNumbers, advice_for
@@ -135,7 +136,7 @@ def test_predictions_that_wait_for_data(two):
 
 
 def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
-    clock = Clock()
+    clock = Clock(Board(0, 1))
     def phase(*waits):
         clock.batches.begin_phase()
         for i, secs in enumerate(waits):
@@ -144,7 +145,7 @@ def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
     phase(.5, .1, .1)
     phase(.3, .1, .1)
     assert clock.totals()['starts'] == pytest.approx(.6)
-    clock = Clock()     # one batch: nothing to compare it with
+    clock = Clock(Board(0, 1))     # one batch: nothing to compare it with
     phase(.5)
     assert clock.totals()['starts'] == 0
 

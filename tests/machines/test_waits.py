@@ -38,11 +38,11 @@ def test_the_notebook(pipe):
 def test_the_agent(pipe, monkeypatch):
     read_fd, put = pipe
     monkeypatch.setattr(agent, '_REPORT_SECONDS', None)       # it waits until something comes
-    a, handled = agent.Agent(read_fd, os.open(os.devnull, os.O_WRONLY)), threading.Event()
+    a, handled = agent.Agent(read_fd, os.open(os.devnull, os.O_WRONLY), own_names=()), threading.Event()
     def on_hello():
         handled.set()
         a.link_timeout = -1      # the notebook counts as gone
-    monkeypatch.setitem(a.handlers, 'hello', lambda a: on_hello())
+    monkeypatch.setattr(a, 'on_hello', on_hello, raising=False)
     put('hello')
     while not a.stream.has_messages: a.stream.seconds_silent()
     in_thread(a.run)
