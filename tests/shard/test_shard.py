@@ -1,7 +1,8 @@
 """The arithmetic of `shard.sharded` for random sizes, ranks and batch sizes: thousands of cases, no processes."""
 from hypothesis import given, settings, strategies as st
 from fastcore.basics import chunked
-from fastddp.shard.sharded import loss_weight, pad_shard, shard_batch, shard_steps, workers_per_rank
+from fastddp.shard.loss import LossPart
+from fastddp.shard.sharded import pad_shard, shard_batch, shard_steps, workers_per_rank
 
 settings.load_profile('many')       # how many: conftest.py
 ranks, sizes, batch_sizes = st.integers(1, 8), st.integers(0, 300), st.integers(1, 70)
@@ -33,7 +34,7 @@ def test_a_training_step_is_taken_by_all_and_never_with_one_item(m, n):
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=100), ranks)
 def test_the_weighted_mean_over_ranks_is_the_batch_mean(losses, n):
     shards = [train_shard(losses, r, n) for r in range(n)]
-    means = [sum(items)/len(items)*loss_weight(count, len(losses), n) for items, count in shards]
+    means = [sum(items)/len(items)*LossPart(count, False).scale(len(losses), n) for items, count in shards]
     assert abs(sum(means)/n - sum(losses)/len(losses)) < 1e-9
 
 
