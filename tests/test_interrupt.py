@@ -7,6 +7,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 import fastddp.all
 from faults import OneFault, Slow
+from fastddp.base.errors import CantDistribute
 from fastddp.base.scoped import delay_interrupts
 from fastddp.launch.local import Local
 from learners import make_learner
@@ -171,6 +172,7 @@ def test_lr_find_and_get_preds(tmp_path, capsys):
     assert re.fullmatch(r'Stopped in iteration \d+ of lr_find\. learn is unchanged\.', said), said
     assert [p.tolist() for p in learn.model.parameters()] == before
     assert max(steps(tmp_path)) < 100 and 'fit' not in vars(learn)
+    with pytest.raises(CantDistribute): learn.distrib_resume()
     (tmp_path/'valid0').unlink(missing_ok=True)
     was = learn.slow.seen
     AfterThat(tmp_path/'valid0', was+2)

@@ -136,8 +136,8 @@ def _variables(frame):
     if is_module:
         values = {k:values[k] for k in frame.f_code.co_names
                   if k in values and not isinstance(values[k], ModuleType)}
-    return {k:in_words(_hidden(k, v))
-            for k,v in list(values.items())[:_MAX_VARIABLES] if not k.startswith('__')}
+    shown = [k for k in values if not k.startswith('__')]
+    return {k:in_words(_hidden(k, values[k])) for k in shown[:_MAX_VARIABLES]}
 
 # %% ../../nbs/base/000_failure.ipynb #599120da
 def recorded_traceback(

@@ -223,8 +223,8 @@ _CONTEXT_ENDS_WITH_PASS = hasattr(torch._C, '_remove_obj_from_tls')
 
 @contextlib.contextmanager
 def until_context_released(loss):
-    """Context manager for a backward pass of `loss` under DDP: at the end, if a fork could hang, waits
-    until gloo's threads have released the pass's context variables"""
+    """Context manager for a backward pass of `loss` under DDP: at the end, if a fork could hang,
+    waits until gloo's threads have released the pass's context variables"""
     found = []
     if _FORKS_MAY_HANG and _CONTEXT_ENDS_WITH_PASS and not is_accelerator(loss.device):
         loss.register_hook(lambda grad: found.append(torch._C._get_obj_in_tls('context')))

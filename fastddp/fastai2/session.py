@@ -93,7 +93,8 @@ class FitCall(Call):
     def save(self,
         epoch=None # The last complete epoch, an `EpochEnd`; None: what the learner holds now
     ):
-        "Make the resume point of the learner."
+        "Make the resume point of the learner. An `lr_find` has none, and leaves that of a fit."
+        if self.counts_steps: return
         # with the variables of cells that were sent. After a failure, the user goes on with those
         # of the notebook
         definitions = self.definitions if self.stopped_in_epoch else ()

@@ -126,9 +126,9 @@ class Monitor:
                        self.phase_ends)
     def _watch(self):
         "Handle reports until all ranks have ended, or one has failed or died; raise that failure"
-        limit = self.engine.timeout
         try:
             while self.running_ranks and not (self.ends['died'] or self._failures()):
+                limit = self.engine.timeout     # which may be changed while the job runs
                 last_beat = max([self.began, *(b.at for b in self._beats().values())])
                 if limit and time.monotonic()-last_beat > limit: raise self.hang()
                 self._turn()
