@@ -177,7 +177,7 @@ def use_streams(
 def tail(
     path,       # File to read; may be missing
     n,          # Bytes at most
-    start=0     # Position of the first byte to read
+    start       # Position of the first byte to read
 ):
     "The last `n` bytes of a file as text, without lists of loaded modules; '' if it is missing"
     try:

@@ -307,14 +307,13 @@ def draw_seed(generator=None # The loader's own, None for torch's global stream
 # The processes of a loader
 
 def workers_per_rank(num_workers, # The user's number, for one process
-                     n,           # Number of ranks
-                     cores=None   # Cores of this machine; default: those that it may use
+                     n            # Number of ranks
 ):
     """Return the number of DataLoader processes of a rank: the user's number, but at most the
     rank's part of the cores"""
     if not num_workers: return 0
     n_here = int(os.environ.get('LOCAL_WORLD_SIZE', n))     # ranks on this machine
-    return max(1, min(num_workers, (cores or visible_cores())//n_here))
+    return max(1, min(num_workers, visible_cores()//n_here))
 
 # %% ../../nbs/shard/301_sharded.ipynb #cd5892c4
 def _send_error(queue,    # The queue through which a loader's process sends its batches
