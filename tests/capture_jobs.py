@@ -111,7 +111,7 @@ class Child:
         "Run job `name` as `rank`, and replay what it shows"
         seen = kwargs.get('frontend') != 'silent'
         self.conn.send((name, display_settings()._replace(send_text=seen, **kwargs)))
-        replay = Replay(see=see)
+        replay = Replay(see=see, live=True)
         while True:
             replay.flush()
             if not self.conn.poll(0.05): continue

@@ -37,7 +37,7 @@ def n_gpus():
     return device_module().device_count()
 
 def use_device(
-    gpu=None,     # Index of the GPU; None: the CPU
+    gpu,          # Index of the GPU; None: the CPU
     threads=None # torch's CPU threads; None: unchanged
 ):
     "Set the device of this process, and return it"

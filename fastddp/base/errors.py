@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from .failure import (
-    ipython_shell, is_user_file, place, recorded_traceback, user_lines)
+    frames_in, ipython_shell, is_user_file, place, recorded_traceback, user_lines)
 
 # %% ../../nbs/base/001_errors.ipynb #461bafd1
 class Trouble(NamedTuple):
@@ -299,19 +299,13 @@ class RankDied(WorkerError):
     def _details(self): return self._log_lines()
 
 # %% ../../nbs/base/001_errors.ipynb #d864a8f8
-_STACK = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
-
-def _frames_of(stack):
-    "Return the `(file, line, function)` of a report of faulthandler's, outermost first"
-    return [(file, int(n), name) for file,n,name in reversed(_STACK.findall(stack))]
-
 class GroupTimeout(WorkerError):
     "No training step for `timeout` seconds; the workers were terminated"
     def __init__(self,
         rank,         # The rank that all others wait for
-        where='',     # What it was doing
-        timeout=None, # Seconds
-        stacks=()     # The stack of each rank, as text
+        where,        # What it was doing; may be empty
+        timeout,      # Seconds; None: no limit
+        stacks        # The stack of each rank, as text; that of `rank` first
     ):
         super().__init__(rank, where, timeout, stacks)
         self.rank = rank
@@ -325,11 +319,11 @@ class GroupTimeout(WorkerError):
         return f"no step{limit}: all ranks are waiting for rank {self.rank}{where}"
     def _details(self):
         "Return the user's lines of the rank that the others wait for, and the stacks of all ranks"
-        res = []
-        if self.stacks: res += _headed('Your code:', user_lines(_frames_of(self.stacks[0])))
+        # faulthandler's reports begin with the innermost frame
+        res = _headed('Your code:', user_lines(frames_in(self.stacks[0])[::-1]))
         for stack in self.stacks:
             heading,_,rest = stack.partition('\n')
-            frames = [(*f, None) for f in _frames_of(stack)]
+            frames = [(*f, None) for f in frames_in(stack)[::-1]]
             res += ['', heading, *folded(''.join(traceback.format_list(frames)) or rest)]
         return res
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Failure', 'in_words', 'cut', 'is_user_file', 'user_lines', 'place', 'ipython_shell', 'locals_of',
-           'recorded_traceback', 'item_name', 'note_item', 'failure_of', 'first_failure', 'is_echo', 'is_timeout',
-           'end_fork']
+           'recorded_traceback', 'item_name', 'note_item', 'frames_in', 'failure_of', 'first_failure', 'is_echo',
+           'is_timeout', 'end_fork']
 
 # %% ../../nbs/base/000_failure.ipynb #f77efc78
 import linecache, os, re, reprlib, sys, sysconfig, time, traceback
@@ -200,7 +200,12 @@ class _LoaderFailure(NamedTuple):
 
 _RERAISED = re.compile(r'Caught (\w+) in (DataLoader worker process \d+)\.\n'
                        r'Original (Traceback .*)', re.S)
-_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.M)
+# faulthandler's reports have no comma before 'in'
+_FRAME = re.compile(r'^  File "(.+)", line (\d+),? in (.+)$', re.M)
+
+def frames_in(text):
+    "Return the `(file, line, function)` of each frame in a traceback or stack, in its order"
+    return [(file, int(line), name) for file,line,name in _FRAME.findall(text)]
 
 def _loader_failure(message):
     "Return the `_LoaderFailure` that the message of an exception describes, or None"
@@ -229,7 +234,7 @@ def failure_of(
     if inner := _loader_failure(message):
         kind,process,text = inner
         message = _message_in(text, kind)
-        frames += tuple((file, int(line), name) for file,line,name in _FRAME.findall(text))
+        frames += tuple(frames_in(text))
         where = f"{where}, in {process}" if where else f"in {process}"
     bad = [(int(i), name) for i,name in _NOTED.findall(text)]
     return Failure(rank, kind, message, where, frames, text, time.time(), original, locals_of(exc),

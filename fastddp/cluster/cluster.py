@@ -22,8 +22,7 @@ from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import (
     CHECKS, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus, workers_for)
-from ..launch.session import dump_or_blame
-from ..payload.patches import collect_patches
+from ..launch.session import dump_or_blame, dump_with_patches
 from ..payload.pickling import dump, load
 from ..process.worker import Surroundings, resolve_function
 
@@ -281,9 +280,7 @@ class Cluster:
         """Copy objects into every worker's namespace, under these names. Refuse what can't be
         pickled, by its name"""
         objs = (objs or {}) | kwargs
-        patches = collect_patches()
-        with with_lists():
-            payload = dump_or_blame(dict(patches=patches, objs=objs), objs | patches.roots())
+        with with_lists(): payload = dump_with_patches(dict(objs=objs), objs)
         self._run_job(push_job, payload, f"receiving {', '.join(objs)}")
     def pull(self,
         *names, # Names of objects in the worker

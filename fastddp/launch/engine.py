@@ -9,6 +9,8 @@ __all__ = ['Job', 'Outcome', 'add_state', 'EpochEnd', 'Launcher', 'InProcess']
 import contextlib, os
 from typing import NamedTuple
 
+from fastcore.basics import noop
+
 from ..base import group
 from ..base.errors import short_traceback
 from ..base.scoped import allow_interrupts, environment
@@ -101,7 +103,8 @@ class Launcher:
     def run(self,
         job, # A `Job`
         nprocs, # Ranks, 1 or more
-        on_event=lambda rank,e: None # Called for what a rank gave to `ctx.emit`; must not raise
+        # `on_event(rank, e)` is called for what a rank gave to `ctx.emit`; must not raise
+        on_event=noop
     )->Outcome:
         """Runs `job` on all ranks, shows what they show, and waits for all of them.
 
@@ -145,7 +148,8 @@ class InProcess(Launcher):
     def run(self,
         job, # A `Job`
         nprocs=1, # 1
-        on_event=lambda rank,e: None # Called at once, for what the job gives to `ctx.emit`
+        # `on_event(0, e)` is called at once, for what the job gives to `ctx.emit`
+        on_event=noop
     )->Outcome:
         """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with
         `state` and `cut` as `Launcher.run` says"""

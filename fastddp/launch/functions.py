@@ -18,8 +18,7 @@ from ..base.scoped import environment
 from .background import BackgroundJob
 from .engine import Job
 from .local import Local
-from .session import dump_or_blame
-from ..payload.patches import collect_patches
+from .session import dump_with_patches
 from ..payload.pickling import Definitions
 from ..process.helper import private_folder
 
@@ -79,12 +78,11 @@ def _request(fn, args, kwargs,
 ):
     """Return one call as a `Payload` for `call_job`. Raises `NotPicklable` for what can't be
     pickled"""
-    patches = collect_patches()
-    request = dict(patches=patches, fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
+    request = dict(fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
                    imports=imports, sends=sends, ranked=ranked, store=store,
                    definitions=Definitions())       # the notebook's classes stay as they are
     roots = {'the function': fn, 'args': args, 'kwargs': kwargs, 'ctx=': ctx, 'need=': need}
-    return dump_or_blame(request, roots | patches.roots())
+    return dump_with_patches(request, roots)
 
 # %% ../../nbs/launch/514_functions.ipynb #3482fb36
 def call_job(
@@ -325,7 +323,7 @@ def in_torchddp(
     `ranch` does"""
     check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _GROUP_CHECKS)
     if ctx is None:
-        ctx = TorchDDPCtx(world_size=world_size or nprocs, base_rank=base_rank, use_gpu=use_gpu)
+        ctx = TorchDDPCtx(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu)
         # also here, before anything starts; more than one host needs a `TorchDDPCtx(addr=)`
         _check_ranks(nprocs, world_size or nprocs, base_rank, has_address=False)
         if use_gpu and group.n_gpus(): _check_gpus(nprocs)

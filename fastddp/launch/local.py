@@ -260,7 +260,7 @@ class Local(Launcher):
     # GPUs that can't exchange data directly
     def needs_p2p_check(self, nprocs):
         "True for several GPUs that have not exchanged anything yet"
-        gpus = self._gpus(nprocs) or []
+        gpus = self._gpus(nprocs)
         # ranks on other machines have GPUs of their own; gloo exchanges over the CPU
         if len(gpus) < 2 or not self.workers_are_local or self.backend in ('','gloo'): return False
         if 'NCCL_P2P_DISABLE' in os.environ: return False
@@ -276,13 +276,13 @@ class Local(Launcher):
                 _extra_env['NCCL_P2P_DISABLE'] = '1'
                 print_line(f"The GPUs can't exchange data directly ({type(e).__name__}): workers "
                            "use NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
-        _p2p_checked.add(tuple(self._gpus(nprocs) or ()))
+        _p2p_checked.add(tuple(self._gpus(nprocs)))
 
     # What each rank gets
     def _gpus(self, nprocs):
-        "Return the GPU of each rank as a list, or None for the CPU"
-        if self.gpus is not None: return list(self.gpus) or None
-        return list(range(nprocs)) if group.n_gpus() else None
+        "Return the GPU of each rank as a list, which is empty for the CPU"
+        if self.gpus is not None: return list(self.gpus)
+        return list(range(nprocs)) if group.n_gpus() else []
     def _specs(self, nprocs, work):
         "Return the `RankSpec` of each rank that has a worker here"
         gpus = self._gpus(nprocs) or [None]*nprocs

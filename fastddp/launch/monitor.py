@@ -85,7 +85,7 @@ def load_line(local):
     if not (procs and local.live and local.see): return None
     if psutil is None or frontend() != 'notebook': return None
     return LoadLine({r:p.pid for r,p in procs.items()},
-                    dict(enumerate(local._gpus(len(procs)) or [])))
+                    dict(enumerate(local._gpus(len(procs)))))
 
 # %% ../../nbs/launch/503_monitor.ipynb #5ce14c60
 class Monitor:
@@ -132,7 +132,7 @@ class Monitor:
                 last_beat = max([self.began, *(b.at for b in self._beats().values())])
                 if limit and time.monotonic()-last_beat > limit: raise self.hang()
                 self._turn()
-            if self.has_failed: raise self._failure()
+            if self.ends['failed'] or self.ends['died']: raise self._failure()
         finally:
             self.replay.close()
             if self.load_line: self.load_line.close()
@@ -141,10 +141,6 @@ class Monitor:
         "The ranks that have not ended"
         ended = {r for of_ranks in self.ends.values() for r in of_ranks}
         return [r for r in self.workers.ranks if r not in ended]
-    @property
-    def has_failed(self):
-        "True if a rank failed or died"
-        return bool(self.ends['failed'] or self.ends['died'])
     def _failures(self):
         """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
         KeyboardInterrupt: that is an answer, and no failure"""

@@ -292,7 +292,7 @@ def reserve_gpus(
 
 def _shared_gpus(gpus, others):
     "Return the GPUs in both, as text, which is empty if there are none"
-    return ', '.join(map(str, sorted({*(gpus or ())} & {*(others or ())})))
+    return ', '.join(map(str, sorted({*gpus} & {*others})))
 
 def refuse_gpus_of_jobs(gpus):
     "Raise `CantDistribute` if a background job or a `Cluster` has one of `gpus`"

@@ -80,7 +80,7 @@ class RankSpec(NamedTuple):
     store:str           # File or address of the group's rendezvous
     display:DisplaySettings
     work:str            # `Job.work`
-    settings:dict={}    # As `notebook_settings` returns them
+    settings:dict       # As `notebook_settings` returns them
 
 # %% ../../nbs/launch/500_rank.ipynb #911963a5
 class _WorkerContext(Context):
@@ -94,9 +94,8 @@ class _WorkerContext(Context):
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
         self._heartbeats = channel.heartbeats()
         self._last = board.Heartbeat()      # what this rank wrote last
-    def connect(self):
-        """Have failure reports show where this job is, and heartbeats for which rank it waits,
-        until the context of the next job connects"""
+        # until the next job's context takes over, failure reports show where this job is, and
+        # heartbeats for which rank it waits
         self._channel.where = lambda: self.where
         self._channel.items = lambda: self.items
         board.on_wait = self.waits_for
@@ -173,7 +172,6 @@ def run_on_rank(
     with capture_output(lambda e: channel.emit(('show', e)), spec.display):
         _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
-        ctx.connect()
         ctx.phase_ends = phase_ends
         ctx.end_phase('join')
         meta,*buffers = buffers

@@ -367,9 +367,9 @@ def format_rate(x):
     return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
 
 def summary_line(
-    what, # What ran, e.g. `3 epochs`
-    n, # Number of ranks
     result, # `Progress.result` of rank 0
+    n, # Number of ranks
+    counts_steps, # True for `lr_find`, which is told in iterations
     began, # `time.time()` when the call began
     start='' # As `start_text` returns it
 ):
@@ -377,11 +377,11 @@ def summary_line(
     per_second = result['items']/result['seconds']
     per_worker = f", {format_rate(per_second/n)} per worker" if n > 1 else ''
     start = f" ({start})" if start else ''
-    return (f"{what} in {time.time()-began:.1f} s{start}, {format_rate(per_second)} items/s in "
-            f"training{per_worker}")
+    return (f"{work_done(result, counts_steps)} in {time.time()-began:.1f} s{start}, "
+            f"{format_rate(per_second)} items/s in training{per_worker}")
 
-def work_done(result, counts_steps=False):
-    "Return as text how many epochs ran; in `lr_find`, or if no epoch ended, how many iterations"
+def work_done(result, counts_steps):
+    "Return as text how many epochs ran; with `counts_steps`, or if none ended, how many iterations"
     if counts_steps or not result['epochs']: return several(result['steps'], 'iteration')
     return several(result['epochs'], 'epoch')
 

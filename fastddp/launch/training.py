@@ -11,7 +11,7 @@ import contextlib, os, pickle, time, warnings
 
 from ..base import group
 from ..base.rng import CommonRNG
-from .report import advice_line, banner_line, summary_line, work_done
+from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
 from ..payload.pickling import dump, load
 from ..payload.changes import STRUCTURE_ATTRS
@@ -69,7 +69,7 @@ def whereabouts(
 class Progress:
     "Counts batches, items and seconds of a fit on this rank, and tells the notebook where it is"
     def __init__(self, ctx, # The rank's `Context`
-        folder=None # `learn.path`, below which callbacks save files
+        folder # `learn.path`, below which callbacks save files; or None
     ):
         self.ctx = ctx
         self.where = ''                 # the `whereabouts` of the batch that began last
@@ -80,7 +80,7 @@ class Progress:
         self.items = 0                  # of these batches, on all ranks
         self.seconds = 0.
         if folder is not None: ctx.saves_below(folder)
-    def at_batch(self, where, train=True):
+    def at_batch(self, where, train):
         "Note that a batch begins at `where`, and tell the notebook"
         if self.first_batch_at is None: self.first_batch_at = time.time()
         self.where = where
@@ -201,7 +201,7 @@ def script_lines(
     progress, # `Progress` of the fit inside
     sizes, # `(items per step of all ranks, steps per epoch or None)`
     quiet, # True if the learner wants none of our lines
-    counts_steps, # As of `work_done`
+    counts_steps, # As of `summary_line`
     report=None # The `Report`, complete when the fit is over
 ):
     """Context manager for a fit under torchrun: rank 0 prints a line that says what runs, and at
@@ -213,7 +213,7 @@ def script_lines(
     yield
     result = progress.result()
     if not prints or not result['seconds']: return
-    print_line(summary_line(work_done(result, counts_steps), n, result, began))
+    print_line(summary_line(result, n, counts_steps, began))
     if report and (line := advice_line(report)): print_line(line)
 
 # %% ../../nbs/launch/510_training.ipynb #c55244d3

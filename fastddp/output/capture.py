@@ -193,8 +193,8 @@ def _use_figures(undo, shell):
 
 @contextlib.contextmanager
 def capture_output(
-    send,                           # Called with one event, by one thread at a time
-    settings=DisplaySettings()      # How this rank shows its output
+    send,       # Called with one event, by one thread at a time
+    settings    # `DisplaySettings`: how this rank shows its output
 ):
     """Context manager that passes what is shown inside to `send`, as events (`output.streams` lists
     them); restores the process at the end"""

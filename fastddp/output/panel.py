@@ -20,7 +20,7 @@ class Panel:
     "Collects the output of a thread, and shows it in one display of the notebook"
     def __init__(self,
         title, # Called for the first line
-        on_refresh=lambda: None # Called at each `refresh`
+        on_refresh # Called at each `refresh`
     ):
         self.title = title
         self.on_refresh = on_refresh

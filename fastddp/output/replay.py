@@ -68,8 +68,8 @@ def publish(data, metadata, transient, update):
 class Replay:
     "Shows the events of workers in the running cell"
     def __init__(self,
-        see=(0,),   # Ranks to show, the first one without a prefix; or 'all'
-        live=True   # Show events while they come? If False, at the end
+        see, # Ranks to show, the first one without a prefix; or 'all'
+        live # Show events while they come? If False, at the end
     ):
         self.live = live
         self.see = see

@@ -164,7 +164,7 @@ _streams = {o:Stream(o) for o in ('stdout','stderr')}
 def use_streams(
     undo,       # An `ExitStack` that puts the streams back
     queue,      # Where text goes
-    tty=False   # What `isatty()` says
+    tty         # What `isatty()` says
 ):
     "Redirect `sys.stdout` and `sys.stderr` to `queue` until `undo` closes"
     for name,stream in _streams.items():
@@ -176,8 +176,8 @@ def use_streams(
 # %% ../../nbs/output/201_streams.ipynb #1a32e7a7
 def tail(
     path,       # File to read; may be missing
-    n=4096,     # Bytes at most
-    start=0     # Position of the first byte to read
+    n,          # Bytes at most
+    start       # Position of the first byte to read
 ):
     "The last `n` bytes of a file as text, without lists of loaded modules; '' if it is missing"
     try:

@@ -57,7 +57,7 @@ def deep_copy(
 # %% ../../nbs/payload/106_state.ipynb #31fbf6c9
 def model_tensors(model):
     "Return `{name: tensor}` of all parameters and buffers"
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 def model_grads(model,
     accumulated=True # If False, return no gradients: they belong to a step that was interrupted

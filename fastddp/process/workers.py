@@ -58,14 +58,13 @@ class Workers:
     pipes and sentinels together."""
     def __init__(self,
         ranks,                      # List of the ranks that get a process here
-        method=None,                # 'forkserver' or 'spawn'; None: `start_method()`
         mark=lambda phase: None,    # Called at the end of the phases 'helper' and 'fork'
         first=0,                    # The first rank on this machine, whose LOCAL_RANK is 0
         waiting=lambda secs: None   # Called while the helper isn't ready, see `start_worker`
     ):
         self.ranks = ranks
         self.first = first
-        self.method = method or start_method()
+        self.method = start_method()
         self._mark = mark
         self._waiting = waiting
         try: self._start_with_any_helper()

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base import group
-from .sharded import loss_weight
 
 # %% ../../nbs/shard/304_loss.ipynb #0d0a5c01
 # Kinds of losses
@@ -55,15 +54,14 @@ def loss_name(loss_func):
 
 def is_known(loss_func):
     "Return True for losses of torch and fastai whose attributes say how they reduce items"
-    replaced = _loss_of_mixup(loss_func)
-    if replaced is not None: return is_known(replaced)
-    return _has_known_reduction(*unwrapped(loss_func))
+    return _has_known_reduction(*unwrapped(_without_mixup(loss_func)))
 
-def _loss_of_mixup(loss_func):
+def _without_mixup(loss_func):
     """Return the loss function that mixup has replaced, if `loss_func` is mixup's own, else
-    None"""
+    `loss_func`"""
     f,_ = unwrapped(loss_func)
-    return getattr(getattr(f,'__self__',None), 'old_lf', None)
+    replaced = getattr(getattr(f,'__self__',None), 'old_lf', None)
+    return loss_func if replaced is None else _without_mixup(replaced)
 
 def _has_known_reduction(f, kw # As of `unwrapped`
 ):
@@ -95,9 +93,7 @@ def class_weights(loss_func):
 
 def is_sum_loss(loss_func):
     "Return True if a known loss is a sum over items instead of a mean"
-    replaced = _loss_of_mixup(loss_func)
-    if replaced is not None: return is_sum_loss(replaced)
-    f,kw = unwrapped(loss_func)
+    f,kw = unwrapped(_without_mixup(loss_func))
     if not _has_known_reduction(f, kw): return False
     return kw.get('reduction', getattr(f,'reduction','mean')) == 'sum'
 
@@ -150,7 +146,7 @@ class LossPart(NamedTuple):
         batch"""
         if self.is_sum: return n*self.divisor
         if isinstance(total, torch.Tensor): return torch.where(total > 0, n*self.divisor/total, 0.)
-        return loss_weight(self.divisor, total, n)
+        return n*self.divisor/total if total else 0.
     def weighted(self, loss):
         "Return `loss` times the divisor, this rank's term of the global loss"
         # If no item counts, `loss` is NaN
@@ -192,7 +188,7 @@ def weighted_loss_and_divisor(loss_func, # The learner's
                               loss,  # That of this rank's items, a tensor
                               yb,    # Tuple of their targets
                               count, # Number of items
-                              reduction=None # As of `loss_part`
+                              reduction # As of `loss_part`
 ): # `(loss times divisor, divisor)`; the divisor is 0. if the loss is a sum
     "Return what `batch_losses` needs of a validation batch of this rank"
     part = loss_part(loss_func, yb, count, reduction, train=False)

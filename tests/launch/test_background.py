@@ -322,7 +322,6 @@ def test_gpus_of_a_job():
     with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'):
         launch_options.refuse_gpus_of_jobs([1, 2])
     launch_options.refuse_gpus_of_jobs([2])
-    launch_options.refuse_gpus_of_jobs(None)
     launch_options.running_jobs.remove(job)
     launch_options.refuse_gpus_of_jobs([1])
 

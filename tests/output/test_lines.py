@@ -100,7 +100,7 @@ def shows(*args): sys.stderr.write(warnings.formatwarning(*args[:4]))
 def test_items_of_a_short_epoch(monkeypatch):
     "Those that were trained on, not those of the whole epoch"
     told = []
-    monkeypatch.setattr(session, 'summary_line', lambda what, n, result, *args: told.append(result['items']) or '')
+    monkeypatch.setattr(session, 'summary_line', lambda result, *args: told.append(result['items']) or '')
     make_learner().distrib_fit(1, nprocs=2, cbs=ShortEpochCallback(.1))
     make_learner().distrib_fit(1, nprocs=2)
     assert told == [64, 203]

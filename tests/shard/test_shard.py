@@ -1,7 +1,10 @@
 """The arithmetic of `shard.sharded` for random sizes, ranks and batch sizes: thousands of cases, no processes."""
 from hypothesis import given, settings, strategies as st
 from fastcore.basics import chunked
-from fastddp.shard.sharded import loss_weight, pad_shard, shard_batch, shard_steps, workers_per_rank
+from fastddp.base.scoped import with_attrs
+from fastddp.shard import sharded
+from fastddp.shard.loss import LossPart
+from fastddp.shard.sharded import pad_shard, shard_batch, shard_steps, workers_per_rank
 
 settings.load_profile('many')       # how many: conftest.py
 ranks, sizes, batch_sizes = st.integers(1, 8), st.integers(0, 300), st.integers(1, 70)
@@ -33,7 +36,7 @@ def test_a_training_step_is_taken_by_all_and_never_with_one_item(m, n):
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=100), ranks)
 def test_the_weighted_mean_over_ranks_is_the_batch_mean(losses, n):
     shards = [train_shard(losses, r, n) for r in range(n)]
-    means = [sum(items)/len(items)*loss_weight(count, len(losses), n) for items, count in shards]
+    means = [sum(items)/len(items)*LossPart(count, False).scale(len(losses), n) for items, count in shards]
     assert abs(sum(means)/n - sum(losses)/len(losses)) < 1e-9
 
 
@@ -69,13 +72,13 @@ def test_a_rank_keeps_its_streams(b, n, n_batches):
 def test_sharding_a_sorted_batch_never_costs_more_than_slicing_it(n, b, data):
     lens = sorted(data.draw(st.lists(st.integers(1, 2000), min_size=n*b, max_size=n*b)), reverse=True)
     def cost(parts): return [len(p)*max(p) for p in parts]
-    sharded, sliced = cost(shard_batch(lens, r, n) for r in range(n)), cost(chunked(lens, b))
-    assert max(sharded) == max(sliced) == b*lens[0]      # somebody has the longest text, whatever one does;
-    assert min(sharded) >= min(sliced)                   # but the others have no longer to wait for that rank
-    assert max(sharded) - min(sharded) <= b*(lens[0] - lens[n-1])
+    dealt, sliced = cost(shard_batch(lens, r, n) for r in range(n)), cost(chunked(lens, b))
+    assert max(dealt) == max(sliced) == b*lens[0]      # somebody has the longest text, whatever one does;
+    assert min(dealt) >= min(sliced)                   # but the others have no longer to wait for that rank
+    assert max(dealt) - min(dealt) <= b*(lens[0] - lens[n-1])
 
 
 @given(st.integers(0, 64), ranks)
 def test_loader_processes_have_cores_and_are_never_all_gone(k, n):
-    each = workers_per_rank(k, n, 16)
+    with with_attrs(sharded, visible_cores=lambda: 16): each = workers_per_rank(k, n)
     assert each <= k and each*n <= max(16, n) and (each > 0) == (k > 0)
