@@ -1371,6 +1371,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'fastddp/fastai2/together.py'),
                                           'fastddp.fastai2.together._describe': ( 'fastai2/together.html#_describe',
                                                                                   'fastddp/fastai2/together.py'),
+                                          'fastddp.fastai2.together._is_fastais_own': ( 'fastai2/together.html#_is_fastais_own',
+                                                                                        'fastddp/fastai2/together.py'),
                                           'fastddp.fastai2.together.dispatch_events': ( 'fastai2/together.html#dispatch_events',
                                                                                         'fastddp/fastai2/together.py'),
                                           'fastddp.fastai2.together.handles': ( 'fastai2/together.html#handles',

@@ -12,7 +12,8 @@ from .early import ask_for_helper, fastai_generation
 # first of all: it imports what this process imports next, and both do it side by side
 ask_for_helper()
 
-from .base.errors import CantDistribute, NotPicklable, RankDied, RankRaised, WorkerError
+from .base.errors import (
+    CantDistribute, GroupTimeout, NotPicklable, RankDied, RankRaised, WorkerError)
 from .launch.engine import InProcess
 from .launch.local import Local
 from .launch.functions import TorchDDPCtx, global_imports, import_star, in_torchddp, ranch, spawn
@@ -32,6 +33,6 @@ def __getattr__(name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_OF_MACHINES[name]), name)
 
-__all__ = ['CantDistribute','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local','TorchDDPCtx',
+__all__ = ['CantDistribute','GroupTimeout','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local','TorchDDPCtx',
            'Learner','global_imports','import_star','in_torchddp','ranch','spawn']
 if importlib.util.find_spec('fastddp.machines'): __all__ += [*_OF_MACHINES]

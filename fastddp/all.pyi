@@ -4,6 +4,7 @@ from typing import ContextManager
 from fastai.learner import Learner as _Learner
 from fastddp.fastai2.check import Answer
 from fastddp.base.errors import CantDistribute as CantDistribute
+from fastddp.base.errors import GroupTimeout as GroupTimeout
 from fastddp.base.errors import NotPicklable as NotPicklable
 from fastddp.base.errors import RankDied as RankDied
 from fastddp.base.errors import RankRaised as RankRaised
@@ -19,7 +20,7 @@ from fastddp.launch.functions import spawn as spawn
 from fastddp.machines.hosts import Hosts as Hosts
 from fastddp.machines.ray import Ray as Ray
 
-__all__ = ['CantDistribute', 'NotPicklable', 'RankDied', 'RankRaised', 'WorkerError', 'InProcess', 'Local', 'TorchDDPCtx', 'Learner', 'global_imports', 'import_star', 'in_torchddp', 'ranch', 'spawn', 'Hosts', 'Ray']
+__all__ = ['CantDistribute', 'GroupTimeout', 'NotPicklable', 'RankDied', 'RankRaised', 'WorkerError', 'InProcess', 'Local', 'TorchDDPCtx', 'Learner', 'global_imports', 'import_star', 'in_torchddp', 'ranch', 'spawn', 'Hosts', 'Ray']
 
 class Learner(_Learner):
     def distrib(self, name: str, *args, **kwargs):
@@ -30,7 +31,7 @@ class Learner(_Learner):
         waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
         and random streams are unchanged."""
 
-    def distrib_check(self, steps: int = 5, tol: float = 1e-05, **options) -> Answer:
+    def distrib_check(self, steps: int = 5, tol: float = 0.0001, **options) -> Answer:
         """Compare `steps` training steps on N workers with one process over the same global batches."""
 
     def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, in_notebook: bool | None = None, **ddp_kwargs) -> ContextManager[Learner]:

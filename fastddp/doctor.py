@@ -160,7 +160,7 @@ def page(
     rates = [f"{mb} MB {rate:.2f} GB/s" for mb,rate in f.rates.items()]
     if rates: lines.append(f"all-reduce: {', '.join(rates)}")
     lockable = _gb(f.lockable_memory) if f.lockable_memory >= 0 else 'unlimited'
-    lines += [f"cores {f.visible_cores} of {f.cores}, {f.numa_nodes} NUMA nodes, memory "
+    lines += [f"cores {f.visible_cores} of {f.cores}, NUMA nodes {f.numa_nodes}, memory "
               f"{_gb(f.memory)} ({_gb(f.available_memory)} available), /dev/shm {_gb(f.shm)} free",
               f"folder on {f.folder_type}, open files {f.max_open_files}, locked memory "
               f"{lockable}, workers by {f.start_method}"]

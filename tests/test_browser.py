@@ -273,7 +273,7 @@ def test_interrupt_button(lab, page):
     page.click_interrupt()
     page.until(f"{TEXT}.includes('KeyboardInterrupt')", 20)     # of the 200 s that the fit would take
     page.until(IDLE)
-    assert "learn holds the last finished batch; learn.distrib_resume() begins epoch" in page.js(TEXT)
+    assert "learn holds the last finished batch; learn.distrib_resume() begins with" in page.js(TEXT)
     page.picture('stop')
 
 

@@ -38,7 +38,7 @@ def structure_of(learn):
              if o is not learn.opt]
     opt_func = getattr(learn.opt_func, 'func', learn.opt_func)      # of a `partial`
     return dict(weights=[[k, list(t.shape)] for k,t in model_tensors(learn.model).items()],
-                parts=parts, data=data, optimizers=getattr(opt_func, '__qualname__', None))
+                parts=parts, data=data, optimizers=[getattr(opt_func, '__qualname__', None)])
 
 class UserCall:
     """A call that the user has made, such as `learn.fine_tune(3)`, in the notebook's process. It
@@ -124,10 +124,13 @@ def check_structure(learn,
 ):
     "Raise `CantDistribute` if `learn` is of another structure."
     for part,own in structure_of(learn).items():
-        if expected.get(part) != own:
-            raise CantDistribute(f"{what} is of another learner: its {part} differ. Make the "
-                                 "learner as it was, or train anew, with `start_epoch=` if the "
-                                 "schedule is to go on.")
+        other = expected.get(part, [])
+        if own == other: continue
+        differing = [o for o in [*own,*other] if (o in own) != (o in other)]
+        such_as = f", such as {differing[0]}" if differing else ''
+        raise CantDistribute(f"{what} is of another learner: its {part} differ{such_as}. Make the "
+                             "learner as it was, or train anew, with `start_epoch=` if the "
+                             "schedule is to go on.")
 
 def call_to_resume(learn):
     "Return the `UserCall` of `learn` that was cut off; raise `CantDistribute` if there is none."

@@ -65,8 +65,8 @@ class FitCall(Call):
     def describe_learner(self):
         "Return what the learner holds, as the end of a sentence that begins with 'learn'"
         if self.stopped_in_epoch:
-            return ("holds the last finished batch; learn.distrib_resume() begins epoch "
-                    f"{self.learn.epoch} again.")
+            return ("holds the last finished batch; learn.distrib_resume() begins with the first "
+                    f"batch of epoch {self.learn.epoch}.")
         if not (self.has_result or self.first_epoch): return "is unchanged."
         first_epoch = self.learn.epoch+1 if self.has_result else self.first_epoch
         return (f"holds the end of epoch {first_epoch-1}. learn.distrib_resume() goes on with "

@@ -8,7 +8,7 @@ __all__ = ['LEAVABLE', 'BEFORE_EPOCH', 'BEFORE_TRAIN', 'BATCH', 'AFTER_TRAIN', '
            'EventDispatcher', 'dispatch_events', 'Place', 'Row', 'MeetingResult', 'Together']
 
 # %% ../../nbs/fastai2/705_together.ipynb #04564b79
-import contextlib, os
+import contextlib, os, traceback
 from collections import namedtuple
 from typing import NamedTuple
 
@@ -64,6 +64,13 @@ _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Wher
             "it, this would end the event for the callbacks behind it silently, and the "
             "ranks would diverge.")
 
+def _is_fastais_own(e):
+    """Return True if `e` hides the exception of a callback: fastai adds to the first argument of that
+    one, and fails with an IndexError if it has none, as with a bare `assert`"""
+    if not isinstance(e, IndexError): return False
+    frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
+    return frames[-1].f_code is Callback.__call__.__code__
+
 class EventDispatcher:
     """Replaces `learn._call_one` during a fit: at an event, calls the callbacks that handle it, and
     has a `Clock` note when the event begins and ends"""
@@ -87,6 +94,7 @@ class EventDispatcher:
             # A process that a callback has forked ends here: if the exception went on, it would
             # end the loader's processes, which the rank needs
             if os.getpid() != self.rank_pid: end_fork(e)
+            if _is_fastais_own(e): raise e.__context__ from None
             raise
         finally: clock.leave(event_name)
     def _handlers_of(self, event_name):

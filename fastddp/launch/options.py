@@ -319,7 +319,7 @@ def refuse_busy(learn):
     "Raise `CantDistribute` if a background job trains `learn`"
     for job in [*running_jobs]:
         if job.learn is learn:
-            raise CantDistribute(f"{job.title()} trains this learner. Wait for job.result(), or "
+            raise CantDistribute(f"{job.what} trains this learner. Wait for job.result(), or "
                                  "end it with job.stop().")
 
 # %% ../../nbs/launch/508_options.ipynb #35f9d209

@@ -370,7 +370,7 @@ def function_variables(f):
     return found | {('default',k):v for k,v in (f.__kwdefaults__ or {}).items()}
 
 _VARIABLE_TEMPLATES = {'cell':' (its variable {})', 'global':' (its global {})',
-                       'default':' (a default of its)'}
+                       'default':' (the default of an argument)'}
 
 def referents(o):
     """Return `(template, name, referent)` for each object that `o` refers to.

@@ -100,6 +100,18 @@ def test_stop_iteration_in_a_callback(ranks):
     assert caught.value.rank in ranks
 
 
+class Asserts(Callback):
+    def after_batch(self): assert self.training is None
+
+
+def test_an_exception_without_text_in_a_callback():
+    "fastai shows an IndexError of its own in its place (test_upstream.py)"
+    with pytest.raises(RankRaised, match='raised AssertionError') as caught:
+        make_learner(cbs=[Asserts()]).distrib_fit(1, nprocs=2, timeout=60)
+    report = str(caught.value)
+    assert 'Your code:' in report and 'assert self.training is None' in report and 'IndexError' not in report
+
+
 # A collective without end
 
 def stopped_neighbour(folder):
