@@ -33,6 +33,6 @@ def __getattr__(name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_OF_MACHINES[name]), name)
 
-__all__ = ['CantDistribute','GroupTimeout','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local','TorchDDPCtx',
-           'Learner','global_imports','import_star','in_torchddp','ranch','spawn']
+__all__ = ['CantDistribute','GroupTimeout','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local',
+           'TorchDDPCtx','Learner','global_imports','import_star','in_torchddp','ranch','spawn']
 if importlib.util.find_spec('fastddp.machines'): __all__ += [*_OF_MACHINES]

@@ -91,7 +91,8 @@ def test_in_training_keeps_the_last_batch(tmp_path, capsys):
     learn = make_learner(cbs=[Slow(.05, tmp_path)], metrics=[])
     AfterThat(tmp_path/'done0', 9)
     with pytest.raises(KeyboardInterrupt): learn.distrib_fit(50, nprocs=2, batch='global')
-    goes_on = r'learn holds the last finished batch; learn\.distrib_resume\(\) begins with the first batch of epoch \1\.'
+    goes_on = (r'learn holds the last finished batch; learn\.distrib_resume\(\) begins with the first batch of '
+               r'epoch \1\.')
     said = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(rf'Stopped in epoch (\d+), (validation, )?batch \d+\. {goes_on}', said), said
     n0, n1 = steps(tmp_path)

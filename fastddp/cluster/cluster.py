@@ -258,8 +258,8 @@ class Cluster:
         see = self.parse_ranks(see, 'see')
         if not set(see) & set(on): see = on[:1]     # the output of some rank that runs it is shown
         title = next((line for line in cell.split('\n') if line.strip()), '')[:60]
-        self._run_job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
         self.last_run = title
+        self._run_job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
     def run(self,
         fn, # Called as `fn(*args, **kwargs)` on all ranks; finds names of their namespaces
         *args,
@@ -289,7 +289,9 @@ class Cluster:
     ):
         """Return copies of a worker's objects, as a dict from name to object. Refuse names that the
         worker doesn't have, and what can't be pickled"""
-        rank, = self.parse_ranks(rank)
+        ranks = self.parse_ranks(rank)
+        if len(ranks) > 1: raise CantDistribute(f"rank {rank}: objects come from one worker.")
+        rank, = ranks
         results = self._run_job(pull_job, dict(names=names, rank=rank),
                                 f"sending {', '.join(names)}")
         meta,buffers = results[rank]

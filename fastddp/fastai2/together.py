@@ -65,8 +65,8 @@ _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Wher
             "ranks would diverge.")
 
 def _is_fastais_own(e):
-    """Return True if `e` hides the exception of a callback: fastai adds to the first argument of that
-    one, and fails with an IndexError if it has none, as with a bare `assert`"""
+    """Return True if `e` hides the exception of a callback: fastai adds to the first argument of
+    that one, and fails with an IndexError if it has none, as with a bare `assert`"""
     if not isinstance(e, IndexError): return False
     frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
     return frames[-1].f_code is Callback.__call__.__code__

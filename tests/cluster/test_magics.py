@@ -327,6 +327,7 @@ def test_a_function_finds_names_of_the_workers(group):
 @pytest.mark.parametrize('cell,says', [
     ('%dipush nosuch', "no variable 'nosuch'"), ('%dipull nosuch', "no variable 'nosuch'"),
                                        ('%dipull -r 3 kept', 'ranks are 0 to 2'),
+    ('%dipull -r all kept', 'from one worker'),
     ('f = open("/dev/null")\n%dipush f', "f can't be sent"), ('%dipull gen', "gen can't be sent")])
 def test_objects_refused(group, cell, says):
     group.run('%%dip\ngen = (i for i in range(3))')
