@@ -327,7 +327,6 @@ def test_a_function_finds_names_of_the_workers(group):
 @pytest.mark.parametrize('cell,says', [
     ('%dipush nosuch', "no variable 'nosuch'"), ('%dipull nosuch', "no variable 'nosuch'"),
                                        ('%dipull -r 3 kept', 'ranks are 0 to 2'),
-    ('%dipull -r all kept', 'from one worker'),
     ('f = open("/dev/null")\n%dipush f', "f can't be sent"), ('%dipull gen', "gen can't be sent")])
 def test_objects_refused(group, cell, says):
     group.run('%%dip\ngen = (i for i in range(3))')
@@ -350,6 +349,7 @@ def test_dipper(group):
     group.run('%dipper d')
     assert group.run('d.run(lambda x: x + kept, 1)') == '[2, 3, 4]\n'
     assert group.run('d.push(z=3)\nd.push({"w": 4})\nd.pull("z", "w", rank=1)') == "{'z': 3, 'w': 4}\n"
+    assert 'from one worker' in group.fails('d.pull("z", rank="all")')[1]
     assert group.run('d.gpus, d.n') == '([], 3)\n'
     assert '3 ranks on CPU (gloo)' in group.run('print(d.info())')
 
