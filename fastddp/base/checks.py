@@ -76,7 +76,7 @@ def closest_name(
     name = str(name)
     aliases = {k:v for k,v in aliases.items() if v in known}
     if name in aliases: return aliases[name]
-    matches = difflib.get_close_matches(name, [*known, *aliases], n=1, cutoff=.7)
+    matches = difflib.get_close_matches(name, [*known, *aliases], n=1)
     return aliases.get(matches[0], matches[0]) if matches else None
 
 # %% ../../nbs/base/002_checks.ipynb #61b639a4

@@ -64,12 +64,13 @@ _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Wher
             "it, this would end the event for the callbacks behind it silently, and the "
             "ranks would diverge.")
 
-def _is_fastais_own(e):
-    """Return True if `e` hides the exception of a callback: fastai adds to the first argument of
-    that one, and fails with an IndexError if it has none, as with a bare `assert`"""
-    if not isinstance(e, IndexError): return False
+def _raised_by_callback(e):
+    """Return the exception that a callback raised: `e`, or the one that it hides. fastai adds to
+    the first argument of an exception, and fails with an IndexError of its own if there is none, as
+    with a bare `assert`"""
+    if not isinstance(e, IndexError): return e
     frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
-    return frames[-1].f_code is Callback.__call__.__code__
+    return e.__context__ if frames[-1].f_code is Callback.__call__.__code__ else e
 
 class EventDispatcher:
     """Replaces `learn._call_one` during a fit: at an event, calls the callbacks that handle it, and
@@ -89,12 +90,14 @@ class EventDispatcher:
             for call,kind in self._handlers_of(event_name):
                 call(event_name)
                 if is_outermost: clock.lap(kind)
-        except StopIteration as e: raise RuntimeError(_STOPPED.format(event_name)) from e
         except BaseException as e:
             # A process that a callback has forked ends here: if the exception went on, it would
             # end the loader's processes, which the rank needs
             if os.getpid() != self.rank_pid: end_fork(e)
-            if _is_fastais_own(e): raise e.__context__ from None
+            exc = _raised_by_callback(e)
+            if isinstance(exc, StopIteration):
+                raise RuntimeError(_STOPPED.format(event_name)) from exc
+            if exc is not e: raise exc from None
             raise
         finally: clock.leave(event_name)
     def _handlers_of(self, event_name):

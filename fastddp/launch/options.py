@@ -319,8 +319,8 @@ def refuse_busy(learn):
     "Raise `CantDistribute` if a background job trains `learn`"
     for job in [*running_jobs]:
         if job.learn is learn:
-            raise CantDistribute(f"{job.what} trains this learner. Wait for job.result(), or "
-                                 "end it with job.stop().")
+            raise CantDistribute(f"This learner is trained by {job.title()}. Wait for "
+                                 "job.result(), or end it with job.stop().")
 
 # %% ../../nbs/launch/508_options.ipynb #35f9d209
 # Where the calls of a block run
