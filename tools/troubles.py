@@ -20,10 +20,6 @@ automatically, at most twice.
 Mend the class in its cell, and make the call with a new object and the epoch that the error names: \
 `learn.distrib_fit_one_cycle(5, 1e-2, cbs=MyCallback(), start_epoch=2)`. The schedule goes on there.
 
-**`IndexError: tuple index out of range` from a callback.** fastai raises it in place of an exception without a \
-message, such as that of `assert x > 0`. The worker's traceback shows the real one first, with your line. A \
-`breakpoint()` in a callback ends so, too: workers have no keyboard (see below).
-
 **Stop.** One interrupt (the button, or Ctrl-C) stops all workers after the same batch: weights, optimizer and \
 recorder are in the learner, as after a fit in one process. A second interrupt ends the workers at once; the learner \
 then has the state of the last complete epoch. `learn.distrib_resume()` repeats the interrupted epoch and continues.
