@@ -31,7 +31,7 @@ class Learner(_Learner):
         waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
         and random streams are unchanged."""
 
-    def distrib_check(self, steps: int = 5, tol: float = 0.0001, **options) -> Answer:
+    def distrib_check(self, steps: int = 5, tol: float = 1e-05, **options) -> Answer:
         """Compare `steps` training steps on N workers with one process over the same global batches."""
 
     def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, in_notebook: bool | None = None, **ddp_kwargs) -> ContextManager[Learner]:

@@ -279,13 +279,12 @@ def _verdict(
 @patch
 def distrib_check(self:Learner,
     steps:int=5, # Training steps to compare
-    tol:float=1e-4, # Differences up to here, relative to size, are rounding
+    tol:float=1e-5, # Differences up to here, relative to size, are rounding
     **options # Of `distrib_ctx`; default without GPUs: two workers
 ):
     """Compare `steps` training steps on N workers with one process over the same global batches.
 
-    Differences up to `tol`, relative to size, count as rounding: an optimizer such as Adam, which
-    divides a gradient by its size, makes more of it with each step."""
+    Differences up to `tol`, relative to size, count as rounding."""
     options = dict(batch='per_worker') | options
     if 'gpus' not in options: options.setdefault('nprocs', max(group.n_gpus(), 2))
     # the batch size of a torch loader can't be changed
