@@ -76,7 +76,7 @@ class BackgroundJob:
             if not self.after: self._started.wait()
         except BaseException:
             if thread.is_alive(): self.stop()
-            else: self._end(None)       # cleans up; nobody sees the state of this job
+            else: self._end(None)       # cleans up; the caller gets the exception, not this job
             raise
         if self.state == 'refused': raise self.exception()
         return self

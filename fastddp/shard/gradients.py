@@ -8,7 +8,7 @@ __all__ = ['DDP_CHECKS', 'synced_bn', 'bn_note', 'sync_buffers', 'sync_params', 
            'Overlapped']
 
 # %% ../../nbs/shard/312_gradients.ipynb #4f21f8e3
-import contextlib, inspect, time, warnings, zlib
+import contextlib, functools, inspect, time, warnings, zlib
 
 import torch
 from fastcore.basics import store_attr
@@ -42,8 +42,7 @@ def synced_bn(model):
 def bn_note(model,
             n # Number of CPU workers
 ):
-    """Return a line that tells the user how CPU workers compute batch norm, or None if the model
-    has none or there is one worker"""
+    "Return a line for the user on batch norm in CPU workers; None without it, or for one worker"
     has_stats = any(isinstance(m,_BN) and m.track_running_stats for m in model.modules())
     if not has_stats or n == 1: return None
     return ("Batch norm: on the CPU each worker normalizes its own part of a batch; running "
@@ -210,7 +209,10 @@ class Passes:
     def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False,
                   grad_variables=None, inputs=None):
         "In the place of `torch.autograd.backward`, with its parameters"
-        loss = tensors[0] if isinstance(tensors, (tuple,list)) and len(tensors) == 1 else tensors
+        is_list = isinstance(tensors, (tuple,list)) and len(tensors) > 0
+        # several losses have the gradients of their sum
+        can_add = is_list and (len(tensors) == 1 or grad_tensors is None)
+        loss = functools.reduce(torch.add, tensors) if can_add else tensors
         options = dict(retain_graph=retain_graph, create_graph=create_graph)
         if not self._trains(loss, inputs):
             return self.torch_backward(tensors, grad_tensors, grad_variables=grad_variables,
@@ -326,8 +328,7 @@ class Overlapped:
         return id(self.model()), requires_grad, [*map(id, self.extra_params)]
 
     def check_graph(self, loss):
-        """Set `why_flat` if the graph of `loss` shows that DDP can't follow the model. Checks only
-        the first loss of a DDP module"""
+        "Set `why_flat` if DDP can't follow the graph of `loss`, the first one of a DDP module"
         if self.graph_checked: return
         self.graph_checked = True
         if is_reentrant(graph_of(loss)):
@@ -335,8 +336,7 @@ class Overlapped:
                              "checkpoints activations. DDP can't follow use_reentrant=True")
         elif not self.ddp_kwargs.get('find_unused_parameters'): self._name_unused(loss)
     def _name_unused(self, loss):
-        """Return the trained parameters that the graph of `loss` doesn't reach. If there are any,
-        set `why_flat` to a text with their names"""
+        "Return the trained parameters beyond the graph of `loss`; if any, name them in `why_flat`"
         used = leaves_of(graph_of(loss))
         unused = [(k,p) for k,p in self.trainable() if id(p) not in used]
         if unused:

@@ -155,6 +155,13 @@ class OwnPass(Callback):
         raise CancelBackwardException()
 
 
+class Halves(Callback):
+    "One backward pass of two losses"
+    def before_backward(self):
+        torch.autograd.backward([self.learn.loss_grad*.5, self.learn.loss_grad*.5])
+        raise CancelBackwardException()
+
+
 class OwnBatch(Learner):
     "Does everything by itself"
     def _do_one_batch(self):
@@ -175,7 +182,7 @@ class Clip(Callback):
 STEPS = {'sam': dict(cbs=lambda: Sam('before_step')), 'sam after_backward': dict(cbs=lambda: Sam('after_backward')),
          'awp': dict(cbs=lambda: Awp('before_step')), 'clip': dict(cbs=Clip), '_do_grad_opt': dict(kind=SamLearner),
          '_backward': dict(kind=SamBackward), '_step': dict(kind=SamStep), 'own pass': dict(cbs=OwnPass),
-         '_do_one_batch': dict(kind=OwnBatch)}
+         'two losses': dict(cbs=Halves), '_do_one_batch': dict(kind=OwnBatch)}
 
 
 @pytest.mark.spread
