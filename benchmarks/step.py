@@ -10,7 +10,7 @@ with the communication inside it.
 import cProfile, json, os, pstats, statistics, sys, time
 from fastai.callback.core import Callback
 from fastddp.all import *
-from fastddp.shard.gradients import _norm
+from fastddp.shard.same_model import _norm
 from cases import CASES
 from common import arguments, save, show
 from throughput import PLAIN, by_hand, one_epoch, run_self, torchrun

@@ -28,6 +28,7 @@ TESTS = {
     'output/replay': 'output/test_lines.py',
     'shard': 'shard/test_data.py', 'shard/loss': 'same_answer/test_any_loss.py',
     'shard/gathered_loss': 'same_answer/test_any_loss.py', 'shard/gradients': 'same_answer/test_parity.py',
+    'shard/same_model': 'same_answer/test_drift.py',
     'process': 'faults/test_faults.py', 'process/helper': 'test_start.py',
     'launch': 'test_start.py', 'launch/report': 'launch/test_report.py', 'launch/rank': 'faults/test_faults.py',
     'launch/monitor': 'faults/test_hangs.py', 'launch/engine': 'same_answer/test_parity.py',

@@ -24,9 +24,9 @@ from .validation import Validation
 from ..launch.training import cbs_of_rank
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, Losses, tensors_in
-from ..shard.gradients import (
-    Passes, SameWeights, extra_params, graph_of, leaves_of, sync_buffers, synced_bn)
+from ..shard.gradients import Passes, extra_params, graph_of, leaves_of
 from ..shard.loss import loss_part
+from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import iterate_original
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f4

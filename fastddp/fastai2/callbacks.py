@@ -24,7 +24,8 @@ from .together import _FIRST, OurCallback, Together, dispatch_events
 from ..launch.training import is_rank0_only
 from ..output.replay import print_line
 from ..payload.state import move_opt_state
-from ..shard.gradients import SameWeights, average_grads, sync_buffers, synced_bn
+from ..shard.gradients import average_grads
+from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.gathered_loss import Losses
 from ..shard.sharded import is_sharded, iterate_original, write_back
 

@@ -26,7 +26,7 @@ from ..payload.buffers import ColumnCache
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions, dump
 from ..payload.state import model_tensors, move_opt_state, opt_tensors
-from ..shard.gradients import bn_note
+from ..shard.same_model import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
 # Snapshots as bytes
