@@ -24,7 +24,7 @@ from .validation import Validation
 from ..launch.training import cbs_of_rank
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, Losses, tensors_in
-from ..shard.gradients import Passes, extra_params, graph_of, leaves_of
+from ..shard.gradients import FLAT, Passes, extra_params
 from ..shard.loss import loss_part
 from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import iterate_original
@@ -61,7 +61,7 @@ class Ranks:
         self.board = board or group_board()
         self.has_stopped = False        # a meeting has raised `KeyboardInterrupt` on all ranks
         self.scale = 1.                 # factor on this rank's gradients; `GlobalLoss` sets it
-        self.passes = Passes(self.parameters, self.scale_loss, self.agree)
+        self.passes = Passes(self.parameters, self.begin_pass, self.agree)
 
     def parameters(self):
         "Return all trained parameters"
@@ -92,10 +92,11 @@ class Ranks:
         try: self.meet(stop=True)
         except KeyboardInterrupt: pass
 
-    def scale_loss(self, loss, is_first):
-        """Return the loss of a backward pass, scaled, for `Passes`. In the first pass of a batch
-        the `GlobalLoss` has scaled it already"""
-        return loss if is_first or self.scale == 1. else loss*self.scale
+    def begin_pass(self, loss, is_first):
+        """Return the loss of a backward pass, scaled, and how it averages, for `Passes`. In the
+        first pass of a batch the `GlobalLoss` has scaled it already"""
+        if not is_first and self.scale != 1.: loss = loss*self.scale
+        return loss, FLAT
 
     def agree(self, checksum):
         "Return the `checksum` of each rank, for `Passes`"
@@ -146,7 +147,7 @@ class GlobalLoss:
     def __call__(self, out, *yb):
         loss,count = self._gathered_loss(out, yb)
         if loss is None: loss = self.loss_func(out, *yb)
-        self._check_terms(loss, out)
+        self.losses.check_terms(loss, out, self.named_parameters)
         part = loss_part(self.loss_func, yb, count, self.losses.reduction(self.loss_func),
                          to_number=True)
         # The value: the sum of the ranks' terms makes the loss of the global batch
@@ -170,15 +171,6 @@ class GlobalLoss:
         nbytes,counts,layouts = zip(*(row[:3] for row in rows))
         loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts)
         return loss,batch.count         # fewer if a callback left items out
-
-    def _check_terms(self, loss, out):
-        """In the first batch, tell the user if `loss` uses parameters of the model directly, past
-        the predictions `out`"""
-        if self.losses.terms_checked: return
-        self.losses.terms_checked = True
-        reached = leaves_of(graph_of(loss, until={t.grad_fn for t in tensors_in(out)}))
-        names = [name for name,p in self.named_parameters() if id(p) in reached]
-        self.losses.name_terms(names)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #81cf85d6
 # `_order` of callbacks that come before and after all others

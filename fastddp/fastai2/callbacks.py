@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['opt_from_rank0', 'SameModel', 'shard_to_validate', 'ShardData', 'kept_streams', 'outside_loops', 'sharded_dls',
-           'silence_other_ranks', 'distributed']
+           'AfterOthers', 'silence_other_ranks', 'distributed']
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #6cd40864
 import contextlib
@@ -19,8 +19,10 @@ from .loaders import (
     Undivided, dl_state, follow_original, is_lm, keeps_state,
     rows_are_streams, set_dl_state, shard_dl)
 from .metrics import ReduceMetrics
-from .step import AfterOthers, StepSync
-from .together import _FIRST, OurCallback, Together, dispatch_events
+from .step import StepSync
+from fastddp.fastai2.together import (
+    BEFORE_TRAIN, BEFORE_VALID, END_VALID, _FIRST, _LAST, OurCallback, Together,
+    dispatch_events)
 from ..launch.training import is_rank0_only
 from ..output.replay import print_line
 from ..payload.state import move_opt_state
@@ -141,6 +143,38 @@ def sharded_dls(learn,
     finally:
         for dl in filter(is_sharded, dls.loaders): write_back(dl)
         dls.loaders = old
+
+# %% ../../nbs/fastai2/720_callbacks.ipynb #3f135371
+class AfterOthers(OurCallback):
+    """Comes after all other callbacks: holds the meetings around a phase, tells the loader that the
+    fit's own loop begins, and has `StepSync` replace a loss function that needs the global batch.
+
+    So no callback draws random numbers, steps, or exchanges the loss function between a meeting
+    and the loop that it is held for"""
+    order = _LAST
+    run_valid = False
+    def __init__(self,
+        sync # The fit's `StepSync`
+    ):
+        self.sync = sync
+        self.together = sync.together
+    def before_train(self):
+        self.together.meet(BEFORE_TRAIN)
+        self.together.phase = 'train'
+        self.sync.start_train()
+        self._begin_loop()
+    def before_validate(self):
+        self.together.meet(BEFORE_VALID)
+        self.together.phase = 'validate'
+        self._begin_loop()
+    def _begin_loop(self):
+        "Have the loader yield this rank's shard to the loop that begins, which is the fit's own"
+        if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
+    def after_validate(self):
+        t = self.together
+        t.meet(END_VALID)
+        t.phase = t.outer_phases.pop() if t.outer_phases else 'end'
+    def before_batch(self): self.sync.replace_loss_func()
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #699a2e1e
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from fastcore.foundation import L
 
 from ..base import group
 from ..base.errors import CantDistribute
+from .gradients import graph_of, leaves_of
 from .loss import is_known, loss_name
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #00fe17c0
@@ -248,8 +249,7 @@ class Losses:
         self.shown = set()      # names of the lines that were shown
         # True once the loss has a term that doesn't come from predictions and targets
         self.has_terms = False
-        # True once a loss was searched for such terms. Only fastai 1's `GlobalLoss` uses it
-        self.terms_checked = False
+        self.terms_checked = False      # True once `check_terms` has searched a loss for them
 
     def kind(self, f):
         "Return how the loss function `f` is treated"
@@ -300,13 +300,22 @@ class Losses:
         pred,yb = batch.of_all_ranks([int(m) for m in counts])
         return f(pred, *yb)
 
-    def name_terms(self, names # Of parameters that the loss reaches past predictions and targets
+    def check_terms(self,
+        loss,            # Of the first training batch, a tensor as the loss function returned it
+        pred,            # The predictions that it was given, a tree of tensors
+        named_parameters # Those of the model, a method
     ):
-        "If there are `names`, tell the user that the loss has a term which is averaged"
+        """Tell the user if `loss` uses parameters of the model past the predictions: such a term is
+        averaged. Only the first call searches"""
+        if self.terms_checked: return
+        self.terms_checked = True
+        past_pred = graph_of(loss, until={t.grad_fn for t in tensors_in(pred)})
+        used = leaves_of(past_pred)
+        names = sorted(name for name,p in named_parameters() if id(p) in used)
         if not names: return
         self.has_terms = True
         self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
-                        f"{', '.join(sorted(names)[:3])}): {AVERAGED}", 'terms')
+                        f"{', '.join(names[:3])}): {AVERAGED}", 'terms')
 
     def print_once(self, line,
                    name # Of the line: a second line of that name isn't shown

@@ -1,5 +1,5 @@
-"""What a step does with numbers that only a GPU knows, held to one process on the CPU: `StepSync.sums_on_device` says
-that they are there. Nothing of ours reads a value in a step."""
+"""What a step does with numbers that only a GPU knows, held to one process on the CPU:
+`GlobalLoss.sums_on_device` says that they are there. Nothing of ours reads a value in a step."""
 import collections, functools, sys
 from pathlib import Path
 import pytest, torch
@@ -25,18 +25,19 @@ def yes(): return True
 
 
 class OnDevice(Callback):
-    "The numbers of this fit's steps stay where they are; notes whether they were summed there"
+    "The numbers of this fit's steps stay where they are; notes how often they were summed there"
     def before_fit(self):
-        from fastddp.fastai2.step import StepSync
+        from fastddp.fastai2 import step
         self.n_sums = 0
-        for cb in self.learn.cbs:
-            if isinstance(cb, StepSync): self._move(cb)
-    def _move(self, sync):
-        sum_there, sync.sums_on_device = sync._sum_on_device, yes
+        sum_there = step.GlobalLoss.sum_on_device
         def counted(*args):
             self.n_sums += 1
             return sum_there(*args)
-        sync._sum_on_device = counted
+        self.real = step, step.is_accelerator, sum_there
+        step.is_accelerator, step.GlobalLoss.sum_on_device = yes, counted
+    def after_fit(self):
+        step, step.is_accelerator, step.GlobalLoss.sum_on_device = self.real
+        self.real = None
 
 
 def some_ignored(n, s=0):
