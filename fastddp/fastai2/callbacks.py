@@ -174,7 +174,10 @@ class AfterOthers(OurCallback):
         t = self.together
         t.meet(END_VALID)
         t.phase = t.outer_phases.pop() if t.outer_phases else 'end'
-    def before_batch(self): self.sync.replace_loss_func()
+    def before_batch(self):
+        if self.sync.n > 1: self.sync.replace_loss_func()
+        # several ranks ask that when they meet
+        elif self.together.stop_requested(): raise KeyboardInterrupt
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #699a2e1e
 @contextlib.contextmanager

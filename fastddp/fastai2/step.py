@@ -234,6 +234,7 @@ class StepSync(OurCallback):
         self.together = together
         self.losses = losses
         self.n = group.world_size()
+        self.run_train = self.n > 1     # one rank needs none of the events of a batch
         self.overlapped = Overlapped(lambda: self.learn.model, self.params, same_weights,
                                      **ddp_kwargs)
         self.passes = Passes(self.params, self.begin_pass, self.exchange_masks, self.overlapped,
@@ -271,9 +272,6 @@ class StepSync(OurCallback):
 
     # A batch, event by event
     def before_batch(self):
-        if self.n == 1:
-            if self.together.stop_requested(): raise KeyboardInterrupt
-            return
         self.close()        # an exception may have ended the batch before without `after_batch`
         self._forget_batch()
         self.batch_loss = GlobalLoss(self.learn, self.losses)
@@ -281,18 +279,17 @@ class StepSync(OurCallback):
         self.passes.open()
     def replace_loss_func(self):
         "See `GlobalLoss`; `AfterOthers` calls it"
-        if self.n > 1: self.batch_loss.replace_loss_func(self.together)
-    def after_pred(self): self.together.mid_batch = self.n > 1
+        self.batch_loss.replace_loss_func(self.together)
+    def after_pred(self): self.together.mid_batch = True
     def after_loss(self):
         if self.added_checked or not isinstance(self.loss_grad, torch.Tensor): return
         self.loss_node = self.loss_grad.grad_fn
         self.losses.check_terms(self.loss_grad, self.pred, self.learn.model.named_parameters)
     def before_step(self):
-        if self.n == 1 or self.accumulating is None: return
+        if self.accumulating is None: return
         # `GradientAccumulation`, which comes later, adds this rank's items
         self.accumulating.count += global_items(self.learn)-find_bs(self.yb)
     def after_batch(self):
-        if self.n == 1: return
         if not self.has_met and not self.together.has_left_batch: self.meet_without_backward()
         if not self.has_met: self.batch_loss.restore_last()
         self.together.mid_batch = False
