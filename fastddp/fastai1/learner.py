@@ -39,12 +39,14 @@ def distrib_ctx(self:Learner,
     call to call."""
     block_options = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
-    options = dict(batch=batch, sync_bn=sync_bn, loss=loss)     # those of `distributed_v1`
-    # `engine` is a launcher, the number of workers, and their GPUs
-    def methods(*engine): return Session(self, *engine, options, restarts).overrides()
-    def under_launcher(): return in_place(self, options, block_options)
-    with distrib_block(self, block_options, OPTIONS.defaults, under_launcher, methods,
-                       lambda o: o.silent):
+    rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss)    # those of `distributed_v1`
+    def on_workers(launcher, n, gpus):
+        "Return the methods that replace the learner's own in the block, by name"
+        return Session(self, launcher, n, gpus, rank_options, restarts).overrides()
+    # in a group of a launcher such as torchrun no workers are started
+    def in_launched(): return in_place(self, rank_options, block_options)
+    with distrib_block(self, block_options, OPTIONS.defaults, in_launched, on_workers,
+                       lambda learn: learn.silent):
         yield self
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "

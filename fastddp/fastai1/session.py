@@ -10,57 +10,50 @@ import functools, math
 
 from fastai import basic_train
 from fastai.callback import Callback, CallbackHandler
-from fastai.callbacks import LRFinder
+from fastcore.basics import store_attr
 
 from ..base.checks import Check, check, whole
 from ..base.scoped import with_attrs
 from .jobs import fit_job, infer_job
 from .loaders import check_v1, step_sizes
-from .snapshot import apply, persistent_refs, snapshot, tracked
+from .snapshot import apply, snapshot
 from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr
 
 # %% ../../nbs/fastai1/806_session.ipynb #2629bb65
-# A fit, from the method of a learner to its result. A validation goes the same way, with
-# `basic_train.validate`, `Session.validate` and `infer_job`:
+# A fit in a block, from the method of the learner to its result. A validation goes the same way:
 #
-#     notebook   learn.distrib_fit(...)
-#                  distrib_ctx              replaces `learn.fit`, `validate` and `get_preds`
-#                    Learner.fit            v1's own: makes the optimizer and the callbacks
-#                      basic_train.fit      replaced by `Session.fit`
-#                        LearnerCall        sends a snapshot
-#     rank       fit_job                    unpacks it, and calls v1's own `basic_train.fit`
-#     notebook   LearnerCall.apply          puts what came back into the learner
-#
-# Where this process is a rank itself, under a launcher or in a cell of `%%dip`, nothing is sent:
-# `overrides` replaces `basic_train.fit` and `validate`, for every learner.
+#     notebook   learn.fit(...)            in the block a method of `Session.overrides`
+#                  Learner.fit             v1's own: makes the optimizer and the callbacks
+#                    basic_train.fit       in this call replaced by `Session.fit`
+#                      LearnerCall         sends a snapshot
+#     rank       fit_job                   unpacks it, and calls v1's own `basic_train.fit`
+#     notebook   LearnerCall.apply         puts what came back into the learner
 
 class LearnerCall(Call):
-    "The notebook's side of a fit or a validation on the workers"
+    "A fit or a validation on the workers, from the snapshot to the result"
     def __init__(self, session,
                  job,                # `fit_job` or `infer_job`
                  callbacks, metrics, # Those of the call
-                 job_args,           # As of `snapshot`, a dict
+                 job_args,           # Further entries of the dict that `job` gets
                  **kwargs            # Of `Call`
     ):
         super().__init__(session, job, **kwargs)
-        self.job_args = job_args
-        self.callbacks = callbacks
-        self.metrics = metrics
-        self.refs = persistent_refs(self.learn, callbacks, metrics)
+        store_attr('callbacks,metrics,job_args')
     def snapshot(self):
-        return snapshot(self.learn, self.callbacks, self.session.columns, self.definitions,
-                        **self.job_args)
+        return snapshot(self.learn, self.callbacks, self.metrics, self.session.columns,
+                        self.definitions, **self.job_args)
     def apply(self, meta, buffers):
-        groups = tracked(self.learn, self.callbacks, self.metrics, self.definitions)
-        apply(self.learn, groups, self.refs, meta, buffers)
+        apply(self.learn, meta, buffers, self.callbacks, self.metrics, self.definitions)
 
+# %% ../../nbs/fastai1/806_session.ipynb #9a060007
 _CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
                   lambda v: isinstance(v, Callback))
 
 class Session(_Session):
     """A `distrib_ctx` block of a fastai v1 learner, in the notebook. `fit` and `validate` have the
     parameters of the functions in `basic_train`, which they replace"""
+    # What the base class asks for
     def check(self):
         "Refuse a model or a loader that can't be trained on the workers"
         refuse_untrainable(self.learn.model)
@@ -69,23 +62,26 @@ class Session(_Session):
         "Return the `step_sizes` of the training loader"
         return step_sizes(self.learn.data.train_dl, self.n, self.options['batch'])
     def quiet(self): return self.learn.silent
+
+    # Calls on the workers
     def fit(self, epochs, learn, callbacks=None, metrics=None):
         "Fit on the workers; afterwards the learner is as after a local fit"
         check('epochs', epochs, whole("the number of epochs, a whole number", 0))
         callbacks = list(callbacks or [])
-        metrics = list(metrics or [])
         for cb in callbacks: check('callbacks', cb, _CALLBACK)
         self.check()
-        # `lr_find` needs `n_iter` steps, and has counted how many epochs those are in one process,
-        # where an epoch has more of them
+        job_args = dict(epochs=self._enough_epochs(epochs, callbacks), options=self.options)
+        call = LearnerCall(self, fit_job, callbacks, metrics or [], job_args, apply_failed='last',
+                           counts_steps=finds_lr(callbacks))
+        self.train(call)
+    def _enough_epochs(self, epochs, callbacks):
+        """Return the number of epochs in which an `lr_find` has its `n_iter` steps. It has counted
+        those of one process, where an epoch has more of them"""
         for cb in callbacks:
-            if isinstance(cb, LRFinder):
+            if finds_lr([cb]):
                 _,steps = self.global_batch()
                 epochs = max(epochs, math.ceil(cb.sched.n_iter/(steps or 1)))
-        call = LearnerCall(self, fit_job, callbacks, metrics,
-                           dict(epochs=epochs, options=self.options, metrics=metrics),
-                           apply_failed='last', counts_steps=finds_lr(callbacks))
-        self.train(call)
+        return epochs
     def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "Validate on the workers; returns what `basic_train.validate` returns"
@@ -99,23 +95,27 @@ class Session(_Session):
                 raise KeyboardInterrupt
         result,_ = outcome.results[0]
         return result
-    def on_workers(self, name):
-        """Return the learner's method `name`, in which `basic_train.fit` and `validate` run on the
-        workers if they are called for this learner"""
+
+    # How the learner gets here
+    def overrides(self):
+        "Return `{name: method}`, the methods that replace the learner's in the block"
+        return {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
+    def _on_workers(self, name):
+        "Return the learner's method `name`, which reaches `fit` or `validate` of this session"
         method = getattr(type(self.learn), name)
         @functools.wraps(method)
         def call(*args, **kwargs):
-            real_fit = basic_train.fit
-            real_validate = basic_train.validate
-            def fit(epochs, learn, callbacks=None, metrics=None):
-                run = self.fit if learn is self.learn else real_fit
-                return run(epochs, learn, callbacks, metrics)
-            def validate(model, *args, **kwargs):
-                run = self.validate if model is self.learn.model else real_validate
-                return run(model, *args, **kwargs)
-            with with_attrs(basic_train, fit=fit, validate=validate):
-                return method(self.learn, *args, **kwargs)
+            with self._in_basic_train(): return method(self.learn, *args, **kwargs)
         return call
-    def overrides(self):
-        "Return `{name: method}`, the methods that replace the learner's in the block"
-        return {k:self.on_workers(k) for k in ('fit','validate','get_preds')}
+    def _in_basic_train(self):
+        """Return a context manager that replaces `basic_train.fit` and `validate`, for calls with
+        this learner and its model"""
+        fastai_fit = basic_train.fit
+        fastai_validate = basic_train.validate
+        def fit(epochs, learn, *args, **kwargs):
+            run = self.fit if learn is self.learn else fastai_fit
+            return run(epochs, learn, *args, **kwargs)
+        def validate(model, *args, **kwargs):
+            run = self.validate if model is self.learn.model else fastai_validate
+            return run(model, *args, **kwargs)
+        return with_attrs(basic_train, fit=fit, validate=validate)
