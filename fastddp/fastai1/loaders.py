@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['replace_in_fastai', 'old_numpy', 'torch_dl', 'picklable_preloaders', 'mend_streams', 'text_order', 'set_text_order',
-           'global_batches', 'shard', 'own_loader', 'batch_counts', 'batch_place', 'fit_loaders', 'check_v1',
+           'global_batches', 'shard', 'own_loader', 'batch_counts', 'batch_place', 'fit_loaders', 'check_v1', 'why_not',
            'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
@@ -51,8 +51,9 @@ def old_numpy():
 #
 #     DeviceDataLoader    v1's own kind, such as `data.train_dl`: puts batches on a device
 #       .dl               a torch `DataLoader` (`torch_dl`); in a rank's shard, the sharded one
-#         .dataset        of a language model: a `LanguageModelPreLoader` (`_streams_of`), which is
-#                         dataset, sampler and callback in one. Its `bs` rows are streams of text
+#         .dataset        of a language model: a `LanguageModelPreLoader` (`_streams_of`; `pre` in
+#                         the code), which is dataset, sampler and callback in one. Its `bs` rows
+#                         are streams of text, and `idx.idx` is the order of the texts in them
 
 def torch_dl(dl):
     "Return the torch loader inside v1's `DeviceDataLoader`, or `dl` itself"
@@ -148,20 +149,17 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, which yields the gl
     "Return a loader like `dl` that yields the shard of `rank`"
     shard_dl = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
     pre = _streams_of(dl)
-    if pre is not None: _draw_from(common, pre)
+    if pre is not None:
+        # It draws the order of its texts, which has to be the same on all ranks
+        def on_epoch_begin(**kwargs):
+            with common: type(pre).on_epoch_begin(pre, **kwargs)
+        vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
     elif n > 1 and not is_stream(torch_dl(dl)): shard_dl._shard.whole_batches = whole_batches
     if not isinstance(dl, DeviceDataLoader): return shard_dl
     # a copy, made without `__init__`: that would replace the sharded loader's `collate_fn`
     device_dl = object.__new__(type(dl))
     vars(device_dl).update(vars(dl), dl=shard_dl, unsharded=dl)
     return device_dl
-
-def _draw_from(common, pre):
-    """Have a `LanguageModelPreLoader` draw the order of its texts from `common`, as long as this
-    process is a rank: the order has to be the same on all ranks"""
-    def on_epoch_begin(**kwargs):
-        with common: type(pre).on_epoch_begin(pre, **kwargs)
-    vars(pre)['on_epoch_begin'] = on_epoch_begin
 
 def own_loader(dl):
     "Return the `DeviceDataLoader` from which `shard` made `dl`, or `dl` if it isn't sharded"
@@ -198,11 +196,14 @@ def check_v1(data, # A `DataBunch`
     "Raise `CantShard` with the loader's name for a loader that can't be sharded"
     if n == 1: return
     for name,dl in fit_loaders(data).items():
-        why = _why_not(torch_dl(dl), n, batch, name == 'train_dl')
+        why = why_not(torch_dl(dl), n, batch, name == 'train_dl')
         if why: refuse_loader(f'data.{name}', n, why)
 
-def _why_not(dl, n, batch, train):
-    "Return why a torch loader can't be sharded, with the remedy, or None if it can"
+def why_not(dl, # A torch loader
+            n, batch, # As of `check_v1`
+            train # It is the training loader, in which every rank needs work
+):
+    "Return why `dl` can't be sharded, with the remedy, or None if it can"
     why = why_not_torch(dl)
     if why: return why
     bs = global_batch_size(torch_bs(dl), n, batch)
