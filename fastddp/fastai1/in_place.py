@@ -45,7 +45,7 @@ class AllRanks:
     def _run(self, fastais, ours, *args, **kwargs):
         "Call fastai's own function, or ours if all ranks make this call"
         if not group.everyone(): return fastais(*args, **kwargs)
-        # Ours calls fastai's `fit`, which is to find fastai's `validate`
+        # `Validation` runs the `validate` that it finds, which has to be fastai's own
         with self.interrupts(), with_attrs(basic_train, validate=self.fastai_validate):
             return ours(*args, **kwargs)
     def _fit(self, epochs, learn, callbacks=None, metrics=None):
