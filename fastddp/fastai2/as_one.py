@@ -23,9 +23,10 @@ from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .callbacks import kept_streams, opt_from_rank0
+from .clock import dispatch_events
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, shard_dl, why_not)
-from .together import LOAD, dispatch_events
+from .together import LOAD
 from ..launch.training import is_kind, is_rank0_only
 from ..shard.sharded import is_sharded, original
 from ..shard.torch_loader import is_stream

@@ -15,14 +15,13 @@ from ..base import group
 from ..base.device import device_of, is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
+from .clock import _FIRST, _LAST, OurCallback, dispatch_events
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, keeps_state,
     rows_are_streams, set_dl_state, shard_dl)
 from .metrics import ReduceMetrics
 from .step import StepSync
-from fastddp.fastai2.together import (
-    BEFORE_TRAIN, BEFORE_VALID, END_VALID, _FIRST, _LAST, OurCallback, Together,
-    dispatch_events)
+from .together import BEFORE_TRAIN, BEFORE_VALID, END_VALID, Together
 from ..launch.training import is_rank0_only
 from ..output.replay import print_line
 from ..payload.state import move_opt_state

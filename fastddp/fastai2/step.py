@@ -14,9 +14,8 @@ from fastcore.basics import store_attr
 from ..base import group
 from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute
-from .together import (
-    BATCH, BEFORE_TRAIN, BEFORE_VALID, END_VALID, GATHER, PASS, VALUE, _FIRST,
-    _LAST, OurCallback, runs_user_code)
+from .clock import _FIRST, OurCallback, runs_user_code
+from .together import BATCH, GATHER, PASS, VALUE
 from ..output.replay import print_line
 from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
 from ..shard.gradients import (

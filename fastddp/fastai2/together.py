@@ -4,118 +4,19 @@
 
 # %% auto #0
 __all__ = ['LEAVABLE', 'BEFORE_EPOCH', 'BEFORE_TRAIN', 'BATCH', 'AFTER_TRAIN', 'BEFORE_VALID', 'AFTER_VALID', 'END_VALID',
-           'NESTED_BATCH', 'LOAD', 'GATHER', 'PASS', 'VALUE', 'FIELDS', 'OurCallback', 'handles', 'runs_user_code',
-           'EventDispatcher', 'dispatch_events', 'Place', 'Row', 'MeetingResult', 'Together']
+           'NESTED_BATCH', 'LOAD', 'GATHER', 'PASS', 'VALUE', 'FIELDS', 'Place', 'Row', 'MeetingResult', 'Together']
 
 # %% ../../nbs/fastai2/705_together.ipynb #04564b79
-import contextlib, os, traceback
+import contextlib
 from collections import namedtuple
 from typing import NamedTuple
 
 from fastai.callback.core import (
-    Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
-    CancelFitException, CancelStepException, CancelTrainException,
-    CancelValidException, _inner_loop, event)
-from fastcore.basics import getcallable, noop, store_attr
+    CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+    CancelStepException, CancelTrainException, CancelValidException)
 
 from ..base import board, group
-from .clock import Clock, kind_of
-from ..base.failure import end_fork
-from ..base.scoped import with_attrs
-
-# %% ../../nbs/fastai2/705_together.ipynb #6be54914
-class OurCallback(Callback):
-    """Base of the callbacks that fastddp adds to a fit. Events and setting attributes take less
-    time than in fastai's `Callback`"""
-    # fastai's looks up each name in learner and model, which in each step takes as long as a small
-    # layer
-    __setattr__ = object.__setattr__
-    def __call__(self, event_name):
-        runs = self.run_train if self.learn.training else self.run_valid
-        if event_name in _inner_loop and not runs: return
-        f = getattr(type(self), event_name, None)
-        if f is not None: f(self)
-    def nested_validation(self):
-        """Context manager for a validation or prediction that a user's callback runs inside a
-        phase: afterwards this callback has the state that it had in that phase"""
-        return contextlib.nullcontext()
-
-def handles(cb,        # A callback
-            event_name # E.g. 'after_batch'
-):
-    "Return True if `cb` does something at `event_name`, or if that is unknown"
-    if type(cb).__call__ not in (Callback.__call__, OurCallback.__call__): return True
-    # at the end of a fit `Callback.__call__` resets `cb.run`, also without a method
-    return event_name == 'after_fit' or getcallable(cb, event_name) is not noop
-
-def runs_user_code(cb, event_name):
-    "Return True if `cb` runs code at `event_name` that is neither fastai's nor fastddp's"
-    if not handles(cb, event_name): return False
-    modules = type(cb).__module__,getattr(getcallable(cb, event_name), '__module__', None)
-    return any((m or '').split('.')[0] not in ('fastai','fastcore','fastddp') for m in modules)
-
-# %% ../../nbs/fastai2/705_together.ipynb #195ec236
-# Events of every step, whose handlers are kept; any other event begins new lists of handlers
-_STEP_EVENTS = {'after_pred', 'after_loss',
-                *(f'{when}_{what}' for what in ('batch','backward','step')
-                  for when in ('before','after','after_cancel'))}
-
-_STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
-            "it, this would end the event for the callbacks behind it silently, and the "
-            "ranks would diverge.")
-
-def _raised_by_callback(e):
-    """Return the exception that a callback raised: `e`, or the one that it hides. fastai adds to
-    the first argument of an exception, and fails with an IndexError of its own if there is none, as
-    with a bare `assert`"""
-    if not isinstance(e, IndexError): return e
-    frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
-    return e.__context__ if frames[-1].f_code is Callback.__call__.__code__ else e
-
-class EventDispatcher:
-    """Replaces `learn._call_one` during a fit: at an event, calls the callbacks that handle it, and
-    has a `Clock` note when the event begins and ends"""
-    def __init__(self, learn,
-        clock, # The `Clock`
-        wrap # Callback -> the function that is called with the event's name in its place
-    ):
-        store_attr()
-        self.rank_pid = os.getpid()
-        self.handlers = {}      # event -> `[(function of the event's name, kind of its time)]`
-        self.cbs = []           # the learner's callbacks to which `handlers` belongs
-    def __call__(self, event_name):
-        clock = self.clock
-        is_outermost = clock.enter(self.learn)
-        try:
-            for call,kind in self._handlers_of(event_name):
-                call(event_name)
-                if is_outermost: clock.lap(kind)
-        except BaseException as e:
-            # A process that a callback has forked ends here: if the exception went on, it would
-            # end the loader's processes, which the rank needs
-            if os.getpid() != self.rank_pid: end_fork(e)
-            exc = _raised_by_callback(e)
-            if isinstance(exc, StopIteration):
-                raise RuntimeError(_STOPPED.format(event_name)) from exc
-            if exc is not e: raise exc from None
-            raise
-        finally: clock.leave(event_name)
-    def _handlers_of(self, event_name):
-        "Return the handlers of an event, in the order of the callbacks"
-        cbs = self.learn.cbs.items
-        if event_name not in _STEP_EVENTS or self.cbs != cbs: self.cbs,self.handlers = [*cbs],{}
-        if event_name not in self.handlers:
-            if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-            found = [cb for cb in self.learn.cbs.sorted('order') if handles(cb, event_name)]
-            self.handlers[event_name] = [(self.wrap(cb), kind_of(cb)) for cb in found]
-        return self.handlers[event_name]
-
-def dispatch_events(learn,
-    clock, # `Clock` that notes when events begin and end
-    wrap=noop # Callback -> the function to call in its place; default: the callback
-):
-    "Context manager in which an `EventDispatcher` calls the callbacks of `learn`"
-    return with_attrs(learn, _call_one=EventDispatcher(learn, clock, wrap))
+from .clock import Clock, OurCallback, _FIRST
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
 # What a rank can leave, from the innermost to the outermost, and the exception that does it
@@ -165,9 +66,6 @@ class MeetingResult(list):
     def sum(self, field): return sum(self.values(field))
 
 # %% ../../nbs/fastai2/705_together.ipynb #a9fdffe5
-_FIRST = -1_000_000     # the order of a callback that comes before the user's
-_LAST = 1_000_000       # the order of a callback that comes after the user's
-
 class Together(OurCallback):
     """Has all ranks leave a step, batch, phase, epoch or fit together.
 
