@@ -179,7 +179,7 @@ class Together(OurCallback):
         self.left = 0
         self.has_left_batch = False
         self.cancelled = False
-        # True between the forward and the backward pass of a training batch
+        # True between the forward pass of a training batch and its meeting or end; not on one rank
         self.mid_batch = False
 
     # Events: what begins and ends
@@ -190,9 +190,13 @@ class Together(OurCallback):
     def before_train(self): self.cancelled = False
     def before_batch(self):
         if self.training:
-            self.has_left_batch = False
+            self.has_left_batch = self.mid_batch = False
             self.position.begin(Place(self._epoch(), BATCH, self.iter-.5))
         elif self.stop_requested(): raise CancelValidException()
+    def after_pred(self):
+        if self.training: self.mid_batch = self.board.n > 1
+    def after_batch(self):
+        if self.training: self.mid_batch = False
     def after_train(self): self._end_phase(AFTER_TRAIN, 'cancel_train')
     def before_validate(self):
         self.cancelled = False
@@ -250,6 +254,7 @@ class Together(OurCallback):
                                                     _describe(place)))
         if result.sum('stop'): raise KeyboardInterrupt
         self.position.have_met(stage)
+        if stage == BATCH: self.mid_batch = False
         return result
 
     def meet_between(self,
