@@ -17,7 +17,7 @@ from fastai.callback.core import (
     CancelStepException, CancelTrainException, CancelValidException)
 
 from ..base import board, group
-from .clock import Clock, OurCallback, _FIRST
+from .clock import _FIRST, Clock, OurCallback, Spent
 
 # %% ../../nbs/fastai2/705_together.ipynb #5f1c02ab
 class Place(NamedTuple):
@@ -120,11 +120,11 @@ FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
           'cancelled',
           'grads')              # 1: it has gradients that no step used
 
-class Row(namedtuple('_Row', [*Place._fields, 'left', 'stop', *FIELDS, 'data', 'callbacks'],
+class Row(namedtuple('_Row', [*Place._fields, 'left', 'stop', *Spent._fields, *FIELDS],
                      defaults=[0.]*(len(FIELDS)+4))):
     """What one rank sends to a meeting: the fields of its place; `left`, the index in `LEAVABLE` of
-    the outermost that it left; `stop`, 1 if it was asked to stop; `FIELDS`; and seconds for the
-    `Clock`s of the other ranks"""
+    the outermost that it left; `stop`, 1 if it was asked to stop; the seconds that its `Clock` sends
+    to those of other ranks; and `FIELDS`"""
     @property
     def place(self): return Place(*self[:len(Place._fields)])
 
@@ -276,16 +276,13 @@ class Together(OurCallback):
     def _exchange(self, place, numbers): # `(MeetingResult, the rows of it with a later place)`
         """Send a row to the other ranks, again each time that one is still at an earlier place,
         until all are at `place` or some at a later one"""
-        data,callbacks = self.clock.begin_meeting()
-        row = Row(*place, self.left, self.stop_requested(), data=data, callbacks=callbacks,
-                  **numbers)
+        row = Row(*place, self.left, self.stop_requested(), *self.clock.begin_meeting(), **numbers)
         while True:
             result = MeetingResult(Row(*o[:len(row)]) for o in self.board.meet(row))
             self.clock.end_meeting([(o.data,o.callbacks) for o in result])
             ahead = [o for o in result if o.place > place]
-            if ahead: return result,ahead
-            if all(o.place == place for o in result): break
-        self.left = 0       # all have seen it
+            if ahead or all(o.place == place for o in result): break
+        if not ahead: self.left = 0     # all have seen it
         return result,ahead
 
 _NOT_THE_SAME = ("Other ranks have gone on to {} while rank {} was at {}: not all ranks do the "
