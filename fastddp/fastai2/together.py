@@ -123,8 +123,8 @@ FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
 class Row(namedtuple('_Row', [*Place._fields, 'left', 'stop', *Spent._fields, *FIELDS],
                      defaults=[0.]*(len(FIELDS)+4))):
     """What one rank sends to a meeting: the fields of its place; `left`, the index in `LEAVABLE` of
-    the outermost that it left; `stop`, 1 if it was asked to stop; the seconds that its `Clock` sends
-    to those of other ranks; and `FIELDS`"""
+    the outermost that it left; `stop`, 1 if it was asked to stop; seconds for the `Clock`s of the
+    other ranks; and `FIELDS`"""
     @property
     def place(self): return Place(*self[:len(Place._fields)])
 
