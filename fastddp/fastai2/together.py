@@ -141,8 +141,8 @@ def outermost_left(rows):
 class Together(OurCallback):
     """Has all ranks leave a step, batch, phase, epoch or fit together.
 
-    `distributed` (`fastai2.callbacks`) makes one on each rank for a fit. It notes what this rank
-    leaves, and holds the meetings:
+    `distributed` makes one on each rank for a fit. It notes what this rank leaves, and holds the
+    meetings:
 
         meet            at a stage of the epoch, or at a batch's loss; all ranks come to it
         meet_between    between two places; other ranks may go on without it
@@ -155,7 +155,7 @@ class Together(OurCallback):
         rank 1: at batch 3, rank 0 is ahead -> raises CancelFitException -> meets there, too"""
     order = _FIRST      # it must know of an event before any other callback can leave in it
 
-    # Other modules set these
+    # Other parts of the fit set these, and share them here
     fit_callbacks = ()          # all callbacks that make the fit a distributed one
     common = None               # the `CommonRNG`
     finish_fit = None           # a function without arguments: holds the fit's last meeting
