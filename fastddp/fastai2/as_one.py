@@ -23,9 +23,10 @@ from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .callbacks import kept_streams, opt_from_rank0
+from .clock import dispatch_events
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, shard_dl, why_not)
-from .together import LOAD, dispatch_events
+from .together import LOAD
 from ..launch.training import is_kind, is_rank0_only
 from ..shard.sharded import is_sharded, original
 from ..shard.torch_loader import is_stream
@@ -204,7 +205,7 @@ def inner_inference(learn, together):
 
 def _infer_alone(learn, dl, together):
     "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only"
-    if learn.training and together.phase in ('start','train'):
+    if learn.training and together.position.phase == 'train':
         # afterwards the learner would go on validating on rank 0, and training on the others
         raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
                              "the middle of training. Do it at the end of an epoch, or on "

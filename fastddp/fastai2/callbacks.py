@@ -15,14 +15,13 @@ from ..base import group
 from ..base.device import device_of, is_accelerator
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
+from .clock import _FIRST, _LAST, OurCallback, dispatch_events
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, keeps_state,
     rows_are_streams, set_dl_state, shard_dl)
 from .metrics import ReduceMetrics
 from .step import StepSync
-from fastddp.fastai2.together import (
-    BEFORE_TRAIN, BEFORE_VALID, END_VALID, _FIRST, _LAST, OurCallback, Together,
-    dispatch_events)
+from .together import BEFORE_TRAIN, BEFORE_VALID, END_VALID, Together
 from ..launch.training import is_rank0_only
 from ..output.replay import print_line
 from ..payload.state import move_opt_state
@@ -86,7 +85,7 @@ class ShardData(OurCallback):
         self.batch = batch
     def before_epoch(self):
         n = group.world_size()
-        if n > 1 and self.together.fit_depth == 1:
+        if n > 1 and self.together.position.fit_depth == 1:
             seed_rank(group.rank(), n, self.together.common, self.epoch)
     def before_train(self):
         if is_sharded(self.dl): return
@@ -119,7 +118,7 @@ def outside_loops(learn,
     same on all ranks, to a callback that loops over it"""
     def batches(dl):
         # other ranks may not run this loop: the random streams must stay as they are
-        may_be_alone = together.rank0_alone or together.phase == 'validate'
+        may_be_alone = together.rank0_alone or together.position.phase == 'validate'
         with kept_streams(learn, together.common) if may_be_alone else contextlib.nullcontext():
             try: yield from iterate_original(dl, together.common)
             finally: follow_original(dl)
@@ -160,20 +159,15 @@ class AfterOthers(OurCallback):
         self.together = sync.together
     def before_train(self):
         self.together.meet(BEFORE_TRAIN)
-        self.together.phase = 'train'
         self.sync.start_train()
         self._begin_loop()
     def before_validate(self):
         self.together.meet(BEFORE_VALID)
-        self.together.phase = 'validate'
         self._begin_loop()
     def _begin_loop(self):
         "Have the loader yield this rank's shard to the loop that begins, which is the fit's own"
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
-    def after_validate(self):
-        t = self.together
-        t.meet(END_VALID)
-        t.phase = t.outer_phases.pop() if t.outer_phases else 'end'
+    def after_validate(self): self.together.meet(END_VALID)
     def before_batch(self):
         if self.sync.n > 1: self.sync.replace_loss_func()
         # several ranks ask that when they meet

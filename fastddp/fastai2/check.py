@@ -22,7 +22,7 @@ from ..launch.training import is_kind, is_rank0_only
 from .loaders import is_lm, lay_out
 from ..base.rng import CommonRNG
 from .step import StepSync
-from .together import runs_user_code
+from .clock import runs_user_code
 from .learner import OPTIONS
 from ..base.scoped import with_attrs
 from . import snapshot

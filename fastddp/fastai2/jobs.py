@@ -22,8 +22,7 @@ from ..base.checks import bind_arguments
 from ..base.failure import item_name
 from ..base.scoped import Interrupts, with_attrs
 from .callbacks import distributed
-from .clock import resource_use
-from .together import OurCallback
+from .clock import OurCallback, resource_use
 from .as_one import (
     as_one_process, infer_in_group, leave_together, open_run, order_from_rank0, preds_in_one_order,
     validate_part, sync_opt, wants_no_lines)

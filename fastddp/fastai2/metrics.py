@@ -19,7 +19,7 @@ from fastai.torch_core import find_bs, to_device
 from ..base import group
 from ..base.device import device_of
 from ..base.scoped import with_attrs
-from .together import _FIRST, OurCallback
+from .clock import _FIRST, OurCallback
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.sharded import is_sharded, original

@@ -21,7 +21,7 @@ from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from .snapshot import CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs
-from .together import OurCallback
+from .clock import OurCallback
 from ..payload.pickling import dump, load
 from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_copy
 
