@@ -11,8 +11,7 @@ import contextvars, shutil, sys, time
 
 from fastcore.basics import patch
 
-from ..base.failure import ipython_shell
-from ..base.scoped import with_context
+from ..base.scoped import ipython_shell, with_context
 from .capture import DisplaySettings
 from .streams import visible_text
 
