@@ -9,8 +9,7 @@ __all__ = ['PERIOD', 'Panel']
 import base64, html, re, time, uuid
 
 from ..base.scoped import ipython_shell
-from .replay import frontend
-from .streams import visible_text
+from .replay import frontend, visible_text
 
 # %% ../../nbs/output/205_panel.ipynb #e35f3cce
 PERIOD = .3         # seconds between two updates
