@@ -2244,6 +2244,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.output.streams.ForkPipe': ('output/streams.html#forkpipe', 'fastddp/output/streams.py'),
                                         'fastddp.output.streams.ForkPipe.__init__': ( 'output/streams.html#forkpipe.__init__',
                                                                                       'fastddp/output/streams.py'),
+                                        'fastddp.output.streams.ForkPipe._write_line': ( 'output/streams.html#forkpipe._write_line',
+                                                                                         'fastddp/output/streams.py'),
                                         'fastddp.output.streams.ForkPipe.close': ( 'output/streams.html#forkpipe.close',
                                                                                    'fastddp/output/streams.py'),
                                         'fastddp.output.streams.ForkPipe.read': ( 'output/streams.html#forkpipe.read',

@@ -24,6 +24,7 @@ TESTS = {
     'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
     'payload/state': 'comes_back/test_comes_back.py', 'payload/changes': 'comes_back/test_variables.py',
     'output': 'output/test_capture.py', 'output/panel': 'launch/test_background.py',
+    'output/streams': 'output/test_forks.py',
     'launch/background': 'launch/test_background.py',
     'output/replay': 'output/test_lines.py',
     'shard': 'shard/test_data.py', 'shard/loss': 'same_answer/test_any_loss.py',
