@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['rendezvous', 'before_leave', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key',
-           'native_backend', 'backend_for', 'backend', 'comm_device', 'join', 'join_launched', 'join_at', 'leave',
-           'until_context_released', 'check_group', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'sum_',
+           'native_backend', 'backend_for', 'backend', 'comm_device', 'stay_on_host', 'init_group', 'join', 'leave',
+           'check_group', 'until_context_released', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'sum_',
            'bytes_of', 'all_gather_object', 'from_rank0', 'all_gather_tensors', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import collections, contextlib, datetime, errno, functools, io, itertools, math, operator, os
-import pickle, socket, sys, time
+import collections, contextlib, datetime, io, math, os, pickle, sys, time
 
 import torch
 
@@ -73,10 +72,23 @@ def comm_device():
     return current_device() if backend() == native_backend() else torch.device('cpu')
 
 # %% ../../nbs/base/009_group.ipynb #d723f70e
-# Joining a group. The ranks wait for each other in `_wait_for_all`, before and after torch's own
-# `init_process_group`: inside of it a wait can't be interrupted, and gloo waits forever for a rank
-# that has come in and then failed.
+# Joining
 
+def stay_on_host():
+    "Connect over the loopback only, unless the user chose an interface"
+    loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
+    for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
+
+def init_group(store, rank, world_size, backend, **options):
+    "Call torch's `init_process_group` for a group that is the first of this process to torch"
+    # Ranks that count their groups differently wait for each other forever, and torch has counted
+    # a call that failed
+    world = getattr(torch.distributed.distributed_c10d, '_world', None)
+    if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+                                         **options)
+
+# %% ../../nbs/base/009_group.ipynb #cd305c8a
 def _wait_for_all(store, rank, world_size, what):
     "Wait until every rank has set its key `what` in the `store`; Ctrl-C interrupts this"
     keys = [f'fastddp/{r}/{what}' for r in range(world_size)]
@@ -88,20 +100,7 @@ def _wait_for_all(store, rank, world_size, what):
         time.sleep(pause)
         pause = min(2*pause, .01)
 
-# %% ../../nbs/base/009_group.ipynb #affe6f49
-def _count_from_zero():
-    """Have torch give the next group of this process the number 0. An `init_process_group` that has
-    failed here counts for torch, and ranks whose numbers differ wait for each other forever"""
-    world = getattr(torch.distributed.distributed_c10d, '_world', None)
-    if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
-
-# %% ../../nbs/base/009_group.ipynb #cd305c8a
 _NO_LIMIT = 10*365*24*3600.     # seconds
-
-def _stay_on_host():
-    "Connect over the loopback only, unless the user chose an interface"
-    loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
-    for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
 
 # The `store` that was given to `join`; None before `join` and after `leave`
 rendezvous = None
@@ -118,50 +117,16 @@ def join(
     global rendezvous
     given = store
     if isinstance(store, (str, os.PathLike)):
-        _stay_on_host()
+        stay_on_host()
         store = torch.distributed.FileStore(os.fspath(store), world_size)
-    _wait_for_all(store, rank, world_size, 'here')
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
     on_gpu = dict(device_id=device) if backend == native_backend() else {}
-    _count_from_zero()
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                                         timeout=limit, **on_gpu)
+    # Inside of `init_process_group` a wait can't be interrupted, and gloo waits forever for a rank
+    # that has come in and then failed
+    _wait_for_all(store, rank, world_size, 'here')
+    init_group(store, rank, world_size, backend, timeout=limit, **on_gpu)
     _wait_for_all(store, rank, world_size, 'in')
     rendezvous = given
-
-# %% ../../nbs/base/009_group.ipynb #fde173fe
-@functools.cache
-def _launcher_store():
-    "Return `(store, rank, world size)` of the launcher"
-    return next(torch.distributed.rendezvous('env://'))
-
-_group_numbers = itertools.count(1)     # the launcher's store outlives a group
-
-def join_launched(
-    device # This rank's; it decides the backend
-):
-    "Join the group that a launcher (torchrun) describes in the environment"
-    store,rank,world_size = _launcher_store()
-    if os.environ.get('LOCAL_WORLD_SIZE') == str(world_size): _stay_on_host()
-    store = torch.distributed.PrefixStore(f'fastddp/{next(_group_numbers)}', store)
-    _count_from_zero()
-    torch.distributed.init_process_group(backend_for(device), store=store, rank=rank,
-                                         world_size=world_size)
-
-def join_at(addr, port, rank, world_size, backend='gloo', device=None, timeout=None):
-    """Join the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; else
-    as `join`"""
-    listen = {}
-    if rank == 0:
-        family,*_,where = socket.getaddrinfo(addr, int(port), type=socket.SOCK_STREAM)[0]
-        try:
-            # at `addr` alone, where torch's socket would listen at every address
-            server = socket.create_server(where[:2], family=family, backlog=128)
-            listen['master_listen_fd'] = server.detach()
-        except OSError as e:
-            if e.errno != errno.EADDRNOTAVAIL: raise    # `addr` isn't one of this host's
-    store = torch.distributed.TCPStore(addr, int(port), world_size, is_master=rank == 0, **listen)
-    join(store, rank, world_size, backend, device, timeout)
 
 # %% ../../nbs/base/009_group.ipynb #b65acfdb
 before_leave = []   # functions that `leave` calls first, such as `board.forget_board`
@@ -183,6 +148,24 @@ def leave(
     if backend() == 'gloo': time.sleep(.3 if broken else .02)
     torch.distributed.destroy_process_group()
 
+# %% ../../nbs/base/009_group.ipynb #6e03f5b8
+_is_fork_of_rank = False
+
+def _note_fork():
+    global _is_fork_of_rank
+    _is_fork_of_rank = in_group()
+
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_note_fork)
+
+def check_group():
+    """Raise where a collective would hang: in a fork of a rank, which has its connections but not
+    its threads, and after user code destroyed the group"""
+    if _is_fork_of_rank:
+        raise RuntimeError("This process was forked from a rank, and is in no group itself.")
+    if rendezvous is not None and not in_group():
+        raise RuntimeError("The process group was destroyed while it was needed. Remove "
+                           "torch.distributed.destroy_process_group(): fastddp calls it.")
+
 # %% ../../nbs/base/009_group.ipynb #e02f6a7c
 # Forks after a collective. A collective returns a little before a thread of gloo's deletes its
 # references to the tensors, for which the thread takes a lock of CPython's. If this process forks
@@ -203,15 +186,13 @@ def _references(tensors):
 def _until_released(tensors):
     """Context manager for a collective of `tensors`: at the end, if a fork could hang, waits until
     gloo's threads have deleted their references to them"""
-    on_cpu = not any(is_accelerator(t.device) for t in tensors)
-    if not (_FORKS_MAY_HANG and on_cpu): yield
-    elif not hasattr(torch.Tensor, '_use_count'):
-        yield
-        _kept.append([t for t in tensors if t.numel() <= _LARGEST_KEPT])
-    else:
-        before = _references(tensors)
-        yield
-        _wait_until(lambda: not any(map(operator.gt, _references(tensors), before)))
+    may_hang = _FORKS_MAY_HANG and not any(is_accelerator(t.device) for t in tensors)
+    is_counted = hasattr(torch.Tensor, '_use_count')
+    before = _references(tensors) if may_hang and is_counted else []
+    def is_released(): return all(now <= n for now,n in zip(_references(tensors), before))
+    yield
+    if before: _wait_until(is_released)
+    elif may_hang: _kept.append([t for t in tensors if t.numel() <= _LARGEST_KEPT])
 
 def _wait_until(is_released):
     end = time.monotonic()+_LONGEST_WAIT
@@ -235,23 +216,6 @@ def until_context_released(loss):
 # %% ../../nbs/base/009_group.ipynb #dff8d589
 # Collectives: every rank calls them, in the same order
 
-_is_fork_of_rank = False    # such a process has the rank's connections but not its threads
-
-def _note_fork():
-    global _is_fork_of_rank
-    _is_fork_of_rank = in_group()
-
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_note_fork)
-
-def check_group():
-    """Raise where a collective would hang: in a fork of a rank, and after user code destroyed the
-    group"""
-    if _is_fork_of_rank:
-        raise RuntimeError("This process was forked from a rank, and is in no group itself.")
-    if rendezvous is not None and not in_group():
-        raise RuntimeError("The process group was destroyed while it was needed. Remove "
-                           "torch.distributed.destroy_process_group(): fastddp calls it.")
-
 def all_gather(
     t # A tensor on `comm_device()`
 ):
@@ -266,8 +230,9 @@ def all_sum(
 ):
     "Return the element-wise sums over ranks as floats, which are bitwise equal on every rank"
     check_group()
-    if world_size() == 1: return [float(v) for v in values]
-    t = torch.tensor([float(v) for v in values], dtype=torch.float64, device=comm_device())
+    values = [*map(float, values)]
+    if world_size() == 1: return values
+    t = torch.tensor(values, dtype=torch.float64, device=comm_device())
     # on the CPU, so that the order of summation is the same on every rank
     return torch.stack([o.cpu() for o in all_gather(t)]).sum(0).tolist()
 
@@ -366,10 +331,11 @@ def all_gather_tensors(
              for of_rank in shapes]
     raw = torch.cat([bytes_of(t).to(comm_device()) for t in tensors])
     parts = _gather_bytes(raw, [sum(o) for o in sizes])
-    # the copy's memory is aligned
-    return [[data.clone().view(t.dtype).reshape(shape)
-             for data,t,shape in zip(part.split(ns), tensors, of_rank)]
-            for part,ns,of_rank in zip(parts, sizes, shapes)]
+    def tensors_in(part, ns, shapes):
+        # the clone's memory is aligned
+        return [data.clone().view(t.dtype).reshape(shape)
+                for data,t,shape in zip(part.split(ns), tensors, shapes)]
+    return [*map(tensors_in, parts, sizes, shapes)]
 
 # %% ../../nbs/base/009_group.ipynb #5dbd1a3a
 # Many tensors, in place

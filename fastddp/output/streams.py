@@ -19,27 +19,23 @@ class Backlog:
     def add(self, event):
         is_update = event[0] == 'display' and event[-1]
         is_cleared = self.events[-1:] == [('clear', True)]
-        if event == ('clear', False): self._keep([])
+        if event == ('clear', False): self.take()
         # `clear_output(wait=True)` clears when new output comes, which an update isn't
-        elif is_cleared and not is_update: self._keep(self.events[-1:])
-        # an update replaces the one before it of the same display, which `transient` names
+        elif is_cleared and not is_update: self.events = self.take()[-1:]
+        # an update replaces the one before it of the same display, which the transient data name
         elif is_update and 'display_id' in event[3]:
             self.events = [e for e in self.events if e[3:] != event[3:]]
         if event[0] == 'stream': self._add_text(*event[1:])
         else: self.events.append(event)
-    def _keep(self, events):
-        "Forget all events but these, which have no text"
-        self.events = events
-        self.chars = 0
     def _add_text(self, name, text):
         self.chars += len(text)
         last = self.events[-1] if self.events else ('',)
         if last[:2] == ('stream', name): last[2].append(text)
         else: self.events.append(('stream', name, [text]))
     def take(self):
-        "Return all events, each with its text in one piece, and forget them"
+        "Forget all events, and return them, each with its text in one piece"
         events = self.events
-        self._keep([])
+        self.events,self.chars = [],0
         return [(*e[:2], ''.join(e[2])) if e[0] == 'stream' else e for e in events]
 
 # %% ../../nbs/output/201_streams.ipynb #e70fd1a5
@@ -124,12 +120,11 @@ class EventQueue:
 
     # The thread
     def _run(self):
-        closing = False
-        while not closing:
+        while not self.closing:
             self.urgent.wait(TICK)
             self.urgent.clear()
-            closing = self.closing      # before the delivery: what came before `close` is sent
             self._deliver()
+        self._deliver()     # what came just before `close`
     def _deliver(self):
         "Send what waits"
         of_forks = self.fork_pipe.read()
