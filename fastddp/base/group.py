@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['rendezvous', 'before_leave', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key',
            'native_backend', 'backend_for', 'backend', 'comm_device', 'stay_on_host', 'init_group', 'join', 'leave',
-           'check_group', 'until_context_released', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'sum_',
-           'bytes_of', 'all_gather_object', 'from_rank0', 'all_gather_tensors', 'broadcast_', 'average_']
+           'check_group', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'sum_', 'bytes_of',
+           'all_gather_object', 'from_rank0', 'all_gather_tensors', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import collections, contextlib, datetime, io, math, os, pickle, sys, time
+import datetime, io, math, os, pickle, sys, time
 
 import torch
 
-# `n_gpus` and `use_device` are for users of this module
+# `n_gpus`, `use_device` and `until_context_released` are for users of this module
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
+from .forks import until_context_released, until_released
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
 # The group of this process: is there one, and which rank is this?
@@ -166,53 +167,6 @@ def check_group():
         raise RuntimeError("The process group was destroyed while it was needed. Remove "
                            "torch.distributed.destroy_process_group(): fastddp calls it.")
 
-# %% ../../nbs/base/009_group.ipynb #e02f6a7c
-# Forks after a collective. A collective returns a little before a thread of gloo's deletes its
-# references to the tensors, for which the thread takes a lock of CPython's. If this process forks
-# at that moment (a DataLoader starts its processes), the child inherits the lock as taken, and
-# in these versions of CPython it waits for it forever (github.com/python/cpython/issues/112275):
-_FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
-_LONGEST_WAIT = .1  # seconds; a profiler may keep references for longer
-# The tensors of the last collectives, for torch before 2.3, which doesn't count references in C++.
-# The thread needs the lock only to delete a tensor that nothing else refers to.
-_kept = collections.deque(maxlen=8)
-_LARGEST_KEPT = 2**14   # numbers in a tensor
-
-def _references(tensors):
-    "Return how many references each tensor has in Python, and how many in C++"
-    return [n for t in tensors for n in (sys.getrefcount(t), t._use_count())]
-
-@contextlib.contextmanager
-def _until_released(tensors):
-    """Context manager for a collective of `tensors`: at the end, if a fork could hang, waits until
-    gloo's threads have deleted their references to them"""
-    may_hang = _FORKS_MAY_HANG and not any(is_accelerator(t.device) for t in tensors)
-    is_counted = hasattr(torch.Tensor, '_use_count')
-    before = _references(tensors) if may_hang and is_counted else []
-    def is_released(): return all(now <= n for now,n in zip(_references(tensors), before))
-    yield
-    if before: _wait_until(is_released)
-    elif may_hang: _kept.append([t for t in tensors if t.numel() <= _LARGEST_KEPT])
-
-def _wait_until(is_released):
-    end = time.monotonic()+_LONGEST_WAIT
-    while not is_released() and time.monotonic() < end: time.sleep(1e-5)
-
-# A backward pass hands Python's context variables to DDP's collectives, and the last thread that
-# has them deletes them. Older versions of torch keep them until the next pass.
-_CONTEXT_ENDS_WITH_PASS = hasattr(torch._C, '_remove_obj_from_tls')
-
-@contextlib.contextmanager
-def until_context_released(loss):
-    """Context manager for a backward pass of `loss` under DDP: at the end, if a fork could hang,
-    waits until gloo's threads have released the pass's context variables"""
-    found = []
-    if _FORKS_MAY_HANG and _CONTEXT_ENDS_WITH_PASS and not is_accelerator(loss.device):
-        loss.register_hook(lambda grad: found.append(torch._C._get_obj_in_tls('context')))
-    yield
-    # two references are ours: the list's, and the argument of `getrefcount`
-    if found: _wait_until(lambda: sys.getrefcount(found[0]) <= 2)
-
 # %% ../../nbs/base/009_group.ipynb #dff8d589
 # Collectives: every rank calls them, in the same order
 
@@ -222,7 +176,7 @@ def all_gather(
     "Return the `t` of each rank, in rank order; all have the same shape and type"
     check_group()
     parts = [torch.empty_like(t) for _ in range(world_size())]
-    with _until_released([t, *parts]): torch.distributed.all_gather(parts, t)
+    with until_released([t, *parts]): torch.distributed.all_gather(parts, t)
     return parts
 
 def all_sum(
@@ -246,14 +200,14 @@ def subgroup(ranks):
 
 def sum_in(t, members):
     "Sum the CPU tensor `t` in place over the ranks of a `subgroup`"
-    with _until_released([t]): torch.distributed.all_reduce(t, group=members)
+    with until_released([t]): torch.distributed.all_reduce(t, group=members)
 
 def sum_(t):
     "Sum `t` in place over all ranks; on an accelerator the host doesn't wait"
     check_group()
     if world_size() == 1: return
     sent = t.to(comm_device())
-    with _until_released([sent]): torch.distributed.all_reduce(sent)
+    with until_released([sent]): torch.distributed.all_reduce(sent)
     if sent is not t: t.copy_(sent)
 
 # %% ../../nbs/base/009_group.ipynb #6f188fae
@@ -350,7 +304,7 @@ def _change_as_one(tensors, change):
     for ts in alike.values():
         flat = torch.cat([t.detach().reshape(-1) for t in ts])
         sent = flat.to(comm_device())
-        with _until_released([sent]): change(sent)
+        with until_released([sent]): change(sent)
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):
             t.detach().copy_(new.view_as(t))
 
