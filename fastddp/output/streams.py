@@ -115,7 +115,7 @@ class EventQueue:
         self.thread.join(60)
         if not self.thread.is_alive(): self.fork_pipe.close()
     def _in_fork(self):
-        "True in a fork of the process that made the queue: the fork has a copy of it, but no thread"
+        "True in a fork of the process that made the queue: it has a copy, but not the thread"
         return os.getpid() != self.pid
 
     # The thread

@@ -1,4 +1,4 @@
-"""What a fork of a rank prints arrives: a `DataLoader` worker's lines go through a pipe to the rank (`output.streams`)."""
+"""What a fork of a rank prints arrives, such as the lines of a `DataLoader` worker."""
 import contextlib, os, time
 import pytest
 from fastddp.base.scoped import with_attrs
