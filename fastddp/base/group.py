@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['rendezvous', 'before_leave', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key',
            'native_backend', 'backend_for', 'backend', 'comm_device', 'stay_on_host', 'init_group', 'join', 'leave',
-           'check_group', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'sum_', 'bytes_of',
-           'all_gather_object', 'from_rank0', 'all_gather_tensors', 'broadcast_', 'average_']
+           'check_group', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'bytes_of', 'all_gather_object',
+           'from_rank0', 'all_gather_tensors', 'sum_', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
 import datetime, io, math, os, pickle, sys, time
@@ -202,14 +202,6 @@ def sum_in(t, members):
     "Sum the CPU tensor `t` in place over the ranks of a `subgroup`"
     with until_released([t]): torch.distributed.all_reduce(t, group=members)
 
-def sum_(t):
-    "Sum `t` in place over all ranks; on an accelerator the host doesn't wait"
-    check_group()
-    if world_size() == 1: return
-    sent = t.to(comm_device())
-    with until_released([sent]): torch.distributed.all_reduce(sent)
-    if sent is not t: t.copy_(sent)
-
 # %% ../../nbs/base/009_group.ipynb #6f188fae
 # Gathering objects. Connections of ranks have no password, so that any program might send a pickle:
 # only classes that can't run code are loaded.
@@ -292,7 +284,7 @@ def all_gather_tensors(
     return [*map(tensors_in, parts, sizes, shapes)]
 
 # %% ../../nbs/base/009_group.ipynb #5dbd1a3a
-# Many tensors, in place
+# Changes in place
 
 def _change_as_one(tensors, change):
     """Apply the collective `change`, which works in place, to `tensors`: those of one type and
@@ -302,11 +294,16 @@ def _change_as_one(tensors, change):
     alike = {}
     for t in tensors: alike.setdefault((t.dtype, t.device), []).append(t)
     for ts in alike.values():
-        flat = torch.cat([t.detach().reshape(-1) for t in ts])
+        flats = [t.detach().reshape(-1) for t in ts]
+        flat = torch.cat(flats) if len(ts) > 1 else flats[0]
         sent = flat.to(comm_device())
         with until_released([sent]): change(sent)
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):
             t.detach().copy_(new.view_as(t))
+
+def sum_(t):
+    "Sum `t` in place over all ranks; on an accelerator the host doesn't wait"
+    _change_as_one([t], torch.distributed.all_reduce)
 
 def broadcast_(tensors):
     "Set `tensors` in place to those of rank 0"

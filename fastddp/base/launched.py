@@ -31,9 +31,9 @@ def join_launched(
     init_group(store, rank, world_size, backend_for(device))
 
 # %% ../../nbs/base/011_launched.ipynb #8f20d7c6
-def join_at(addr, port, rank, world_size, backend='gloo', device=None, timeout=None):
-    """Join the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; else
-    as `join`"""
+def join_at(addr, port, rank, world_size, *options):
+    """Join the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; the
+    `options` are those of `join`: backend, device, timeout"""
     listen = {}
     if rank == 0:
         family,*_,where = socket.getaddrinfo(addr, int(port), type=socket.SOCK_STREAM)[0]
@@ -44,4 +44,4 @@ def join_at(addr, port, rank, world_size, backend='gloo', device=None, timeout=N
         except OSError as e:
             if e.errno != errno.EADDRNOTAVAIL: raise    # `addr` isn't one of this host's
     store = torch.distributed.TCPStore(addr, int(port), world_size, is_master=rank == 0, **listen)
-    join(store, rank, world_size, backend, device, timeout)
+    join(store, rank, world_size, *options)
