@@ -150,7 +150,7 @@ class Shard:
         store_attr()
     def __getstate__(self):
         "Leave out `other_loop`, which can't be pickled and which a loader's process doesn't need"
-        return {k:v for k,v in vars(self).items() if k != 'other_loop'}
+        return vars(self) | dict(other_loop=None)
     def steps(self, batches):
         "Yield this rank's `Step`s of an epoch, whose `batches` are the loader's own"
         return shard_steps(batches, self.rank, self.n, self.train, self.whole_batches)
