@@ -90,7 +90,7 @@ class EventQueue:
         self.thread = threading.Thread(target=self._run, daemon=True, name='fastddp-output')
         self.thread.start()
     def put(self, event):
-        "Add `event`; a forked process has no display"
+        "Add `event`; in a fork, which has no display, send its text to this process instead"
         if self._in_fork():
             if event[0] in ('stream','warning'): self.fork_pipe.write(event[-1])
         elif not self.closing:
