@@ -2998,6 +2998,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'fastddp/shard/torch_loader.py'),
                                             'fastddp.shard.torch_loader._inner_loader': ( 'shard/torch_loader.html#_inner_loader',
                                                                                           'fastddp/shard/torch_loader.py'),
+                                            'fastddp.shard.torch_loader._is_plain': ( 'shard/torch_loader.html#_is_plain',
+                                                                                      'fastddp/shard/torch_loader.py'),
                                             'fastddp.shard.torch_loader.is_stream': ( 'shard/torch_loader.html#is_stream',
                                                                                       'fastddp/shard/torch_loader.py'),
                                             'fastddp.shard.torch_loader.samplers_of': ( 'shard/torch_loader.html#samplers_of',
