@@ -39,7 +39,8 @@ class Twin:
         self.cbs = _callbacks_of(self.call)
         self.refs = persistent_refs(self.learn, self.cbs)
         self.baseline = baseline(self.learn, self.cbs, self.refs)
-        # pairs: an object of the original, and the same object of the twin
+        # Pairs: an object of the original, and the same object of the twin. Code of cells that
+        # uses the one, such as a loss with a global variable `model`, gets the other on a worker
         original_refs = persistent_refs(learn, _callbacks_of(user_call))
         self.counterparts = [*zip(original_refs, self.refs)]
     def capture(self, streams, trains):
@@ -152,7 +153,7 @@ class LearnerJob(BackgroundJob):
         "Make the call with the twin, in the thread of the job, and return what it returns."
         with self.until_end, replaced_in_dumps(self.twin.counterparts):
             session = _session_of(self.twin.learn)
-            session.thread = threading.current_thread()
+            session.thread = threading.current_thread()     # it takes no calls of other threads
             line = gpu_memory_note(self.original, session.gpus)
             if line and not session.quiet(): print_line(line)
             return self.twin.call.run(self.twin.learn)

@@ -121,7 +121,7 @@ def _sample(items, n):
 # The groups, and the rule of each
 class _Rule(NamedTuple):
     "How the values that objects of a group hold are found, compared and sent"
-    names:object = _Attributes()    # Reads and writes values by name
+    access:object = _Attributes()   # Reads and writes values by name
     by_members:bool = False     # Values are compared by members; False: by contents
     always_changed:tuple = ()   # Names of values that aren't compared: they count as changed
     sends_small:bool = True     # While the job goes on, small values are sent though unchanged
@@ -136,7 +136,7 @@ _RULES = dict(
     # modules, loaders, data sets, the loss
     parts=_Rule(by_members=True, sends_small=False, keeps_caches=True),
     # functions and classes of cells, which use variables
-    variables=_Rule(names=_Variables()))
+    variables=_Rule(access=_Variables()))
 
 STRUCTURE_ATTRS = '_modules','_parameters','_buffers','model'    # what a model consists of
 
@@ -213,7 +213,7 @@ class ChangeTracker:
         def notes(group, rule, o):
             # a list, since pickling a value may set attributes of `o`
             return {name:self._note(rule, o, name, v, by_id)
-                    for name,v in [*rule.names.values(o).items()]
+                    for name,v in [*rule.access.values(o).items()]
                     if not self.is_excluded(group, o, name)}
         return {group:[notes(group, _RULES[group], o) for o in objects]
                 for group,objects in self.groups.items()}
@@ -245,7 +245,8 @@ class ChangeTracker:
                     is_sent = not (rule.keeps_caches and _is_cache(o, name, new.value))
                 else: is_sent = rule.sends_small and new.is_small and not ended
                 if is_sent: values[name] = new.value, new.value is old.value
-            removed = [name for name in before if name not in after and not rule.names.has(o, name)]
+            removed = [name for name in before
+                       if name not in after and not rule.access.has(o, name)]
             if values or removed: yield Change(i, values, removed)
 
 # %% ../../nbs/payload/107_changes.ipynb #5b605feb
@@ -257,15 +258,15 @@ def apply_changes(
     "Make the changes in the objects of `groups`"
     for group,changed in changes.items():
         objects = groups[group]
-        names = _RULES[group].names
+        access = _RULES[group].access
         for i,values,removed in changed:
             o = objects[i] if i < len(objects) else None
             if o is None: continue      # it no longer exists here
-            held = names.values(o)
+            held = access.values(o)
             for name,(v,is_same) in values.items():
                 if not (is_same and name in held and update_in_place(held[name], v)):
-                    names.set(o, name, v)
-            for name in removed: names.delete(o, name)
+                    access.set(o, name, v)
+            for name in removed: access.delete(o, name)
 
 def update_in_place(old, new):
     """Copy the contents of `new` into `old`, an object of the same type. Return False if that isn't
