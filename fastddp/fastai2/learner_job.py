@@ -226,7 +226,7 @@ class LearnerJob(BackgroundJob):
         apply(learn, cbs, *state, refs=refs, groups=groups)
 
 def _as_written(user_call):
-    "Return the call as text, such as 'fit(2, cbs=...)', with ... for long arguments."
+    "Return the call as text, such as 'fit(2, lr=0.1, ...)', with ... for a long argument."
     args = [*map(repr, user_call.args), *(f'{k}={v!r}' for k,v in user_call.kwargs.items())]
     return f"{user_call.name}({', '.join(o if len(o) < 40 else '...' for o in args)})"
 
