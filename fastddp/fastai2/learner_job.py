@@ -238,5 +238,4 @@ def _state_hash(learn):
 def _session_of(learn):
     """Return the `Session` of the open block of `learn`, whose `fit` overrides that of `learn`.
     Return None if no block is open, or if its fits run in this process."""
-    fit = vars(learn).get('fit')
-    return fit.__self__ if fit else None
+    return getattr(vars(learn).get('fit'), '__self__', None)

@@ -83,7 +83,7 @@ def fingerprint(v):
     except Exception: return None
 
 def _hash(payload):
-    digest = hashlib.blake2b(payload.meta, digest_size=16)
+    digest = hashlib.blake2b(payload.meta)
     for b in payload.buffers: digest.update(b)
     return digest.digest()
 
@@ -156,8 +156,8 @@ def has_arrays(v,
     if not isinstance(v, (dict,list,tuple,set)):
         return hasattr(type(v), 'tobytes') and not np.isscalar(v)
     if any(v is o for o in outer): return False
-    outer = *outer,v
-    return any(has_arrays(o, outer) for o in (v.values() if isinstance(v, dict) else v))
+    items = v.values() if isinstance(v, dict) else v
+    return any(has_arrays(o, (*outer,v)) for o in items)
 
 # %% ../../nbs/payload/107_changes.ipynb #9fda0a3d
 # The changes of a job
@@ -191,8 +191,7 @@ class ChangeTracker:
         ended=True # False: the job goes on; small values are returned even if they are unchanged
     ):
         "Return group -> a `Change` for each of its objects that has changed"
-        now = self._note_all()
-        return {group:[*self._changes(group, now[group], ended)] for group in self.groups}
+        return {group:[*self._changes(group, now, ended)] for group,now in self._note_all().items()}
     def drop_unpicklable(self,
         changes # What `since_start` returned; is changed in place
     ):
@@ -241,9 +240,9 @@ class ChangeTracker:
             values = {}
             for name,new in after.items():
                 old = before.get(name, _ABSENT)
-                if new.contents != old.contents:
-                    is_sent = not (rule.keeps_caches and _is_cache(o, name, new.value))
-                else: is_sent = rule.sends_small and new.is_small and not ended
+                if new.contents == old.contents:
+                    is_sent = rule.sends_small and new.is_small and not ended
+                else: is_sent = not (rule.keeps_caches and _is_cache(o, name, new.value))
                 if is_sent: values[name] = new.value, new.value is old.value
             removed = [name for name in before
                        if name not in after and not rule.access.has(o, name)]
@@ -324,8 +323,7 @@ def _update_module(old, new):
     new_modules = dict(new.named_modules())
     old_tensors = model_tensors(old)
     new_tensors = model_tensors(new)
-    if old_modules.keys() != new_modules.keys(): return False
-    if old_tensors.keys() != new_tensors.keys(): return False
+    if {*old_modules, *old_tensors} != {*new_modules, *new_tensors}: return False
     for k,t in old_tensors.items():
         overwrite_tensor(t, new_tensors[k])
         if isinstance(t, nn.Parameter): t.requires_grad_(new_tensors[k].requires_grad)
