@@ -9,7 +9,7 @@ from fastai.learner import AvgMetric
 from fastai.metrics import accuracy
 from torch import nn
 from fastddp.all import CantDistribute, InProcess, Local, RankRaised, ranch
-from fastddp.fastai2 import learner as words, resume
+from fastddp.fastai2 import learner_job, resume
 from fastddp.launch import background, options as launch_options, session
 from fastddp.launch.engine import Job
 from fastddp.process.helper import sweep
@@ -212,7 +212,7 @@ def test_offload_of_a_refused_job(on_gpu):
 
 def test_what_the_learner_keeps_is_said(two, monkeypatch):
     "In the job's display, where the learner wants lines"
-    monkeypatch.setattr(words, 'gpu_memory_note', lambda learn, gpus: 'learn keeps 9 MB')
+    monkeypatch.setattr(learner_job, 'gpu_memory_note', lambda learn, gpus: 'learn keeps 9 MB')
     learn = learner()
     def said():
         job = learn.distrib_fit(1, wait=False, **two)
