@@ -20,12 +20,12 @@ from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
-from .jobs import in_place, reports, train_in_place
+from .in_place import in_place, train_in_place
 from .resume import (
     INTERVAL, UserCall, call_from_file, call_to_resume,
     checkpoint_writer, claimed_file, resume_points)
 from .as_one import wants_no_lines
-from .session import Session
+from .session import Session, reports
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
 from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
