@@ -40,7 +40,7 @@ TESTS = {
     'fastai2/loaders': 'shard/test_data.py', 'fastai2/together': 'same_answer/test_decisions.py',
     'fastai2/metrics': 'same_answer/test_metrics.py', 'fastai2/step': 'same_answer/test_trials.py',
     'fastai2/callbacks': 'apps/test_callbacks.py', 'fastai2/snapshot': 'comes_back/test_comes_back.py',
-    'fastai2/resume': 'comes_back/test_resume.py',
+    'fastai2/resume': 'comes_back/test_resume.py', 'fastai2/checkpoint': 'launch/test_background.py',
     'fastai2/as_one': 'test_inference.py', 'fastai2/in_place': 'test_scripts.py',
     'fastai2/session': 'comes_back/test_warm.py', 'fastai2/learner': 'test_shift_tab.py',
     'fastai2/check': 'same_answer/test_check.py', 'fastai2/bench': 'launch/test_bench.py',
