@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..base.checks import Check
 from ..base.errors import CantDistribute
-from .resume import UserCall, check_structure, structure_of
+from .resume import ResumePoint, UserCall, check_structure, structure_of
 from .snapshot import persistent_refs
 from ..payload.pickling import dump, load
 
@@ -130,18 +130,20 @@ def checkpoint_writer(
             warnings.warn(f"fastddp: the checkpoint can't be written: {type(e).__name__}: {e}")
     return write
 
+# %% ../../nbs/fastai2/726_checkpoint.ipynb #74500bbb
 def dump_call(fit_call # The `FitCall` at the end of one of its epochs
 ):
     "Return the user call as a `Payload` for `call_from_file`, which continues it after this epoch."
     user_call = fit_call.user_call
     options = dict(user_call.options)
-    # a launcher has processes and descriptors, which a file can't hold. If its workers are on other
-    # machines, the user must pass one again: the name of its class says which
+    # it has processes and descriptors, which a file can't hold
     launcher = options.pop('launcher', None)
-    if launcher and not launcher.workers_are_local: options['launcher'] = type(launcher).__name__
-    init_args = user_call.name,user_call.args,user_call.kwargs,options
-    definition_keys = [*map(definition_key, fit_call.definitions)]
-    return dump((init_args, user_call.n_begun-1, definition_keys), persistent_refs(fit_call.learn))
+    has_machines = launcher and not launcher.workers_are_local
+    saved = dict(call=(user_call.name,user_call.args,user_call.kwargs,options),
+                 launcher_class=type(launcher).__name__ if has_machines else None,
+                 n_complete=user_call.n_begun-1,
+                 definition_keys=[*map(definition_key, fit_call.definitions)])
+    return dump(saved, persistent_refs(fit_call.learn))
 
 def call_from_file(learn, file,
     launcher # For the option `launcher`, which isn't in the file; None: local workers
@@ -149,17 +151,15 @@ def call_from_file(learn, file,
     "Return the `UserCall` of a checkpoint."
     if not learn.opt: learn.create_opt()
     dumped_call,state = read_checkpoint(checkpoint_path(learn, file), learn)
-    init_args,n_complete,definition_keys = load(*dumped_call, refs=persistent_refs(learn))
-    user_call = UserCall(*init_args)
-    launcher_class = user_call.options.pop('launcher', None)
+    saved = load(*dumped_call, refs=persistent_refs(learn))
+    user_call = UserCall(*saved['call'])
+    launcher_class = saved['launcher_class']
     if launcher is not None: user_call.options['launcher'] = launcher
     # a block, if there is one, has its own launcher
     elif launcher_class and 'distrib_session' not in vars(learn):
         raise CantDistribute(f"This fit ran with launcher={launcher_class}(...), which is not in "
                              "the file: pass launcher= again.")
-    user_call.n_complete = n_complete
-    user_call.state = state
-    user_call.at_epoch_end = True
-    user_call.definitions = [partial(find_definition, o) for o in definition_keys]
-    user_call.structure = structure_of(learn)
+    definitions = [partial(find_definition, o) for o in saved['definition_keys']]
+    user_call.point = ResumePoint(saved['n_complete'], structure_of(learn), state, 'next',
+                                  definitions)
     return user_call

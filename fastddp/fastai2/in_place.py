@@ -32,44 +32,57 @@ def _sync_streams(learn):
     sync_streams()
     for dl in learn.dls.loaders: order_from_rank0(dl)
 
+# %% ../../nbs/fastai2/729_in_place.ipynb #7c1d5e01
 def _complete(learn,
     report, # A new `Report`, which is appended to those of the block
+    phase, # What has just ended: 'train' or 'validate'
     together, # Of the call
     result, # As of `Progress.result`
-    dl=None # The loader of a validation; None: it was a fit
+    dl=None # The loader of a validation
 ):
     "Put the numbers of all ranks into a report. All ranks call this at the end of a call."
-    report.end_phase('train' if result['steps'] else 'validate')
+    report.end_phase(phase)
     # no workers were started and nothing was sent, so the first batch came when the call began
     result['first_batch_at'] = report.began
     result['report'] = together.clock.totals() | resource_use(learn, group.comm_device(), dl)
     report.add_results(group.all_gather_object(result))
     reports[learn].append(report)
 
+# %% ../../nbs/fastai2/729_in_place.ipynb #7c1d5e02
 def _fit_in_place(learn,
     options, # Of `distributed`
-    asked # As of `fit_args`
+    cbs, asked # As of `fit_args`
 ):
     "Run `Learner.fit` by all ranks, each of which has called it."
-    _sync_streams(learn)
-    if group.world_size() > 1: import torch._dynamo     # DDP imports it, and it takes seconds
-    if not asked.get('reset_opt'): sync_opt(learn)
-    cbs = asked.pop('cbs')
-    dl = learn.dls.loaders[0]
     n = group.world_size()
-    def steps(): return n_batches(dl, n, options['batch'])
-    enough_epochs(asked, cbs, steps)
+    # all ranks begin alike
+    _sync_streams(learn)
+    if n > 1: import torch._dynamo      # DDP imports it, and it takes seconds
+    if not asked.get('reset_opt'): sync_opt(learn)
+    # they train; a plain `Context` drops what a worker would tell the notebook
+    dl = learn.dls.loaders[0]
+    steps = n_batches(dl, n, options['batch'])
+    asked = enough_epochs(asked, cbs, steps)
     noted = NoteProgress(Context(group.rank(), n))
     report = Report('fit')
-    lines = script_lines(noted.progress, (global_bs(dl, n, options['batch']), steps()),
+    lines = script_lines(noted.progress, (global_bs(dl, n, options['batch']), steps),
                          wants_no_lines(learn), finds_lr(cbs), report)
     with lines:
         with distributed(learn, **options) as together, as_one_process(learn, cbs, together):
             call_fit(learn, cbs, asked, [noted, EndOfAll(noted)])
-        _complete(learn, report, together, noted.progress.result())
-    # `SaveModelCallback` has loaded the best weights on rank 0 only
+        _complete(learn, report, 'train', together, noted.progress.result())
+    # and end alike: `SaveModelCallback` has loaded the best weights on rank 0 only
     group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
 
+def _validate_in_place(learn, dl):
+    "Validate a loader by all ranks, each of which has called it."
+    _sync_streams(learn)
+    report = Report('inference')
+    with distributed(learn, sync_bn=False, shard_dls=False) as together:
+        infer_in_group(learn, dl, together.common)
+    _complete(learn, report, 'validate', together, dict(steps=0, epochs=0), dl)
+
+# %% ../../nbs/fastai2/729_in_place.ipynb #7c1d5e03
 @contextlib.contextmanager
 def in_place(
     learn,
@@ -79,22 +92,17 @@ def in_place(
     """Context manager in which `learn` trains and validates with the ranks of the group that its
     launcher made"""
     reports[learn] = []
-    def fit(*args, **kwargs):
-        return _fit_in_place(learn, options, fit_args(learn, args, kwargs))
+    def fit(*args, **kwargs): _fit_in_place(learn, options, *fit_args(learn, args, kwargs))
     def validate(ds_idx=1, dl=None):
-        _sync_streams(learn)
-        report = Report('inference')
-        dl = learn.dls[ds_idx] if dl is None else dl
-        with distributed(learn, sync_bn=False, shard_dls=False) as together:
-            infer_in_group(learn, dl, together.common)
-        _complete(learn, report, together, dict(steps=0, epochs=0), dl)
+        _validate_in_place(learn, learn.dls[ds_idx] if dl is None else dl)
     with launched_group() as device:
         place(learn, device)
         overridden = with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given)
         with overridden, preds_in_one_order(learn): yield
 
 # %% ../../nbs/fastai2/729_in_place.ipynb #e3ab0c43
-_distributed_methods = set()        # what `train_in_place` has put into `Learner`
+# What `train_in_place` has put into `Learner`; another method is fastai's, or that of a cell
+_distributed_methods = set()
 
 def train_in_place(ctx):
     """Have every learner of this process train and validate as one with the ranks of its group.

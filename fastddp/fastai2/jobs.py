@@ -123,29 +123,30 @@ def fit_job(ctx, obj):
         options         of `distributed`
         fit_args        arguments of `fit`, by name, without `cbs`
         wandb_run       as of `notebook_run`
-        first_epoch     the epoch with which a resumed fit begins; None: it begins anew
-        lists           as of `recorder_lists`, for a resumed fit
+        resumed         `first_epoch` and `lists` of `ResumeFit`, as a dict; None: it begins anew
     """
     learn,cbs,call = unpack(obj, ctx.device)
-    noted = NoteProgress(ctx, learn.path)
+    # what the notebook has, and its values now, before anything of ours is added
     refs = persistent_refs(learn, cbs)
     # with `refs` all values are compared, which takes time; rank 0 alone needs it
     base = baseline(learn, cbs, refs if ctx.rank == 0 else None, any(obj['factories']),
                     obj['definitions'])
+    noted = NoteProgress(ctx, learn.path)
     ctx.where = noted.where
+    def send(name, **kwargs):
+        if ctx.rank: return
+        ctx.put(name, capture(learn, cbs, base, together.common.state(), refs, **kwargs))
     as_one = distributed(learn, stop_requested=ctx.stop_requested, alike=True, **call['options'])
-    def state(**kwargs): return capture(learn, cbs, base, together.common.state(), refs, **kwargs)
-    def keep():
-        if ctx.rank == 0: ctx.put('epoch', state())
-    with (suppress_lines(wants_no_lines(learn)), open_run(call['wandb_run']),
-          as_one as together, as_one_process(learn, cbs, together)):
-        resumes = []
-        if call['first_epoch'] is not None:
-            resumes = [ResumeFit(learn, base.groups['cbs'], call['first_epoch'], call['lists'],
-                                 refs)]
-        # rank 0 removes `fit_callbacks` while it predicts alone; `noted` and `EndOfAll` stay
-        together.fit_callbacks = [*together.fit_callbacks, *resumes]
-        ours = [noted, EndOfAll(noted, keep), *resumes]
+    with (suppress_lines(wants_no_lines(learn)),
+          open_run(call['wandb_run']),              # callbacks log until the fit has ended
+          as_one as together,                       # callbacks of ours, sharded loaders
+          as_one_process(learn, cbs, together)):    # ends with the last meeting of the ranks
+        ours = [noted, EndOfAll(noted, lambda: send('epoch'))]
+        if call['resumed']:
+            resume = ResumeFit(learn, base.groups['cbs'], refs, **call['resumed'])
+            ours.append(resume)
+            # rank 0 removes these while it predicts alone; `noted` and `EndOfAll` stay
+            together.fit_callbacks = [*together.fit_callbacks, resume]
         def fit():
             try: call_fit(learn, cbs, call['fit_args'], ours)
             except (Exception,SystemExit):
@@ -154,10 +155,9 @@ def fit_job(ctx, obj):
                 ctx.items = noted.items(learn)
                 raise
         interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
+    # the learner is again as it was sent, but for what the fit has changed
     ctx.end_phase('train')
-    if ctx.rank == 0:
-        ctx.put('cut' if interrupted else 'state',
-                state(grads=together.has_unused_grads, ended=True))
+    send('cut' if interrupted else 'state', grads=together.has_unused_grads, ended=True)
     report = together.clock.totals() | resource_use(learn, ctx.device)
     return noted.progress.result(interrupted, report=report)
 

@@ -22,7 +22,7 @@ from .as_one import (
     end_gathering, gatherers, join_parts, notebook_run, why_one_process, wants_no_lines)
 from .jobs import fit_job, infer_job
 from .loaders import check_dl, global_bs, n_batches, rows_are_streams, set_dl_state
-from .resume import UserCall, recorder_lists, resume_points, user_calls
+from .resume import UserCall, recorder_lists
 from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as BaseSession, refuse_untrainable
@@ -35,9 +35,9 @@ from ..shard.gradients import check_ddp
 _FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
 
 def fit_args(learn, args, kwargs):
-    """Return the arguments of `learn.fit(*args, **kwargs)` as a dict, by name; `cbs` is a list of
-    callbacks, none of them a class. The class of the learner may have a `fit` of the user's, which
-    may take fastai's arguments as `*args`."""
+    """Return the arguments of `learn.fit(*args, **kwargs)`: its `cbs` as a list of callbacks, none
+    of them a class, and a dict of the others by name. The class of the learner may have a `fit` of
+    the user's, which may take fastai's arguments as `*args`."""
     fit = type(learn).fit.__get__(learn)        # not `learn.fit`, which a block overrides
     own = inspect.signature(fit).parameters
     res = {}
@@ -50,50 +50,63 @@ def fit_args(learn, args, kwargs):
     n_epoch = own.get('n_epoch')
     if n_epoch and n_epoch.default is not n_epoch.empty:
         res.setdefault('n_epoch', n_epoch.default)
-    return res | dict(cbs=[cb() if isinstance(cb, type) else cb for cb in L(res.get('cbs'))])
+    cbs = [cb() if isinstance(cb, type) else cb for cb in L(res.pop('cbs', None))]
+    return cbs,res
 
 def enough_epochs(
-    asked, # As of `fit_args`; its `n_epoch` is changed
-    cbs, # Callbacks of the fit
-    steps # Called without arguments: steps per epoch
+    asked, # Arguments of a fit by name
+    cbs, # Its callbacks
+    steps # Per epoch
 ):
-    """Raise the number of epochs of an `lr_find` until they have its `num_it` steps. fastai has
+    """Return `asked` with as many epochs as an `lr_find` needs for its `num_it` steps. fastai has
     counted the steps of one process; on several ranks an epoch has fewer."""
     num_its = [cb.num_it for cb in cbs if isinstance(cb, LRFinder)]
-    if asked.get('n_epoch') is None or not num_its: return
-    asked['n_epoch'] = max(asked['n_epoch'], max(num_its)//max(steps(), 1)+1)
+    n_epoch = asked.get('n_epoch')
+    if n_epoch is None or not num_its: return asked
+    return asked | dict(n_epoch=max(n_epoch, max(num_its)//max(steps, 1)+1))
 
 # %% ../../nbs/fastai2/728_session.ipynb #e91b2a98
 class FitCall(Call):
-    """A fit on the workers. If it is cut off, `user_call` becomes the learner's resume point:
+    """A fit on the workers. When it ends, it makes the resume point of the learner:
 
-        has ended                                   user_call
-        well                                        `complete`
-        stopped by Ctrl-C in an epoch               `cut_off` (`save`), in `on_success`, or in
-                                                    `on_failure` if a rank didn't stop
-        otherwise (failure, Ctrl-C before the job)  `cut_off` (`save`), in `resumable`
-    """
+        the fit                   continues from                        made in
+        is complete               (the next fit of the user's call)     on_success
+        was stopped in an epoch   the end of the last complete epoch    on_success, or on_failure
+                                                                        if a rank didn't stop
+        failed, or was stopped    what the learner holds                resumable
+        before the job
+
+    An `lr_find` that isn't complete makes none, and leaves that of an earlier fit."""
     def __init__(self, session,
         cbs, # Callbacks that this fit was given
+        asked, # Its other arguments, by name, as the user asked
         user_call, # The `UserCall` that makes this fit
-        first_epoch, # The first epoch that isn't complete, if the fit is resumed
-        n_epoch # As the user asked; None: the user's own `fit` has no such argument
+        first_epoch # The first epoch that isn't complete, if the fit is resumed, else None
     ):
+        n_epoch = asked.get('n_epoch')      # a `fit` of the user's may have no such argument
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
-        store_attr('cbs,user_call,first_epoch')
-        # `options`, `fit_args` and `wandb_run` for `fit_job`; `Session.fit` sets it
-        self.request = {}
+        store_attr('cbs,asked,user_call,first_epoch')
+        self.has_resume_point = False       # made when this fit ended
 
     # What the base class asks for
     def snapshot(self):
         session = self.session
-        call = dict(self.request, first_epoch=self.first_epoch,
-                    lists=recorder_lists(self.learn, self.cbs))
-        return snapshot(self.learn, self.cbs, call, session.model_factory, session.dls_factory,
+        learn = self.learn
+        asked = self.asked
+        sizes = session.global_batch()
+        if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
+        resumed = None
+        if self.first_epoch is not None:
+            resumed = dict(first_epoch=self.first_epoch, lists=recorder_lists(learn, self.cbs))
+        call = dict(options=session.options, fit_args=asked, resumed=resumed,
+                    wandb_run=notebook_run(all_cbs(learn, self.cbs)))
+        return snapshot(learn, self.cbs, call, session.model_factory, session.dls_factory,
                         columns=session.columns, definitions=self.definitions)
     def apply(self, meta, buffers):
         apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
+        # unless the state is from the middle of an epoch; after a fit of no epochs there is none
+        self.first_epoch = getattr(self.learn, 'epoch', -1)+1
     @property
     def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
     def describe_interrupted(self): return self.describe_learner()
@@ -102,54 +115,52 @@ class FitCall(Call):
         if self.stopped_in_epoch:
             return ("holds the last finished batch; learn.distrib_resume() begins with the first "
                     f"batch of epoch {self.learn.epoch}.")
-        if not (self.has_result or self.first_epoch): return "is unchanged."
-        first_epoch = self.learn.epoch+1 if self.has_result else self.first_epoch
-        return (f"holds the end of epoch {first_epoch-1}. learn.distrib_resume() goes on with "
-                f"epoch {first_epoch}.")
-    def on_failure(self, e, is_last):
-        self.stopped_in_epoch = getattr(e, 'cut', False)
-        if self.stopped_in_epoch: self.save(e.epoch)
-        super().on_failure(e, is_last)
-        if self.has_result and not self.stopped_in_epoch: self.first_epoch = self.learn.epoch+1
-    def on_success(self, out):
-        """Put the result into the learner, and make the resume point of a fit that was interrupted;
-        an `lr_find` that was interrupted leaves the learner unchanged."""
-        stopped_in_training = any(r['interrupted'] for r in out.results)
-        if self.counts_steps and (out.interrupted or stopped_in_training): return
-        self.stopped_in_epoch = stopped_in_training
-        if self.stopped_in_epoch: self.save(out.epoch)
-        else: self.user_call.complete(self.learn)
-        super().on_success(out)
+        if not self.first_epoch: return "is unchanged."
+        return (f"holds the end of epoch {self.first_epoch-1}. learn.distrib_resume() goes on with "
+                f"epoch {self.first_epoch}.")
     def on_event(self, rank, event):
         if not isinstance(event, EpochEnd): return
         for f in self.session.on_epoch: f(self, event)
 
-    # The resume point
-    def save(self,
-        epoch=None # The last complete epoch, an `EpochEnd`; None: what the learner holds now
+    # The end of a try, and its resume point. The middle of an epoch is applied after the resume
+    # point was made: until then the learner holds the beginning of the fit
+    def on_success(self, out):
+        stopped_in_epoch = any(r['interrupted'] for r in out.results)
+        # an `lr_find` that was interrupted leaves the learner unchanged
+        if self.counts_steps and (out.interrupted or stopped_in_epoch): return
+        if stopped_in_epoch: self._stop_in_epoch(out.epoch)
+        else:
+            self.user_call.complete(self.learn)
+            self.has_resume_point = True
+        super().on_success(out)
+    def on_failure(self, e, is_last):
+        if getattr(e, 'cut', False): self._stop_in_epoch(e.epoch)
+        super().on_failure(e, is_last)
+    def _stop_in_epoch(self,
+        epoch # The last complete one, an `EpochEnd`; None: there is none
     ):
-        "Make the resume point of the learner. An `lr_find` has none, and leaves that of a fit."
+        self.stopped_in_epoch = True
+        # with the variables of cells that were sent
+        self.save(epoch, self.definitions)
+    def save(self, epoch=None, definitions=()):
+        "Make the resume point, at the end of an epoch or with what the learner holds now."
         if self.counts_steps: return
-        # with the variables of cells that were sent. After a failure, the user goes on with those
-        # of the notebook
-        definitions = self.definitions if self.stopped_in_epoch else ()
         self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, definitions)
+        self.has_resume_point = True
     @contextlib.contextmanager
     def resumable(self):
-        """Inside, the fit runs. If it fails or is stopped, make a resume point unless it has one or
-        was complete; put the old optimizer back if the learner is unchanged."""
+        """Context manager for all tries of the fit. If it fails or is stopped, make the resume
+        point unless there is one; put the old optimizer back if the learner is unchanged."""
         learn = self.learn
         old_opt = learn.opt
         try: yield
         except BaseException as e:
             with Interrupts().counting():       # a second Ctrl-C can't cut this
-                is_complete = self.user_call.n_complete == self.user_call.n_begun
                 has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
-                has_resume_point = self.stopped_in_epoch
-                if has_run and not has_resume_point and not is_complete: self.save()
+                # variables of cells go on as they are in the notebook
+                if has_run and not self.has_resume_point: self.save()
                 if not self.has_result: learn.opt = old_opt
             raise
-        if learn not in user_calls: resume_points.pop(learn, None)
 
 # %% ../../nbs/fastai2/728_session.ipynb #4eb9ad42
 class InferCall(Call):
@@ -232,28 +243,24 @@ class Session(BaseSession):
     # A fit
     def fit(self, *args, **kwargs):
         "Run `Learner.fit` on the workers; afterwards the learner is as after a local fit."
+        # in a block the user may call `learn.fit` itself; else the fit is one of an outer call
+        with UserCall('fit', args, kwargs, self.asked_for).running(self.learn) as user_call:
+            self._fit(user_call, *fit_args(self.learn, args, kwargs))
+    def _fit(self, user_call, cbs, asked):
         learn = self.learn
-        asked = fit_args(learn, args, kwargs)
-        cbs = asked.pop('cbs')
-        n_epoch = asked.get('n_epoch')
         check('cbs', cbs, _CALLBACKS)
+        n_epoch = asked.get('n_epoch')
         if type(learn).fit is Learner.fit:
             check('n_epoch', n_epoch, whole("the number of epochs, a whole number", 0))
-        user_call = user_calls.get(learn)
-        if user_call is None:       # in a block, the user has called `learn.fit` itself
-            kwargs = asked | (dict(cbs=cbs) if cbs else {})
-            user_call = UserCall('fit', (), kwargs, self.asked_for)
-        if user_call.skips_fit(): return        # this call is resumed, and the fit was complete
-        first_epoch = user_call.restore(learn, cbs)     # None: it isn't resumed
+        # `distrib_resume` makes a call again: some of its fits are complete, one may continue
+        if not user_call.begin_fit(): return
+        first_epoch = user_call.restore(learn, cbs)
         self.check()
-        call = FitCall(self, cbs, user_call, first_epoch, n_epoch)
+        resets_opt = asked.pop('reset_opt', False) and not first_epoch
+        call = FitCall(self, cbs, asked, user_call, first_epoch)
         with call.resumable():
-            resets_opt = asked.pop('reset_opt', False) and not first_epoch
             if resets_opt or not learn.opt: learn.create_opt()
             check_ddp(self.options, learn.opt)
-            if not self.dls_factory: enough_epochs(asked, cbs, lambda: self.global_batch()[1])
-            call.request = dict(options=self.options, fit_args=asked,
-                                wandb_run=notebook_run(all_cbs(learn, cbs)))
             try: self.train(call)
             finally: self.keep(call.report)
     def keep(self, report):

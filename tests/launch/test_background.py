@@ -571,13 +571,13 @@ def test_the_kernel_is_killed(tmp_path):
 def test_writing_is_killed_at_random(kills, tmp_path):
     "The file is always whole"
     rnd, path, learn = random.Random(0), tmp_path/'a.ckpt', learner()
-    facts = checkpoint.structure_of(learn)
-    checkpoint.write_checkpoint(path, facts, [(b'first', [])])
+    facts, write = checkpoint.structure_of(learn), checkpoint.write_checkpoint
+    write(path, facts, [(b'first', [])])
     for _ in range(kills):
         if not (pid := os.fork()):
             try:
                 for i in range(10**6):
-                    checkpoint.write_checkpoint(path, facts, [(bytes([i%256]), [bytes([i%256])*rnd.randrange(1, 10**6)])])
+                    write(path, facts, [(bytes([i%256]), [bytes([i%256])*rnd.randrange(1, 10**6)])])
             finally: os._exit(1)
         time.sleep(rnd.random()*.02)
         os.kill(pid, signal.SIGKILL)
