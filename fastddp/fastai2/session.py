@@ -76,7 +76,7 @@ class FitCall(Call):
         failed, or was stopped    what the learner holds                resumable
         before the job
 
-    An `lr_find` that isn't complete makes none, and leaves that of an earlier fit."""
+    An `lr_find` makes none, and leaves that of an earlier fit."""
     def __init__(self, session,
         cbs, # Callbacks that this fit was given
         asked, # Its other arguments, by name, as the user asked
@@ -129,7 +129,7 @@ class FitCall(Call):
         # an `lr_find` that was interrupted leaves the learner unchanged
         if self.counts_steps and (out.interrupted or stopped_in_epoch): return
         if stopped_in_epoch: self._stop_in_epoch(out.epoch)
-        else:
+        elif not self.counts_steps:
             self.user_call.complete(self.learn)
             self.has_resume_point = True
         super().on_success(out)

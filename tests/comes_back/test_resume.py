@@ -163,6 +163,16 @@ def test_in_a_block(tmp_path, undisturbed):
     assert history(learn) == undisturbed
 
 
+def test_after_an_lr_find(tmp_path, undisturbed):
+    "A complete `lr_find` leaves the resume point of the fit"
+    learn = learner(tmp_path, 'interrupt', 'before_batch/train', 0, 1, 1)
+    learn.path = tmp_path
+    with pytest.raises(KeyboardInterrupt): train(learn)
+    learn.distrib_lr_find(nprocs=2, show_plot=False, num_it=5)
+    learn.distrib_resume()
+    assert history(learn) == undisturbed
+
+
 def test_what_was_exchanged_is_refused(tmp_path):
     learn = learner(tmp_path, 'interrupt', 'before_batch/train', 0, 1, 1)
     with pytest.raises(KeyboardInterrupt): train(learn)
