@@ -7,7 +7,7 @@ __all__ = ['resume_points', 'structure_of', 'check_structure', 'ResumePoint', 'U
            'ResumeFit']
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import contextlib, weakref
+import contextlib, threading, weakref
 from typing import NamedTuple
 
 from fastai.callback.core import CancelEpochException
@@ -68,7 +68,10 @@ class ResumePoint(NamedTuple):
 resume_points = weakref.WeakKeyDictionary()
 
 # %% ../../nbs/fastai2/724_resume.ipynb #5e0c11a2
-_running = weakref.WeakKeyDictionary()      # learner -> its `UserCall`
+class _Running(threading.local):
+    def __init__(self): self.calls = weakref.WeakKeyDictionary()
+
+_running = _Running()       # `calls`: learner -> the `UserCall` that runs in this thread
 
 class UserCall:
     """A call that the user has made, such as `learn.fine_tune(3)`, in the notebook's process. It
@@ -88,14 +91,14 @@ class UserCall:
         """Context manager in which fits of `learn` are those of this call. If it is made inside
         another one, as `fit_one_cycle` in `fine_tune`, they are those of the outer call. Yields the
         call that has the fits."""
-        outer = _running.get(learn)
+        outer = _running.calls.get(learn)
         if outer is not None:
             yield outer
             return
-        _running[learn] = self
+        _running.calls[learn] = self
         self.n_begun = 0
         try: yield self
-        finally: del _running[learn]
+        finally: del _running.calls[learn]
         # all of the call is complete
         if resume_points.get(learn) is self: del resume_points[learn]
     def begin_fit(self):
