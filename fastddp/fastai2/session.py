@@ -255,6 +255,10 @@ class Session(BaseSession):
         # `distrib_resume` makes a call again: some of its fits are complete, one may continue
         if not user_call.begin_fit(): return
         first_epoch = user_call.restore(learn, cbs)
+        if first_epoch and first_epoch == n_epoch:
+            with suppress_lines(self.quiet()):
+                print_line(f"This fit is complete ({several(n_epoch, 'epoch')}): nothing is left "
+                           "to train.")
         self.check()
         resets_opt = asked.pop('reset_opt', False) and not first_epoch
         call = FitCall(self, cbs, asked, user_call, first_epoch)

@@ -444,6 +444,16 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     assert new.recorder.lrs == whole.recorder.lrs
 
 
+def test_a_checkpoint_of_a_complete_fit(two, tmp_path, capsys):
+    "Nothing is left to train, and a line says so"
+    whole, new = learner(path=tmp_path), learner(path=tmp_path)
+    whole.distrib_fit(2, checkpoint='epoch', **two)
+    capsys.readouterr()
+    new.distrib_resume('distrib')
+    assert 'This fit is complete (2 epochs): nothing is left to train.' in capsys.readouterr().out.splitlines()
+    assert same(weights(new), weights(whole)) and len(values(new)) == 2
+
+
 def test_two_fits_that_write_to_one_file(two, tmp_path):
     "At once: the second is refused. One after the other, in a queue, they may"
     a, b = learner(path=tmp_path, cbs=[Slow()]), learner(path=tmp_path)
