@@ -16,10 +16,9 @@ from ..base.checks import check, check_all
 from ..base.errors import CantDistribute
 from ..shard.gradients import DDP_CHECKS
 # `train_in_place`: for the workers of a standing cluster
-from .jobs import in_place, train_in_place
-from .resume import (
-    INTERVAL, UserCall, call_from_file, call_to_resume,
-    checkpoint_writer, claimed_file, resume_points)
+from .in_place import in_place, train_in_place
+from .checkpoint import INTERVAL, call_from_file, checkpoint_writer, claimed_file
+from .resume import UserCall, call_to_resume, resume_points
 from .learner_job import start_job
 from .as_one import wants_no_lines
 from .session import Session
@@ -63,7 +62,7 @@ def distrib_ctx(self:Learner,
                                       "wait=False). A block waits for its fits.")
     _check_wait(wait, offload)
     check_loss(loss)
-    check('checkpoint', checkpoint, INTERVAL)
+    if checkpoint is not None: check('checkpoint', checkpoint, INTERVAL)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     def overrides(launcher, n, gpus):
         "Return the methods that replace the learner's own in the block, by name."
@@ -76,7 +75,8 @@ def distrib_ctx(self:Learner,
     def in_launched(): return in_place(self, rank_options, given)
     opened = distrib_block(self, given, OPTIONS.defaults, in_place=in_launched,
                            overrides=overrides, is_quiet=wants_no_lines)
-    with claimed_file(self, checkpoint), opened: yield self
+    claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
+    with claimed, opened: yield self
 
 # `import fastai.distributed` replaces `distrib_ctx` by fastai's; this name stays ours
 Learner._distrib_ctx = Learner.distrib_ctx

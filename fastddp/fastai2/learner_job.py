@@ -14,7 +14,7 @@ from fastcore.foundation import L
 from ..base.errors import CantDistribute
 from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
-from .jobs import reports
+from .session import reports
 from .resume import resume_points
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
 from ..launch.background import BackgroundJob
