@@ -84,6 +84,13 @@ def loader_refs(learn,
     return [*persistent_refs(learn), dl, *filter(None, [getattr(dl, 'dataset', None)])]
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #67b6136a
+# A snapshot is a dict that is pickled in the notebook, and that `unpack` gets in a worker:
+#
+#     learn, cbs, call            the arguments of `snapshot`
+#     factories, state            what makes model and loaders there, and the weights for the model
+#     grads, opt_attrs, hooks     what torch doesn't pickle with model and optimizer
+#     rng, patches, definitions   random streams and what cells define; `dump_snapshot` adds them
+
 def name_of_loader(i):
     "Return the user's name for loader number `i` of a learner, such as 'learn.dls.train'."
     return ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
@@ -123,15 +130,9 @@ def _not_sent(learn, call, model_factory, dls_factory, training):
 
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
-def snapshot(
-    learn, cbs, # The learner, and the callbacks that a fit was given
-    call, # What the job does with the learner: a dict, which `unpack` returns
-    model_factory=None, dls_factory=None, # What they make in the workers isn't sent
-    training=True, # Send gradients, hooks and the optimizer's state
-    dump=dump_snapshot,
-    **kwargs # Of `dump_snapshot`
-):
-    "Return a `Payload` of the learner for `unpack`; `NotPicklable` names what can't be pickled."
+def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
+    """Return `(obj, named, contexts)`: the dict of a snapshot, see above; what `_named_parts` and
+    `_not_sent` return. The dict is to be pickled inside the contexts."""
     hooked = _hooked_objects(learn) if training and not model_factory else ()
     obj = dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
                grads=model_grads(learn.model) if training else {},
@@ -140,8 +141,18 @@ def snapshot(
                hooks=get_hooks(hooked))
     # with a factory, the paths would lead to objects that aren't sent
     named = {} if model_factory or dls_factory else _named_parts(learn, cbs, obj['hooks'][1])
-    contexts = _not_sent(learn, call, model_factory, dls_factory, training)
-    try: return dump(obj, named, *contexts, **kwargs)
+    return obj, named, _not_sent(learn, call, model_factory, dls_factory, training)
+
+def snapshot(
+    learn, cbs, # The learner, and the callbacks that a fit was given
+    call, # What the job does with the learner: a dict, which `unpack` returns
+    model_factory=None, dls_factory=None, # What they make in the workers isn't sent
+    training=True, # Send gradients, hooks and the optimizer's state
+    **kwargs # Of `dump_snapshot`
+):
+    "Return a `Payload` of the learner for `unpack`; `NotPicklable` names what can't be pickled."
+    obj,named,contexts = _contents(learn, cbs, call, model_factory, dls_factory, training)
+    try: return dump_snapshot(obj, named, *contexts, **kwargs)
     except NotPicklable as e:
         e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
         raise
@@ -185,11 +196,11 @@ def unpack(
     model_factory,dls_factory = obj['factories']
     if dls_factory: learn.dls = _new_dls(dls_factory)
     if model_factory: _new_model(learn, model_factory, obj['state'])
-    CommonRNG(obj['rng']).install()     # `dump_snapshot` or `twin` adds it
+    CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
     place(learn, device)
     set_grads(learn.model, obj['grads'])
     for o,attrs in zip(opt_and_wrapped(learn.opt), obj['opt_attrs']): vars(o).update(attrs)
-    move_opt_state(learn.opt, device)
+    move_opt_state(learn.opt, device)   # again, with the tensors in these attributes
     if not model_factory: set_hooks(_hooked_objects(learn), *obj['hooks'])
     return learn, obj['cbs'], obj['call']
 
@@ -224,11 +235,12 @@ def twin(
 ):
     "Return `(copy of learn, copy of call)` on the CPU. The datasets are shared, not copied."
     data = [o for dl in learn.dls.loaders if (o := getattr(dl, 'dataset', None)) is not None]
-    def copy(obj, named, *contexts):
+    obj,_,contexts = _contents(learn, (), call)
+    obj['rng'] = CommonRNG.capture().state()
+    try:
         with contextlib.ExitStack() as stack:
             for o in contexts: stack.enter_context(o)
-            return deep_copy(obj | dict(rng=CommonRNG.capture().state()), data)
-    try: obj = snapshot(learn, (), call, dump=copy)
+            obj = deep_copy(obj, data)
     except Exception:
         snapshot(learn, (), call)       # raises an error that names what can't be copied
         raise
@@ -277,7 +289,8 @@ def tracked(learn, cbs,
 ):
     "Return `{group: objects}`, the objects that a job may change, for `ChangeTracker`."
     loss = loss_module(learn.loss_func)
-    parts = [learn.dls, *map(original, learn.dls.loaders), *parts_of_data(learn.dls),
+    # the loaders come first: `apply` counts on it
+    parts = [*map(original, learn.dls.loaders), learn.dls, *parts_of_data(learn.dls),
              *learn.model.modules(), learn.loss_func, *(loss.modules() if loss else ())]
     return dict(learn=[learn], opt=opt_and_wrapped(learn.opt), cbs=all_cbs(learn, cbs), parts=parts,
                 metrics=[*learn.metrics], variables=definitions)
@@ -293,11 +306,18 @@ def baseline(learn, cbs,
     if made: groups['parts'] = []
     return ChangeTracker(groups, _stays, None if refs is None else [*refs, *definitions])
 
-def _added_cbs(learn, cbs_before, refs):
-    "Return the user's callbacks that were added in the fit, each without what can't be pickled."
-    added = [cb for cb in learn.cbs if not _holds(cbs_before, cb)
+def _changed_cbs(learn,
+    before, # The callbacks at the start
+    refs,
+    is_over # False if the fit goes on: `learn.cbs` then holds those that fastai adds for its time
+):
+    """Return a dict: 'removed_cbs', indexes of callbacks of `before` that the learner lacks, and
+    'added_cbs', the user's that were added, without those that can't be pickled."""
+    removed = [i for i,cb in enumerate(before) if not _holds(learn.cbs, cb)]
+    added = [cb for cb in learn.cbs if is_over and not _holds(before, cb)
              and not type(cb).__module__.startswith('fastddp.')]
-    return [*picklable_attrs(dict(enumerate(added)), refs).values()]
+    return dict(removed_cbs=removed,
+                added_cbs=[*picklable_attrs(dict(enumerate(added)), refs).values()])
 
 def capture(
     learn, cbs, # As they are now
@@ -314,20 +334,14 @@ def capture(
     refs = refs or persistent_refs(learn, cbs)
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
     changes = base.since_start(ended)
-    cbs_before = base.groups['cbs']
-    removed = []
-    added = []
-    if weights:
-        removed = [i for i,cb in enumerate(cbs_before) if not _holds(learn.cbs, cb)]
-        # until the fit is over, `learn.cbs` holds the callbacks that fastai adds for its time
-        if grads is not None: added = _added_cbs(learn, cbs_before, refs)
-    else: del changes['opt'], changes['parts']
-    rest = dict(changes=changes, rng=rng, removed_cbs=removed, added_cbs=added,
+    if not weights: del changes['opt'], changes['parts']
+    rest = dict(changes=changes, rng=rng,
                 dls=[dl_state(original(dl)) for dl in learn.dls.loaders])
-    state = learner_state(learn, weights=weights)
+    if weights: rest |= _changed_cbs(learn, base.groups['cbs'], refs, grads is not None)
     loss = loss_module(learn.loss_func)
     # the notebook has the same loss, and it has parameters or buffers
     has_state = loss and model_tensors(loss) and _holds(refs, loss)
+    state = learner_state(learn, weights=weights)
     state |= dict(grads=model_grads(learn.model, grads),
                   loss=model_state(loss) if weights and has_state else None)
     return dump_state(state, rest, base, refs)
@@ -351,8 +365,7 @@ def apply(learn, cbs,
     if state['tensors']: set_grads(learn.model, state['grads'])
     if state['loss']: set_model_state(loss_module(learn.loss_func), state['loss'])
     if state['opt'] and learn.opt: set_opt_state(learn.opt, *state['opt'])
-    # the first part is `learn.dls`, then come its loaders
-    for dl,st in zip(groups['parts'][1:], rest.get('dls', ())): set_dl_state(dl, st)
+    for dl,st in zip(groups['parts'], rest.get('dls', ())): set_dl_state(dl, st)
     removed = [groups['cbs'][i] for i in rest.get('removed_cbs', ())]
     learn.remove_cbs([cb for cb in learn.cbs if _holds(removed, cb)])
     learn.add_cbs(rest.get('added_cbs'))

@@ -40,17 +40,17 @@ class _QuietBar:
 _BARS = 'master_bar','progress_bar'     # names of fastprogress's bars
 _FLAGS = 'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON'    # by which fastprogress chooses its bars
 
-_newest = None      # the last module that `_search_new_modules` has searched
+_newest = None      # `(name, module)`, the last one that `_search_new_modules` has searched
 _found = {}         # id -> namespace of a module that has such names
 
 def _search_new_modules():
     """Add the modules that were imported since the last search to `_found`. To search all of them
     would copy memory that a worker shares with the helper, which takes longer than its start"""
     global _newest
-    try: new = [*takewhile(lambda m: m is not _newest, reversed(sys.modules.values()))]
+    try: new = [*takewhile(lambda o: o != _newest, reversed(sys.modules.items()))]
     # another thread imports meanwhile
-    except RuntimeError: new = [*reversed(sys.modules.copy().values())]
-    for module in new:
+    except RuntimeError: new = [*reversed(sys.modules.copy().items())]
+    for _,module in new:
         namespace = getattr(module, '__dict__', {})
         if not namespace.keys().isdisjoint(_BARS+_FLAGS): _found[id(namespace)] = namespace
     if new: _newest = new[0]

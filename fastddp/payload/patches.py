@@ -141,7 +141,7 @@ def _namespaces():
             if issubclass(type(cls), type) and cls.__module__ == name:
                 # a class that a function made can only be found by its name in the module
                 path = k if '<locals>' in cls.__qualname__ else cls.__qualname__
-                yield name, path, dict(vars(cls))
+                yield name, path, vars(cls).copy()
 
 def _selectors():
     "Return `{type of an attribute: its select function}`"

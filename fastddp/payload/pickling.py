@@ -4,19 +4,18 @@
 
 # %% auto #0
 __all__ = ['Payload', 'load_typed_storage', 'load_storage', 'attr_of', 'Definitions', 'restoring_sent_classes',
-           'replaced_in_dumps', 'Pickler', 'dump', 'load', 'function_variables', 'referents']
+           'replaced_in_dumps', 'Pickler', 'dump', 'load', 'function_variables', 'referents', 'long_sequences']
 
 # %% ../../nbs/payload/101_pickling.ipynb #15824912
-import _thread, collections, contextlib, contextvars, gc, importlib, io, pickle
-import sys, threading, types, weakref
+import contextlib, contextvars, gc, importlib, io, pathlib, pickle, sys, types, weakref
 from functools import partial, singledispatch
 from typing import NamedTuple
 
-import cloudpickle, torch
+import cloudpickle, numpy as np, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
-from torch.utils.hooks import RemovableHandle
 
 from ..base.scoped import with_context
+from .reducers import REDUCERS
 
 # %% ../../nbs/payload/101_pickling.ipynb #b3420573
 class Payload(NamedTuple):
@@ -40,6 +39,7 @@ def _reduce(o, pickler):
     return NotImplemented
 
 _reduces = _reduce.register
+for _type,_reducer in REDUCERS.items(): _reduces(_type, _reducer)
 
 @_reduces(torch.storage.TypedStorage)
 def _(storage, pickler):
@@ -66,56 +66,6 @@ def load_storage(
     if not len(buffer): storage = torch.UntypedStorage(0)
     else: storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
     return storage if to is None or device == 'cpu' else storage.to(device=to)
-
-# %% ../../nbs/payload/101_pickling.ipynb #f15be39d
-@_reduces(_thread.LockType)
-def _(lock, pickler): return _thread.allocate_lock, ()
-
-@_reduces(_thread.RLock)
-def _(lock, pickler): return threading.RLock, ()
-
-@_reduces(io.IOBase)
-def _(file, pickler):
-    "Pickle stdout and stderr by name; raise PicklingError for a file that is open"
-    if file.closed: return _closed_file, ()
-    if file is sys.stdout: return getattr, (sys, 'stdout')
-    if file is sys.stderr: return getattr, (sys, 'stderr')
-    if isinstance(file, (io.StringIO, io.BytesIO)): return NotImplemented
-    raise pickle.PicklingError(f"an open file: {getattr(file, 'name', file)!r}")
-
-def _closed_file():
-    file = io.StringIO()
-    file.close()
-    return file
-
-@_reduces(RemovableHandle)
-def _(handle, pickler):
-    "Replace the handle of a hook whose module is gone, which torch pickles but can't load"
-    if handle.hooks_dict_ref() is None: return _unused_handle, ()
-    return _reduce_by_cloudpickle(pickler, handle)
-
-def _unused_handle(): return RemovableHandle(collections.OrderedDict())
-
-# %% ../../nbs/payload/101_pickling.ipynb #5b1f0a12
-@_reduces(weakref.ref)
-def _(ref, pickler):
-    kind = weakref.WeakMethod if isinstance(ref, weakref.WeakMethod) else weakref.ref
-    return _load_weakref, (ref(), kind)
-
-def _load_weakref(o, kind): return (lambda: None) if o is None else kind(o)
-
-@_reduces(weakref.ProxyType)
-@_reduces(weakref.CallableProxyType)
-def _(proxy, pickler):
-    object_of_proxy = proxy.__init__.__self__
-    return weakref.proxy, (object_of_proxy,)
-
-@_reduces(weakref.WeakKeyDictionary)
-@_reduces(weakref.WeakValueDictionary)
-def _(d, pickler):
-    "Pickle the entries of the dict"
-    if type(d).__module__ != 'weakref': return NotImplemented       # a subclass may have attributes
-    return type(d), (), None, None, iter([*d.items()])
 
 # %% ../../nbs/payload/101_pickling.ipynb #8ced6949
 def attr_of(module, name):
@@ -261,7 +211,8 @@ def dump(
     buffers,stream = [],io.BytesIO()
     p = pickler(stream, lambda b: buffers.append(_memory(b)))
     with _no_collection():
-        replaced = columns.stand_ins(obj) if columns else []
+        long_lists = long_sequences(obj) if columns else []
+        replaced = columns.stand_ins(long_lists) if long_lists else []
         p.dump([stand_in for _,stand_in in replaced])
         p.remember(enumerate(refs))
         p.remember(enumerate((long_list for long_list,_ in replaced), -len(replaced)))
@@ -391,3 +342,41 @@ def referents(o):
     return [('.{}',k,v) for k,v in attrs.items()] if isinstance(attrs, dict) else []
 
 def _attributes(o, *names): return [('.{}',k,getattr(o, k)) for k in names]
+
+# %% ../../nbs/payload/101_pickling.ipynb #4ac175cc
+# A shorter list or tuple is faster to pickle item by item. The least number of items depends on the
+# first one: a text or number; a tensor, or a tuple that begins with one; anything else
+_MIN_ITEMS = dict.fromkeys([str, pathlib.PosixPath, bool, int, float], 10_000)
+_MIN_TENSORS = 100
+_MIN_OTHERS = 1000
+
+def _is_long(sequence):
+    "Return True if a list or tuple has so many items that a column is faster"
+    if len(sequence) < _MIN_TENSORS: return False
+    first = sequence[0]
+    part = first[0] if type(first) is tuple and first else first
+    least = _MIN_ITEMS.get(type(first), _MIN_OTHERS)
+    return isinstance(part, torch.Tensor) or len(sequence) >= least
+
+_MAX_SEARCHED = 10_000      # items; a larger container isn't searched
+
+# Types of objects that can't refer to a long list
+_LEAVES = str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, types.ModuleType
+
+def long_sequences(obj):
+    "Return the long lists and tuples that `obj` is, or refers to; it doesn't search their items"
+    res = []
+    seen = {}       # id -> object, which keeps temporary objects alive and so their ids unique
+    todo = [obj]
+    while todo:
+        o = todo.pop()
+        if id(o) in seen or isinstance(o, _LEAVES): continue
+        seen[id(o)] = o
+        if type(o) in (list,tuple) and _is_long(o): res.append(o)
+        elif _is_searched(o): todo += [type(o), *(referent for *_,referent in referents(o))]
+    return res
+
+def _is_searched(o):
+    "False for a large container, and for a function or class of a library"
+    if isinstance(o, (dict,list,tuple,set,frozenset)): return len(o) <= _MAX_SEARCHED
+    return not isinstance(o, (type,types.FunctionType)) or o.__module__ == '__main__'
