@@ -136,6 +136,7 @@ class Clock:
         self.n_samples = 0
         self.is_sample = False      # True in such a step
         self.sampled = defaultdict(float)   # phase -> seconds in such steps
+        self.exchange_secs = 0.     # seconds of the backward passes in which gradients are exchanged
         # Meetings
         self.before_meeting = Spent()   # until the last meeting
         self.since_meeting = Spent()    # between the last two meetings
@@ -216,19 +217,22 @@ class Clock:
     # The end
     def exchanged(self, secs):
         "Count `secs` of the backward passes as exchange of gradients"
-        secs = min(secs, self.seconds['backward'])
-        self.seconds['exchange'] += secs
-        self.seconds['backward'] -= secs
+        self.exchange_secs += secs
     def totals(self):
         "Return all of it for a `Report`: plain numbers, in dicts"
-        callbacks = {k:v for k,v in self.seconds.items() if k not in (*PHASES,'exchange')}
+        callbacks = {k:v for k,v in self.seconds.items() if k not in PHASES}
         phases = {k:v for k,v in self.seconds.items() if k not in callbacks}
         phases['callbacks'] = sum(callbacks.values())
         # the sampled steps stand for all
         steps_per_sample = self.n_steps/max(self.n_samples, 1)
         device = {k:v*steps_per_sample for k,v in self.sampled.items()}
+        seconds = with_device_seconds(phases, device)
+        # a backward pass of a sample has its exchange in it, too
+        backward = seconds.get('backward', 0.)
+        exchange = min(self.exchange_secs, backward)
+        seconds |= dict(backward=backward-exchange, exchange=exchange)
         batches = self.batches
-        return dict(seconds=with_device_seconds(phases, device), callbacks=callbacks,
+        return dict(seconds=seconds, callbacks=callbacks,
                     waits=dict(self.waits), uneven=dict(self.uneven), slow=batches.slow_secs,
                     starts=batches.startup_secs(self.seconds['data']), slowest=(*batches.slowest,),
                     cpu=time.process_time()-self.cpu_start)
