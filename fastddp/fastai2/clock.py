@@ -136,7 +136,7 @@ class Clock:
         self.n_samples = 0
         self.is_sample = False      # True in such a step
         self.sampled = defaultdict(float)   # phase -> seconds in such steps
-        self.exchange_secs = 0.     # seconds of the backward passes in which gradients are exchanged
+        self.exchange_secs = 0.     # seconds of backward passes in which gradients are exchanged
         # Meetings
         self.before_meeting = Spent()   # until the last meeting
         self.since_meeting = Spent()    # between the last two meetings

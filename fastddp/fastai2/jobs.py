@@ -21,19 +21,19 @@ from ..base.device import is_accelerator
 from ..base.checks import bind_arguments
 from ..base.failure import item_name
 from ..base.scoped import Interrupts, with_attrs
-from .callbacks import distributed
+from .callbacks import sync_opt
 from .clock import OurCallback, resource_use
-from .as_one import (
-    as_one_process, infer_in_group, leave_together, open_run, order_from_rank0, preds_in_one_order,
-    validate_part, sync_opt, wants_no_lines)
+from .as_one import as_one_process, distributed
+from .inference import (
+    infer_in_group, leave_together, order_from_rank0, preds_in_one_order, validate_part)
 from .loaders import batch_items, dl_state, global_bs, n_batches
 from .resume import ResumeFit
 from .snapshot import baseline, capture, loader_refs, persistent_refs, place, place_dl, unpack
 from ..launch.rank import Context
 from ..launch.report import Report
 from ..launch.training import (
-    Progress, cbs_of_rank, finds_lr, launched_group, script_lines, sync_streams,
-    until_interrupted, whereabouts)
+    Progress, cbs_of_rank, finds_lr, launched_group, open_run, script_lines, sync_streams,
+    until_interrupted, wants_no_lines, whereabouts)
 from ..output.replay import suppress_lines
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209
@@ -309,8 +309,10 @@ def in_place(
         _complete(learn, report, together, dict(steps=0, epochs=0), dl)
     with launched_group() as device:
         place(learn, device)
-        overridden = with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given)
-        with overridden, preds_in_one_order(learn): yield
+        get_preds = functools.partial(preds_in_one_order, learn)
+        with with_attrs(learn, fit=fit, _do_epoch_validate=validate, get_preds=get_preds,
+                        distrib_session=given):
+            yield
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #e3ab0c43
 # In a standing group, such as that of a `Cluster`: every learner of a cell

@@ -24,7 +24,6 @@ from .jobs import in_place, reports, train_in_place
 from .resume import (
     INTERVAL, UserCall, call_from_file, call_to_resume,
     checkpoint_writer, claimed_file, resume_points)
-from .as_one import wants_no_lines
 from .session import Session
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
 from ..launch.background import BackgroundJob
@@ -32,6 +31,7 @@ from ..launch.engine import InProcess
 from ..launch.options import (
     ITEMS, Options, in_launched_group, no_attribute, refuse_busy, refuse_gpus_of_others)
 from ..launch.session import distrib_block, gpu_memory_note, offloaded
+from ..launch.training import wants_no_lines
 from ..output.replay import print_line
 from ..payload.pickling import replaced_in_dumps
 from ..payload.changes import fingerprint
