@@ -42,8 +42,8 @@ def silence_other_ranks(learn):
     with learn.removed_cbs(of_rank0), with_attrs(learn, logger=noop): yield
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a27acbbc
-# The callbacks of fastddp, and when they act. fastai calls them before the user's, but `AfterOthers`
-# after all others:
+# The callbacks of fastddp, and when they act. fastai calls `AfterOthers` after the user's, the others
+# before:
 #
 #   before_epoch      ShardData      each rank's random streams
 #   before_train,     ShardData      each rank reads its shard of every batch ...
@@ -52,7 +52,7 @@ def silence_other_ranks(learn):
 #                     Together       the ranks leave a batch or phase together
 #   after_train       SameModel      the same buffers and weights on all ranks
 #   each phase's end  ReduceMetrics  the metrics of one process
-#   end of the fit    SameModel      gradients that no step used, weights of an epoch that was cut off
+#   end of the fit    SameModel      gradients that no step used; weights of a cut epoch
 
 @contextlib.contextmanager
 def distributed(learn,
