@@ -20,7 +20,7 @@ from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
 from .beside import call_alone, infer_alone
 from .callbacks import AfterOthers, SameModel, ShardData, opt_from_rank0, sharded_dls
-from .clock import dispatch_events
+from .clock import DeviceSamples, dispatch_events
 from .inference import infer_in_group, preds_in_one_order
 from .metrics import ReduceMetrics
 from .step import StepSync
@@ -77,7 +77,7 @@ def distributed(learn,
     cbs = [together, step, AfterOthers(step), ShardData(together, batch), metrics, same_model]
     # what others read of `together`
     together.fit_callbacks = cbs
-    together.clock.on_gpu = on_gpu
+    together.clock.samples = DeviceSamples(on_gpu)
     together.finish_fit = same_model.finish_fit
     # with WORLD_SIZE in the environment, fastai would average metrics itself
     with environment('WORLD_SIZE'), contextlib.ExitStack() as stack:

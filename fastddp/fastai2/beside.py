@@ -39,7 +39,7 @@ def read_whole(learn,
 ):
     "Yield all batches of `dl`, the same on all ranks; the `other_loop` of loaders in a fit"
     # other ranks may not run this loop: the random streams must stay as they are
-    may_be_alone = together.rank0_alone or together.phase == 'validate'
+    may_be_alone = together.rank0_alone or together.position.phase == 'validate'
     with kept_streams(learn, together.common) if may_be_alone else contextlib.nullcontext():
         try: yield from iterate_original(dl, together.common)
         finally: follow_original(dl)
@@ -82,7 +82,7 @@ def infer_alone(learn, dl,
                 together # The fit's `Together`
 ):
     "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only"
-    if learn.training and together.phase in ('start','train'):
+    if learn.training and together.position.phase in ('start','train'):
         # afterwards the learner would go on validating on rank 0, and training on the others
         raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
                              "the middle of training. Do it at the end of an epoch, or on "

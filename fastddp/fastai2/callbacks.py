@@ -118,7 +118,7 @@ class ShardData(OurCallback):
         self.batch = batch
     def before_epoch(self):
         n = group.world_size()
-        if n > 1 and self.together.fit_depth == 1:
+        if n > 1 and self.together.position.fit_depth == 1:
             seed_rank(group.rank(), n, self.together.common, self.epoch)
     def before_train(self):
         if is_sharded(self.dl): return
@@ -144,20 +144,15 @@ class AfterOthers(OurCallback):
         self.together = sync.together
     def before_train(self):
         self.together.meet(BEFORE_TRAIN)
-        self.together.phase = 'train'
         self.sync.start_train()
         self._begin_loop()
     def before_validate(self):
         self.together.meet(BEFORE_VALID)
-        self.together.phase = 'validate'
         self._begin_loop()
     def _begin_loop(self):
         "Have the loader yield this rank's shard to the loop that begins, which is the fit's own"
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
-    def after_validate(self):
-        t = self.together
-        t.meet(END_VALID)
-        t.phase = t.outer_phases.pop() if t.outer_phases else 'end'
+    def after_validate(self): self.together.meet(END_VALID)
     def before_batch(self):
         if self.sync.n > 1: self.sync.replace_loss_func()
         # several ranks ask that when they meet

@@ -214,7 +214,6 @@ class StepSync(OurCallback):
     of fastai's loop:
 
         before_batch   from here on `Passes` intercepts `torch.autograd.backward`
-        after_pred     `together.mid_batch`: no rank may leave the batch without the others
         backward       `Passes` calls `begin_pass`. Before the first pass of the batch the ranks
                        meet: they decide whether all of them go on, sum their losses, and decide
                        how gradients are averaged
@@ -249,7 +248,6 @@ class StepSync(OurCallback):
         self.batch_flat = False     # its gradients are averaged after the backward pass
         self.has_met = False        # True once the ranks have met in it
         self._params = None         # what `params` found in it
-        self.together.mid_batch = False
 
     # What is trained
     def params(self):
@@ -279,7 +277,6 @@ class StepSync(OurCallback):
     def replace_loss_func(self):
         "See `GlobalLoss`; `AfterOthers` calls it"
         self.batch_loss.replace_loss_func(self.together)
-    def after_pred(self): self.together.mid_batch = True
     def after_loss(self):
         if self.added_checked or not isinstance(self.loss_grad, torch.Tensor): return
         self.loss_node = self.loss_grad.grad_fn
@@ -291,7 +288,6 @@ class StepSync(OurCallback):
     def after_batch(self):
         if not self.has_met and not self.together.has_left_batch: self.meet_without_backward()
         if not self.has_met: self.batch_loss.restore_last()
-        self.together.mid_batch = False
         self.batch_loss.restore_loss_func()
     def after_train(self): self.close()
     # a batch that one of these exceptions ends has neither `after_batch` nor `after_train`
@@ -324,7 +320,6 @@ class StepSync(OurCallback):
         result = self.together.meet(BATCH, self.learn.iter, backward=1., **self._ddp_status(loss),
                                     **numbers)
         self.has_met = True
-        self.together.mid_batch = False
         self._agree_on_flat(result)
         self.batch_loss.combine(result, self.accumulating is not None)
     def _share_loss(self, loss):

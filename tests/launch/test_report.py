@@ -154,8 +154,8 @@ def test_the_exchange_of_a_sampled_backward_pass_counts_once():
     "On a GPU the host launches a pass at once; samples show how long the device took, the exchange included"
     clock = Clock(Board(0, 1))
     clock.seconds.update(data=9.5, backward=.5)
-    clock.n_steps, clock.n_samples = 64, 2
-    clock.sampled['backward'] = .25
+    clock.samples.n_steps, clock.samples.n_samples = 64, 2
+    clock.samples.sampled['backward'] = .25
     clock.exchanged(3.)
     secs = clock.totals()['seconds']
     assert (secs['backward'], secs['exchange']) == (5., 3.) and sum(secs.values()) == pytest.approx(10.)
