@@ -49,19 +49,18 @@ def read_whole(learn,
 def _without_cbs(learn, removed):
     """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
     added inside act on rank 0 only from then on"""
+    def is_among(cb, cbs): return any(cb is o for o in cbs)     # a class may have an `==` of its own
     before = learn.cbs
-    removed_ids = {id(cb) for cb in removed}
-    others = [cb for cb in before if id(cb) not in removed_ids]
+    others = [cb for cb in before if not is_among(cb, removed)]
     learn.cbs = L([*others])     # an `L` keeps the list that it is given
     try: yield
     finally:
         after = list(learn.cbs)
         for cb in after:
-            is_new = not any(cb is o for o in others)
-            if is_new: vars(cb)['rank0_only'] = True
+            if not is_among(cb, others): vars(cb)['rank0_only'] = True
         # where nothing changed, fastai and `EventDispatcher` go on with the same list
         if after == others: learn.cbs = before
-        else: learn.cbs = L([*after, *(cb for cb in before if id(cb) in removed_ids)])
+        else: learn.cbs = L([*after, *(cb for cb in before if is_among(cb, removed))])
 
 # %% ../../nbs/fastai2/716_beside.ipynb #eb35ce43
 def call_alone(cb, learn,

@@ -7,7 +7,7 @@ __all__ = ['shard_batches', 'why_one_process', 'gatherers', 'validate_part', 'jo
            'infer_in_group', 'preds_in_one_order', 'leave_together']
 
 # %% ../../nbs/fastai2/722_inference.ipynb #29306989
-import contextlib, itertools
+import contextlib
 
 from fastai.callback.core import CancelEpochException, CancelFitException, GatherPredsCallback
 from fastai.data.load import DataLoader
@@ -81,14 +81,13 @@ def validate_part(learn, # With its metrics and callbacks
             for o in gather]
 
 # %% ../../nbs/fastai2/722_inference.ipynb #e54ad9dd
-_NO_BATCH = object()    # in the last round, of a rank that has one batch less
-
 def join_parts(parts # What `validate_part` returned on each rank
 ): # For each gatherer its lists, by name
     "Return the lists that each gatherer has in one process"
     def take_turns(lists):
-        rounds = itertools.zip_longest(*lists, fillvalue=_NO_BATCH)
-        return [batch for one_each in rounds for batch in one_each if batch is not _NO_BATCH]
+        # in the last round a rank may have no batch
+        rounds = range(max(map(len, lists)))
+        return [batches[i] for i in rounds for batches in lists if i < len(batches)]
     # `of_ranks`: for one gatherer, its lists on each rank
     return [{k:take_turns([lists.get(k, []) for lists in of_ranks]) for k in of_ranks[0]}
             for of_ranks in zip(*parts)]

@@ -26,7 +26,7 @@ from .clock import OurCallback, resource_use
 from .as_one import as_one_process, distributed
 from .inference import (
     infer_in_group, leave_together, order_from_rank0, preds_in_one_order, validate_part)
-from .loaders import batch_items, dl_state, global_bs, n_batches
+from .loaders import dl_state, global_bs, n_batches
 from .resume import ResumeFit
 from .snapshot import baseline, capture, loader_refs, persistent_refs, place, place_dl, unpack
 from ..launch.rank import Context
@@ -35,6 +35,7 @@ from ..launch.training import (
     Progress, cbs_of_rank, finds_lr, launched_group, open_run, script_lines, sync_streams,
     until_interrupted, wants_no_lines, whereabouts)
 from ..output.replay import suppress_lines
+from ..shard.sharded import batch_items
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209
 # Where a rank is
