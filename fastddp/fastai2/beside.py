@@ -81,7 +81,7 @@ def infer_alone(learn, dl,
                 together # The fit's `Together`
 ):
     "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only"
-    if learn.training and together.position.phase in ('start','train'):
+    if learn.training and together.position.phase == 'train':
         # afterwards the learner would go on validating on rank 0, and training on the others
         raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
                              "the middle of training. Do it at the end of an epoch, or on "

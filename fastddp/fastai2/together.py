@@ -17,7 +17,7 @@ from fastai.callback.core import (
     CancelStepException, CancelTrainException, CancelValidException)
 
 from ..base import board, group
-from .clock import Clock, OurCallback, _FIRST
+from .clock import _FIRST, Clock, OurCallback, Spent
 
 # %% ../../nbs/fastai2/705_together.ipynb #5f1c02ab
 class Place(NamedTuple):
@@ -51,26 +51,23 @@ class Position:
         # Fits that have begun, one inside the other: `learn.validate` in a callback has a
         # `before_fit`, too
         self.fit_depth = 0
-        # The phase of the epoch: 'start', 'train', 'trained', 'validate' or 'end'. Behind it, one
-        # phase for each validation that runs inside that phase, the innermost last
-        self.phases = ['start']
+        # The phase of the epoch: 'train' from its beginning, 'validate', or 'between' after these.
+        # Behind it, one phase for each validation that a callback runs inside that phase
+        self.phases = ['train']
     @property
     def phase(self): return self.phases[-1]
 
     # Without a meeting
-    def begin_epoch(self, epoch):
-        if self.fit_depth != 1: return
-        self.phases = ['start']
-        self.begin(Place(epoch, BEFORE_EPOCH, 0))
-    def end_epoch(self): self.phases = ['end']
     def begin(self, place):
-        "An epoch or a batch begins at `place`; one of a callback's own fit has no place for that"
-        if self.fit_depth < 2 and place > self.place: self.go_to(place)
+        "An epoch or a batch begins at `place`; in a callback's own fit that has no place"
+        if self.fit_depth > 1: return
+        if place > self.place: self.go_to(place)
+        if place.stage == BEFORE_EPOCH: self.phases = ['train']
     def begin_validation(self):
         "A validation begins: that of the epoch, which follows training, or a callback's"
         self.n_inner += 1
         # until the ranks meet, the phase is still that around it
-        if self.phase not in ('trained','end'): self.phases.append(self.phase)
+        if self.phase != 'between': self.phases.append(self.phase)
 
     # Meetings
     def at(self,
@@ -99,10 +96,9 @@ class Position:
         return place
     def have_met(self, stage):
         "All ranks have met at a stage of the epoch: another phase may begin"
-        if stage == BEFORE_TRAIN: self.phases[-1] = 'train'
-        elif stage == AFTER_TRAIN: self.phases = ['trained']
+        if stage == AFTER_TRAIN: self.phases = ['between']
         elif stage == BEFORE_VALID: self.phases[-1] = 'validate'
-        elif stage == END_VALID: self.phases = self.phases[:-1] or ['end']
+        elif stage == END_VALID: self.phases = self.phases[:-1] or ['between']
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
 # What a rank can leave, from the innermost to the outermost, and the exception that does it
@@ -124,11 +120,11 @@ FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
           'cancelled',
           'grads')              # 1: it has gradients that no step used
 
-class Row(namedtuple('_Row', [*Place._fields, 'left', 'stop', *FIELDS, 'data', 'callbacks'],
+class Row(namedtuple('_Row', [*Place._fields, 'left', 'stop', *Spent._fields, *FIELDS],
                      defaults=[0.]*(len(FIELDS)+4))):
     """What one rank sends to a meeting: the fields of its place; `left`, the index in `LEAVABLE` of
-    the outermost that it left; `stop`, 1 if it was asked to stop; `FIELDS`; and seconds for the
-    `Clock`s of the other ranks"""
+    the outermost that it left; `stop`, 1 if it was asked to stop; the seconds that its `Clock` sends
+    to those of other ranks; and `FIELDS`"""
     @property
     def place(self): return Place(*self[:len(Place._fields)])
 
@@ -186,7 +182,7 @@ class Together(OurCallback):
     def before_fit(self):
         if not self.position.fit_depth: self.position = Position()
         self.position.fit_depth += 1
-    def before_epoch(self): self.position.begin_epoch(self._epoch())
+    def before_epoch(self): self.position.begin(Place(self._epoch(), BEFORE_EPOCH, 0))
     def before_train(self): self.cancelled = False
     def before_batch(self):
         if self.training:
@@ -229,7 +225,7 @@ class Together(OurCallback):
     def after_cancel_validate(self): self.leave('valid')
     def after_cancel_epoch(self):
         self.leave('epoch')
-        self.position.end_epoch()
+        self.position.phases = ['between']
     def after_cancel_fit(self): self.leave('fit')
 
     @contextlib.contextmanager
@@ -280,16 +276,13 @@ class Together(OurCallback):
     def _exchange(self, place, numbers): # `(MeetingResult, the rows of it with a later place)`
         """Send a row to the other ranks, again each time that one is still at an earlier place,
         until all are at `place` or some at a later one"""
-        data,callbacks = self.clock.begin_meeting()
-        row = Row(*place, self.left, self.stop_requested(), data=data, callbacks=callbacks,
-                  **numbers)
+        row = Row(*place, self.left, self.stop_requested(), *self.clock.begin_meeting(), **numbers)
         while True:
             result = MeetingResult(Row(*o[:len(row)]) for o in self.board.meet(row))
             self.clock.end_meeting([(o.data,o.callbacks) for o in result])
             ahead = [o for o in result if o.place > place]
-            if ahead: return result,ahead
-            if all(o.place == place for o in result): break
-        self.left = 0       # all have seen it
+            if ahead or all(o.place == place for o in result): break
+        if not ahead: self.left = 0     # all have seen it
         return result,ahead
 
 _NOT_THE_SAME = ("Other ranks have gone on to {} while rank {} was at {}: not all ranks do the "
