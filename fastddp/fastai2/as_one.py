@@ -89,15 +89,13 @@ def distributed(learn,
         if group.world_size() > 1: stack.enter_context(step.passes.wrapped())
         seed_rank(group.rank(), group.world_size(), together.common)
         try: yield together
-        finally: _end(together, step, metrics)
-
-def _end(together, step, metrics):
-    "Close what a fit may have left open, also after an exception"
-    step.close()
-    step.overlapped.close()
-    together.clock.exchanged(step.passes.exchange_secs+step.overlapped.exchange_secs)
-    metrics.end_phase()
-    together.common.install()       # the process goes on with the streams of all ranks
+        finally:
+            # what an exception may have left open
+            step.close()
+            step.overlapped.close()
+            together.clock.exchanged(step.passes.exchange_secs+step.overlapped.exchange_secs)
+            metrics.end_phase()
+            together.common.install()       # the process goes on with the streams of all ranks
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010007
 def validate(learn,

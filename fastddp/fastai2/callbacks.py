@@ -22,6 +22,8 @@ from ..shard.same_model import SameWeights, sync_buffers
 from ..shard.sharded import is_sharded, write_back
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ca110001
+# The same model on all ranks
+
 def opt_from_rank0(learn):
     "Give every rank the state of rank 0's optimizer; every rank calls it"
     state = group.from_rank0(learn.opt.state_dict())
@@ -73,6 +75,8 @@ class SameModel(OurCallback):
         if differed: opt_from_rank0(self.learn)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ca110003
+# A rank's data
+
 def shard_to_validate(model, # The model that validates
                       dl,    # The whole loader
                       batch, # 'per_worker' or 'global', as of `shard_dl`
@@ -129,6 +133,8 @@ class ShardData(OurCallback):
         self.learn.dl = shard_to_validate(self.model, self.dl, self.batch, self.together.common)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #3f135371
+# After all other callbacks
+
 class AfterOthers(OurCallback):
     """Comes after all other callbacks: holds the meetings around a phase, tells the loader that the
     fit's own loop begins, and has `StepSync` replace a loss function that needs the global batch.

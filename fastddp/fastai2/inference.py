@@ -18,12 +18,20 @@ from ..base import group
 from ..base.scoped import with_attrs
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, shard_dl, why_not)
-from ..launch.training import is_kind
+from ..launch.training import has_kind
 from ..shard.sharded import is_sharded, original
 from ..shard.torch_loader import is_stream
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
-# Inference in parts: each rank predicts whole batches, and `join_parts` joins what they collect
+# Each rank predicts whole batches, and `join_parts` joins what they collect:
+#
+#     the notebook          asks `why_one_process`; joins the parts of all workers by `join_parts`,
+#                           and gives them to its callbacks by `end_gathering`
+#     a worker's job        `validate_part`, inside `leave_together`
+#     the ranks of a group  `infer_in_group` does all of it on each of them; `preds_in_one_order`
+#                           is their `learn.get_preds`
+
+# One rank's part
 
 def shard_batches(dl,      # A fastai or torch loader, sharded or not
                   rank, n, # This rank, and how many there are
@@ -46,7 +54,7 @@ def why_one_process(learn, # The learner that predicts
     if len(dl) < 2: return ''
     if is_lm(dl) or is_stream(dl) or not getattr(dl, 'indexed', True):
         return "its batches are parts of a stream."
-    if any(is_kind(cb, ['TensorBoardProjectorCallback']) for cb in learn.cbs):
+    if has_kind(learn.cbs, 'TensorBoardProjectorCallback'):
         return ("TensorBoardProjectorCallback writes what the model makes of every batch, from one "
                 "process.")
     if rows_are_streams(dl, learn.model):
@@ -101,6 +109,8 @@ def end_gathering(gather, # The gatherers of the learner that asked
         cb.after_validate()
 
 # %% ../../nbs/fastai2/722_inference.ipynb #4c0d3a11
+# All ranks of a group call these, and each has the whole result
+
 def order_from_rank0(dl):
     "Give the loader of each rank the order of rank 0's; every rank calls it"
     if not isinstance(dl, (DataLoader,TorchLoader)): return
