@@ -117,7 +117,7 @@ def load(learn,
          together, # The fit's `Together`
          *args, **kwargs # As of fastai's method
 ):
-    "In the place of `learn.load`: read on rank 0, and send model and optimizer to all"
+    "Read on rank 0, and send model and optimizer to all, in the place of `learn.load`"
     if together.mid_batch:
         raise CantDistribute("learn.load was called between a batch's forward and backward "
                              "pass, which would no longer fit each other. Load before or after "
@@ -135,7 +135,7 @@ def load(learn,
 # %% ../../nbs/fastai2/725_as_one.ipynb #24f33416
 def load_without_file(cb # An `LRFinder`
 ):
-    "As its `after_fit`, on a rank that wrote no file: `load` receives what rank 0 loads in its own"
+    "Load, in the place of `cb.after_fit`, on a rank that wrote no file: it receives what rank 0 loads"
     cb.learn.opt.zero_grad()
     cb.learn.load('')
     cb.tmp_d.cleanup()

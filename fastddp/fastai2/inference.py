@@ -147,8 +147,8 @@ def preds_in_one_order(learn,
                        together=None, # The `Together` of a fit
                        ds_idx=1, dl=None, *args, **kwargs # As of fastai's method
 ):
-    """In the place of `learn.get_preds`, called by all ranks: predict items in one order, and draw
-    from the common random streams of a fit"""
+    """Predict items in one order on all ranks, in the place of `learn.get_preds`, and draw from the
+    common random streams of a fit"""
     cloning = contextlib.nullcontext()
     if not (together and together.rank0_alone):
         to_predict = learn.dls[ds_idx] if dl is None else dl
