@@ -42,8 +42,8 @@ def silence_other_ranks(learn):
     with learn.removed_cbs(of_rank0), with_attrs(learn, logger=noop): yield
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a27acbbc
-# The callbacks of fastddp, and when they act. fastai calls `AfterOthers` after the user's, the others
-# before:
+# The callbacks of fastddp, and when they act. fastai calls `AfterOthers` after the user's
+# callbacks, the others before:
 #
 #   before_epoch      ShardData      each rank's random streams
 #   before_train,     ShardData      each rank reads its shard of every batch ...
@@ -135,7 +135,7 @@ def load(learn,
 # %% ../../nbs/fastai2/725_as_one.ipynb #24f33416
 def load_without_file(cb # An `LRFinder`
 ):
-    "Load, in the place of `cb.after_fit`, on a rank that wrote no file: it receives what rank 0 loads"
+    "Load in the place of `cb.after_fit`, on a rank without file: it receives what rank 0 loads"
     cb.learn.opt.zero_grad()
     cb.learn.load('')
     cb.tmp_d.cleanup()

@@ -49,7 +49,8 @@ def read_whole(learn,
 def _without_cbs(learn, removed):
     """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
     added inside act on rank 0 only from then on"""
-    def is_among(cb, cbs): return any(cb is o for o in cbs)     # a class may have an `==` of its own
+    # not `in`: a class may have an `==` of its own
+    def is_among(cb, cbs): return any(cb is o for o in cbs)
     before = learn.cbs
     others = [cb for cb in before if not is_among(cb, removed)]
     learn.cbs = L([*others])     # an `L` keeps the list that it is given
