@@ -98,7 +98,7 @@ class Phase:
 
         merge       it accumulates this rank's items; in the end its state is merged
         average     `AvgLoss`: `loss_terms` of each batch are noted; in the end they are averaged
-        replay      a `Replay` keeps batches; in the end the metric accumulates those of all ranks"""
+        replay      a `Replay` keeps batches; in the end it accumulates those of all ranks"""
     def __init__(self, learn,
         metrics,     # Those of the phase, the loss among them
         is_training, # Whether it is a training phase
