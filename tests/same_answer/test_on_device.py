@@ -21,7 +21,7 @@ def two():
     with warm(2) as launcher: yield launcher
 
 
-def yes(): return True
+def yes(device): return True
 
 
 class OnDevice(Callback):
