@@ -123,8 +123,8 @@ FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
 class Row(namedtuple('_Row', [*Place._fields, 'left', 'stop', *Spent._fields, *FIELDS],
                      defaults=[0.]*(len(FIELDS)+4))):
     """What one rank sends to a meeting: the fields of its place; `left`, the index in `LEAVABLE` of
-    the outermost that it left; `stop`, 1 if it was asked to stop; the seconds that its `Clock` sends
-    to those of other ranks; and `FIELDS`"""
+    the outermost that it left; `stop`, 1 if it was asked to stop; seconds for the `Clock`s of the
+    other ranks; and `FIELDS`"""
     @property
     def place(self): return Place(*self[:len(Place._fields)])
 
@@ -141,8 +141,8 @@ def outermost_left(rows):
 class Together(OurCallback):
     """Has all ranks leave a step, batch, phase, epoch or fit together.
 
-    `distributed` (`fastai2.callbacks`) makes one on each rank for a fit. It notes what this rank
-    leaves, and holds the meetings:
+    `distributed` makes one on each rank for a fit. It notes what this rank leaves, and holds the
+    meetings:
 
         meet            at a stage of the epoch, or at a batch's loss; all ranks come to it
         meet_between    between two places; other ranks may go on without it
@@ -155,7 +155,7 @@ class Together(OurCallback):
         rank 1: at batch 3, rank 0 is ahead -> raises CancelFitException -> meets there, too"""
     order = _FIRST      # it must know of an event before any other callback can leave in it
 
-    # Other modules set these
+    # Other parts of the fit set these, and share them here
     fit_callbacks = ()          # all callbacks that make the fit a distributed one
     common = None               # the `CommonRNG`
     finish_fit = None           # a function without arguments: holds the fit's last meeting
