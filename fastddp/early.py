@@ -40,7 +40,7 @@ def preload_learners(
 # %% ../nbs/900_early.ipynb #e8887678
 def ask_for_helper():
     "Start the helper in the background, with all that a learner needs in an interactive session"
-    from fastddp.base.failure import ipython_shell
+    from fastddp.base.scoped import ipython_shell
     interactive = ipython_shell() is not None
     preload_learners(interactive)
     preload('fastddp.output.capture:rehearse')

@@ -23,8 +23,9 @@ BELOW = {
     '': ('base', 'payload', 'output', 'shard', 'process', 'launch', 'fastai2', 'fastai1', 'machines',
          'cluster')}
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
-KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'), 'base.group': ('fastai', 'multiprocessing'),
-             **dict.fromkeys(('base.failure', 'base.errors'),
+KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'),
+             **dict.fromkeys(('base.group', 'base.launched'), ('fastai', 'multiprocessing')),
+             **dict.fromkeys(('base.scoped', 'base.failure', 'base.errors'),
                              ('fastai', 'torch', 'multiprocessing', 'subprocess')),
              'payload': ('fastai', 'multiprocessing', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'torch.distributed'),

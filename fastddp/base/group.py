@@ -4,18 +4,18 @@
 
 # %% auto #0
 __all__ = ['rendezvous', 'before_leave', 'has_distributed', 'in_group', 'under_launcher', 'everyone', 'rank', 'world_size', 'key',
-           'native_backend', 'backend_for', 'backend', 'comm_device', 'join', 'join_launched', 'join_at', 'leave',
-           'until_context_released', 'check_group', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'sum_',
-           'bytes_of', 'all_gather_object', 'from_rank0', 'all_gather_tensors', 'broadcast_', 'average_']
+           'native_backend', 'backend_for', 'backend', 'comm_device', 'stay_on_host', 'init_group', 'join', 'leave',
+           'check_group', 'all_gather', 'all_sum', 'barrier', 'subgroup', 'sum_in', 'bytes_of', 'all_gather_object',
+           'from_rank0', 'all_gather_tensors', 'sum_', 'broadcast_', 'average_']
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import collections, contextlib, datetime, errno, functools, io, itertools, math, operator, os
-import pickle, socket, sys, time
+import datetime, io, math, os, pickle, sys, time
 
 import torch
 
-# `n_gpus` and `use_device` are for users of this module
+# `n_gpus`, `use_device` and `until_context_released` are for users of this module
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
+from .forks import until_context_released, until_released
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
 # The group of this process: is there one, and which rank is this?
@@ -73,10 +73,23 @@ def comm_device():
     return current_device() if backend() == native_backend() else torch.device('cpu')
 
 # %% ../../nbs/base/009_group.ipynb #d723f70e
-# Joining a group. The ranks wait for each other in `_wait_for_all`, before and after torch's own
-# `init_process_group`: inside of it a wait can't be interrupted, and gloo waits forever for a rank
-# that has come in and then failed.
+# Joining
 
+def stay_on_host():
+    "Connect over the loopback only, unless the user chose an interface"
+    loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
+    for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
+
+def init_group(store, rank, world_size, backend, **options):
+    "Call torch's `init_process_group` for a group that is the first of this process to torch"
+    # Ranks that count their groups differently wait for each other forever, and torch has counted
+    # a call that failed
+    world = getattr(torch.distributed.distributed_c10d, '_world', None)
+    if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+                                         **options)
+
+# %% ../../nbs/base/009_group.ipynb #cd305c8a
 def _wait_for_all(store, rank, world_size, what):
     "Wait until every rank has set its key `what` in the `store`; Ctrl-C interrupts this"
     keys = [f'fastddp/{r}/{what}' for r in range(world_size)]
@@ -88,20 +101,7 @@ def _wait_for_all(store, rank, world_size, what):
         time.sleep(pause)
         pause = min(2*pause, .01)
 
-# %% ../../nbs/base/009_group.ipynb #affe6f49
-def _count_from_zero():
-    """Have torch give the next group of this process the number 0. An `init_process_group` that has
-    failed here counts for torch, and ranks whose numbers differ wait for each other forever"""
-    world = getattr(torch.distributed.distributed_c10d, '_world', None)
-    if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
-
-# %% ../../nbs/base/009_group.ipynb #cd305c8a
 _NO_LIMIT = 10*365*24*3600.     # seconds
-
-def _stay_on_host():
-    "Connect over the loopback only, unless the user chose an interface"
-    loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
-    for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
 
 # The `store` that was given to `join`; None before `join` and after `leave`
 rendezvous = None
@@ -118,50 +118,16 @@ def join(
     global rendezvous
     given = store
     if isinstance(store, (str, os.PathLike)):
-        _stay_on_host()
+        stay_on_host()
         store = torch.distributed.FileStore(os.fspath(store), world_size)
-    _wait_for_all(store, rank, world_size, 'here')
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
     on_gpu = dict(device_id=device) if backend == native_backend() else {}
-    _count_from_zero()
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                                         timeout=limit, **on_gpu)
+    # Inside of `init_process_group` a wait can't be interrupted, and gloo waits forever for a rank
+    # that has come in and then failed
+    _wait_for_all(store, rank, world_size, 'here')
+    init_group(store, rank, world_size, backend, timeout=limit, **on_gpu)
     _wait_for_all(store, rank, world_size, 'in')
     rendezvous = given
-
-# %% ../../nbs/base/009_group.ipynb #fde173fe
-@functools.cache
-def _launcher_store():
-    "Return `(store, rank, world size)` of the launcher"
-    return next(torch.distributed.rendezvous('env://'))
-
-_group_numbers = itertools.count(1)     # the launcher's store outlives a group
-
-def join_launched(
-    device # This rank's; it decides the backend
-):
-    "Join the group that a launcher (torchrun) describes in the environment"
-    store,rank,world_size = _launcher_store()
-    if os.environ.get('LOCAL_WORLD_SIZE') == str(world_size): _stay_on_host()
-    store = torch.distributed.PrefixStore(f'fastddp/{next(_group_numbers)}', store)
-    _count_from_zero()
-    torch.distributed.init_process_group(backend_for(device), store=store, rank=rank,
-                                         world_size=world_size)
-
-def join_at(addr, port, rank, world_size, backend='gloo', device=None, timeout=None):
-    """Join the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; else
-    as `join`"""
-    listen = {}
-    if rank == 0:
-        family,*_,where = socket.getaddrinfo(addr, int(port), type=socket.SOCK_STREAM)[0]
-        try:
-            # at `addr` alone, where torch's socket would listen at every address
-            server = socket.create_server(where[:2], family=family, backlog=128)
-            listen['master_listen_fd'] = server.detach()
-        except OSError as e:
-            if e.errno != errno.EADDRNOTAVAIL: raise    # `addr` isn't one of this host's
-    store = torch.distributed.TCPStore(addr, int(port), world_size, is_master=rank == 0, **listen)
-    join(store, rank, world_size, backend, device, timeout)
 
 # %% ../../nbs/base/009_group.ipynb #b65acfdb
 before_leave = []   # functions that `leave` calls first, such as `board.forget_board`
@@ -183,59 +149,8 @@ def leave(
     if backend() == 'gloo': time.sleep(.3 if broken else .02)
     torch.distributed.destroy_process_group()
 
-# %% ../../nbs/base/009_group.ipynb #e02f6a7c
-# Forks after a collective. A collective returns a little before a thread of gloo's deletes its
-# references to the tensors, for which the thread takes a lock of CPython's. If this process forks
-# at that moment (a DataLoader starts its processes), the child inherits the lock as taken, and
-# in these versions of CPython it waits for it forever (github.com/python/cpython/issues/112275):
-_FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
-_LONGEST_WAIT = .1  # seconds; a profiler may keep references for longer
-# The tensors of the last collectives, for torch before 2.3, which doesn't count references in C++.
-# The thread needs the lock only to delete a tensor that nothing else refers to.
-_kept = collections.deque(maxlen=8)
-_LARGEST_KEPT = 2**14   # numbers in a tensor
-
-def _references(tensors):
-    "Return how many references each tensor has in Python, and how many in C++"
-    return [n for t in tensors for n in (sys.getrefcount(t), t._use_count())]
-
-@contextlib.contextmanager
-def _until_released(tensors):
-    """Context manager for a collective of `tensors`: at the end, if a fork could hang, waits until
-    gloo's threads have deleted their references to them"""
-    on_cpu = not any(is_accelerator(t.device) for t in tensors)
-    if not (_FORKS_MAY_HANG and on_cpu): yield
-    elif not hasattr(torch.Tensor, '_use_count'):
-        yield
-        _kept.append([t for t in tensors if t.numel() <= _LARGEST_KEPT])
-    else:
-        before = _references(tensors)
-        yield
-        _wait_until(lambda: not any(map(operator.gt, _references(tensors), before)))
-
-def _wait_until(is_released):
-    end = time.monotonic()+_LONGEST_WAIT
-    while not is_released() and time.monotonic() < end: time.sleep(1e-5)
-
-# A backward pass hands Python's context variables to DDP's collectives, and the last thread that
-# has them deletes them. Older versions of torch keep them until the next pass.
-_CONTEXT_ENDS_WITH_PASS = hasattr(torch._C, '_remove_obj_from_tls')
-
-@contextlib.contextmanager
-def until_context_released(loss):
-    """Context manager for a backward pass of `loss` under DDP: at the end, if a fork could hang,
-    waits until gloo's threads have released the pass's context variables"""
-    found = []
-    if _FORKS_MAY_HANG and _CONTEXT_ENDS_WITH_PASS and not is_accelerator(loss.device):
-        loss.register_hook(lambda grad: found.append(torch._C._get_obj_in_tls('context')))
-    yield
-    # two references are ours: the list's, and the argument of `getrefcount`
-    if found: _wait_until(lambda: sys.getrefcount(found[0]) <= 2)
-
-# %% ../../nbs/base/009_group.ipynb #dff8d589
-# Collectives: every rank calls them, in the same order
-
-_is_fork_of_rank = False    # such a process has the rank's connections but not its threads
+# %% ../../nbs/base/009_group.ipynb #6e03f5b8
+_is_fork_of_rank = False
 
 def _note_fork():
     global _is_fork_of_rank
@@ -244,13 +159,16 @@ def _note_fork():
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_note_fork)
 
 def check_group():
-    """Raise where a collective would hang: in a fork of a rank, and after user code destroyed the
-    group"""
+    """Raise where a collective would hang: in a fork of a rank, which has its connections but not
+    its threads, and after user code destroyed the group"""
     if _is_fork_of_rank:
         raise RuntimeError("This process was forked from a rank, and is in no group itself.")
     if rendezvous is not None and not in_group():
         raise RuntimeError("The process group was destroyed while it was needed. Remove "
                            "torch.distributed.destroy_process_group(): fastddp calls it.")
+
+# %% ../../nbs/base/009_group.ipynb #dff8d589
+# Collectives: every rank calls them, in the same order
 
 def all_gather(
     t # A tensor on `comm_device()`
@@ -258,7 +176,7 @@ def all_gather(
     "Return the `t` of each rank, in rank order; all have the same shape and type"
     check_group()
     parts = [torch.empty_like(t) for _ in range(world_size())]
-    with _until_released([t, *parts]): torch.distributed.all_gather(parts, t)
+    with until_released([t, *parts]): torch.distributed.all_gather(parts, t)
     return parts
 
 def all_sum(
@@ -266,8 +184,9 @@ def all_sum(
 ):
     "Return the element-wise sums over ranks as floats, which are bitwise equal on every rank"
     check_group()
-    if world_size() == 1: return [float(v) for v in values]
-    t = torch.tensor([float(v) for v in values], dtype=torch.float64, device=comm_device())
+    values = [*map(float, values)]
+    if world_size() == 1: return values
+    t = torch.tensor(values, dtype=torch.float64, device=comm_device())
     # on the CPU, so that the order of summation is the same on every rank
     return torch.stack([o.cpu() for o in all_gather(t)]).sum(0).tolist()
 
@@ -281,15 +200,7 @@ def subgroup(ranks):
 
 def sum_in(t, members):
     "Sum the CPU tensor `t` in place over the ranks of a `subgroup`"
-    with _until_released([t]): torch.distributed.all_reduce(t, group=members)
-
-def sum_(t):
-    "Sum `t` in place over all ranks; on an accelerator the host doesn't wait"
-    check_group()
-    if world_size() == 1: return
-    sent = t.to(comm_device())
-    with _until_released([sent]): torch.distributed.all_reduce(sent)
-    if sent is not t: t.copy_(sent)
+    with until_released([t]): torch.distributed.all_reduce(t, group=members)
 
 # %% ../../nbs/base/009_group.ipynb #6f188fae
 # Gathering objects. Connections of ranks have no password, so that any program might send a pickle:
@@ -366,13 +277,14 @@ def all_gather_tensors(
              for of_rank in shapes]
     raw = torch.cat([bytes_of(t).to(comm_device()) for t in tensors])
     parts = _gather_bytes(raw, [sum(o) for o in sizes])
-    # the copy's memory is aligned
-    return [[data.clone().view(t.dtype).reshape(shape)
-             for data,t,shape in zip(part.split(ns), tensors, of_rank)]
-            for part,ns,of_rank in zip(parts, sizes, shapes)]
+    def tensors_in(part, ns, shapes):
+        # the clone's memory is aligned
+        return [data.clone().view(t.dtype).reshape(shape)
+                for data,t,shape in zip(part.split(ns), tensors, shapes)]
+    return [*map(tensors_in, parts, sizes, shapes)]
 
 # %% ../../nbs/base/009_group.ipynb #5dbd1a3a
-# Many tensors, in place
+# Changes in place
 
 def _change_as_one(tensors, change):
     """Apply the collective `change`, which works in place, to `tensors`: those of one type and
@@ -382,11 +294,16 @@ def _change_as_one(tensors, change):
     alike = {}
     for t in tensors: alike.setdefault((t.dtype, t.device), []).append(t)
     for ts in alike.values():
-        flat = torch.cat([t.detach().reshape(-1) for t in ts])
+        flats = [t.detach().reshape(-1) for t in ts]
+        flat = torch.cat(flats) if len(ts) > 1 else flats[0]
         sent = flat.to(comm_device())
-        with _until_released([sent]): change(sent)
+        with until_released([sent]): change(sent)
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):
             t.detach().copy_(new.view_as(t))
+
+def sum_(t):
+    "Sum `t` in place over all ranks; on an accelerator the host doesn't wait"
+    _change_as_one([t], torch.distributed.all_reduce)
 
 def broadcast_(tensors):
     "Set `tensors` in place to those of rank 0"

@@ -13,6 +13,7 @@ from fastcore.basics import store_attr
 from ..base import group
 from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole
 from ..base.device import visible_cores
+from ..base.launched import join_at
 from ..base.errors import CantDistribute, short_traceback
 from ..base.scoped import environment
 from .background import BackgroundJob
@@ -257,7 +258,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         self._env.__enter__()
         how = group.backend_for(device), device, self.timeout
         if has_address and world_size > n:
-            group.join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, *how)
+            join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, *how)
         else: group.join(_next_store(), rank, world_size, *how)
         return self
     def __exit__(self, kind, *_):

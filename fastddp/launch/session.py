@@ -274,7 +274,7 @@ class Session:
         "Run the fit `call`, with lines before and after it"
         refuse_busy(self.learn)
         with self.showing_lines(call):
-            self.launcher.check_items(self.datasets())
+            if not self.launcher.workers_are_local: self.launcher.check_items(self.datasets())
             call.before_run = self.print_banner
             out = self.run_with_restarts(call)
             call.report.add_results(out.results)

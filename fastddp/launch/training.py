@@ -11,6 +11,7 @@ __all__ = ['RANK0_ONLY', 'MODULES_STAY', 'is_kind', 'has_kind', 'finds_lr', 'is_
 import contextlib, os, pickle, sys, time, warnings
 
 from ..base import group
+from ..base.launched import join_launched
 from ..base.rng import CommonRNG
 from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
@@ -256,6 +257,6 @@ def launched_group():
         yield group.comm_device()
         return
     device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None)
-    group.join_launched(device)
+    join_launched(device)
     try: yield device
     finally: group.leave()

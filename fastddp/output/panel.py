@@ -8,9 +8,8 @@ __all__ = ['PERIOD', 'Panel']
 # %% ../../nbs/output/205_panel.ipynb #92d84b14
 import base64, html, re, time, uuid
 
-from ..base.failure import ipython_shell
-from .replay import frontend
-from .streams import visible_text
+from ..base.scoped import ipython_shell
+from .replay import frontend, visible_text
 
 # %% ../../nbs/output/205_panel.ipynb #e35f3cce
 PERIOD = .3         # seconds between two updates

@@ -59,16 +59,18 @@ def first_of(names, most):
     "Return the first `most` of the `names`, and how many more there are, as text"
     return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
 
-def _norm(p):
-    "Return the norm of a parameter as a string, since NaN doesn't equal itself"
-    return repr(p.detach().as_subclass(torch.Tensor).abs().double().norm().item())
+def _norms(p):
+    "Return the norms of the parts of a parameter as a string, since NaN doesn't equal itself"
+    flat = p.detach().as_subclass(torch.Tensor).reshape(-1)
+    # the copy of a part stays in the processor's cache; that of all of 1 GB would take seconds
+    return repr([part.abs().double().norm().item() for part in flat.split(2**20)])
 
 @torch.no_grad()
 def sync_params(named # `(name, parameter)` pairs
 ): # `(names of the parameters that differed, the largest difference of an element)`
     "Give all ranks rank 0's values of the parameters that differ. A collective operation"
     named = [(name,p) for name,p in named if p.numel()]
-    norms_of_ranks = group.all_gather_object([_norm(p) for _,p in named])
+    norms_of_ranks = group.all_gather_object([_norms(p) for _,p in named])
     differ = [pair for pair,*norms in zip(named, *norms_of_ranks) if len({*norms}) > 1]
     if not differ: return [],0.
     names,params = zip(*differ)

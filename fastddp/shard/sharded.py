@@ -112,8 +112,9 @@ def shard_steps(batches, # Batches of the loader of one process, in order
     for group in groups:
         batch = [o for b in group for o in b]
         if whole_batches:
-            first = sum(map(len, group[:rank]))
-            indices = range(first, first+sum(map(len, group[rank:rank+1])))
+            # those of the rank's batch; empty if the last group has none for it
+            sizes = [len(b) for b in group]
+            indices = range(sum(sizes[:rank]), sum(sizes[:rank+1]))
         else: indices = shard_batch(range(len(batch)), rank, n)
         own = [batch[i] for i in indices]
         positions = range(start+indices.start, start+indices.stop, indices.step)
@@ -149,7 +150,7 @@ class Shard:
         store_attr()
     def __getstate__(self):
         "Leave out `other_loop`, which can't be pickled and which a loader's process doesn't need"
-        return {k:v for k,v in vars(self).items() if k != 'other_loop'}
+        return vars(self) | dict(other_loop=None)
     def steps(self, batches):
         "Yield this rank's `Step`s of an epoch, whose `batches` are the loader's own"
         return shard_steps(batches, self.rank, self.n, self.train, self.whole_batches)
@@ -183,7 +184,7 @@ def note_step(dl, epoch):
     "Count the next step of `epoch`, just before its batch is yielded"
     i = epoch.n_yielded
     step = epoch.steps[i]
-    epoch.counts[i:i+1] = [step.counts]     # of a stream this adds an element
+    if i == len(epoch.counts): epoch.counts.append(step.counts)     # of a stream
     epoch.idxs += step.positions
     epoch.n_yielded += 1
     _publish(dl, epoch)
@@ -214,8 +215,14 @@ _ENDED = ("The DataLoader ended after {} of {} batches. One of its processes los
 
 class Sharded:
     """Base of the mixins for loaders that yield one rank's shard of the original's global batches.
-    A subclass has `_begin()`, which draws the order of an epoch and returns this rank's `Step`s,
-    and `_batches()`, which iterates over this rank's batches"""
+    An epoch, with what a subclass defines marked by `*`:
+
+        __iter__        this rank's shard, or for a callback's own loop what `other_loop` yields
+        _begin *        draws the order from the common streams, and returns this rank's `Step`s
+        write_back      gives the original what that changed
+        one_iteration   makes the `Epoch`
+        _batches *      yields this rank's batches; `note_step` counts each just before
+        write_back      again"""
     counts,idxs = (),()     # those of the current `Epoch`
     def __iter__(self):
         s = self._shard

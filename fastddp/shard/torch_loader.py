@@ -32,11 +32,47 @@ class NextSteps:
     steps = ()              # A list of indices for each batch
     def __iter__(self): return iter(self.steps)
 
+# %% ../../nbs/shard/303_torch_loader.ipynb #c82e5d14
 class TorchShard(Shard):
-    "The state of a sharded torch loader; `shard_torch` sets these attributes"
-    global_batches = None   # A batch sampler that yields the global batches
-    inner_loader = None     # The clone that fetches and collates
-    inner_sampler = None    # The `NextSteps` from which `inner_loader` takes its indices
+    "The state of a sharded torch loader"
+    def __init__(self, dl, rank, n, batch, train, common):      # As of `shard_torch`
+        own = dl.batch_sampler
+        bs = global_batch_size(torch_bs(dl), n, batch)
+        super().__init__(dl, rank, n, bs, train, common)
+        self.whole_batches = bs is None and batch == 'per_worker'
+        # Yields the global batches; with `whole_batches`, `n` of what it yields make one
+        self.global_batches = own
+        if bs:
+            items = dl.dataset if is_stream(dl) else own.sampler
+            self.global_batches = BatchSampler(items, bs, own.drop_last)
+        # The batch sampler of `inner_loader`, unless the dataset is a stream
+        self.next_steps = NextSteps()
+        # The clone that fetches and collates
+        self.inner_loader = _inner_loader(self)
+
+def _inner_loader(s # `TorchShard`
+):
+    "Return a clone of the original that fetches this rank's steps"
+    dl = s.orig
+    if is_stream(dl): source = dict(dataset=_StepItems(s), batch_sampler=None)
+    else: source = dict(batch_sampler=s.next_steps)
+    res = clone_loader(dl, object.__new__(type(dl)))
+    # not by `setattr`: torch refuses to change some of these attributes
+    vars(res).update(source, drop_last=False, generator=None, _iterator=None,
+                     num_workers=workers_per_rank(dl.num_workers, s.n),
+                     worker_init_fn=report_errors(dl.worker_init_fn))
+    return res
+
+class _StepItems(IterableDataset):
+    """The dataset of a stream's inner loader. Yields this rank's items of each step, as a list, and
+    adds the `Step` to the current epoch"""
+    def __init__(self, shard): self.shard = shard       # `TorchShard`
+    def __iter__(self):
+        s = self.shard
+        epoch = s.epoch         # kept, since another iteration may begin before this one ends
+        for step in s.steps(iterate_original(s.global_batches, s.common)):
+            epoch.steps.append(step._replace(items=()))
+            yield step.items
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #6499a74a
 class ShardedTorch(Sharded):
@@ -49,30 +85,17 @@ class ShardedTorch(Sharded):
 
     def _begin(self):
         s = self._shard
-        batches = iter(s.global_batches)
+        batches = iter(s.global_batches)        # a user's batch sampler may draw here
         if s.inner_loader._iterator is None:    # not if workers persist, which keep their seeds
             draw_seed(self.generator)
             # torch begins a batch sampler again when its processes have started
             if self.num_workers: batches = iter(s.global_batches)
-        if is_stream(self): return []           # `_StepItems` adds the steps
+        if is_stream(self): return []           # `_StepItems` adds the steps while it is read
         steps = [*s.steps(batches)]
-        s.inner_sampler.steps = [o.items for o in steps]
+        s.next_steps.steps = [o.items for o in steps]
         return steps
 
     def _batches(self): return DataLoader.__iter__(self._shard.inner_loader)
-
-# %% ../../nbs/shard/303_torch_loader.ipynb #ff7a5308
-class _StepItems(IterableDataset):
-    """The dataset of a stream's inner loader. Yields this rank's items of each step, as a list, and
-    adds the `Step` to the current epoch"""
-    def __init__(self, dl # The sharded loader
-    ): self.dl = dl
-    def __iter__(self):
-        s = self.dl._shard
-        epoch = s.epoch         # kept, since another iteration may begin before this one ends
-        for step in s.steps(iterate_original(s.global_batches, s.common)):
-            epoch.steps.append(step._replace(items=()))
-            yield step.items
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #958a17d5
 def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
@@ -83,22 +106,7 @@ def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
 ):
     """Return a clone of `dl` that yields the shard of `rank`. For a loader that can't be sharded,
     `why_not_torch` says why"""
-    own = dl.batch_sampler
-    bs = global_batch_size(torch_bs(dl), n, batch)
-    s = TorchShard(dl, rank, n, bs, train, common)
-    s.global_batches = own
-    s.whole_batches = bs is None and batch=='per_worker'
-    if bs:
-        items = dl.dataset if is_stream(dl) else own.sampler
-        s.global_batches = BatchSampler(items, bs, own.drop_last)
-    s.inner_loader = clone_loader(dl, object.__new__(type(dl)))
-    s.inner_sampler = NextSteps()
-    res = sharded_clone(ShardedTorch, s)
-    if is_stream(dl): source = dict(dataset=_StepItems(res), batch_sampler=None)
-    else: source = dict(batch_sampler=s.inner_sampler)
-    vars(s.inner_loader).update(source, drop_last=False, generator=None, _iterator=None,
-                                num_workers=workers_per_rank(dl.num_workers, n),
-                                worker_init_fn=report_errors(dl.worker_init_fn))
+    res = sharded_clone(ShardedTorch, TorchShard(dl, rank, n, batch, train, common))
     track_changes(res)
     return res
 

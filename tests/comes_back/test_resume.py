@@ -1,5 +1,5 @@
 """A fit that was cut goes on as if nothing had happened: same lists, same table, same weights."""
-import contextlib, errno, gc, importlib, io, os, re, signal, weakref
+import contextlib, errno, gc, importlib, io, os, re, signal, threading, weakref
 import pytest
 from fastai.callback.core import Callback
 from torch import nn
@@ -161,6 +161,34 @@ def test_in_a_block(tmp_path, undisturbed):
         with pytest.raises(KeyboardInterrupt): learn.fit_one_cycle(3, 0.05)
         learn.distrib_resume()
     assert history(learn) == undisturbed
+
+
+def test_after_an_lr_find(tmp_path, undisturbed):
+    "A complete `lr_find` leaves the resume point of the fit"
+    learn = learner(tmp_path, 'interrupt', 'before_batch/train', 0, 1, 1)
+    learn.path = tmp_path
+    with pytest.raises(KeyboardInterrupt): train(learn)
+    learn.distrib_lr_find(nprocs=2, show_plot=False, num_it=5)
+    learn.distrib_resume()
+    assert history(learn) == undisturbed
+
+
+def test_a_fit_of_another_thread_is_not_counted(tmp_path, undisturbed):
+    "It is refused, and the call of the block's thread goes on with its own fit"
+    learn, refused = learner(tmp_path, 'exception', 'after_pred', 1, 1, 3), []
+    def fit():
+        try: learn.fit(1)
+        except CantDistribute as e: refused.append(e)
+    def beside(*args):
+        thread = threading.Thread(target=fit)
+        thread.start()
+        thread.join(60)
+    with learn.distrib_ctx(nprocs=2, timeout=40):
+        vars(learn)['fit'].__self__.on_epoch.append(beside)
+        with pytest.raises(RankRaised): train(learn)
+        del vars(learn)['fit'].__self__.on_epoch[:]
+        learn.distrib_resume()
+    assert len(refused) == 1 and history(learn) == undisturbed
 
 
 def test_what_was_exchanged_is_refused(tmp_path):

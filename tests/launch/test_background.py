@@ -9,7 +9,7 @@ from fastai.learner import AvgMetric
 from fastai.metrics import accuracy
 from torch import nn
 from fastddp.all import CantDistribute, InProcess, Local, RankRaised, ranch
-from fastddp.fastai2 import learner as words, resume
+from fastddp.fastai2 import checkpoint, learner_job
 from fastddp.launch import background, options as launch_options, session
 from fastddp.launch.engine import Job
 from fastddp.process.helper import sweep
@@ -212,7 +212,7 @@ def test_offload_of_a_refused_job(on_gpu):
 
 def test_what_the_learner_keeps_is_said(two, monkeypatch):
     "In the job's display, where the learner wants lines"
-    monkeypatch.setattr(words, 'gpu_memory_note', lambda learn, gpus: 'learn keeps 9 MB')
+    monkeypatch.setattr(learner_job, 'gpu_memory_note', lambda learn, gpus: 'learn keeps 9 MB')
     learn = learner()
     def said():
         job = learn.distrib_fit(1, wait=False, **two)
@@ -429,12 +429,12 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     seed(1)
     whole.distrib_fit_one_cycle(3, 1e-2, **two)
     seed(1)
-    written, write = [], resume.write_checkpoint
+    written, write = [], checkpoint.write_checkpoint
     def until_the_second(*args):
         if len(written) < 2: write(*args)
         written.append(args)
     with monkeypatch.context() as m:
-        m.setattr(resume, 'write_checkpoint', until_the_second)
+        m.setattr(checkpoint, 'write_checkpoint', until_the_second)
         cut.distrib_fit_one_cycle(3, 1e-2, wait=False, checkpoint='epoch', **two).result(60)
     assert len(written) == 3
     seed(99)
@@ -442,6 +442,16 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     new.distrib_resume('distrib', wait=False).result(60)
     assert same(weights(new), weights(whole)) and values(new) == values(whole)
     assert new.recorder.lrs == whole.recorder.lrs
+
+
+def test_a_checkpoint_of_a_complete_fit(two, tmp_path, capsys):
+    "Nothing is left to train, and a line says so"
+    whole, new = learner(path=tmp_path), learner(path=tmp_path)
+    whole.distrib_fit(2, checkpoint='epoch', **two)
+    capsys.readouterr()
+    new.distrib_resume('distrib')
+    assert 'This fit is complete (2 epochs): nothing is left to train.' in capsys.readouterr().out.splitlines()
+    assert same(weights(new), weights(whole)) and len(values(new)) == 2
 
 
 def test_two_fits_that_write_to_one_file(two, tmp_path):
@@ -458,7 +468,7 @@ def test_two_fits_that_write_to_one_file(two, tmp_path):
     b.model_dir = 'models/b'
     with a.distrib_ctx(nprocs=2, checkpoint='epoch'), a.distrib_ctx(checkpoint='epoch'):
         b.distrib_fit(1, checkpoint='epoch', **two)
-    assert not resume._claimed and (tmp_path/'models'/'b'/'distrib.ckpt').exists()
+    assert not checkpoint._claimed and (tmp_path/'models'/'b'/'distrib.ckpt').exists()
 
 
 class Elsewhere(Local):
@@ -479,11 +489,11 @@ def test_a_checkpoint_of_other_machines_asks_for_them(tmp_path):
 
 def test_no_step_waits_for_the_disk(two, tmp_path, monkeypatch):
     "While the first checkpoint is written, the workers train two epochs more, and have bars to show"
-    written, write = [], resume.write_checkpoint
+    written, write = [], checkpoint.write_checkpoint
     def slowly(*args):
         if not written: wait_for(tmp_path/'done0', 15, limit=60)
         written.append(write(*args))
-    monkeypatch.setattr(resume, 'write_checkpoint', slowly)
+    monkeypatch.setattr(checkpoint, 'write_checkpoint', slowly)
     learn = learner(path=tmp_path, cbs=[faults.Slow(.01, tmp_path)])
     learn.distrib_fit(4, wait=False, checkpoint='epoch', **two).result(60)
     assert len(written) == 4 and len(learn.dls.train) == 10       # 5 steps per epoch
@@ -571,18 +581,18 @@ def test_the_kernel_is_killed(tmp_path):
 def test_writing_is_killed_at_random(kills, tmp_path):
     "The file is always whole"
     rnd, path, learn = random.Random(0), tmp_path/'a.ckpt', learner()
-    facts = resume.structure_of(learn)
-    resume.write_checkpoint(path, facts, [(b'first', [])])
+    facts, write = checkpoint.structure_of(learn), checkpoint.write_checkpoint
+    write(path, facts, [(b'first', [])])
     for _ in range(kills):
         if not (pid := os.fork()):
             try:
                 for i in range(10**6):
-                    resume.write_checkpoint(path, facts, [(bytes([i%256]), [bytes([i%256])*rnd.randrange(1, 10**6)])])
+                    write(path, facts, [(bytes([i%256]), [bytes([i%256])*rnd.randrange(1, 10**6)])])
             finally: os._exit(1)
         time.sleep(rnd.random()*.02)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        (meta, buffers), = resume.read_checkpoint(path, learn)
+        (meta, buffers), = checkpoint.read_checkpoint(path, learn)
         assert meta == b'first' or {*meta} == {*buffers[0]}
 
 
@@ -596,19 +606,19 @@ class Evil:
 def test_a_pickle_that_is_not_needed_is_not_loaded(where, two, tmp_path):
     done, learn = tmp_path/'done', learner(path=tmp_path)
     learn.distrib_fit(1, checkpoint='epoch', **two)
-    path, evil = resume.checkpoint_path(learn), pickle.dumps(Evil(done))
+    path, evil = checkpoint.checkpoint_path(learn), pickle.dumps(Evil(done))
     if where == 'instead of the file':
         path.write_bytes(evil)
         with pytest.raises(CantDistribute, match='No checkpoint'): learn.distrib_resume('distrib')
     elif where == 'of another model':
-        resume.write_checkpoint(path, resume.structure_of(learn), [(evil, []), (evil, [])])
+        checkpoint.write_checkpoint(path, checkpoint.structure_of(learn), [(evil, []), (evil, [])])
         with pytest.raises(CantDistribute, match='another learner: its weights differ'):
             learner(path=tmp_path, model=mlp(n_hid=9)).distrib_resume('distrib')
     else:
-        call, (meta, buffers) = resume.read_checkpoint(path, learn)
+        call, (meta, buffers) = checkpoint.read_checkpoint(path, learn)
         i = next(i for i, o in enumerate(buffers) if len(o) >= len(evil))
         buffers[i][:len(evil)] = evil
-        resume.write_checkpoint(path, resume.structure_of(learn), [call, (meta, buffers)])
+        checkpoint.write_checkpoint(path, checkpoint.structure_of(learn), [call, (meta, buffers)])
         before = weights(learn)
         learn.distrib_resume('distrib')     # all epochs are done: the state comes in
         assert not same(weights(learn), before)
