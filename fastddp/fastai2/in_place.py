@@ -14,17 +14,18 @@ from fastai.torch_core import default_device
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.scoped import Interrupts, with_attrs
-from .callbacks import distributed
+from .callbacks import sync_opt
 from .clock import resource_use
-from .as_one import (
-    as_one_process, infer_in_group, order_from_rank0, preds_in_one_order, sync_opt, wants_no_lines)
+from .as_one import as_one_process, distributed
+from .inference import infer_in_group, order_from_rank0, preds_in_one_order
 from .jobs import EndOfAll, NoteProgress, call_fit
 from .loaders import global_bs, n_batches
 from .session import enough_epochs, fit_args, reports
 from .snapshot import place
 from ..launch.rank import Context
 from ..launch.report import Report
-from ..launch.training import finds_lr, launched_group, script_lines, sync_streams
+from ..launch.training import (
+    finds_lr, launched_group, script_lines, sync_streams, wants_no_lines)
 
 # %% ../../nbs/fastai2/729_in_place.ipynb #0abed9a7
 def _sync_streams(learn):
@@ -97,8 +98,10 @@ def in_place(
         _validate_in_place(learn, learn.dls[ds_idx] if dl is None else dl)
     with launched_group() as device:
         place(learn, device)
-        overridden = with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given)
-        with overridden, preds_in_one_order(learn): yield
+        get_preds = functools.partial(preds_in_one_order, learn)
+        with with_attrs(learn, fit=fit, _do_epoch_validate=validate, get_preds=get_preds,
+                        distrib_session=given):
+            yield
 
 # %% ../../nbs/fastai2/729_in_place.ipynb #e3ab0c43
 # What `train_in_place` has put into `Learner`; another method is fastai's, or that of a cell

@@ -11,15 +11,16 @@ from typing import NamedTuple
 from fastcore.basics import noop
 
 from ..base.failure import item_name
-from .callbacks import distributed
 from .clock import OurCallback, resource_use
-from .as_one import (
-    as_one_process, leave_together, open_run, validate_part, wants_no_lines)
-from .loaders import batch_items, dl_state
+from .as_one import as_one_process, distributed
+from .inference import leave_together, validate_part
+from .loaders import dl_state
 from .resume import ResumeFit
 from .snapshot import baseline, capture, loader_refs, persistent_refs, place_dl, unpack
-from ..launch.training import Progress, cbs_of_rank, until_interrupted, whereabouts
+from ..launch.training import (
+    Progress, cbs_of_rank, open_run, until_interrupted, wants_no_lines, whereabouts)
 from ..output.replay import suppress_lines
+from ..shard.sharded import batch_items
 
 # %% ../../nbs/fastai2/727_jobs.ipynb #b759b209
 # Where a rank is

@@ -20,10 +20,10 @@ from .in_place import in_place, train_in_place
 from .checkpoint import INTERVAL, call_from_file, checkpoint_writer, claimed_file
 from .resume import UserCall, call_to_resume, resume_points
 from .learner_job import start_job
-from .as_one import wants_no_lines
 from .session import Session
 from ..launch.options import ITEMS, Options, no_attribute
 from ..launch.session import distrib_block
+from ..launch.training import wants_no_lines
 from ..shard.gathered_loss import check_loss
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['changed_bs', 'is_lm', 'lay_out', 'keeps_state', 'rows_are_streams', 'ShardedDL', 'shard_fastai', 'Undivided',
-           'why_not', 'global_bs', 'shard_dl', 'n_batches', 'check_dl', 'batch_items', 'dl_state', 'set_dl_state',
-           'follow_original']
+           'why_not', 'global_bs', 'shard_dl', 'n_batches', 'check_dl', 'dl_state', 'set_dl_state', 'follow_original']
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #72f94fac
-import contextlib, copy, itertools, math, numbers, random, sys, warnings, weakref
+import contextlib, copy, itertools, math, random, sys, warnings, weakref
 
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import find_bs, to_device
@@ -31,8 +30,9 @@ from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, 
 #                   `ShardedTorch` for torch's, an `Undivided` for a single rank
 #     dl_state      on rank 0, at the end, returns what the original's next epoch depends on
 #     set_dl_state  in the notebook, gives that to the user's loader
-#
-# First, two rules for loaders whose batches continue each other
+
+# 1. Loaders whose batches continue each other
+
 def is_lm(dl):
     """Return True if `dl` is an `LMDataLoader`, fastai's loader for language models. Doesn't import
     fastai.text, which a process with such a loader has imported."""
@@ -59,26 +59,37 @@ def rows_are_streams(dl, model):
     if is_lm(dl) or not keeps_state(model): return False
     if isinstance(dl, DataLoader):
         in_order = dl.indexed and not dl.shuffle and type(dl).get_idxs is DataLoader.get_idxs
-        return in_order and (dl.drop_last or dl.n%dl.bs == 0)
-    in_order = isinstance(getattr(dl, 'sampler', None), SequentialSampler) and dl.batch_size
-    return bool(in_order) and (dl.drop_last or len(dl.sampler)%dl.batch_size == 0)
+        bs,n = dl.bs,dl.n
+    else:
+        in_order = isinstance(getattr(dl, 'sampler', None), SequentialSampler)
+        bs,n = (dl.batch_size, len(dl.sampler)) if in_order else (None, None)
+    # `why_not` refuses a loader without batch size or length
+    if not in_order or bs is None or n is None: return False
+    return dl.drop_last or n%bs == 0
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #c454fa5c
-# A rank's clone of a fastai loader
+# 2. A rank's clone of a fastai loader
 
-# A user's loader -> its batch size, if a callback has changed that in a fit. `dl_state` sends it to
-# the notebook
+# A user's loader -> its batch size, if a callback has changed that in a fit (`ShardedDL.bs`).
+# `dl_state` sends it to the notebook
 changed_bs = weakref.WeakKeyDictionary()
 
 class ShardedDL(Sharded):
     """The first base class of a rank's clone of a fastai `DataLoader`, made by `shard_fastai`; the
-    other one is the class of the original.
+    other one is the class of the original. Its methods take the place of fastai's:
 
-    `bs` of the clone is the size of the global batches. A callback may set it, as it may in one
-    process. Then `bs` of the original, which is the size per worker or the global one, changes in
-    proportion, and so does that of the user's loader after the fit"""
+        fastai's `DataLoader`           here              called
+        `__iter__`, before its loop     `_begin`          by `Sharded`, with the common streams
+        `__iter__`, its loop            `_batches`        by `Sharded`
+        `sample`, `create_batches`      the same names    in each process of the loader
+
+    `_begin` draws the order of the epoch, and the processes read the `Step`s that it has made."""
     @property
-    def bs(self): return self._shard.bs
+    def bs(self):
+        """The size of the global batches. A callback may set it, as it may in one process. Then
+        `bs` of the original, which is the size per worker or the global one, changes in proportion,
+        and so does that of the user's loader after the fit"""
+        return self._shard.bs
     @bs.setter
     def bs(self, size):
         shard = self._shard
@@ -91,8 +102,6 @@ class ShardedDL(Sharded):
         # where ranks take whole batches in turn, a progress bar counts the batches of all ranks
         if self._shard.whole_batches: return len(self._shard.orig)
         return super().__len__()
-    # The next two methods are the two halves of fastai's `DataLoader.__iter__`. `Sharded` calls
-    # `_begin` with the random streams that all ranks have in common
     def _begin(self):
         "Draw the order of the epoch; return this rank's `Step`s."
         self.randomize()
@@ -108,7 +117,6 @@ class ShardedDL(Sharded):
             yield self.after_batch(b)
         self.after_iter()
         vars(self).pop('it', None)
-    # The next two are called in each loader process, in the place of fastai's
     def sample(self):
         "Return the `Step`s of this loader process: every `num_workers`-th one."
         return itertools.islice(self._shard.epoch.steps, self.offs, None, self.num_workers)
@@ -210,7 +218,7 @@ class Undivided(Sharded):
                 yield b
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
-# Shard a loader of any kind, or refuse it
+# 3. Shard a loader of any kind, or refuse it
 
 # Methods that `ShardedDL` overrides: a loader whose class does so, too, can't be sharded
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
@@ -289,21 +297,8 @@ def check_dl(dl,         # A loader
             if train: why = too_few(global_bs(dl, world_size, batch), world_size, steps)
     if why: refuse_loader(name, world_size, why)
 
-# %% ../../nbs/fastai2/702_loaders.ipynb #f1d06eb4
-def batch_items(dl,  # A loader in the middle of an epoch
-                in_batch # True: the batch that it yielded last; False: the one that it makes
-):
-    """Return the dataset indices of this rank's items in a batch as a tuple, each once. Unknown
-    indices are left out; it is empty for a loader that isn't sharded."""
-    epoch = getattr(getattr(dl, '_shard', None), 'epoch', None)
-    if epoch is None: return ()
-    i = epoch.n_yielded-1 if in_batch else epoch.n_yielded
-    if not 0 <= i < len(epoch.steps): return ()
-    items = [int(o) for o in epoch.steps[i].items if isinstance(o, numbers.Integral)]
-    return tuple(dict.fromkeys(items))      # a rank may have borrowed an item twice
-
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87
-# What the next epoch of a loader depends on, and how another loader gets it
+# 4. What the next epoch of a loader depends on, and how another loader gets it
 
 def _order_holders(dl):
     "Return the objects that decide about the order of a loader: itself, samplers, a stream."

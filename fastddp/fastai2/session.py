@@ -18,15 +18,14 @@ from fastcore.foundation import L
 from ..base.checks import Check, bind_arguments, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts
-from .as_one import (
-    end_gathering, gatherers, join_parts, notebook_run, why_one_process, wants_no_lines)
+from .inference import end_gathering, gatherers, join_parts, why_one_process
 from .jobs import fit_job, infer_job
 from .loaders import check_dl, global_bs, n_batches, rows_are_streams, set_dl_state
 from .resume import UserCall, recorder_lists
 from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as BaseSession, refuse_untrainable
-from ..launch.training import finds_lr, is_rank0_only
+from ..launch.training import finds_lr, is_rank0_only, notebook_run, wants_no_lines
 from ..output.replay import print_line, several, suppress_lines
 from ..shard.gradients import check_ddp
 

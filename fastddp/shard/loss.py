@@ -7,7 +7,7 @@ __all__ = ['unwrapped', 'loss_module', 'loss_name', 'is_known', 'ClassWeights', 
            'LossPart', 'loss_part', 'weighted_loss_and_divisor', 'batch_losses']
 
 # %% ../../nbs/shard/304_loss.ipynb #caaa3651
-import functools, inspect
+import functools, inspect, math
 from typing import NamedTuple
 
 import torch
@@ -189,11 +189,11 @@ def weighted_loss_and_divisor(loss_func, # The learner's
                               yb,    # Tuple of their targets
                               count, # Number of items
                               reduction # As of `loss_part`
-): # `(loss times divisor, divisor)`; the divisor is 0. if the loss is a sum
+): # `(loss times divisor, divisor)`; a loss that is a sum has the divisor NaN
     "Return what `batch_losses` needs of a validation batch of this rank"
     part = loss_part(loss_func, yb, count, reduction, train=False)
     loss = loss.detach().mean().double()
-    return (loss, 0.) if part.is_sum else (part.weighted(loss), part.divisor)
+    return (loss, math.nan) if part.is_sum else (part.weighted(loss), part.divisor)
 
 def batch_losses(
     rows # This rank's `(number of the global batch, loss times divisor, divisor, items)` tuples
@@ -204,5 +204,8 @@ def batch_losses(
         for number,*values in rows_of_rank:
             so_far = sums.get(number, (0.,0.,0.))
             sums[number] = [a+b for a,b in zip(so_far, values)]
-    return [(int(number), weighted/divisor if divisor else weighted, int(items))
-            for number,(weighted,divisor,items) in sorted(sums.items())]
+    losses = []
+    for number,(weighted,divisor,items) in sorted(sums.items()):
+        part = LossPart(divisor, math.isnan(divisor))
+        losses.append((int(number), part.global_loss(weighted, divisor), int(items)))
+    return losses

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['CantShard', 'refuse_loader', 'no_batches', 'too_few', 'global_batch_size', 'shard_batch', 'pad_shard', 'Step',
-           'shard_steps', 'Shard', 'Epoch', 'one_iteration', 'note_step', 'Sharded', 'is_sharded', 'original',
-           'iterate_original', 'sharded_class', 'clone_loader', 'sharded_clone', 'track_changes', 'write_back',
-           'draw_seed', 'workers_per_rank', 'report_errors']
+           'shard_steps', 'Shard', 'Epoch', 'one_iteration', 'note_step', 'batch_items', 'Sharded', 'is_sharded',
+           'original', 'iterate_original', 'sharded_class', 'clone_loader', 'sharded_clone', 'track_changes',
+           'write_back', 'draw_seed', 'workers_per_rank', 'report_errors']
 
 # %% ../../nbs/shard/301_sharded.ipynb #8d0fdf3a
-import contextlib, functools, os
+import contextlib, functools, numbers, os
 from multiprocessing.queues import Queue
 from types import MethodType
 from typing import NamedTuple
@@ -195,6 +195,19 @@ def _publish(dl, epoch):
     dl._shard.epoch = epoch
     dl.counts = epoch.counts
     dl.idxs = epoch.idxs
+
+# %% ../../nbs/shard/301_sharded.ipynb #f1d06eb4
+def batch_items(dl,  # A loader in the middle of an epoch
+                in_batch # True: the batch that it yielded last; False: the one that it makes
+):
+    """Return the dataset indices of this rank's items in a batch as a tuple, each once. Unknown
+    indices are left out; it is empty for a loader that isn't sharded."""
+    epoch = getattr(getattr(dl, '_shard', None), 'epoch', None)
+    if epoch is None: return ()
+    i = epoch.n_yielded-1 if in_batch else epoch.n_yielded
+    if not 0 <= i < len(epoch.steps): return ()
+    items = [int(o) for o in epoch.steps[i].items if isinstance(o, numbers.Integral)]
+    return tuple(dict.fromkeys(items))      # a rank may have borrowed an item twice
 
 # %% ../../nbs/shard/301_sharded.ipynb #5fffbd14
 _ENDED = ("The DataLoader ended after {} of {} batches. One of its processes lost the others. With "

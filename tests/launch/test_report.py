@@ -150,6 +150,17 @@ def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
     assert clock.totals()['starts'] == 0
 
 
+def test_the_exchange_of_a_sampled_backward_pass_counts_once():
+    "On a GPU the host launches a pass at once; samples show how long the device took, the exchange included"
+    clock = Clock(Board(0, 1))
+    clock.seconds.update(data=9.5, backward=.5)
+    clock.samples.n_steps, clock.samples.n_samples = 64, 2
+    clock.samples.sampled['backward'] = .25
+    clock.exchanged(3.)
+    secs = clock.totals()['seconds']
+    assert (secs['backward'], secs['exchange']) == (5., 3.) and sum(secs.values()) == pytest.approx(10.)
+
+
 class Stops(Callback):
     def before_batch(self):
         if self.epoch == 1: raise KeyboardInterrupt

@@ -216,6 +216,18 @@ def test_the_loss_of_a_sum_is_that_of_one_process_also_as_a_metric(ranks):
     close(values(learn), values(one), 1e-5)
 
 
+def first_ignored(n, s=0):
+    "In the validation set, which has another seed, no target of the first 16 items counts"
+    return [(x, torch.tensor(-100) if s and i < 16 else y) for i, (x, y) in enumerate(items(n, s=s))]
+
+
+def test_a_batch_without_any_target_makes_the_loss_of_a_validation_nan(ranks):
+    n, launcher = ranks
+    learn, one = fit_both(learner(data=first_ignored), n, launcher, 1)
+    assert values(one)[0][1] != values(one)[0][1]
+    close(values(learn), values(one), 1e-5)
+
+
 class ReadsInput(Metric):
     def reset(self): self.n = 0
     def accumulate(self, learn): self.n += len(learn.xb[0])
