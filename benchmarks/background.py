@@ -16,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from fastai.callback.core import Callback
 from torch import nn
 from fastddp.all import *
-from fastddp.fastai2 import checkpoint
+from fastddp.fastai2 import resume
 from fastddp.process import helper
 from cases import CASES, InMemory
 from common import argument_parser, data, save, show, take_turns
@@ -54,16 +54,16 @@ class Laps(Callback):
 
 def run(name, slow=0., bars=True, **options):
     "`(ms per step, ms between two epochs, ms of the notebook's CPU per step)`"
-    learn, write = LEARNERS[name].learner(2), checkpoint.write_checkpoint
+    learn, write = LEARNERS[name].learner(2), resume.write_checkpoint
     learn.add_cb(Laps())
     def slowly(*args):
         write(*args)
         time.sleep(slow)
-    checkpoint.write_checkpoint = slowly
+    resume.write_checkpoint = slowly
     try:
         with tempfile.TemporaryDirectory() as learn.path, contextlib.nullcontext() if bars else learn.no_bar():
             return fit(learn, options)
-    finally: checkpoint.write_checkpoint = write
+    finally: resume.write_checkpoint = write
 
 
 def fit(learn, options):

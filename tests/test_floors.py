@@ -24,7 +24,7 @@ BELOW = {
          'cluster')}
 # What a folder, or a module of it, must never import. Longest name first: it alone decides.
 KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'),
-             **dict.fromkeys(('base.group', 'base.launched'), ('fastai', 'multiprocessing')),
+             'base.group': ('fastai', 'multiprocessing'),
              **dict.fromkeys(('base.scoped', 'base.failure', 'base.errors'),
                              ('fastai', 'torch', 'multiprocessing', 'subprocess')),
              'payload': ('fastai', 'multiprocessing', 'torch.distributed'),

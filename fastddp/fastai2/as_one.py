@@ -18,8 +18,9 @@ from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
-from .beside import call_alone, infer_alone
-from .callbacks import AfterOthers, SameModel, ShardData, opt_from_rank0, sharded_dls
+from .callbacks import (
+    AfterOthers, SameModel, ShardData, call_alone,
+    infer_alone, opt_from_rank0, sharded_dls)
 from .clock import DeviceSamples, dispatch_events
 from .inference import infer_in_group, preds_in_one_order
 from .metrics import ReduceMetrics

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CALLBACK_STAYS', 'all_cbs', 'persistent_refs', 'parts_of_data', 'loader_refs', 'name_of_loader', 'snapshot',
-           'place_dl', 'place', 'unpack', 'twin', 'learner_state', 'tracked', 'baseline', 'capture', 'apply']
+           'place_dl', 'place', 'unpack', 'twin', 'copy_of', 'learner_state', 'tracked', 'baseline', 'capture', 'apply']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
 import contextlib
@@ -12,7 +12,9 @@ from collections import defaultdict
 
 import torch
 from fastai.callback.core import Callback
+from fastai.callback.tracker import TrackerCallback
 from fastai.data.load import DataLoader
+from fastcore.basics import noop
 from torch.utils.data import DataLoader as TorchLoader
 
 from ..base.errors import CantDistribute, NotPicklable
@@ -20,7 +22,8 @@ from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
 from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
-from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
+from ..launch.training import (
+    MODULES_STAY, dump_state, is_rank0_only, load_state, model_state)
 from ..payload.changes import ChangeTracker, apply_changes, has_arrays
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, deep_copy, get_hooks, model_grads, model_tensors, move_opt_state,
@@ -246,6 +249,15 @@ def twin(
         raise
     new,_,call = unpack(obj, 'cpu')
     return new, call
+
+def copy_of(learn):
+    """Return a copy of `learn` over the same datasets, without callbacks that write files, log or
+    show progress."""
+    res,_ = twin(learn, {})
+    place(res, getattr(learn.dls, 'device', None) or 'cpu')
+    res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb) or isinstance(cb, TrackerCallback)])
+    res.logger = noop
+    return res
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #2ae50f62
 def learner_state(learn,

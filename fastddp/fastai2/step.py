@@ -21,7 +21,6 @@ from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
 from ..shard.gradients import (
     FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
 from ..shard.loss import class_weights, loss_part
-from ..shard.sharded import is_sharded
 
 # %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
 def true_counts(learn # A learner in a training phase

@@ -15,8 +15,7 @@ from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, streams_apart
 from ..base.scoped import StopButton, with_context
 from .options import running_jobs
-from ..output.replay import frontend, print_line, show_in
-from ..output.panel import Panel
+from ..output.replay import Panel, frontend, print_line, show_in
 
 # %% ../../nbs/launch/509_background.ipynb #1c1477e1
 _numbers = itertools.count(1)

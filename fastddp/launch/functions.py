@@ -13,7 +13,7 @@ from fastcore.basics import store_attr
 from ..base import group
 from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole
 from ..base.device import visible_cores
-from ..base.launched import join_at
+from ..base.group import join_at
 from ..base.errors import CantDistribute, short_traceback
 from ..base.scoped import environment
 from .background import BackgroundJob

@@ -22,7 +22,7 @@ from .options import (
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.blame import not_picklable
-from ..payload.columns import ColumnCache
+from ..payload.buffers import ColumnCache
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions, dump
 from ..payload.state import model_tensors, move_opt_state, opt_tensors

@@ -11,7 +11,7 @@ __all__ = ['RANK0_ONLY', 'MODULES_STAY', 'is_kind', 'has_kind', 'finds_lr', 'is_
 import contextlib, os, pickle, sys, time, warnings
 
 from ..base import group
-from ..base.launched import join_launched
+from ..base.group import join_launched
 from ..base.rng import CommonRNG
 from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line

@@ -5,7 +5,7 @@ import numpy as np, pandas as pd, pytest
 from fastai.callback.core import Callback
 from fastai.metrics import AvgMetric, Metric
 from fastddp.all import *
-from fastddp.fastai2 import checkpoint
+from fastddp.fastai2 import resume
 from parity import alone_like, learner, seed, warm
 
 pytestmark = pytest.mark.timeout(120)
@@ -227,7 +227,7 @@ def test_a_checkpoint_has_them_for_a_new_kernel(cell, two, tmp_path, monkeypatch
     def held(): return [*values(cell), cell['losses'][:], cell['rate'].__defaults__, len(cell['rated'])]
     seed(1)
     make().distrib_fit(3, nprocs=2, launcher=two)
-    whole, written, write = held(), [], checkpoint.write_checkpoint
+    whole, written, write = held(), [], resume.write_checkpoint
     def until_the_second(*args):
         written.append(len(written) < 2 and write(*args))
     monkeypatch.setattr(checkpoint, 'write_checkpoint', until_the_second)

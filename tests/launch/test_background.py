@@ -9,7 +9,7 @@ from fastai.learner import AvgMetric
 from fastai.metrics import accuracy
 from torch import nn
 from fastddp.all import CantDistribute, InProcess, Local, RankRaised, ranch
-from fastddp.fastai2 import checkpoint, learner_job
+from fastddp.fastai2 import learner_job, resume
 from fastddp.launch import background, options as launch_options, session
 from fastddp.launch.engine import Job
 from fastddp.process.helper import sweep
@@ -429,7 +429,7 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     seed(1)
     whole.distrib_fit_one_cycle(3, 1e-2, **two)
     seed(1)
-    written, write = [], checkpoint.write_checkpoint
+    written, write = [], resume.write_checkpoint
     def until_the_second(*args):
         if len(written) < 2: write(*args)
         written.append(args)
@@ -468,7 +468,7 @@ def test_two_fits_that_write_to_one_file(two, tmp_path):
     b.model_dir = 'models/b'
     with a.distrib_ctx(nprocs=2, checkpoint='epoch'), a.distrib_ctx(checkpoint='epoch'):
         b.distrib_fit(1, checkpoint='epoch', **two)
-    assert not checkpoint._claimed and (tmp_path/'models'/'b'/'distrib.ckpt').exists()
+    assert not resume._claimed and (tmp_path/'models'/'b'/'distrib.ckpt').exists()
 
 
 class Elsewhere(Local):
@@ -489,7 +489,7 @@ def test_a_checkpoint_of_other_machines_asks_for_them(tmp_path):
 
 def test_no_step_waits_for_the_disk(two, tmp_path, monkeypatch):
     "While the first checkpoint is written, the workers train two epochs more, and have bars to show"
-    written, write = [], checkpoint.write_checkpoint
+    written, write = [], resume.write_checkpoint
     def slowly(*args):
         if not written: wait_for(tmp_path/'done0', 15, limit=60)
         written.append(write(*args))
@@ -581,7 +581,7 @@ def test_the_kernel_is_killed(tmp_path):
 def test_writing_is_killed_at_random(kills, tmp_path):
     "The file is always whole"
     rnd, path, learn = random.Random(0), tmp_path/'a.ckpt', learner()
-    facts, write = checkpoint.structure_of(learn), checkpoint.write_checkpoint
+    facts, write = resume.structure_of(learn), resume.write_checkpoint
     write(path, facts, [(b'first', [])])
     for _ in range(kills):
         if not (pid := os.fork()):
@@ -592,7 +592,7 @@ def test_writing_is_killed_at_random(kills, tmp_path):
         time.sleep(rnd.random()*.02)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        (meta, buffers), = checkpoint.read_checkpoint(path, learn)
+        (meta, buffers), = resume.read_checkpoint(path, learn)
         assert meta == b'first' or {*meta} == {*buffers[0]}
 
 
@@ -606,19 +606,19 @@ class Evil:
 def test_a_pickle_that_is_not_needed_is_not_loaded(where, two, tmp_path):
     done, learn = tmp_path/'done', learner(path=tmp_path)
     learn.distrib_fit(1, checkpoint='epoch', **two)
-    path, evil = checkpoint.checkpoint_path(learn), pickle.dumps(Evil(done))
+    path, evil = resume.checkpoint_path(learn), pickle.dumps(Evil(done))
     if where == 'instead of the file':
         path.write_bytes(evil)
         with pytest.raises(CantDistribute, match='No checkpoint'): learn.distrib_resume('distrib')
     elif where == 'of another model':
-        checkpoint.write_checkpoint(path, checkpoint.structure_of(learn), [(evil, []), (evil, [])])
+        resume.write_checkpoint(path, resume.structure_of(learn), [(evil, []), (evil, [])])
         with pytest.raises(CantDistribute, match='another learner: its weights differ'):
             learner(path=tmp_path, model=mlp(n_hid=9)).distrib_resume('distrib')
     else:
-        call, (meta, buffers) = checkpoint.read_checkpoint(path, learn)
+        call, (meta, buffers) = resume.read_checkpoint(path, learn)
         i = next(i for i, o in enumerate(buffers) if len(o) >= len(evil))
         buffers[i][:len(evil)] = evil
-        checkpoint.write_checkpoint(path, checkpoint.structure_of(learn), [call, (meta, buffers)])
+        resume.write_checkpoint(path, resume.structure_of(learn), [call, (meta, buffers)])
         before = weights(learn)
         learn.distrib_resume('distrib')     # all epochs are done: the state comes in
         assert not same(weights(learn), before)

@@ -206,8 +206,8 @@ def test_rank_0_of_several_hosts_listens_at_its_address_only():
 
 MEET = '''
 import psutil, threading, time
-from fastddp.base import launched
-threading.Thread(target=launched.join_at, args=('127.0.0.1', {port}, 0, 2), daemon=True).start()
+from fastddp.base import group
+threading.Thread(target=group.join_at, args=('127.0.0.1', {port}, 0, 2), daemon=True).start()
 while not (l := [c.laddr.ip for c in psutil.Process().net_connections('inet') if c.laddr.port == {port}
                  and c.status == psutil.CONN_LISTEN]): time.sleep(.02)
 print(*l, flush=True)

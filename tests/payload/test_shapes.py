@@ -11,7 +11,7 @@ from fastai.data.core import Pipeline, Transform
 from fastcore.foundation import L
 from fastcore.test import equals
 from PIL import Image
-from fastddp.payload.columns import ColumnCache, LazyList
+from fastddp.payload.buffers import ColumnCache, LazyList
 from fastddp.payload.pickling import dump, load
 from parity import assert_same, fit_both, learner, seed, alone_like, warm
 
