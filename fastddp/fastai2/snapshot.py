@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CALLBACK_STAYS', 'all_cbs', 'persistent_refs', 'parts_of_data', 'loader_refs', 'name_of_loader', 'snapshot',
-           'place_dl', 'place', 'unpack', 'twin', 'copy_of', 'learner_state', 'tracked', 'baseline', 'capture', 'apply']
+           'place_dl', 'place', 'unpack', 'twin', 'copy_of', 'tracked', 'baseline', 'capture', 'apply']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
 import contextlib
