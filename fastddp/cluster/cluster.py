@@ -7,7 +7,8 @@ __all__ = ['APPS', 'worker_namespace', 'start_job', 'with_lists', 'push_job', 'p
            'Cluster']
 
 # %% ../../nbs/cluster/651_cluster.ipynb #d81efe90
-import atexit, contextlib, os, pickle, sys, threading, time
+import atexit, os, pickle, sys, threading, time
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -42,7 +43,7 @@ from ..process.worker import Surroundings, resolve_function
 _last_surroundings = None   # `Surroundings` at the end of the last job
 _train_in_place = None      # function of the app, called before each job, since cells may patch it
 
-@contextlib.contextmanager
+@contextmanager
 def worker_namespace(
     ctx, # The job's `Context`
     on=None # Ranks that run the job; None: all
@@ -108,7 +109,7 @@ def _getstate_with_lists(self):
     lists = {k:v for k,v in vars(self).items() if k in self._stateattrs and isinstance(v, list)}
     return _getstate(self) | lists
 
-@contextlib.contextmanager
+@contextmanager
 def with_lists():
     """Context manager: inside, lists that a class of fastai's leaves out of its pickles
     (`_stateattrs`) are pickled, too"""
@@ -151,7 +152,7 @@ def call_job(
 def memory_job(ctx, obj):
     "Return as text the memory of this process, and what it has allocated on its GPU"
     text = ''
-    with contextlib.suppress(ImportError):      # ipykernel brings psutil, IPython alone doesn't
+    with suppress(ImportError):      # ipykernel brings psutil, IPython alone doesn't
         import psutil
         text = f"{psutil.Process().memory_info().rss>>20} MB"
     if not is_accelerator(ctx.device): return text
@@ -215,7 +216,7 @@ class Cluster:
         self.n,self.gpus = workers_for(None if gpus else nprocs, gpus or [])
         refuse_gpus_of_jobs(self.gpus)
         refuse_gpus_of_others(self.gpus)
-        self._held_gpus = contextlib.ExitStack()    # closed when the workers have ended
+        self._held_gpus = ExitStack()    # closed when the workers have ended
         self._held_gpus.enter_context(reserve_gpus(None, self.gpus, _HAS_GPU))
         self.local = StandingLocal(gpus=self.gpus, timeout=timeout).__enter__()
         self._lock = threading.Lock()   # held while a job runs

@@ -6,7 +6,8 @@
 __all__ = ['Ranks', 'as_rank', 'trained_beside', 'GlobalLoss', 'distributed_v1']
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #135acefe
-import contextlib, sys
+import sys
+from contextlib import ExitStack, contextmanager
 
 import torch
 from fastai import basic_train
@@ -102,7 +103,7 @@ class Ranks:
         "Return the `checksum` of each rank, for `Passes`"
         return [row[0] for row in self.meet(checksum)]
 
-@contextlib.contextmanager
+@contextmanager
 def as_rank(ranks,  # `Ranks`
             common  # `CommonRNG`
 ):
@@ -276,7 +277,7 @@ class Agree(Callback):
         return self._agreed(stop_training=stop_training)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #7173a3a6
-@contextlib.contextmanager
+@contextmanager
 def distributed_v1(learn,
                    callbacks, # The user's callbacks of the fit
                    common, # `CommonRNG` from which orders are drawn
@@ -295,7 +296,7 @@ def distributed_v1(learn,
                 if type(cb).__name__ == 'AccumulateScheduler']
     loss_batch = _global_loss_batch(learn, ranks, losses)
     validate = Validation(ranks, common, losses, before=sync.before_validation)
-    with as_rank(ranks, common), contextlib.ExitStack() as stack:
+    with as_rank(ranks, common), ExitStack() as stack:
         if batch == 'per_worker':
             for dl in fit_loaders(learn.data).values():
                 stack.enter_context(global_batches(dl, group.world_size()))

@@ -8,7 +8,8 @@ __all__ = ['replace_in_fastai', 'old_numpy', 'torch_dl', 'picklable_preloaders',
            'step_sizes']
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
-import contextlib, copyreg, sys
+import copyreg, sys
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 from fastai import core
@@ -75,7 +76,7 @@ def _set_state(o, state): vars(o).update(state)
 # A `__reduce__` that sets all attributes at once: v1's own way looks for some that aren't set yet
 def _reduce(o): return copyreg.__newobj__, (type(o),), vars(o), None, None, _set_state
 
-@contextlib.contextmanager
+@contextmanager
 def picklable_preloaders():
     "Make the `LanguageModelPreLoader` picklable inside"
     cls = _preloader_class()
@@ -116,7 +117,7 @@ def set_text_order(dl, order):
     pre.idx.idx = order
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #a240218c
-@contextlib.contextmanager
+@contextmanager
 def global_batches(dl, # A `DeviceDataLoader`
                    n   # Number of ranks
 ):
@@ -216,5 +217,5 @@ def step_sizes(dl, # The training loader
                n, batch # As of `check_v1`
 ):
     "Return `(items per step of all workers, steps per epoch)`"
-    as_one = global_batches(dl, n) if batch == 'per_worker' else contextlib.nullcontext()
+    as_one = global_batches(dl, n) if batch == 'per_worker' else nullcontext()
     with as_one: return dl.batch_size, len(dl)

@@ -6,7 +6,7 @@
 __all__ = ['distributed', 'validate', 'load', 'as_one_process']
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010004
-import contextlib
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
@@ -32,7 +32,7 @@ from ..shard.same_model import synced_bn
 from ..shard.gathered_loss import Losses
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
-@contextlib.contextmanager
+@contextmanager
 def silence_other_ranks(learn):
     """Context manager in which ranks other than 0 have no callbacks that act on rank 0 only, and
     log no lines"""
@@ -55,7 +55,7 @@ def silence_other_ranks(learn):
 #   each phase's end  ReduceMetrics  the metrics of one process
 #   end of the fit    SameModel      gradients that no step used; weights of a cut epoch
 
-@contextlib.contextmanager
+@contextmanager
 def distributed(learn,
                 batch='per_worker', # Or 'global', as of `shard_dl`
                 sync_bn=True,       # Synchronize batch norm over ranks
@@ -81,7 +81,7 @@ def distributed(learn,
     together.clock.samples = DeviceSamples(on_gpu)
     together.finish_fit = same_model.finish_fit
     # with WORLD_SIZE in the environment, fastai would average metrics itself
-    with environment('WORLD_SIZE'), contextlib.ExitStack() as stack:
+    with environment('WORLD_SIZE'), ExitStack() as stack:
         if shard_dls: stack.enter_context(sharded_dls(learn, batch, together))
         if sync_bn and on_gpu: stack.enter_context(synced_bn(learn.model))
         stack.enter_context(silence_other_ranks(learn))
@@ -109,7 +109,7 @@ def validate(learn,
     if together.rank0_alone: infer_alone(learn, whole, together)
     elif is_of_fit: type(learn)._do_epoch_validate(learn)   # `ShardData` shards its loader
     else:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for cb in together.fit_callbacks: stack.enter_context(cb.nested_validation())
             infer_in_group(learn, whole, together.common)
 
@@ -149,7 +149,7 @@ def alone_on_rank0(learn,
                    together # The fit's `Together`
 ):
     "Return a context manager in which callbacks that act on rank 0 only are called by `call_alone`"
-    if group.world_size() == 1 or group.rank(): return contextlib.nullcontext()
+    if group.world_size() == 1 or group.rank(): return nullcontext()
     def wrap(cb):
         needs_care = type(cb) not in _HARMLESS and is_rank0_only(cb)
         return partial(call_alone, cb, learn, together) if needs_care else cb
@@ -166,14 +166,14 @@ def alone_on_rank0(learn,
 #   LRFinder.after_fit        all but 0    load_without_file   receives what rank 0 loads
 #   learn._call_one           0            alone_on_rank0      calls callbacks of rank 0 apart
 
-@contextlib.contextmanager
+@contextmanager
 def as_one_process(learn,
                    cbs,     # The callbacks that are given to `fit`
                    together # The fit's `Together`
 ):
     "Context manager of a fit on ranks: callbacks predict, save and load as in one process"
     without_file = [cb for cb in [*learn.cbs, *cbs] if isinstance(cb, LRFinder) and group.rank()]
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(with_attrs(
             learn, load=partial(load, learn, together),
             get_preds=partial(preds_in_one_order, learn, together),

@@ -6,7 +6,7 @@
 __all__ = ['call_alone', 'infer_alone', 'opt_from_rank0', 'sync_opt', 'SameModel', 'sharded_dls', 'ShardData', 'AfterOthers']
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #6cd40864
-import contextlib
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from fastai.callback.core import _inner_loop
@@ -28,7 +28,7 @@ from ..shard.same_model import SameWeights, sync_buffers
 from ..shard.sharded import is_sharded, iterate_original, original, write_back
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ddce7439
-@contextlib.contextmanager
+@contextmanager
 def kept_streams(learn,
                  common # The fit's `CommonRNG`
 ):
@@ -51,12 +51,12 @@ def read_whole(learn,
     "Yield all batches of `dl`, the same on all ranks; the `other_loop` of loaders in a fit"
     # other ranks may not run this loop: the random streams must stay as they are
     may_be_alone = together.rank0_alone or together.position.phase == 'validate'
-    with kept_streams(learn, together.common) if may_be_alone else contextlib.nullcontext():
+    with kept_streams(learn, together.common) if may_be_alone else nullcontext():
         try: yield from iterate_original(dl, together.common)
         finally: follow_original(dl)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #00fabeec
-@contextlib.contextmanager
+@contextmanager
 def _without_cbs(learn, removed):
     """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
     added inside act on rank 0 only from then on"""
@@ -85,7 +85,7 @@ def call_alone(cb, learn,
     without = _without_cbs(learn, together.fit_callbacks)
     # keeping the streams in each batch would cost too much
     is_in_batch = event_name in _inner_loop
-    keeping = contextlib.nullcontext() if is_in_batch else kept_streams(learn, together.common)
+    keeping = nullcontext() if is_in_batch else kept_streams(learn, together.common)
     with with_attrs(together, rank0_alone=True), without, keeping: cb(event_name)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #be510008
@@ -170,7 +170,7 @@ def shard_to_validate(model, # The model that validates
     return shard_dl(dl, group.rank(), group.world_size(), batch, train=False, common=common)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ddce7440
-@contextlib.contextmanager
+@contextmanager
 def sharded_dls(learn,
                 batch,   # 'per_worker' or 'global', as of `shard_dl`
                 together # The fit's `Together`

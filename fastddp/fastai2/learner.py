@@ -274,7 +274,7 @@ class Pace(Callback):
     def after_batch(self):
         now = time.perf_counter()
         clock = self.learn._call_one.clock
-        waited = clock.seconds['data']+clock.waits['data']
+        waited = clock.seconds['data']+clock.ranks.seconds['data']
         self.done += 1
         if self.done <= _N_WARM_UP:
             self.began = now

@@ -6,7 +6,8 @@
 __all__ = ['start_job', 'LearnerJob']
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a004
-import contextlib, copy, threading
+import copy, threading
+from contextlib import ExitStack
 
 from fastai.callback.core import Callback
 from fastcore.foundation import L
@@ -93,7 +94,7 @@ def start_job(learn,
         refuse_busy(learn)
         if not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
-    with contextlib.ExitStack() as until_result:
+    with ExitStack() as until_result:
         # first, since the job notes a hash of the weights where they are
         if offload: until_result.enter_context(offloaded(learn))
         job = LearnerJob(learn, user_call, trains)
@@ -127,7 +128,7 @@ class LearnerJob(BackgroundJob):
         self.user_call = user_call
         self.trains = trains
         self.twin = Twin(learn, user_call)
-        self.until_end = contextlib.ExitStack()
+        self.until_end = ExitStack()
         # the twin's last complete epoch, `(callbacks, state)` of `_put_state`; None before that
         self.epoch = None
         # `_state_hash` of the learner when the job began, or at the last `pull`

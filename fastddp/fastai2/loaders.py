@@ -7,7 +7,8 @@ __all__ = ['changed_bs', 'is_lm', 'lay_out', 'keeps_state', 'rows_are_streams', 
            'shard_dl', 'n_batches', 'check_dl', 'dl_state', 'set_dl_state', 'follow_original']
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #72f94fac
-import contextlib, copy, itertools, math, random, sys, warnings, weakref
+import copy, itertools, math, random, sys, warnings, weakref
+from contextlib import nullcontext
 
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import find_bs, to_device
@@ -197,7 +198,7 @@ class Undivided(Sharded):
                  common=None # `CommonRNG` to draw from, where all ranks go over the same batches
     ):
         # not by `__setattr__`, which sets attributes of the original
-        vars(self)['_shard'] = Shard(dl, 0, 1, None, True, common or contextlib.nullcontext())
+        vars(self)['_shard'] = Shard(dl, 0, 1, None, True, common or nullcontext())
     def __reduce__(self): return Undivided, (self._shard.orig,)
     def __getattr__(self, k):
         if k.startswith('__') or k=='_shard': raise AttributeError(k)
@@ -278,7 +279,7 @@ def n_batches(dl,         # A fastai or torch `DataLoader`
 ):
     """Return the number of steps of an epoch on rank 0. Raise `CantShard` as `shard_dl`, and
     TypeError if the loader has no length."""
-    return len(shard_dl(dl, 0, world_size, batch, common=contextlib.nullcontext()))
+    return len(shard_dl(dl, 0, world_size, batch, common=nullcontext()))
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #bdc0b1f2
 def check_dl(dl,         # A loader

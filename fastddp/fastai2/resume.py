@@ -8,7 +8,8 @@ __all__ = ['resume_points', 'INTERVAL', 'ResumePoint', 'UserCall', 'call_to_resu
            'checkpoint_writer', 'dump_call', 'call_from_file']
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import contextlib, json, os, re, sys, threading, time, types, warnings, weakref
+import json, os, re, sys, threading, time, types, warnings, weakref
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -92,7 +93,7 @@ class UserCall:
     def run(self, learn):
         "Make the call and return what it returns."
         with self.running(learn): return getattr(learn, self.name)(*self.args, **self.kwargs)
-    @contextlib.contextmanager
+    @contextmanager
     def running(self, learn):
         """Context manager in which fits of `learn` are those of this call. If it is made inside
         another one, as `fit_one_cycle` in `fine_tune`, they are those of the outer call. Yields the
@@ -272,7 +273,7 @@ def find_definition(key):
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
 _claimed = {}       # file -> the learner of the open block that writes it
 
-@contextlib.contextmanager
+@contextmanager
 def claimed_file(learn):
     """Context manager for a block of `learn` that writes checkpoints. Raise `CantDistribute` if a
     block of another learner writes to the same file."""

@@ -7,7 +7,7 @@ __all__ = ['CALLBACK_STAYS', 'all_cbs', 'persistent_refs', 'parts_of_data', 'loa
            'place_dl', 'place', 'unpack', 'twin', 'copy_of', 'tracked', 'baseline', 'capture', 'apply']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
-import contextlib
+from contextlib import ExitStack, contextmanager
 from collections import defaultdict
 
 import torch
@@ -161,7 +161,7 @@ def snapshot(
         raise
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #4a1dcf25
-@contextlib.contextmanager
+@contextmanager
 def _without_dataset(learn, call):
     """Inside, the loader `call['dl']` lacks its dataset if one of the learner's loaders has it,
     too. `call['dataset']` is then the index of that loader, else None."""
@@ -171,7 +171,7 @@ def _without_dataset(learn, call):
             and o.dataset is ds]
     call['dataset'] = same[0] if same else None
     # a fastai loader has its dataset in its attributes, and in those with which it was made
-    with contextlib.ExitStack() as undo:
+    with ExitStack() as undo:
         for attrs in (vars(dl), vars(dl).get('__stored_args__', {})) if same else ():
             names = [k for k,v in attrs.items() if v is ds]
             undo.callback(attrs.update, {k:attrs.pop(k) for k in names})
@@ -241,7 +241,7 @@ def twin(
     obj,_,contexts = _contents(learn, (), call)
     obj['rng'] = CommonRNG.capture().state()
     try:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for o in contexts: stack.enter_context(o)
             obj = deep_copy(obj, data)
     except Exception:

@@ -6,7 +6,8 @@
 __all__ = ['Monitor']
 
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
-import contextlib, os, pickle, re, signal, time
+import contextlib, os, pickle, re, signal
+from time import monotonic
 from typing import NamedTuple
 
 try: import psutil
@@ -53,12 +54,12 @@ class LoadLine:
     ):
         store_attr()
         self.status = StatusLine()
-        self.read_at = time.monotonic()
+        self.read_at = monotonic()
         # CPU seconds of each process at the last reading; loader processes are not there yet
         self.seconds = {pid:use.seconds for pid in pids.values() if (use := _use_of(pid))}
     def refresh(self):
         "Show the load since the last reading, if that is long enough ago"
-        passed = time.monotonic()-self.read_at
+        passed = monotonic()-self.read_at
         if passed < _PERIOD: return
         # one look at all processes of the machine, which may have thousands
         parents = {o.pid:o.info['ppid'] for o in psutil.process_iter(['ppid'])}
@@ -74,7 +75,7 @@ class LoadLine:
             nbytes = sum(use.nbytes for use in uses.values())
             texts.append(f"rank {r}: CPU {busy:.0%}, {nbytes/2**30:.1f} GB"
                          f"{_gpu_text(self.gpus.get(r))}")
-        self.read_at = time.monotonic()
+        self.read_at = monotonic()
         self.status.show('   '.join(texts))
     def close(self): self.status.show('')
 
@@ -101,7 +102,7 @@ class Monitor:
         self.replay = Replay(see=engine.see, live=engine.live)
         self.phase_ends = []
         self.load_line = engine.see_load and load_line(engine)
-        self.began = time.monotonic()
+        self.began = monotonic()
         self.stop_asked_at = None       # time at which the ranks were asked to stop
         # what is in the logs now was written by earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
@@ -129,7 +130,7 @@ class Monitor:
             while self.running_ranks and not (self.ends['died'] or self._failures()):
                 limit = self.engine.timeout     # which may be changed while the job runs
                 last_beat = max([self.began, *(b.at for b in self._beats().values())])
-                if limit and time.monotonic()-last_beat > limit: raise self.hang()
+                if limit and monotonic()-last_beat > limit: raise self.hang()
                 self._turn()
             if self.ends['failed'] or self.ends['died']: raise self._failure()
         finally:
@@ -213,7 +214,7 @@ def _interrupted(self:Monitor):
     beats = self._beats().values()
     if self.stop_asked_at is None: self.ask_to_stop()
     longest_step = max((b.longest for b in beats), default=0.)
-    waited = time.monotonic()-self.stop_asked_at
+    waited = monotonic()-self.stop_asked_at
     is_late = waited > self.engine.interrupt_grace+longest_step
     is_stuck = is_late and not any(b.leaving for b in beats)
     if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
@@ -222,7 +223,7 @@ def _interrupted(self:Monitor):
 def ask_to_stop(self:Monitor):
     """Ask all ranks to stop. This goes through the pipe: the thread that reads it also interrupts
     code that never looks at the board (`ranch`, cells), and agents pass messages on"""
-    self.stop_asked_at = time.monotonic()
+    self.stop_asked_at = monotonic()
     self.workers.ask_stop()
 
 # %% ../../nbs/launch/503_monitor.ipynb #d1623b00
@@ -251,8 +252,8 @@ def hang(self:Monitor):
     starts = {r:self._log_size(r) for r in beats}
     def stack(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
     self.workers.ask_stacks(beats)
-    end = time.monotonic()+5.
-    while time.monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
+    end = monotonic()+5.
+    while monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
     stacks = {r:stack(r) for r in beats}
     awaited = {b.waits_for for b in beats.values()}
     # A rank without a stack comes first, then one that others wait for, then one that doesn't wait.
@@ -266,8 +267,8 @@ def hang(self:Monitor):
 @patch
 def _failure(self:Monitor):
     "Return the exception for the first failure; the ranks that still run get .5 s to report theirs"
-    end = time.monotonic()+.5
-    while self.running_ranks and time.monotonic() < end: self._turn()
+    end = monotonic()+.5
+    while self.running_ranks and monotonic() < end: self._turn()
     died = self.ends['died']
     failed = first_failure(self._failures())
     if not (failed or died): return KeyboardInterrupt()
@@ -302,5 +303,5 @@ def _raised(self:Monitor, failure):
 @patch
 def drain(self:Monitor, until):
     "After a failure: handle reports until all ranks have ended the job, or the time is `until`"
-    while self.running_ranks and time.monotonic() < until:
+    while self.running_ranks and monotonic() < until:
         for news in self.workers.poll(.05): self._handle(*news)

@@ -8,7 +8,8 @@ __all__ = ['CHECKS', 'RAISES', 'ITEMS', 'running_jobs', 'check_method', 'no_attr
            'refuse_changes']
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
-import contextlib, inspect, os, re, sys
+import inspect, os, re, sys
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..base import group
@@ -277,7 +278,7 @@ class _Reservation(NamedTuple):
 running_jobs = []   # each `BackgroundJob` that has not ended
 _reservations = []  # the `_Reservation` of each block and `Cluster`
 
-@contextlib.contextmanager
+@contextmanager
 def reserve_gpus(
     learn, # The learner of the `distrib_ctx` block that has the GPUs; None: no block has them
     gpus, # Their numbers
@@ -345,7 +346,7 @@ def in_launched_group():
         "torch.distributed.destroy_process_group() first, or start the script with torchrun.")
 
 # %% ../../nbs/launch/508_options.ipynb #f5f1bd50
-@contextlib.contextmanager
+@contextmanager
 def engine_for(
     options, # Of the block: `nprocs`, `gpus`, `launcher`, `see`, `see_load` and `timeout`
     defaults # Their default values
@@ -378,8 +379,7 @@ def engine_for(
         yield engine, n, gpus
 
 def _gpus_of(local, gpus):
-    """Return the option `gpus` of the block, or else that of its launcher `local`. Raises
-    `CantDistribute` if both are given and differ."""
+    "Return the option `gpus` of the block, or that of its launcher `local`; refuse different ones"
     if gpus is None: return local.gpus
     if local.gpus is not None and _listed(gpus) != _listed(local.gpus):
         raise CantDistribute(f"gpus={gpus!r} with launcher=Local(gpus={local.gpus!r}): say it "

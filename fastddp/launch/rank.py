@@ -7,7 +7,8 @@ __all__ = ['Job', 'Context', 'call', 'RankSpec', 'could_not_connect', 'join_earl
            'take_settings']
 
 # %% ../../nbs/launch/500_rank.ipynb #13824990
-import contextlib, ctypes, gc, os, signal, sys, threading, time
+import ctypes, gc, os, signal, sys, threading, time
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import numpy as np, torch
@@ -68,7 +69,7 @@ class Context:
     def interruptible(self):
         """Context manager for code that doesn't ask `stop_requested`: it gets a KeyboardInterrupt
         when the notebook wants the job to stop. Here it does nothing"""
-        return contextlib.nullcontext()
+        return nullcontext()
 
 # %% ../../nbs/launch/500_rank.ipynb #aa1a5d92
 def call(
@@ -123,7 +124,7 @@ class _WorkerContext(Context):
     def waits_for(self, rank):
         "Tell the notebook that this rank waits for `rank` at the board"
         self._heartbeats.write(self.local_rank, self._last._replace(waits_for=rank))
-    @contextlib.contextmanager
+    @contextmanager
     def interruptible(self):
         # a worker ignores SIGINT elsewhere; the channel's thread sends it when the job is to stop
         main = threading.main_thread().ident
@@ -261,7 +262,7 @@ def notebook_settings():
     res = {}
     for k,s in SETTINGS.items():
         # torch without CUDA lacks some
-        with contextlib.suppress(Exception): res[k] = s.read()
+        with suppress(Exception): res[k] = s.read()
     return res
 
 def take_settings(settings # What `notebook_settings` returned in the notebook
@@ -269,5 +270,5 @@ def take_settings(settings # What `notebook_settings` returned in the notebook
     "Set in this process what differs there"
     for k,v in settings.items():
         # a worker on another machine may have a torch without CUDA
-        with contextlib.suppress(AttributeError):
+        with suppress(AttributeError):
             if SETTINGS[k].read() != v: SETTINGS[k].write(v)

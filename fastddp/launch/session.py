@@ -7,7 +7,8 @@ __all__ = ['dump_or_blame', 'dump_with_patches', 'dump_snapshot', 'offloaded', '
            'Session', 'refuse_untrainable']
 
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
-import contextlib, threading
+import threading
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from fastcore.basics import noop, store_attr
 
@@ -60,7 +61,7 @@ def dump_snapshot(
     "Return a `Payload` of `obj`, random streams and patches; raises `NotPicklable`"
     obj = dict(rng=CommonRNG.capture().state(), **obj,
                definitions=Definitions() if definitions is None else definitions)
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         for o in changes: stack.enter_context(o)
         return dump_with_patches(obj, roots, columns=columns or ColumnCache())
 
@@ -72,7 +73,7 @@ def _on_gpus(learn):
     tensors = *model_tensors(learn.model).values(),*grads
     return [t for t in tensors if is_accelerator(t.device)]
 
-@contextlib.contextmanager
+@contextmanager
 def offloaded(learn):
     "Move model, gradients and optimizer state from GPUs to the CPU, and back at the end"
     moved = [(t, t.device) for t in _on_gpus(learn)]
@@ -118,11 +119,11 @@ def distrib_block(
     outer = vars(learn).get('distrib_session')      # the options of the block around this one
     if outer is not None:
         refuse_changes(outer, options, defaults)
-        return contextlib.nullcontext()
+        return nullcontext()
     if in_launched_group(): return in_place()
     return _on_workers(learn, options, defaults, overrides, is_quiet)
 
-@contextlib.contextmanager
+@contextmanager
 def _on_workers(learn, options, defaults, overrides, is_quiet):
     "Open a launcher for a block, reserve its GPUs, and override the methods of `learn`"
     with uninterrupted_exit() as stack:
@@ -253,7 +254,7 @@ class Session:
     def datasets(self): return ()       # sequences from which items are made, such as paths
     def quiet(self): return False       # True if the learner wants no lines of ours
     def note(self): return None         # a further line about the fit, or None
-    @contextlib.contextmanager
+    @contextmanager
     def showing_lines(self, call):
         """Context around `call` that hides our lines if the learner wants none, and tells where an
         interrupt stopped it; raises `CantDistribute` in another thread than that of the session"""

@@ -8,7 +8,8 @@ __all__ = ['RANK0_ONLY', 'MODULES_STAY', 'is_kind', 'has_kind', 'finds_lr', 'is_
            'dump_state', 'load_state', 'script_lines', 'launched_group']
 
 # %% ../../nbs/launch/510_training.ipynb #a349c4b5
-import contextlib, os, pickle, sys, time, warnings
+import os, pickle, sys, time, warnings
+from contextlib import contextmanager
 
 from ..base import group
 from ..base.group import join_launched
@@ -68,7 +69,7 @@ def notebook_run(cbs # Callbacks
     if wandb is None or wandb.run is None: return None
     return wandb.run.id if has_kind(cbs, 'WandbCallback') else None
 
-@contextlib.contextmanager
+@contextmanager
 def open_run(run_id # What `notebook_run` returned in the notebook
 ):
     "Context manager in which rank 0 is attached to the notebook's run"
@@ -228,7 +229,7 @@ def _warn_of_lost(words):
                   "notebook as before the fit. Everything else of the fit is there.")
 
 # %% ../../nbs/launch/510_training.ipynb #4c7d8b67
-@contextlib.contextmanager
+@contextmanager
 def script_lines(
     progress, # `Progress` of the fit inside
     sizes, # `(items per step of all ranks, steps per epoch or None)`
@@ -249,7 +250,7 @@ def script_lines(
     if report and (line := advice_line(report)): print_line(line)
 
 # %% ../../nbs/launch/510_training.ipynb #c55244d3
-@contextlib.contextmanager
+@contextmanager
 def launched_group():
     """Context manager in which this process is in the group that its launcher, torchrun say, made;
     yields the process's device"""

@@ -6,7 +6,8 @@
 __all__ = ['LOCAL_NAMES', 'is_text', 'Machines', 'Command', 'Hosts']
 
 # %% ../../nbs/machines/615_hosts.ipynb #c8a88f5e
-import contextlib, os, shlex, signal, socket, subprocess, sys, tempfile, time
+import os, shlex, signal, socket, subprocess, sys, tempfile, time
+from contextlib import suppress
 from functools import partial
 
 from fastcore.basics import noop, store_attr
@@ -298,8 +299,8 @@ class Command:
         seconds # Time for the command to end by itself
     ):
         "End the command, and with it the agent"
-        with contextlib.suppress(subprocess.TimeoutExpired): self.proc.wait(seconds)
-        with contextlib.suppress(ProcessLookupError): os.killpg(self.proc.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired): self.proc.wait(seconds)
+        with suppress(ProcessLookupError): os.killpg(self.proc.pid, signal.SIGKILL)
         self.proc.wait()
 
 # %% ../../nbs/machines/615_hosts.ipynb #d1c60695

@@ -6,7 +6,8 @@
 __all__ = ['network_cards', 'accept_one', 'reachable', 'meet', 'start_store', 'connect_to_store', 'files_since', 'run_on_machine']
 
 # %% ../../nbs/machines/611_meeting.ipynb #9bd86df9
-import contextlib, functools, os, secrets, socket, struct, time
+import functools, os, secrets, socket, struct, time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ def network_cards(
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         names = [name for _,name in socket.if_nameindex() if interface in (None, name)]
         for name in sorted(names, key=_speed, reverse=True):
-            with contextlib.suppress(OSError):      # a card without an IPv4 address
+            with suppress(OSError):      # a card without an IPv4 address
                 answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack('256s', name.encode()[:15]))
                 address = socket.inet_ntoa(answer[20:24])
                 if not address.startswith('127.'): cards[address] = name
@@ -48,7 +49,7 @@ def accept_one(
     token # Bytes that identify this machine
 ):
     "Accept one connection, send it the token, and close it"
-    with contextlib.suppress(OSError), listener.accept()[0] as conn: conn.sendall(token)
+    with suppress(OSError), listener.accept()[0] as conn: conn.sendall(token)
 
 def reachable(
     endpoints, # `(address, port)` of each socket on which another machine listens
@@ -65,7 +66,7 @@ def reachable(
         if own_address is None: return {}       # this machine has no such card
         source = own_address,0
     for endpoint in endpoints:
-        with contextlib.suppress(OSError), socket.create_connection(endpoint, 5, source) as s:
+        with suppress(OSError), socket.create_connection(endpoint, 5, source) as s:
             if s.recv(len(token)) == token:
                 cards[endpoint[0]] = all_cards.get(s.getsockname()[0], 'lo')
     return cards
@@ -124,7 +125,7 @@ def _break_dead_links(seconds):
     options = dict(TCP_KEEPIDLE=seconds/2, TCP_KEEPINTVL=seconds/6, TCP_USER_TIMEOUT=1000*seconds)
     known = {getattr(socket, k): max(1, round(v)) for k,v in options.items() if hasattr(socket, k)}
     for fd in map(int, os.listdir('/dev/fd')):
-        with contextlib.suppress(OSError):      # not a socket, or not one of TCP
+        with suppress(OSError):      # not a socket, or not one of TCP
             s = socket.socket(fileno=fd)
             try:
                 s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -139,7 +140,7 @@ def files_since(
     hidden folders and those that begin with `__` are left out"""
     files = {}
     for p in map(Path, globtastic(folder, symlinks=False, skip_folder_re=r'^(\.|__)')):
-        with contextlib.suppress(OSError):      # the file is gone, or not readable
+        with suppress(OSError):      # the file is gone, or not readable
             # a file system's clock may be late by some milliseconds
             if p.is_file() and p.stat().st_mtime > since-.1: files[str(p)] = p.read_bytes()
     return files

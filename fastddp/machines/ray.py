@@ -6,7 +6,8 @@
 __all__ = ['connect', 'Ray']
 
 # %% ../../nbs/machines/616_ray.ipynb #40d4cadb
-import contextlib, math, numbers, os, socket, subprocess, sys, tempfile, threading, time
+import math, numbers, os, socket, subprocess, sys, tempfile, threading, time
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from ..base.checks import Check, check_all, whole
@@ -102,7 +103,7 @@ class RelayConnection:
         except Exception as e: raise OSError(str(e)) from None
     def write_eof(self):
         "Close the agent's standard input"
-        with contextlib.suppress(Exception):    # the cluster may be gone
+        with suppress(Exception):    # the cluster may be gone
             self.actor.write_eof.remote()
     def error_output(self):
         "Return what the agent wrote to standard error, or Ray's error; '' while the agent runs"
@@ -113,7 +114,7 @@ class RelayConnection:
         "End the actor, and with it the agent"
         import ray
         self._thread.join(seconds)
-        with contextlib.suppress(Exception): ray.kill(self.actor)       # the cluster may be gone
+        with suppress(Exception): ray.kill(self.actor)       # the cluster may be gone
         self._thread.join(10)
 
 # %% ../../nbs/machines/616_ray.ipynb #62ddee37
@@ -226,7 +227,7 @@ class Ray(Machines):
         self.wait_seconds = wait or 0   # `wait` is a method of every engine
         self.asked_of_each = dict(gpus=gpus, cpus=cpus, resources=resources)
         self._reserved_gpus = {}        # name of a machine -> GPUs that Ray reserved there
-        self._undo = contextlib.ExitStack()     # gives resources back and disconnects
+        self._undo = ExitStack()     # gives resources back and disconnects
     def agent_starters(self, on_cpu):
         "As `Machines.agent_starters`: reserves resources, and starts a `Relay` on each machine"
         # Ray changes these variables; they are restored
@@ -298,4 +299,4 @@ class Ray(Machines):
     def close(self, grace=2.):
         "End ranks and agents, and give all resources back; harmless when repeated"
         super().close(grace)
-        with contextlib.suppress(Exception): self._undo.close()     # the cluster may be gone
+        with suppress(Exception): self._undo.close()     # the cluster may be gone

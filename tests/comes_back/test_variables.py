@@ -230,7 +230,7 @@ def test_a_checkpoint_has_them_for_a_new_kernel(cell, two, tmp_path, monkeypatch
     whole, written, write = held(), [], resume.write_checkpoint
     def until_the_second(*args):
         written.append(len(written) < 2 and write(*args))
-    monkeypatch.setattr(checkpoint, 'write_checkpoint', until_the_second)
+    monkeypatch.setattr(resume, 'write_checkpoint', until_the_second)
     exec(CELL, cell)
     seed(1)
     make().distrib_fit(3, checkpoint='epoch', nprocs=2, launcher=two)

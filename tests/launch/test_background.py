@@ -434,7 +434,7 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
         if len(written) < 2: write(*args)
         written.append(args)
     with monkeypatch.context() as m:
-        m.setattr(checkpoint, 'write_checkpoint', until_the_second)
+        m.setattr(resume, 'write_checkpoint', until_the_second)
         cut.distrib_fit_one_cycle(3, 1e-2, wait=False, checkpoint='epoch', **two).result(60)
     assert len(written) == 3
     seed(99)
@@ -493,7 +493,7 @@ def test_no_step_waits_for_the_disk(two, tmp_path, monkeypatch):
     def slowly(*args):
         if not written: wait_for(tmp_path/'done0', 15, limit=60)
         written.append(write(*args))
-    monkeypatch.setattr(checkpoint, 'write_checkpoint', slowly)
+    monkeypatch.setattr(resume, 'write_checkpoint', slowly)
     learn = learner(path=tmp_path, cbs=[faults.Slow(.01, tmp_path)])
     learn.distrib_fit(4, wait=False, checkpoint='epoch', **two).result(60)
     assert len(written) == 4 and len(learn.dls.train) == 10       # 5 steps per epoch
