@@ -81,7 +81,8 @@ def _(cls, pickler):
     module = sys.modules.get(cls.__module__)
     is_elsewhere = module is not None and getattr(module, name, None) is not cls
     is_nested = '.' in cls.__qualname__
-    if is_elsewhere and not is_nested and cls.__module__ != '__main__':
+    # cloudpickle knows those of `builtins`, such as that of methods
+    if is_elsewhere and not is_nested and cls.__module__ not in ('__main__','builtins'):
         for module_name,m in sys.modules.copy().items():
             if module_name not in _MAIN and getattr(m, '__dict__', {}).get(name) is cls:
                 return attr_of, (module_name,name)

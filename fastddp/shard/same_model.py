@@ -61,9 +61,10 @@ def first_of(names, most):
 
 def _norms(p):
     "Return the norms of the parts of a parameter as a string, since NaN doesn't equal itself"
+    if p.is_complex(): p = torch.view_as_real(p)
     flat = p.detach().as_subclass(torch.Tensor).reshape(-1)
     # the copy of a part stays in the processor's cache; that of all of 1 GB would take seconds
-    return repr([part.abs().double().norm().item() for part in flat.split(2**20)])
+    return repr([part.double().norm().item() for part in flat.split(2**20)])
 
 @torch.no_grad()
 def sync_params(named # `(name, parameter)` pairs
