@@ -29,9 +29,9 @@ _INNER_FUNCTIONS = {property:('fget','fset','fdel'), staticmethod:('__func__',),
                     classmethod:('__func__',)}
 
 def _is_from_notebook(f):
-    "Return True if a cell of the notebook defined the function `f`"
+    "Return True if `f` is a function that a cell of the notebook defined"
     if type(f) is not types.FunctionType: return False
-    return f.__module__ == '__main__' or f.__globals__ is vars(sys.modules['__main__'])
+    return f.__module__ == '__main__' or f.__globals__.get('__name__') == '__main__'
 
 def _select_function(v):
     "Select the attribute `v` if it is, or contains, a function of a cell"
@@ -129,20 +129,6 @@ class Patches(list):
 _LIBRARY_PREFIXES = ('fastai','fastcore','fasttransform','fastprogress','torchvision',
                      'torch.nn','torch.optim','torch.utils.data','torch._tensor')
 
-def _namespaces():
-    "Yield `(module, class or None, {name: attribute})`, the first two by name, for all to search"
-    # a copy: another thread, or the garbage collector, may import a module meanwhile
-    for name,module in sys.modules.copy().items():
-        if name != 'torch' and not name.startswith(_LIBRARY_PREFIXES): continue
-        if not isinstance(module, types.ModuleType): continue
-        attrs = dict(vars(module))
-        yield name, None, attrs
-        for k,cls in attrs.items():
-            if issubclass(type(cls), type) and cls.__module__ == name:
-                # a class that a function made can only be found by its name in the module
-                path = k if '<locals>' in cls.__qualname__ else cls.__qualname__
-                yield name, path, vars(cls).copy()
-
 def _selectors():
     "Return `{type of an attribute: its select function}`"
     res = dict.fromkeys([types.FunctionType, *_INNER_FUNCTIONS], _select_function)
@@ -152,22 +138,55 @@ def _selectors():
         if name in attrs: res[attrs[name]] = select
     return res
 
+class _Searched(NamedTuple):
+    "A module or class as the last search found it"
+    attrs:dict          # its attributes
+    candidates:list     # `(name, attribute)` of those that cells may have made or changed
+    classes:list        # `(path, class)` of the classes that it defines, if it is a module
+
+_searched = {}      # (module, path of a class or None) -> `_Searched`
+
+def _search(module, path, owner, selectors):
+    """Return the `_Searched` of a module or class, which is named by `module` and `path`: that of
+    the last search if it still has the very same attributes"""
+    attrs = vars(owner).copy()
+    last = _searched.get((module,path))
+    if last and [*attrs] == [*last.attrs]:      # the same names
+        if all(map(operator.is_, attrs.values(), last.attrs.values())): return last
+    # Nearly all attributes are functions of libraries. The condition of `_is_from_notebook` leaves
+    # them out here: to call it for each of 37,000 would take three times as long
+    function = types.FunctionType
+    candidates = [(name,v) for name,v in attrs.items() if type(v) in selectors and (
+        type(v) is not function or v.__module__ == '__main__'
+        or v.__globals__.get('__name__') == '__main__')]
+    # a class that a function made can only be found by its name in the module
+    classes = [(name if '<locals>' in v.__qualname__ else v.__qualname__, v)
+               for name,v in attrs.items() if issubclass(type(v), type) and v.__module__ == module]
+    res = _searched[module,path] = _Searched(attrs, candidates, classes)
+    return res
+
+def _namespaces():
+    "Yield `(module, path of a class or None, candidates)`, for all modules and their classes"
+    selectors = _selectors()
+    # a copy: another thread, or the garbage collector, may import a module meanwhile
+    for name,module in sys.modules.copy().items():
+        if name != 'torch' and not name.startswith(_LIBRARY_PREFIXES): continue
+        if not isinstance(module, types.ModuleType): continue
+        searched = _search(name, None, module, selectors)
+        yield name, None, searched.candidates
+        for path,cls in searched.classes:
+            yield name, path, _search(name, path, cls, selectors).candidates
+
 def collect_patches():
     "Return the `Patches` that cells have made to the libraries that training uses"
     selectors = _selectors()
-    function = types.FunctionType
-    main = vars(sys.modules['__main__'])
     res = Patches()
     done = {}       # id -> attribute that needn't be looked at again; it keeps the id unique
-    for module,cls,attrs in _namespaces():
-        # Nearly all attributes are functions of libraries. The condition of `_is_from_notebook`
-        # leaves them out here: to call it for each of 37,000 would take three times as long
-        candidates = [(name,v) for name,v in attrs.items() if type(v) in selectors and (
-            type(v) is not function or v.__globals__ is main or v.__module__ == '__main__')]
+    for module,path,candidates in _namespaces():
         for name,v in candidates:
             if id(v) in done: continue
             value = selectors[type(v)](v)
-            if value is not None: res.append(Patch(module, cls, name, value))
+            if value is not None: res.append(Patch(module, path, name, value))
             # What a cell made is set in each place where it is found. A library's dispatch
             # function is one object in many modules: what cells registered is sent once
             if value is not v: done[id(v)] = v
