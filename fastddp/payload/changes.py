@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/107_changes.ipynb #5ca1ab12
-import copyreg, hashlib, sys, types, weakref
+import copyreg, hashlib, operator, sys, types, weakref
 from functools import partial
 from typing import NamedTuple
 
@@ -90,10 +90,10 @@ _MAX_HASHED_BYTES = 2**27       # larger values are compared by members
 
 class _Members:
     "Equals another one if both have the very same objects, in the same order"
-    def __init__(self, objects):
-        self.objects = [*objects]       # as long as they live their ids are unique
-        self.ids = [*map(id, self.objects)]
-    def __eq__(self, other): return isinstance(other, _Members) and self.ids == other.ids
+    def __init__(self, objects): self.objects = [*objects]
+    def __eq__(self, other):
+        if not isinstance(other, _Members) or len(self.objects) != len(other.objects): return False
+        return all(map(operator.is_, self.objects, other.objects))      # without a loop in Python
 
 def _members(owner, name, v):
     """Return something that differs (`!=`) once the value `v` of an attribute of `owner` has other
