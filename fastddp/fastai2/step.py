@@ -209,7 +209,7 @@ _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
 class StepSync(OurCallback):
     """Makes one training step of all ranks: one loss (`GlobalLoss`), one gradient (`Passes`).
 
-    `distributed` (`fastai2.callbacks`) makes one on each rank for a fit. In a batch, in the order
+    `distributed` (`fastai2.as_one`) makes one on each rank for a fit. In a batch, in the order
     of fastai's loop:
 
         before_batch   from here on `Passes` intercepts `torch.autograd.backward`

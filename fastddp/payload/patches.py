@@ -165,9 +165,8 @@ def _search(module, path, owner, selectors):
     res = _searched[module,path] = _Searched(attrs, candidates, classes)
     return res
 
-def _namespaces():
+def _namespaces(selectors):
     "Yield `(module, path of a class or None, candidates)`, for all modules and their classes"
-    selectors = _selectors()
     # a copy: another thread, or the garbage collector, may import a module meanwhile
     for name,module in sys.modules.copy().items():
         if name != 'torch' and not name.startswith(_LIBRARY_PREFIXES): continue
@@ -182,7 +181,7 @@ def collect_patches():
     selectors = _selectors()
     res = Patches()
     done = {}       # id -> attribute that needn't be looked at again; it keeps the id unique
-    for module,path,candidates in _namespaces():
+    for module,path,candidates in _namespaces(selectors):
         for name,v in candidates:
             if id(v) in done: continue
             value = selectors[type(v)](v)
