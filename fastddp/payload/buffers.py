@@ -8,13 +8,18 @@ __all__ = []
 # %% ../../nbs/payload/104_buffers.ipynb #c1097e24
 import math, mmap, operator, os, pathlib, tempfile, warnings
 from collections import UserList
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np, torch
 from torch import Tensor
 
+try: import fcntl
+except ImportError: fcntl = None    # not on Windows, where there are no workers
+
 from ..base.device import free_memory
+from .reducers import StandIn
 
 # %% ../../nbs/payload/104_buffers.ipynb #4b344d7f
 class _Column:
@@ -85,8 +90,8 @@ def _are_plain(tensors):
     if type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__: return False
     wanted = dict(dtype=first.dtype, ndim=first.ndim, layout=torch.strided, is_cpu=True,
                   is_nested=False, requires_grad=False)
-    for name,value in wanted.items():
-        if {getattr(t, name) for t in tensors} != {value}: return False
+    found = {*map(operator.attrgetter(*wanted), tensors)}   # in C: there may be many tensors
+    if found != {tuple(wanted.values())}: return False
     have_attributes = any(map(vars, tensors))
     are_negated = any(map(Tensor.is_neg, tensors))      # views that show memory with another sign
     return all(map(Tensor.is_contiguous, tensors)) and not have_attributes and not are_negated
@@ -182,11 +187,6 @@ class LazyList(UserList):
 # %% ../../nbs/payload/104_buffers.ipynb #00001ed0
 _MIN_LAZY = 1000        # a worker makes the items of a shorter list at once
 
-class StandIn:
-    "An object that is pickled in place of another one, and loaded as the result of `make(*args)`"
-    def __init__(self, make, *args): self._reduced = make,args
-    def __reduce__(self): return self._reduced
-
 class ColumnCache:
     """Makes the columns for each `dump`. A list that has the very same objects as one in the last
     dump, or in this one, gets the column of that one"""
@@ -267,21 +267,40 @@ class Block:
                 fd = _temp_file(f"anonymous memory files can't be made here ({e})")
         self.fd = fd                # None once it is closed
         self._on_disk = False       # True: it has moved to a temporary file
+        self._view = b''            # its memory as `_fill` writes to it
+    def _missing(self, nbytes):
+        "Return how many of `nbytes` it has no memory for"
+        return nbytes-os.fstat(self.fd).st_blocks*512       # the blocks of a file have 512 bytes
     def make_room(self, nbytes):
         "Grow to at least `nbytes`; continue in a temporary file if there isn't enough memory"
-        missing = nbytes-os.fstat(self.fd).st_blocks*512        # blocks of 512 bytes that it has
+        missing = self._missing(nbytes)
         if missing >= _LARGE and not self._on_disk:
             free = free_memory()
             if free is not None and free < missing*1.1: self._move_to_disk("memory is short")
-        if os.fstat(self.fd).st_size < nbytes: os.ftruncate(self.fd, nbytes)
+        # with some room for the next payload, which takes no memory yet
+        if os.fstat(self.fd).st_size < nbytes: os.ftruncate(self.fd, nbytes+_LARGE)
     def _move_to_disk(self, reason):
         self.close()
         self.fd = _temp_file(reason)
         self._on_disk = True
+    def lend(self):
+        """Return another descriptor of the block, for a process that reads it. Until that has
+        closed it, and all that `read` returned there is gone, `is_lent`"""
+        # A lock belongs to one opening of a file: to its descriptors in all processes, and mappings
+        fd = os.open(f'/proc/self/fd/{self.fd}', os.O_RDWR|os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
+    def is_lent(self):
+        "Return True while another process may read what was written last"
+        try: fcntl.flock(self.fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        except OSError: return True
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return False
     def close(self):
         "Close the descriptor; buffers that `read` returned stay valid"
         if self.fd is not None: os.close(self.fd)
         self.fd = None
+        self._view = b''
     def read(self,
         packed,     # What `write` returned, here or in another process
         copy=False # If True, return bytearrays; if False, views that change with the next `write`
@@ -303,4 +322,10 @@ class Block:
             self._fill(payload.buffers, packed)
         return packed
     def _fill(self, buffers, packed):
-        for b,(offset,_) in zip(buffers, packed.spans): write_at(self.fd, memoryview(b), offset)
+        if packed.end < _LARGE or self._missing(packed.end) > 0:
+            for b,(offset,_) in zip(buffers, packed.spans): write_at(self.fd, memoryview(b), offset)
+            return
+        # twice as fast, but only for memory that it has: else each page is found by itself
+        if len(self._view) < packed.end: self._view = np.frombuffer(mmap.mmap(self.fd, 0), np.uint8)
+        for b,(offset,n) in zip(buffers, packed.spans):
+            self._view[offset:offset+n] = np.frombuffer(b, np.uint8)

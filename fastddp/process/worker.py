@@ -174,6 +174,7 @@ class Channel:
         # Called once in the main thread, after the notebook has got the result of this job
         self.on_idle = noop
         self.tasks = queue.SimpleQueue()    # of `Task`; None: exit
+        self._blocks = []       # each `Block` that `put` has written to, for the next payloads
         self._pipe = Pipe(conn)
         self._stop_requested = threading.Event()
         threading.Thread(target=self._inbox, args=(parent_pid,), name='fastddp-inbox',
@@ -189,9 +190,18 @@ class Channel:
         payload # A `Payload`
     ):
         "Send a payload; it arrives even if this process dies right afterwards"
-        block = Block()
-        try: self.send('put', kind, block.write(payload), fd=block.fd)
-        finally: block.close()
+        block = self._take_block()
+        packed = block.write(payload)
+        try: fd = block.lend()
+        except OSError: fd = block.fd       # a system without /proc: the block isn't used again
+        else: self._blocks.append(block)
+        try: self.send('put', kind, packed, fd=fd)
+        finally: os.close(fd)
+    def _take_block(self):
+        "Return a `Block` that the notebook no longer reads: the system finds new memory slowly"
+        for i,block in enumerate(self._blocks):
+            if not block.is_lent(): return self._blocks.pop(i)
+        return Block()
     def heartbeats(self):
         "Return the `Heartbeats` that this worker shares with the notebook"
         return board.Heartbeats(os.path.join(self.folder, HEARTBEATS))

@@ -59,20 +59,22 @@ def first_of(names, most):
     "Return the first `most` of the `names`, and how many more there are, as text"
     return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
 
-def _norms(p):
-    "Return the norms of the parts of a parameter as a string, since NaN doesn't equal itself"
-    if p.is_complex(): p = torch.view_as_real(p)
-    flat = p.detach().as_subclass(torch.Tensor).reshape(-1)
-    # the copy of a part stays in the processor's cache; that of all of 1 GB would take seconds
-    return repr([part.double().norm().item() for part in flat.split(2**20)])
+def _checksum(p):
+    "Return the sum of all bits of a parameter, in words of 64, as a number"
+    data = p.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8)
+    # a view as words must begin at a multiple of 8 bytes
+    if data.storage_offset()%8: data = data.clone()
+    n = len(data)//8*8
+    return (data[:n].view(torch.int64).sum()+data[n:].sum()).item()
 
 @torch.no_grad()
 def sync_params(named # `(name, parameter)` pairs
 ): # `(names of the parameters that differed, the largest difference of an element)`
     "Give all ranks rank 0's values of the parameters that differ. A collective operation"
     named = [(name,p) for name,p in named if p.numel()]
-    norms_of_ranks = group.all_gather_object([_norms(p) for _,p in named])
-    differ = [pair for pair,*norms in zip(named, *norms_of_ranks) if len({*norms}) > 1]
+    checksums_of_ranks = group.all_gather_object([_checksum(p) for _,p in named])
+    differ = [pair for pair,*checksums in zip(named, *checksums_of_ranks)
+              if len({*checksums}) > 1]
     if not differ: return [],0.
     names,params = zip(*differ)
     old = [p.detach().clone() for p in params]
