@@ -26,6 +26,64 @@ from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.sharded import is_sharded, original
 
+# %% ../../nbs/fastai2/708_metrics.ipynb #3c20bfa6
+def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
+):
+    "Return the sum of `values`, in rank order and in float64; the sum of ints is an int"
+    if isinstance(values[0], dict):
+        keys = sorted({k for o in values for k in o})
+        return {k: sum(float(o.get(k, 0.)) for o in values) for k in keys}
+    if isinstance(values[0], list): return [sum(map(float, o)) for o in zip(*values)]
+    if all(isinstance(o, int) for o in values): return sum(values)
+    return sum(torch.as_tensor(o).double() for o in values)
+
+def sum_state(m,     # A metric
+              *attrs # Names of its attributes that add up
+):
+    "Replace attributes of `m` by their sums over ranks; every rank calls it"
+    states = group.all_gather_object([getattr(m, a) for a in attrs])
+    for a,values in zip(attrs, zip(*states)): setattr(m, a, _sum_over_ranks(values))
+
+# %% ../../nbs/fastai2/708_metrics.ipynb #06001d4b
+_MEAN = ('total','count')
+_AREAS = ('inter','union')
+# Class of metrics -> names of the attributes that add up
+SUMMED_ATTRS = {
+    AvgMetric: _MEAN, AvgLoss: _MEAN, LossMetric: _MEAN, Dice: _AREAS, DiceMulti: _AREAS,
+    CorpusBLEUMetric: ('pred_len','targ_len','corrects','counts'),
+    AvgSmoothLoss: (),      # it averages `learn.loss`, which is that of the global batch already
+    # the callback that computes a `ValueMetric` runs on every rank
+    ValueMetric: (), Metric: ()}
+
+def _call_merge(m):
+    "Call the method `merge` of the metric `m` with the state of every rank"
+    kinds = (int, float, torch.Tensor, list, dict)
+    m.merge(group.all_gather_object({k:v for k,v in vars(m).items() if isinstance(v, kinds)}))
+
+def merge_for(m # A metric
+):
+    """Return the function that gives `m` the state of all ranks, called as `merge(m)` by every
+    rank; None for a metric that has to be replayed"""
+    cls = type(m)
+    if getattr(m, 'replay', False): return None
+    if hasattr(cls, 'merge'): return _call_merge
+    known = next((c for c in cls.__mro__ if c in SUMMED_ATTRS), None)
+    # a subclass that overrides one of these methods may keep anything
+    if known and cls.accumulate is known.accumulate and cls.reset is known.reset:
+        return lambda m: sum_state(m, *SUMMED_ATTRS[known])
+    return None
+
+def way_of(m,         # A metric
+           has_parts, # Whether `learn.loss` is that of this rank's part of a batch
+           recomputes_loss # Whether such parts don't make the loss of the global batch
+):
+    "Return how `m` is computed in a phase: by 'merge', 'average' or 'replay'"
+    merge = merge_for(m)
+    averages_losses = isinstance(m, (AvgLoss,LossMetric)) and merge is not _call_merge
+    if merge is None or averages_losses and recomputes_loss: return 'replay'
+    if averages_losses and has_parts and isinstance(m, AvgLoss): return 'average'
+    return 'merge'
+
 # %% ../../nbs/fastai2/708_metrics.ipynb #7060a003
 class KeptBatch(NamedTuple):
     "What a replayed metric reads of a batch: this rank's part of it, or all of it"
@@ -114,64 +172,6 @@ class Replay:
         "Return the loss of a `KeptBatch`, computed on the model's device, as a tensor on the CPU"
         args = to_device((batch.pred,*batch.yb), device_of(self.learn.model))
         with torch.no_grad(): return loss_func(*args).cpu()
-
-# %% ../../nbs/fastai2/708_metrics.ipynb #3c20bfa6
-def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
-):
-    "Return the sum of `values`, in rank order and in float64; the sum of ints is an int"
-    if isinstance(values[0], dict):
-        keys = sorted({k for o in values for k in o})
-        return {k: sum(float(o.get(k, 0.)) for o in values) for k in keys}
-    if isinstance(values[0], list): return [sum(map(float, o)) for o in zip(*values)]
-    if all(isinstance(o, int) for o in values): return sum(values)
-    return sum(torch.as_tensor(o).double() for o in values)
-
-def sum_state(m,     # A metric
-              *attrs # Names of its attributes that add up
-):
-    "Replace attributes of `m` by their sums over ranks; every rank calls it"
-    states = group.all_gather_object([getattr(m, a) for a in attrs])
-    for a,values in zip(attrs, zip(*states)): setattr(m, a, _sum_over_ranks(values))
-
-# %% ../../nbs/fastai2/708_metrics.ipynb #06001d4b
-_MEAN = ('total','count')
-_AREAS = ('inter','union')
-# Class of metrics -> names of the attributes that add up
-SUMMED_ATTRS = {
-    AvgMetric: _MEAN, AvgLoss: _MEAN, LossMetric: _MEAN, Dice: _AREAS, DiceMulti: _AREAS,
-    CorpusBLEUMetric: ('pred_len','targ_len','corrects','counts'),
-    AvgSmoothLoss: (),      # it averages `learn.loss`, which is that of the global batch already
-    # the callback that computes a `ValueMetric` runs on every rank
-    ValueMetric: (), Metric: ()}
-
-def _call_merge(m):
-    "Call the method `merge` of the metric `m` with the state of every rank"
-    kinds = (int, float, torch.Tensor, list, dict)
-    m.merge(group.all_gather_object({k:v for k,v in vars(m).items() if isinstance(v, kinds)}))
-
-def merge_for(m # A metric
-):
-    """Return the function that gives `m` the state of all ranks, called as `merge(m)` by every
-    rank; None for a metric that has to be replayed"""
-    cls = type(m)
-    if getattr(m, 'replay', False): return None
-    if hasattr(cls, 'merge'): return _call_merge
-    known = next((c for c in cls.__mro__ if c in SUMMED_ATTRS), None)
-    # a subclass that overrides one of these methods may keep anything
-    if known and cls.accumulate is known.accumulate and cls.reset is known.reset:
-        return lambda m: sum_state(m, *SUMMED_ATTRS[known])
-    return None
-
-def way_of(m,         # A metric
-           has_parts, # Whether `learn.loss` is that of this rank's part of a batch
-           recomputes_loss # Whether such parts don't make the loss of the global batch
-):
-    "Return how `m` is computed in a phase: by 'merge', 'average' or 'replay'"
-    merge = merge_for(m)
-    averages_losses = isinstance(m, (AvgLoss,LossMetric)) and merge is not _call_merge
-    if merge is None or averages_losses and recomputes_loss: return 'replay'
-    if averages_losses and has_parts and isinstance(m, AvgLoss): return 'average'
-    return 'merge'
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #87754504
 class Phase:
