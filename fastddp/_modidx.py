@@ -1061,8 +1061,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.Phase._counted_rows': ( 'fastai2/metrics.html#phase._counted_rows',
                                                                                           'fastddp/fastai2/metrics.py'),
-                                         'fastddp.fastai2.metrics.Phase._next_positions': ( 'fastai2/metrics.html#phase._next_positions',
-                                                                                            'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.Phase._note_batch': ( 'fastai2/metrics.html#phase._note_batch',
                                                                                         'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.Phase._start': ( 'fastai2/metrics.html#phase._start',

@@ -44,7 +44,7 @@ def shard_batches(dl,      # A fastai or torch loader, sharded or not
 ):
     "Return the loader that yields the whole batches of `dl` that `rank` predicts"
     res = shard_dl(dl, rank, n, 'global', train=False, common=common)
-    if n > 1: res._shard.whole_batches = True
+    res._shard.whole_batches = True
     return res
 
 # %% ../../nbs/fastai2/722_inference.ipynb #08e24dee
@@ -131,16 +131,18 @@ def infer_in_group(learn, # A learner, the same on all ranks
                    common=None # `CommonRNG` from which an order is drawn
 ):
     """Validate `dl` by all ranks. Every rank calls this inside `distributed`, and then has the
-    result of one process. All ranks call these collectives, in this order:
+    result of one process. The collectives of all ranks, in this order:
 
+        `from_rank0`            whether each rank goes over all batches. Rank 0 decides, since
+                                others lack callbacks that act on rank 0 only
         `order_from_rank0`      each rank may have made the loader itself, with an order of its own
         `validate_part`         the meetings of the validation, and its metrics
         `all_gather_object`     what was collected
 
-    Where each rank goes over all batches, there are only the meetings of the validation"""
+    Where each rank goes over all batches, there are only the first and the validation's meetings"""
     whole = original(dl)
     n = group.world_size()
-    if n == 1 or why_one_process(learn, whole, n) is not None:
+    if n == 1 or group.from_rank0(why_one_process(learn, whole, n) is not None):
         type(learn)._do_epoch_validate(learn, dl=Undivided(whole, common))
     else:
         order_from_rank0(whole)

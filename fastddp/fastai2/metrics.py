@@ -243,8 +243,9 @@ class Phase:
         # The current batch, set by `_note_batch`
         self.n_fed = 0          # items that the model was fed
         self.n_items = 0        # those of them that count, which come first
+        self.positions = ()     # of this rank's items, in the order of one process
         # All batches until now
-        self.n_read = 0         # this rank's items, borrowed ones left out
+        self.n_read = 0         # the number of their positions
         # For `averaged`: `(number of the global batch, loss times divisor, divisor, items)`
         self.loss_terms = []
         self._start()
@@ -277,8 +278,7 @@ class Phase:
         "Take the current batch into account for a metric `m`, in the place of `m.accumulate`"
         # at each batch, the Recorder begins with the first metric
         if m is self.metrics[0]: self._note_batch()
-        is_merged = any(m is o for o in self.merged)
-        if not is_merged or not self.n_items: return
+        if not self.n_items or all(m is not o for o in self.merged): return
         pred,yb = self._counted_rows()
         with with_attrs(learn, pred=pred, yb=yb): type(m).accumulate(m, learn)
 
@@ -293,8 +293,14 @@ class Phase:
         learn = self.learn
         self.n_fed = find_bs(learn.yb)
         self.n_items = learn.dl.counts[learn.iter][0] if learn.training else self.n_fed
-        positions = self._next_positions()
+        read = learn.dl.idxs
+        # a batch that a callback runs again has no new ones
+        if len(read) > self.n_read: self.positions = read[self.n_read:]
+        self.n_read = len(read)
         if not self.n_items: return
+        positions = self.positions
+        # a callback left items out; where it repeated all of them, their positions stay
+        if self.n_fed%len(positions): positions = positions[:self.n_fed]
         bs = learn.dl._shard.bs
         number = positions[0]//bs if bs else learn.iter     # of the global batch
         if self.averaged:
@@ -302,14 +308,6 @@ class Phase:
                                                          self.n_items, self.reduction)
             self.loss_terms.append((number, weighted, divisor, self.n_items))
         if self.replay: self.replay.note(number, positions, *self._counted_rows())
-
-    def _next_positions(self):
-        "Return the positions of the current batch's items in the order of one process"
-        read = self.learn.dl.idxs      # positions of all items until now
-        new = read[-self.n_items:] if self.learn.training else read[self.n_read:]
-        self.n_read = len(read)
-        # a callback left items out; where it repeated all of them, their positions stay
-        return new[:self.n_fed] if len(new) and self.n_fed%len(new) else new
 
     def reduce(self):
         """Give the metrics the state of all ranks, by collectives in this order. Every rank calls

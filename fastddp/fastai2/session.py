@@ -44,9 +44,9 @@ def fit_args(learn, args, kwargs):
     res = {}
     in_varargs = [k for k in _FIT if k not in own]
     for k,v in bind_arguments(fit, args, kwargs).arguments.items():
-        kind = own[k].kind
-        if kind == inspect.Parameter.VAR_POSITIONAL: res |= zip(in_varargs, v)
-        elif kind == inspect.Parameter.VAR_KEYWORD: res |= v
+        param = own[k]
+        if param.kind == param.VAR_POSITIONAL: res |= zip(in_varargs, v)
+        elif param.kind == param.VAR_KEYWORD: res |= v
         else: res[k] = v
     n_epoch = own.get('n_epoch')
     if n_epoch and n_epoch.default is not n_epoch.empty:
@@ -69,20 +69,23 @@ def enough_epochs(
 # %% ../../nbs/fastai2/727_session.ipynb #e91b2a98
 class FitCall(Call):
     """A fit on the workers: the notebook's side of `fit_job`. `Session._fit` makes one for all
-    tries of the fit. It has `resumable`, and what the base classes call:
+    tries of the fit. Here are `resumable`, and what the base classes call:
 
         resumable                     around all tries
             Session.train
-                Call.run              a try
-                    snapshot          what the workers get
-                    on_event          while the job runs, in any thread
+                Call.run              one try
+                    snapshot          what the workers get: the learner as it is now
+                    on_event          while the job runs, perhaps in another thread
                     on_success        if all ranks returned, also after an interrupt; or else
-                    on_failure        if they didn't
-                        apply         from both: rank 0's state is put into the learner
+                    on_failure        if not all did
+                        apply         called by both, to put rank 0's state into the learner. After
+                                      a failure this is the last complete epoch, if there is one,
+                                      so the next try begins there
                 retry_text            before the next try
                 describe_learner      after a failure or an interrupt, for the user
 
-    Then the resume point of the learner is made:
+    The base class sets `has_result` when the learner holds a state of the workers, and makes no
+    other try if `stopped_in_epoch`, which is set here. The end of the fit makes the resume point:
 
         the fit                   continues from                        made in
         is complete               (the next fit of the user's call)     on_success
@@ -91,21 +94,20 @@ class FitCall(Call):
         failed, or was stopped    what the learner holds                resumable
         before the job
 
-    An `lr_find`, for which `counts_steps` is True, makes none, and leaves that of an earlier fit.
-
-    The base class sets `has_result` when the learner holds a state of the workers. It reads
-    `stopped_in_epoch`, which is set here: then there is no other try."""
+    An `lr_find`, for which `counts_steps` is True, makes none, and leaves that of an earlier fit"""
     def __init__(self, session,
         cbs, # Callbacks that this fit was given
         asked, # Its other arguments, by name, as the user asked
         user_call, # The `UserCall` that makes this fit
-        first_epoch # The first epoch that isn't complete, if the fit is resumed, else None
+        # The first epoch that isn't complete, if the fit continues one that was cut off, else None.
+        # `apply` updates it
+        first_epoch
     ):
         n_epoch = asked.get('n_epoch')      # a `fit` of the user's may have no such argument
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
         store_attr('cbs,asked,user_call,first_epoch')
-        self.has_resume_point = False       # made when this fit ended
+        self.has_resume_point = False       # True once this fit has made it
 
     # A try
     def snapshot(self):
@@ -140,14 +142,16 @@ class FitCall(Call):
         if not isinstance(event, EpochEnd): return
         for f in self.session.on_epoch: f(self, event)
 
-    # The end of a try, and its resume point. This is made before `apply`, which may put the middle
-    # of an epoch into the learner: until then the learner holds the beginning of the fit
+    # The end of a try, and its resume point. This is made before the base class calls `apply`,
+    # which may put the middle of an epoch into the learner: until then the learner holds the
+    # beginning of the try
     def on_success(self, out):
         stopped_in_epoch = any(r['interrupted'] for r in out.results)
-        # an `lr_find` that was interrupted leaves the learner unchanged
-        if self.counts_steps and (out.interrupted or stopped_in_epoch): return
-        if stopped_in_epoch: self._stop_in_epoch(out.epoch)
-        elif not self.counts_steps:
+        if self.counts_steps:
+            # an `lr_find` that was interrupted leaves the learner unchanged
+            if out.interrupted or stopped_in_epoch: return
+        elif stopped_in_epoch: self._stop_in_epoch(out.epoch)
+        else:
             self.user_call.complete(self.learn)
             self.has_resume_point = True
         super().on_success(out)
@@ -169,7 +173,8 @@ class FitCall(Call):
     @contextlib.contextmanager
     def resumable(self):
         """Context manager for all tries of the fit. If it fails or is stopped, make the resume
-        point unless there is one; put the old optimizer back if the learner is unchanged."""
+        point unless there is one; put the old optimizer back if the learner is unchanged. A fit
+        that was refused makes none."""
         learn = self.learn
         old_opt = learn.opt
         try: yield
@@ -212,10 +217,14 @@ class Session(BaseSession):
             train             of the base class, inside `FitCall.resumable`. It calls:
                 quiet         first
                 datasets      if the workers are on other machines
-                global_batch  when a snapshot is made, and for the line that says what runs
-                note          with that line
-                check         again, if fewer workers are left after a failure
-            keep              the report, also if the fit failed"""
+                FitCall.run   for each try, which calls `global_batch` for the snapshot
+                global_batch  for the line that says what runs, when the snapshot is made
+                note          a line after that one
+                check         before another try, if fewer workers are left
+            keep              the report, also if the fit failed
+
+    The base class has `learn`, `launcher`, `options` (of the ranks), `columns` (for snapshots), and
+    `n` and `gpus` of the workers, which may change between two tries"""
     def __init__(self, *args,
         model_factory=None, dls_factory=None, # The options of the block
         asked_for={}, # All options of the block that aren't the defaults, for a resumed fit
@@ -283,7 +292,7 @@ class Session(BaseSession):
             finally: self.keep(call.report)
     def keep(self, report):
         "Keep the `Report` of a call for `learn.distrib_reports`, unless the call was refused."
-        if not report.phase_ends: return
+        if not report.phase_ends: return        # there was not even a snapshot
         self.reports.append(report)
         reports[self.learn] = self.reports
 
