@@ -270,7 +270,7 @@ class Phase:
             if group.rank():
                 for m in self.merged: m.reset()
         else:
-            # all batches count, which `reduce` adds to metrics without state
+            # what it has left in these doesn't count: `reduce` adds all batches of this phase
             for m in (*self.averaged, *self.replayed): m.reset()
         self._start()
 
@@ -335,7 +335,7 @@ class ReduceMetrics(OurCallback):
     def __init__(self, losses): # The fit's `Losses`
         self.losses = losses
         self.phase = None       # the `Phase` that runs, or None
-        # True if the metrics have the state of all ranks, which `nested_validation` asks
+        # True if the metrics have the state of all ranks; `nested_validation` reads this
         self.is_global = False
 
     # The Recorder names its metrics `_train_mets` and `_valid_mets`. It comes after this callback:
