@@ -140,7 +140,9 @@ class Replay:
         run           on all ranks, after `stop`
 
     With `recomputes_loss`, the learner has a copy of its loss function from `start` to `stop`, for
-    parts of batches. `run` calls the function itself with global batches."""
+    parts of batches. `run` calls the function itself with global batches, and adds `added` of the
+    parts: terms of callbacks, and numbers of the model that the function reads (`model.kl`), which
+    differ from rank to rank, and from batch to batch."""
     def __init__(self, learn, metrics,
         recomputes_loss, # As of `way_of`
         loss_reads_model # This rank saw that the loss reads numbers that the model keeps of a batch

@@ -164,8 +164,8 @@ class FitCall(Call):
     ):
         self.stopped_in_epoch = True
         # with the variables of cells that were sent
-        self._save(epoch, self.definitions)
-    def _save(self, epoch=None, definitions=()):
+        self.save(epoch, self.definitions)
+    def save(self, epoch=None, definitions=()):
         "Make the resume point, at the end of an epoch or with what the learner holds now."
         if self.counts_steps: return
         self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, definitions)
@@ -182,7 +182,7 @@ class FitCall(Call):
             with Interrupts().counting():       # a second Ctrl-C can't cut this
                 has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
                 # variables of cells go on as they are in the notebook
-                if has_run and not self.has_resume_point: self._save()
+                if has_run and not self.has_resume_point: self.save()
                 if not self.has_result: learn.opt = old_opt
             raise
 

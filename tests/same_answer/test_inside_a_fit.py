@@ -107,7 +107,8 @@ def test_each_rank_made_a_shuffled_loader(ask, two):
     for a, b in zip(got, expected): assert largest(a, b) < 1e-4
 
 
-class TensorBoardProjectorCallback(Callback): "Stands for fastai's, which is known by its name, and which rank 0 alone has"
+class TensorBoardProjectorCallback(Callback):
+    "Stands for fastai's, which is known by its name, and which rank 0 alone has"
 
 
 def test_a_callback_of_rank_0_that_wants_all_batches(two):
