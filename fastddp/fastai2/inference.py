@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['why_one_process', 'gatherers', 'validate_part', 'join_parts', 'end_gathering', 'order_from_rank0', 'infer_in_group',
-           'preds_in_one_order', 'leave_together']
+           'preds_in_one_order']
 
 # %% ../../nbs/fastai2/722_inference.ipynb #29306989
 import contextlib
 
-from fastai.callback.core import CancelEpochException, CancelFitException, GatherPredsCallback
+from fastai.callback.core import GatherPredsCallback
 from fastai.data.load import DataLoader
 from fastcore.basics import noop
 from torch.utils.data import DataLoader as TorchLoader
@@ -23,13 +23,18 @@ from ..shard.sharded import is_sharded, original
 from ..shard.torch_loader import is_stream
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
-# Each rank predicts whole batches, and `join_parts` joins what they collect:
+# Each rank predicts whole batches with fastai's own validation (`validate_part`). What its
+# `GatherPredsCallback`s collect is joined (`join_parts`) and given to the callbacks of the learner
+# that asked (`end_gathering`):
 #
-#     the notebook          asks `why_one_process`; joins the parts of all workers by `join_parts`,
-#                           and gives them to its callbacks by `end_gathering`
-#     a worker's job        `validate_part`, inside `leave_together`
-#     the ranks of a group  `infer_in_group` does all of it on each of them; `preds_in_one_order`
-#                           is their `learn.get_preds`
+#     asked by                       predicted by             joined by
+#     the notebook                   `jobs.infer_job`, on     the notebook, in
+#                                    each worker              `jobs.InferCall.validate`
+#     all ranks: a callback in a     `infer_in_group`, on     each rank there, so all of them have
+#     fit, a script under torchrun   each rank                the whole result
+#
+# Where workers wouldn't be faster, or can't do it (`why_one_process`), the notebook's process goes
+# over all batches; so does each rank of a group.
 
 # One rank's part
 
@@ -39,7 +44,7 @@ def shard_batches(dl,      # A fastai or torch loader, sharded or not
 ):
     "Return the loader that yields the whole batches of `dl` that `rank` predicts"
     res = shard_dl(dl, rank, n, 'global', train=False, common=common)
-    if n > 1: res._shard.whole_batches = True
+    res._shard.whole_batches = True
     return res
 
 # %% ../../nbs/fastai2/722_inference.ipynb #08e24dee
@@ -48,7 +53,7 @@ def why_one_process(learn, # The learner that predicts
                     n      # Number of ranks
 ):
     """Return why one process predicts `dl`, to be shown to the user; an empty string where that
-    needs no explanation, None where the ranks predict it"""
+    needs no explanation, None where the ranks predict it. Not a collective"""
     if not isinstance(dl, (DataLoader,TorchLoader)): return ''
     if why := why_not(dl, n): return why
     if len(dl) < 2: return ''
@@ -71,18 +76,21 @@ def validate_part(learn, # With its metrics and callbacks
                   dl,    # The whole loader
                   common=None # `CommonRNG` from which an order is drawn
 ): # For each gatherer its lists, by name
-    "Run fastai's validation over this rank's part of `dl`; return what it collected"
+    """Run fastai's validation over this rank's part of `dl`; return what it collected. Every rank
+    calls this, inside `distributed`, whose callbacks hold the meetings of the validation and reduce
+    the metrics. Between these the ranks don't wait for each other: one may have a batch less"""
     rank = group.rank()
     n = group.world_size()
     own = shard_batches(dl, rank, n, common)
     gather = gatherers(learn)
+    # fastai's methods are those of the class: others override them in the learner
     def all_batches():
         if learn.dl is not own: return type(learn).all_batches(learn)   # a callback's validation
         learn.n_iter = len(own)
         # with the numbers that the batches have in one process
         for k,b in enumerate(own): learn.one_batch(k*n+rank, b)
     with contextlib.ExitStack() as stack, with_attrs(learn, all_batches=all_batches):
-        # `end_gathering` calls it, with the lists of all ranks
+        # `end_gathering` calls `after_validate`, with the lists of all ranks
         for o in gather: stack.enter_context(with_attrs(o, after_validate=noop))
         type(learn)._do_epoch_validate(learn, dl=own)
     return [{k:vars(o).pop(k) for k in _GATHERED if isinstance(vars(o).get(k), list)}
@@ -91,7 +99,7 @@ def validate_part(learn, # With its metrics and callbacks
 # %% ../../nbs/fastai2/722_inference.ipynb #e54ad9dd
 def join_parts(parts # What `validate_part` returned on each rank
 ): # For each gatherer its lists, by name
-    "Return the lists that each gatherer has in one process"
+    "Return the lists that each gatherer has in one process. Not a collective"
     def take_turns(lists):
         # in the last round a rank may have no batch
         rounds = range(max(map(len, lists)))
@@ -112,7 +120,7 @@ def end_gathering(gather, # The gatherers of the learner that asked
 # All ranks of a group call these, and each has the whole result
 
 def order_from_rank0(dl):
-    "Give the loader of each rank the order of rank 0's; every rank calls it"
+    "Give the loader of each rank the order of rank 0's. A collective operation"
     if not isinstance(dl, (DataLoader,TorchLoader)): return
     state = group.from_rank0(dl_state(dl))
     if group.rank(): set_dl_state(dl, state)
@@ -122,10 +130,19 @@ def infer_in_group(learn, # A learner, the same on all ranks
                    dl,    # The loader to validate or predict, sharded or not
                    common=None # `CommonRNG` from which an order is drawn
 ):
-    "Validate `dl` by all ranks; each rank calls this, and then has the result of one process"
+    """Validate `dl` by all ranks. Every rank calls this inside `distributed`, and then has the
+    result of one process. The collectives of all ranks, in this order:
+
+        `from_rank0`            whether each rank goes over all batches. Rank 0 decides, since
+                                others lack callbacks that act on rank 0 only
+        `order_from_rank0`      each rank may have made the loader itself, with an order of its own
+        `validate_part`         the meetings of the validation, and its metrics
+        `all_gather_object`     what was collected
+
+    Where each rank goes over all batches, there are only the first and the validation's meetings"""
     whole = original(dl)
     n = group.world_size()
-    if n == 1 or why_one_process(learn, whole, n) is not None:
+    if n == 1 or group.from_rank0(why_one_process(learn, whole, n) is not None):
         type(learn)._do_epoch_validate(learn, dl=Undivided(whole, common))
     else:
         order_from_rank0(whole)
@@ -148,28 +165,14 @@ def preds_in_one_order(learn,
                        ds_idx=1, dl=None, *args, **kwargs # As of fastai's method
 ):
     """Predict items in one order on all ranks, in the place of `learn.get_preds`, and draw from the
-    common random streams of a fit"""
+    common random streams of a fit. Every rank calls this, or rank 0 alone (`rank0_alone`). It calls
+    fastai's method, which clones the loader and then calls `learn._do_epoch_validate`: that leads
+    all ranks to `infer_in_group`"""
     cloning = contextlib.nullcontext()
     if not (together and together.rank0_alone):
         to_predict = learn.dls[ds_idx] if dl is None else dl
+        # a fit's sharded loaders have one order already
         if not is_sharded(to_predict): order_from_rank0(to_predict)
         if together and isinstance(to_predict, DataLoader):
             cloning = with_attrs(to_predict, new=_new_from(together.common, to_predict))
     with cloning: return type(learn).get_preds(learn, ds_idx, dl, *args, **kwargs)
-
-# %% ../../nbs/fastai2/722_inference.ipynb #d24cdfdf
-# Exceptions that end a validation in one process, and what a rank leaves: see `Together.leave`
-_LEAVES = {CancelEpochException:'epoch', CancelFitException:'fit', KeyboardInterrupt:'interrupt'}
-
-def leave_together(together, # This rank's `Together`
-                   f # A validation, called without arguments
-): # `(result, None)`, or `(None, class of the exception)`
-    """Call `f`, then hold the last meeting, also if one of these exceptions ends `f` on this rank:
-    so the other ranks end their validation, too"""
-    result = ended_by = None
-    try: result = f()
-    except tuple(_LEAVES) as e:
-        ended_by = type(e)
-        together.leave(_LEAVES[ended_by])
-    together.meet_last()
-    return result,ended_by

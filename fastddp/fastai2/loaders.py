@@ -29,8 +29,15 @@ from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, 
 #     check_dl      in the notebook, refuses a loader that can't be sharded: `why_not`
 #     shard_dl      on each rank, makes its loader: a `ShardedDL` for fastai's loaders, a
 #                   `ShardedTorch` for torch's, an `Undivided` for a single rank
-#     dl_state      on rank 0, at the end, returns what the original's next epoch depends on
+#     dl_state      on rank 0, after each epoch, returns what the original's next epoch depends on
 #     set_dl_state  in the notebook, gives that to the user's loader
+#
+# Ranks use the last two as well: to take rank 0's order (`inference.order_from_rank0`), and to undo
+# what another loop over a loader has drawn (`callbacks.kept_streams`).
+#
+# Nothing here is a collective. The shards of all ranks fit together because each rank draws the
+# order of an epoch by itself: of the same loader, from the common random streams (`CommonRNG`). So
+# all ranks must draw the same numbers from these.
 
 # 1. Loaders whose batches continue each other
 
@@ -60,13 +67,13 @@ def rows_are_streams(dl, model):
     if is_lm(dl) or not keeps_state(model): return False
     if isinstance(dl, DataLoader):
         in_order = dl.indexed and not dl.shuffle and type(dl).get_idxs is DataLoader.get_idxs
+        if not in_order: return False
         bs,n = dl.bs,dl.n
-    else:
-        in_order = isinstance(getattr(dl, 'sampler', None), SequentialSampler)
-        bs,n = (dl.batch_size, len(dl.sampler)) if in_order else (None, None)
+    elif isinstance(getattr(dl, 'sampler', None), SequentialSampler):
+        bs,n = dl.batch_size,len(dl.sampler)
+    else: return False
     # `why_not` refuses a loader without batch size or length
-    if not in_order or bs is None or n is None: return False
-    return dl.drop_last or n%bs == 0
+    return None not in (bs,n) and (dl.drop_last or n%bs == 0)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #c454fa5c
 # 2. A rank's clone of a fastai loader
@@ -79,12 +86,13 @@ class ShardedDL(Sharded):
     """The first base class of a rank's clone of a fastai `DataLoader`, made by `shard_fastai`; the
     other one is the class of the original. Its methods take the place of fastai's:
 
-        fastai's `DataLoader`           here              called
-        `__iter__`, before its loop     `_begin`          by `Sharded`, with the common streams
-        `__iter__`, its loop            `_batches`        by `Sharded`
-        `sample`, `create_batches`      the same names    in each process of the loader
+        fastai's `DataLoader`           here              called in an epoch
+        `__iter__`, before its loop     `_begin`          by `Sharded`, inside the common streams
+        `__iter__`, its loop            `_batches`        by `Sharded`, then
+        `sample`, `create_batches`      the same names    in each process of the loader, meanwhile
 
-    `_begin` draws the order of the epoch, and the processes read the `Step`s that it has made."""
+    `_begin` draws the order of the epoch. From the `Step`s that it returns, `Sharded` makes
+    `_shard.epoch`, which the processes of the loader read."""
     @property
     def bs(self):
         """The size of the global batches. A callback may set it, as it may in one process. Then
@@ -104,7 +112,7 @@ class ShardedDL(Sharded):
         if self._shard.whole_batches: return len(self._shard.orig)
         return super().__len__()
     def _begin(self):
-        "Draw the order of the epoch; return this rank's `Step`s."
+        "Draw the order of the epoch, the same on all ranks; return this rank's `Step`s."
         self.randomize()
         self.before_iter()
         steps = [*self._shard.steps(chunked(self.get_idxs(), self.bs, self.drop_last))]
@@ -193,7 +201,8 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
 # %% ../../nbs/fastai2/702_loaders.ipynb #bada2c04
 class Undivided(Sharded):
     """Yields all batches of the original, and counts items as a sharded loader does: for one rank,
-    or where all ranks go over the same batches. All other attributes are those of the original"""
+    or where all ranks go over the same batches. It has `_shard`, `counts` and `idxs`; all other
+    attributes are those of the original"""
     def __init__(self, dl,
                  common=None # `CommonRNG` to draw from, where all ranks go over the same batches
     ):
@@ -263,8 +272,9 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`
              # `CommonRNG`, alike on all ranks; None: the global streams as they are now
              common=None
 ):
-    """Return the loader that yields the shard of `rank`. Raise `CantShard`, with the remedy, if the
-    shards of all ranks wouldn't be the batches of one process."""
+    """Return the loader that yields the shard of `rank`. An epoch of it changes `dl` as an epoch of
+    `dl` would. Raise `CantShard`, with the remedy, if the shards of all ranks wouldn't be the
+    batches of one process."""
     dl = original(dl)
     why = why_not(dl, world_size)
     if why: refuse_loader('This loader', world_size, why)
@@ -277,8 +287,8 @@ def n_batches(dl,         # A fastai or torch `DataLoader`
               world_size, # Number of ranks
               batch='per_worker' # The size of `dl` is that 'per_worker', or the 'global' one
 ):
-    """Return the number of steps of an epoch on rank 0. Raise `CantShard` as `shard_dl`, and
-    TypeError if the loader has no length."""
+    """Return the number of steps of an epoch on rank 0. Reads no item and draws no number. Raise
+    `CantShard` as `shard_dl`, and TypeError if the loader has no length."""
     return len(shard_dl(dl, 0, world_size, batch, common=nullcontext()))
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #bdc0b1f2
@@ -310,8 +320,7 @@ def _order_attrs(o):
     """Return two dicts by name of attribute: the states of random generators, and the values of
     plain counters, which only a user's class may have."""
     attrs = getattr(o, '__dict__', {})
-    states = {k:generator_state(v) for k,v in attrs.items()}
-    generators = {k:state for k,state in states.items() if state is not None}
+    generators = {k:state for k,v in attrs.items() if (state := generator_state(v)) is not None}
     if isinstance(o, (DataLoader,TorchLoader)) or type(o).__module__.startswith('torch.'):
         return generators, {}
     return generators, {k:v for k,v in attrs.items() if isinstance(v, (int,float,str))}
@@ -321,7 +330,9 @@ def dl_state(dl # An original loader (of a sharded one: `original(dl)`)
 ):
     "Return what the next epoch of `dl` depends on, for `set_dl_state`, as a dict of plain values."
     return dict(kept=[*map(_order_attrs, _order_holders(dl))],
+                # None: no callback has changed it
                 bs=changed_bs.get(dl) if isinstance(dl, DataLoader) else None,
+                # the order of the texts of a language model
                 texts=list(dl.items.idxs) if is_lm(dl) else None)
 
 def set_dl_state(dl,   # A loader like the one whose state it is

@@ -26,6 +26,85 @@ from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.sharded import is_sharded, original
 
+# %% ../../nbs/fastai2/708_metrics.ipynb #3c20bfa6
+# In a phase, each rank has its shard of the items. The metrics get the values of one process in one
+# of three ways, which `way_of` chooses for each of them:
+#
+#     way       at each batch                    at the end, by all ranks (`Phase.reduce`)
+#     merge     accumulates this rank's items    one collective for each metric: its state
+#     average   notes the loss and its divisor   one collective for each metric: what was noted
+#     replay    keeps predictions and targets    some collectives for each global batch, for all
+#                                                metrics together (`Replay.run`)
+#
+# Metrics have no other collectives, and none at a batch: in a validation a rank may have fewer
+# batches than others, or none. `way_of` decides by what is the same on all ranks (class, loss
+# function, kind of loader), so all of them call the same collectives.
+
+def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
+):
+    "Return the sum of `values`, in rank order and in float64; the sum of ints is an int"
+    if isinstance(values[0], dict):
+        keys = sorted({k for o in values for k in o})
+        return {k: sum(float(o.get(k, 0.)) for o in values) for k in keys}
+    if isinstance(values[0], list): return [sum(map(float, o)) for o in zip(*values)]
+    if all(isinstance(o, int) for o in values): return sum(values)
+    return sum(torch.as_tensor(o).double() for o in values)
+
+def sum_state(m,     # A metric
+              *attrs # Names of its attributes that add up
+):
+    "Replace attributes of `m` by their sums over ranks. A collective operation"
+    states = group.all_gather_object([getattr(m, a) for a in attrs])
+    for a,values in zip(attrs, zip(*states)): setattr(m, a, _sum_over_ranks(values))
+
+# %% ../../nbs/fastai2/708_metrics.ipynb #06001d4b
+_MEAN = ('total','count')
+_AREAS = ('inter','union')
+# Class of metrics -> names of the attributes that add up
+SUMMED_ATTRS = {
+    AvgMetric: _MEAN, AvgLoss: _MEAN, LossMetric: _MEAN, Dice: _AREAS, DiceMulti: _AREAS,
+    CorpusBLEUMetric: ('pred_len','targ_len','corrects','counts'),
+    AvgSmoothLoss: (),      # it averages `learn.loss`, which is that of the global batch already
+    # the callback that computes a `ValueMetric` runs on every rank
+    ValueMetric: (), Metric: ()}
+
+def _call_merge(m):
+    "Call `m.merge` with the state of every rank. A collective operation"
+    kinds = (int, float, torch.Tensor, list, dict)
+    m.merge(group.all_gather_object({k:v for k,v in vars(m).items() if isinstance(v, kinds)}))
+
+def merge_for(m # A metric
+):
+    """Return the function that gives `m` the state of all ranks; None for a metric that has to be
+    replayed. Every rank calls the function as `merge(m)`, a collective operation"""
+    cls = type(m)
+    if getattr(m, 'replay', False): return None
+    if hasattr(cls, 'merge'): return _call_merge
+    known = next((c for c in cls.__mro__ if c in SUMMED_ATTRS), None)
+    # a subclass that overrides one of these methods may keep anything
+    if known and cls.accumulate is known.accumulate and cls.reset is known.reset:
+        return lambda m: sum_state(m, *SUMMED_ATTRS[known])
+    return None
+
+def way_of(m,         # A metric
+           has_parts, # `learn.loss` is that of this rank's part of a global batch
+           recomputes_loss # Such parts don't make the loss of the global batch
+):
+    """Return how `m` is computed in a phase:
+
+        metric                            without parts   has_parts   recomputes_loss
+        `merge_for` returns None for it   replay          replay      replay
+        its class has a method `merge`    merge           merge       merge
+        `AvgLoss`                         merge           average     replay
+        `LossMetric`                      merge           merge       replay
+        all others                        merge           merge       merge
+    """
+    merge = merge_for(m)
+    if merge is None: return 'replay'
+    reads_loss = merge is not _call_merge and isinstance(m, (AvgLoss,LossMetric))
+    if reads_loss and recomputes_loss: return 'replay'
+    return 'average' if reads_loss and has_parts and isinstance(m, AvgLoss) else 'merge'
+
 # %% ../../nbs/fastai2/708_metrics.ipynb #7060a003
 class KeptBatch(NamedTuple):
     "What a replayed metric reads of a batch: this rank's part of it, or all of it"
@@ -52,14 +131,20 @@ def _copy_for_parts(loss_func):
     except Exception: return loss_func
 
 class Replay:
-    """Computes the `metrics` of a phase from the batches of all ranks:
+    """Computes the `metrics` of a phase from the batches of all ranks. The `Phase` calls, in this
+    order:
 
-        each batch           `note`, after `note_loss`
-        end of the phase     `run`, a collective operation
+        start         when it begins, or goes on
+        note          at the end of each batch; before that, `ReduceMetrics` calls `note_loss`
+        stop          when it ends, or a callback's own validation interrupts it
+        run           on all ranks, after `stop`
 
-    With `recomputes_loss` the learner has a copy of its loss function between `start` and `stop`"""
+    With `recomputes_loss`, the learner has a copy of its loss function from `start` to `stop`, for
+    parts of batches. `run` calls the function itself with global batches, and adds `added` of the
+    parts: terms of callbacks, and numbers of the model that the function reads (`model.kl`), which
+    differ from rank to rank, and from batch to batch."""
     def __init__(self, learn, metrics,
-        recomputes_loss, # The ranks' losses don't make that of the global batch
+        recomputes_loss, # As of `way_of`
         loss_reads_model # This rank saw that the loss reads numbers that the model keeps of a batch
     ):
         store_attr()
@@ -88,7 +173,14 @@ class Replay:
         self.kept.append((number, positions, part))
 
     def run(self):
-        "Have the metrics accumulate all global batches, in the order of one process"
+        """Have the metrics accumulate all global batches, in the order of one process. Every rank
+        takes part in these collectives, also one that had no batch:
+
+            with `recomputes_loss`: on some rank, does the loss read the model?
+            `by_batch`: the numbers of global batches, then for each of them
+                the parts of all ranks, which `whole_batch` joins, on each rank the same
+                rank 0's loss, if some loss reads the model
+        """
         learn = self.learn
         reads_model = self.recomputes_loss and any(group.all_gather_object(self.loss_reads_model))
         # a rank that had no batch has none of these attributes yet
@@ -103,7 +195,7 @@ class Replay:
                     learn.loss = batch.loss
                     if self.recomputes_loss:
                         learn.loss = self._loss(self.loss_func, batch)+batch.added
-                    # the ranks' models keep different numbers
+                    # the ranks' models keep different numbers, so their losses differ
                     if reads_model: group.broadcast_([learn.loss])
                     for m in self.metrics: m.accumulate(learn)
     def _with_model_term(self, part):
@@ -115,64 +207,6 @@ class Replay:
         args = to_device((batch.pred,*batch.yb), device_of(self.learn.model))
         with torch.no_grad(): return loss_func(*args).cpu()
 
-# %% ../../nbs/fastai2/708_metrics.ipynb #3c20bfa6
-def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
-):
-    "Return the sum of `values`, in rank order and in float64; the sum of ints is an int"
-    if isinstance(values[0], dict):
-        keys = sorted({k for o in values for k in o})
-        return {k: sum(float(o.get(k, 0.)) for o in values) for k in keys}
-    if isinstance(values[0], list): return [sum(map(float, o)) for o in zip(*values)]
-    if all(isinstance(o, int) for o in values): return sum(values)
-    return sum(torch.as_tensor(o).double() for o in values)
-
-def sum_state(m,     # A metric
-              *attrs # Names of its attributes that add up
-):
-    "Replace attributes of `m` by their sums over ranks; every rank calls it"
-    states = group.all_gather_object([getattr(m, a) for a in attrs])
-    for a,values in zip(attrs, zip(*states)): setattr(m, a, _sum_over_ranks(values))
-
-# %% ../../nbs/fastai2/708_metrics.ipynb #06001d4b
-_MEAN = ('total','count')
-_AREAS = ('inter','union')
-# Class of metrics -> names of the attributes that add up
-SUMMED_ATTRS = {
-    AvgMetric: _MEAN, AvgLoss: _MEAN, LossMetric: _MEAN, Dice: _AREAS, DiceMulti: _AREAS,
-    CorpusBLEUMetric: ('pred_len','targ_len','corrects','counts'),
-    AvgSmoothLoss: (),      # it averages `learn.loss`, which is that of the global batch already
-    # the callback that computes a `ValueMetric` runs on every rank
-    ValueMetric: (), Metric: ()}
-
-def _call_merge(m):
-    "Call the method `merge` of the metric `m` with the state of every rank"
-    kinds = (int, float, torch.Tensor, list, dict)
-    m.merge(group.all_gather_object({k:v for k,v in vars(m).items() if isinstance(v, kinds)}))
-
-def merge_for(m # A metric
-):
-    """Return the function that gives `m` the state of all ranks, called as `merge(m)` by every
-    rank; None for a metric that has to be replayed"""
-    cls = type(m)
-    if getattr(m, 'replay', False): return None
-    if hasattr(cls, 'merge'): return _call_merge
-    known = next((c for c in cls.__mro__ if c in SUMMED_ATTRS), None)
-    # a subclass that overrides one of these methods may keep anything
-    if known and cls.accumulate is known.accumulate and cls.reset is known.reset:
-        return lambda m: sum_state(m, *SUMMED_ATTRS[known])
-    return None
-
-def way_of(m,         # A metric
-           has_parts, # Whether `learn.loss` is that of this rank's part of a batch
-           recomputes_loss # Whether such parts don't make the loss of the global batch
-):
-    "Return how `m` is computed in a phase: by 'merge', 'average' or 'replay'"
-    merge = merge_for(m)
-    averages_losses = isinstance(m, (AvgLoss,LossMetric)) and merge is not _call_merge
-    if merge is None or averages_losses and recomputes_loss: return 'replay'
-    if averages_losses and has_parts and isinstance(m, AvgLoss): return 'average'
-    return 'merge'
-
 # %% ../../nbs/fastai2/708_metrics.ipynb #87754504
 class Phase:
     """Computes the metrics of a training or validation phase over all ranks.
@@ -183,14 +217,9 @@ class Phase:
                        ^                      |
                        +------ resume() ------+   after a callback's own validation
 
-    While it runs, it replaces `accumulate` of the metrics, which fastai's Recorder calls after each
-    batch. A callback's own validation has another Phase, with the same metrics.
-
-    Each metric is computed in one of three ways (`way_of`):
-
-        merge       it accumulates this rank's items; in the end its state is merged
-        average     `AvgLoss`: `loss_terms` of each batch are noted; in the end they are averaged
-        replay      a `Replay` keeps batches; in the end it accumulates those of all ranks"""
+    While it runs, it replaces `accumulate` of the metrics, which the Recorder calls after each
+    batch for one metric after another. A callback's own validation has another Phase, with the same
+    metrics. Only `reduce` is a collective operation."""
     def __init__(self, learn,
         metrics,     # Those of the phase, the loss among them
         is_training, # Whether it is a training phase
@@ -198,11 +227,11 @@ class Phase:
     ):
         self.learn = learn
         self.reduction = losses.reduction(learn.loss_func)  # as of `shard.loss.loss_part`
-        # In training `learn.loss` is the loss of the global batch already, also where each rank
-        # validates whole batches. Otherwise it is that of this rank's part
+        # In training `StepSync` has set `learn.loss` to that of the global batch. Where each rank
+        # validates whole batches, these are global ones
         has_parts = not is_training and not learn.dl._shard.whole_batches
-        # True: parts don't make that loss; it is computed in the end from all ranks' predictions
         recomputes_loss = has_parts and losses.is_gathered(learn.loss_func)
+        # the Recorder's smooth loss of training steps is the same on all ranks
         self.metrics = [m for m in metrics if type(m) is not AvgSmoothLoss]
         by_way = defaultdict(list)
         for m in self.metrics: by_way[way_of(m, has_parts, recomputes_loss)].append(m)
@@ -213,16 +242,14 @@ class Phase:
         if self.replayed:
             self.replay = Replay(learn, self.replayed, recomputes_loss, losses.has_terms)
 
-        # The current batch
+        # The current batch, set by `_note_batch`
         self.n_fed = 0          # items that the model was fed
-        self.n_items = 0        # those of them that count
-
+        self.n_items = 0        # those of them that count, which come first
+        self.positions = ()     # of this rank's items, in the order of one process
         # All batches until now
-        self.n_read = 0         # this rank's items, borrowed ones left out
+        self.n_read = 0         # the number of their positions
         # For `averaged`: `(number of the global batch, loss times divisor, divisor, items)`
         self.loss_terms = []
-        # True: they come on top of what a callback's own validation has left in the metrics
-        self.begins_with_state = False
         self._start()
 
     def _start(self):
@@ -241,23 +268,25 @@ class Phase:
             # it has reset the metrics, so the batches before it don't count, as in one process
             self.loss_terms = []
             if self.replay: self.replay.kept = []
-            self.begins_with_state = True
             # `reduce` sums over ranks: their common state must count once
             if group.rank():
                 for m in self.merged: m.reset()
+        else:
+            # what it has left in these doesn't count: `reduce` adds all batches of this phase
+            for m in (*self.averaged, *self.replayed): m.reset()
         self._start()
 
     def accumulate(self, m, learn):
-        "Take the current batch into account; the Recorder calls this for one metric after another"
+        "Take the current batch into account for a metric `m`, in the place of `m.accumulate`"
+        # at each batch, the Recorder begins with the first metric
         if m is self.metrics[0]: self._note_batch()
-        is_merged = any(m is o for o in self.merged)
-        if not is_merged or not self.n_items: return
+        if not self.n_items or all(m is not o for o in self.merged): return
         pred,yb = self._counted_rows()
         with with_attrs(learn, pred=pred, yb=yb): type(m).accumulate(m, learn)
 
     def _counted_rows(self):
-        """Return `(pred, yb)` of the current batch with the rows of the items that count, which
-        come first. Tensors without a row per item stay"""
+        """Return `(pred, yb)` of the current batch with the rows of the items that count. Tensors
+        without a row per item stay"""
         def cut(t): return t[:self.n_items] if t.ndim and len(t) == self.n_fed else t
         return map_tensors(cut, (self.learn.pred, self.learn.yb))
 
@@ -266,8 +295,14 @@ class Phase:
         learn = self.learn
         self.n_fed = find_bs(learn.yb)
         self.n_items = learn.dl.counts[learn.iter][0] if learn.training else self.n_fed
-        positions = self._next_positions()
+        read = learn.dl.idxs
+        # a batch that a callback runs again has no new ones
+        if len(read) > self.n_read: self.positions = read[self.n_read:]
+        self.n_read = len(read)
         if not self.n_items: return
+        positions = self.positions
+        # a callback left items out; where it repeated all of them, their positions stay
+        if self.n_fed%len(positions): positions = positions[:self.n_fed]
         bs = learn.dl._shard.bs
         number = positions[0]//bs if bs else learn.iter     # of the global batch
         if self.averaged:
@@ -276,40 +311,37 @@ class Phase:
             self.loss_terms.append((number, weighted, divisor, self.n_items))
         if self.replay: self.replay.note(number, positions, *self._counted_rows())
 
-    def _next_positions(self):
-        "Return the positions of the current batch's items in the order of one process"
-        read = self.learn.dl.idxs      # positions of all items until now
-        new = read[-self.n_items:] if self.learn.training else read[self.n_read:]
-        self.n_read = len(read)
-        # a callback left items out; where it repeated all of them, their positions stay
-        return new[:self.n_fed] if len(new) and self.n_fed%len(new) else new
-
     def reduce(self):
-        "Give the metrics the state of all ranks; every rank calls it at the end of the phase"
-        if not self.begins_with_state:
-            for m in (*self.averaged, *self.replayed): m.reset()
+        """Give the metrics the state of all ranks, by collectives in this order. Every rank calls
+        it at the end of the phase, also one that had no batch. Averaged and replayed metrics are
+        as the Recorder has reset them, or have the state of a callback's validation"""
         for m in self.merged: merge_for(m)(m)
         for m in self.averaged: self._average(m)
         if self.replay: self.replay.run()
 
     def _average(self, m):
-        "Add the losses of all global batches to the `AvgLoss` `m`"
+        "Add the losses of all global batches to the `AvgLoss` `m`. A collective operation"
         losses = batch_losses(self.loss_terms)
         m.total += torch.tensor(sum(loss*n for _,loss,n in losses), dtype=torch.float64)
         m.count += sum(n for *_,n in losses)
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #0ce40083
 class ReduceMetrics(OurCallback):
-    "Gives the metrics of all ranks the values of one process, by a `Phase` for each phase"
+    """Gives the metrics of all ranks the values of one process, by a `Phase` for each phase; where
+    every rank goes over all batches, each has these values by itself. The collectives are in
+    `after_train` and `after_validate`. All ranks come there or none, since `Together` comes before
+    and meets the other ranks in both events"""
     # After `Together` and `StepSync`, at whose meetings the ranks decide to leave. Before all other
     # callbacks: if one leaves the fit in `after_train`, the metrics are reduced already
     order = _FIRST+2
     def __init__(self, losses): # The fit's `Losses`
         self.losses = losses
-        self.phase = None       # the `Phase`, None where every rank goes over all batches
-        self.is_global = False  # True if the metrics have the state of all ranks
+        self.phase = None       # the `Phase` that runs, or None
+        # True if the metrics have the state of all ranks; `nested_validation` reads this
+        self.is_global = False
 
-    # The Recorder names its metrics `_train_mets` and `_valid_mets`
+    # The Recorder names its metrics `_train_mets` and `_valid_mets`. It comes after this callback:
+    # when a phase begins, it resets the metrics, and when it ends, it reads their values
     def before_train(self):    self._begin_phase('_train_mets')
     def before_validate(self): self._begin_phase('_valid_mets')
     def after_train(self):     self._reduce('_train_mets')
@@ -323,8 +355,8 @@ class ReduceMetrics(OurCallback):
         if self.phase and self.phase.replay: self.phase.replay.note_loss()
 
     def _begin_phase(self, mets_name):
-        self.end_phase()
-        undivided = group.world_size() == 1 or is_sharded(self.dl) and self.dl._shard.n == 1
+        self.end_phase()        # an exception may have left it open
+        undivided = not is_sharded(self.dl) or self.dl._shard.n == 1
         mets = getattr(self.recorder, mets_name) if hasattr(self.learn,'recorder') else []
         self.is_global = undivided and len(mets) > 0
         if mets and not undivided:
@@ -332,11 +364,11 @@ class ReduceMetrics(OurCallback):
     def _reduce(self, mets_name):
         phase = self.end_phase()
         if phase is None: return
-        # the Recorder has no metrics for a phase that was cancelled
+        # for a phase that some rank cancelled, the Recorder has no metrics (see `Together`)
         self.is_global = len(getattr(self.recorder, mets_name)) > 0
         if self.is_global: phase.reduce()
     def end_phase(self):
-        "Stop the `Phase`, and return it; None if there is none"
+        "Stop the `Phase`, and return it; None if there is none. Not a collective"
         phase = self.phase
         self.phase = None
         if phase is not None: phase.restore()
@@ -344,8 +376,8 @@ class ReduceMetrics(OurCallback):
 
     @contextlib.contextmanager
     def nested_validation(self):
-        """Context manager for a callback's own validation or prediction: the metrics belong to its
-        phases; afterwards the outer phase goes on"""
+        """Context manager for a callback's own validation or prediction by all ranks: the metrics
+        belong to its phases; afterwards the outer phase goes on"""
         outer = self.end_phase()
         dl = self.dl
         self.is_global = False

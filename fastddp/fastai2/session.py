@@ -9,7 +9,6 @@ __all__ = ['reports', 'fit_args', 'enough_epochs', 'FitCall', 'Session']
 import contextlib, inspect, warnings, weakref
 
 from fastai.callback.core import Callback
-from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
 from fastcore.basics import patch, store_attr
@@ -18,18 +17,21 @@ from fastcore.foundation import L
 from ..base.checks import Check, bind_arguments, check, whole
 from ..base.errors import WorkerError
 from ..base.scoped import Interrupts
-from .inference import end_gathering, gatherers, join_parts, why_one_process
-from .jobs import fit_job, infer_job
-from .loaders import check_dl, global_bs, n_batches, rows_are_streams, set_dl_state
+from .inference import why_one_process
+from .jobs import InferCall, fit_job
+from .loaders import check_dl, global_bs, n_batches, rows_are_streams
 from .resume import UserCall, recorder_lists
-from .snapshot import all_cbs, apply, loader_refs, name_of_loader, snapshot
+from .snapshot import all_cbs, apply, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as BaseSession, refuse_untrainable
-from ..launch.training import finds_lr, is_rank0_only, notebook_run, wants_no_lines
+from ..launch.training import finds_lr, notebook_run, wants_no_lines
 from ..output.replay import print_line, several, suppress_lines
 from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/727_session.ipynb #2e1be252
+# Everything here runs in the notebook's process; what runs on its workers is in `jobs`. `in_place`
+# takes `fit_args`, `enough_epochs` and `reports` from here, for ranks without a notebook.
+
 # The parameters of fastai's `Learner.fit`, in order
 _FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
 
@@ -42,9 +44,9 @@ def fit_args(learn, args, kwargs):
     res = {}
     in_varargs = [k for k in _FIT if k not in own]
     for k,v in bind_arguments(fit, args, kwargs).arguments.items():
-        kind = own[k].kind
-        if kind == inspect.Parameter.VAR_POSITIONAL: res |= zip(in_varargs, v)
-        elif kind == inspect.Parameter.VAR_KEYWORD: res |= v
+        param = own[k]
+        if param.kind == param.VAR_POSITIONAL: res |= zip(in_varargs, v)
+        elif param.kind == param.VAR_KEYWORD: res |= v
         else: res[k] = v
     n_epoch = own.get('n_epoch')
     if n_epoch and n_epoch.default is not n_epoch.empty:
@@ -66,7 +68,24 @@ def enough_epochs(
 
 # %% ../../nbs/fastai2/727_session.ipynb #e91b2a98
 class FitCall(Call):
-    """A fit on the workers. When it ends, it makes the resume point of the learner:
+    """A fit on the workers: the notebook's side of `fit_job`. `Session._fit` makes one for all
+    tries of the fit. Here are `resumable`, and what the base classes call:
+
+        resumable                     around all tries
+            Session.train
+                Call.run              one try
+                    snapshot          what the workers get: the learner as it is now
+                    on_event          while the job runs, perhaps in another thread
+                    on_success        if all ranks returned, also after an interrupt; or else
+                    on_failure        if not all did
+                        apply         called by both, to put rank 0's state into the learner. After
+                                      a failure this is the last complete epoch, if there is one,
+                                      so the next try begins there
+                retry_text            before the next try
+                describe_learner      after a failure or an interrupt, for the user
+
+    The base class sets `has_result` when the learner holds a state of the workers, and makes no
+    other try if `stopped_in_epoch`, which is set here. The end of the fit makes the resume point:
 
         the fit                   continues from                        made in
         is complete               (the next fit of the user's call)     on_success
@@ -75,20 +94,22 @@ class FitCall(Call):
         failed, or was stopped    what the learner holds                resumable
         before the job
 
-    An `lr_find` makes none, and leaves that of an earlier fit."""
+    An `lr_find`, for which `counts_steps` is True, makes none, and leaves that of an earlier fit"""
     def __init__(self, session,
         cbs, # Callbacks that this fit was given
         asked, # Its other arguments, by name, as the user asked
         user_call, # The `UserCall` that makes this fit
-        first_epoch # The first epoch that isn't complete, if the fit is resumed, else None
+        # The first epoch that isn't complete, if the fit continues one that was cut off, else None.
+        # `apply` updates it
+        first_epoch
     ):
         n_epoch = asked.get('n_epoch')      # a `fit` of the user's may have no such argument
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
         store_attr('cbs,asked,user_call,first_epoch')
-        self.has_resume_point = False       # made when this fit ended
+        self.has_resume_point = False       # True once this fit has made it
 
-    # What the base class asks for
+    # A try
     def snapshot(self):
         session = self.session
         learn = self.learn
@@ -104,7 +125,7 @@ class FitCall(Call):
                         columns=session.columns, definitions=self.definitions)
     def apply(self, meta, buffers):
         apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
-        # unless the state is from the middle of an epoch; after a fit of no epochs there is none
+        # wrong after a stop in an epoch, when nothing reads it; a fit of no epochs has no `epoch`
         self.first_epoch = getattr(self.learn, 'epoch', -1)+1
     @property
     def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
@@ -121,18 +142,21 @@ class FitCall(Call):
         if not isinstance(event, EpochEnd): return
         for f in self.session.on_epoch: f(self, event)
 
-    # The end of a try, and its resume point. The middle of an epoch is applied after the resume
-    # point was made: until then the learner holds the beginning of the fit
+    # The end of a try, and its resume point. This is made before the base class calls `apply`,
+    # which may put the middle of an epoch into the learner: until then the learner holds the
+    # beginning of the try
     def on_success(self, out):
         stopped_in_epoch = any(r['interrupted'] for r in out.results)
-        # an `lr_find` that was interrupted leaves the learner unchanged
-        if self.counts_steps and (out.interrupted or stopped_in_epoch): return
-        if stopped_in_epoch: self._stop_in_epoch(out.epoch)
-        elif not self.counts_steps:
+        if self.counts_steps:
+            # an `lr_find` that was interrupted leaves the learner unchanged
+            if out.interrupted or stopped_in_epoch: return
+        elif stopped_in_epoch: self._stop_in_epoch(out.epoch)
+        else:
             self.user_call.complete(self.learn)
             self.has_resume_point = True
         super().on_success(out)
     def on_failure(self, e, is_last):
+        # rank 0 has stopped in an epoch and sent that, but another rank didn't stop
         if getattr(e, 'cut', False): self._stop_in_epoch(e.epoch)
         super().on_failure(e, is_last)
     def _stop_in_epoch(self,
@@ -149,7 +173,8 @@ class FitCall(Call):
     @contextlib.contextmanager
     def resumable(self):
         """Context manager for all tries of the fit. If it fails or is stopped, make the resume
-        point unless there is one; put the old optimizer back if the learner is unchanged."""
+        point unless there is one; put the old optimizer back if the learner is unchanged. A fit
+        that was refused makes none."""
         learn = self.learn
         old_opt = learn.opt
         try: yield
@@ -160,24 +185,6 @@ class FitCall(Call):
                 if has_run and not self.has_resume_point: self.save()
                 if not self.has_result: learn.opt = old_opt
             raise
-
-# %% ../../nbs/fastai2/727_session.ipynb #4eb9ad42
-class InferCall(Call):
-    "A validation on the workers"
-    def __init__(self, session,
-        dl # What to predict; it may be none of the learner's loaders
-    ):
-        super().__init__(session, infer_job, 'inference')
-        self.dl = dl
-    def snapshot(self):
-        session = self.session
-        # one of the learner's loaders is sent as its index
-        dl = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), self.dl)
-        return snapshot(self.learn, (), dict(dl=dl), session.model_factory, session.dls_factory,
-                        training=False, columns=session.columns, definitions=self.definitions)
-    def apply(self, meta, buffers):
-        apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl),
-              definitions=self.definitions)
 
 # %% ../../nbs/fastai2/727_session.ipynb #1f0a2b77
 # learner -> the `Report`s of its last block, in order
@@ -199,8 +206,25 @@ _CALLBACKS = Check("callbacks, such as [ReduceLROnPlateau()]",
                    lambda cbs: all(isinstance(o, Callback) for o in cbs))
 
 class Session(BaseSession):
-    """A `distrib_ctx` block of a fastai 2 learner: its `fit` overrides `learn.fit`, and its
-    `validate` overrides `learn._do_epoch_validate`, for the time of the block"""
+    """A `distrib_ctx` block of a fastai 2 learner. For the time of the block, its `fit` overrides
+    `learn.fit`, and its `validate` overrides `learn._do_epoch_validate`. A fit:
+
+        fit                   finds the user's call that makes the fit, and the arguments
+        _fit                  refuses wrong arguments, then
+            begin_fit         counts the fit; if it was complete before, it ends here
+            restore           the state of a fit that was cut off is put into the learner
+            check             refuses a learner that can't train on workers
+            train             of the base class, inside `FitCall.resumable`. It calls:
+                quiet         first
+                datasets      if the workers are on other machines
+                FitCall.run   for each try, which calls `global_batch` for the snapshot
+                global_batch  for the line that says what runs, when the snapshot is made
+                note          a line after that one
+                check         before another try, if fewer workers are left
+            keep              the report, also if the fit failed
+
+    The base class has `learn`, `launcher`, `options` (of the ranks), `columns` (for snapshots), and
+    `n` and `gpus` of the workers, which may change between two tries"""
     def __init__(self, *args,
         model_factory=None, dls_factory=None, # The options of the block
         asked_for={}, # All options of the block that aren't the defaults, for a resumed fit
@@ -210,7 +234,7 @@ class Session(BaseSession):
         store_attr('model_factory,dls_factory,asked_for')
         self.reports = []       # the `Report` of each call
         self.on_epoch = []      # called with the `FitCall` and an `EpochEnd` when an epoch ends
-    # What the base class asks for
+    # What the base class calls
     def quiet(self): return wants_no_lines(self.learn)
     def note(self):
         validating = self.learn.dls.loaders[1:]
@@ -268,7 +292,7 @@ class Session(BaseSession):
             finally: self.keep(call.report)
     def keep(self, report):
         "Keep the `Report` of a call for `learn.distrib_reports`, unless the call was refused."
-        if not report.phase_ends: return
+        if not report.phase_ends: return        # there was not even a snapshot
         self.reports.append(report)
         reports[self.learn] = self.reports
 
@@ -279,25 +303,7 @@ class Session(BaseSession):
         dl = learn.dls[ds_idx] if dl is None else dl
         # None: on workers; '' or a text that says why: in this process
         why_here = why_one_process(learn, dl, self.n)
-        if why_here is None: return self._validate_on_workers(dl)
+        if why_here is None: return InferCall(self, dl).validate()
         with suppress_lines(why_here == '' or self.quiet()):
             print_line(f"Running in this process, not on workers: {why_here}")
         type(learn)._do_epoch_validate(learn, dl=dl)
-    def _validate_on_workers(self, dl):
-        learn = self.learn
-        gather = gatherers(learn)
-        # they have begun with `before_fit`, which opens files and can't be sent
-        loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
-                   and not isinstance(cb, ProgressCallback)]
-        call = InferCall(self, dl)
-        with learn.removed_cbs(loggers), learn.no_logging(), self.showing_lines(call):
-            out = call.run()
-            call.report.add_results([o.progress for o in out.results])
-            self.keep(call.report)
-            cancelled = [o.cancelled for o in out.results if o.cancelled]
-            if out.interrupted or KeyboardInterrupt in cancelled: raise KeyboardInterrupt
-        learn.dl = dl
-        # `call.run` has put the attributes of rank 0's callbacks into the notebook's
-        if cancelled: raise cancelled[0]()
-        set_dl_state(dl, out.results[0].dl_state)
-        end_gathering(gather, join_parts([o.part for o in out.results]))

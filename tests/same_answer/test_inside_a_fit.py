@@ -107,6 +107,22 @@ def test_each_rank_made_a_shuffled_loader(ask, two):
     for a, b in zip(got, expected): assert largest(a, b) < 1e-4
 
 
+class TensorBoardProjectorCallback(Callback):
+    "Stands for fastai's, which is known by its name, and which rank 0 alone has"
+
+
+def test_a_callback_of_rank_0_that_wants_all_batches(two):
+    "All ranks go over all batches: they decide by rank 0's callbacks"
+    learn, cb = learner(), Asks('after_epoch', ASKS['valid'])
+    learn.add_cb(TensorBoardProjectorCallback())
+    one, cb_one = alone_like(learn, 2), copy.deepcopy(cb)
+    seed(1)
+    learn.distrib('fit', 1, nprocs=2, launcher=two, cbs=[cb], timeout=30)
+    seed(1)
+    one.fit(1, cbs=[cb_one])
+    for a, b in zip(cb.got, cb_one.got, strict=True): assert largest(a, b) < 1e-4
+
+
 class AsksMidway(Callback):
     "Validates in the middle of training, as the recipes do it; then one rank leaves the fit"
     order = 60      # the recorder has seen the batch

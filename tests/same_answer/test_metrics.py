@@ -209,6 +209,25 @@ def test_a_list_of_batches_in_the_place_of_the_loader(ranks, loss_func):
     assert_ranks_alike(seen.ranks)
 
 
+class Twice(Callback):
+    "Runs each batch of a validation twice"
+    order = 49      # before the Recorder
+    is_second = False
+    def after_batch(self):
+        if self.training or self.is_second: return
+        self.is_second = True
+        self.learn.one_batch(self.iter, (*self.xb, *self.yb))
+        self.is_second = False
+
+
+def test_a_batch_of_a_validation_that_runs_again(ranks):
+    "It counts twice, though the loader yielded it once"
+    n, launcher = ranks
+    learn = learner(valid=21, metrics=[accuracy, Perplexity(), Spread()])
+    learn, one = fit_both(learn, n, launcher, 1, cbs=[Twice()])
+    close(values(learn), values(one), 1e-5)
+
+
 def test_the_loss_of_a_sum_is_that_of_one_process_also_as_a_metric(ranks):
     n, launcher = ranks
     learn = learner(metrics=[AvgLoss()], loss_func=nn.CrossEntropyLoss(reduction='sum'), lr=.001)
