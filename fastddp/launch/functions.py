@@ -252,18 +252,20 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         gpu = local_rank if self.use_gpu and group.n_gpus() else None
         if gpu is not None: _check_gpus(n)
         device = group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))
-        # as torch's launchers set them
-        self._env = environment(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=self.addr,
-                                MASTER_PORT=self.port and str(self.port))
-        self._env.__enter__()
         how = group.backend_for(device), device, self.timeout
-        if has_address and world_size > n:
-            join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, *how)
-        else: group.join(_next_store(), rank, world_size, *how)
+        # as torch's launchers set them; and as before if the group can't be joined
+        env = environment(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=self.addr,
+                          MASTER_PORT=self.port and str(self.port))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(env)
+            if has_address and world_size > n:
+                join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, *how)
+            else: group.join(_next_store(), rank, world_size, *how)
+            self._env = stack.pop_all()
         return self
     def __exit__(self, kind, *_):
         group.leave(broken=kind is not None)
-        self._env.__exit__(None, None, None)
+        self._env.close()
 
 # %% ../../nbs/launch/514_functions.ipynb #569bdb33
 _n_joined = {}      # path -> groups that this process joined there

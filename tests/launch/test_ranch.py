@@ -259,6 +259,16 @@ def test_ranks_that_do_not_fit(kwargs, says):
     with pytest.raises(CantDistribute, match=says): in_torchddp(2, summed, 1., use_gpu=False, **kwargs)
 
 
+def test_a_group_that_cannot_be_joined_leaves_the_environment_as_it_was():
+    def attempt():
+        def refuse(*_): raise RuntimeError('nobody there')
+        group.join = refuse
+        before,ctx = dict(os.environ),TorchDDPCtx(use_gpu=False)
+        with pytest.raises(RuntimeError, match='nobody there'): ctx.__enter__()
+        return dict(os.environ) == before
+    assert ranch(2, attempt) == [True, True]
+
+
 def test_outside_of_a_ranch():
     with pytest.raises(CantDistribute, match='LOCAL_RANK'): TorchDDPCtx(world_size=2).__enter__()
 
