@@ -139,6 +139,8 @@ class Task(NamedTuple):
 
 # %% ../../nbs/process/405_worker.ipynb #b1927dfc
 HEARTBEATS = 'heartbeats'       # name of the file of heartbeats in the workers' folder
+# Kinds of payloads that come again, with about as many bytes: states of a learner (`launch.rank`)
+_STATES = 'epoch','state','cut'
 
 class Channel:
     """A worker's connection to the notebook. There is one in each worker, from its start to its
@@ -174,7 +176,7 @@ class Channel:
         # Called once in the main thread, after the notebook has got the result of this job
         self.on_idle = noop
         self.tasks = queue.SimpleQueue()    # of `Task`; None: exit
-        self._blocks = []       # each `Block` that `put` has written to, for the next payloads
+        self._blocks = []       # each `Block` with a payload of `_STATES`, for the next ones
         self._pipe = Pipe(conn)
         self._stop_requested = threading.Event()
         threading.Thread(target=self._inbox, args=(parent_pid,), name='fastddp-inbox',
@@ -190,11 +192,14 @@ class Channel:
         payload # A `Payload`
     ):
         "Send a payload; it arrives even if this process dies right afterwards"
-        block = self._take_block()
+        comes_again = kind in _STATES
+        block = self._take_block() if comes_again else Block()
         packed = block.write(payload)
-        try: fd = block.lend()
-        except OSError: fd = block.fd       # a system without /proc: the block isn't used again
-        else: self._blocks.append(block)
+        fd = block.fd
+        if comes_again:
+            with contextlib.suppress(OSError):      # without /proc a block isn't used again
+                fd = block.lend()
+                self._blocks.append(block)
         try: self.send('put', kind, packed, fd=fd)
         finally: os.close(fd)
     def _take_block(self):
