@@ -297,7 +297,7 @@ def all_gather_object(
     _Pickler(buffer, 4).dump(o)
     data = buffer.getvalue()
     if _is_alone(): return [_loads(data)]
-    sizes = [int(n) for n in _all_gather(torch.tensor([len(data)], device=comm_device()))]
+    sizes = [*map(int, _all_gather(torch.tensor([len(data)], device=comm_device())))]
     parts = _gather_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes)
     return [_loads(part.cpu().numpy()) for part in parts]
 

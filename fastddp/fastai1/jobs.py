@@ -11,7 +11,8 @@ from fastai.callback import Callback
 from fastcore.basics import noop
 
 from ..base.rng import CommonRNG
-from .callbacks import Ranks, as_rank, distributed_v1
+from .callbacks import (
+    KEEP_STATE, NOTE_PROGRESS, Ranks, as_rank, distributed_v1)
 from .loaders import batch_counts
 from .snapshot import Baseline, unpack
 from .validation import Validation
@@ -22,7 +23,7 @@ from ..shard.gathered_loss import Losses
 class NoteProgress(Callback):
     """Tells the notebook before each batch where this rank is. Counts and times training
     batches"""
-    _order = -2_000_000     # before all others
+    _order = NOTE_PROGRESS
     def __init__(self, ctx, # The rank's `Context`
                  learn
     ):
@@ -49,7 +50,7 @@ class NoteProgress(Callback):
 
 class _KeepState(Callback):
     "Calls `keep()` at the end of each epoch"
-    _order = 2_000_000      # after all others
+    _order = KEEP_STATE
     def __init__(self, keep): self.keep = keep
     def on_epoch_end(self, **kwargs): self.keep()
 
@@ -93,7 +94,7 @@ def validate_by_ranks(stop_requested, # True if this rank was asked to stop
 ):
     "Call `basic_train.validate(model, *args, **kwargs)` together with all ranks, outside of a fit"
     common = CommonRNG.capture()
-    ranks = Ranks(model, stop_requested)
+    ranks = Ranks(stop_requested)
     validation = Validation(ranks, common, Losses(), whole_batches=True)
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
