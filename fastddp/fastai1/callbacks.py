@@ -198,7 +198,7 @@ class TrainingBatches:
             self.passes.open()
         return self.fastai_loss_batch(model, xb, yb, loss_func, opt, cb_handler)
 
-    # For `Passes`, which calls these in each pass, on all ranks: if one skips a pass, all do (`Agree`)
+    # `Passes` calls these in each pass, on all ranks: if one rank skips a pass, all do (`Agree`)
     def parameters(self): return [*self.learn.model.parameters(), *trained_beside(self.learn)]
     def begin_pass(self, loss, is_first):
         # The first pass of a batch is that of the `GlobalLoss`, which has scaled it already

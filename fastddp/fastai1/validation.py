@@ -28,9 +28,9 @@ from ..shard.torch_loader import torch_bs
 # A validation on a rank: how `Validation` replaces `basic_train.validate`
 #
 #     by shards     (`_by_shards`) each rank validates its shard, and all put their results together
-#     all of it     each rank validates the whole loader by itself, without collectives: within another
-#                   validation, since a callback may ask for it in a batch that only some ranks have;
-#                   with `n_batch`; and if the model has a state (`has_state_of`)
+#     all of it     each rank validates the whole loader by itself, without collectives: within
+#                   another validation, since a callback may ask for it in a batch that only some
+#                   ranks have; with `n_batch`; and if the model has a state (`has_state_of`)
 #
 # By shards, with `c` where all ranks call collectives:
 #
