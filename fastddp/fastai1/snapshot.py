@@ -125,12 +125,13 @@ def _where_to_look(learn, callbacks, hooks):
     return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
-# Attributes that are not sent back. Those of the learner itself: their objects are shared
+# Attributes that are not sent back. Those of the learner itself: their objects are shared.
+# 'on_epoch_begin': of a language model's data set, by `loaders.shard`
 _ALL_STAY = {'pbar',*OPT_HOOKS}
 _LEARNER_STAYS = 'data model layer_groups callbacks callback_fns metrics'.split()
 # Group of tracked objects -> the names of these attributes
 _STAYS = dict(learn={*_ALL_STAY, *_LEARNER_STAYS, *_OVERRIDES}, opt=_ALL_STAY, cbs=_ALL_STAY,
-              parts=MODULES_STAY, variables=())
+              parts={*MODULES_STAY, 'on_epoch_begin'}, variables=())
 
 class Baseline:
     """Remembers what the tracked objects hold before a job, on the rank that sends the result.
