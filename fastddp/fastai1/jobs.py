@@ -61,8 +61,8 @@ class _KeepState(Callback):
 #     unpack                                       Baseline
 #     a fit, or a validation, all together
 #         each batch    NoteProgress
-#         each epoch    (of a fit)                 put 'epoch': the notebook keeps the latest one, for
-#                                                  the case that a rank fails
+#         each epoch    (of a fit)                 put 'epoch': the notebook applies the latest
+#                                                  one if a rank fails
 #     the result                                   put 'state', or after an interrupt of a fit 'cut'
 #
 # What ranks do together is in `callbacks` and `validation`. `put` is no collective.
@@ -103,8 +103,8 @@ def fit_job(ctx, obj):
 def validate_by_ranks(stop_requested, # True if this rank was asked to stop
                       model, *args, **kwargs
 ):
-    """Call `basic_train.validate(model, *args, **kwargs)` together with all ranks, outside of a fit.
-    All ranks call this, and get the same result"""
+    """Call `basic_train.validate(model, *args, **kwargs)` together with all ranks, outside of a
+    fit. All ranks call this, and get the same result"""
     common = CommonRNG.capture()
     ranks = Ranks(stop_requested)
     validation = Validation(ranks, common, Losses(), whole_batches=True)
