@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch, torch.distributed as dist
 
-# `n_gpus` and `use_device` aren't used here: other modules call `group.n_gpus()`
+# Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
@@ -80,7 +80,7 @@ def comm_device():
 # Joining: a function for each way in which ranks find each other
 
 def stay_on_host():
-    "Connect over the loopback only, unless the user chose an interface"
+    "Have this process connect over the loopback only, unless the user chose an interface"
     loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
     for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
 

@@ -11,8 +11,7 @@ from fastai.callback import Callback
 from fastcore.basics import noop, store_attr
 
 from ..base.rng import CommonRNG
-from .callbacks import (
-    KEEP_STATE, NOTE_PROGRESS, Ranks, as_rank, distributed_v1)
+from .callbacks import KEEP_STATE, NOTE_PROGRESS, Ranks, as_rank, distributed_v1
 from .loaders import batch_counts
 from .snapshot import Baseline, unpack
 from .validation import Validation

@@ -36,7 +36,8 @@ from ..shard.loss import loss_module
 #     refs        objects that the other side has, too. Instead of such an object, its position in
 #                 this list is sent
 #
-# So what decides about their order must be the same on both sides, before and after the job.
+# Both make the lists before the job's changes: the rank when the job begins, the notebook before it
+# applies them.
 
 # Attributes that a `distrib_ctx` block sets on the learner
 _OVERRIDES = 'fit','validate','get_preds','distrib_session'
@@ -49,8 +50,8 @@ def loaders_of(data):
 def _shared_objects(learn,
                     callbacks,  # Those of this fit, or of this validation
                     metrics,    # The same; some are callbacks with a state
-                    # Functions and classes of cells, whose variables may change: those that
-                    # `dump_snapshot` found in the snapshot
+                    # Functions and classes of cells, whose variables may change. `dump_snapshot`
+                    # has found them: it sends them, and puts them into the notebook's list
                     definitions
 ):
     "Return `(tracked, refs)`, the first as `{group: objects}`"

@@ -67,7 +67,8 @@ class _Tensors(NamedTuple):
 def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
 class _KeepBatches(Callback):
-    "Keeps this rank's part of each batch for `_replay`, while its shard is validated"
+    """In the place of the metrics that aren't means over items, keeps this rank's part of each
+    batch for `_replay`"""
     def __init__(self, dl,         # The sharded loader
                  keeps_tensors     # False: keep only which items each batch had
     ):
@@ -80,7 +81,8 @@ class _KeepBatches(Callback):
         self.parts.append((*batch_place(self.dl), tensors))
 
 class _RecordLosses:
-    "A loss function that calls `loss_func` and records what `batch_losses` needs of each batch"
+    """In the place of `loss_func`, calls it and records what `batch_losses` needs of each of this
+    rank's batches"""
     def __init__(self, loss_func,
                  dl,       # The sharded loader
                  reduction # As of `loss_part`
@@ -107,7 +109,7 @@ def has_state_of(model, bs):
 # %% ../../nbs/fastai1/802_validation.ipynb #90a00005
 class Validation:
     """Replaces `basic_train.validate` on a rank: a call on all ranks returns what one process would
-    return. Made for a fit, or for one validation outside of fits"""
+    return, on each of them. Made for a fit, or for one validation outside of fits"""
     def __init__(self,
                  ranks,      # `Ranks`: the connection to the other ranks
                  common,     # `CommonRNG` from which random numbers for the data are drawn
@@ -119,7 +121,7 @@ class Validation:
     ):
         store_attr()
         self.fastai_validate = basic_train.validate
-        self.is_running = False     # fastai's function validates this rank's shard
+        self.is_running = False     # True while fastai's function validates this rank's shard
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
@@ -181,7 +183,7 @@ class Validation:
 
 def _sum_over_ranks(m # An `AverageMetric`
 ):
-    "Make the metric's mean that over the items of all ranks. A collective operation"
+    "Make the metric's sum and count those of all ranks. A collective operation"
     val,count = group.all_sum([float(m.val), m.count])
     m.val = torch.tensor(val)
     m.count = int(count)
@@ -227,7 +229,7 @@ def _replay(handler, metrics,
             parts,   # This rank's, of a `_KeepBatches`
             anew     # `_LossOfWholeBatches`; None: the mean of the parts' losses over items
 ):
-    "Show the batches of one process to `metrics`, on every rank. A collective operation"
+    "Show the batches of one process to `metrics`, on every rank. A collective operation per batch"
     for number,all_parts in by_batch(parts):
         # The exchange makes plain tuples of named ones
         all_parts = [(positions, _Tensors(*o)) for positions,o in all_parts]
