@@ -11,52 +11,17 @@ from contextlib import contextmanager
 
 import torch, torch.distributed as dist
 
+# Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
 
-# %% ../../nbs/base/009_group.ipynb #18ac5be3
-FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
-_LONGEST_WAIT = .1  # seconds; a profiler may keep references for longer
-
-def _wait_until(is_released):
-    end = time.monotonic()+_LONGEST_WAIT
-    while not is_released() and time.monotonic() < end: time.sleep(1e-5)
-
-# %% ../../nbs/base/009_group.ipynb #e02f6a7c
-_HAS_COUNT = hasattr(torch.Tensor, '_use_count')    # not in torch before 2.3
-_kept = collections.deque(maxlen=8)     # without that count: the tensors of the last collectives
-_LARGEST_KEPT = 2**14                   # numbers in a tensor
-
-def _references(tensors):
-    "Return how many references each tensor has in Python, and how many in C++"
-    return [n for t in tensors for n in (sys.getrefcount(t), t._use_count())]
-
-@contextmanager
-def until_released(tensors):
-    """Context manager for a collective of `tensors`: at the end, if a fork could hang, waits until
-    gloo's threads have deleted their references to them"""
-    may_hang = FORKS_MAY_HANG and not any(is_accelerator(t.device) for t in tensors)
-    before = _references(tensors) if may_hang and _HAS_COUNT else []
-    def is_released(): return all(now <= n for now,n in zip(_references(tensors), before))
-    yield
-    if before: _wait_until(is_released)
-    elif may_hang: _kept.append([t for t in tensors if t.numel() <= _LARGEST_KEPT])
-
-# %% ../../nbs/base/009_group.ipynb #b09d3c46
-_CONTEXT_ENDS_WITH_PASS = hasattr(torch._C, '_remove_obj_from_tls')
-
-@contextmanager
-def until_context_released(loss):
-    """Context manager for a backward pass of `loss` under DDP: at the end, if a fork could hang,
-    waits until gloo's threads have released the pass's context variables"""
-    found = []
-    if FORKS_MAY_HANG and _CONTEXT_ENDS_WITH_PASS and not is_accelerator(loss.device):
-        loss.register_hook(lambda grad: found.append(torch._C._get_obj_in_tls('context')))
-    yield
-    # two references are ours: the list's, and the argument of `getrefcount`
-    if found: _wait_until(lambda: sys.getrefcount(found[0]) <= 2)
-
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
-# The group of this process: is there one, and which rank is this?
+# What a process calls, and when:
+#
+#     in_group, rank, world_size ...    at any time; without a group a process is rank 0 of 1
+#     join, join_at, join_launched      each rank of a new group; returns when all are connected
+#     all_sum, all_gather_object ...    collectives: all ranks make the same calls in the same
+#                                       order, and wait in each for the others
+#     leave                             each rank by itself; then it may join another group
 
 def has_distributed():
     "True if this torch can build a process group on this system"
@@ -72,7 +37,8 @@ def under_launcher():
     return 'TORCHELASTIC_RUN_ID' in os.environ and int(os.environ.get('WORLD_SIZE', 1)) > 0
 
 def everyone():
-    "True if this job runs on all ranks, so that they can run collectives"
+    """True if the code that runs now runs on all ranks, so that it may call collectives. Launchers
+    set WORLD_SIZE; it is unset during a fit, and in a cell for some of the ranks"""
     return 'WORLD_SIZE' in os.environ
 
 def rank():
@@ -84,7 +50,7 @@ def world_size():
     return dist.get_world_size() if in_group() else 1
 
 def key():
-    "An object that identifies the group; None without a group"
+    "An object that is another one for each group; None without a group"
     return dist.group.WORLD if in_group() else None
 
 # %% ../../nbs/base/009_group.ipynb #984a33de
@@ -107,14 +73,14 @@ def backend():
     return dist.get_backend()
 
 def comm_device():
-    "The device of the tensors that the backend sends"
+    "The device of the tensors that the backend of the group sends"
     return current_device() if backend() == native_backend() else torch.device('cpu')
 
 # %% ../../nbs/base/009_group.ipynb #d723f70e
-# Joining
+# Joining: a function for each way in which ranks find each other
 
 def stay_on_host():
-    "Connect over the loopback only, unless the user chose an interface"
+    "Have this process connect over the loopback only, unless the user chose an interface"
     loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
     for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
 
@@ -128,7 +94,7 @@ def init_group(store, rank, world_size, backend, **options):
 
 # %% ../../nbs/base/009_group.ipynb #cd305c8a
 def _wait_for_all(store, rank, world_size, what):
-    "Wait until every rank has set its key `what` in the `store`; Ctrl-C interrupts this"
+    "Set this rank's key `what` in the `store`, and wait for those of all ranks; Ctrl-C ends this"
     keys = [f'fastddp/{r}/{what}' for r in range(world_size)]
     store.set(keys[rank], what)
     # torch before 2.3
@@ -140,7 +106,8 @@ def _wait_for_all(store, rank, world_size, what):
 
 _NO_LIMIT = 10*365*24*3600.     # seconds
 
-# The `store` that was given to `join`; None before `join` and after `leave`
+# The `store` that was given to `join`; None before `join`, after `leave`, and in the group of a
+# launcher. `launch.rank` compares it with the store of the next job
 rendezvous = None
 
 def join(
@@ -159,35 +126,69 @@ def join(
         store = dist.FileStore(os.fspath(store), world_size)
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
     on_gpu = dict(device_id=device) if backend == native_backend() else {}
-    # Inside of `init_process_group` a wait can't be interrupted, and gloo waits forever for a rank
-    # that has come in and then failed
+    # Inside of `init_group` a wait can't be interrupted, and gloo waits forever for a rank that has
+    # come in and then failed. So the ranks wait for each other before and after
     _wait_for_all(store, rank, world_size, 'here')
     init_group(store, rank, world_size, backend, timeout=limit, **on_gpu)
     _wait_for_all(store, rank, world_size, 'in')
     rendezvous = given
 
+# %% ../../nbs/base/009_group.ipynb #fde173fe
+@functools.cache
+def _launcher_store():
+    "Return `(store, rank, world size)` of the launcher"
+    return next(dist.rendezvous('env://'))
+
+_group_numbers = itertools.count(1)
+
+def join_launched(
+    device # This rank's; it decides the backend
+):
+    """Join the group that a launcher (torchrun) describes in the environment. Its operations have
+    torch's own time limit, since no notebook watches over them"""
+    store,rank,world_size = _launcher_store()
+    if os.environ.get('LOCAL_WORLD_SIZE') == str(world_size): stay_on_host()
+    # names of its own for each group: the launcher's store outlives it
+    store = dist.PrefixStore(f'fastddp/{next(_group_numbers)}', store)
+    init_group(store, rank, world_size, backend_for(device))
+
+# %% ../../nbs/base/009_group.ipynb #8f20d7c6
+def join_at(addr, port, rank, world_size, *options):
+    """Join the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; the
+    `options` are those of `join`: backend, device, timeout"""
+    listen = {}
+    if rank == 0:
+        family,*_,where = socket.getaddrinfo(addr, int(port), type=socket.SOCK_STREAM)[0]
+        try:
+            # at `addr` alone, where torch's socket would listen at every address
+            server = socket.create_server(where[:2], family=family, backlog=128)
+            listen['master_listen_fd'] = server.detach()
+        except OSError as e:
+            if e.errno != errno.EADDRNOTAVAIL: raise    # `addr` isn't one of this host's
+    store = dist.TCPStore(addr, int(port), world_size, is_master=rank == 0, **listen)
+    join(store, rank, world_size, *options)
+
 # %% ../../nbs/base/009_group.ipynb #b65acfdb
-before_leave = []   # functions that `leave` calls first, such as `board.forget_board`
+before_leave = []   # functions that `leave` calls first; `base.board` adds its `forget_board`
 
 def leave(
     broken=False # Other ranks may have failed: don't wait for them
 ):
-    "Leave the group, if there is one; then another one can be joined"
+    "Leave the group, if there is one. This is no collective: other ranks may stay, or be gone"
     global rendezvous
     rendezvous = None
     for f in before_leave: f()
     if not in_group(): return
     abort = getattr(dist.distributed_c10d, '_abort_process_group', None)
     if broken and abort and backend() == native_backend():
-        abort()
-        return
+        return abort()
     # torch before 2.15 holds Python's lock while it waits for gloo's threads to end, one of which
     # may need the lock to free the last tensor: it gets some time for that, after a failure more.
     if backend() == 'gloo': time.sleep(.3 if broken else .02)
     dist.destroy_process_group()
 
 # %% ../../nbs/base/009_group.ipynb #6e03f5b8
-_is_fork_of_rank = False
+_is_fork_of_rank = False    # set in each process that this one forks
 
 def _note_fork():
     global _is_fork_of_rank
@@ -196,8 +197,8 @@ def _note_fork():
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_note_fork)
 
 def check_group():
-    """Raise where a collective would hang: in a fork of a rank, which has its connections but not
-    its threads, and after user code destroyed the group"""
+    """Raise in a fork of a rank, which has its connections but not its threads: a collective would
+    hang; and after user code destroyed the group: it would return this rank's values alone"""
     if _is_fork_of_rank:
         raise RuntimeError("This process was forked from a rank, and is in no group itself.")
     if rendezvous is not None and not in_group():
@@ -205,13 +206,15 @@ def check_group():
                            "torch.distributed.destroy_process_group(): fastddp calls it.")
 
 # %% ../../nbs/base/009_group.ipynb #dff8d589
-# Collectives: every rank calls them, in the same order
+# Collectives. Each calls `_is_alone` before it returns or sends anything
 
-def all_gather(
-    t # A tensor on `comm_device()`
-):
-    "Return the `t` of each rank, in rank order; all have the same shape and type"
+def _is_alone():
+    "True if there is no other rank; raises as `check_group`"
     check_group()
+    return world_size() == 1
+
+def _all_gather(t):
+    "As `all_gather_object`, of tensors on `comm_device()` that have the same shape and type"
     parts = [torch.empty_like(t) for _ in range(world_size())]
     with until_released([t, *parts]): dist.all_gather(parts, t)
     return parts
@@ -220,23 +223,22 @@ def all_sum(
     values # Numbers, equally many on each rank
 ):
     "Return the element-wise sums over ranks as floats, which are bitwise equal on every rank"
-    check_group()
     values = [*map(float, values)]
-    if world_size() == 1: return values
+    if _is_alone(): return values
     t = torch.tensor(values, dtype=torch.float64, device=comm_device())
-    # on the CPU, so that the order of summation is the same on every rank
-    return torch.stack([o.cpu() for o in all_gather(t)]).sum(0).tolist()
+    # added up on the CPU, in the same order on every rank
+    return torch.stack([o.cpu() for o in _all_gather(t)]).sum(0).tolist()
 
 def barrier():
     "Wait for all ranks"
-    if world_size() > 1: all_sum([0])
+    all_sum([0])
 
 def subgroup(ranks):
-    "Return a gloo group of some `ranks`; all ranks call this"
+    "Return a gloo group of some `ranks`. All ranks call this, also those that aren't members"
     return dist.new_group(ranks, backend='gloo')
 
 def sum_in(t, members):
-    "Sum the CPU tensor `t` in place over the ranks of a `subgroup`"
+    "Sum the CPU tensor `t` in place over the ranks of a `subgroup`. Its members alone call this"
     with until_released([t]): dist.all_reduce(t, group=members)
 
 # %% ../../nbs/base/009_group.ipynb #6f188fae
@@ -262,10 +264,10 @@ def _tensor(cls, data, dtype, shape):
     return t.reshape(shape).as_subclass(cls)
 
 # What pickles of plain values refer to by name: the same as with `torch.load(weights_only=True)`
-_ALLOWED_NAMES = {'OrderedDict', 'L', '_tensor', 'ndarray', 'dtype', 'scalar', '_reconstruct',
-                  'bytearray', 'complex', 'range', 'set', 'slice', 'tuple'}
-_ALLOWED_MODULES = {'builtins', 'collections', 'fastcore.foundation', 'numpy',
-                    'numpy.core.multiarray', 'numpy._core.multiarray', __name__}
+_ALLOWED_NAMES = '''OrderedDict L _tensor ndarray dtype scalar _reconstruct bytearray complex range
+                    set slice tuple'''.split()
+_ALLOWED_MODULES = [__name__, *'''builtins collections fastcore.foundation numpy
+                                  numpy.core.multiarray numpy._core.multiarray'''.split()]
 
 class _Unpickler(pickle.Unpickler):
     "Loads plain values and tensors, and refuses everything else"
@@ -285,7 +287,7 @@ def _gather_bytes(
     "Return the `raw` of every rank, on `comm_device()`"
     padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=comm_device())
     padded[:len(raw)] = raw
-    return [part[:n] for part,n in zip(all_gather(padded), sizes)]
+    return [part[:n] for part,n in zip(_all_gather(padded), sizes)]
 
 def all_gather_object(
     o # Tensors, arrays, numbers and strings, in lists, tuples and dicts
@@ -294,8 +296,8 @@ def all_gather_object(
     buffer = io.BytesIO()
     _Pickler(buffer, 4).dump(o)
     data = buffer.getvalue()
-    if world_size() == 1: return [_loads(data)]
-    sizes = [int(n) for n in all_gather(torch.tensor([len(data)], device=comm_device()))]
+    if _is_alone(): return [_loads(data)]
+    sizes = [*map(int, _all_gather(torch.tensor([len(data)], device=comm_device())))]
     parts = _gather_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes)
     return [_loads(part.cpu().numpy()) for part in parts]
 
@@ -307,27 +309,25 @@ def all_gather_tensors(
     tensors, # This rank's
     shapes   # For each rank the shapes of its tensors; all ranks have the same types
 ):
-    """Return the `tensors` of every rank as a list of lists, in rank order, on `comm_device()`.
-    This is one collective, since all ranks know the shapes"""
-    if world_size() == 1: return [tensors]
+    """Return the `tensors` of every rank as a list of lists, in rank order, on `comm_device()`. The
+    ranks exchange no sizes first, since all know the shapes"""
+    if _is_alone(): return [tensors]
     sizes = [[math.prod(shape)*t.element_size() for t,shape in zip(tensors, of_rank)]
              for of_rank in shapes]
     raw = torch.cat([bytes_of(t).to(comm_device()) for t in tensors])
     parts = _gather_bytes(raw, [sum(o) for o in sizes])
     def tensors_in(part, ns, shapes):
-        # the clone's memory is aligned
-        return [data.clone().view(t.dtype).reshape(shape)
+        return [data.clone().view(t.dtype).reshape(shape)       # the clone's memory is aligned
                 for data,t,shape in zip(part.split(ns), tensors, shapes)]
     return [*map(tensors_in, parts, sizes, shapes)]
 
 # %% ../../nbs/base/009_group.ipynb #5dbd1a3a
-# Changes in place
+# Collectives that change tensors in place; on each rank these have the same shapes and types
 
 def _change_as_one(tensors, change):
     """Apply the collective `change`, which works in place, to `tensors`: those of one type and
     device are sent as one flat tensor"""
-    check_group()
-    if world_size() == 1: return
+    if _is_alone(): return
     alike = {}
     for t in tensors: alike.setdefault((t.dtype, t.device), []).append(t)
     for ts in alike.values():
@@ -353,36 +353,48 @@ def average_(tensors):
         t /= world_size()
     _change_as_one(tensors, mean)
 
-# %% ../../nbs/base/009_group.ipynb #fde173fe
-@functools.cache
-def _launcher_store():
-    "Return `(store, rank, world size)` of the launcher"
-    return next(dist.rendezvous('env://'))
+# %% ../../nbs/base/009_group.ipynb #18ac5be3
+# gloo's threads and forks. After a collective a thread of gloo's may still refer to the tensors,
+# after a backward pass to its context variables. To release them it takes the lock of Python's list
+# of threads. A process that is forked just then (a `DataLoader` starts some) has the lock as taken,
+# and waits for it forever in these versions of Python (gh-112275). With them both context managers
+# wait at their end until gloo has released all.
 
-_group_numbers = itertools.count(1)
+FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
+_LONGEST_WAIT = .1  # seconds; a profiler may keep references for longer
 
-def join_launched(
-    device # This rank's; it decides the backend
-):
-    "Join the group that a launcher (torchrun) describes in the environment"
-    store,rank,world_size = _launcher_store()
-    if os.environ.get('LOCAL_WORLD_SIZE') == str(world_size): stay_on_host()
-    # names of its own for each group: the launcher's store outlives it
-    store = dist.PrefixStore(f'fastddp/{next(_group_numbers)}', store)
-    init_group(store, rank, world_size, backend_for(device))
+def _wait_until(is_released):
+    end = time.monotonic()+_LONGEST_WAIT
+    while not is_released() and time.monotonic() < end: time.sleep(1e-5)
 
-# %% ../../nbs/base/009_group.ipynb #8f20d7c6
-def join_at(addr, port, rank, world_size, *options):
-    """Join the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; the
-    `options` are those of `join`: backend, device, timeout"""
-    listen = {}
-    if rank == 0:
-        family,*_,where = socket.getaddrinfo(addr, int(port), type=socket.SOCK_STREAM)[0]
-        try:
-            # at `addr` alone, where torch's socket would listen at every address
-            server = socket.create_server(where[:2], family=family, backlog=128)
-            listen['master_listen_fd'] = server.detach()
-        except OSError as e:
-            if e.errno != errno.EADDRNOTAVAIL: raise    # `addr` isn't one of this host's
-    store = dist.TCPStore(addr, int(port), world_size, is_master=rank == 0, **listen)
-    join(store, rank, world_size, *options)
+# %% ../../nbs/base/009_group.ipynb #e02f6a7c
+_HAS_COUNT = hasattr(torch.Tensor, '_use_count')    # not in torch before 2.3
+_kept = collections.deque(maxlen=8)     # without that count: the tensors of the last collectives
+_LARGEST_KEPT = 2**14                   # numbers in a tensor
+
+def _references(tensors):
+    "Return how many references each tensor has in Python, and how many in C++"
+    return [n for t in tensors for n in (sys.getrefcount(t), t._use_count())]
+
+@contextmanager
+def until_released(tensors):
+    "Context manager for a collective of `tensors`"
+    may_hang = FORKS_MAY_HANG and not any(is_accelerator(t.device) for t in tensors)
+    before = _references(tensors) if may_hang and _HAS_COUNT else []
+    def is_released(): return all(now <= n for now,n in zip(_references(tensors), before))
+    yield
+    if before: _wait_until(is_released)
+    elif may_hang: _kept.append([t for t in tensors if t.numel() <= _LARGEST_KEPT])
+
+# %% ../../nbs/base/009_group.ipynb #b09d3c46
+_CONTEXT_ENDS_WITH_PASS = hasattr(torch._C, '_remove_obj_from_tls')
+
+@contextmanager
+def until_context_released(loss):
+    "Context manager for a backward pass of `loss` under DDP"
+    found = []
+    if FORKS_MAY_HANG and _CONTEXT_ENDS_WITH_PASS and not is_accelerator(loss.device):
+        loss.register_hook(lambda grad: found.append(torch._C._get_obj_in_tls('context')))
+    yield
+    # two references are ours: the list's, and the argument of `getrefcount`
+    if found: _wait_until(lambda: sys.getrefcount(found[0]) <= 2)

@@ -8,10 +8,10 @@ __all__ = ['NoteProgress', 'fit_job', 'validate_by_ranks', 'infer_job']
 # %% ../../nbs/fastai1/805_jobs.ipynb #9a050004
 from fastai import basic_train
 from fastai.callback import Callback
-from fastcore.basics import noop
+from fastcore.basics import noop, store_attr
 
 from ..base.rng import CommonRNG
-from .callbacks import Ranks, as_rank, distributed_v1
+from .callbacks import KEEP_STATE, NOTE_PROGRESS, Ranks, as_rank, distributed_v1
 from .loaders import batch_counts
 from .snapshot import Baseline, unpack
 from .validation import Validation
@@ -21,13 +21,12 @@ from ..shard.gathered_loss import Losses
 # %% ../../nbs/fastai1/805_jobs.ipynb #7f809572
 class NoteProgress(Callback):
     """Tells the notebook before each batch where this rank is. Counts and times training
-    batches"""
-    _order = -2_000_000     # before all others
+    batches. No collective operation"""
+    _order = NOTE_PROGRESS      # so a failure in another callback has this batch's place
     def __init__(self, ctx, # The rank's `Context`
                  learn
     ):
-        self.ctx = ctx
-        self.learn = learn
+        store_attr()
         self.progress = Progress(ctx, learn.path)
         # The clock of `progress` runs: the last batch was one of training
         self.is_timing = False
@@ -48,24 +47,35 @@ class NoteProgress(Callback):
         self.progress.epochs += 1
 
 class _KeepState(Callback):
-    "Calls `keep()` at the end of each epoch"
-    _order = 2_000_000      # after all others
+    "Calls `keep()` at the end of each epoch, after all other callbacks have changed their state"
+    _order = KEEP_STATE
     def __init__(self, keep): self.keep = keep
     def on_epoch_end(self, **kwargs): self.keep()
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #bf83e298
+# A job on a rank. All ranks run it with the same `obj`, the dict of a `snapshot`:
+#
+#     all ranks                                    rank 0 alone
+#
+#     unpack                                       Baseline
+#     a fit, or a validation, all together
+#         each batch    NoteProgress
+#         each epoch    (of a fit)                 put 'epoch': the notebook applies the latest
+#                                                  one if a rank fails
+#     the result                                   put 'state', or after an interrupt of a fit 'cut'
+#
+# What ranks do together is in `callbacks` and `validation`. `put` is no collective.
+
 def _unpack_and_note(ctx, obj):
-    """Make the learner of a snapshot, the dict `obj`, ready on this rank. Returns its `Baseline` on
-    rank 0, which sends back what the job changes, and None on the others"""
+    """Make the learner of a snapshot ready on this rank. Returns its `Baseline` on rank 0, which
+    sends back what the job changes, and None on the others"""
     unpack(obj, ctx.device)
     if ctx.rank: return None
     return Baseline(obj['learn'], obj['callbacks'], obj['metrics'], obj['definitions'])
 
 def fit_job(ctx, obj):
     """Train the learner of a snapshot on this rank, by fastai's own `fit`. Returns
-    `Progress.result`. Rank 0 puts the learner's state at the end of each epoch, and of the fit.
-
-    `obj` is the dict of a `snapshot`, which has for this job:
+    `Progress.result`. For this job `obj` also has:
 
         epochs      as of `basic_train.fit`
         options     of `distributed_v1`"""
@@ -83,6 +93,7 @@ def fit_job(ctx, obj):
                             **obj['options']) as cbs:
             basic_train.fit(obj['epochs'], learn, callbacks=[*cbs, *ours],
                             metrics=obj['metrics'])
+    # `as_rank` in `distributed_v1` has stopped the other ranks already
     interrupted = until_interrupted(ctx, fit, noop)
     put('cut' if interrupted else 'state', grads=not interrupted)
     return noted.progress.result(interrupted)
@@ -91,17 +102,16 @@ def fit_job(ctx, obj):
 def validate_by_ranks(stop_requested, # True if this rank was asked to stop
                       model, *args, **kwargs
 ):
-    "Call `basic_train.validate(model, *args, **kwargs)` together with all ranks, outside of a fit"
+    """Call `basic_train.validate(model, *args, **kwargs)` together with all ranks, outside of a
+    fit. All ranks call this, and get the same result"""
     common = CommonRNG.capture()
-    ranks = Ranks(model, stop_requested)
+    ranks = Ranks(stop_requested)
     validation = Validation(ranks, common, Losses(), whole_batches=True)
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
 def infer_job(ctx, obj):
     """Validate a loader with the learner of a snapshot, together with the other ranks. Returns
-    `(result on rank 0 or None, True if interrupted)`.
-
-    `obj` is the dict of a `snapshot`, which has for this job:
+    `(result on rank 0 or None, True if interrupted)`. For this job `obj` also has:
 
         handler     the `CallbackHandler` with the callbacks and metrics
         infer       the other arguments of `basic_train.validate`, by name"""

@@ -19,6 +19,18 @@ from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
 from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
+# Where these functions are called, in the order of a fit. None of them is a collective operation:
+#
+#     in the notebook    check_v1, step_sizes       before anything is sent
+#                        picklable_preloaders       while the learner is pickled
+#     on each rank       old_numpy                  when the learner arrives
+#                        global_batches, shard      when the fit begins: N times the batch, and this
+#                                                   rank's items of it; `shard` in validations, too
+#                        batch_counts, batch_place  in a loop over a shard
+#                        own_loader                 when the fit ends
+#     on rank 0          text_order                 when the state is sent back
+#     in the notebook    set_text_order             when the state is applied
+
 # numpy as v1's loaders of texts need it
 
 def _takes_ragged_lists(f):
@@ -53,8 +65,17 @@ def old_numpy():
 #     DeviceDataLoader    v1's own kind, such as `data.train_dl`: puts batches on a device
 #       .dl               a torch `DataLoader` (`torch_dl`); in a rank's shard, the sharded one
 #         .dataset        of a language model: a `LanguageModelPreLoader` (`_streams_of`; `pre` in
-#                         the code), which is dataset, sampler and callback in one. Its `bs` rows
-#                         are streams of text, and `idx.idx` is the order of the texts in them
+#                         the code), which is dataset, sampler and callback in one
+#
+# What is special about a `LanguageModelPreLoader`, and what cares for it:
+#
+#     it can't be unpickled as it is                        picklable_preloaders
+#     its `bs` rows are streams of text; `bs` must be       global_batches, mend_streams
+#     the batch size of the torch loader
+#     `idx.idx`, the order of texts, goes from epoch to     text_order, set_text_order
+#     epoch
+#     it draws that order when v1 calls its                 shard
+#     `on_epoch_begin`, as of a callback
 
 def torch_dl(dl):
     "Return the torch loader inside v1's `DeviceDataLoader`, or `dl` itself"
@@ -78,7 +99,7 @@ def _reduce(o): return copyreg.__newobj__, (type(o),), vars(o), None, None, _set
 
 @contextmanager
 def picklable_preloaders():
-    "Make the `LanguageModelPreLoader` picklable inside"
+    "Make each `LanguageModelPreLoader` picklable inside, in this process"
     cls = _preloader_class()
     if cls: cls.__reduce__ = _reduce
     try: yield
@@ -95,8 +116,8 @@ def _lay_out(pre):
     pre.idx.idx = order
 
 def mend_streams(dl):
-    """Give a language model's loader as many streams as its batches have rows. v1 makes WORLD_SIZE
-    times as many if that is set"""
+    """Give a language model's loader as many streams as its batches have rows. In a process of
+    torchrun v1 has made WORLD_SIZE times as many"""
     pre = _streams_of(dl)
     bs = torch_dl(dl).batch_size
     if pre is None or pre.bs == bs: return
@@ -147,14 +168,16 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, which yields the gl
           # in a stream, and in a language model, whose hidden state goes from batch to batch
           whole_batches=False
 ):
-    "Return a loader like `dl` that yields the shard of `rank`"
+    """Return a loader like `dl` that yields the shard of `rank`. `own_loader` returns `dl` for it.
+    `dl` may be sharded itself: the shard is one of its original"""
     shard_dl = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
     pre = _streams_of(dl)
     if pre is not None:
-        # It draws the order of its texts, which has to be the same on all ranks
+        # It draws the order of its texts, which has to be the same on all ranks. This stays set in
+        # a rank's process, and a later `shard` sets it anew
         def on_epoch_begin(**kwargs):
             with common: type(pre).on_epoch_begin(pre, **kwargs)
-        vars(pre)['on_epoch_begin'] = on_epoch_begin        # as long as this process is a rank
+        vars(pre)['on_epoch_begin'] = on_epoch_begin
     elif n > 1 and not is_stream(torch_dl(dl)): shard_dl._shard.whole_batches = whole_batches
     if not isinstance(dl, DeviceDataLoader): return shard_dl
     # a copy, made without `__init__`: that would replace the sharded loader's `collate_fn`
@@ -167,7 +190,7 @@ def own_loader(dl):
     return vars(dl).get('unsharded', dl)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
-# Where a loop over a sharded loader is
+# Where a loop over a sharded loader is: `_shard.epoch` is the state of the innermost one that runs
 
 def batch_counts(dl):
     """Return `(items of this rank that count, items of the global batch)` for the batch that a
@@ -178,10 +201,10 @@ def batch_counts(dl):
 def batch_place(dl):
     """Return `(number of the global batch, positions of this rank's items in the epoch)` for the
     batch that a sharded `dl` has just yielded. Where ranks take whole batches, it is this rank's"""
-    shard = torch_dl(dl)._shard
-    i = shard.epoch.n_yielded-1
-    number = i*shard.n+shard.rank if shard.whole_batches else i
-    return number, list(shard.epoch.steps[i].positions)
+    s = torch_dl(dl)._shard
+    i = s.epoch.n_yielded-1
+    number = i*s.n+s.rank if s.whole_batches else i
+    return number, list(s.epoch.steps[i].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
 def fit_loaders(data # A `DataBunch`

@@ -23,17 +23,21 @@ from ..shard.loss import loss_module
 # How a learner is sent to the ranks and back:
 #
 #     notebook                                 rank
-#     snapshot -------- the learner ---------> unpack
+#     snapshot -------- the learner ---------> unpack, on every rank
 #                                              Baseline: on rank 0, what all attributes hold
 #                                              the job
-#     apply <--- weights and changes --------- Baseline.capture
+#     apply <--- weights and changes --------- Baseline.capture, on rank 0: at the end of each epoch
+#                                              and of the job. The notebook applies one of these
 #
-# Both sides make the same two lists of their own objects, in the same order:
+# Both sides call `_shared_objects`, each with its own objects, and get the same two lists:
 #
-#     _persistent_refs    objects that the other side has, too. Instead of such an object, its
-#                         position in this list is sent
-#     _tracked            objects whose attributes a job may change. A change is sent with the
-#                         position of its object
+#     tracked     objects whose attributes a job may change. A change is sent with the position of
+#                 its object
+#     refs        objects that the other side has, too. Instead of such an object, its position in
+#                 this list is sent
+#
+# Both make the lists before the job's changes: the rank when the job begins, the notebook before it
+# applies them.
 
 # Attributes that a `distrib_ctx` block sets on the learner
 _OVERRIDES = 'fit','validate','get_preds','distrib_session'
@@ -43,47 +47,45 @@ def loaders_of(data):
     dls = data.train_dl, data.valid_dl, data.fix_dl, data.test_dl, data.single_dl
     return [dl for dl in dls if dl is not None]
 
-def _tracked(learn,
-             callbacks,  # Those of this fit, or of this validation
-             metrics,    # The same; some are callbacks with a state
-             definitions # Functions and classes of cells, whose variables may change
+def _shared_objects(learn,
+                    callbacks,  # Those of this fit, or of this validation
+                    metrics,    # The same; some are callbacks with a state
+                    # Functions and classes of cells, whose variables may change. `dump_snapshot`
+                    # has found them: it sends them, and puts them into the notebook's list
+                    definitions
 ):
-    "Return the objects whose attributes a job may change, as `{group: objects}`"
+    "Return `(tracked, refs)`, the first as `{group: objects}`"
     loss = loss_module(learn.loss_func)
-    modules = [*learn.model.modules(), *(loss.modules() if loss else ())]
-    data = [o for dl in loaders_of(learn.data)
-            for o in (torch_dl(dl).dataset, torch_dl(dl).sampler)]
+    nets = [learn.model, *([loss] if loss else [])]
+    modules = [m for net in nets for m in net.modules()]
+    params = [p for net in nets for p in net.parameters()]
+    opts = opt_and_wrapped(getattr(learn, 'opt', None))
+    cbs = [*callbacks, *(m for m in metrics if isinstance(m, Callback))]
+    dls = loaders_of(learn.data)
+    data = [o for dl in dls for o in (torch_dl(dl).dataset, torch_dl(dl).sampler)]
     unique_data = {id(o):o for o in data}.values()      # loaders may share a data set
-    return dict(learn=[learn], opt=opt_and_wrapped(getattr(learn, 'opt', None)),
-                cbs=[*callbacks, *(m for m in metrics if isinstance(m, Callback))],
-                parts=[*modules, learn.loss_func, *unique_data], variables=definitions)
-
-def _persistent_refs(learn, groups # As of `_tracked`
-):
-    "Return the objects that notebook and ranks both have, as a list"
-    of_loaders = [o for dl in loaders_of(learn.data)
-                  for o in (dl, torch_dl(dl), torch_dl(dl).dataset)]
-    data = [learn.data, learn.data.train_ds, learn.data.valid_ds, *of_loaders]
-    loss = loss_module(learn.loss_func)
-    of_loss = [*loss.modules(), *loss.parameters()] if loss else []
-    model = [*learn.model.modules(), *learn.model.parameters(), *learn.layer_groups]
-    return [learn, *groups['opt'], *groups['cbs'], *data, *model, learn.loss_func, *of_loss,
-            *learn.callbacks, *learn.metrics, *learn.callback_fns]
+    tracked = dict(learn=[learn], opt=opts, cbs=cbs,
+                   parts=[*modules, learn.loss_func, *unique_data], variables=definitions)
+    refs = [learn, *opts, *cbs, learn.data, learn.data.train_ds, learn.data.valid_ds, *dls,
+            *map(torch_dl, dls), *unique_data, *modules, *params, *learn.layer_groups,
+            learn.loss_func, *learn.callbacks, *learn.metrics, *learn.callback_fns]
+    return tracked, refs
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
 def snapshot(learn,
-             callbacks, metrics, # As of `_tracked`
+             callbacks, metrics, # As of `_shared_objects`
              columns=None,       # As of `dump_snapshot`
              definitions=None,   # As of `dump_snapshot`
              **call              # Further entries of the job's dict
 ):
     """Return a `Payload` of the dict that a job gets: learner, callbacks and metrics, what `unpack`
-    needs, and `call`. Raises `NotPicklable`, which names the object"""
+    needs, and `call`; `dump_snapshot` adds 'rng' and 'definitions'. Raises `NotPicklable`, which
+    names the object"""
     next_id,hooks = get_hooks(_hooked_objects(learn))
     obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=(next_id,hooks), **call)
-    without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
+    without_bars = (without_attrs(cb, 'pbar') for cb in callbacks)
     return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
                          without_attrs(learn, *_OVERRIDES), *without_bars, columns=columns,
                          definitions=definitions)
@@ -93,7 +95,7 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
 ):
     "Make `obj['learn']` ready to train on `device`, with the random streams of the notebook"
     old_numpy()
-    CommonRNG(obj['rng']).install()     # `dump_snapshot` adds it
+    CommonRNG(obj['rng']).install()
     learn = obj['learn']
     # torch doesn't pickle these attributes of optimizers
     for o,attrs in zip(opt_and_wrapped(getattr(learn, 'opt', None)), obj['opt_attrs']):
@@ -124,23 +126,24 @@ def _where_to_look(learn, callbacks, hooks):
     return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
-# Group of `_tracked` -> the attributes of its objects that are not sent back
+# Attributes that are not sent back. Those of the learner itself: their objects are shared.
+# 'on_epoch_begin': of a language model's data set, by `loaders.shard`
 _ALL_STAY = {'pbar',*OPT_HOOKS}
-_LEARNER_STAYS = 'data model layer_groups callbacks callback_fns metrics load'.split()
+_LEARNER_STAYS = 'data model layer_groups callbacks callback_fns metrics'.split()
+# Group of tracked objects -> the names of these attributes
 _STAYS = dict(learn={*_ALL_STAY, *_LEARNER_STAYS, *_OVERRIDES}, opt=_ALL_STAY, cbs=_ALL_STAY,
-              parts=MODULES_STAY, variables=())
+              parts={*MODULES_STAY, 'on_epoch_begin'}, variables=())
 
 class Baseline:
-    """Remembers what the `_tracked` objects hold before a job, on the rank that sends the result.
+    """Remembers what the tracked objects hold before a job, on the rank that sends the result.
     `capture` returns what has changed since then"""
     def __init__(self, learn,
-                 callbacks, metrics, definitions # As of `_tracked`
+                 callbacks, metrics, definitions # As of `_shared_objects`
     ):
         self.learn = learn
-        groups = _tracked(learn, callbacks, metrics, definitions)
-        self.refs = _persistent_refs(learn, groups)
+        tracked,self.refs = _shared_objects(learn, callbacks, metrics, definitions)
         def stays(group, o, name): return name in _STAYS[group]
-        self.tracker = ChangeTracker(groups, stays, [*self.refs, *definitions])
+        self.tracker = ChangeTracker(tracked, stays, [*self.refs, *definitions])
 
     def capture(self,
                 rng,        # State of the `CommonRNG` for the notebook to continue with
@@ -160,15 +163,16 @@ class Baseline:
 
 def apply(learn,
           meta, buffers, # The `Payload` of `Baseline.capture`
-          callbacks, metrics, definitions # The notebook's, as of `_tracked`
+          callbacks, metrics, definitions # The notebook's, as of `_shared_objects`
 ):
     """Put a captured state into the notebook's objects. Warns and leaves them as they are if the
     weights don't fit the model"""
-    groups = _tracked(learn, callbacks, metrics, definitions)
-    loaded = load_state(meta, buffers, _persistent_refs(learn, groups), learn.model)
+    tracked,refs = _shared_objects(learn, callbacks, metrics, definitions)
+    loaded = load_state(meta, buffers, refs, learn.model)
     if loaded is None: return
     state,rest = loaded     # `rest` is empty if it can't be loaded here
-    apply_changes(groups, rest.get('changes', {}))
+    # Changes first: they add layers that the model got in the fit
+    apply_changes(tracked, rest.get('changes', {}))
     set_model_state(learn.model, state)
     set_grads(learn.model, state['grads'])
     loss = loss_module(learn.loss_func)

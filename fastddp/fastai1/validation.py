@@ -25,16 +25,27 @@ from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.torch_loader import torch_bs
 
 # %% ../../nbs/fastai1/802_validation.ipynb #1940b65c
-# How a loader is validated by shards (`Validation._by_shards`):
+# A validation on a rank: how `Validation` replaces `basic_train.validate`
 #
-#     on each rank   fastai's own `validate` over this rank's shard, with replacements:
-#                      metrics that are means over items    themselves; summed over ranks afterwards
-#                      the other metrics                    `_KeepBatches`
-#                      the loss function                    `_RecordLosses`
-#     all ranks      put the kept parts of each batch together (`_replay`):
-#                      `_GatheredLoss` computes a loss anew that isn't a mean or a sum over items
-#                      the other metrics see the batches of one process
-#     the result     the mean of the batches' losses, or these losses; or pairs of output and target
+#     by shards     (`_by_shards`) each rank validates its shard, and all put their results together
+#     all of it     each rank validates the whole loader by itself, without collectives: within
+#                   another validation, since a callback may ask for it in a batch that only some
+#                   ranks have; with `n_batch`; and if the model has a state (`has_state_of`)
+#
+# By shards, with `c` where all ranks call collectives:
+#
+#     before          c   in a fit: `callbacks.SyncModel`
+#     fastai_validate     over this rank's shard, with replacements:
+#                           metrics that are means over items    themselves
+#                           the other metrics                    `_KeepBatches`
+#                           the loss function                    `_RecordLosses`
+#     meeting         c   here a rank that was asked to stop stops all
+#     random streams  c   rank 0's
+#     item means      c   summed over ranks
+#     _replay         c   the other metrics see the batches of one process; `_LossOfWholeBatches`
+#                         computes a loss anew that isn't a mean or a sum over items
+#     the result      c   the mean of the batches' losses, or these losses; or pairs of output and
+#                         target
 
 _ITEM_MEANS = {getattr(_metrics, k) for k in '''
     accuracy accuracy_thresh top_k_accuracy error_rate mean_absolute_error mean_squared_error
@@ -51,12 +62,13 @@ class _Tensors(NamedTuple):
     output:object
     target:object
     loss:object         # A tensor; None without a loss function
-    term:object = 0.    # See `_GatheredLoss`
+    term:object = 0.    # See `_LossOfWholeBatches`
 
 def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
 class _KeepBatches(Callback):
-    "Keeps this rank's part of each batch for `_replay`, while its shard is validated"
+    """In the place of the metrics that aren't means over items, keeps this rank's part of each
+    batch for `_replay`"""
     def __init__(self, dl,         # The sharded loader
                  keeps_tensors     # False: keep only which items each batch had
     ):
@@ -69,7 +81,8 @@ class _KeepBatches(Callback):
         self.parts.append((*batch_place(self.dl), tensors))
 
 class _RecordLosses:
-    "A loss function that calls `loss_func` and records what `batch_losses` needs of each batch"
+    """In the place of `loss_func`, calls it and records what `batch_losses` needs of each of this
+    rank's batches"""
     def __init__(self, loss_func,
                  dl,       # The sharded loader
                  reduction # As of `loss_part`
@@ -96,7 +109,7 @@ def has_state_of(model, bs):
 # %% ../../nbs/fastai1/802_validation.ipynb #90a00005
 class Validation:
     """Replaces `basic_train.validate` on a rank: a call on all ranks returns what one process would
-    return. Made for a fit, or for one validation outside of fits"""
+    return, on each of them. Made for a fit, or for one validation outside of fits"""
     def __init__(self,
                  ranks,      # `Ranks`: the connection to the other ranks
                  common,     # `CommonRNG` from which random numbers for the data are drawn
@@ -108,51 +121,54 @@ class Validation:
     ):
         store_attr()
         self.fastai_validate = basic_train.validate
-        self.is_running = False     # True inside `_run`
+        self.is_running = False     # True while fastai's function validates this rank's shard
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "Validate as `basic_train.validate`, whose parameters and result it has"
         handler = cb_handler or CallbackHandler()
-        def all_of(dl):
-            "Validate all of `dl` on this rank; the other ranks aren't needed"
-            with self.common:
-                return self.fastai_validate(model, dl, loss_func, handler, pbar, average, n_batch)
-        # A callback validates within a validation. Other ranks may not come to this batch
-        if self.is_running: return all_of(own_loader(dl))
-        self.before()
+        # A callback validates within a validation, in a batch that other ranks may not have
+        is_inner = self.is_running
+        if not is_inner: self.before()
         has_state = self.whole_batches and has_state_of(model, torch_bs(torch_dl(dl)))
-        if n_batch or has_state: return all_of(dl)
+        if is_inner or has_state or n_batch:
+            with self.common:
+                return self.fastai_validate(model, own_loader(dl), loss_func, handler, pbar,
+                                            average, n_batch)
         return self._by_shards(model, dl, loss_func, handler, pbar, average)
 
     def _by_shards(self, model, dl, loss_func, handler, pbar, average):
-        "Validate this rank's shard, and put together what the ranks computed"
+        "Validate this rank's shard, and put the ranks' results together. A collective operation"
         shard_dl = shard(dl, group.rank(), group.world_size(), False, self.common,
                          self.whole_batches)
         item_means = [m for m in handler.metrics if _is_item_mean(m)]
         other_metrics = [m for m in handler.metrics if not _is_item_mean(m)]
         record = None       # of this rank's losses
-        gathered = None     # computes the loss anew, over whole batches, where it must be
+        is_gathered = False # the loss is computed anew, over whole batches
         if loss_func:
             record = _RecordLosses(loss_func, shard_dl, self.losses.reduction(loss_func))
             has_whole_batches = torch_dl(shard_dl)._shard.whole_batches
-            if self.losses.is_gathered(loss_func) and not has_whole_batches:
-                gathered = _GatheredLoss(loss_func, model, self.losses.has_terms)
-        keep = _KeepBatches(shard_dl, keeps_tensors=bool(gathered or other_metrics))
-        # This rank by itself
+            is_gathered = self.losses.is_gathered(loss_func) and not has_whole_batches
+        keep = _KeepBatches(shard_dl, keeps_tensors=bool(is_gathered or other_metrics))
+        # This rank by itself, until it meets the others
         outs = self._run(model, shard_dl, record, handler, [*item_means, keep], pbar)
         # All ranks together
         for m in item_means: _sum_over_ranks(m)
-        if keep.keeps_tensors: _replay(handler, other_metrics, keep.parts, gathered)
+        anew = None
+        if is_gathered:
+            has_terms = any(group.all_gather_object(self.losses.has_terms))
+            anew = _LossOfWholeBatches(loss_func, model, has_terms)
+        if keep.keeps_tensors: _replay(handler, other_metrics, keep.parts, anew)
         # The result, as fastai's own function returns it
         if not loss_func: return _pairs(outs, keep.parts)
-        losses = gathered.losses if gathered else batch_losses(record.rows)
+        losses = anew.losses if anew else batch_losses(record.rows)
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]
         return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
 
     def _run(self, model, dl, loss_func, handler, metrics, pbar):
         """Run fastai's own function over this rank's shard `dl`, with `metrics` instead of the
-        handler's. Returns its list of losses, or of outputs and targets"""
+        handler's; then meet the other ranks. Returns fastai's list of losses, or of outputs and
+        targets"""
         handlers_own = handler.on_batch_end
         def on_batch_end(loss): return handlers_own(loss) or self.ranks.stop_requested()
         running = with_attrs(self, is_running=True)
@@ -167,13 +183,13 @@ class Validation:
 
 def _sum_over_ranks(m # An `AverageMetric`
 ):
-    "Make the metric's mean that over the items of all ranks"
+    "Make the metric's sum and count those of all ranks. A collective operation"
     val,count = group.all_sum([float(m.val), m.count])
     m.val = torch.tensor(val)
     m.count = int(count)
 
-class _GatheredLoss:
-    """Computes the losses of whole batches, from the outputs and targets of all ranks.
+class _LossOfWholeBatches:
+    """Computes the losses of whole batches, on every rank, from the outputs and targets of all.
 
     Such a loss may have a term that it reads from the model, for instance a penalty on the
     activations of the last batch. The model no longer keeps those of the batch, so the term is
@@ -182,10 +198,9 @@ class _GatheredLoss:
         term of a part  = its recorded loss - its loss computed now
         loss of a batch = its loss computed now + the mean of its parts' terms, over items"""
     def __init__(self, loss_func, model,
-                 has_terms # This rank has seen that the loss has such a term
+                 has_terms # The loss has such a term; the same on all ranks
     ):
-        store_attr('loss_func,model')
-        self.has_terms = any(group.all_gather_object(has_terms))
+        store_attr()
         self.losses = []        # `(number of the batch, loss, items)`, as of `batch_losses`
 
     def of_batch(self, number, parts):
@@ -212,13 +227,13 @@ class _GatheredLoss:
 
 def _replay(handler, metrics,
             parts,   # This rank's, of a `_KeepBatches`
-            gathered # `_GatheredLoss`; None: the loss is the mean of the parts' losses over items
+            anew     # `_LossOfWholeBatches`; None: the mean of the parts' losses over items
 ):
-    "Show the batches of one process to `metrics`, on every rank. A collective operation"
+    "Show the batches of one process to `metrics`, on every rank. A collective operation per batch"
     for number,all_parts in by_batch(parts):
         # The exchange makes plain tuples of named ones
         all_parts = [(positions, _Tensors(*o)) for positions,o in all_parts]
-        pieces = gathered.of_batch(number, all_parts) if gathered else whole_batch(all_parts)
+        pieces = anew.of_batch(number, all_parts) if anew else whole_batch(all_parts)
         for piece in pieces:
             with contextlib.ExitStack() as undo:
                 set_entries(undo, handler.state_dict, last_output=piece.output, train=False,
@@ -228,6 +243,6 @@ def _replay(handler, metrics,
 def _pairs(outs, # fastai's pairs of output and target, of this rank's batches
            parts # Those of a `_KeepBatches`
 ):
-    "Return the pairs of output and target of all global batches, as a list"
+    "Return the pairs of output and target of all global batches, as a list. A collective operation"
     parts = [(number, positions, _cpu(out)) for (number,positions,_),out in zip(parts, outs)]
     return [tuple(pair) for _,all_parts in by_batch(parts) for pair in whole_batch(all_parts)]

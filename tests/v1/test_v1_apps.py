@@ -216,6 +216,8 @@ def test_language_model_is_streams(tmp_path):
     same_recorder(two, one)
     np.testing.assert_array_equal(two.data.train_dl.dataset.idx.idx, one.data.train_dl.dataset.idx.idx)
     assert two.data.train_dl.dataset.bs == 4
+    # the next local fit draws its order from the notebook's streams
+    assert 'on_epoch_begin' not in vars(two.data.train_dl.dataset)
     with two.distrib_ctx(nprocs=2): got = two.validate()
     np.testing.assert_allclose([float(o) for o in got], [float(o) for o in two.validate()], atol=1e-5)
 
