@@ -694,6 +694,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'fastddp/fastai2/callbacks.py'),
                                            'fastddp.fastai2.callbacks.kept_streams': ( 'fastai2/callbacks.html#kept_streams',
                                                                                        'fastddp/fastai2/callbacks.py'),
+                                           'fastddp.fastai2.callbacks.model_from_rank0': ( 'fastai2/callbacks.html#model_from_rank0',
+                                                                                           'fastddp/fastai2/callbacks.py'),
                                            'fastddp.fastai2.callbacks.opt_from_rank0': ( 'fastai2/callbacks.html#opt_from_rank0',
                                                                                          'fastddp/fastai2/callbacks.py'),
                                            'fastddp.fastai2.callbacks.read_whole': ( 'fastai2/callbacks.html#read_whole',

@@ -21,7 +21,8 @@ from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
 from .callbacks import (
-    AfterOthers, SameModel, ShardData, kept_streams, opt_from_rank0, sharded_dls)
+    AfterOthers, SameModel, ShardData, kept_streams,
+    model_from_rank0, opt_from_rank0, sharded_dls)
 from .clock import dispatch_events
 from .inference import infer_in_group, preds_in_one_order
 from .loaders import Undivided
@@ -231,7 +232,7 @@ def load(learn, fit,
                              "ranks, in a callback without `rank0_only`; rank 0 reads the "
                              "file, the others get what it read.")
     if group.rank() == 0: type(learn).load(learn, *args, **kwargs)
-    group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
+    model_from_rank0(learn)
     if learn.opt is not None: opt_from_rank0(learn)
     return learn
 

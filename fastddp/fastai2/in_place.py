@@ -14,7 +14,7 @@ from fastai.torch_core import default_device
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.scoped import Interrupts, with_attrs
-from .callbacks import opt_from_rank0
+from .callbacks import model_from_rank0, opt_from_rank0
 from .clock import resource_use
 from .as_one import as_one_process, distributed
 from .inference import infer_in_group, order_from_rank0, preds_in_one_order
@@ -35,12 +35,12 @@ from ..launch.training import (
 #
 #   learn.distrib_ctx     in_place            the ranks join their group, if they haven't yet
 #
-#   learn.fit             _sync_learner       rank 0's random streams, orders of loaders
+#   learn.fit             _sync_learner       rank 0's random streams, orders of loaders, weights
 #                         sync_opt            rank 0's optimizer
 #                         call_fit            what the callbacks of `distributed` exchange
 #                         as_one_process      the last meeting of the fit, at its end
 #                         _complete           numbers for the report
-#                         _fit_in_place       rank 0's weights
+#                         model_from_rank0    rank 0's weights
 #
 #   learn.validate        _sync_learner       as above
 #                         infer_in_group      what each rank predicted
@@ -49,9 +49,10 @@ from ..launch.training import (
 #   learn.get_preds       preds_in_one_order  the order of rank 0's loader; then it validates
 
 def _sync_learner(learn):
-    "Give all ranks rank 0's random streams, also those of the learner's loaders."
+    "Give all ranks rank 0's random streams, also those of the learner's loaders, and its weights."
     sync_streams()
     for dl in learn.dls.loaders: order_from_rank0(dl)
+    model_from_rank0(learn)
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #0edfb766
 def sync_opt(learn):
@@ -103,7 +104,7 @@ def _fit_in_place(learn,
         report.end_phase('train')
         _complete(learn, report, fit, noted.progress.result())
     # And they end alike: a callback may have changed weights since they were compared
-    group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
+    model_from_rank0(learn)
 
 def _validate_in_place(learn, dl):
     "Validate a loader by all ranks, each of which has called it."
