@@ -3,6 +3,7 @@ import gc, json, os, sys
 gc.disable()    # what it imports takes less time so
 import psutil
 from fastai.callback.core import Callback
+from fastai.callback.training import GradientAccumulation
 from learners import make_learner, seed_all
 from fastddp.all import *
 gc.enable()
@@ -31,4 +32,11 @@ learn.distrib_fit(1, 0.01)      # the group was left, and is joined once more
 res['again'] = [float(o) for o in learn.recorder.losses]
 learn.distrib_get_preds()
 res['reports'].append(learn.distrib_report.to_dict())
+# each rank has made weights of its own
+learn = make_learner(bs=16, seed=int(rank), cbs=[GradientAccumulation(64)])
+seed_all(int(rank))
+with learn.distrib_ctx(**options), learn.no_bar(), learn.no_logging():
+    res['validated'] = list(learn.validate())
+    learn.fit(1, 0.01)
+res['accumulated'] = [p.flatten().tolist() for p in learn.model.parameters()]
 json.dump(res, open(f'{sys.argv[1]}/rank{rank}.json', 'w'))

@@ -2,6 +2,7 @@
 import contextlib, json, os, re, shutil, socket, subprocess, sys, tempfile
 from pathlib import Path
 import pytest
+from fastai.callback.training import GradientAccumulation
 from learners import make_learner, seed_all
 from script_words import words
 
@@ -89,6 +90,18 @@ def test_torchrun_trains_what_one_process_trains(launched):
     assert a['losses'] == pytest.approx([float(o) for o in learn.recorder.losses], abs=1e-5)
     for mine, theirs in zip(learn.model.parameters(), a['weights'], strict=True):
         assert mine.flatten().tolist() == pytest.approx(theirs, abs=1e-5)
+
+
+def test_ranks_begin_with_the_weights_of_rank_0(launched):
+    "Also where DDP doesn't send them: in a validation, and while gradients accumulate"
+    learn = make_learner(bs=32, cbs=[GradientAccumulation(64)])
+    seed_all(0)
+    validated = list(learn.validate())
+    learn.fit(1, 0.01)
+    for rank in launched[1]:
+        assert rank['validated'] == pytest.approx(validated, abs=1e-5)
+        for mine, theirs in zip(learn.model.parameters(), rank['accumulated'], strict=True):
+            assert mine.flatten().tolist() == pytest.approx(theirs, abs=1e-5)
 
 
 def test_ranks_of_one_host_listen_there_only(launched):

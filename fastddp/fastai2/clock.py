@@ -173,7 +173,8 @@ class Clock:
     `Together` calls `begin_meeting` and `end_meeting`, since waiting for other ranks is counted by
     its cause. In the end `totals` returns all of it."""
     def __init__(self,
-        board # The `Board` at which the ranks meet
+        board, # The `Board` at which the ranks meet
+        on_gpu=False # The model is on an accelerator: see `DeviceSamples`
     ):
         self.board = board
         self.seconds = defaultdict(float)   # phase, or class of a callback -> seconds
@@ -182,7 +183,7 @@ class Clock:
         # Parts with a state of their own
         self.batches = BatchWaits()
         self.ranks = RankWaits()
-        self.samples = DeviceSamples(on_gpu=False)      # `distributed` sets others on a GPU
+        self.samples = DeviceSamples(on_gpu)
         # Where fastai's loop is
         self.depth = 0      # events that have begun, one in a callback of the other
         self.phase = 'other'        # one of `PHASES`

@@ -14,7 +14,7 @@ from fastai.torch_core import default_device
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.scoped import Interrupts, with_attrs
-from .callbacks import sync_opt
+from .callbacks import model_from_rank0, opt_from_rank0
 from .clock import resource_use
 from .as_one import as_one_process, distributed
 from .inference import infer_in_group, order_from_rank0, preds_in_one_order
@@ -28,24 +28,51 @@ from ..launch.training import (
     finds_lr, launched_group, script_lines, sync_streams, wants_no_lines)
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #0abed9a7
-def _sync_streams(learn):
-    "Give all ranks rank 0's random streams, also those of the learner's loaders."
+# In place, all ranks of a group run the same script or cell. So each of them makes the same calls,
+# of a learner of its own. Collectives, in order; every rank takes part in each:
+#
+#   call                  function            what it sends
+#
+#   learn.distrib_ctx     in_place            the ranks join their group, if they haven't yet
+#
+#   learn.fit             _sync_learner       rank 0's random streams, orders of loaders, weights
+#                         sync_opt            rank 0's optimizer
+#                         call_fit            what the callbacks of `distributed` exchange
+#                         as_one_process      the last meeting of the fit, at its end
+#                         _complete           numbers for the report
+#                         model_from_rank0    rank 0's weights
+#
+#   learn.validate        _sync_learner       as above
+#                         infer_in_group      what each rank predicted
+#                         _complete           numbers for the report
+#
+#   learn.get_preds       preds_in_one_order  the order of rank 0's loader; then it validates
+
+def _sync_learner(learn):
+    "Give all ranks rank 0's random streams, also those of the learner's loaders, and its weights."
     sync_streams()
     for dl in learn.dls.loaders: order_from_rank0(dl)
+    model_from_rank0(learn)
+
+# %% ../../nbs/fastai2/728_in_place.ipynb #0edfb766
+def sync_opt(learn):
+    "Give all ranks rank 0's optimizer; if it has none, no rank has one."
+    if group.from_rank0(bool(learn.opt)):
+        if not learn.opt: learn.create_opt()
+        opt_from_rank0(learn)
+    else: learn.opt = None      # the fit makes one
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #7c1d5e01
 def _complete(learn,
     report, # A new `Report`, which is appended to those of the block
-    phase, # What has just ended: 'train' or 'validate'
-    together, # Of the call
+    fit, # The `Fit` of the call
     result, # As of `Progress.result`
     dl=None # The loader of a validation
 ):
-    "Put the numbers of all ranks into a report. All ranks call this at the end of a call."
-    report.end_phase(phase)
+    "Put the numbers of all ranks into a report: all ranks have the same one."
     # no workers were started and nothing was sent, so the first batch came when the call began
     result['first_batch_at'] = report.began
-    result['report'] = together.clock.totals() | resource_use(learn, group.comm_device(), dl)
+    result['report'] = fit.together.clock.totals() | resource_use(learn, group.comm_device(), dl)
     report.add_results(group.all_gather_object(result))
     reports[learn].append(report)
 
@@ -54,34 +81,39 @@ def _fit_in_place(learn,
     options, # Of `distributed`
     cbs, asked # As of `fit_args`
 ):
-    "Run `Learner.fit` by all ranks, each of which has called it."
+    """Run `Learner.fit` by all ranks, each of which has called it. Ctrl-C is raised at a meeting,
+    on all ranks: then none of them comes to the collectives that follow."""
     n = group.world_size()
-    # all ranks begin alike
-    _sync_streams(learn)
-    if n > 1: import torch._dynamo      # DDP imports it, and it takes seconds
+    # All ranks begin alike
+    _sync_learner(learn)
     if not asked.get('reset_opt'): sync_opt(learn)
-    # they train; a plain `Context` drops what a worker would tell the notebook
+    if n > 1: import torch._dynamo      # DDP imports it, and it takes seconds: not in the report
+    # They train, as in a worker's `fit_job`. There is no notebook to tell: a plain `Context` drops
+    # what `NoteProgress` notes
     dl = learn.dls.loaders[0]
     steps = n_batches(dl, n, options['batch'])
     asked = enough_epochs(asked, cbs, steps)
     noted = NoteProgress(Context(group.rank(), n))
     report = Report('fit')
+    # rank 0 prints them; for the last one the report must be complete
     lines = script_lines(noted.progress, (global_bs(dl, n, options['batch']), steps),
                          wants_no_lines(learn), finds_lr(cbs), report)
     with lines:
-        with distributed(learn, **options) as together, as_one_process(learn, cbs, together):
+        with distributed(learn, **options) as fit, as_one_process(learn, cbs, fit):
             call_fit(learn, cbs, asked, [noted, EndOfAll(noted)])
-        _complete(learn, report, 'train', together, noted.progress.result())
-    # and end alike: `SaveModelCallback` has loaded the best weights on rank 0 only
-    group.broadcast_([*learn.model.parameters(), *learn.model.buffers()])
+        report.end_phase('train')
+        _complete(learn, report, fit, noted.progress.result())
+    # And they end alike: a callback may have changed weights since they were compared
+    model_from_rank0(learn)
 
 def _validate_in_place(learn, dl):
     "Validate a loader by all ranks, each of which has called it."
-    _sync_streams(learn)
+    _sync_learner(learn)
     report = Report('inference')
-    with distributed(learn, sync_bn=False, shard_dls=False) as together:
-        infer_in_group(learn, dl, together.common)
-    _complete(learn, report, 'validate', together, dict(steps=0, epochs=0), dl)
+    with distributed(learn, sync_bn=False, shard_dls=False) as fit:
+        infer_in_group(learn, dl, fit.common)
+    report.end_phase('validate')
+    _complete(learn, report, fit, dict(steps=0, epochs=0), dl)
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #7c1d5e03
 @contextlib.contextmanager
@@ -91,16 +123,19 @@ def in_place(
     given # All options of the block
 ):
     """Context manager in which `learn` trains and validates with the ranks of the group that its
-    launcher made"""
+    launcher made: `learn.distrib_ctx` where a launcher or a cluster has started this process. Every
+    rank enters it.
+
+    Inside, `learn` has an attribute `distrib_session`. While a fit runs, `as_one_process` replaces
+    `_do_epoch_validate` and `get_preds` by its own"""
     reports[learn] = []
     def fit(*args, **kwargs): _fit_in_place(learn, options, *fit_args(learn, args, kwargs))
     def validate(ds_idx=1, dl=None):
         _validate_in_place(learn, learn.dls[ds_idx] if dl is None else dl)
     with launched_group() as device:
         place(learn, device)
-        get_preds = functools.partial(preds_in_one_order, learn)
-        with with_attrs(learn, fit=fit, _do_epoch_validate=validate, get_preds=get_preds,
-                        distrib_session=given):
+        with with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given,
+                        get_preds=functools.partial(preds_in_one_order, learn)):
             yield
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #e3ab0c43
@@ -108,8 +143,10 @@ def in_place(
 _distributed_methods = set()
 
 def train_in_place(ctx):
-    """Have every learner of this process train and validate as one with the ranks of its group.
-    Called before each cell: a cell may have replaced the methods."""
+    """Have every learner of this process train and validate as one with the ranks of its group. A
+    worker of a `Cluster` calls it before each cell, since a cell may have replaced the methods. No
+    collective."""
+    # before the first cell: learners of the cells have their data on this rank's device
     if not _distributed_methods: default_device(is_accelerator(ctx.device))
     for name in ('fit','_do_epoch_validate','get_preds'):
         plain = getattr(Learner, name)
@@ -119,13 +156,13 @@ def train_in_place(ctx):
         setattr(Learner, name, method)
 
 def _with_all_ranks(name, plain, stop_requested):
-    """Return a method that runs `Learner.name` in a `distrib_ctx` block; inside a block, and where
-    not all ranks run the cell, it is `plain`, the method that it replaces."""
+    """Return a method that runs `Learner.name` in a `distrib_ctx` block, on all ranks. Inside such
+    a block, and in a cell that some ranks don't run, it is `plain`, the method that it replaces."""
     @functools.wraps(plain)
     def method(self, *args, **kwargs):
         if 'distrib_session' in vars(self) or not group.everyone():
             return plain(self, *args, **kwargs)
-        # Ctrl-C is counted, and all ranks stop after the same batch
+        # Ctrl-C is counted; the ranks see that when they meet, and all stop after the same batch
         with Interrupts().counting(), self.distrib_ctx(stop_requested=stop_requested):
             res = getattr(self, name)(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt

@@ -161,7 +161,7 @@ def _new_from(common, dl):
     return new
 
 def preds_in_one_order(learn,
-                       together=None, # The `Together` of a fit
+                       fit=None, # The `Fit` of a fit (`fastai2.as_one`)
                        ds_idx=1, dl=None, *args, **kwargs # As of fastai's method
 ):
     """Predict items in one order on all ranks, in the place of `learn.get_preds`, and draw from the
@@ -169,10 +169,10 @@ def preds_in_one_order(learn,
     fastai's method, which clones the loader and then calls `learn._do_epoch_validate`: that leads
     all ranks to `infer_in_group`"""
     cloning = contextlib.nullcontext()
-    if not (together and together.rank0_alone):
+    if not (fit and fit.rank0_alone):
         to_predict = learn.dls[ds_idx] if dl is None else dl
         # a fit's sharded loaders have one order already
         if not is_sharded(to_predict): order_from_rank0(to_predict)
-        if together and isinstance(to_predict, DataLoader):
-            cloning = with_attrs(to_predict, new=_new_from(together.common, to_predict))
+        if fit and isinstance(to_predict, DataLoader):
+            cloning = with_attrs(to_predict, new=_new_from(fit.common, to_predict))
     with cloning: return type(learn).get_preds(learn, ds_idx, dl, *args, **kwargs)

@@ -169,29 +169,29 @@ def fit_job(ctx, obj):
     with (suppress_lines(wants_no_lines(learn)),
           open_run(call['wandb_run']),              # callbacks log until the fit has ended
           distributed(learn, stop_requested=ctx.stop_requested, alike=True,
-                      **call['options']) as together,
-          as_one_process(learn, cbs, together)):
+                      **call['options']) as fit,
+          as_one_process(learn, cbs, fit)):
         def send(name, **kwargs):
             if ctx.rank: return
-            ctx.put(name, capture(learn, cbs, base, together.common.state(), refs, **kwargs))
+            ctx.put(name, capture(learn, cbs, base, fit.common.state(), refs, **kwargs))
         ours = [noted, EndOfAll(noted, lambda: send('epoch'))]
         if call['resumed']:
             resume = ResumeFit(learn, base.groups['cbs'], refs, **call['resumed'])
             ours.append(resume)
             # rank 0 removes these while it predicts alone; `noted` and `EndOfAll` stay
-            together.fit_callbacks = [*together.fit_callbacks, resume]
-        def fit():
+            fit.callbacks.append(resume)
+        def train():
             try: call_fit(learn, cbs, call['fit_args'], ours)
             except (Exception,SystemExit):
                 # the contexts around will change the learner before the failure is reported
                 ctx.where = noted.where()
                 ctx.items = noted.items(learn)
                 raise
-        interrupted = until_interrupted(ctx, fit, lambda: together.leave('interrupt'))
+        interrupted = until_interrupted(ctx, train, lambda: fit.together.leave('interrupt'))
     ctx.end_phase('train')
     # the last meeting has set `has_unused_grads`
-    send('cut' if interrupted else 'state', grads=together.has_unused_grads, ended=True)
-    report = together.clock.totals() | resource_use(learn, ctx.device)
+    send('cut' if interrupted else 'state', grads=fit.same_model.has_unused_grads, ended=True)
+    report = fit.together.clock.totals() | resource_use(learn, ctx.device)
     return noted.progress.result(interrupted, report=report)
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #d24cdfdf
@@ -249,13 +249,13 @@ def infer_job(ctx, obj):
     ctx.where = noted.where
     ctx.items = lambda: noted.items(learn)
     with (distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False,
-                      shard_dls=False) as together, learn.added_cbs([noted])):
-        part,cancelled = leave_together(together, lambda: validate_part(learn, dl, together.common))
-    report = together.clock.totals() | resource_use(learn, ctx.device, dl)
+                      shard_dls=False) as fit, learn.added_cbs([noted])):
+        part,cancelled = leave_together(fit.together, lambda: validate_part(learn, dl, fit.common))
+    report = fit.together.clock.totals() | resource_use(learn, ctx.device, dl)
     ctx.end_phase('validate')
     learn.dl = None     # a failure from here on is that of no item
     if ctx.rank == 0:
-        ctx.put('state', capture(learn, (), base, together.common.state(), refs, weights=False,
+        ctx.put('state', capture(learn, (), base, fit.common.state(), refs, weights=False,
                                  ended=True))
     return Inferred(part, cancelled, dl_state(dl), noted.progress.result(report=report))
 

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['BEFORE_EPOCH', 'BEFORE_TRAIN', 'BATCH', 'AFTER_TRAIN', 'BEFORE_VALID', 'AFTER_VALID', 'END_VALID', 'LOAD', 'GATHER',
-           'PASS', 'VALUE', 'LEAVABLE', 'FIELDS', 'Place', 'Position', 'Row', 'MeetingResult', 'outermost_left',
-           'Together']
+           'PASS', 'VALUE', 'Together']
 
 # %% ../../nbs/fastai2/705_together.ipynb #04564b79
 import contextlib
@@ -20,6 +19,46 @@ from ..base import board, group
 from .clock import _FIRST, Clock, OurCallback, Spent
 
 # %% ../../nbs/fastai2/705_together.ipynb #5f1c02ab
+# The ranks meet at fixed places of fastai's loop. A meeting is an all-gather of a few numbers, a
+# `Row` of each rank. In the order of the loop:
+#
+#   epoch, stage, batch   when                                        the meeting is held by
+#
+#   -1, 0, 0              before_fit                                  no meeting
+#   e, BEFORE_EPOCH, 0    before_epoch                                no meeting
+#   e, BEFORE_TRAIN, 0    before_train, after the user's callbacks    `AfterOthers`
+#   e, BATCH, k-1/2       before_batch, in training                   no meeting
+#   e, BATCH, k           before the first backward pass of batch k,  `StepSync`
+#                         or in after_batch if there is none
+#   e, AFTER_TRAIN, 0     after_train, before the user's callbacks    `Together`
+#   e, BEFORE_VALID, 0    before_validate, after them                 `AfterOthers`
+#   e, AFTER_VALID, 0     after_validate, before them                 `Together`
+#   e, END_VALID, 0       after_validate, after them                  `AfterOthers`
+#   inf, 0, 0             after_fit, before them                      `Together`
+#   inf, 1, 0             fastai's `fit` has returned                 `SameModel.finish_fit`
+#                         the validation of a job is over             `leave_together`
+#
+# A batch of a validation has no meeting: ranks may have different numbers of them. More meetings
+# come between two of these places: `LOAD` to `VALUE`, and those of a validation or fit that a
+# user's callback runs inside the fit.
+#
+# A rank that leaves something, such as a batch, skips the meetings inside it, and waits at its next
+# one. At a meeting this rank finds that
+#
+#   all ranks are at its place          it goes on
+#   another rank is at a later place    it raises what that rank left, which brings it there, too
+#   another rank is at an earlier one   it waits in the meeting until that rank has come
+
+# Stages of an epoch
+BEFORE_EPOCH,BEFORE_TRAIN,BATCH,AFTER_TRAIN,BEFORE_VALID,AFTER_VALID,END_VALID = range(-1, 6)
+# Meetings between two places. Some ranks may not come:
+#   LOAD     `learn.load` is called                                 `as_one.load`
+#   GATHER   in a loss function that needs the global batch         `GatheringLoss`
+#   PASS     after a backward pass that DDP doesn't average         `StepSync`
+#   VALUE    before a backward pass of a batch that isn't its first `StepSync`
+LOAD,GATHER,PASS,VALUE = range(6, 10)
+
+# %% ../../nbs/fastai2/705_together.ipynb #5f1c02ac
 class Place(NamedTuple):
     "Where a rank is in a fit. As tuples, places compare in the order of fastai's loop"
     epoch:float     # -1.: the fit has begun, and no epoch; infinity: the fit is over
@@ -29,30 +68,36 @@ class Place(NamedTuple):
     inner:float=0   # its number: 1, 2, ...; 0: the rank is at the place itself
     kind:float=0    # the stage of a validation or fit inside the fit, or `LOAD` to `VALUE`
 
-# Stages of an epoch
-BEFORE_EPOCH,BEFORE_TRAIN,BATCH,AFTER_TRAIN,BEFORE_VALID,AFTER_VALID,END_VALID = range(-1, 6)
-# What else comes between two places
-LOAD,GATHER,PASS,VALUE = range(6, 10)
-
 _OVER = float('inf')    # the epoch after the last one
 
 class Position:
-    """Follows one rank through a fit: its place, and the phase of the epoch.
+    """Where one rank is in a fit: its place, and the phase of the epoch. `Together` calls the
+    methods, and sets `fit_depth`, and `phases` where something was cancelled. None is a collective.
 
-    The place never goes back. Ranks on which the same happens go through the same places; a rank
-    that leaves something skips some, so its next meeting is at a later place than that of the
-    others.
+    The place never goes back. Ranks on which the same happens go through the same places. A user's
+    callback may validate or fit inside the fit, or run a batch again: such meetings keep epoch,
+    stage and batch of the fit's own last place, and `inner` counts what they belong to. Here a
+    callback validates at the beginning of batch 3 of epoch 0. AFTER_VALID, which changes no phase,
+    is left out:
 
-    Callbacks may validate or fit inside the fit, or run a batch again. The meetings of that have
-    the epoch, stage and batch of the last place of the fit itself; `Place.inner` counts them"""
+        call                       place                             phases after it
+        begin: batch 3             0, BATCH, 2.5                     train
+        begin_validation                                             train train
+        at, have_met BEFORE_VALID  0, BATCH, 2.5; 1, BEFORE_VALID    train validate
+        at, have_met END_VALID     0, BATCH, 2.5; 1, END_VALID       train
+        at, have_met BATCH         0, BATCH, 3                       train
+        at, have_met AFTER_TRAIN   0, AFTER_TRAIN, 0                 between
+        begin_validation                                             between
+        at, have_met BEFORE_VALID  0, BEFORE_VALID, 0                validate
+        at, have_met END_VALID     0, END_VALID, 0                   between"""
     def __init__(self):
         self.place = Place(-1.,0,0)     # of the last meeting, or of the last beginning
         self.n_inner = 0        # the greatest `inner` since the fit's own last place
-        # Fits that have begun, one inside the other: `learn.validate` in a callback has a
-        # `before_fit`, too
+        # Fits that run, one inside the other; `Together` counts them. 1: the fit itself. A
+        # callback's `learn.validate` has a `before_fit`, too
         self.fit_depth = 0
-        # The phase of the epoch: 'train' from its beginning, 'validate', or 'between' after these.
-        # Behind it, one phase for each validation that a callback runs inside that phase
+        # The phase of the epoch ('train' from its beginning, 'validate', or 'between' after these),
+        # then one for each validation that a callback runs inside that phase
         self.phases = ['train']
     @property
     def phase(self): return self.phases[-1]
@@ -69,16 +114,16 @@ class Position:
         # until the ranks meet, the phase is still that around it
         if self.phase != 'between': self.phases.append(self.phase)
 
-    # Meetings
+    # Before a meeting
     def at(self,
         place # Epoch, stage and batch of fastai's loop
     ):
         "Go to the meeting that fastai's loop holds at `place`, and return its real place"
         stage = place.stage
-        is_inner = (self.fit_depth > 1
-                    or stage >= BEFORE_VALID and len(self.phases) > 1
-                    # a callback runs a batch again, or validates after the epoch's validation
-                    or place <= self.place)
+        is_inner = (
+            self.fit_depth > 1                                  # in a fit inside the fit
+            or stage >= BEFORE_VALID and len(self.phases) > 1   # in a validation inside a phase
+            or place <= self.place)     # a batch again, or a validation after that of the epoch
         if is_inner:
             # a validation was counted when it began
             if stage in (BEFORE_TRAIN,BATCH): self.n_inner += 1
@@ -94,6 +139,8 @@ class Position:
         self.place = place
         if not place.inner: self.n_inner = 0
         return place
+
+    # After a meeting
     def have_met(self, stage):
         "All ranks have met at a stage of the epoch: another phase may begin"
         if stage == AFTER_TRAIN: self.phases = ['between']
@@ -101,27 +148,28 @@ class Position:
         elif stage == END_VALID: self.phases = self.phases[:-1] or ['between']
 
 # %% ../../nbs/fastai2/705_together.ipynb #f0cfcead
-# What a rank can leave, from the innermost to the outermost, and the exception that does it
+# What a rank can leave, from the innermost to the outermost, and the exception that does it. By
+# KeyboardInterrupt a rank leaves the whole call
 _EXCEPTIONS = dict(
     backward=CancelBackwardException, step=CancelStepException, batch=CancelBatchException,
     train=CancelTrainException, valid=CancelValidException, epoch=CancelEpochException,
     fit=CancelFitException, interrupt=KeyboardInterrupt)
 LEAVABLE = None,*_EXCEPTIONS     # None: nothing
-_PARTS_OF_BATCH = 'backward','step'
 
-# Numbers that a meeting may be for
-FIELDS = ('divisor','loss',     # of this rank's loss: see `shard.loss`
-          'backward',           # 1: this rank makes a backward pass in this batch
-          'flat',               # 1: DDP can't follow its model
-          'new',                # 1: it trains other parameters than at the beginning of the phase
-          'mask',               # of the parameters with gradients, after a flat pass
-          'nbytes','items','layout',    # of its predictions and targets: see `shard.gathered_loss`
-          # 1: this phase was cancelled; at the end of a fit: weights were not compared
-          'cancelled',
-          'grads')              # 1: it has gradients that no step used
+# The numbers that a meeting may be for, and where they are sent. At other meetings they are 0
+FIELDS = (
+    'divisor','loss',   # BATCH, VALUE: of this rank's loss: see `shard.loss`
+    'backward',         # BATCH: 1: this rank makes a backward pass in this batch
+    'flat',             # BATCH: 1: DDP can't follow its model
+    'new',              # BATCH: 1: it trains other parameters than at the beginning of the phase
+    'mask',             # PASS: of the parameters with gradients, after a flat pass
+    'nbytes','items','layout',  # GATHER: of its predictions and targets: see `shard.gathered_loss`
+    'cancelled',        # AFTER_TRAIN, AFTER_VALID: 1: it has cancelled the phase that ends
+    'uncompared',       # the last meeting: 1: its weights were not compared since they changed
+    'grads')            # the last meeting: 1: it has gradients that no step used
 
 class Row(namedtuple('_Row', [*Place._fields, 'left', 'stop', *Spent._fields, *FIELDS],
-                     defaults=[0.]*(len(FIELDS)+4))):
+                     defaults=[0.]*(len(FIELDS)+4))):   # for all but the place
     """What one rank sends to a meeting: the fields of its place; `left`, the index in `LEAVABLE` of
     the outermost that it left; `stop`, 1 if it was asked to stop; seconds for the `Clock`s of the
     other ranks; and `FIELDS`"""
@@ -141,53 +189,52 @@ def outermost_left(rows):
 class Together(OurCallback):
     """Has all ranks leave a step, batch, phase, epoch or fit together.
 
-    `distributed` makes one on each rank for a fit. It notes what this rank leaves, and holds the
-    meetings:
+    `distributed` (`fastai2.as_one`) makes one on each rank for a fit. It notes what this rank
+    leaves (`leave`), and holds the meetings:
 
-        meet            at a stage of the epoch, or at a batch's loss; all ranks come to it
-        meet_between    between two places; other ranks may go on without it
-        meet_last       at the very end; it raises nothing
+        meet            at a stage of the epoch, or at a batch's loss. Every rank comes to it,
+                        unless it leaves what is around it
+        meet_between    between two places. Some ranks may go on without it
+        meet_last       at the very end. Every rank comes to it, and it raises nothing
 
     A meeting returns what all ranks sent, once all are at its place. If others are at a later
-    place, it raises the exception with which they left, so that this rank leaves, too:
+    place, it raises the exception with which they left, so that this rank leaves, too. All three
+    are collectives: a callback that acts on rank 0 only must call none of them.
 
-        rank 0: CancelFitException in batch 3 -> `leave('fit')` -> meets at the end of the fit
-        rank 1: at batch 3, rank 0 is ahead -> raises CancelFitException -> meets there, too"""
+    Other parts of the fit read `clock`, `position`, `stop_requested`, and two more:
+
+        has_left_batch  `StepSync`, which holds no meeting at the end of such a batch
+        mid_batch       `as_one.load`, which refuses to change weights then"""
     order = _FIRST      # it must know of an event before any other callback can leave in it
-
-    # Other parts of the fit set these, and share them here
-    fit_callbacks = ()          # all callbacks that make the fit a distributed one
-    common = None               # the `CommonRNG`
-    finish_fit = None           # a function without arguments: holds the fit's last meeting
-    rank0_alone = False         # True while a callback acts on rank 0, and not on the others
-    has_unused_grads = False    # True at the end if some rank had gradients that no step used
-
     def __init__(self,
                  stop_requested=lambda: False, # Returns True once this rank is asked to stop
-                 fit_board=None # The `Board`; default: that of this process's group
+                 fit_board=None, # The `Board`; default: that of this process's group
+                 on_gpu=False    # The model is on an accelerator, as of `Clock`
     ):
         self.stop_requested = stop_requested
         self.board = fit_board or board.group_board()
-        self.clock = Clock(self.board)
+        self.clock = Clock(self.board, on_gpu)
         self.position = Position()
-        # What this rank left: the outermost since all were at one place, as in a `Row`; whether it
-        # left the current batch; and whether it cancelled the current phase
+        # What this rank left. `left` is sent until all ranks were at one place: see `Row`
         self.left = 0
-        self.has_left_batch = False
-        self.cancelled = False
-        # True between the forward pass of a training batch and its meeting or end; not on one rank
+        self.has_left_batch = False     # the current batch
+        self.cancelled = False          # the current phase
+        # True between the forward pass of a training batch and its meeting or end, if there are
+        # several ranks
         self.mid_batch = False
 
     # Events: what begins and ends
     def before_fit(self):
+        # 0: no fit runs; a fit may have run before, at the same places
         if not self.position.fit_depth: self.position = Position()
         self.position.fit_depth += 1
-    def before_epoch(self): self.position.begin(Place(self._epoch(), BEFORE_EPOCH, 0))
+    def before_epoch(self): self.position.begin(self._place(BEFORE_EPOCH))
     def before_train(self): self.cancelled = False
     def before_batch(self):
         if self.training:
             self.has_left_batch = self.mid_batch = False
-            self.position.begin(Place(self._epoch(), BATCH, self.iter-.5))
+            self.position.begin(self._place(BATCH, self.iter-.5))
+        # at the end of the validation, the row of this rank stops all ranks
         elif self.stop_requested(): raise CancelValidException()
     def after_pred(self):
         if self.training: self.mid_batch = self.board.n > 1
@@ -200,6 +247,7 @@ class Together(OurCallback):
     def after_validate(self): self._end_phase(AFTER_VALID, 'cancel_valid')
     def after_fit(self):
         self.position.fit_depth -= 1
+        # the result doesn't matter: the fit ends, whatever other ranks have left
         if not self.position.fit_depth: self._exchange(self.position.go_to(Place(_OVER,0,0)), {})
 
     def _end_phase(self, stage,
@@ -213,7 +261,7 @@ class Together(OurCallback):
     # Events: what this rank leaves
     def leave(self, kind # One of `LEAVABLE`
     ):
-        "Note that this rank leaves something; the others see it at its next meeting"
+        "Note that this rank leaves something; the others see it at its next meeting. No collective"
         self.left = max(self.left, LEAVABLE.index(kind))
         self.mid_batch = False
         if kind in ('backward','batch'): self.has_left_batch = True
@@ -230,6 +278,7 @@ class Together(OurCallback):
 
     @contextlib.contextmanager
     def nested_validation(self):
+        "As of `OurCallback`: the phase goes on, however the validation inside it ended"
         before = self.cancelled,[*self.position.phases]
         try: yield
         finally: self.cancelled,self.position.phases = before
@@ -242,7 +291,7 @@ class Together(OurCallback):
         """Meet the other ranks at a stage of this epoch. If some are at a later place, raises what
         they left, or RuntimeError if they have left nothing; KeyboardInterrupt if a rank was asked
         to stop"""
-        place = self.position.at(Place(self._epoch(), stage, batch))
+        place = self.position.at(self._place(stage, batch))
         result,ahead = self._exchange(place, numbers)
         if ahead:
             if left := outermost_left(ahead): raise _EXCEPTIONS[left]()
@@ -256,14 +305,14 @@ class Together(OurCallback):
     def meet_between(self,
         kind, # `LOAD` to `VALUE`
         **numbers
-    ): # `MeetingResult`, or None if other ranks have gone on without this meeting
+    ): # `MeetingResult`; None, on each rank that came, if another has gone on without this meeting
         "Meet the other ranks between two places; raises what they left, if anything"
         result,ahead = self._exchange(self.position.between(kind), numbers)
         if ahead:
             left = outermost_left(ahead)
             if left is None: return None
             # fastai may be in no backward pass or step here: only the whole batch can be left
-            raise _EXCEPTIONS['batch' if left in _PARTS_OF_BATCH else left]()
+            raise _EXCEPTIONS['batch' if left in ('backward','step') else left]()
         if result.sum('stop'): raise KeyboardInterrupt
         return result
 
@@ -271,11 +320,18 @@ class Together(OurCallback):
         "Hold the last meeting of a fit, to which all ranks come. It raises nothing"
         return self._exchange(self.position.go_to(Place(_OVER,1,0)), numbers)[0]
 
-    def _epoch(self): return float(getattr(self.learn, 'epoch', None) or 0)
+    def _place(self, stage, batch=0):
+        # outside of a fit the learner may have no epoch
+        return Place(getattr(self.learn, 'epoch', None) or 0, stage, batch)
 
     def _exchange(self, place, numbers): # `(MeetingResult, the rows of it with a later place)`
-        """Send a row to the other ranks, again each time that one is still at an earlier place,
-        until all are at `place` or some at a later one"""
+        """Exchange rows until all ranks are at `place`, or some at a later one. Each round is one
+        all-gather, in which every rank takes part: a rank that is ahead sends its row again, until
+        the others have come. Here rank 1 has left training in batch 3:
+
+            round   rank 0                                  rank 1
+            1       at batch 3. 1 is ahead: `meet` raises   after training. 0 isn't here: again
+            2       after training. All are here            after training. All are here"""
         row = Row(*place, self.left, self.stop_requested(), *self.clock.begin_meeting(), **numbers)
         while True:
             result = MeetingResult(Row(*o[:len(row)]) for o in self.board.meet(row))
