@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/107_changes.ipynb #5ca1ab12
-import copyreg, hashlib, operator, sys, types, weakref
-from functools import partial
+import hashlib, operator, sys, types
 from typing import NamedTuple
 
 import numpy as np, torch
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.device import is_accelerator
 from .pickling import dump, function_variables
-from .state import model_tensors, overwrite_tensor
+from .state import update_in_place
 
 # %% ../../nbs/payload/107_changes.ipynb #88415fc7
 # What objects hold, by name
@@ -265,76 +264,3 @@ def apply_changes(
                 if not (is_same and name in held and update_in_place(held[name], v)):
                     access.set(o, name, v)
             for name in removed: access.delete(o, name)
-
-def update_in_place(old, new):
-    """Copy the contents of `new` into `old`, an object of the same type. Return False if that isn't
-    possible; then `old` may have been changed in part, and is to be replaced by `new`"""
-    if type(old) is not type(new): return False
-    try: return old is new or _update(old, new)
-    except Exception: return False      # an object of the user's may refuse any of this
-
-def _update(old, new):
-    "As `update_in_place`, for different objects; may raise any exception"
-    # its variables are sent by themselves, and code can't be changed in place
-    if isinstance(old, (types.FunctionType,types.MethodType,partial)): return True
-    if isinstance(old, nn.Module): return _update_module(old, new)
-    if isinstance(old, list): old[:] = new
-    elif isinstance(old, (set,dict,weakref.WeakKeyDictionary,weakref.WeakValueDictionary)):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, np.ndarray):
-        if (old.shape,old.dtype) != (new.shape,new.dtype): return False
-        old[...] = new
-    elif isinstance(old, torch.Tensor):
-        if old.dtype != new.dtype: return False
-        overwrite_tensor(old, new)
-    else: return _update_object(old, new)
-    # attributes of a subclass of list, dict or set
-    if isinstance(old, (list,dict,set)) and hasattr(old, '__dict__'): _replace_attributes(old, new)
-    return True
-
-def _update_object(old, new):
-    "Make `old` equal to `new` as unpickling would; False for objects that have their own reducer"
-    make,args,state = new.__reduce_ex__(4)[:3]
-    # arguments besides the class have contents that can't be set, such as the items of a tuple
-    if make is not copyreg.__newobj__ or len(args) > 1: return False
-    if hasattr(old, '__setstate__'): old.__setstate__(state)
-    else:
-        if hasattr(old, '__dict__'): _replace_attributes(old, new)
-        for name in copyreg._slotnames(type(old)):
-            if hasattr(new, name): setattr(old, name, getattr(new, name))
-            elif hasattr(old, name): delattr(old, name)
-    return True
-
-def _replace_attributes(old, new, kept=()):
-    "Give `old` the attributes of `new`, and no others than these and those named in `kept`"
-    attrs = {k:v for k,v in vars(old).items() if k in kept}
-    vars(old).clear()
-    vars(old).update(vars(new) | attrs)
-
-# Attributes of each module that have its tensors, modules and hooks: they stay
-_MODULE_ATTRS = vars(nn.Module()).keys() - {'training'}
-
-def _update_module(old, new):
-    """Make a module equal to `new`; its modules, parameters and buffers stay the same objects.
-    Return False if those of `new` have other names"""
-    old_modules = dict(old.named_modules())
-    new_modules = dict(new.named_modules())
-    old_tensors = model_tensors(old)
-    new_tensors = model_tensors(new)
-    if {*old_modules, *old_tensors} != {*new_modules, *new_tensors}: return False
-    for k,t in old_tensors.items():
-        overwrite_tensor(t, new_tensors[k])
-        if isinstance(t, nn.Parameter): t.requires_grad_(new_tensors[k].requires_grad)
-    new_ids = {id(o) for o in (*new_modules.values(), *new_tensors.values())}
-    for k,module in new_modules.items():
-        # an attribute that refers to parts of `new` would make `old` use them, too
-        referring = {name for name,v in vars(module).items() if _refers_to(v, new_ids)}
-        _replace_attributes(old_modules[k], module, _MODULE_ATTRS|referring)
-    return True
-
-def _refers_to(v, ids):
-    "True if `v` is an object with one of these ids, or holds one (`_flat_weights` of an RNN)"
-    if isinstance(v, weakref.ref): v = v()
-    if isinstance(v, dict): v = [*v.values()]
-    return any(_refers_to(o, ids) for o in v) if isinstance(v, (list,tuple)) else id(v) in ids
