@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.device import is_accelerator
-from .pickling import dump, function_variables
+from .pickling import dump
+from .search import function_variables
 from .state import update_in_place
 
 # %% ../../nbs/payload/107_changes.ipynb #88415fc7
