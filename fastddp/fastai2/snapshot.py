@@ -34,14 +34,17 @@ from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5feb3b73
-# A learner's way to the ranks and back:
+# A learner's way to the ranks and back. No function here is a collective:
 #
-#     notebook                                rank
+#     notebook                                each rank
 #     snapshot ------- the learner ---------> unpack
-#                                             baseline: notes all attributes before the job
-#     apply <--- what differs from them ----- capture: on rank 0
+#                                             baseline: notes all attributes, before the job adds
+#                                                 anything of ours to the learner
+#     apply <--- what differs from them ----- capture: on rank 0 alone, at the end of each epoch
+#                                                 and of the job
 #
-# Both sides list the same objects in the same order. Two lists matter:
+# `apply` is called once per job, with the last state that arrived. Both sides list the same objects
+# in the same order. Two lists matter:
 #
 #     persistent_refs    objects that are pickled as their index in this list, in both directions
 #     tracked            objects, in groups, whose attributes are sent back where they changed
@@ -116,35 +119,33 @@ def _named_parts(learn, cbs,
 
 def _hooked_objects(learn): return objects_with_hooks(learn, loss_module(learn.loss_func))
 
-def _not_sent(learn, call, model_factory, dls_factory, training):
-    """Return context managers. Inside all of them, the learner lacks what is not sent to the
-    workers."""
-    # an interrupted loop left the loader's iterator, `it`
-    contexts = [without_attrs(o, 'it')
-                for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl'))
-                if isinstance(o, DataLoader)]
-    # in this order: `_without_dataset` needs the learner's loaders
-    if dls_factory: contexts += [_without_dataset(learn, call), without_attrs(learn, 'dls', 'dl')]
-    if model_factory: contexts.append(without_attrs(learn, 'model', 'opt'))
-    if not training:
-        contexts += [with_attrs(o, state=defaultdict(dict)) for o in opt_and_wrapped(learn.opt)
-                     if 'state' in vars(o)]
-    return contexts
+def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
+    "Return the dict of a snapshot, see above. It is to be pickled inside `_as_sent`."
+    hooked = _hooked_objects(learn) if training and not model_factory else ()
+    return dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
+                grads=model_grads(learn.model) if training else {},
+                opt_attrs=opt_attrs(learn.opt) if training else [],
+                state=learner_state(learn, opt=training) if model_factory else None,
+                hooks=get_hooks(hooked))
+
+@contextmanager
+def _as_sent(learn, call, model_factory=None, dls_factory=None, training=True):
+    "Inside, the learner lacks what is not sent to the workers."
+    with ExitStack() as undo:
+        enter = undo.enter_context
+        # an interrupted loop left the loader's iterator, `it`
+        for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl')):
+            if isinstance(o, DataLoader): enter(without_attrs(o, 'it'))
+        for o in () if training else opt_and_wrapped(learn.opt):
+            if 'state' in vars(o): enter(with_attrs(o, state=defaultdict(dict)))
+        # from here on, the learner may have no loaders and no optimizer
+        if dls_factory:
+            enter(_without_dataset(learn, call))
+            enter(without_attrs(learn, 'dls', 'dl'))
+        if model_factory: enter(without_attrs(learn, 'model', 'opt'))
+        yield
 
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
-
-def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
-    """Return `(obj, named, contexts)`: the dict of a snapshot, see above; what `_named_parts` and
-    `_not_sent` return. The dict is to be pickled inside the contexts."""
-    hooked = _hooked_objects(learn) if training and not model_factory else ()
-    obj = dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
-               grads=model_grads(learn.model) if training else {},
-               opt_attrs=opt_attrs(learn.opt) if training else [],
-               state=learner_state(learn, opt=training) if model_factory else None,
-               hooks=get_hooks(hooked))
-    # with a factory, the paths would lead to objects that aren't sent
-    named = {} if model_factory or dls_factory else _named_parts(learn, cbs, obj['hooks'][1])
-    return obj, named, _not_sent(learn, call, model_factory, dls_factory, training)
 
 def snapshot(
     learn, cbs, # The learner, and the callbacks that a fit was given
@@ -154,8 +155,11 @@ def snapshot(
     **kwargs # Of `dump_snapshot`
 ):
     "Return a `Payload` of the learner for `unpack`; `NotPicklable` names what can't be pickled."
-    obj,named,contexts = _contents(learn, cbs, call, model_factory, dls_factory, training)
-    try: return dump_snapshot(obj, named, *contexts, **kwargs)
+    obj = _contents(learn, cbs, call, model_factory, dls_factory, training)
+    # with a factory, the paths would lead to objects that aren't sent
+    named = {} if model_factory or dls_factory else _named_parts(learn, cbs, obj['hooks'][1])
+    context = _as_sent(learn, call, model_factory, dls_factory, training)
+    try: return dump_snapshot(obj, named, context, **kwargs)
     except NotPicklable as e:
         e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
         raise
@@ -164,7 +168,8 @@ def snapshot(
 @contextmanager
 def _without_dataset(learn, call):
     """Inside, the loader `call['dl']` lacks its dataset if one of the learner's loaders has it,
-    too. `call['dataset']` is then the index of that loader, else None."""
+    too. Sets `call['dataset']`: then the index of that loader, from which `infer_job` takes the
+    dataset, else None."""
     dl = call.get('dl')
     ds = getattr(dl, 'dataset', None)
     same = [i for i,o in enumerate(learn.dls.loaders) if isinstance(dl, DataLoader)
@@ -232,18 +237,16 @@ def _new_model(learn, factory, state):
     if state['opt']: set_opt_state(learn.opt, *state['opt'])
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #1d76f72d
+# Copies of a learner in the notebook's process
 def twin(
     learn,
     call # An object that is copied together with the learner, and may refer to parts of it
 ):
     "Return `(copy of learn, copy of call)` on the CPU. The datasets are shared, not copied."
     data = [o for dl in learn.dls.loaders if (o := getattr(dl, 'dataset', None)) is not None]
-    obj,_,contexts = _contents(learn, (), call)
-    obj['rng'] = CommonRNG.capture().state()
+    obj = _contents(learn, (), call) | dict(rng=CommonRNG.capture().state())
     try:
-        with ExitStack() as stack:
-            for o in contexts: stack.enter_context(o)
-            obj = deep_copy(obj, data)
+        with _as_sent(learn, call): obj = deep_copy(obj, data)
     except Exception:
         snapshot(learn, (), call)       # raises an error that names what can't be copied
         raise
@@ -269,6 +272,8 @@ def learner_state(learn,
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
+# What a job has changed
+
 # Names of attributes whose values in the worker are not sent back. Those of a callback:
 CALLBACK_STAYS = set('''
     learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
@@ -312,7 +317,8 @@ def baseline(learn, cbs,
              made=False, # True if a factory has made model or loaders in this worker
              definitions=() # As of `tracked`
 ):
-    "Note all that a job may change, before it begins; return the `ChangeTracker` for `capture`."
+    """Return a `ChangeTracker` that has noted all that a job may change, before it does. Each rank
+    calls it, and rank 0 alone with `refs`: the others don't call `capture`."""
     groups = tracked(learn, cbs, definitions)
     # the notebook has other modules and loaders
     if made: groups['parts'] = []
@@ -336,20 +342,27 @@ def capture(
     base, # Their `baseline`
     rng=None, # The state of the random streams that all ranks have in common
     refs=None, # Default: `persistent_refs`
-    weights=True, # True after a fit, False after a validation
-    grads=None, # True if the fit left accumulated gradients; None if it isn't over yet
-    ended=False # True if the job is over: values that didn't change are left out
+    weights=True,
+    grads=None,
+    ended=False # See `_Rule.is_sent` of `payload.changes`
 ):
     """Return all that the job has changed, as a `Payload` for `apply`. Tensors of model and
     optimizer come first, to be copied into those of the notebook; the rest is pickled apart, since
-    loading it may fail."""
+    loading it may fail. In a job on the workers, the arguments are:
+
+        called at the end of    weights   grads                               ended
+        an epoch                True      None                                False
+        the fit                 True      True if it left accumulated ones    True
+        a validation            False     None                                True
+    """
     refs = refs or persistent_refs(learn, cbs)
+    # at the end of an epoch, the learner has sharded loaders; `base` knows the original ones
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
     changes = base.since_start(ended)
     if not weights: del changes['opt'], changes['parts']
     rest = dict(changes=changes, rng=rng,
                 dls=[dl_state(original(dl)) for dl in learn.dls.loaders])
-    if weights: rest |= _changed_cbs(learn, base.groups['cbs'], refs, grads is not None)
+    if weights: rest |= _changed_cbs(learn, base.groups['cbs'], refs, is_over=grads is not None)
     loss = loss_module(learn.loss_func)
     # the notebook has the same loss, and it has parameters or buffers
     has_state = loss and model_tensors(loss) and _holds(refs, loss)
@@ -365,18 +378,21 @@ def apply(learn, cbs,
           definitions=(), # Those of the `baseline`, here
           groups=None # Default: `tracked`
 ):
-    "Put a captured state into `learn` and its callbacks, in place."
+    """Put a captured state into `learn` and its callbacks, in place. If the model has no place for
+    some of the weights, warn and change nothing."""
     groups = groups or tracked(learn, cbs, definitions)
     loaded = load_state(meta, buffers, refs or persistent_refs(learn, cbs), learn.model)
     if loaded is None: return
     state,rest = loaded     # `rest` is {} if it can't be loaded
+    # the changes first: they may add layers, whose tensors are in `state`
     apply_changes(groups, rest.get('changes', {}))
-    learn._end_cleanup()
+    learn._end_cleanup()        # as at the end of each fit of fastai
     if state['epoch'] is not None: learn.epoch = state['epoch']
     set_model_state(learn.model, state)
     if state['tensors']: set_grads(learn.model, state['grads'])
     if state['loss']: set_model_state(loss_module(learn.loss_func), state['loss'])
     if state['opt'] and learn.opt: set_opt_state(learn.opt, *state['opt'])
+    # 'parts' begins with the loaders
     for dl,st in zip(groups['parts'], rest.get('dls', ())): set_dl_state(dl, st)
     removed = [groups['cbs'][i] for i in rest.get('removed_cbs', ())]
     learn.remove_cbs([cb for cb in learn.cbs if _holds(removed, cb)])

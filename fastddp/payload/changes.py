@@ -20,6 +20,18 @@ from .search import function_variables
 from .state import update_in_place
 
 # %% ../../nbs/payload/107_changes.ipynb #88415fc7
+# The changes of a job. No function here is a collective: rank 0 notes and sends, and the notebook
+# applies. The other ranks may make a `ChangeTracker`, which costs little without `refs`.
+#
+#     rank 0                                                        notebook
+#     ChangeTracker(groups, ...)         before the job
+#     changes = since_start(ended=False) at the end of an epoch ->  keeps the last ones
+#     changes = since_start()            at the end of the job  ->  apply_changes(groups, changes)
+#
+# `groups` are lists of objects, in the same order on both sides; see `_RULES`. `since_start` always
+# compares with the start of the job, so later changes include earlier ones: one `apply_changes` is
+# enough. Values are pickled with the objects of `refs` as numbers, which both sides have.
+
 # What objects hold, by name
 class _Attributes:
     "Attributes of objects; a name is a `str`"
@@ -40,7 +52,7 @@ class Variable(NamedTuple):
     key:str|int     # Its name; of a 'default' in `__defaults__`, the position there
 
 class _Variables:
-    "Variables that functions and classes of cells use; a name is a `Variable`"
+    "As `_Attributes`: variables that functions and classes of cells use; a name is a `Variable`"
     def values(self, o):
         "Return `{name: value}` of those that hold data"
         found = {('attribute',k):v for k,v in vars(o).items() if not k.startswith('__')}
@@ -75,7 +87,7 @@ def _is_data(v):
     return is_of_cell or not callable(v) or isinstance(v, nn.Module)
 
 # %% ../../nbs/payload/107_changes.ipynb #56fbe739
-# How values are compared
+# How values are compared: by contents, which are pickled and hashed, or by members
 def fingerprint(v):
     "Return a hash of the contents of `v`, or None if `v` can't be pickled"
     try: return _hash(dump(v))
@@ -89,7 +101,7 @@ def _hash(payload):
 _MAX_HASHED_BYTES = 2**27       # larger values are compared by members
 
 class _Members:
-    "Equals another one if both have the very same objects, in the same order"
+    "Some objects. Equals others that are the very same objects, in the same order"
     def __init__(self, objects): self.objects = [*objects]
     def __eq__(self, other):
         if not isinstance(other, _Members) or len(self.objects) != len(other.objects): return False
@@ -97,12 +109,16 @@ class _Members:
 
 def _members(owner, name, v):
     """Return something that differs (`!=`) once the value `v` of an attribute of `owner` has other
-    members, or has been written to if it is a tensor or array. None: it is compared by identity"""
-    if isinstance(owner, nn.Module):        # a data set may have attributes of these names
+    members, or, if it is a tensor, array or table, other elements. None for other values: they
+    count as unchanged as long as they are the same object"""
+    # tensors of a module are sent in any case: here only their names count. A data set may have
+    # attributes of these names, too
+    if isinstance(owner, nn.Module):
         if name in ('_parameters','_buffers'): return [(k, t is None) for k,t in v.items()]
         # without layers of batch norm: a fit on GPUs replaces them for its time
         if name == '_modules':
             return _Members([*v, *(m for m in v.values() if not isinstance(m, _BatchNorm))])
+    # torch counts the writes to a tensor
     if isinstance(v, torch.Tensor): return None if v.is_inference() else v._version
     if isinstance(v, np.ndarray):
         if v.nbytes >= _MAX_HASHED_BYTES: v = _sample(v.flat, v.size)
@@ -117,14 +133,31 @@ def _sample(items, n):
     return items[::max(n//4096, 1)]
 
 # %% ../../nbs/payload/107_changes.ipynb #9fda0a3c
+class _Note(NamedTuple):
+    "What an object held under a name at one moment. It keeps the value alive, so ids stay unique"
+    value:object
+    contents:object     # Differs (`!=`) once it is another object, or its contents have changed
+    is_small:bool       # Its pickle is known to be small
+
+_ABSENT = _Note(object(), object(), False)      # differs from every other note
+
 # The groups, and the rule of each
 class _Rule(NamedTuple):
     "How the values that objects of a group hold are found, compared and sent"
     access:object = _Attributes()   # Reads and writes values by name
     by_members:bool = False     # Values are compared by members; False: by contents
     always_changed:tuple = ()   # Names of values that aren't compared: they count as changed
-    sends_small:bool = True     # While the job goes on, small values are sent though unchanged
-    keeps_caches:bool = False   # A cache (see `_is_cache`) stays in the worker though it changed
+    sends_small:bool = True     # See `is_sent`
+    keeps_caches:bool = False   # See `is_sent`
+    def is_sent(self, o, name, old, new, ended):
+        """True if the value that `o` has under `name` is sent; `old` and `new` are its notes:
+
+            changed                         unless the rule `keeps_caches` and it `_is_cache`
+            unchanged, the job goes on      if it is small and the rule `sends_small`: a fit that
+                                            continues from this epoch sets it back to this value
+            unchanged, the job has ended    no"""
+        if new.contents == old.contents: return self.sends_small and new.is_small and not ended
+        return not (self.keeps_caches and _is_cache(o, name, new.value))
 
 _RULES = dict(
     learn=_Rule(by_members=True),       # the learner
@@ -159,7 +192,7 @@ def has_arrays(v,
     return any(has_arrays(o, (*outer,v)) for o in items)
 
 # %% ../../nbs/payload/107_changes.ipynb #9fda0a3d
-# The changes of a job
+# On rank 0
 class Change(NamedTuple):
     "The changes of one object"
     index:int       # The object's index in its group
@@ -169,25 +202,19 @@ class Change(NamedTuple):
 _PLAIN = bool,int,float,str,bytes,type(None)
 _SMALL_BYTES = 2**16
 
-class _Note(NamedTuple):
-    "What an attribute or variable held at one moment"
-    value:object
-    contents:object     # Differs (`!=`) once it is another object, or its contents have changed
-    is_small:bool       # Its pickle is known to be small
-
-_ABSENT = _Note(object(), object(), False)      # differs from every other note
-
 class ChangeTracker:
     "Notes what objects hold when it is made; `since_start` finds what has changed since then"
     def __init__(self,
         groups, # Name of a group, one of `_RULES` -> its objects
-        is_excluded=lambda group, o, name: False, # True for an attribute that isn't tracked
-        refs=None # Objects that both sides have; None: all contents count as changed
+        is_excluded=lambda group, o, name: False, # True for a name that isn't tracked
+        # Objects that both sides have. None: nothing is pickled, and what would be compared by
+        # contents counts as changed
+        refs=None
     ):
         store_attr()
         self.before = self._note_all()
     def since_start(self,
-        ended=True # False: the job goes on; small values are returned even if they are unchanged
+        ended=True # False if the job goes on, see `_Rule.is_sent`
     ):
         "Return group -> a `Change` for each of its objects that has changed"
         return {group:[*self._changes(group, now, ended)] for group,now in self._note_all().items()}
@@ -239,10 +266,9 @@ class ChangeTracker:
             values = {}
             for name,new in after.items():
                 old = before.get(name, _ABSENT)
-                if new.contents == old.contents:
-                    is_sent = rule.sends_small and new.is_small and not ended
-                else: is_sent = not (rule.keeps_caches and _is_cache(o, name, new.value))
-                if is_sent: values[name] = new.value, new.value is old.value
+                if rule.is_sent(o, name, old, new, ended):
+                    values[name] = new.value, new.value is old.value
+            # others that aren't in `after` exist, but are excluded or hold no data now
             removed = [name for name in before
                        if name not in after and not rule.access.has(o, name)]
             if values or removed: yield Change(i, values, removed)
@@ -262,6 +288,7 @@ def apply_changes(
             if o is None: continue      # it no longer exists here
             held = access.values(o)
             for name,(v,is_same) in values.items():
+                # in place if possible, since other variables may refer to the same object
                 if not (is_same and name in held and update_in_place(held[name], v)):
                     access.set(o, name, v)
             for name in removed: access.delete(o, name)

@@ -297,12 +297,11 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, meta, buffers, device, refs, cells):
         super().__init__(io.BytesIO(meta), buffers=buffers)
         self._refs = refs
-        # a function that pickles call, and what they call here instead
-        pairs = ((load_storage, partial(load_storage, to=device)),
-                 (cloudpickle._make_function, cells.make_function),
-                 (cloudpickle._function_setstate, cells.set_function_state),
-                 (cloudpickle._class_setstate, cells.set_class_state))
-        self._instead = {(f.__module__,f.__name__):instead for f,instead in pairs}
+        # id of a function that pickles call -> what they call here instead
+        self._instead = {id(load_storage): partial(load_storage, to=device),
+                         id(cloudpickle._make_function): cells.make_function,
+                         id(cloudpickle._function_setstate): cells.set_function_state,
+                         id(cloudpickle._class_setstate): cells.set_class_state}
     def load(self):
         self._stand_ins = super().load()
         return super().load()
@@ -312,7 +311,8 @@ class _Unpickler(pickle.Unpickler):
         return self._refs[number] if number < len(self._refs) else None
     def find_class(self, module, name):
         "Called by pickle for each function or class that the stream names"
-        return self._instead.get((module,name)) or super().find_class(module, name)
+        found = super().find_class(module, name)
+        return self._instead.get(id(found), found)
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656907
 class _Globals(dict):

@@ -122,35 +122,32 @@ def blame(
     dump # The function that can't dump it
 ):
     "Return `(path, reason)` of the smallest part of `obj` that can't be dumped, or None"
-    error = _dump_error(obj, dump)
-    if error is None: return None
     found = []
-    for part in _failing_parts(obj, path, error, dump, _MAX_DEPTH, {}):
+    for part in _failing_parts(obj, path, dump, _MAX_DEPTH, {}):
         found.append(part)
         if part.is_smallest: break
+    if not found: return None
     best = max(found, key=lambda o: (o.is_smallest, len(o.path)))
     return best.path, _one_line(best.error)
 
-def _dump_error(o, dump):
-    "Return the exception that dumping `o` raises, also one of a user's `__reduce__`; or None"
-    try: dump(o)
-    except KeyboardInterrupt: raise
-    except BaseException as e: return e
-
 def _failing_parts(
-    o, path, error, # An object that can't be dumped, its path, and the exception
-    dump,
-    depth,          # Steps down from it
-    failed          # `{id: object}` of those before it; keeps them alive, and so the ids unique
+    o, path, dump,
+    depth,      # Steps down from `o`
+    failed      # `{id: object}` of those before it; keeps them alive, and so the ids unique
 ):
-    "Yield a `_Failing` for each part of `o` that can't be dumped, at any depth; `o` is the last"
+    """Yield a `_Failing` for each part of `o` that can't be dumped, at any depth, and last for `o`;
+    nothing if `o` can be dumped"""
+    try: return dump(o)
+    except KeyboardInterrupt: raise
+    except BaseException as e: error = e        # also one of a user's `__reduce__`
     failed[id(o)] = o
     is_smallest = True
     for suffix,part in _parts(o) if depth else ():
         if id(part) in failed: is_smallest = False
-        elif (part_error := _dump_error(part, dump)) is not None:
-            is_smallest = False
-            yield from _failing_parts(part, path+suffix, part_error, dump, depth-1, failed)
+        else:
+            for found in _failing_parts(part, path+suffix, dump, depth-1, failed):
+                is_smallest = False
+                yield found
     yield _Failing(path, error, is_smallest)
 
 def _one_line(error):

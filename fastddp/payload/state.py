@@ -63,10 +63,8 @@ def model_grads(model,
 ):
     """Return `{name: gradient}` of the parameters that have one; None stands for zeros.
     A trained parameter has one, so that fastai goes on decaying it when it is frozen"""
-    grads = {}
-    for k,p in model.named_parameters():
-        if p.grad is not None: grads[k] = p.grad if accumulated and p.grad.any() else None
-    return grads
+    return {k:p.grad if accumulated and p.grad.any() else None
+            for k,p in model.named_parameters() if p.grad is not None}
 
 def set_grads(model,
     grads # What `model_grads` returned
@@ -243,7 +241,7 @@ def _update(old, new):
         overwrite_tensor(old, new)
     else: return _update_object(old, new)
     # attributes of a subclass of list, dict or set
-    if isinstance(old, (list,dict,set)) and hasattr(old, '__dict__'): _replace_attributes(old, new)
+    if isinstance(old, (list,dict,set)): _replace_attributes(old, new)
     return True
 
 def _update_object(old, new):
@@ -253,14 +251,16 @@ def _update_object(old, new):
     if make is not copyreg.__newobj__ or len(args) > 1: return False
     if hasattr(old, '__setstate__'): old.__setstate__(state)
     else:
-        if hasattr(old, '__dict__'): _replace_attributes(old, new)
+        _replace_attributes(old, new)
         for name in copyreg._slotnames(type(old)):
             if hasattr(new, name): setattr(old, name, getattr(new, name))
             elif hasattr(old, name): delattr(old, name)
     return True
 
 def _replace_attributes(old, new, kept=()):
-    "Give `old` the attributes of `new`, and no others than these and those named in `kept`"
+    """Give `old` the attributes of `new`, and no others than these and those named in `kept`; not
+    those in `__slots__`"""
+    if not hasattr(old, '__dict__'): return
     attrs = {k:v for k,v in vars(old).items() if k in kept}
     vars(old).clear()
     vars(old).update(vars(new) | attrs)
