@@ -28,9 +28,10 @@ from .state import update_in_place
 #     changes = since_start(ended=False) at the end of an epoch ->  keeps the last ones
 #     changes = since_start()            at the end of the job  ->  apply_changes(groups, changes)
 #
-# `groups` are lists of objects, in the same order on both sides; see `_RULES`. `since_start` always
-# compares with the start of the job, so later changes include earlier ones: one `apply_changes` is
-# enough. Values are pickled with the objects of `refs` as numbers, which both sides have.
+# `groups` are lists of objects, in the same order on both sides (`tracked` of `fastai2.snapshot`);
+# see `_RULES`. `since_start` always compares with the start of the job, so later changes include
+# earlier ones: one `apply_changes` is enough. Values are pickled with the objects of `refs`, which
+# both sides have, as numbers.
 
 # What objects hold, by name
 class _Attributes:
@@ -66,8 +67,8 @@ class _Variables:
         elif isinstance(key, str): o.__kwdefaults__[key] = v
         else: o.__defaults__ = (*o.__defaults__[:key], v, *o.__defaults__[key+1:])
     def has(self, o, name):
-        """True if it exists, also if it holds no data now. Cells and default values can't be
-        deleted"""
+        """True if it exists, also if it holds no data now and so isn't in `values`. Cells and
+        default values can't be deleted"""
         kind,key = name
         if kind == 'attribute': return key in vars(o)
         return kind != 'global' or key in o.__globals__
@@ -184,9 +185,9 @@ def has_arrays(v,
                outer=() # Containers in which `v` is; one may hold itself
 ):
     "True for a tensor, an array or an image, and for a container of any of these"
-    if isinstance(v, torch.Tensor): return True
     if not isinstance(v, (dict,list,tuple,set)):
-        return hasattr(type(v), 'tobytes') and not np.isscalar(v)
+        has_bytes = hasattr(type(v), 'tobytes') and not np.isscalar(v)
+        return has_bytes or isinstance(v, torch.Tensor)
     if any(v is o for o in outer): return False
     items = v.values() if isinstance(v, dict) else v
     return any(has_arrays(o, (*outer,v)) for o in items)
@@ -235,12 +236,13 @@ class ChangeTracker:
     def _note_all(self):
         "Return group -> for each of its objects `{name: _Note}`"
         by_id = {}      # id of a value that is compared by contents -> its note
-        def notes(group, rule, o):
+        def notes(group, o):
+            rule = _RULES[group]
             # a list, since pickling a value may set attributes of `o`
             return {name:self._note(rule, o, name, v, by_id)
                     for name,v in [*rule.access.values(o).items()]
                     if not self.is_excluded(group, o, name)}
-        return {group:[notes(group, _RULES[group], o) for o in objects]
+        return {group:[notes(group, o) for o in objects]
                 for group,objects in self.groups.items()}
     def _note(self, rule, o, name, v, by_id):
         "Return the `_Note` of the value `v`, which `o` has under `name`"

@@ -108,11 +108,10 @@ def _(f, pickler):
     if not _is_of_library(f): return _reduce_definition(f, pickler)
     reduced = _reduce_by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple): return reduced       # by name
-    make,args,state = reduced[:3]
-    code,_,*rest = args         # the second one are the globals; `slots` has them, too
-    attrs,slots = state
+    # `_` are the globals, which `slots` has, too
+    make,(code,_,*rest),(attrs,slots),*others = reduced
     return (_load_library_function, (make, f.__module__, code, *rest),
-            (attrs, slots|dict(__globals__={})), *reduced[3:])
+            (attrs, slots|dict(__globals__={})), *others)
 
 def _is_of_library(f):
     "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
@@ -159,7 +158,7 @@ def _(definitions, pickler):
     _sent_classes.update(o for o in definitions if isinstance(o, type))
     return list, (list(definitions),)
 
-_sent_classes = weakref.WeakSet()       # classes that this process has pickled by value
+_sent_classes = weakref.WeakSet()       # those of all `Definitions` that this process has dumped
 
 @contextmanager
 def restoring_sent_classes():
@@ -356,5 +355,5 @@ class _CellLoader:
         name = o.__qualname__
         is_of_cell = o.__module__ == '__main__' and name.isidentifier()     # not a nested one
         if not (self.define and is_of_cell): return
-        is_free = name not in self.home or self.home[name] is _defined.get(name, o)
-        if is_free: self.home[name] = _defined[name] = o
+        if name not in self.home or self.home[name] is _defined.get(name, o):
+            self.home[name] = _defined[name] = o

@@ -137,7 +137,9 @@ def _failing_parts(
 ):
     """Yield a `_Failing` for each part of `o` that can't be dumped, at any depth, and last for `o`;
     nothing if `o` can be dumped"""
-    try: return dump(o)
+    try:
+        dump(o)
+        return
     except KeyboardInterrupt: raise
     except BaseException as e: error = e        # also one of a user's `__reduce__`
     failed[id(o)] = o
@@ -162,7 +164,6 @@ def not_picklable(
     dump # As for `blame`
 ):
     "Return a `NotPicklable` with the path to the object that can't be dumped"
-    for path,root in roots.items():
+    for path,root in (*roots.items(), ('the object',obj)):
         if found := blame(root, path, dump): return NotPicklable(*found)
-    unknown = next(iter(roots), 'the object'), _one_line(error)
-    return NotPicklable(*(blame(obj, 'the object', dump) or unknown))
+    return NotPicklable(next(iter(roots), 'the object'), _one_line(error))

@@ -196,9 +196,9 @@ def objects_with_hooks(learn,
     loss # Its loss function if that is a module, or None
 ):
     "Return a list of the parameters and torch optimizers, which are pickled without their hooks"
-    opts = opt_and_wrapped(getattr(learn, 'opt', None))
     return [*learn.model.parameters(), *(loss.parameters() if loss else ()),
-            *(o for o in opts if isinstance(o, torch.optim.Optimizer))]
+            *(o for o in opt_and_wrapped(getattr(learn, 'opt', None))
+              if isinstance(o, torch.optim.Optimizer))]
 
 def get_hooks(objs # What `objects_with_hooks` returned
 ):
