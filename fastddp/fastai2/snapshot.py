@@ -121,12 +121,11 @@ def _hooked_objects(learn): return objects_with_hooks(learn, loss_module(learn.l
 
 def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
     "Return the dict of a snapshot, see above. It is to be pickled inside `_as_sent`."
-    hooked = _hooked_objects(learn) if training and not model_factory else ()
     return dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
                 grads=model_grads(learn.model) if training else {},
                 opt_attrs=opt_attrs(learn.opt) if training else [],
                 state=learner_state(learn, opt=training) if model_factory else None,
-                hooks=get_hooks(hooked))
+                hooks=get_hooks(_hooked_objects(learn) if training and not model_factory else ()))
 
 @contextmanager
 def _as_sent(learn, call, model_factory=None, dls_factory=None, training=True):

@@ -95,10 +95,9 @@ def _(cls, pickler):
     # cloudpickle knows those of `builtins`, such as that of methods
     if is_elsewhere and not is_nested and cls.__module__ not in ('__main__','builtins'):
         for module_name,m in sys.modules.copy().items():
-            # `multiprocess` has the notebook's module under both names
-            is_main = module_name in ('__main__','__mp_main__')
-            if not is_main and getattr(m, '__dict__', {}).get(name) is cls:
-                return attr_of, (module_name,name)
+            # both are names of the notebook's module; `multiprocess` uses the second one
+            if module_name in ('__main__','__mp_main__'): continue
+            if getattr(m, '__dict__', {}).get(name) is cls: return attr_of, (module_name,name)
     return _reduce_definition(cls, pickler)
 
 @_reduces(types.FunctionType)
@@ -108,10 +107,11 @@ def _(f, pickler):
     if not _is_of_library(f): return _reduce_definition(f, pickler)
     reduced = _reduce_by_cloudpickle(pickler, f)
     if not isinstance(reduced, tuple): return reduced       # by name
-    # `_` are the globals, which `slots` has, too
-    make,(code,_,*rest),(attrs,slots),*others = reduced
+    make,args,state = reduced[:3]
+    code,_,*rest = args         # the second one are the globals; `slots` has them, too
+    attrs,slots = state
     return (_load_library_function, (make, f.__module__, code, *rest),
-            (attrs, slots|dict(__globals__={})), *others)
+            (attrs, slots|dict(__globals__={})), *reduced[3:])
 
 def _is_of_library(f):
     "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
