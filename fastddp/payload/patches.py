@@ -161,7 +161,8 @@ def _search(module, path, owner, selectors):
     the last search if it still has the very same attributes"""
     attrs = vars(owner).copy()
     last = _searched.get((module,path))
-    # the candidates are looked at again: cells may have registered something with them
+    # `selectors` had the types of its attributes then, too: a type is imported before its objects.
+    # The candidates are selected anew: cells may have registered something with them
     have_same_names = last and [*attrs] == [*last.attrs]
     if have_same_names and all(map(operator.is_, attrs.values(), last.attrs.values())): return last
     # Nearly all attributes are functions of libraries. The condition of `_is_from_notebook` leaves

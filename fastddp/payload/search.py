@@ -108,6 +108,16 @@ def _parts(o):
             (' (what it is made of)', reduced)]
 
 # %% ../../nbs/payload/101_search.ipynb #446dbe57
+# The search goes down depth first, through parts that can't be dumped:
+#
+#     learn            can't be dumped: try its parts
+#       .model         can be dumped
+#       .dls           can't be dumped: try its parts
+#         ...
+#           .items.fh  can't be dumped, though all of its parts can: it is named
+#
+# Objects may refer to each other, such as a class and its methods. If all that can't be dumped are
+# in such cycles, none has only parts that can; then the one with the longest path is named.
 _MAX_DEPTH = 12     # steps from the object to its smallest part
 
 class _Failing(NamedTuple):
