@@ -21,10 +21,10 @@ from .options import (
     engine_for, in_launched_group, refuse_busy, refuse_changes, refuse_gpus_of_jobs, reserve_gpus)
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
-from ..payload.blame import not_picklable
 from ..payload.buffers import ColumnCache
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions, dump
+from ..payload.search import not_picklable
 from ..payload.state import model_tensors, move_opt_state, opt_tensors
 from ..shard.same_model import bn_note
 
@@ -39,7 +39,7 @@ def dump_or_blame(
     try: return dump(obj, **kwargs)
     except KeyboardInterrupt: raise
     except BaseException as e: error = e        # also SystemExit: a `__reduce__` may exit
-    raise not_picklable(obj, roots, error)
+    raise not_picklable(obj, roots, error, dump)
 
 def dump_with_patches(
     obj, # A dict

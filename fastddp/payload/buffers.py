@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/payload/104_buffers.ipynb #c1097e24
 import math, mmap, operator, os, pathlib, tempfile, warnings
 from collections import UserList
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 

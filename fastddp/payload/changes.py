@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/107_changes.ipynb #5ca1ab12
-import copyreg, hashlib, operator, sys, types, weakref
-from functools import partial
+import hashlib, operator, sys, types
 from typing import NamedTuple
 
 import numpy as np, torch
@@ -16,10 +15,24 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.device import is_accelerator
-from .pickling import dump, function_variables
-from .state import model_tensors, overwrite_tensor
+from .pickling import dump
+from .search import function_variables
+from .state import update_in_place
 
 # %% ../../nbs/payload/107_changes.ipynb #88415fc7
+# The changes of a job. No function here is a collective: rank 0 notes and sends, and the notebook
+# applies. The other ranks may make a `ChangeTracker`, which costs little without `refs`.
+#
+#     rank 0                                                        notebook
+#     ChangeTracker(groups, ...)         before the job
+#     changes = since_start(ended=False) at the end of an epoch ->  keeps the last ones
+#     changes = since_start()            at the end of the job  ->  apply_changes(groups, changes)
+#
+# `groups` are lists of objects, in the same order on both sides (`tracked` of `fastai2.snapshot`);
+# see `_RULES`. `since_start` always compares with the start of the job, so later changes include
+# earlier ones: one `apply_changes` is enough. Values are pickled with the objects of `refs`, which
+# both sides have, as numbers.
+
 # What objects hold, by name
 class _Attributes:
     "Attributes of objects; a name is a `str`"
@@ -40,7 +53,7 @@ class Variable(NamedTuple):
     key:str|int     # Its name; of a 'default' in `__defaults__`, the position there
 
 class _Variables:
-    "Variables that functions and classes of cells use; a name is a `Variable`"
+    "As `_Attributes`: variables that functions and classes of cells use; a name is a `Variable`"
     def values(self, o):
         "Return `{name: value}` of those that hold data"
         found = {('attribute',k):v for k,v in vars(o).items() if not k.startswith('__')}
@@ -54,8 +67,8 @@ class _Variables:
         elif isinstance(key, str): o.__kwdefaults__[key] = v
         else: o.__defaults__ = (*o.__defaults__[:key], v, *o.__defaults__[key+1:])
     def has(self, o, name):
-        """True if it exists, also if it holds no data now. Cells and default values can't be
-        deleted"""
+        """True if it exists, also if it holds no data now and so isn't in `values`. Cells and
+        default values can't be deleted"""
         kind,key = name
         if kind == 'attribute': return key in vars(o)
         return kind != 'global' or key in o.__globals__
@@ -75,7 +88,7 @@ def _is_data(v):
     return is_of_cell or not callable(v) or isinstance(v, nn.Module)
 
 # %% ../../nbs/payload/107_changes.ipynb #56fbe739
-# How values are compared
+# How values are compared: by contents, which are pickled and hashed, or by members
 def fingerprint(v):
     "Return a hash of the contents of `v`, or None if `v` can't be pickled"
     try: return _hash(dump(v))
@@ -89,7 +102,7 @@ def _hash(payload):
 _MAX_HASHED_BYTES = 2**27       # larger values are compared by members
 
 class _Members:
-    "Equals another one if both have the very same objects, in the same order"
+    "Some objects. Equals others that are the very same objects, in the same order"
     def __init__(self, objects): self.objects = [*objects]
     def __eq__(self, other):
         if not isinstance(other, _Members) or len(self.objects) != len(other.objects): return False
@@ -97,12 +110,16 @@ class _Members:
 
 def _members(owner, name, v):
     """Return something that differs (`!=`) once the value `v` of an attribute of `owner` has other
-    members, or has been written to if it is a tensor or array. None: it is compared by identity"""
-    if isinstance(owner, nn.Module):        # a data set may have attributes of these names
+    members, or, if it is a tensor, array or table, other elements. None for other values: they
+    count as unchanged as long as they are the same object"""
+    # tensors of a module are sent in any case: here only their names count. A data set may have
+    # attributes of these names, too
+    if isinstance(owner, nn.Module):
         if name in ('_parameters','_buffers'): return [(k, t is None) for k,t in v.items()]
         # without layers of batch norm: a fit on GPUs replaces them for its time
         if name == '_modules':
             return _Members([*v, *(m for m in v.values() if not isinstance(m, _BatchNorm))])
+    # torch counts the writes to a tensor
     if isinstance(v, torch.Tensor): return None if v.is_inference() else v._version
     if isinstance(v, np.ndarray):
         if v.nbytes >= _MAX_HASHED_BYTES: v = _sample(v.flat, v.size)
@@ -117,14 +134,31 @@ def _sample(items, n):
     return items[::max(n//4096, 1)]
 
 # %% ../../nbs/payload/107_changes.ipynb #9fda0a3c
+class _Note(NamedTuple):
+    "What an object held under a name at one moment. It keeps the value alive, so ids stay unique"
+    value:object
+    contents:object     # Differs (`!=`) once it is another object, or its contents have changed
+    is_small:bool       # Its pickle is known to be small
+
+_ABSENT = _Note(object(), object(), False)      # differs from every other note
+
 # The groups, and the rule of each
 class _Rule(NamedTuple):
     "How the values that objects of a group hold are found, compared and sent"
     access:object = _Attributes()   # Reads and writes values by name
     by_members:bool = False     # Values are compared by members; False: by contents
     always_changed:tuple = ()   # Names of values that aren't compared: they count as changed
-    sends_small:bool = True     # While the job goes on, small values are sent though unchanged
-    keeps_caches:bool = False   # A cache (see `_is_cache`) stays in the worker though it changed
+    sends_small:bool = True     # See `is_sent`
+    keeps_caches:bool = False   # See `is_sent`
+    def is_sent(self, o, name, old, new, ended):
+        """True if the value that `o` has under `name` is sent; `old` and `new` are its notes:
+
+            changed                         unless the rule `keeps_caches` and it `_is_cache`
+            unchanged, the job goes on      if it is small and the rule `sends_small`: a fit that
+                                            continues from this epoch sets it back to this value
+            unchanged, the job has ended    no"""
+        if new.contents == old.contents: return self.sends_small and new.is_small and not ended
+        return not (self.keeps_caches and _is_cache(o, name, new.value))
 
 _RULES = dict(
     learn=_Rule(by_members=True),       # the learner
@@ -151,15 +185,15 @@ def has_arrays(v,
                outer=() # Containers in which `v` is; one may hold itself
 ):
     "True for a tensor, an array or an image, and for a container of any of these"
-    if isinstance(v, torch.Tensor): return True
     if not isinstance(v, (dict,list,tuple,set)):
-        return hasattr(type(v), 'tobytes') and not np.isscalar(v)
+        has_bytes = hasattr(type(v), 'tobytes') and not np.isscalar(v)
+        return has_bytes or isinstance(v, torch.Tensor)
     if any(v is o for o in outer): return False
     items = v.values() if isinstance(v, dict) else v
     return any(has_arrays(o, (*outer,v)) for o in items)
 
 # %% ../../nbs/payload/107_changes.ipynb #9fda0a3d
-# The changes of a job
+# On rank 0
 class Change(NamedTuple):
     "The changes of one object"
     index:int       # The object's index in its group
@@ -169,25 +203,19 @@ class Change(NamedTuple):
 _PLAIN = bool,int,float,str,bytes,type(None)
 _SMALL_BYTES = 2**16
 
-class _Note(NamedTuple):
-    "What an attribute or variable held at one moment"
-    value:object
-    contents:object     # Differs (`!=`) once it is another object, or its contents have changed
-    is_small:bool       # Its pickle is known to be small
-
-_ABSENT = _Note(object(), object(), False)      # differs from every other note
-
 class ChangeTracker:
     "Notes what objects hold when it is made; `since_start` finds what has changed since then"
     def __init__(self,
         groups, # Name of a group, one of `_RULES` -> its objects
-        is_excluded=lambda group, o, name: False, # True for an attribute that isn't tracked
-        refs=None # Objects that both sides have; None: all contents count as changed
+        is_excluded=lambda group, o, name: False, # True for a name that isn't tracked
+        # Objects that both sides have. None: nothing is pickled, and what would be compared by
+        # contents counts as changed
+        refs=None
     ):
         store_attr()
         self.before = self._note_all()
     def since_start(self,
-        ended=True # False: the job goes on; small values are returned even if they are unchanged
+        ended=True # False if the job goes on, see `_Rule.is_sent`
     ):
         "Return group -> a `Change` for each of its objects that has changed"
         return {group:[*self._changes(group, now, ended)] for group,now in self._note_all().items()}
@@ -208,12 +236,13 @@ class ChangeTracker:
     def _note_all(self):
         "Return group -> for each of its objects `{name: _Note}`"
         by_id = {}      # id of a value that is compared by contents -> its note
-        def notes(group, rule, o):
+        def notes(group, o):
+            rule = _RULES[group]
             # a list, since pickling a value may set attributes of `o`
             return {name:self._note(rule, o, name, v, by_id)
                     for name,v in [*rule.access.values(o).items()]
                     if not self.is_excluded(group, o, name)}
-        return {group:[notes(group, _RULES[group], o) for o in objects]
+        return {group:[notes(group, o) for o in objects]
                 for group,objects in self.groups.items()}
     def _note(self, rule, o, name, v, by_id):
         "Return the `_Note` of the value `v`, which `o` has under `name`"
@@ -239,10 +268,9 @@ class ChangeTracker:
             values = {}
             for name,new in after.items():
                 old = before.get(name, _ABSENT)
-                if new.contents == old.contents:
-                    is_sent = rule.sends_small and new.is_small and not ended
-                else: is_sent = not (rule.keeps_caches and _is_cache(o, name, new.value))
-                if is_sent: values[name] = new.value, new.value is old.value
+                if rule.is_sent(o, name, old, new, ended):
+                    values[name] = new.value, new.value is old.value
+            # others that aren't in `after` exist, but are excluded or hold no data now
             removed = [name for name in before
                        if name not in after and not rule.access.has(o, name)]
             if values or removed: yield Change(i, values, removed)
@@ -262,79 +290,7 @@ def apply_changes(
             if o is None: continue      # it no longer exists here
             held = access.values(o)
             for name,(v,is_same) in values.items():
+                # in place if possible, since other variables may refer to the same object
                 if not (is_same and name in held and update_in_place(held[name], v)):
                     access.set(o, name, v)
             for name in removed: access.delete(o, name)
-
-def update_in_place(old, new):
-    """Copy the contents of `new` into `old`, an object of the same type. Return False if that isn't
-    possible; then `old` may have been changed in part, and is to be replaced by `new`"""
-    if type(old) is not type(new): return False
-    try: return old is new or _update(old, new)
-    except Exception: return False      # an object of the user's may refuse any of this
-
-def _update(old, new):
-    "As `update_in_place`, for different objects; may raise any exception"
-    # its variables are sent by themselves, and code can't be changed in place
-    if isinstance(old, (types.FunctionType,types.MethodType,partial)): return True
-    if isinstance(old, nn.Module): return _update_module(old, new)
-    if isinstance(old, list): old[:] = new
-    elif isinstance(old, (set,dict,weakref.WeakKeyDictionary,weakref.WeakValueDictionary)):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, np.ndarray):
-        if (old.shape,old.dtype) != (new.shape,new.dtype): return False
-        old[...] = new
-    elif isinstance(old, torch.Tensor):
-        if old.dtype != new.dtype: return False
-        overwrite_tensor(old, new)
-    else: return _update_object(old, new)
-    # attributes of a subclass of list, dict or set
-    if isinstance(old, (list,dict,set)) and hasattr(old, '__dict__'): _replace_attributes(old, new)
-    return True
-
-def _update_object(old, new):
-    "Make `old` equal to `new` as unpickling would; False for objects that have their own reducer"
-    make,args,state = new.__reduce_ex__(4)[:3]
-    # arguments besides the class have contents that can't be set, such as the items of a tuple
-    if make is not copyreg.__newobj__ or len(args) > 1: return False
-    if hasattr(old, '__setstate__'): old.__setstate__(state)
-    else:
-        if hasattr(old, '__dict__'): _replace_attributes(old, new)
-        for name in copyreg._slotnames(type(old)):
-            if hasattr(new, name): setattr(old, name, getattr(new, name))
-            elif hasattr(old, name): delattr(old, name)
-    return True
-
-def _replace_attributes(old, new, kept=()):
-    "Give `old` the attributes of `new`, and no others than these and those named in `kept`"
-    attrs = {k:v for k,v in vars(old).items() if k in kept}
-    vars(old).clear()
-    vars(old).update(vars(new) | attrs)
-
-# Attributes of each module that have its tensors, modules and hooks: they stay
-_MODULE_ATTRS = vars(nn.Module()).keys() - {'training'}
-
-def _update_module(old, new):
-    """Make a module equal to `new`; its modules, parameters and buffers stay the same objects.
-    Return False if those of `new` have other names"""
-    old_modules = dict(old.named_modules())
-    new_modules = dict(new.named_modules())
-    old_tensors = model_tensors(old)
-    new_tensors = model_tensors(new)
-    if {*old_modules, *old_tensors} != {*new_modules, *new_tensors}: return False
-    for k,t in old_tensors.items():
-        overwrite_tensor(t, new_tensors[k])
-        if isinstance(t, nn.Parameter): t.requires_grad_(new_tensors[k].requires_grad)
-    new_ids = {id(o) for o in (*new_modules.values(), *new_tensors.values())}
-    for k,module in new_modules.items():
-        # an attribute that refers to parts of `new` would make `old` use them, too
-        referring = {name for name,v in vars(module).items() if _refers_to(v, new_ids)}
-        _replace_attributes(old_modules[k], module, _MODULE_ATTRS|referring)
-    return True
-
-def _refers_to(v, ids):
-    "True if `v` is an object with one of these ids, or holds one (`_flat_weights` of an RNN)"
-    if isinstance(v, weakref.ref): v = v()
-    if isinstance(v, dict): v = [*v.values()]
-    return any(_refers_to(o, ids) for o in v) if isinstance(v, (list,tuple)) else id(v) in ids

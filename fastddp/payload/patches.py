@@ -10,6 +10,13 @@ import copy, importlib, operator, os, sys, types, uuid
 from typing import NamedTuple
 
 # %% ../../nbs/payload/105_patches.ipynb #5c0ed202
+# Patches are the first item of each payload with a job:
+#
+#     notebook    collect_patches     searches the libraries for what cells set there
+#     each rank   Patches are         `_install` undoes those of the last payload, and sets these;
+#                 unpickled           then the objects that need them are loaded
+#
+# No function here is a collective.
 class Patch(NamedTuple):
     "What cells have set as an attribute of a library, or registered with a dispatch function there"
     module:str          # Name of the library's module
@@ -17,7 +24,7 @@ class Patch(NamedTuple):
     name:str            # Name of the attribute
     value:object        # The attribute, or a list of implementations
 
-# There is a function `select(attribute)` for each type of attribute. It returns
+# There is a function `select(attribute)` for each type of attribute, see `_selectors`. It returns
 # - the attribute itself, if a cell made it: a worker sets it
 # - a list, if cells registered implementations with a dispatch function of a library: a worker
 #   registers them. An item is a tuple, the arguments for one registration
@@ -36,7 +43,7 @@ def _is_from_notebook(f):
 def _select_function(v):
     "Select the attribute `v` if it is, or contains, a function of a cell"
     # `type(v)`, not `isinstance`: some of torch's objects start CUDA when they are asked
-    names = _INNER_FUNCTIONS.get(type(v), ())
+    names = _INNER_FUNCTIONS.get(type(v))
     functions = [getattr(v, k) for k in names] if names else [v]
     of_cells = [f for f in functions if _is_from_notebook(f)]
     # with `functools.wraps` it has the module of a library's function, and would be pickled as that
@@ -98,8 +105,9 @@ def _register(owner, name, implementations):
     return undo
 
 # %% ../../nbs/payload/105_patches.ipynb #61fe5e7e
-_process_token = uuid.uuid4().hex   # processes that are forked from this one have the same
+_process_token = uuid.uuid4().hex   # two machines may have processes of the same pid
 
+# a forked process has the same token, and another pid
 def _this_process(): return _process_token,os.getpid()
 
 _undo = []      # functions that undo the patches of the last payload, in the order of installation
@@ -109,7 +117,7 @@ def _install(
     patches     # A list of `Patch`
 ):
     "Undo the patches of the last payload, and install these; called when `Patches` are loaded"
-    if sender == _this_process(): return
+    if sender == _this_process(): return        # the job runs in the notebook's process
     while _undo: _undo.pop()()
     for o in patches:
         owner = importlib.import_module(o.module)
@@ -134,14 +142,16 @@ def _selectors():
     res = dict.fromkeys([types.FunctionType, *_INNER_FUNCTIONS], _select_function)
     for module,name,select in (('plum','Function',_select_from_plum),
                                ('fastcore.dispatch','TypeDispatch',_select_from_typedispatch)):
-        attrs = getattr(sys.modules.get(module), '__dict__', {})    # {} if it isn't imported
-        if name in attrs: res[attrs[name]] = select
+        cls = getattr(sys.modules.get(module), name, None)      # None if it isn't imported
+        if cls: res[cls] = select
     return res
 
+# A search runs before each job, over 80,000 names: it calls no function of Python for each of them,
+# and keeps what it found in a module or class until an attribute there is another object
 class _Searched(NamedTuple):
     "A module or class as the last search found it"
-    attrs:dict          # its attributes
-    candidates:list     # `(name, attribute)` of those that cells may have made or changed
+    attrs:dict          # Its attributes
+    candidates:list     # `(name, attribute)` of those that a select function is to look at
     classes:list        # `(path, class)` of the classes that it defines, if it is a module
 
 _searched = {}      # (module, path of a class or None) -> `_Searched`
@@ -151,8 +161,10 @@ def _search(module, path, owner, selectors):
     the last search if it still has the very same attributes"""
     attrs = vars(owner).copy()
     last = _searched.get((module,path))
-    if last and [*attrs] == [*last.attrs]:      # the same names
-        if all(map(operator.is_, attrs.values(), last.attrs.values())): return last
+    # `selectors` had the types of its attributes then, too: a type is imported before its objects.
+    # The candidates are selected anew: cells may have registered something with them
+    have_same_names = last and [*attrs] == [*last.attrs]
+    if have_same_names and all(map(operator.is_, attrs.values(), last.attrs.values())): return last
     # Nearly all attributes are functions of libraries. The condition of `_is_from_notebook` leaves
     # them out here: to call it for each of 37,000 would take three times as long
     function = types.FunctionType
