@@ -19,7 +19,7 @@ from .together import BATCH, GATHER, PASS, VALUE
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, tensors_in
 from ..shard.gradients import (
-    FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, zeros_from)
+    FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, zeros_from)
 from ..shard.loss import class_weights, loss_part
 
 # A training batch on N ranks: all its meetings (`Together`) and collective operations, in order.
@@ -84,7 +84,7 @@ class GatheringLoss:
         loss = self._of_all_ranks(pred, yb) if self.learn.training else None
         return self.f(pred, *yb) if loss is None else loss
     def _of_all_ranks(self, pred, yb):
-        "Return the loss of all ranks' items, or None. The ranks meet"
+        "Meet the other ranks; return the loss of all items, or None if it can't be computed"
         learn = self.learn
         count = true_counts(learn)[0]
         positions = getattr(learn.dl,'idxs',())[-count:] if count else ()
@@ -92,39 +92,40 @@ class GatheringLoss:
         result = self.together.meet_between(GATHER, nbytes=batch.nbytes, items=batch.count,
                                             layout=batch.layout())
         if result is None: return None
-        columns = [result.values(field) for field in ('nbytes','items','layout')]
+        columns = map(result.values, ('nbytes','items','layout'))
         loss = self.losses.of_all_ranks(self.f, batch, *columns)
         if loss is not None: self.n_items = batch.count
         return loss
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d329
 class GlobalLoss:
-    """The loss of one training batch: that of the items of all ranks. In the order of calls:
+    """The loss of one training batch: that of the items of all ranks. `StepSync` calls, in order:
 
-        replace_loss_func   a loss function that needs the global batch is replaced
-        numbers             what this rank's loss adds to it; the ranks sum that when they meet
-        combine             `learn.loss` becomes the loss of the global batch
-        scaled              the loss to run backward: the mean over ranks of its gradients is the
-                            gradient of the global batch
-        restore_loss_func   the batch ends"""
-    def __init__(self, learn,
-        losses,    # The fit's `Losses`
-        accumulates=False # True: a `GradientAccumulation` multiplies the loss by this rank's items
-    ):
+        replace_loss_func   when the batch begins
+        numbers             for meetings 3 and 9: what this rank's loss adds to that of all
+        combine             after these meetings: `learn.loss` becomes the loss of the global batch
+        scaled              before each backward pass: the loss to run. The mean over ranks of its
+                            gradients is the gradient of the global batch
+        restore_loss_func   when the batch ends
+
+    See `shard.loss.LossPart` for the arithmetic"""
+    def __init__(self, learn, losses): # The fit's `Losses`
         store_attr()
         self.device = device_of(learn.model)
         # losses are summed on an accelerator, where the host doesn't wait for them
         self.sums_on_device = is_accelerator(self.device)
         self.last = vars(learn).get('loss')     # of the batch before; None in the first one
         self.gathering = None   # the `GatheringLoss` in the place of `learn.loss_func`, or None
+        # set by `numbers`
         self.part = None        # this rank's `LossPart`
         self.weighted = None    # this rank's term of the global loss
+        # set by `combine`
         self.scale = 1.         # the factor on this rank's loss
-        self.value = None       # what `learn.loss` was set to
+        self.value = None       # the loss of the global batch, which `learn.loss` was set to
 
     # The loss function
     def replace_loss_func(self, together): # The fit's `Together`
-        "Replace a loss function that needs the global batch, until the batch ends"
+        "Put a `GatheringLoss` in the place of a loss function that is gathered"
         f = self.learn.loss_func
         if not self.losses.is_gathered(f): return
         self.gathering = GatheringLoss(f, self.learn, self.losses, together)
@@ -168,9 +169,9 @@ class GlobalLoss:
         "Return this rank's `LossPart`"
         f = self.user_func()
         learn = self.learn
-        if self.gathering is not None and self.gathering.n_items is not None:
-            return loss_part(f, learn.yb, self.gathering.n_items, reduction='mean')
-        return loss_part(f, learn.yb, true_counts(learn)[0], self.losses.reduction(f),
+        n_items = self.gathering.n_items if self.gathering else None
+        if n_items is None: n_items = true_counts(learn)[0]
+        return loss_part(f, learn.yb, n_items, self.losses.reduction(f),
                          to_number=not self.sums_on_device)
     def sum_on_device(self, value=0., divisor=0.):
         """Return the sums over ranks of two numbers, as a tensor on the model's device. A
@@ -188,7 +189,6 @@ class GlobalLoss:
         if self.sums_on_device: weighted,total = self.sum_on_device(self.weighted, part.divisor)
         else: weighted,total = result.sum('loss'),result.sum('divisor')
         self.scale = part.scale(total, group.world_size())
-        if self.accumulates: self.scale = self.scale*global_items(learn)/find_bs(learn.yb)
         if not self.is_computed(): return
         value = part.global_loss(weighted, total)
         if isinstance(value, torch.Tensor): value = value.to(learn.loss.dtype)
@@ -197,18 +197,20 @@ class GlobalLoss:
 
     # The backward pass
     def scaled(self,
-        loss, # That of a backward pass
-        first # True for the first pass of this batch
+        loss,  # That of a backward pass
+        first, # True for the first pass of this batch
+        times_items=False # True: a `GradientAccumulation` has multiplied it by this rank's items
     ):
         "Return the loss to run backward in place of `loss`: with zeros if no item counts here"
         divisor = self.part.divisor
         scale = self.scale
-        # only the device knows whether any of this rank's items count
+        if times_items: scale = scale*global_items(self.learn)/find_bs(self.learn.yb)
+        # then only the device knows whether any of this rank's items count
         is_on_device = isinstance(divisor, torch.Tensor)
         if not is_on_device and divisor:
             return loss if isinstance(scale, float) and scale == 1. else loss*scale
-        # `loss` may be NaN, which is no gradient of zeros times zero. With class weights, a mean
-        # whose weights sum to zero, its gradient may be NaN, too
+        # Without items that count, the mean `loss` is 0/0. Its gradients must be zeros, for which
+        # DDP waits. With class weights they would be NaN, also below `torch.where`
         weights = class_weights(self.user_func())
         has_weights = weights is not None and weights.weight is not None
         if is_on_device:
@@ -221,13 +223,11 @@ class GlobalLoss:
 # %% ../../nbs/fastai2/714_step.ipynb #7be21c50
 class Batch:
     "What `StepSync` knows of one training batch on this rank; each batch has a new one"
-    def __init__(self, learn,
-        losses # The fit's `Losses`
-    ):
+    def __init__(self, learn, losses): # The fit's `Losses`
         self.accumulation = accumulation(learn)
         # items of all ranks that it has counted; it counts those of this batch in `before_step`
         self.n_counted = getattr(self.accumulation, 'count', 0)
-        self.loss = GlobalLoss(learn, losses, self.accumulation is not None)
+        self.loss = GlobalLoss(learn, losses)
         self.loss_node = None   # of the graph: what the loss function returned
         self.params = None      # the trained parameters, once `StepSync.params` is called
         self.how = None         # `how_to_average`; None until this rank makes a backward pass
@@ -312,7 +312,7 @@ class StepSync(OurCallback):
         self._new_batch()
         self.passes.open()
     def replace_loss_func(self):
-        "Have a loss function that needs the global batch replaced, if it is one"
+        "See `GlobalLoss`"
         self.batch.loss.replace_loss_func(self.together)
     def after_loss(self):
         loss = self.loss_grad
@@ -350,7 +350,9 @@ class StepSync(OurCallback):
         except BaseException:
             batch.loss.restore_last()
             raise
-        return batch.loss.scaled(loss, first), batch.how
+        # it multiplies `learn.loss_grad`, but no other loss, such as that of SAM's second pass
+        times_items = batch.accumulation is not None and self.loss_grad.grad_fn in graph_of(loss)
+        return batch.loss.scaled(loss, first, times_items), batch.how
     def _meet(self, loss):
         "Meet before the first pass, that of `loss`; return how the batch averages gradients"
         batch,learn = self.batch,self.learn

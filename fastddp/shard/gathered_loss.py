@@ -16,20 +16,20 @@ from ..base.errors import CantDistribute
 from .gradients import graph_of, leaves_of
 from .loss import is_known, loss_name
 
-# Two ways to join what N ranks have of a batch:
+# The ranks join what they have of a batch in two places.
 #
-# In training, with gradients, in each call of a loss function that is gathered. The caller is
-# `fastai2.step` or `fastai1.callbacks`. It does this on all ranks, unless one leaves the batch:
+# In training, with gradients, in each call of a loss function that `Losses.is_gathered`. The caller
+# is `fastai2.step` or `fastai1.callbacks`, on all ranks unless one leaves the batch:
 #
 #   LocalBatch              this rank's predictions and targets, one row per item
 #   meeting of the ranks    held by the caller: they exchange `nbytes`, `count` and `layout()`
 #   Losses.of_all_ranks     decides from these numbers, so all ranks decide alike
-#   |-- they fit together:  LocalBatch.gather: all_gather_tensors. Each rank calls the loss function
+#   |-- they fit together   LocalBatch.gather: all_gather_tensors. Each rank calls the loss function
 #   |                       with the predictions and targets of all
-#   `-- or not:             returns None. The caller calls it with this rank's, and from the
-#                           next batch on all ranks leave out the meeting
+#   `-- they don't          returns None. The caller computes the loss of this rank's items, and in
+#                           the batches to come no rank holds that meeting any more
 #
-# In validation, without gradients, at the end of the phase: the ranks have kept their parts of
+# In validation, without gradients, at the end of the phase. Each rank has kept its parts of the
 # batches, and `by_batch` and `whole_batch` join them. The caller is `fastai2.metrics` or
 # `fastai1.validation`.
 
@@ -108,17 +108,18 @@ class _ScaleGradient(torch.autograd.Function):
 NO_ROWS = -1.   # see `LocalBatch.layout`
 
 class LocalBatch:
-    "This rank's predictions and targets of a training batch, arranged to be joined with others'"
+    """This rank's predictions and targets of a training batch, arranged to be joined with others'.
+    Its tensors hold the items that the model was fed; the first `count` of these count, others are
+    padding. A tensor has one row for each item, or several, or none (`rows_each`)"""
     def __init__(self, pred, yb,
-        count,    # Number of this rank's items that count; others are padding
+        count,    # Number of this rank's items that count, as its loader says
         positions # Positions of these items in the epoch of one process
     ):
         self.tree = pred,tuple(yb)
         tensors = tensors_in(self.tree)
-        # Number of items in the tensors, with padding: see `shard.sharded.pad_shard`
-        n_fed = max(count, 2)
+        n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
         n_rows = next((len(t) for t in tensors_in(self.tree[1]) if t.ndim), 1)
-        # A callback left items out, or added some: each row is an item that counts
+        # A callback left items out, or added some: each row of the targets is an item that counts
         if n_rows == 0 or n_rows%n_fed: count = n_fed = n_rows
         self.count = count
         self.positions = list(positions)
@@ -208,7 +209,8 @@ def join_rows(trees,    # Each rank's tree of tensors, all of the same structure
 def by_batch(parts # This rank's `(number of the global batch, positions, tree)` tuples
 ):
     """Yield `(number, parts)` for each global batch, with the `(positions, tree)` parts of all
-    ranks, the same on each rank. A collective operation"""
+    ranks, the same on each rank. Each step is a collective operation: all ranks take it to its end
+    """
     local = {}      # number of a global batch -> this rank's parts of it
     for number,positions,tree in parts: local.setdefault(number, []).append((positions, tree))
     numbers_of_ranks = group.all_gather_object([*local])
@@ -219,7 +221,7 @@ def by_batch(parts # This rank's `(number of the global batch, positions, tree)`
 def whole_batch(parts # The `(positions, tree)` parts of one global batch
 ):
     """Return the trees of one global batch as a list: one tree, or that of each part if they don't
-    fit together, since ranks padded them to different lengths"""
+    fit together, since ranks padded them to different lengths. The same on all ranks"""
     positions,trees = zip(*parts)
     whole = join_rows(trees, positions)
     return list(trees) if whole is None else [whole]
@@ -227,7 +229,7 @@ def whole_batch(parts # The `(positions, tree)` parts of one global batch
 # %% ../../nbs/shard/314_gathered_loss.ipynb #dfde9e62
 # The losses of a fit
 
-LOSS_KINDS = 'auto','mean','sum','gather'
+LOSS_KINDS = 'auto','mean','sum','gather'     # that the user may ask for
 
 def check_loss(loss # The user's option `loss=`
 ):

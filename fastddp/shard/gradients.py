@@ -19,24 +19,25 @@ from ..base.scoped import with_attrs
 from .loss import loss_module
 from .same_model import first_of
 
-# A backward pass of training code, on one of N ranks, and the collectives that follow from it. The
-# caller, `fastai2.step` or `fastai1.callbacks`, holds the meetings of ranks (`begin`, `agree`).
+# A backward pass that training code runs on a rank, and the meetings and collective operations that
+# belong to it, in order. The caller, `fastai2.step` or `fastai1.callbacks`, holds the meetings, and
+# gives them to `Passes` as the functions `begin` and `agree`.
 #
 #   torch.autograd.backward, replaced by Passes._backward
-#   |   outside of a batch, inside another pass, or no trained parameter is reached: as it is
-#   |
+#   |-- outside of a batch, inside another pass, or no trained parameter is reached: as it is
 #   `-- Passes._pass
-#       |   begin(loss, first): meeting, decides how. All ranks get the same answer
-#       |
-#       |-- OVERLAPPED   Overlapped.backward: DDP's all-reduces, while the pass runs
-#       |-- FLAT         torch's pass, then Passes.average:
-#       |                    agree(checksum): meeting; None ends it: some rank doesn't average
-#       |                    all-reduce of counts, if checksums differ
-#       |                    all-reduce of gradients
-#       `-- LATER        torch's pass. No collective: a later batch averages these gradients, too
+#       |   begin(loss, first)        decides `how`, the same on all ranks. In the first pass of a
+#       |                             batch the ranks meet
+#       |-- OVERLAPPED, first pass    Overlapped.backward: DDP's all-reduces, while the pass runs
+#       |-- FLAT, or a further pass   torch's pass, then Passes.average
+#       |                                 agree(checksum): the ranks meet; if not all of them come,
+#       |                                 nothing is averaged
+#       |                                 average_grads: all-reduces
+#       `-- LATER                     torch's pass, and no collective
 #
-# Ranks run the same code, so they make the same passes in the same order. A rank that makes none in
-# a batch of which others do is told so by the caller, and calls `Passes.average` alone.
+# All ranks run the same training code, so they make the same passes in the same order. If a rank
+# makes no pass in a batch in which others do, `how` isn't OVERLAPPED, and the caller has that rank
+# take part in the others' average by `Passes.average`.
 
 # %% ../../nbs/shard/312_gradients.ipynb #96cd290c
 # Autograd graphs, and parameters
@@ -104,8 +105,7 @@ class Passes:
     `close()`, in a training batch, each backward pass that reaches trained parameters leaves the
     mean gradient of all ranks.
 
-    Knows of one rank's passes only. What ranks must decide together, the caller's `begin` and
-    `agree` do"""
+    Each rank has one for a fit. `open` and `close` are no collective operations"""
     def __init__(self,
         params,     # `params()` returns the trained parameters
         # `begin(loss, first)` returns `(loss, how)`: the loss, scaled for this rank, and
@@ -122,7 +122,7 @@ class Passes:
         store_attr()
         self.n_passes = None    # of this training batch so far; None outside of one
         self.is_running = False # a pass of a training batch runs
-        self.exchange_secs = 0. # seconds of this fit in `average`, for its report
+        self.exchange_secs = 0. # seconds in `average`, for the report of the fit
 
     @contextlib.contextmanager
     def wrapped(self):
@@ -189,7 +189,9 @@ class Passes:
 # %% ../../nbs/shard/312_gradients.ipynb #c1d0dc04
 class _Wrapped(nn.Module):
     """The module that DDP wraps. It holds the trained parameters; its `forward` takes the loss and
-    returns it"""
+    returns it. DDP averages by hooks on the parameters, and needs a `forward` only to know that a
+    backward pass follows. So the learner calls its own model, and if the ranks leave a batch before
+    the backward pass, DDP knows nothing of it"""
     def __init__(self, model,
                  extra_params): # Trained parameters that aren't the model's
         super().__init__()
@@ -248,7 +250,7 @@ class Overlapped:
         self.synced_model = None    # the model whose weights DDP has broadcast already
         # Why DDP can't follow the model on this rank, in words. Once set, it stays
         self.why_flat = None
-        self.exchange_secs = 0.     # seconds of exchange during which no backward pass ran
+        self.exchange_secs = 0.     # seconds of exchange that no backward pass hid, for a report
         self.ddp = None             # the DDP module; None before `prepare`, and after `close`
         self.close()
 
