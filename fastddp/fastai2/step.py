@@ -80,7 +80,7 @@ class GatheringLoss:
         together # The fit's `Together`
     ): store_attr()
     def __call__(self, pred, *yb):
-        "Return the loss of all ranks' items, or of this rank's where that can't be computed"
+        "Return the loss of all ranks' items, or of this rank's: in validation, or if it must be"
         loss = self._of_all_ranks(pred, yb) if self.learn.training else None
         return self.f(pred, *yb) if loss is None else loss
     def _of_all_ranks(self, pred, yb):
@@ -301,7 +301,7 @@ class StepSync(OurCallback):
         self.beside = trained_beside(self.learn)
         if self.uses_ddp(): self.overlapped.prepare()
     def uses_ddp(self):
-        "Return True if DDP averages gradients, unless the ranks decide otherwise in a batch"
+        "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
         return not self.always_flat and self.batch.accumulation is None
 
     # A batch, event by event
@@ -342,7 +342,7 @@ class StepSync(OurCallback):
         loss, # The loss of which a backward pass begins
         first # True for the first pass of this batch
     ): # `(the loss to run backward in its place, how the pass averages gradients)`
-        "Meet the other ranks before the first pass of a batch; it decides for all of its passes"
+        "Meet before the first pass, which decides for all of the batch; raises if others left it"
         batch = self.batch
         try:
             if first: batch.how = self._meet(loss)
@@ -350,7 +350,7 @@ class StepSync(OurCallback):
         except BaseException:
             batch.loss.restore_last()
             raise
-        # it multiplies `learn.loss_grad`, but no other loss, such as that of SAM's second pass
+        # it has multiplied `learn.loss_grad`, but not the loss of SAM's second pass, for example
         times_items = batch.accumulation is not None and self.loss_grad.grad_fn in graph_of(loss)
         return batch.loss.scaled(loss, first, times_items), batch.how
     def _meet(self, loss):
