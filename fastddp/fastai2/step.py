@@ -17,10 +17,33 @@ from ..base.errors import CantDistribute
 from .clock import _FIRST, OurCallback, runs_user_code
 from .together import BATCH, GATHER, PASS, VALUE
 from ..output.replay import print_line
-from ..shard.gathered_loss import AVERAGED, LocalBatch, tensors_in
+from ..shard.gathered_loss import LocalBatch, tensors_in
 from ..shard.gradients import (
-    FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
+    FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, zeros_from)
 from ..shard.loss import class_weights, loss_part
+
+# A training batch on N ranks: all its meetings (`Together`) and collective operations, in order.
+# A rank comes to a line when its condition is true. That is the same on all ranks, because it is
+# made of what they exchanged at the meeting whose number stands in brackets.
+#
+#    1 meet_between(GATHER)  GatheringLoss         in each call of a loss function that is gathered
+#    2   all_gather_tensors  Losses.of_all_ranks   if their tensors fit together (1)
+#    3 meet(BATCH)           _meet                 before the first backward pass, or in
+#                            meet_without_backward `after_batch` on a rank that makes none
+#    4   all_gather_object   _decide               if DDP can't follow some rank's model (3)
+#    5   sum_                sum_on_device         on an accelerator, if some rank makes a pass (3)
+#    6   DDP's all-reduces   Overlapped.backward   in the first pass, if how is OVERLAPPED (3)
+#    7   meet_between(PASS)  exchange_masks        after the first pass, if how is FLAT (3)
+#    8     all-reduces       average_grads
+#    9 meet_between(VALUE)   _share_loss           before a further pass, if learn.loss isn't global
+#   10   sum_                sum_on_device         on an accelerator
+#   11 as 7 and 8                                  after a further pass, unless how is LATER (3)
+#
+# An indented line follows if all ranks came to the meeting above it. If some have gone on without a
+# `meet_between`, it returns None on the others, and they do without. A rank that leaves the batch
+# by an exception comes to no further line; the next meeting of the others raises it there, too.
+# A rank without a backward pass comes to 3, 4, 5, 7 and 8: `how` is never OVERLAPPED then, and its
+# gradients are averaged with the others'.
 
 # %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
 def true_counts(learn # A learner in a training phase
@@ -57,60 +80,61 @@ class GatheringLoss:
         together # The fit's `Together`
     ): store_attr()
     def __call__(self, pred, *yb):
-        "Return the loss of all ranks' items, or of this rank's where that can't be computed"
+        "Return the loss of all ranks' items, or of this rank's: in validation, or if it must be"
+        loss = self._of_all_ranks(pred, yb) if self.learn.training else None
+        return self.f(pred, *yb) if loss is None else loss
+    def _of_all_ranks(self, pred, yb):
+        "Meet the other ranks; return the loss of all items, or None if it can't be computed"
         learn = self.learn
-        if not learn.training: return self.f(pred, *yb)
         count = true_counts(learn)[0]
         positions = getattr(learn.dl,'idxs',())[-count:] if count else ()
         batch = LocalBatch(pred, yb, count, positions)
         result = self.together.meet_between(GATHER, nbytes=batch.nbytes, items=batch.count,
                                             layout=batch.layout())
-        if result is None: return self.f(pred, *yb)
-        columns = [result.values(field) for field in ('nbytes','items','layout')]
+        if result is None: return None
+        columns = map(result.values, ('nbytes','items','layout'))
         loss = self.losses.of_all_ranks(self.f, batch, *columns)
-        if loss is None: return self.f(pred, *yb)
-        self.n_items = batch.count
+        if loss is not None: self.n_items = batch.count
         return loss
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d329
 class GlobalLoss:
-    """The loss of one training batch: that of the items of all ranks. In the order of calls:
+    """The loss of one training batch: that of the items of all ranks. `StepSync` calls, in order:
 
-        replace_loss_func   a loss function that needs the global batch is replaced
-        numbers             what this rank's loss adds to it; the ranks sum that when they meet
-        combine             `learn.loss` becomes the loss of the global batch
-        scaled              the loss to run backward: the mean over ranks of its gradients is the
-                            gradient of the global batch
-        restore_loss_func   the batch ends"""
-    def __init__(self, learn,
-        losses # The fit's `Losses`
-    ):
-        self.learn = learn
-        self.losses = losses
+        replace_loss_func   when the batch begins
+        numbers             for meetings 3 and 9: what this rank's loss adds to that of all
+        combine             after these meetings: `learn.loss` becomes the loss of the global batch
+        scaled              before each backward pass: the loss to run. The mean over ranks of its
+                            gradients is the gradient of the global batch
+        restore_loss_func   when the batch ends
+
+    See `shard.loss.LossPart` for the arithmetic"""
+    def __init__(self, learn, losses): # The fit's `Losses`
+        store_attr()
         self.device = device_of(learn.model)
         # losses are summed on an accelerator, where the host doesn't wait for them
         self.sums_on_device = is_accelerator(self.device)
         self.last = vars(learn).get('loss')     # of the batch before; None in the first one
         self.gathering = None   # the `GatheringLoss` in the place of `learn.loss_func`, or None
+        # set by `numbers`
         self.part = None        # this rank's `LossPart`
         self.weighted = None    # this rank's term of the global loss
+        # set by `combine`
         self.scale = 1.         # the factor on this rank's loss
-        self.value = None       # what `learn.loss` was set to
+        self.value = None       # the loss of the global batch, which `learn.loss` was set to
 
     # The loss function
-    def replace_loss_func(self,
-        together # The fit's `Together`
-    ):
-        "Replace a loss function that needs the global batch, until the batch ends"
+    def replace_loss_func(self, together): # The fit's `Together`
+        "Put a `GatheringLoss` in the place of a loss function that is gathered"
         f = self.learn.loss_func
         if not self.losses.is_gathered(f): return
         self.gathering = GatheringLoss(f, self.learn, self.losses, together)
         vars(self.learn)['loss_func'] = self.gathering
     def restore_loss_func(self):
         "Give the learner its own loss function again, unless a callback has exchanged it meanwhile"
+        if self.gathering is None: return
         of_learn = vars(self.learn)
-        is_replaced = self.gathering is not None and of_learn.get('loss_func') is self.gathering
-        if is_replaced: of_learn['loss_func'] = self.gathering.f
+        if of_learn.get('loss_func') is self.gathering: of_learn['loss_func'] = self.gathering.f
         self.gathering = None
     def user_func(self):
         "Return the user's loss function, also while another one is in its place"
@@ -145,9 +169,9 @@ class GlobalLoss:
         "Return this rank's `LossPart`"
         f = self.user_func()
         learn = self.learn
-        if self.gathering is not None and self.gathering.n_items is not None:
-            return loss_part(f, learn.yb, self.gathering.n_items, reduction='mean')
-        return loss_part(f, learn.yb, true_counts(learn)[0], self.losses.reduction(f),
+        n_items = self.gathering.n_items if self.gathering else None
+        if n_items is None: n_items = true_counts(learn)[0]
+        return loss_part(f, learn.yb, n_items, self.losses.reduction(f),
                          to_number=not self.sums_on_device)
     def sum_on_device(self, value=0., divisor=0.):
         """Return the sums over ranks of two numbers, as a tensor on the model's device. A
@@ -157,17 +181,14 @@ class GlobalLoss:
         sums[1] = divisor
         group.sum_(sums)
         return sums.float()
-    def combine(self,
-        result,    # The `MeetingResult` with the `numbers` of all ranks
-        accumulates # True if a `GradientAccumulation` has multiplied the loss by this rank's items
-    ):
-        "Set this rank's `scale`, and `learn.loss` to the loss of the global batch"
+    def combine(self, result): # The `MeetingResult` with the `numbers` of all ranks
+        """Set this rank's `scale`, and `learn.loss` to the loss of the global batch. A collective
+        operation on an accelerator: `sum_on_device`"""
         learn = self.learn
         part = self.part
         if self.sums_on_device: weighted,total = self.sum_on_device(self.weighted, part.divisor)
         else: weighted,total = result.sum('loss'),result.sum('divisor')
         self.scale = part.scale(total, group.world_size())
-        if accumulates: self.scale = self.scale*global_items(learn)/find_bs(learn.yb)
         if not self.is_computed(): return
         value = part.global_loss(weighted, total)
         if isinstance(value, torch.Tensor): value = value.to(learn.loss.dtype)
@@ -176,32 +197,58 @@ class GlobalLoss:
 
     # The backward pass
     def scaled(self,
-        loss, # That of a backward pass
-        first # True for the first pass of this batch
+        loss,  # That of a backward pass
+        first, # True for the first pass of this batch
+        times_items=False # True: a `GradientAccumulation` has multiplied it by this rank's items
     ):
         "Return the loss to run backward in place of `loss`: with zeros if no item counts here"
         divisor = self.part.divisor
-        if isinstance(divisor, torch.Tensor): return self._scaled_on_device(loss, first)
-        if divisor:
-            is_unscaled = isinstance(self.scale, float) and self.scale == 1.
-            return loss if is_unscaled else loss*self.scale
-        # the loss may be no number
-        if not self._has_class_weights(): return torch.where(loss.new_zeros(()) > 0, loss, 0.)
-        # Class weights of zero may give no gradients, which DDP waits for. Parameters that the loss
-        # doesn't reach have none in one process either
-        leaves = [node.variable for node in graph_of(loss) if hasattr(node, 'variable')]
-        return zero_loss(leaves)
-    def _scaled_on_device(self, loss, first):
-        "As `scaled`; only the device knows whether any of this rank's items count"
-        any_counts = self.part.divisor > 0
-        # a weighted mean with weights of zero divides zero by zero, and so does its gradient
-        if first and self._has_class_weights():
-            for t in tensors_in(self.learn.pred):
-                if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
-        return torch.where(any_counts, loss, 0.)*self.scale
-    def _has_class_weights(self):
+        scale = self.scale
+        if times_items: scale = scale*global_items(self.learn)/find_bs(self.learn.yb)
+        # then only the device knows whether any of this rank's items count
+        is_on_device = isinstance(divisor, torch.Tensor)
+        if not is_on_device and divisor:
+            return loss if isinstance(scale, float) and scale == 1. else loss*scale
+        # Without items that count, the mean `loss` is 0/0. Its gradients must be zeros, for which
+        # DDP waits. With class weights they would be NaN, also below `torch.where`
         weights = class_weights(self.user_func())
-        return weights is not None and weights.weight is not None
+        has_weights = weights is not None and weights.weight is not None
+        if is_on_device:
+            any_counts = divisor > 0
+            for t in tensors_in(self.learn.pred) if first and has_weights else ():
+                if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
+            return torch.where(any_counts, loss, 0.)*scale
+        return zeros_from(loss) if has_weights else torch.where(loss.new_zeros(()) > 0, loss, 0.)
+
+# %% ../../nbs/fastai2/714_step.ipynb #7be21c50
+class Batch:
+    "What `StepSync` knows of one training batch on this rank; each batch has a new one"
+    def __init__(self, learn, losses): # The fit's `Losses`
+        self.accumulation = accumulation(learn)
+        # items of all ranks that it has counted; it counts those of this batch in `before_step`
+        self.n_counted = getattr(self.accumulation, 'count', 0)
+        self.loss = GlobalLoss(learn, losses)
+        self.loss_node = None   # of the graph: what the loss function returned
+        self.params = None      # the trained parameters, once `StepSync.params` is called
+        self.how = None         # `how_to_average`; None until this rank makes a backward pass
+
+def how_to_average(
+    result,      # The `MeetingResult` at `BATCH`
+    lacks_items, # True: a `GradientAccumulation` makes no step in this batch
+    uses_ddp     # False: it accumulates, or DDP couldn't follow some rank in an earlier batch
+): # `LATER`, `FLAT` or `OVERLAPPED`: see `shard.gradients`
+    """Return how a batch averages gradients over ranks. All arguments are the same on all ranks:
+
+        `lacks_items`                                                    LATER
+        not `uses_ddp`                                                   FLAT
+        some rank makes no backward pass: DDP would wait for it          FLAT
+        some rank trains other parameters than DDP was made for (`new`)  FLAT
+        DDP can't follow some rank's model (`flat`)                      FLAT
+        otherwise                                                        OVERLAPPED"""
+    if lacks_items: return LATER
+    all_pass = result.sum('backward') == len(result)
+    if uses_ddp and all_pass and not result.sum('new') and not result.sum('flat'): return OVERLAPPED
+    return FLAT
 
 # %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
 _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
@@ -209,17 +256,14 @@ _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
 class StepSync(OurCallback):
     """Makes one training step of all ranks: one loss (`GlobalLoss`), one gradient (`Passes`).
 
-    `distributed` (`fastai2.as_one`) makes one on each rank for a fit. In a batch, in the order
-    of fastai's loop:
+    `distributed` (`fastai2.as_one`) makes one on each rank for a fit. Besides fastai's loop, these
+    call it, on all ranks:
 
-        before_batch   from here on `Passes` intercepts `torch.autograd.backward`
-        backward       `Passes` calls `begin_pass`. Before the first pass of the batch the ranks
-                       meet: they decide whether all of them go on, sum their losses, and decide
-                       how gradients are averaged
-        after_batch    a rank that made no backward pass meets the others here
-
-    DDP averages gradients during the backward pass (`overlapped`). While gradients accumulate, and
-    where DDP can't follow the model, they are averaged afterwards ("flat")."""
+        start_train         `AfterOthers`, when a training phase begins
+        replace_loss_func   `AfterOthers`, in `before_batch` after the user's callbacks
+        begin_pass          `Passes`, before each backward pass of a batch, also a callback's
+        exchange_masks      `Passes`, after a flat one
+        close               `distributed`, when the fit ends"""
     order = _FIRST+1    # right after `Together`, which must know of the batch
     run_valid = False
     def __init__(self,
@@ -232,62 +276,57 @@ class StepSync(OurCallback):
         self.losses = losses
         self.n = group.world_size()
         self.run_train = self.n > 1     # one rank needs none of the events of a batch
-        self.overlapped = Overlapped(lambda: self.learn.model, self.params, same_weights,
-                                     **ddp_kwargs)
+        self.overlapped = Overlapped(lambda: self.learn.model, self.params, lambda: self.beside,
+                                     same_weights, **ddp_kwargs)
         self.passes = Passes(self.params, self.begin_pass, self.exchange_masks, self.overlapped,
                              self.is_loss_of_learner)
-        self.accumulating = None    # the learner's `GradientAccumulation`, or None
-        self.always_flat = False    # True once DDP couldn't follow the model
-        self.added_checked = False  # True once a loss was searched for what callbacks added
-        self.loss_node = None       # in the graph: what the loss function returned
-        self._forget_batch()
-    def _forget_batch(self):
-        "Forget what is known of the current batch only"
-        self.batch_loss = None      # its `GlobalLoss`
-        self.batch_flat = False     # its gradients are averaged after the backward pass
-        self.has_met = False        # True once the ranks have met in it
-        self._params = None         # what `params` found in it
+        self.batch = None           # the `Batch`: this one or the last one, or the first to come
+        self.beside = ()            # parameters that are trained beside the model's, in this phase
+        self.always_flat = False    # True once DDP couldn't follow some rank; the same on all ranks
 
     # What is trained
     def params(self):
         "Return the parameters that are trained; the model is asked once per batch"
-        if self._params is None:
-            self._params = [*self.learn.model.parameters(), *self.overlapped.extra_params]
-        return self._params
+        if self.batch.params is None:
+            self.batch.params = [*self.learn.model.parameters(), *self.beside]
+        return self.batch.params
     def start_train(self):
-        """Prepare DDP for what is trainable now; `AfterOthers` calls it when a training phase
-        begins. A collective operation"""
+        "Prepare DDP for what is trainable in this phase. A collective operation"
         if self.n == 1: return
         if isinstance(getattr(self.learn.opt, 'opt', None), torch.optim.LBFGS):
             raise CantDistribute("LBFGS decides by the loss that its closure returns, which is "
                                  "that of one worker's items. Take another optimizer, or fit in "
                                  "one process.")
-        self.overlapped.extra_params = trained_beside(self.learn)
-        self.accumulating = accumulation(self.learn)
-        if not self.is_flat(): self.overlapped.prepare()
+        self._new_batch()
+        self.beside = trained_beside(self.learn)
+        if self.uses_ddp(): self.overlapped.prepare()
+    def uses_ddp(self):
+        "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
+        return not self.always_flat and self.batch.accumulation is None
 
     # A batch, event by event
-    def before_batch(self):
+    def _new_batch(self):
         self.close()        # an exception may have ended the batch before without `after_batch`
-        self._forget_batch()
-        self.batch_loss = GlobalLoss(self.learn, self.losses)
-        self.accumulating = accumulation(self.learn)
+        self.batch = Batch(self.learn, self.losses)
+    def before_batch(self):
+        self._new_batch()
         self.passes.open()
     def replace_loss_func(self):
-        "See `GlobalLoss`; `AfterOthers` calls it"
-        self.batch_loss.replace_loss_func(self.together)
+        "See `GlobalLoss`"
+        self.batch.loss.replace_loss_func(self.together)
     def after_loss(self):
-        if self.added_checked or not isinstance(self.loss_grad, torch.Tensor): return
-        self.loss_node = self.loss_grad.grad_fn
-        self.losses.check_terms(self.loss_grad, self.pred, self.learn.model.named_parameters)
+        loss = self.loss_grad
+        if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
     def before_step(self):
-        if self.accumulating is None: return
-        # `GradientAccumulation`, which comes later, adds this rank's items
-        self.accumulating.count += global_items(self.learn)-find_bs(self.yb)
+        acc = self.batch.accumulation
+        # it adds this rank's items when its own event comes, after this one
+        if acc is not None: acc.count += global_items(self.learn)-find_bs(self.yb)
     def after_batch(self):
-        if not self.has_met and not self.together.has_left_batch: self.meet_without_backward()
-        if not self.has_met: self.batch_loss.restore_last()
-        self.batch_loss.restore_loss_func()
+        if self.batch.how is None:
+            if not self.together.has_left_batch: self.meet_without_backward()
+            self.batch.loss.restore_last()
+        # `Passes` stays open: the user's callbacks come later, and may run a backward pass
+        self.batch.loss.restore_loss_func()
     def after_train(self): self.close()
     # a batch that one of these exceptions ends has neither `after_batch` nor `after_train`
     def after_cancel_epoch(self): self.close()
@@ -295,94 +334,66 @@ class StepSync(OurCallback):
     def close(self):
         "End the batch, also one that was left by an exception"
         self.passes.close()
-        if self.batch_loss is not None: self.batch_loss.restore_loss_func()
+        if self.batch is not None: self.batch.loss.restore_loss_func()
 
     # A backward pass
     def is_loss_of_learner(self, loss): return loss is vars(self.learn).get('loss_grad')
     def begin_pass(self,
         loss, # The loss of which a backward pass begins
         first # True for the first pass of this batch
-    ):
-        """Return the loss to run backward in place of `loss`, and how gradients are averaged, for
-        `Passes`. Before the first pass the ranks meet"""
+    ): # `(the loss to run backward in its place, how the pass averages gradients)`
+        "Meet before the first pass, which decides for all of the batch; raises if others left it"
+        batch = self.batch
         try:
-            if first: self._meet(loss)
+            if first: batch.how = self._meet(loss)
             else: self._share_loss(loss)
         except BaseException:
-            self.batch_loss.restore_last()
+            batch.loss.restore_last()
             raise
-        return self.batch_loss.scaled(loss, first), self._how_to_average()
+        # it has multiplied `learn.loss_grad`, but not the loss of SAM's second pass, for example
+        times_items = batch.accumulation is not None and self.loss_grad.grad_fn in graph_of(loss)
+        return batch.loss.scaled(loss, first, times_items), batch.how
     def _meet(self, loss):
-        "Meet the other ranks before the first backward pass of the batch, that of `loss`"
-        self._check_added(loss)
-        numbers = self.batch_loss.numbers(loss)
-        result = self.together.meet(BATCH, self.learn.iter, backward=1., **self._ddp_status(loss),
-                                    **numbers)
-        self.has_met = True
-        self._agree_on_flat(result)
-        self.batch_loss.combine(result, self.accumulating is not None)
-    def _share_loss(self, loss):
-        """Make `learn.loss` that of the global batch, if it wasn't there yet when the ranks met: a
-        callback may have run the first backward pass with a loss of its own"""
-        if not self.batch_loss.is_local(): return
-        result = self.together.meet_between(VALUE, **self.batch_loss.numbers(loss))
-        if result is not None: self.batch_loss.combine(result, self.accumulating is not None)
+        "Meet before the first pass, that of `loss`; return how the batch averages gradients"
+        batch,learn = self.batch,self.learn
+        if batch.loss_node is not None:
+            cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
+            self.losses.check_terms(batch.loss_node, learn.pred, learn.model.named_parameters,
+                                    loss, cbs)
+        numbers = batch.loss.numbers(loss)
+        if self.uses_ddp(): numbers |= self.overlapped.status(loss)
+        result = self.together.meet(BATCH, learn.iter, backward=1., **numbers)
+        how = self._decide(result)
+        batch.loss.combine(result)
+        return how
     def meet_without_backward(self):
-        """Meet the other ranks at the end of a batch in which this rank made no backward pass; if
-        others did, average the gradients that it has with theirs"""
+        """Meet at the end of a batch in which this rank made no backward pass; if others did,
+        follow them through the same collective operations as in `_meet` and in a flat pass"""
         result = self.together.meet(BATCH, self.learn.iter)
-        self._agree_on_flat(result)
         if not result.sum('backward'): return
-        # the others do, in `combine`
-        if self.batch_loss.sums_on_device: self.batch_loss.sum_on_device()
-        if self._how_to_average() != LATER: self.passes.average()
-    def exchange_masks(self,
-        mask # A checksum of which parameters have gradients here
-    ):
-        """Return the masks of all ranks, or None if some rank doesn't make this pass. `Passes`
-        calls it at the end of a flat pass"""
-        result = self.together.meet_between(PASS, mask=mask)
-        return None if result is None else result.values('mask')
-
-    # Overlapped, flat, or later
-    def is_flat(self):
-        "Return True if DDP averages no gradients of any pass, in this batch and in the next ones"
-        return self.always_flat or self.accumulating is not None
-    def _how_to_average(self):
-        "Return how a pass of this batch averages gradients, as of `Passes`"
-        acc = self.accumulating
-        if acc is not None and acc.count+global_items(self.learn) < acc.n_acc: return LATER
-        return FLAT if self.is_flat() or self.batch_flat else OVERLAPPED
-    def _ddp_status(self, loss):
-        "Return the numbers of the meeting that say whether DDP can run this rank's backward pass"
-        if self.is_flat(): return {}
-        overlapped = self.overlapped
-        if overlapped.is_new(): return dict(new=1.)
-        overlapped.check_graph(loss)
-        return dict(flat=overlapped.why_flat is not None)
-    def _agree_on_flat(self,
-        result # The `MeetingResult` of the batch, the same on all ranks
-    ):
-        "Decide whether gradients are averaged after the backward pass, of this batch or of all"
-        some_skip = result.sum('backward') < self.n
-        self.batch_flat = some_skip or result.sum('new') > 0
-        if not result.sum('flat') or self.always_flat: return
+        how = self._decide(result)
+        loss = self.batch.loss
+        if loss.sums_on_device: loss.sum_on_device()    # the others do, in `combine`
+        if how != LATER: self.passes.average()
+    def _decide(self, result):
+        """Return how the batch averages gradients, on all ranks alike. A collective operation once
+        in a fit, if DDP can't follow some rank: it isn't used from then on"""
+        acc = self.batch.accumulation
+        lacks_items = acc is not None and self.batch.n_counted+global_items(self.learn) < acc.n_acc
+        how = how_to_average(result, lacks_items, self.uses_ddp())
+        if not result.sum('flat'): return how
         why = next(filter(None, group.all_gather_object(self.overlapped.why_flat)))
         print_line(f"{why}: gradients are averaged after the backward pass instead of during it.")
         self.always_flat = True
         self.overlapped.close()
-
-    # Terms that callbacks add to the loss
-    def _check_added(self, loss):
-        "In the first batch, tell the user if callbacks have changed the loss, now `loss`"
-        if self.added_checked: return
-        self.added_checked = True
-        if self.loss_node is None: return
-        # what came after the loss function: does it use predictions or weights?
-        added = graph_of(loss, until=[self.loss_node])
-        uses_preds = any(t.grad_fn in added for t in tensors_in(self.learn.pred))
-        weights = {id(p) for p in self.learn.model.parameters()}
-        if not uses_preds and weights.isdisjoint(leaves_of(added)): return
-        cbs = [cb for cb in self.learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS)]
-        who = ', '.join(type(cb).__name__ for cb in cbs)
-        if who: self.losses.print_once(f"{who} changes the loss (loss_grad): {AVERAGED}", 'penalty')
+        return how
+    def _share_loss(self, loss):
+        """Make `learn.loss` that of the global batch, if it wasn't there yet when the ranks met: a
+        callback may have run the first backward pass with a loss of its own"""
+        if not self.batch.loss.is_local(): return
+        result = self.together.meet_between(VALUE, **self.batch.loss.numbers(loss))
+        if result is not None: self.batch.loss.combine(result)
+    def exchange_masks(self, mask):
+        "Return the checksums of all ranks, for `Passes`, or None if some rank doesn't average"
+        result = self.together.meet_between(PASS, mask=mask)
+        return None if result is None else result.values('mask')

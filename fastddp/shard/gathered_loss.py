@@ -16,6 +16,23 @@ from ..base.errors import CantDistribute
 from .gradients import graph_of, leaves_of
 from .loss import is_known, loss_name
 
+# The ranks join what they have of a batch in two places.
+#
+# In training, with gradients, in each call of a loss function that `Losses.is_gathered`. The caller
+# is `fastai2.step` or `fastai1.callbacks`, on all ranks unless one leaves the batch:
+#
+#   LocalBatch              this rank's predictions and targets, one row per item
+#   meeting of the ranks    held by the caller: they exchange `nbytes`, `count` and `layout()`
+#   Losses.of_all_ranks     decides from these numbers, so all ranks decide alike
+#   |-- they fit together   LocalBatch.gather: all_gather_tensors. Each rank calls the loss function
+#   |                       with the predictions and targets of all
+#   `-- they don't          returns None. The caller computes the loss of this rank's items, and in
+#                           the batches to come no rank holds that meeting any more
+#
+# In validation, without gradients, at the end of the phase. Each rank has kept its parts of the
+# batches, and `by_batch` and `whole_batch` join them. The caller is `fastai2.metrics` or
+# `fastai1.validation`.
+
 # %% ../../nbs/shard/314_gathered_loss.ipynb #00fe17c0
 # Trees of tensors, such as predictions: nested lists, tuples and dicts
 
@@ -92,28 +109,28 @@ NO_ROWS = -1.   # see `LocalBatch.layout`
 
 class LocalBatch:
     """This rank's predictions and targets of a training batch, arranged to be joined with others'.
-    The ranks exchange `nbytes`, `count` and `layout()`, and if these allow it, call `of_all_ranks`
-    """
+    Its tensors hold the items that the model was fed; the first `count` of these count, others are
+    padding. A tensor has one row for each item, or several, or none (`rows_each`)"""
     def __init__(self, pred, yb,
-        count,    # Number of this rank's items that count; others are padding
+        count,    # Number of this rank's items that count, as its loader says
         positions # Positions of these items in the epoch of one process
     ):
         self.tree = pred,tuple(yb)
         tensors = tensors_in(self.tree)
         n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
         n_rows = next((len(t) for t in tensors_in(self.tree[1]) if t.ndim), 1)
-        # A callback left items out, or added some
+        # A callback left items out, or added some: each row of the targets is an item that counts
         if n_rows == 0 or n_rows%n_fed: count = n_fed = n_rows
-        self.count = min(count, n_fed)
+        self.count = count
         self.positions = list(positions)
-        if len(self.positions) != self.count or not all(isinstance(i, int) for i in self.positions):
+        if len(self.positions) != count or not all(isinstance(i, int) for i in self.positions):
             # positions are unknown: the items of one rank come after those of another
             first = group.rank()*2**32
-            self.positions = list(range(first, first+self.count))
+            self.positions = list(range(first, first+count))
         self.by_views = rows_by_views(tensors, n_fed)
         self.rows_each = [rows_per_item(t, n_fed) for t in tensors]     # in the order of tensors
         # The tensors of the tree. Those with rows of items get one row per item, and no padding
-        self.tensors = [by_item(t, k, self.by_views)[:self.count] if k else t
+        self.tensors = [by_item(t, k, self.by_views)[:count] if k else t
                         for t,k in zip(tensors, self.rows_each)]
         self.nbytes = sum(t.numel()*t.element_size() for t in self.tensors)
         # True for a prediction without rows of items, such as a loss that the model computed
@@ -127,12 +144,13 @@ class LocalBatch:
                    for t,k in zip(self.tensors, self.rows_each)]
         return float(zlib.crc32(repr(layouts).encode())) if any(self.rows_each) else NO_ROWS
 
-    def of_all_ranks(self,
-        counts # `count` of each rank
+    def gather(self,
+        counts # `count` of each rank, whose `layout()` is the same
     ):
         """Return `(pred, yb)` of all ranks in the order of one process. Gradients flow to this
         rank's predictions. A collective operation"""
         sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
+        # Tensors without rows of items have the same shape on all ranks
         shapes = [[(m,*t.shape[1:]) if k else t.shape for t,k in zip(sent, [1,*self.rows_each])]
                   for m in counts]
         positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
@@ -147,10 +165,13 @@ class LocalBatch:
               counts,
               order       # Indices that sort the rows of all ranks
     ):
-        "Return the tensor of all ranks: their rows in one order, or a mean over items"
+        """Return the tensor of all ranks: their rows in one order, or the mean over items of a
+        number. A tensor whose rows don't belong to items stays this rank's"""
         if t.ndim and not k: return t
         total = sum(counts)
         parts = [o.to(t.device) for o in parts]
+        # This rank's part keeps its graph. The factor makes up for that of the loss, to come: N
+        # times items of this rank / items of all
         factor = total/self.count if self.count else 0.
         own = _ScaleGradient.apply(t, factor) if t.requires_grad else t
         parts[group.rank()] = own.as_subclass(torch.Tensor)
@@ -160,7 +181,7 @@ class LocalBatch:
         return from_items(whole.to(t.dtype).as_subclass(type(t)), k, self.by_views)
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #cac318db
-# The batches of a validation
+# The batches of a validation, joined at its end
 
 def join_rows(trees,    # Each rank's tree of tensors, all of the same structure
               positions # Each rank's positions of its items
@@ -188,7 +209,8 @@ def join_rows(trees,    # Each rank's tree of tensors, all of the same structure
 def by_batch(parts # This rank's `(number of the global batch, positions, tree)` tuples
 ):
     """Yield `(number, parts)` for each global batch, with the `(positions, tree)` parts of all
-    ranks, the same on each rank. A collective operation"""
+    ranks, the same on each rank. Each step is a collective operation: all ranks take it to its end
+    """
     local = {}      # number of a global batch -> this rank's parts of it
     for number,positions,tree in parts: local.setdefault(number, []).append((positions, tree))
     numbers_of_ranks = group.all_gather_object([*local])
@@ -199,7 +221,7 @@ def by_batch(parts # This rank's `(number of the global batch, positions, tree)`
 def whole_batch(parts # The `(positions, tree)` parts of one global batch
 ):
     """Return the trees of one global batch as a list: one tree, or that of each part if they don't
-    fit together, since ranks padded them to different lengths"""
+    fit together, since ranks padded them to different lengths. The same on all ranks"""
     positions,trees = zip(*parts)
     whole = join_rows(trees, positions)
     return list(trees) if whole is None else [whole]
@@ -207,7 +229,7 @@ def whole_batch(parts # The `(positions, tree)` parts of one global batch
 # %% ../../nbs/shard/314_gathered_loss.ipynb #dfde9e62
 # The losses of a fit
 
-LOSS_KINDS = 'auto','mean','sum','gather'
+LOSS_KINDS = 'auto','mean','sum','gather'     # that the user may ask for
 
 def check_loss(loss # The user's option `loss=`
 ):
@@ -234,7 +256,9 @@ class Losses:
         'gather'    `of_all_ranks` calls `f` with the predictions and targets of all ranks
         'average'   of a loss that couldn't be gathered: treated as a mean over items
 
-    With the option 'auto' a loss of torch's or fastai's is 'known', and any other 'gather'."""
+    With the option 'auto' a loss of torch's or fastai's is 'known', and any other 'gather'. The
+    kind is the same on all ranks: it depends on the option and on `f`, and what changes it later
+    was exchanged. Only `of_all_ranks` is a collective operation"""
     # A rank with more bytes of predictions and targets in a batch doesn't send them
     MOST_BYTES = 256*2**20
     def __init__(self,
@@ -246,79 +270,92 @@ class Losses:
         # Id of a loss function -> `(the function, its kind)`; with the function the id stays valid
         self.kinds = {}
         self.shown = set()      # names of the lines that were shown
-        # True once the loss has a term that doesn't come from predictions and targets
+        # True once this rank saw a term of the loss that doesn't come from predictions and targets
         self.has_terms = False
         self.terms_checked = False      # True once `check_terms` has searched a loss for them
 
+    # The kind of a loss function
     def kind(self, f):
         "Return how the loss function `f` is treated"
         if id(f) not in self.kinds:
             known = 'known' if is_known(f) else 'gather'
             self.kinds[id(f)] = f, known if self.option == 'auto' else self.option
         return self.kinds[id(f)][1]
-
     def reduction(self, f):
         "Return the argument `reduction` of `shard.loss.loss_part`"
         kind = self.kind(f)
         if kind == 'known': return None
         return 'sum' if kind == 'sum' else 'mean'
-
     def is_gathered(self, f):
         "Return True if `f` is computed over the predictions of all ranks"
         return self.kind(f) == 'gather'
 
+    # For the user
     def describe(self):
-        "Return a text for the user that says how each loss function is computed"
+        "Return a text that says how each loss function is computed"
         return '; '.join(f"{loss_name(f)}: {_HOW[kind]}" for f,kind in self.kinds.values())
-
     @property
     def has_averages(self):
         "Return True if a loss is averaged over ranks"
         return any(kind == 'average' for _,kind in self.kinds.values())
-
-    def of_all_ranks(self, f, # A loss function that `is_gathered`
-              batch,                  # This rank's `LocalBatch`
-              nbytes, counts, layouts # Each rank's `nbytes`, `count` and `layout()`, as lists
-    ):
-        """Return the loss of all ranks' items; gradients flow to this rank's predictions. Returns
-        None if it can't be computed, and `f` is averaged from then on. A collective operation"""
-        too_large = max(nbytes) > self.MOST_BYTES
-        dont_fit = len({*layouts}) > 1 or layouts[0] == NO_ROWS
-        why = ''        # it isn't exact
-        if too_large: why = f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
-        elif dont_fit: why = "their predictions don't fit together"
-        elif batch.has_computed_number: why = "a part of it is a number that the model computed"
-        if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
-                                f"workers ({why}): {AVERAGED}", 'average')
-        else: self.print_once(f"{loss_name(f)} is computed over the predictions of all workers: "
-                              f"{sum(nbytes)/1e6:.2g} MB to exchange per step. If it is a mean "
-                              "over items, loss='mean' gives the same result faster.", 'gather')
-        if too_large or dont_fit:
-            self.kinds[id(f)] = f,'average'
-            return None
-        pred,yb = batch.of_all_ranks([int(m) for m in counts])
-        return f(pred, *yb)
-
-    def check_terms(self,
-        loss,            # Of the first training batch, a tensor as the loss function returned it
-        pred,            # The predictions that it was given, a tree of tensors
-        named_parameters # Those of the model, a method
-    ):
-        """Tell the user if `loss` uses parameters of the model past the predictions: such a term is
-        averaged. Only the first call searches"""
-        if self.terms_checked: return
-        self.terms_checked = True
-        past_pred = graph_of(loss, until={t.grad_fn for t in tensors_in(pred)})
-        used = leaves_of(past_pred)
-        names = sorted(name for name,p in named_parameters() if id(p) in used)
-        if not names: return
-        self.has_terms = True
-        self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
-                        f"{', '.join(names[:3])}): {AVERAGED}", 'terms')
-
     def print_once(self, line,
                    name # Of the line: a second line of that name isn't shown
     ):
         "Show a line on rank 0"
         if name not in self.shown and group.rank() == 0: self.show(line)
         self.shown.add(name)
+
+    # A loss over the items of all ranks
+    def of_all_ranks(self, f, # A loss function that `is_gathered`
+              batch,                  # This rank's `LocalBatch`
+              nbytes, counts, layouts # Each rank's `nbytes`, `count` and `layout()`, as lists
+    ):
+        """Return the loss of all ranks' items; gradients flow to this rank's predictions. Returns
+        None if it can't be computed, and `f` is averaged from then on. A collective operation"""
+        # Why it can't be computed, the same on all ranks
+        why_not = ''
+        if max(nbytes) > self.MOST_BYTES:
+            why_not = f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
+        elif len({*layouts}) > 1 or layouts[0] == NO_ROWS:
+            why_not = "their predictions don't fit together"
+        # Why it isn't exact, which may differ; the user sees that of rank 0
+        why = why_not
+        if not why and batch.has_computed_number:
+            why = "a part of it is a number that the model computed"
+        if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
+                                f"workers ({why}): {AVERAGED}", 'average')
+        else: self.print_once(f"{loss_name(f)} is computed over the predictions of all workers: "
+                              f"{sum(nbytes)/1e6:.2g} MB to exchange per step. If it is a mean "
+                              "over items, loss='mean' gives the same result faster.", 'gather')
+        if why_not:
+            self.kinds[id(f)] = f,'average'
+            return None
+        pred,yb = batch.gather([int(m) for m in counts])
+        return f(pred, *yb)
+
+    # Terms of the loss that each rank computes for itself
+    def check_terms(self,
+        loss, # Of the first training batch, as the loss function returned it: a tensor or its node
+        pred,             # The predictions that it was given, a tree of tensors
+        named_parameters, # Those of the model, a method
+        changed=None,     # The loss of the backward pass, to which callbacks may have added
+        cbs=()            # These callbacks
+    ):
+        """Tell the user of terms that are averaged: if `loss` uses parameters of the model past the
+        predictions, or `changed` uses parameters or predictions past `loss`. Only the first call
+        searches"""
+        if self.terms_checked: return
+        self.terms_checked = True
+        preds = {t.grad_fn for t in tensors_in(pred)}
+        used = leaves_of(graph_of(loss, until=preds))
+        names = sorted(name for name,p in named_parameters() if id(p) in used)
+        if names:
+            self.has_terms = True
+            self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
+                            f"{', '.join(names[:3])}): {AVERAGED}", 'terms')
+        if changed is None: return
+        added = graph_of(changed, until=[loss])
+        params = {id(p) for _,p in named_parameters()}
+        if preds.isdisjoint(added) and params.isdisjoint(leaves_of(added)): return
+        who = ', '.join(type(cb).__name__ for cb in cbs)
+        if who: self.print_once(f"{who} changes the loss (loss_grad): {AVERAGED}", 'penalty')

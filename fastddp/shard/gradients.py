@@ -19,7 +19,29 @@ from ..base.scoped import with_attrs
 from .loss import loss_module
 from .same_model import first_of
 
+# A backward pass that training code runs on a rank, and the meetings and collective operations that
+# belong to it, in order. The caller, `fastai2.step` or `fastai1.callbacks`, holds the meetings, and
+# gives them to `Passes` as the functions `begin` and `agree`.
+#
+#   torch.autograd.backward, replaced by Passes._backward
+#   |-- outside of a batch, inside another pass, or no trained parameter is reached: as it is
+#   `-- Passes._pass
+#       |   begin(loss, first)        decides `how`, the same on all ranks. In the first pass of a
+#       |                             batch the ranks meet
+#       |-- OVERLAPPED, first pass    Overlapped.backward: DDP's all-reduces, while the pass runs
+#       |-- FLAT, or a further pass   torch's pass, then Passes.average
+#       |                                 agree(checksum): the ranks meet; if not all of them come,
+#       |                                 nothing is averaged
+#       |                                 average_grads: all-reduces
+#       `-- LATER                     torch's pass, and no collective
+#
+# All ranks run the same training code, so they make the same passes in the same order. If a rank
+# makes no pass in a batch in which others do, `how` isn't OVERLAPPED, and the caller has that rank
+# take part in the others' average by `Passes.average`.
+
 # %% ../../nbs/shard/312_gradients.ipynb #96cd290c
+# Autograd graphs, and parameters
+
 def graph_of(loss,    # A tensor, or a node of a graph
              until=() # Nodes at which the walk stops; they aren't part of the result
 ):
@@ -37,11 +59,6 @@ def leaves_of(nodes):
     "Return the ids of the leaf tensors, such as parameters, among nodes of a graph"
     return {id(node.variable) for node in nodes if hasattr(node, 'variable')}
 
-def is_reentrant(nodes):
-    """True if one of the `nodes` is of `checkpoint(use_reentrant=True)`, which runs a backward pass
-    of its own; DDP can't follow it"""
-    return any(node.name().startswith('CheckpointFunction') for node in nodes)
-
 def extra_params(model, loss_func,
                  groups # The optimizer's groups of parameters, as lists
 ):
@@ -57,8 +74,14 @@ def zero_loss(params):
     "Return a loss whose backward pass adds zeros to the gradient of each of `params`"
     return sum((p*0).sum() for p in params if p.requires_grad)
 
+def zeros_from(loss):
+    "Return a loss whose backward pass adds zeros to the gradient of each leaf that `loss` reaches"
+    return zero_loss([node.variable for node in graph_of(loss) if hasattr(node, 'variable')])
+
 # %% ../../nbs/shard/312_gradients.ipynb #5a2b401e
-def average_grads(params, same=False # True: all ranks have gradients for the same parameters
+def average_grads(
+    params, # The same number on all ranks, in the same order
+    same=False # True: all ranks have gradients for the same parameters. The same on all ranks
 ):
     """Replace gradients by their mean over ranks, in which a missing gradient counts as zeros. If a
     parameter has a gradient on no rank, it stays without. A collective operation"""
@@ -72,34 +95,34 @@ def average_grads(params, same=False # True: all ranks have gradients for the sa
     group.average_([p.grad for p in params])
 
 # %% ../../nbs/shard/312_gradients.ipynb #d4fc5dbc
-# How a backward pass averages gradients over ranks
-OVERLAPPED = 'overlapped'   # by DDP, while the pass runs
-FLAT = 'flat'               # when the pass is over
-LATER = 'later'             # not yet: gradients accumulate, and a later batch averages them
+# How a batch averages gradients over ranks
+OVERLAPPED = 'overlapped'   # by DDP, while its first pass runs; any further pass is flat
+FLAT = 'flat'               # after each pass
+LATER = 'later'             # not at all: gradients accumulate, and a later batch averages them
 
 class Passes:
     """Replaces `torch.autograd.backward` during a fit, inside `wrapped()`. Between `open()` and
     `close()`, in a training batch, each backward pass that reaches trained parameters leaves the
     mean gradient of all ranks.
 
-    Before each of these passes `begin` decides with which loss it runs, and how it averages"""
+    Each rank has one for a fit. `open` and `close` are no collective operations"""
     def __init__(self,
         params,     # `params()` returns the trained parameters
         # `begin(loss, first)` returns `(loss, how)`: the loss, scaled for this rank, and
-        # `OVERLAPPED`, `FLAT` or `LATER`. Before the first pass of a batch the ranks meet there,
-        # and it may raise their decision to leave the batch
+        # `OVERLAPPED`, `FLAT` or `LATER`, the same on all ranks. Before the first pass of a batch
+        # the ranks meet there, and it may raise their decision to leave the batch
         begin,
         # `agree(checksum)` is called after a flat pass, and returns the checksums of all ranks, or
         # None if some rank skips this pass: then nothing is averaged
         agree,
-        overlapped=None, # `Overlapped`, for `OVERLAPPED` passes
+        overlapped=None, # `Overlapped`, if `begin` may return `OVERLAPPED`
         # `is_loss_of_learner(loss)`: True for a loss that is known to reach trained parameters
         is_loss_of_learner=lambda loss: False
     ):
         store_attr()
         self.n_passes = None    # of this training batch so far; None outside of one
         self.is_running = False # a pass of a training batch runs
-        self.exchange_secs = 0. # seconds that averages after a pass took
+        self.exchange_secs = 0. # seconds in `average`, for the report of the fit
 
     @contextlib.contextmanager
     def wrapped(self):
@@ -110,7 +133,7 @@ class Passes:
         "Begin a training batch"
         self.n_passes = 0
     def close(self):
-        "End the training batch: other passes are this rank's own"
+        "End the training batch: other passes are this rank's own. May be called twice"
         self.n_passes = None
 
     def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False,
@@ -129,6 +152,7 @@ class Passes:
 
     def _trains(self, loss, inputs):
         "True for a pass of a training batch that changes gradients of trained parameters"
+        # a pass inside a pass belongs to it: `checkpoint(use_reentrant=True)` runs one
         if self.n_passes is None or self.is_running: return False
         if not isinstance(loss, torch.Tensor): return False
         if self.is_loss_of_learner(loss) and inputs is None: return True
@@ -138,19 +162,21 @@ class Passes:
         return not ids.isdisjoint(leaves_of(graph_of(loss)))
 
     def _pass(self, loss, grad_tensors, inputs, **options):
-        "Run a pass of a training batch"
+        "Run a pass of a training batch. Collective operations follow, unless `how` is `LATER`"
         is_first = self.n_passes == 0
         self.n_passes += 1
         # products of fastai's kinds of tensors would be slower
         loss,how = self.begin(loss.as_subclass(torch.Tensor), is_first)
-        # DDP follows one pass over all parameters in a batch
-        can_overlap = is_first and inputs is None and not options['create_graph']
-        if how == OVERLAPPED and can_overlap:
+        # DDP follows one pass over all parameters in a batch. Ranks run the same code, so they
+        # agree on this without a meeting
+        ddp_follows = is_first and inputs is None and not options['create_graph']
+        if how == OVERLAPPED and ddp_follows:
             return self.overlapped.backward(self.torch_backward, loss, grad_tensors, **options)
         self.torch_backward(loss, grad_tensors, inputs=inputs, **options)
         if how != LATER: self.average()
     def average(self):
-        "Average all gradients over ranks, unless some rank skips this pass"
+        """Average all gradients over ranks, unless some rank skips this. Each rank calls it once
+        for each flat pass; one that makes no pass while others do calls it without one"""
         params = self.params()
         # The same on ranks whose gradients are those of the same parameters
         checksum = float(zlib.crc32(bytes(p.grad is not None for p in params)))
@@ -163,7 +189,9 @@ class Passes:
 # %% ../../nbs/shard/312_gradients.ipynb #c1d0dc04
 class _Wrapped(nn.Module):
     """The module that DDP wraps. It holds the trained parameters; its `forward` takes the loss and
-    returns it"""
+    returns it. DDP averages by hooks on the parameters, and needs a `forward` only to know that a
+    backward pass follows. So the learner calls its own model, and if the ranks leave a batch before
+    the backward pass, DDP knows nothing of it"""
     def __init__(self, model,
                  extra_params): # Trained parameters that aren't the model's
         super().__init__()
@@ -202,82 +230,49 @@ def check_ddp(options, opt):
 class Overlapped:
     """Averages the gradients of a backward pass over ranks while the pass runs, by DDP. Each rank
     has one for a fit. Its DDP module is made by `prepare` for the parameters that are trained then,
-    and made anew when others are"""
+    and made anew when others are. In a training phase:
+
+        prepare     when it begins: all ranks make the DDP module
+        status      before the first pass of a batch: can DDP run it? Not a collective operation;
+                    the caller exchanges the answers
+        backward    the pass, if DDP can run it on all ranks
+        close       when the fit ends, or DDP isn't used any more"""
     def __init__(self,
         model,        # `model()` returns the learner's model
         params,       # `params()` returns the trained parameters
+        extra_params=lambda: (),  # Returns those of them that aren't the model's: see above
         same_weights=False,  # All ranks loaded the same weights: DDP needn't broadcast them
         comm_hook=None, # One of DDP's, such as `bf16_compress_hook`: `comm_hook(state, bucket)`
         **ddp_kwargs  # The user's options for DDP
     ):
         store_attr()
         self.ddp_kwargs = ddp_kwargs
-        self.extra_params = []      # trained parameters that aren't the model's, set by the caller
-        self.ddp = None             # the DDP module
-        self.built_for = None       # the `config()` for which it was made
         self.synced_model = None    # the model whose weights DDP has broadcast already
-        self.graph_checked = False  # `check_graph` has run since the DDP module was made
-        self.why_flat = None        # why DDP can't follow the model on this rank, in words
-        self.n_passes = 0           # passes since the DDP module was made
-        self.exchange_secs = 0.     # seconds of exchange during which no backward pass ran
+        # Why DDP can't follow the model on this rank, in words. Once set, it stays
+        self.why_flat = None
+        self.exchange_secs = 0.     # seconds of exchange that no backward pass hid, for a report
+        self.ddp = None             # the DDP module; None before `prepare`, and after `close`
+        self.close()
 
-    def trainable(self):
+    def _trainable(self):
         "Return the `(name, parameter)` pairs that DDP averages: of parameters with elements"
-        extra = ((f'loss.{i}',p) for i,p in enumerate(self.extra_params))
+        extra = ((f'loss.{i}',p) for i,p in enumerate(self.extra_params()))
         named = [*self.model().named_parameters(), *extra]
         return [(k,p) for k,p in named if p.requires_grad and p.numel()]
-    def is_new(self):
-        "True if there is no DDP module for the parameters that are trained now"
-        return self.built_for != self.config()
-    def config(self):
+    def _config(self):
         "Return a value that changes if another DDP module is needed"
         requires_grad = [p.requires_grad for p in self.params()]
-        return id(self.model()), requires_grad, [*map(id, self.extra_params)]
+        return id(self.model()), requires_grad, [*map(id, self.extra_params())]
 
-    def check_graph(self, loss):
-        "Set `why_flat` if DDP can't follow the graph of `loss`, the first one of a DDP module"
-        if self.graph_checked: return
-        self.graph_checked = True
-        if is_reentrant(graph_of(loss)):
-            self.why_flat = ("use_reentrant=False gives the same results, faster, where the model "
-                             "checkpoints activations. DDP can't follow use_reentrant=True")
-        elif not self.ddp_kwargs.get('find_unused_parameters'): self._note_unused(loss)
-    def _note_unused(self, loss):
-        "Return the trained parameters beyond the graph of `loss`; if any, set `why_flat`"
-        used = leaves_of(graph_of(loss))
-        unused = {k:p for k,p in self.trainable() if id(p) not in used}
-        if unused:
-            few = first_of([*unused], 5)
-            self.why_flat = (f"No gradient for {few} in a step, and find_unused_parameters=True is "
-                             "not set")
-        return unused.values()
-
-    def backward(self,
-        torch_backward, # `torch.autograd.backward`
-        loss,
-        *args, **kwargs # Its other arguments
-    ):
-        "Run the backward pass of `loss`; afterwards each gradient is the mean over ranks"
-        without_grad = {id(p) for p in self.params() if p.grad is None}
-        self.n_passes += 1
-        out = self.ddp(loss)
-        with group.until_context_released(out): torch_backward(out, *args, **kwargs)
-        try: return self.ddp.reducer._check_reducer_finalized()
-        except RuntimeError: pass       # DDP still waits for parameters that got no gradient
-        unused = self._note_unused(loss)
-        torch_backward(zero_loss(unused))
-        # No rank had a gradient for these, so they have none, as in one process
-        for p in unused:
-            if id(p) in without_grad and not p.grad.any(): p.grad = None
-
+    # When a training phase begins, and when DDP isn't used any more
     def prepare(self):
-        """Make the DDP module for the parameters that are trained now. A collective operation. Not
-        between forward and backward pass, since the first call broadcasts rank 0's weights"""
-        if not self.is_new() or not self.trainable(): return
+        """Make the DDP module for the parameters that are trained now, unless there is one. A
+        collective operation. Not between forward and backward pass, since the first call broadcasts
+        rank 0's weights"""
+        if self.built_for == self._config() or not self._trainable(): return
         self.close()
-        self.graph_checked = False
         model = self.model()
-        wrapped = _Wrapped(model, self.extra_params)
+        wrapped = _Wrapped(model, self.extra_params())
         empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
         wrapped._ddp_params_and_buffers_to_ignore = empty
         kw = {_SYNC_BUFFERS: False, **self.ddp_kwargs}
@@ -288,16 +283,17 @@ class Overlapped:
         self.ddp = nn.parallel.DistributedDataParallel(wrapped, **kw)
         if self.comm_hook is not None: self.ddp.register_comm_hook(None, self.comm_hook)
         self.synced_model = model
-        self.built_for = self.config()
-
+        self.built_for = self._config()
     def close(self):
-        "Drop the DDP module, and its hooks on the parameters"
+        "Drop the DDP module, if there is one, and its hooks on the parameters"
         if self.ddp is not None:
             self.exchange_secs += self.n_passes*self._unhidden_secs()
             self.ddp.reducer._remove_autograd_hooks()
         self.ddp = None
-        self.built_for = None
-        self.n_passes = 0
+        # Of the module that `prepare` makes next
+        self.built_for = None       # the `_config()` for which it was made
+        self.graph_checked = False  # `_check_graph` has seen its first graph
+        self.n_passes = 0           # that it ran
     def _unhidden_secs(self):
         "Return the mean seconds per pass of exchange during which no backward pass ran"
         # A private method of torch's, which raises before the first steps. Times in nanoseconds
@@ -305,3 +301,54 @@ class Overlapped:
         except (AttributeError,RuntimeError): return 0.
         exchange = data.get('avg_backward_comm_time', 0)
         return max(exchange-data.get('avg_backward_compute_comm_overlap_time', 0), 0)/1e9
+
+    # Before a pass: can DDP run it?
+    def status(self,
+        loss # Of the pass that comes
+    ): # Numbers for the meeting before the pass: DDP runs it if they are 0 on all ranks
+        """Return `new`, 1 if there is no DDP module for the parameters that are trained now, or
+        else `flat`, 1 if DDP can't follow the model: then `why_flat` says why"""
+        if self.built_for != self._config(): return dict(new=1.)
+        if not self.graph_checked:
+            self.graph_checked = True
+            self._check_graph(graph_of(loss))
+        return dict(flat=self.why_flat is not None)
+    def _check_graph(self, graph):
+        "Set `why_flat` if DDP can't follow the first graph that it is to run"
+        # `checkpoint(use_reentrant=True)` runs a backward pass of its own
+        if any(node.name().startswith('CheckpointFunction') for node in graph):
+            self.why_flat = ("use_reentrant=False gives the same results, faster, where the model "
+                             "checkpoints activations. DDP can't follow use_reentrant=True")
+        elif not self.ddp_kwargs.get('find_unused_parameters'): self._find_unused(graph)
+    def _find_unused(self, graph):
+        "Return the trained parameters beyond a graph as a list; if any, set `why_flat`"
+        used = leaves_of(graph)
+        unused = {k:p for k,p in self._trainable() if id(p) not in used}
+        if unused:
+            few = first_of([*unused], 5)
+            self.why_flat = (f"No gradient for {few} in a step, and find_unused_parameters=True is "
+                             "not set")
+        return [*unused.values()]
+
+    # The pass
+    def backward(self,
+        torch_backward, # `torch.autograd.backward`
+        loss,
+        *args, **kwargs # Its other arguments
+    ):
+        """Run the backward pass of `loss`; afterwards each gradient is the mean over ranks. A
+        collective operation: DDP all-reduces each bucket of parameters, on all ranks in one order,
+        once all of the bucket have a gradient"""
+        without_grad = {id(p) for p in self.params() if p.grad is None}
+        self.n_passes += 1
+        out = self.ddp(loss)
+        with group.until_context_released(out): torch_backward(out, *args, **kwargs)
+        try: return self.ddp.reducer._check_reducer_finalized()
+        except RuntimeError: pass
+        # DDP still waits for parameters that this pass doesn't reach on this rank, as other ranks
+        # wait in their passes: give it zeros. They hear of it at the next meeting (`status`)
+        unused = self._find_unused(graph_of(loss))
+        torch_backward(zero_loss(unused))
+        # No rank had a gradient for these, so they have none, as in one process
+        for p in unused:
+            if id(p) in without_grad and not p.grad.any(): p.grad = None

@@ -198,6 +198,16 @@ def test_another_backward_pass_is_that_of_one_process(case, opt_func, three, cap
     assert 'drifted' not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize('case,n_acc', [('sam', 12), ('awp', 12), ('_step', 12), ('_step', 24)])
+def test_a_second_pass_while_gradients_accumulate(case, n_acc, three, capfd):
+    "fastai's callback multiplies the loop's loss by the items of a batch, and not that of the second pass"
+    kind, cbs = STEPS[case].get('kind', Learner), STEPS[case].get('cbs')
+    learn = learner(train=37, bs=4, cbs=[GradientAccumulation(n_acc), *([cbs()] if cbs else [])], kind=kind)
+    learn, one = fit_both(learn, 3, three, 2)
+    assert_same(learn, one)
+    assert 'drifted' not in capfd.readouterr().err
+
+
 class Checkpointed(nn.Module):
     "Computes its middle again in the backward pass, twice with the same weights"
     def __init__(self):
