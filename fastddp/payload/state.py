@@ -277,7 +277,7 @@ _MODULE_ATTRS = vars(nn.Module()).keys() - {'training'}
 
 def _update_module(old, new):
     """Make a module equal to `new`; its modules, parameters and buffers stay the same objects.
-    Return False if those of `new` have other names"""
+    Return False if those of `new` have other names, or are in attributes that `old` lacks"""
     old_modules = dict(old.named_modules())
     new_modules = dict(new.named_modules())
     old_tensors = model_tensors(old)
@@ -290,6 +290,7 @@ def _update_module(old, new):
     for k,module in new_modules.items():
         # an attribute that refers to parts of `new` would make `old` use them, too
         referring = {name for name,v in vars(module).items() if _refers_to(v, new_ids)}
+        if not referring <= vars(old_modules[k]).keys(): return False
         _replace_attributes(old_modules[k], module, _MODULE_ATTRS|referring)
     return True
 
