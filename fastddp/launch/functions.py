@@ -264,8 +264,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
             self._env = stack.pop_all()
         return self
     def __exit__(self, kind, *_):
-        group.leave(broken=kind is not None)
-        self._env.close()
+        with self._env: group.leave(broken=kind is not None)
 
 # %% ../../nbs/launch/514_functions.ipynb #569bdb33
 _n_joined = {}      # path -> groups that this process joined there
