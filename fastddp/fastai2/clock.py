@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
-import contextlib, os, time, traceback
+import contextlib, os, sys, time, traceback
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -21,6 +21,17 @@ from ..base.failure import end_fork
 from ..base.scoped import with_attrs
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
+# Used here:
+#   Board.waited      seconds that this rank has waited for others at all meetings until now
+#   Board.last_wait   `(rank that came last, seconds)` of the last meeting; None without a wait
+#   Together          makes the `Clock` of a fit, and calls it before and after each meeting
+#   dispatch_events   `as_one.distributed` enters it for a fit; on rank 0 `as_one_process` enters a
+#                     second one inside, which wraps callbacks that act on rank 0 only
+#   Report            in the notebook; made of `Clock.totals` and `resource_use` of each rank
+#
+# In this module, without a collective: phases; samples of a GPU; waits for batches, and for ranks;
+# the `Clock`, which has all these; `OurCallback`; `EventDispatcher`; `resource_use`.
+
 PHASES = 'data','forward','backward','optimizer','validation','metrics','other'
 _PHASES_OF_LOOP = {*PHASES}-{'metrics'}     # a callback, the Recorder, computes metrics
 _COMPUTING = 'forward','backward','optimizer'   # phases in which the device computes
@@ -32,10 +43,9 @@ _PHASE_AFTER = {
     'before_step':'optimizer', 'after_step':'optimizer', 'after_batch':'data',
     'before_validate':'data'}
 
-def kind_of(cb # A callback
-):
-    """Return the kind that the time of `cb` is counted as: 'metrics' for the Recorder, 'other' for
-    fastddp's callbacks, else the name of its class"""
+def kind_of(cb):
+    """Return the kind that the time of a callback is counted as: 'metrics' for the Recorder,
+    'other' for those of fastddp, else the name of its class"""
     if isinstance(cb, Recorder): return 'metrics'
     return 'other' if type(cb).__module__.startswith('fastddp.') else type(cb).__name__
 
@@ -59,7 +69,7 @@ class DeviceSamples:
         self.wait()
     def end_training(self): self.is_sample = False
     def wait(self):
-        "In a sample, wait until the device has done what was launched"
+        "In a sample, wait until the device has done what the host has launched"
         if self.is_sample: device_module().synchronize()
     def note(self, phase, secs):
         if self.is_sample and phase in _COMPUTING: self.sampled[phase] += secs
@@ -112,6 +122,7 @@ class BatchWaits:
             self.n_phases += 1
             return
         if wait.secs < _LEAST_WAIT: return
+        # compared with the mean of the waits that weren't slow, nearly all of `n_batches`
         of_others = data_secs-self.slow_secs-wait.secs
         if wait.secs*self.n_batches > _SLOW_FACTOR*of_others: self.slow_secs += wait.secs
         self.slowest = max(self.slowest, wait)
@@ -169,8 +180,9 @@ class Clock:
         counted as       'data'                 their names  'forward'       their names
         the clock        leave ------------> enter  lap lap leave ------> enter lap lap leave
 
-    `Together` calls `begin_meeting` and `end_meeting`, since waiting for other ranks is counted by
-    its cause. In the end `totals` returns all of it."""
+    What a callback calls is counted as its own, also the events of a validation inside it. Waiting
+    for other ranks is counted by its cause, in `begin_meeting` and `end_meeting`. In the end
+    `totals` returns all of it."""
     def __init__(self,
         board, # The `Board` at which the ranks meet
         on_gpu=False # The model is on an accelerator: see `DeviceSamples`
@@ -202,6 +214,7 @@ class Clock:
         self.samples.wait()
         secs = self.lap(self.phase)
         self.samples.note(self.phase, secs)
+        # perhaps for a batch: `leave` counts it if this event is `before_batch`
         if self.phase == 'data':
             of_learn = vars(learn)
             self.epoch = of_learn.get('epoch') or 0
@@ -251,7 +264,7 @@ class Clock:
     def totals(self):
         "Return all of it for a `Report`: plain numbers, in dicts"
         callbacks = {k:v for k,v in self.seconds.items() if k not in PHASES}
-        phases = {k:v for k,v in self.seconds.items() if k not in callbacks}
+        phases = {k:v for k,v in self.seconds.items() if k in PHASES}
         phases['callbacks'] = sum(callbacks.values())
         seconds = with_device_seconds(phases, self.samples.totals())
         # a backward pass of a sample has its exchange in it, too
@@ -271,8 +284,7 @@ _LAST = 1_000_000       # the order of a callback that comes after the user's
 class OurCallback(Callback):
     """Base of the callbacks that fastddp adds to a fit. Events and setting attributes take less
     time than in fastai's `Callback`"""
-    # fastai's looks up each name in learner and model, which in each step takes as long as a small
-    # layer
+    # fastai's looks each name up in learner and model, which takes as long as a small layer
     __setattr__ = object.__setattr__
     def __call__(self, event_name):
         runs = self.run_train if self.learn.training else self.run_valid
@@ -284,9 +296,7 @@ class OurCallback(Callback):
         phase: afterwards this callback has the state that it had in that phase"""
         return contextlib.nullcontext()
 
-def handles(cb,        # A callback
-            event_name # E.g. 'after_batch'
-):
+def handles(cb, event_name):
     "Return True if `cb` does something at `event_name`, or if that is unknown"
     if type(cb).__call__ not in (Callback.__call__, OurCallback.__call__): return True
     # at the end of a fit `Callback.__call__` resets `cb.run`, also without a method
@@ -371,12 +381,13 @@ def resource_use(
     as numbers, memory and gradients in bytes"""
     import resource     # not on Windows, where there are no workers
     trains = dl is None
-    dl = learn.dls.loaders[0] if dl is None else dl
+    if trains: dl = learn.dls.loaders[0]
     torch_dl = getattr(dl, 'fake_l', dl)    # where a loader of fastai's keeps torch's settings
     n = group.world_size()
     sizes = {k:p.nbytes for k,p in learn.model.named_parameters() if p.requires_grad}
     largest = max(sizes, key=sizes.get, default='')
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
+    unit = 1 if sys.platform == 'darwin' else 1024      # bytes: macOS doesn't count in KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*unit
     on_gpu = is_accelerator(device)
     return dict(threads=torch.get_num_threads(), loaders=getattr(torch_dl, 'num_workers', 0),
                 on_gpu=on_gpu, peak=peak,

@@ -23,6 +23,19 @@ from ..shard.sharded import (
 from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a
+# Used here, mostly of `shard.sharded`:
+#   Sharded         the base class. Its `__iter__` calls `_begin` with the common streams installed,
+#                   then `_batches`, and counts each batch in `counts` and `idxs` just before it is
+#                   yielded. A callback's own loop gets what `_shard.other_loop` yields instead
+#   Shard           a sharded loader's `_shard`: the arguments of `Shard(...)`, `whole_batches`, and
+#                   `epoch`, whose `steps` are this rank's `Step`s, made by `steps(batches)`. Each
+#                   is its part of a global batch: `items` to feed, `total`, and `positions`
+#   sharded_clone   returns a copy of the user's loader: its class derives from the given one and
+#                   the loader's. No constructor runs; the attributes are those of the loader
+#   track_changes   notes a clone's attributes; `Sharded` copies later changes to the user's loader
+#   one_iteration   makes the `Epoch` of a loop; `note_step` counts its next `Step`
+#   CommonRNG       `with common:` installs the random streams that all ranks have in common
+#
 # From a user's loader to each rank's shard, and back:
 #
 #     check_dl      in the notebook, refuses a loader that can't be sharded: `why_not`
@@ -35,8 +48,8 @@ from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, 
 # what another loop over a loader has drawn (`callbacks.kept_streams`).
 #
 # Nothing here is a collective. The shards of all ranks fit together because each rank draws the
-# order of an epoch by itself: of the same loader, from the common random streams (`CommonRNG`). So
-# all ranks must draw the same numbers from these.
+# order of an epoch by itself: of the same loader, from the common random streams. So all ranks must
+# draw the same numbers from these.
 
 # 1. Loaders whose batches continue each other
 
@@ -91,12 +104,14 @@ class ShardedDL(Sharded):
         `sample`, `create_batches`      the same names    in each process of the loader, meanwhile
 
     `_begin` draws the order of the epoch. From the `Step`s that it returns, `Sharded` makes
-    `_shard.epoch`, which the processes of the loader read."""
+    `_shard.epoch`, which the processes of the loader read: they start afterwards. Other methods are
+    those of the user's class, such as `get_idxs`, `do_item`, `do_batch` and `after_batch`"""
     @property
     def bs(self):
-        """The size of the global batches. A callback may set it, as it may in one process. Then
-        `bs` of the original, which is the size per worker or the global one, changes in proportion,
-        and so does that of the user's loader after the fit"""
+        """The size of the global batches, which the user's class reads as its own: in `__len__` and
+        `get_idxs`, for example. A callback may set it, as it may in one process. Then `bs` of the
+        original, which is the size per worker or the global one, changes in proportion, and so does
+        that of the user's loader after the fit"""
         return self._shard.bs
     @bs.setter
     def bs(self, size):
@@ -105,6 +120,7 @@ class ShardedDL(Sharded):
         orig.bs = max(1, size*orig.bs//shard.bs)
         changed_bs[orig] = orig.bs
         shard.bs = size
+    # what a callback makes of this loader is a whole one
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
     def __len__(self):
         # where ranks take whole batches in turn, a progress bar counts the batches of all ranks
@@ -118,7 +134,7 @@ class ShardedDL(Sharded):
         draw_seed()     # in one process torch's iterator draws one here
         return steps
     def _batches(self):
-        "Yield the batches of this rank."
+        "Yield the batches of this rank, as the loop in fastai's `__iter__` does."
         for b in _loaders[self.fake_l.num_workers==0](self.fake_l):
             if self.pin_memory and type(b)==list: b = tuple(b)
             if self.device is not None: b = to_device(b, self.device)
@@ -127,6 +143,7 @@ class ShardedDL(Sharded):
         vars(self).pop('it', None)
     def sample(self):
         "Return the `Step`s of this loader process: every `num_workers`-th one."
+        # fastai sets `offs` and `num_workers` in each process; without processes they are 0 and 1
         return itertools.islice(self._shard.epoch.steps, self.offs, None, self.num_workers)
     def create_batches(self, steps):
         "Yield the batch of each `Step`."
@@ -143,7 +160,7 @@ class ShardedDL(Sharded):
         except Exception as e:
             note_item(e, self.dataset, i)
             raise
-        if item is None: raise CantShard(_SKIPPED)
+        if item is None: raise CantShard(_SKIPPED)      # `do_item` has caught SkipItemException
         return item
 
 _SKIPPED = ("an item was skipped (SkipItemException). One process fills its batch up from the "
@@ -200,8 +217,8 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
 # %% ../../nbs/fastai2/702_loaders.ipynb #bada2c04
 class Undivided(Sharded):
     """Yields all batches of the original, and counts items as a sharded loader does: for one rank,
-    or where all ranks go over the same batches. It has `_shard`, `counts` and `idxs`; all other
-    attributes are those of the original"""
+    or where all ranks go over the same batches. It is no clone: it has `_shard`, `counts` and
+    `idxs`, and all other attributes are those of the original"""
     def __init__(self, dl,
                  common=None # `CommonRNG` to draw from, where all ranks go over the same batches
     ):

@@ -27,6 +27,20 @@ from ..shard.loss import batch_losses, weighted_loss_and_divisor
 from ..shard.sharded import is_sharded, original
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #3c20bfa6
+# Used here:
+#   Recorder       fastai's. In a phase it resets the metrics, then after each batch calls
+#                  `m.accumulate(learn)` for each of them in turn, and at the end reads their
+#                  values. At each of these events `ReduceMetrics` comes before it
+#   learn.dl       a sharded loader. `counts[i]`: the numbers of this rank's and of all ranks' items
+#                  in batch i. `idxs`: the positions of this rank's items in the order of one
+#                  process, of all batches read so far. `_shard.bs`: items of a global batch
+#   Losses         `is_gathered(f)`: only all ranks' predictions give the loss of the batch
+#   by_batch       a collective, gives each rank all ranks' parts of each global batch;
+#                  `whole_batch` joins the parts of one
+#   batch_losses   a collective, gives each rank the losses of all global batches
+#
+# In this module: metrics whose state adds up, and `way_of`; `Replay`; a `Phase`; `ReduceMetrics`.
+#
 # In a phase, each rank has its shard of the items. The metrics get the values of one process in one
 # of three ways, which `way_of` chooses for each of them:
 #
@@ -73,9 +87,8 @@ def _call_merge(m):
     kinds = (int, float, torch.Tensor, list, dict)
     m.merge(group.all_gather_object({k:v for k,v in vars(m).items() if isinstance(v, kinds)}))
 
-def merge_for(m # A metric
-):
-    """Return the function that gives `m` the state of all ranks; None for a metric that has to be
+def merge_for(m):
+    """Return the function that gives a metric `m` the state of all ranks; None if it has to be
     replayed. Every rank calls the function as `merge(m)`, a collective operation"""
     cls = type(m)
     if getattr(m, 'replay', False): return None
@@ -88,7 +101,7 @@ def merge_for(m # A metric
 
 def way_of(m,         # A metric
            has_parts, # `learn.loss` is that of this rank's part of a global batch
-           recomputes_loss # Such parts don't make the loss of the global batch
+           recomputes_loss # Such parts don't make that of the batch; only with `has_parts`
 ):
     """Return how `m` is computed in a phase:
 
@@ -97,8 +110,7 @@ def way_of(m,         # A metric
         its class has a method `merge`    merge           merge       merge
         `AvgLoss`                         merge           average     replay
         `LossMetric`                      merge           merge       replay
-        all others                        merge           merge       merge
-    """
+        all others                        merge           merge       merge"""
     merge = merge_for(m)
     if merge is None: return 'replay'
     reads_loss = merge is not _call_merge and isinstance(m, (AvgLoss,LossMetric))
@@ -179,8 +191,7 @@ class Replay:
             with `recomputes_loss`: on some rank, does the loss read the model?
             `by_batch`: the numbers of global batches, then for each of them
                 the parts of all ranks, which `whole_batch` joins, on each rank the same
-                rank 0's loss, if some loss reads the model
-        """
+                rank 0's loss, if some loss reads the model"""
         learn = self.learn
         reads_model = self.recomputes_loss and any(group.all_gather_object(self.loss_reads_model))
         # a rank that had no batch has none of these attributes yet
@@ -217,19 +228,18 @@ class Phase:
                        ^                      |
                        +------ resume() ------+   after a callback's own validation
 
-    While it runs, it replaces `accumulate` of the metrics, which the Recorder calls after each
-    batch for one metric after another. A callback's own validation has another Phase, with the same
-    metrics. Only `reduce` is a collective operation."""
+    While it runs, it replaces `accumulate` of the metrics. A callback's own validation has another
+    Phase, with the same metrics. Only `reduce` is a collective operation."""
     def __init__(self, learn,
-        metrics,     # Those of the phase, the loss among them
-        is_training, # Whether it is a training phase
-        losses       # The fit's `Losses`
+        metrics, # Those of the phase, the loss among them
+        is_training, losses # The fit's `Losses`
     ):
         self.learn = learn
         self.reduction = losses.reduction(learn.loss_func)  # as of `shard.loss.loss_part`
         # In training `StepSync` has set `learn.loss` to that of the global batch. Where each rank
         # validates whole batches, these are global ones
         has_parts = not is_training and not learn.dl._shard.whole_batches
+        # in a validation each rank computes a gathered loss of its own items (`GatheringLoss`)
         recomputes_loss = has_parts and losses.is_gathered(learn.loss_func)
         # the Recorder's smooth loss of training steps is the same on all ranks
         self.metrics = [m for m in metrics if type(m) is not AvgSmoothLoss]
@@ -278,7 +288,7 @@ class Phase:
 
     def accumulate(self, m, learn):
         "Take the current batch into account for a metric `m`, in the place of `m.accumulate`"
-        # at each batch, the Recorder begins with the first metric
+        # once for each batch: the Recorder calls the metrics in their order
         if m is self.metrics[0]: self._note_batch()
         if not self.n_items or all(m is not o for o in self.merged): return
         pred,yb = self._counted_rows()
@@ -296,11 +306,11 @@ class Phase:
         self.n_fed = find_bs(learn.yb)
         self.n_items = learn.dl.counts[learn.iter][0] if learn.training else self.n_fed
         read = learn.dl.idxs
-        # a batch that a callback runs again has no new ones
+        # a batch that a callback runs again has no new ones, and keeps its positions
         if len(read) > self.n_read: self.positions = read[self.n_read:]
         self.n_read = len(read)
         if not self.n_items: return
-        positions = self.positions
+        positions = self.positions      # there are some, since items count
         # a callback left items out; where it repeated all of them, their positions stay
         if self.n_fed%len(positions): positions = positions[:self.n_fed]
         bs = learn.dl._shard.bs
@@ -340,8 +350,7 @@ class ReduceMetrics(OurCallback):
         # True if the metrics have the state of all ranks; `nested_validation` reads this
         self.is_global = False
 
-    # The Recorder names its metrics `_train_mets` and `_valid_mets`. It comes after this callback:
-    # when a phase begins, it resets the metrics, and when it ends, it reads their values
+    # The arguments name the Recorder's lists of the metrics of a phase
     def before_train(self):    self._begin_phase('_train_mets')
     def before_validate(self): self._begin_phase('_valid_mets')
     def after_train(self):     self._reduce('_train_mets')
@@ -376,8 +385,8 @@ class ReduceMetrics(OurCallback):
 
     @contextlib.contextmanager
     def nested_validation(self):
-        """Context manager for a callback's own validation or prediction by all ranks: the metrics
-        belong to its phases; afterwards the outer phase goes on"""
+        """Context manager for a callback's own validation or prediction by all ranks, in
+        `as_one.validate`: the metrics belong to its phases; afterwards the outer phase goes on"""
         outer = self.end_phase()
         dl = self.dl
         self.is_global = False

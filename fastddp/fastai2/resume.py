@@ -26,6 +26,31 @@ from ..payload.pickling import dump, load
 from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_copy
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
+# Used here, mostly of `snapshot`:
+#   capture           returns a learner's state as a `Payload`, `(meta, buffers)`: all of it, since
+#                     the `baseline` here has no `refs`, not only what has changed
+#   apply             puts such a state into a learner and its callbacks, in place
+#   persistent_refs   the objects of a learner that a pickle refers to by their index in this list;
+#                     so the learner that loads it must be of the same structure
+#   dump, load        an object to a `Payload` and back, with such a list
+#   EpochEnd          the state that rank 0 has captured at the end of an epoch, also `(meta,
+#                     buffers)`. Workers write to the buffers again: `private_copy` copies them
+#   CALLBACK_STAYS    names of attributes of callbacks that aren't part of a state
+#
+# All is in the notebook's process, except `ResumeFit`, and without collectives. In this module:
+#
+#   structure_of        when a state fits a learner
+#   UserCall            one call, its fits, and its `ResumePoint`. `Session._fit` calls `begin_fit`
+#                       and `restore` for each fit of it, then `FitCall` `complete` or `cut_off`
+#   call_to_resume      for `learn.distrib_resume()`: the call that is made again
+#   ResumeFit           on each rank, lets fastai's loop begin with an epoch in the middle
+#   write_checkpoint    the file of a checkpoint; `read_checkpoint` reads it
+#   definition_key      names functions and classes of cells in a file
+#   claimed_file        a block with `checkpoint=` is inside it, and has a `checkpoint_writer`
+#   call_from_file      for `learn.distrib_resume(file)`: the call that `dump_call` has saved
+
+# 1. A state, and a learner that it fits
+
 def structure_of(learn):
     """Return what two learners must have in common so that one can go on from the state of the
     other: names and shapes of weights, classes of parts, sizes of datasets and batches."""
@@ -55,6 +80,8 @@ def check_structure(learn,
                              "schedule is to go on.")
 
 # %% ../../nbs/fastai2/724_resume.ipynb #5e0c11a1
+# 2. A user call and its fits
+
 class ResumePoint(NamedTuple):
     "Where a user call continues when it is made again"
     n_complete:int=0        # so many of its first fits are complete, and are not repeated
@@ -69,7 +96,8 @@ class ResumePoint(NamedTuple):
     # it, or None if there is none any more (a weak reference, say)
     definitions:list=()
 
-# learner -> the `UserCall` that `distrib_resume` makes again
+# learner -> the `UserCall` that `distrib_resume` makes again. `UserCall` makes and deletes the
+# entries; so do `distrib_resume(file)`, and `LearnerJob` when its result is brought
 resume_points = weakref.WeakKeyDictionary()
 
 # %% ../../nbs/fastai2/724_resume.ipynb #5e0c11a2
@@ -80,7 +108,13 @@ _running = _Running()       # `calls`: learner -> the `UserCall` that runs in th
 
 class UserCall:
     """A call that the user has made, such as `learn.fine_tune(3)`, in the notebook's process. It
-    counts the fits that it makes, and knows where to continue if it is made again."""
+    counts the fits that it makes, and knows where to continue if it is made again:
+
+        running         around the call, also when it is made again
+            begin_fit   when a fit of it begins. False: it was complete, and is passed over
+            restore     puts the state of the fit that was cut off into the learner
+            complete    when the fit has ended: the next one begins anew
+            cut_off     or if it failed or was stopped: it continues from a state"""
     def __init__(self,
         name, args, kwargs, # `learn.name(*args, **kwargs)`
         options # The options of its `distrib_ctx` that aren't the defaults
@@ -104,7 +138,7 @@ class UserCall:
         self.n_begun = 0
         try: yield self
         finally: del _running.calls[learn]
-        # all of the call is complete
+        # no exception: all of the call is complete
         if resume_points.get(learn) is self: del resume_points[learn]
     def begin_fit(self):
         "Count a fit that begins. Return False if it is complete, and isn't to be repeated."
@@ -148,20 +182,23 @@ def call_to_resume(learn):
     return user_call
 
 # %% ../../nbs/fastai2/724_resume.ipynb #c51f3906
+# 3. A resumed fit
+
 def recorder_lists(learn, cbs):
     """Return for each callback a dict of the attributes that its pickle lacks (those in fastai's
-    `_stateattrs`): the lists of the Recorder."""
+    `_stateattrs`): the lists of the Recorder. `FitCall` sends them to `ResumeFit` beside it."""
     def lists_of(cb):
         names = {*getattr(cb, '_stateattrs', ())} - CALLBACK_STAYS
         return {k:v for k,v in vars(cb).items() if k in names}
     return [lists_of(cb) for cb in all_cbs(learn, cbs)]
 
 class ResumeFit(OurCallback):
-    """Lets a fit on a rank begin with epoch `first_epoch`. When it is made, the learner is as it
-    was at the beginning of this epoch; after `before_fit` of all callbacks it is so again."""
-    order = 3_000_000
+    """Lets a fit on a rank begin with epoch `first_epoch`. When `fit_job` makes it, just before
+    fastai's `fit`, the learner is as it was at the beginning of this epoch; after `before_fit` of
+    all callbacks it is so again."""
+    order = 3_000_000       # after `before_fit` of all others
     def __init__(self, learn,
-        cbs, # The callbacks that the notebook sent
+        cbs, # The learner's and the fit's callbacks that the notebook sent
         refs, # As of `persistent_refs`
         first_epoch,
         lists # `recorder_lists` of `cbs`
@@ -174,13 +211,15 @@ class ResumeFit(OurCallback):
             return picklable_attrs(attrs, refs)
         # The attributes of each callback as they are now; `before_fit` empties lists in place
         self.saved_attrs = deep_copy([*map(attrs_of, cbs)], refs)
-        def do_fit():       # fastai's `_do_fit`, which begins with epoch 0
+        def do_fit():       # as fastai's `_do_fit`, which begins with epoch 0
             for learn.epoch in range(first_epoch, learn.n_epoch):
                 learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
         learn._do_fit = do_fit
     def before_fit(self):
         learn = self.learn
-        # a fit that a callback runs inside the resumed one is a whole one
+        # fastai's `fit` has read `_do_fit` already. Without it, a fit that a callback runs inside
+        # the resumed one is a whole one. If a callback cancels the fit before this event, it stays,
+        # as nothing trains this rank's learner any more
         if vars(learn).pop('_do_fit', None) is None: return
         for cb,attrs in zip(self.resumed_cbs, self.saved_attrs): vars(cb).update(attrs)
         learn.train_iter = self.saved_train_iter
@@ -193,6 +232,8 @@ class ResumeFit(OurCallback):
         for i,row in enumerate(learn.recorder.values): learn.logger(L(i, *row, *no_time))
 
 # %% ../../nbs/fastai2/724_resume.ipynb #cb5aec54
+# 4. The file of a checkpoint
+
 def interval_seconds(checkpoint):
     "Return the seconds between two checkpoints, for an option such as '10min'; 0 for 'epoch'."
     if checkpoint == 'epoch': return 0
@@ -252,6 +293,8 @@ def _read_file(path, learn):
         return [(meta, buffers) for meta,*buffers in pieces]
 
 # %% ../../nbs/fastai2/724_resume.ipynb #5b1f0a16
+# 5. What a checkpoint can't hold: functions and classes of cells
+
 def definition_key(o):
     """Return `(module, qualified name, arguments)` of a function or class, by which
     `find_definition` finds it in another kernel that has run the same cell"""
@@ -269,6 +312,8 @@ def find_definition(key):
     return found if matches else None
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
+# 6. A block that writes checkpoints, and the call that reads one
+
 _claimed = {}       # file -> the learner of the open block that writes it
 
 @contextmanager
@@ -290,7 +335,8 @@ def checkpoint_writer(
     interval # The option `checkpoint`, such as '10min'
 ):
     """Return a function for `Session.on_epoch`: at the end of an epoch it writes a checkpoint if it
-    is time. If that fails, it warns, and the fit goes on."""
+    is time. If that fails, it warns, and the fit goes on. `FitCall.on_event` calls it while the
+    workers train, perhaps in another thread."""
     last_written = time.monotonic()
     def write(fit_call, epoch_end):
         nonlocal last_written

@@ -46,45 +46,47 @@ from ..shard.loss import class_weights, loss_part
 # gradients are averaged with the others'.
 
 # %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
+# Used here:
+#   Together     `meet` and `meet_between` wait for the other ranks, and return what all have sent:
+#                `result.sum('loss')`. They raise what another rank has left
+#   Losses       `is_gathered(f)`: the loss function `f` needs the items of all ranks. Then
+#                `of_all_ranks`, a collective, returns their loss, or None if it can't
+#   Passes       between `open` and `close` it runs each backward pass that reaches trained
+#                parameters: `begin_pass`, the pass, and if it is flat, `average`, a collective
+#   Overlapped   DDP: `prepare`, a collective, makes it; `status(loss)` says, without a collective,
+#                whether it can run a pass, in numbers for the meeting before that
+#   OVERLAPPED   DDP averages gradients in the first pass of a batch. FLAT: they are averaged after
+#                each pass. LATER: not in this batch; they accumulate
+
 def true_counts(learn # A learner in a training phase
 ): # `(items of this rank, items of all ranks)`
     "Return how many items of the current batch count, without those that pad a rank's batch"
     counts = getattr(learn.dl,'counts',())      # of a sharded loader: a pair for each batch
     if learn.iter < len(counts): return counts[learn.iter]
+    # a callback may run a batch under a higher number, or put another loader into `learn.dl`
     return counts[-1] if counts else (find_bs(learn.yb),)*2
 
 def global_items(learn):
     "Return the items of the global batch, as `GradientAccumulation` counts them in one process"
+    n_fed = find_bs(learn.yb)
+    if not getattr(learn.dl,'counts',()): return n_fed
     count,total = true_counts(learn)
-    # a rank with fewer than 2 items is fed 2: see `shard.sharded.pad_shard`
-    return round(total*find_bs(learn.yb)/max(count, 2))
-
-def accumulation(learn):
-    "Return the `GradientAccumulation` of `learn`, or None"
-    return next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
-
-def trained_beside(learn):
-    "Return the parameters that are trained beside the model's: see `extra_params`"
-    groups = learn.opt.param_lists if learn.opt else ()     # a user's `fit` may have none
-    return extra_params(learn.model, learn.loss_func, groups)
+    # a sharded loader feeds a rank at least 2 items: see `shard.sharded.pad_shard`
+    return round(total*n_fed/max(count, 2))
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d328
 class GatheringLoss:
-    """Stands in for the learner's loss function during a batch: exchanges predictions and targets,
-    and calls the user's function with those of all ranks"""
-    n_items = None      # items of this rank in the loss; None: it was computed from this rank's
-    def __init__(self,
-        f, # The user's loss function
-        learn,
-        losses,  # The fit's `Losses`
-        together # The fit's `Together`
-    ): store_attr()
+    """Stands in for the user's loss function `f` during a batch: exchanges predictions and targets,
+    and calls `f` with those of all ranks"""
+    n_items = None      # this rank's items in a loss of all ranks' items; None: there is none yet
+    def __init__(self, f, learn, losses, together): store_attr()
     def __call__(self, pred, *yb):
-        "Return the loss of all ranks' items, or of this rank's: in validation, or if it must be"
+        "Return the loss of all ranks' items; in validation, or if there is none, of this rank's"
         loss = self._of_all_ranks(pred, yb) if self.learn.training else None
         return self.f(pred, *yb) if loss is None else loss
     def _of_all_ranks(self, pred, yb):
-        "Meet the other ranks; return the loss of all items, or None if it can't be computed"
+        """Meet the other ranks; return the loss of all items. None if a rank doesn't come, or if it
+        can't be computed, after which `f` isn't gathered any more"""
         learn = self.learn
         count = true_counts(learn)[0]
         positions = getattr(learn.dl,'idxs',())[-count:] if count else ()
@@ -99,16 +101,22 @@ class GatheringLoss:
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d329
 class GlobalLoss:
-    """The loss of one training batch: that of the items of all ranks. `StepSync` calls, in order:
+    """The loss of one training batch: that of the items of all ranks. Three losses are told apart:
+
+        learn.loss_grad   what the loss function returned, to which callbacks may have added
+        learn.loss        a copy, for the Recorder: that of the batch before (`last`), then this
+                          rank's (`is_local`), and from `combine` on that of all ranks (`value`)
+        loss              an argument, the loss of a backward pass: `learn.loss_grad`, or one that
+                          a callback has made, as in SAM's second pass
+
+    `StepSync` calls, in this order (for the arithmetic, see `shard.loss.LossPart`):
 
         replace_loss_func   when the batch begins
         numbers             for meetings 3 and 9: what this rank's loss adds to that of all
         combine             after these meetings: `learn.loss` becomes the loss of the global batch
         scaled              before each backward pass: the loss to run. The mean over ranks of its
                             gradients is the gradient of the global batch
-        restore_loss_func   when the batch ends
-
-    See `shard.loss.LossPart` for the arithmetic"""
+        restore_loss_func   when the batch ends"""
     def __init__(self, learn, losses): # The fit's `Losses`
         store_attr()
         self.device = device_of(learn.model)
@@ -149,8 +157,7 @@ class GlobalLoss:
         "Return True if `learn.loss` is that of this batch on this rank, not yet on all ranks"
         return self.is_computed() and self.learn.loss is not self.value
     def restore_last(self):
-        """Set `learn.loss` to that of the batch before: all ranks leave this batch, and a rank may
-        have left it before it had a loss"""
+        "Set `learn.loss` to that of the batch before: a rank may leave this one without any loss"
         if self.last is not None: self.learn.loss = self.last
 
     # The exchange
@@ -168,14 +175,12 @@ class GlobalLoss:
     def _find_part(self):
         "Return this rank's `LossPart`"
         f = self.user_func()
-        learn = self.learn
         n_items = self.gathering.n_items if self.gathering else None
-        if n_items is None: n_items = true_counts(learn)[0]
-        return loss_part(f, learn.yb, n_items, self.losses.reduction(f),
+        if n_items is None: n_items = true_counts(self.learn)[0]
+        return loss_part(f, self.learn.yb, n_items, self.losses.reduction(f),
                          to_number=not self.sums_on_device)
     def sum_on_device(self, value=0., divisor=0.):
-        """Return the sums over ranks of two numbers, as a tensor on the model's device. A
-        collective operation"""
+        "Return the sums over ranks of two numbers, as a tensor on the device. A collective"
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[0] = value
         sums[1] = divisor
@@ -199,7 +204,7 @@ class GlobalLoss:
     def scaled(self,
         loss,  # That of a backward pass
         first, # True for the first pass of this batch
-        times_items=False # True: a `GradientAccumulation` has multiplied it by this rank's items
+        times_items=False # A `GradientAccumulation` has multiplied it by this rank's items, not all
     ):
         "Return the loss to run backward in place of `loss`: with zeros if no item counts here"
         divisor = self.part.divisor
@@ -224,7 +229,9 @@ class GlobalLoss:
 class Batch:
     "What `StepSync` knows of one training batch on this rank; each batch has a new one"
     def __init__(self, learn, losses): # The fit's `Losses`
-        self.accumulation = accumulation(learn)
+        # the `GradientAccumulation`, or None
+        accumulations = (cb for cb in learn.cbs if isinstance(cb, GradientAccumulation))
+        self.accumulation = next(accumulations, None)
         # items of all ranks that it has counted; it counts those of this batch in `before_step`
         self.n_counted = getattr(self.accumulation, 'count', 0)
         self.loss = GlobalLoss(learn, losses)
@@ -232,19 +239,16 @@ class Batch:
         self.params = None      # the trained parameters, once `StepSync.params` is called
         self.how = None         # `how_to_average`; None until this rank makes a backward pass
 
-def how_to_average(
-    result,      # The `MeetingResult` at `BATCH`
-    lacks_items, # True: a `GradientAccumulation` makes no step in this batch
-    uses_ddp     # False: it accumulates, or DDP couldn't follow some rank in an earlier batch
-): # `LATER`, `FLAT` or `OVERLAPPED`: see `shard.gradients`
-    """Return how a batch averages gradients over ranks. All arguments are the same on all ranks:
+def how_to_average(result, lacks_items, uses_ddp):
+    """Return how a batch averages gradients over ranks. All arguments are the same on all ranks;
+    `result` is that of the meeting `BATCH`. The first line that is true counts:
 
-        `lacks_items`                                                    LATER
-        not `uses_ddp`                                                   FLAT
-        some rank makes no backward pass: DDP would wait for it          FLAT
-        some rank trains other parameters than DDP was made for (`new`)  FLAT
-        DDP can't follow some rank's model (`flat`)                      FLAT
-        otherwise                                                        OVERLAPPED"""
+        `lacks_items`: a `GradientAccumulation` makes no step in this batch     LATER
+        not `uses_ddp`: it accumulates, or DDP can't follow some rank           FLAT
+        some rank makes no `backward` pass: DDP would wait for it               FLAT
+        some rank trains other parameters than DDP was made for: `new`          FLAT
+        DDP can't follow some rank, as is found in this batch: `flat`           FLAT
+        otherwise                                                               OVERLAPPED"""
     if lacks_items: return LATER
     all_pass = result.sum('backward') == len(result)
     if uses_ddp and all_pass and not result.sum('new') and not result.sum('flat'): return OVERLAPPED
@@ -266,14 +270,11 @@ class StepSync(OurCallback):
         close               `distributed`, when the fit ends"""
     order = _FIRST+1    # right after `Together`, which must know of the batch
     run_valid = False
-    def __init__(self,
-        together, # The fit's `Together`
-        losses,   # The fit's `Losses`
+    def __init__(self, together, losses, # Those of the fit
         same_weights, # True: all ranks loaded the same weights
-        **ddp_kwargs  # What the user asks DDP for
+        **ddp_kwargs  # The user's options for DDP
     ):
-        self.together = together
-        self.losses = losses
+        store_attr('together,losses')
         self.n = group.world_size()
         self.run_train = self.n > 1     # one rank needs none of the events of a batch
         self.overlapped = Overlapped(lambda: self.learn.model, self.params, lambda: self.beside,
@@ -298,7 +299,8 @@ class StepSync(OurCallback):
                                  "that of one worker's items. Take another optimizer, or fit in "
                                  "one process.")
         self._new_batch()
-        self.beside = trained_beside(self.learn)
+        groups = self.opt.param_lists if self.opt else ()   # a user's `fit` may have no optimizer
+        self.beside = extra_params(self.learn.model, self.learn.loss_func, groups)
         if self.uses_ddp(): self.overlapped.prepare()
     def uses_ddp(self):
         "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
@@ -311,10 +313,9 @@ class StepSync(OurCallback):
     def before_batch(self):
         self._new_batch()
         self.passes.open()
-    def replace_loss_func(self):
-        "See `GlobalLoss`"
-        self.batch.loss.replace_loss_func(self.together)
+    def replace_loss_func(self): self.batch.loss.replace_loss_func(self.together)
     def after_loss(self):
+        # before the user's callbacks, which may add to it
         loss = self.loss_grad
         if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
     def before_step(self):

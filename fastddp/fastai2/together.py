@@ -18,6 +18,18 @@ from ..base import board, group
 from .clock import _FIRST, Clock, OurCallback, Spent
 
 # %% ../../nbs/fastai2/705_together.ipynb #5f1c02ab
+# Used here:
+#   Board.meet(row)   an all-gather: waits until every rank has called it, and returns the numbers
+#                     of all ranks in order, each row filled up with zeros. It knows of no places
+#   group_board()     the `Board` of this group; the first call is a collective
+#   Clock             `begin_meeting` returns this rank's seconds for the row, as a `Spent`; after
+#                     the all-gather, `end_meeting` takes those of all ranks
+#   OurCallback       calls the method of each event. While all ranks validate for a callback,
+#                     `as_one.validate` is inside `nested_validation` of all callbacks of ours
+#
+# In this module: the places where ranks meet (`Place`); where one rank is (`Position`); what it
+# sends to a meeting (`Row`); the meetings (`Together`).
+#
 # The ranks meet at fixed places of fastai's loop. A meeting is an all-gather of a few numbers, a
 # `Row` of each rank. In the order of the loop:
 #
@@ -63,9 +75,12 @@ class Place(NamedTuple):
     epoch:float     # -1.: the fit has begun, and no epoch; infinity: the fit is over
     stage:float     # of the epoch: `BEFORE_EPOCH` to `END_VALID`
     batch:float     # its number at its loss; half a batch less at its beginning
-    # Of what a callback does between this place and the next one
+    # Of what a callback does between this place and the next one. All ranks do the same there, in
+    # the same order, so the same number means the same thing
     inner:float=0   # its number: 1, 2, ...; 0: the rank is at the place itself
-    kind:float=0    # the stage of a validation or fit inside the fit, or `LOAD` to `VALUE`
+    # Which of its meetings this is: `LOAD` to `VALUE`, or for a validation or fit inside the fit,
+    # which has several meetings, the stage
+    kind:float=0
 
 _OVER = float('inf')    # the epoch after the last one
 
@@ -110,7 +125,8 @@ class Position:
     def begin_validation(self):
         "A validation begins: that of the epoch, which follows training, or a callback's"
         self.n_inner += 1
-        # until the ranks meet, the phase is still that around it
+        # That of the epoch takes the place of 'between', a callback's comes on top of the phase
+        # around it. Until the ranks meet (`have_met`), the phase is still that one
         if self.phase != 'between': self.phases.append(self.phase)
 
     # Before a meeting
@@ -124,7 +140,7 @@ class Position:
             or stage >= BEFORE_VALID and len(self.phases) > 1   # in a validation inside a phase
             or place <= self.place)     # a batch again, or a validation after that of the epoch
         if is_inner:
-            # a validation was counted when it began
+            # count what has this meeting; a validation was counted by `begin_validation`
             if stage in (BEFORE_TRAIN,BATCH): self.n_inner += 1
             place = self.place._replace(inner=self.n_inner, kind=stage)
         return self.go_to(place)
@@ -166,12 +182,12 @@ FIELDS = (
     'cancelled',        # AFTER_TRAIN, AFTER_VALID: 1: it has cancelled the phase that ends
     'uncompared',       # the last meeting: 1: its weights were not compared since they changed
     'grads')            # the last meeting: 1: it has gradients that no step used
+_BESIDE_PLACE = 'left','stop',*Spent._fields,*FIELDS
 
-class Row(namedtuple('_Row', [*Place._fields, 'left', 'stop', *Spent._fields, *FIELDS],
-                     defaults=[0.]*(len(FIELDS)+4))):   # for all but the place
-    """What one rank sends to a meeting: the fields of its place; `left`, the index in `LEAVABLE` of
-    the outermost that it left; `stop`, 1 if it was asked to stop; seconds for the `Clock`s of the
-    other ranks; and `FIELDS`"""
+class Row(namedtuple('_Row', Place._fields+_BESIDE_PLACE, defaults=[0.]*len(_BESIDE_PLACE))):
+    """What one rank sends to a meeting, at most `board.MAX_NUMBERS` numbers: the fields of its
+    place; `left`, the index in `LEAVABLE` of the outermost that it left; `stop`, 1 if it was asked
+    to stop; seconds for the `Clock`s of the other ranks; and `FIELDS`"""
     @property
     def place(self): return Place(*self[:len(Place._fields)])
 
@@ -200,10 +216,15 @@ class Together(OurCallback):
     place, it raises the exception with which they left, so that this rank leaves, too. All three
     are collectives: a callback that acts on rank 0 only must call none of them.
 
-    Other parts of the fit read `clock`, `position`, `stop_requested`, and two more:
+    What other parts of the fit read:
 
+        position        `ShardData` its `fit_depth`, and `as_one` its `phase`
+        stop_requested  `AfterOthers`, with one rank
+        clock           the dispatcher of events, and the job's report
         has_left_batch  `StepSync`, which holds no meeting at the end of such a batch
-        mid_batch       `as_one.load`, which refuses to change weights then"""
+        mid_batch       `as_one.load`, which refuses to change weights then
+
+    Who else calls `leave`: a job, for KeyboardInterrupt, and for what ends its validation"""
     order = _FIRST      # it must know of an event before any other callback can leave in it
     def __init__(self,
                  stop_requested=lambda: False, # Returns True once this rank is asked to stop
@@ -214,7 +235,8 @@ class Together(OurCallback):
         self.board = fit_board or board.group_board()
         self.clock = Clock(self.board, on_gpu)
         self.position = Position()
-        # What this rank left. `left` is sent until all ranks were at one place: see `Row`
+        # What this rank left, as in `Row`. It is sent to all meetings until one has all ranks at
+        # one place: then each has seen it
         self.left = 0
         self.has_left_batch = False     # the current batch
         self.cancelled = False          # the current phase
@@ -224,7 +246,7 @@ class Together(OurCallback):
 
     # Events: what begins and ends
     def before_fit(self):
-        # 0: no fit runs; a fit may have run before, at the same places
+        # at depth 0 no fit runs, and an earlier one may have been at the same places
         if not self.position.fit_depth: self.position = Position()
         self.position.fit_depth += 1
     def before_epoch(self): self.position.begin(self._place(BEFORE_EPOCH))
@@ -272,7 +294,7 @@ class Together(OurCallback):
     def after_cancel_validate(self): self.leave('valid')
     def after_cancel_epoch(self):
         self.leave('epoch')
-        self.position.phases = ['between']
+        self.position.phases = ['between']      # no other phase of this epoch follows
     def after_cancel_fit(self): self.leave('fit')
 
     @contextlib.contextmanager
@@ -337,7 +359,7 @@ class Together(OurCallback):
             self.clock.end_meeting([(o.data,o.callbacks) for o in result])
             ahead = [o for o in result if o.place > place]
             if ahead or all(o.place == place for o in result): break
-        if not ahead: self.left = 0     # all have seen it
+        if not ahead: self.left = 0
         return result,ahead
 
 _NOT_THE_SAME = ("Other ranks have gone on to {} while rank {} was at {}: not all ranks do the "
