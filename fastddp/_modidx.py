@@ -217,6 +217,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'fastddp.base.rng.CommonRNG.state': ('base/rng.html#commonrng.state', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng._get_streams': ('base/rng.html#_get_streams', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng._set_streams': ('base/rng.html#_set_streams', 'fastddp/base/rng.py'),
+                                  'fastddp.base.rng._swap_streams': ('base/rng.html#_swap_streams', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng.generator_state': ('base/rng.html#generator_state', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng.seed_rank': ('base/rng.html#seed_rank', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng.set_generator': ('base/rng.html#set_generator', 'fastddp/base/rng.py'),

@@ -14,21 +14,39 @@ from .device import accelerator_type, device_module, n_gpus
 from .scoped import with_context
 
 # %% ../../nbs/base/013_rng.ipynb #d2c47148
+# A state is a dict of Python's, numpy's and torch's streams; of the GPU's, too, under its type, if
+# the GPU had started when the state was read
 def _get_streams():
-    "The states of the global streams that orders are drawn from"
-    return dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
+    "Return the state of the global streams now"
+    res = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
+    # asking a GPU that hasn't started would make a context on it
+    if device_module().is_initialized(): res[accelerator_type()] = device_module().get_rng_state()
+    return res
 
 def _set_streams(s):
-    "Sets the global streams to the states `s`, also this process's GPU's if that is in `s`"
+    "Set the global streams to the state `s`; a machine without a GPU ignores that of a GPU"
     random.setstate(s['python'])
     np.random.set_state(s['numpy'])
     torch.set_rng_state(s['torch'])
     if (kind := accelerator_type()) in s and n_gpus(): device_module().set_rng_state(s[kind])
 
+def _swap_streams(new):
+    "Set the global streams to the state `new`; return those that it has as they were before"
+    before = _get_streams()
+    _set_streams(new)
+    return {k:v for k,v in before.items() if k in new}
+
 # %% ../../nbs/base/013_rng.ipynb #fb1c521a
 class CommonRNG:
-    """The random streams that all ranks have in common: `with common:` makes them the global ones,
-    for drawing an order"""
+    """The random streams that all ranks have in common. They are in one of three places:
+
+        after                     the common streams are   the global streams are
+        `capture`, `__init__`     in `_state`              this process's own
+        `with common:`            the global ones          common; its own are in `_before`
+        `seed_rank` of one rank   the global ones          common, for good (`alone`)
+
+    A thread in `streams_apart` has a state in the place of the global streams, for `capture` and
+    `install`"""
     def __init__(self,
         state # What `state()` of another one returned
     ):
@@ -39,11 +57,7 @@ class CommonRNG:
     @classmethod
     def capture(cls):
         "A `CommonRNG` that goes on from this process's global streams as they are now"
-        if (apart := _apart.get()) is not None: return cls(dict(apart))
-        streams = _get_streams()
-        if device_module().is_initialized():    # else asking would make a context on the GPU
-            streams[accelerator_type()] = device_module().get_rng_state()
-        return cls(streams)
+        return cls(_get_streams() if (apart := _apart.get()) is None else dict(apart))
     @property
     def _installed(self): return self.alone or self._depth > 0
     def state(self):
@@ -59,16 +73,14 @@ class CommonRNG:
         if (apart := _apart.get()) is not None: apart.update(self.state())
         else: _set_streams(self.state())
     def __enter__(self):
-        if not self._installed:
-            self._before = _get_streams()
-            _set_streams(self._state)
+        if not self._installed: self._before = _swap_streams(self._state)
         self._depth += 1
         return self
     def __exit__(self, *args):
         self._depth -= 1
         if self._installed: return
-        self._state = _get_streams()
-        _set_streams(self._before)
+        # a GPU that hasn't started has no stream to swap: its entry stays as it is
+        self._state = self._state | _swap_streams(self._before)
 
 # %% ../../nbs/base/013_rng.ipynb #2742086b
 _apart = contextvars.ContextVar('fastddp-streams', default=None)
