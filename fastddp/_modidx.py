@@ -210,7 +210,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'fastddp.base.rng.CommonRNG.__enter__': ('base/rng.html#commonrng.__enter__', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng.CommonRNG.__exit__': ('base/rng.html#commonrng.__exit__', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng.CommonRNG.__init__': ('base/rng.html#commonrng.__init__', 'fastddp/base/rng.py'),
-                                  'fastddp.base.rng.CommonRNG._installed': ('base/rng.html#commonrng._installed', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng.CommonRNG.capture': ('base/rng.html#commonrng.capture', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng.CommonRNG.install': ('base/rng.html#commonrng.install', 'fastddp/base/rng.py'),
                                   'fastddp.base.rng.CommonRNG.set_state': ('base/rng.html#commonrng.set_state', 'fastddp/base/rng.py'),
