@@ -284,8 +284,8 @@ class RankRaised(WorkerError):
         if items:
             more = ', ...' if len(items) > 8 else ''
             res += ['', f"Items of the batch at hand: {', '.join(items[:8])}{more}"]
-        whole = _headed(f"Traceback of rank {self.rank}:", folded(f.text))
-        return [*res, *whole, *self._log_lines()]
+        res += _headed(f"Traceback of rank {self.rank}:", folded(f.text))
+        return res + self._log_lines()
 
 def _item(index, name): return f"{index} ({name})" if name else f"{index}"
 
