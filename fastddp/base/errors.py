@@ -14,6 +14,26 @@ from .failure import frames_in, is_user_file, place, recorded_traceback, user_li
 from .scoped import ipython_shell
 
 # %% ../../nbs/base/002_errors.ipynb #461bafd1
+# In this order:
+#
+#   TROUBLES, remedy_for           the catalogue. The first entry that fits is used, so one that
+#                                  fits less stands above one that fits more ('not writable' above
+#                                  'not permitted')
+#   CantDistribute, NotPicklable   refusals, nearly all before anything starts
+#   RankRaised, RankDied,          failures of workers, all `WorkerError`s: made in the notebook, by
+#   GroupTimeout                   `launch.monitor` (and by `machines.hosts` for a lost machine)
+#   shorten_traceback              for exceptions that aren't ours
+#
+# If an exception has a method `_render_traceback_`, IPython shows the lines that it returns.
+#
+# Used here, of `base.failure`; `frames` are `(file, line, function)` from outermost to innermost:
+#   Failure                       the record of a rank's exception, made on that rank
+#   is_user_file(file)            False for Python's library, installed packages and fastddp
+#   user_lines(frames)            the user's frames with lines of source, as lines of text
+#   place(file)                   the cell's number if `file` is a cell, else `file`
+#   frames_in(text)               `frames` of a stack as text, in the order of the text
+#   recorded_traceback(locals)    a traceback of recorded frames, for a debugger; None without any
+
 class Trouble(NamedTuple):
     """An entry of the catalogue: a kind of error and its remedy. `tools/troubles.py` has its cause
     and an example, for the page of all errors"""
@@ -135,7 +155,7 @@ def trouble_of(
     return next((t for t in TROUBLES if t.test(kind, message)), None)
 
 def remedy_for(kind, message=''):
-    "Return the remedy of the first entry that fits, or ''"
+    "Return the remedy of the first entry that fits; '' if none does, as for a bug in user code"
     found = trouble_of(kind, message)
     return found.remedy if found else ''
 
@@ -169,8 +189,9 @@ def _headed(title, lines):
     return ['', title, *lines] if lines else []
 
 class WorkerError(RuntimeError):
-    """The base of all errors of workers. Its report has the headline, the details of a subclass,
-    and what is known of the attributes below"""
+    """The base of all errors of workers. Its report, `lines`, has the headline, the details of a
+    subclass, and what is known of the attributes below. A subclass passes all arguments of its
+    constructor to this one: an exception is pickled as its class, `args` and attributes"""
     # Set by the subclass
     rank = None     # Rank that failed
     remedy = ''     # What to do
@@ -180,6 +201,7 @@ class WorkerError(RuntimeError):
     log = ''        # Output of compiled libraries and programs on that rank
     # Set by the call of a learner that failed (`launch.session`)
     kept = ''       # What the learner holds now, the end of a sentence that begins with 'learn'
+    # For subclasses to replace
     def _headline(self): return str(self.args[0]) if self.args else ''
     def _details(self): return []
     def _log_lines(self):
@@ -200,12 +222,13 @@ def folded(
     text # A traceback, as text
 ):
     """Return the lines of a traceback: frames of libraries are folded except the innermost, and
-    cells are shown by their number"""
+    cells are shown by their number. A traceback with causes has several innermost frames"""
     res = []
-    n_folded = 0
+    n_folded = 0    # frames since the last one that is shown
     # each part is a frame, and the text behind it: that of the exception, say
     parts = re.split(r'(?m)^(?=  File ")', text)
     for part in parts:
+        # the line of the frame, and its lines of source, which are indented further
         frame = re.match(r'  File "(.+?)".*(?:\n    .*)*', part)
         file,end = (frame[1], frame.end()) if frame else ('', 0)
         message = part[end:].strip('\n')
@@ -218,6 +241,7 @@ def folded(
         where = f'File "{file}"'
         cell = place(file)
         lines = part[:end].replace(where, where if cell == file else cell).split('\n')
+        # of the frame its line and the first line of source, without the marks below it
         res += [o for o in (*lines[:2], *message.split('\n')) if o]
     return res
 
@@ -260,8 +284,8 @@ class RankRaised(WorkerError):
         if items:
             more = ', ...' if len(items) > 8 else ''
             res += ['', f"Items of the batch at hand: {', '.join(items[:8])}{more}"]
-        whole = _headed(f"Traceback of rank {self.rank}:", folded(f.text))
-        return [*res, *whole, *self._log_lines()]
+        res += _headed(f"Traceback of rank {self.rank}:", folded(f.text))
+        return res + self._log_lines()
 
 def _item(index, name): return f"{index} ({name})" if name else f"{index}"
 
@@ -327,12 +351,13 @@ class GroupTimeout(WorkerError):
         return res
 
 # %% ../../nbs/base/002_errors.ipynb #029a57cc
-# Short tracebacks of exceptions that aren't ours
+# Short tracebacks of exceptions that aren't ours. Only what IPython shows is shorter; the exception
+# keeps its traceback.
 
 def shorten_traceback(
     e # An exception; its `__traceback__` stays complete
 ):
-    "Make IPython show the user's frames, and the innermost of an error"
+    "Make IPython show the user's frames, and the innermost of an error; of Ctrl-C no context"
     if hasattr(e, '_render_traceback_'): return
     e.__suppress_context__ |= isinstance(e, KeyboardInterrupt)
     if ipython_shell(): e._render_traceback_ = _short_lines
@@ -346,8 +371,8 @@ def short_traceback():
         raise
 
 def _short_lines():
-    """Return the lines that IPython shows for the exception that it handles. A method of this
-    exception would refer to it, and so keep its frames alive"""
+    """Return the lines that IPython shows for the exception that it handles now. Not a method or a
+    closure: an exception that refers to itself keeps its frames alive"""
     e = sys.exc_info()[1]
     try:
         tb = ipython_shell().InteractiveTB
@@ -355,7 +380,7 @@ def _short_lines():
     finally: del e
 
 def _user_frames(e):
-    "Return the traceback of `e` with the user's frames only; of an error also the innermost"
+    "Return a copy of the traceback of `e`: the user's frames, and of an error also the innermost"
     kept = []
     tb = e.__traceback__
     while tb:

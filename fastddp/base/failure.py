@@ -13,6 +13,19 @@ from typing import NamedTuple
 from .scoped import ipython_shell
 
 # %% ../../nbs/base/001_failure.ipynb #b7c615f8
+# From an exception on a rank to the notebook's report:
+#
+#   on the rank        note_item      where reading an item fails, maybe in a DataLoader's process
+#                      failure_of     `process.worker` calls it for each task that fails. It calls
+#                                     `locals_of`, and finds the note in the traceback
+#                      end_fork       instead, in a process that user code has forked from the rank
+#   sent               Failure
+#   in the notebook    first_failure, is_echo, is_timeout      which failure `launch.monitor` raises
+#                      user_lines, place, recorded_traceback       how `base.errors` shows it
+#
+# A `__repr__`, `__str__` or `__getitem__` of the user's may raise, and the first two may even exit:
+# they are called inside of `try`.
+
 class Failure(NamedTuple):
     "A rank's record of its failure, made of plain strings and numbers"
     rank:int            # Rank that failed
@@ -33,6 +46,8 @@ class Failure(NamedTuple):
         return f"rank {self.rank} raised {self.kind}{message}{where}"
 
 # %% ../../nbs/base/001_failure.ipynb #a208e25c
+# Values as text
+
 def in_words(v):
     "Return a short text for a value: of an array type, shape, dtype and device; never raise"
     try:
@@ -70,12 +85,14 @@ def cut(
     most # Characters
 ):
     "Return `s` as a plain string of at most `most` characters, its middle left out if it is longer"
-    s = str.__str__(s)
+    s = str.__str__(s)      # not the subclass's `__str__`
     if len(s) <= most: return s
     half = max(0, (most-3)//2)
     return f"{s[:half]}...{s[len(s)-half:]}"
 
 # %% ../../nbs/base/001_failure.ipynb #ed28a16e
+# Frames
+
 # Folders of the standard library and installed packages
 _LIBRARY = [os.path.realpath(sysconfig.get_paths()[k]) for k in ('stdlib','purelib','platlib')]
 # the folder of this package; a notebook that runs this cell has no `__file__`
@@ -106,7 +123,8 @@ def user_lines(
     return res
 
 def place(file):
-    "Return the number of the cell if `file` is that of a cell that IPython knows, else `file`"
+    """Return the number of the cell if `file` is that of a cell that IPython knows, else `file`.
+    Only the notebook's process knows cells"""
     cells = getattr(ipython_shell(), 'compile', None)
     name = getattr(cells, 'format_code_name', lambda f: None)(file)
     return ' '.join(name) if name else file
@@ -142,8 +160,10 @@ def recorded_traceback(
     "Return a traceback of these frames, for a debugger; None for no frames"
     res = None
     for file,line,name,values in reversed(frames):
-        # A call, at the line of the failure, that returns the frame which makes the call. Python
-        # looks for its name in `values` first, so it is one that no variable of the user has.
+        # Only running code has a frame. So code with the record's file, line and function name runs
+        # once, with the record's texts as its local variables. It is one call of `sys._getframe`,
+        # which returns the frame of its caller. Python looks for the name of what it calls among
+        # the local variables first, so no variable of the user may have it.
         code = compile('\n'*(line-1)+'_fastddp_frame()', file, 'eval').replace(co_name=name)
         values = {k:_Shown(v) for k,v in values.items()}
         frame = eval(code, dict(__name__=name, _fastddp_frame=sys._getframe), values)
@@ -151,6 +171,8 @@ def recorded_traceback(
     return res
 
 # %% ../../nbs/base/001_failure.ipynb #9e37f49a
+# Message and traceback as text
+
 _MAX_TEXT = 100_000     # characters
 
 def _message(exc):
@@ -159,10 +181,14 @@ def _message(exc):
 
 def _formatted(exc):
     "Return the traceback of `exc` as text, without its message if that can't be had"
-    try: return cut(''.join(traceback.format_exception(exc)), _MAX_TEXT)
-    except BaseException: return ''.join(traceback.format_tb(exc.__traceback__))
+    try: lines = traceback.format_exception(exc)
+    except BaseException: lines = traceback.format_tb(exc.__traceback__)
+    return cut(''.join(lines), _MAX_TEXT)
 
 # %% ../../nbs/base/001_failure.ipynb #1d872bee
+# Items of data sets. The note is text, because torch sends an exception of a DataLoader's process
+# to the rank as text; `_NOTED` reads what `_NOTE` has written.
+
 def item_name(
     ds, # A data set
     i   # Index of an item
@@ -188,6 +214,9 @@ def note_item(
     if hasattr(exc, 'add_note'): exc.add_note(_NOTE.format(i) + (f" ({name})" if name else ''))
 
 # %% ../../nbs/base/001_failure.ipynb #66bf1376
+# What torch raises on the rank in place of an exception of a DataLoader's process: one of the same
+# type, whose message is this text
+
 class _LoaderFailure(NamedTuple):
     "An exception of a DataLoader's process"
     kind:str        # Name of its type
@@ -227,6 +256,7 @@ def failure_of(
     kind = type(exc).__name__
     message = _message(exc)
     text = _formatted(exc)
+    # the record is that of the exception in the process, which is what the user has to see
     if inner := _loader_failure(message):
         kind,process,text = inner
         message = _message_in(text, kind)
@@ -237,6 +267,11 @@ def failure_of(
                    tuple(items), bad[-1] if bad else ())
 
 # %% ../../nbs/base/001_failure.ipynb #5ae93fa3
+# When one rank fails, the collectives of the others fail, too: their failures are echoes. An echo
+# is recognized by its text, and by who raised it, since connections of the user's own fail with the
+# same words: torch's classes `Dist...`, or a RuntimeError that names gloo or comes from a library.
+
+# texts of gloo, NCCL and the system; 'timed out waiting' also that of `Board.meet`
 _ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe', 'socket timeout',
            'connection refused', 'nccl communicator was aborted', 'timed out waiting',
            'connection timed out', 'no route to host', 'network is unreachable')
@@ -246,11 +281,11 @@ def first_failure(failures):
     return sorted(failures, key=lambda f: (is_echo(f), f.at))
 
 def is_echo(f):
-    "True if the `Failure` `f` is a consequence of another rank's: torch raised it in a collective"
+    "True if the `Failure` `f` is a consequence of another rank's: a collective raised it"
     message = f.message.lower()
-    innermost_file = f.frames[-1][0] if f.frames else '<string>'
-    in_torch = 'gloo' in message or not is_user_file(innermost_file)
-    is_torchs = f.kind.startswith('Dist') or f.kind == 'RuntimeError' and in_torch
+    raised_by_user = f.frames and is_user_file(f.frames[-1][0])     # the innermost frame
+    in_collective = 'gloo' in message or not raised_by_user
+    is_torchs = f.kind.startswith('Dist') or f.kind == 'RuntimeError' and in_collective
     return is_torchs and any(o in message for o in _ECHOES)
 
 def is_timeout(f):
@@ -261,7 +296,8 @@ def is_timeout(f):
 def end_fork(
     e # The exception
 ):
-    "Exit this process, which user code forked, after an exception in it"
+    """Exit this process, which user code forked from a rank, after an exception in it: print the
+    traceback and exit as a script would. The caller has compared process ids"""
     if isinstance(e, SystemExit): os._exit(e.code if isinstance(e.code, int) else bool(e.code))
     os.write(2, ''.join(traceback.format_exception(e)).encode())
     os._exit(1)

@@ -32,13 +32,12 @@ def in_group():
     return has_distributed() and dist.is_initialized()
 
 def under_launcher():
-    """True if torchrun started this process (or accelerate, which uses it): it sets
-    `TORCHELASTIC_RUN_ID`"""
+    "True if torchrun started this process (or accelerate, which uses it)"
     return 'TORCHELASTIC_RUN_ID' in os.environ and int(os.environ.get('WORLD_SIZE', 1)) > 0
 
 def everyone():
     """True if the code that runs now runs on all ranks, so that it may call collectives. Launchers
-    set WORLD_SIZE; it is unset during a fit, and in a cell for some of the ranks"""
+    set WORLD_SIZE; callers unset it during a fit, and in a cell for some of the ranks"""
     return 'WORLD_SIZE' in os.environ
 
 def rank():
@@ -180,8 +179,7 @@ def leave(
     for f in before_leave: f()
     if not in_group(): return
     abort = getattr(dist.distributed_c10d, '_abort_process_group', None)
-    if broken and abort and backend() == native_backend():
-        return abort()
+    if broken and abort and backend() == native_backend(): return abort()
     # torch before 2.15 holds Python's lock while it waits for gloo's threads to end, one of which
     # may need the lock to free the last tensor: it gets some time for that, after a failure more.
     if backend() == 'gloo': time.sleep(.3 if broken else .02)
@@ -306,7 +304,7 @@ def from_rank0(o):
     return all_gather_object(o if rank() == 0 else None)[0]
 
 def all_gather_tensors(
-    tensors, # This rank's
+    tensors, # This rank's, at least one
     shapes   # For each rank the shapes of its tensors; all ranks have the same types
 ):
     """Return the `tensors` of every rank as a list of lists, in rank order, on `comm_device()`. The
@@ -358,10 +356,10 @@ def average_(tensors):
 # after a backward pass to its context variables. To release them it takes the lock of Python's list
 # of threads. A process that is forked just then (a `DataLoader` starts some) has the lock as taken,
 # and waits for it forever in these versions of Python (gh-112275). With them both context managers
-# wait at their end until gloo has released all.
+# end only when no more references are counted than before: then gloo has released all.
 
 FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
-_LONGEST_WAIT = .1  # seconds; a profiler may keep references for longer
+_LONGEST_WAIT = .1  # seconds; something else, such as a profiler, may keep references for longer
 
 def _wait_until(is_released):
     end = time.monotonic()+_LONGEST_WAIT
@@ -369,7 +367,9 @@ def _wait_until(is_released):
 
 # %% ../../nbs/base/009_group.ipynb #e02f6a7c
 _HAS_COUNT = hasattr(torch.Tensor, '_use_count')    # not in torch before 2.3
-_kept = collections.deque(maxlen=8)     # without that count: the tensors of the last collectives
+# Without that count: the tensors of the last collectives. While they are kept here, gloo's thread
+# isn't the last that releases them, and needs no lock
+_kept = collections.deque(maxlen=8)
 _LARGEST_KEPT = 2**14                   # numbers in a tensor
 
 def _references(tensors):
@@ -381,9 +381,8 @@ def until_released(tensors):
     "Context manager for a collective of `tensors`"
     may_hang = FORKS_MAY_HANG and not any(is_accelerator(t.device) for t in tensors)
     before = _references(tensors) if may_hang and _HAS_COUNT else []
-    def is_released(): return all(now <= n for now,n in zip(_references(tensors), before))
     yield
-    if before: _wait_until(is_released)
+    if before: _wait_until(lambda: all(now <= n for now,n in zip(_references(tensors), before)))
     elif may_hang: _kept.append([t for t in tensors if t.numel() <= _LARGEST_KEPT])
 
 # %% ../../nbs/base/009_group.ipynb #b09d3c46
@@ -394,6 +393,7 @@ def until_context_released(loss):
     "Context manager for a backward pass of `loss` under DDP"
     found = []
     if FORKS_MAY_HANG and _CONTEXT_ENDS_WITH_PASS and not is_accelerator(loss.device):
+        # called in the pass: there torch hands its context to DDP's collectives
         loss.register_hook(lambda grad: found.append(torch._C._get_obj_in_tls('context')))
     yield
     # two references are ours: the list's, and the argument of `getrefcount`

@@ -14,61 +14,73 @@ from .device import accelerator_type, device_module, n_gpus
 from .scoped import with_context
 
 # %% ../../nbs/base/013_rng.ipynb #d2c47148
+# Used here, of `base.device`: `accelerator_type()` and `device_module()` are those of CUDA on a
+# machine without GPUs, where `n_gpus()` is 0.
+
+# A state is a dict of Python's, numpy's and torch's streams; of the GPU's, too, under its type, if
+# the GPU had started when the state was read
 def _get_streams():
-    "The states of the global streams that orders are drawn from"
-    return dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
+    "Return the state of the global streams now"
+    res = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
+    # asking a GPU that hasn't started would make a context on it
+    if device_module().is_initialized(): res[accelerator_type()] = device_module().get_rng_state()
+    return res
 
 def _set_streams(s):
-    "Sets the global streams to the states `s`, also this process's GPU's if that is in `s`"
+    "Set the global streams to the state `s`; a machine without a GPU ignores that of a GPU"
     random.setstate(s['python'])
     np.random.set_state(s['numpy'])
     torch.set_rng_state(s['torch'])
     if (kind := accelerator_type()) in s and n_gpus(): device_module().set_rng_state(s[kind])
 
+def _swap_streams(new):
+    "Set the global streams to the state `new`; return those that it has as they were before"
+    before = _get_streams()
+    _set_streams(new)
+    return {k:v for k,v in before.items() if k in new}
+
 # %% ../../nbs/base/013_rng.ipynb #fb1c521a
 class CommonRNG:
-    """The random streams that all ranks have in common: `with common:` makes them the global ones,
-    for drawing an order"""
+    """The random streams that all ranks have in common. They are in one of three places:
+
+                                         common streams   global streams            `_depth`
+        after `capture`, `__init__`      in `_state`      this process's own        0
+        inside `with common:`            global           common; own in `_before`  1 or more
+        after `seed_rank` of one rank    global           common, for good          1 or more
+
+    `common` stays alike on all ranks if they draw the same from it; it sends nothing. In a thread
+    inside `streams_apart`, another state takes the place of the global streams for `capture` and
+    `install`"""
     def __init__(self,
         state # What `state()` of another one returned
     ):
         self._state = state
-        self._depth = 0
-        # True: the global streams *are* the common ones, since there is one rank
-        self.alone = False
+        self._depth = 0     # of `with` blocks; a rank that is alone never ends one of them
     @classmethod
     def capture(cls):
         "A `CommonRNG` that goes on from this process's global streams as they are now"
-        if (apart := _apart.get()) is not None: return cls(dict(apart))
-        streams = _get_streams()
-        if device_module().is_initialized():    # else asking would make a context on the GPU
-            streams[accelerator_type()] = device_module().get_rng_state()
-        return cls(streams)
-    @property
-    def _installed(self): return self.alone or self._depth > 0
+        return cls(_get_streams() if (apart := _apart.get()) is None else dict(apart))
     def state(self):
         """The state of the common streams now: what `set_state` and `CommonRNG(...)` take; it can
         be pickled"""
-        return self.capture()._state if self._installed else self._state
+        return self.capture()._state if self._depth else self._state
     def set_state(self, state):
         "Sets the common streams to a `state()`, also while they are the global ones"
-        if self._installed: _set_streams(state)
+        if self._depth: _set_streams(state)
         else: self._state = state
     def install(self):
         "Makes the common streams the global ones for good: in the notebook, after a fit"
         if (apart := _apart.get()) is not None: apart.update(self.state())
         else: _set_streams(self.state())
     def __enter__(self):
-        if not self._installed:
-            self._before = _get_streams()
-            _set_streams(self._state)
+        if not self._depth: self._before = _swap_streams(self._state)
         self._depth += 1
         return self
     def __exit__(self, *args):
         self._depth -= 1
-        if self._installed: return
-        self._state = _get_streams()
-        _set_streams(self._before)
+        if self._depth: return
+        # a GPU that hasn't started has no stream to swap: its entry stays as it is
+        self._state = self._state | _swap_streams(self._before)
 
 # %% ../../nbs/base/013_rng.ipynb #2742086b
 _apart = contextvars.ContextVar('fastddp-streams', default=None)
@@ -88,10 +100,10 @@ def seed_rank(
     epoch=0     # Number of the epoch that begins
 ):
     """Seeds this process's global streams for `rank` (torch's include those of its GPUs, now or
-    once they start)"""
+    once they start). Each rank calls it as a fit begins; one of several also before each epoch"""
     if world_size == 1:
         common.install()
-        common.alone = True
+        common._depth += 1      # for good
         return
     # 64 bits made of the whole state, so that different states give different seeds
     s = common.state()

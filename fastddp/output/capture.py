@@ -14,11 +14,25 @@ from ..base.scoped import restore_at_end, set_entries, without_attrs
 from .streams import EventQueue, use_streams
 
 # %% ../../nbs/output/203_capture.ipynb #1bb4cded
+# `capture_output`, at the end, is what others call: `launch.rank` on each rank, around each job.
+# Before it are the parts that it puts together: bars, a shell with displays, figures.
+#
+# Each part gets `undo`, the `ExitStack` of one capture, with the callbacks that take changes back.
+# It calls the last one first when it closes, so whatever is changed last is restored first.
+#
+# Used here:
+#   EventQueue(send, send_text)      sends events in a thread of its own. Any thread may call
+#                                    `put(event)`; `close()` sends what is left and ends the thread
+#   use_streams(undo, queue, tty)    has `sys.stdout` and `sys.stderr` write to the queue
+#   set_entries(undo, d, **new)      sets entries of the dict `d`, often of `vars(module)`
+#   restore_at_end(undo, d, *keys)   changes nothing now; restores or removes these entries
+#   without_attrs(obj, *names)       context manager: `obj` has no such attributes inside
+
 # Progress bars
 
 class _QuietBar:
-    """A bar that shows nothing, and makes the steps that fastprogress's bars make: the ranks would
-    wait for each other after loops of different lengths"""
+    """Stands for fastprogress's bars on a rank that isn't shown. It makes the steps that they make:
+    the ranks would wait for each other after loops of different lengths"""
     def __init__(self, gen, total=None, *args, **kwargs):
         self.gen = gen
         self.total = total
@@ -45,10 +59,11 @@ _found = {}         # id -> namespace of a module that has such names
 
 def _search_new_modules():
     """Add the modules that were imported since the last search to `_found`. To search all of them
-    would copy memory that a worker shares with the helper, which takes longer than its start"""
+    would copy memory that a worker shares with the helper, which takes longer than its start. A
+    module that another thread is still importing may be searched too early; it keeps its bars"""
     global _newest
     try: new = [*takewhile(lambda o: o != _newest, reversed(sys.modules.items()))]
-    # another thread imports meanwhile
+    # another thread imports during the search
     except RuntimeError: new = [*reversed(sys.modules.copy().items())]
     for _,module in new:
         namespace = getattr(module, '__dict__', {})
@@ -56,8 +71,9 @@ def _search_new_modules():
     if new: _newest = new[0]
 
 def use_bars(undo, frontend):
-    """Until `undo` closes, set the bars of `frontend` in every module that has imported bars. If
-    fastprogress is imported only later, the flags have it choose the right ones"""
+    """Until `undo` closes, set the bars of `frontend` ('notebook', 'terminal' or 'silent') in every
+    module that has imported bars. If fastprogress is imported only later, the flags have it choose
+    the right ones"""
     fp = sys.modules.get('fastprogress.fastprogress')
     if fp is None and frontend == 'silent': return
     values = dict.fromkeys(_FLAGS, frontend != 'terminal')      # name -> its new value
@@ -70,6 +86,7 @@ def use_bars(undo, frontend):
     _search_new_modules()
     # `__main__` again: cells may have imported bars since it was searched
     for namespace in [*_found.values(), vars(sys.modules['__main__'])]:
+        # a user's own `progress_bar` stays
         keys = [k for k in _BARS if id(namespace.get(k)) in known]
         if str(namespace.get('__name__')).startswith(('fastcore.','fastprogress.','fastai.')):
             keys += [k for k in _FLAGS if k in namespace]
@@ -137,7 +154,8 @@ _cached = None      # the shell that `_shell_for` has made last
 
 def _shell_for(main, name):
     """Return a shell for the namespace of the module `main`, of a class called `name`: the last one
-    if it fits, since making one takes 30 ms"""
+    if it fits, since making one takes 30 ms. A new one makes itself the process's shell, which the
+    caller undoes"""
     global _cached
     if _cached and _cached.user_module is main and type(_cached).__name__ == name: return _cached
     from traitlets.config import Config
@@ -153,12 +171,13 @@ def _shell_for(main, name):
 
 # %% ../../nbs/output/203_capture.ipynb #1b60d495
 def _use_shell(undo, queue, name):
-    "Send displays of this process to `queue`, through a shell whose class is called `name`"
-    # before the shell is made, which replaces them
+    "Send displays of this process to `queue`; return the shell for it, of a class called `name`"
+    # read before `_shell_for` makes a shell, which replaces them
     restore_at_end(undo, vars(sys), 'excepthook', 'displayhook', 'ps1', 'ps2', 'ps3')
     restore_at_end(undo, vars(builtins), 'get_ipython', 'display', '__IPYTHON__')
     restore_at_end(undo, sys.modules, '__main__')
     shell = _shell_for(sys.modules['__main__'], name)
+    # `get_ipython` and libraries ask any of its classes for the shell
     for c in shell._walk_mro(): _use_instance(undo, c, shell)
     set_entries(undo, vars(shell), queue=queue)
     from IPython.display import display
@@ -173,7 +192,8 @@ def _use_instance(undo, cls, instance):
 
 # %% ../../nbs/output/203_capture.ipynb #c182c65f
 def _use_figures(undo, shell):
-    "Make `shell` display matplotlib's figures until `undo` closes; do nothing without matplotlib"
+    """Make `shell` display matplotlib's figures until `undo` closes; do nothing without matplotlib.
+    `enable_matplotlib` changes what the lines before it save"""
     try: import matplotlib, matplotlib.pyplot as plt, matplotlib_inline.backend_inline as inline
     except ImportError: return
     params = matplotlib.rcParams
@@ -185,7 +205,7 @@ def _use_figures(undo, shell):
     undo.enter_context(without_attrs(inline.configure_inline_support, 'current_backend'))
     restore_at_end(undo, vars(plt), '_backend_mod', '_REPL_DISPLAYHOOK', 'draw_if_interactive')
     shell.enable_matplotlib('inline')
-    # the last callback is called first: figures are drawn with this backend and shell
+    # called first when `undo` closes: open figures are shown with this backend and shell
     undo.callback(inline.flush_figures)
 
 # %% ../../nbs/output/203_capture.ipynb #98980705
@@ -197,11 +217,15 @@ def capture_output(
     settings    # `DisplaySettings`: how this rank shows its output
 ):
     """Context manager that passes what is shown inside to `send`, as events (`output.streams` lists
-    them); restores the process at the end"""
+    them); restores the process at the end. The order of the parts is that of the lines below:
+
+        queue               closes last, so what the end of the others shows is still sent
+        streams, warnings   what the shell and figures print and warn of is captured
+        shell, figures      figures that are still open are shown while shell and queue are there
+        bars                modules that the two import are searched, too"""
     terminal = settings.frontend == 'terminal'
     with contextlib.ExitStack() as undo:
         queue = EventQueue(send, settings.send_text)
-        # the first callback of `undo` is called last: what the others show is still sent
         undo.callback(queue.close)
         use_streams(undo, queue, settings.isatty and terminal)
         set_entries(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
@@ -222,5 +246,5 @@ def _send_warning(queue, message, category, filename, lineno, file=None, line=No
 
 # %% ../../nbs/output/203_capture.ipynb #e4b0dde8
 def rehearse():
-    "Capture output once, to warm up workers that are forked from this process"
+    "Capture output once: the helper calls this (`preload`), so its workers inherit a shell"
     with capture_output(lambda event: None, DisplaySettings('silent', send_text=False)): pass

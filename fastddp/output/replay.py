@@ -256,8 +256,9 @@ class Panel:
         if not (same or update): self.items.append(['display', data, name])
         self.changed = True
     def clear_output(self, wait=False):
-        "Remove all that is shown"
+        "Remove all output; with `wait`, the display shows that only when the next output comes"
         self.items.clear()
+        if not wait: self.changed = True
     def refresh(self,
         force=False # Also if nothing has changed, or within `PERIOD` of the last time
     ):

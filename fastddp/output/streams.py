@@ -12,8 +12,31 @@ from contextlib import suppress
 from ..base.scoped import set_entries
 
 # %% ../../nbs/output/201_streams.ipynb #84e793cb
+# An event is a tuple of plain values. `output.capture` makes them, `output.replay` shows them:
+#
+#   ('stream', 'stdout' or 'stderr', text)     text, as it was written
+#   ('warning', text)                          a warning, which the notebook shows once
+#   ('display', data, metadata, transient,     a display message; `transient['display_id']` names
+#       update)                                it, `update` replaces what it shows
+#   ('result', label, data, metadata)          the labelled result of a cell
+#   ('clear', wait)                            `clear_output(wait)`
+#
+#   print ─► Stream ─┐
+#   display, warning ┴► EventQueue.put ─► Backlog ─┐
+#   print in a fork ────► ForkPipe ────────────────┴► the queue's thread ─► send
+#
+# The order of events is kept. Only the queue's thread calls `send`.
+#
+# Used here: `set_entries(undo, d, **new)` sets entries of the dict `d` until the `ExitStack` `undo`
+# closes.
+
 class Backlog:
-    "Events that wait until they are sent, without those that later ones make invisible"
+    """Events that wait until they are sent, without those that later ones make invisible. The queue
+    calls it under its lock. An event drops
+
+        ('clear', False)        all events before it
+        ('clear', True)         all before it as soon as something new is shown
+        an update               the last update of the same display"""
     def __init__(self):
         self.events = []    # the text of a 'stream' is a list of pieces here
         self.chars = 0      # characters of these pieces
@@ -21,9 +44,9 @@ class Backlog:
         is_update = event[0] == 'display' and event[-1]
         is_cleared = self.events[-1:] == [('clear', True)]
         if event == ('clear', False): self.take()
-        # `clear_output(wait=True)` clears when new output comes, which an update isn't
+        # new output after ('clear', True), which alone stays; an update isn't new output
         elif is_cleared and not is_update: self.events = self.take()[-1:]
-        # an update replaces the one before it of the same display, which the transient data name
+        # the last two values, transient data and `update`, are equal for updates of one display
         elif is_update and 'display_id' in event[3]:
             self.events = [e for e in self.events if e[3:] != event[3:]]
         if event[0] == 'stream': self._add_text(*event[1:])
@@ -44,7 +67,8 @@ TICK = .05      # Seconds between two deliveries, and between two looks at a ful
 PATIENCE = 5.   # Seconds that a fork waits for room in the pipe
 
 class ForkPipe:
-    "The pipe by which forks of a process send it what they print, in whole lines"
+    """The pipe by which forks of a process send it what they print, in whole lines. The process
+    makes it and reads; each fork has a copy and writes. The descriptors don't block"""
     def __init__(self):
         self.r,self.w = os.pipe()
         for fd in (self.r,self.w): os.set_blocking(fd, False)
@@ -52,7 +76,7 @@ class ForkPipe:
         self.patience = PATIENCE    # in a fork: seconds to wait for room; 0 after a line was lost
         self.received = b''         # in the process that reads: a line whose end hasn't come yet
     def write(self, text):
-        "In a fork: send the lines that `text` completes"
+        "In a fork: send the lines that `text` completes; wait for room, then drop what is left"
         *lines,self.begun = (self.begun+text).split('\n')
         for o in lines: self._write_line(f'{o}\n'.encode(errors='replace'))
     def _write_line(self, data):
@@ -63,7 +87,7 @@ class ForkPipe:
             time.sleep(TICK)
         self.patience = 0 if data else PATIENCE
     def read(self):
-        "Return the lines that have come"
+        "In the process: return the whole lines that have come"
         with suppress(BlockingIOError): self.received += os.read(self.r, 1<<20)
         lines,end,self.received = self.received.rpartition(b'\n')
         return (lines+end).decode(errors='replace')
@@ -90,6 +114,7 @@ class EventQueue:
         self.fork_pipe = ForkPipe()
         self.thread = threading.Thread(target=self._run, daemon=True, name='fastddp-output')
         self.thread.start()
+    # Called by any thread; all but `close` also in forks
     def put(self, event):
         "Add `event`; in a fork, which has no display, send its text to this process instead"
         if self._in_fork():
@@ -142,7 +167,8 @@ class EventQueue:
 
 # %% ../../nbs/output/201_streams.ipynb #9a51c5f7
 class Stream(io.TextIOBase):
-    "A worker's stdout or stderr: writes to `queue` while a job runs, to `before` otherwise"
+    """A worker's stdout or stderr: writes to `queue` while a job runs, to `before` otherwise. There
+    are two in a process, for its whole life: loggers keep the stream that they were given"""
     encoding = 'utf-8'
     errors = 'strict'
     def __init__(self, name):

@@ -18,7 +18,8 @@ except ImportError: fcntl = None    # not on Windows, where there are no workers
 from ..base.scoped import in_main_thread
 
 # %% ../../nbs/process/404_helper.ipynb #1da79cef
-# Processes that end with their parent
+# Processes that end with their parent (below: private folders, then how workers start). For Linux
+# the parent is the *thread* that started the process: so functions here ask `in_main_thread()`
 _PR_SET_PDEATHSIG = 1
 
 def end_with_parent():
@@ -114,9 +115,13 @@ def _is_own_folder(
     return is_folder and {folder.st_uid, lock.st_uid} == {os.getuid()}
 
 # %% ../../nbs/process/404_helper.ipynb #d8d16bf7
-# How workers start. The helper is a process that has imported torch and fastai (`serve`); it forks
-# a worker for each request of `start_worker`. Where no helper can run, workers are spawned: each is
-# a new Python that imports everything itself (`run_spawned`).
+# How workers start. Where no helper can run they are spawned instead (`run_spawned`): each is a new
+# Python that imports everything itself.
+#   notebook                           helper                          worker
+#   warm, ensure_helper ── python ──►  serve: imports `preloads()`
+#   start_worker ──────── request ──►  _serve_forks ───── os.fork ──►  entry(socket, *args)
+#        ◄── pid, later exit code ───  (on the worker's status pipe)
+#   closes its socket, or ends ─────►  exits, and so do its workers
 
 _is_helper_off = False  # True once `turn_off_helper` was called
 _in_worker = False      # True in a worker, and in the helper
@@ -245,8 +250,7 @@ def _report_ended(status_pipes):
         os.close(pipe)
 
 def _run_entry(conn, entry, args):
-    """Call `entry` in a new worker, which ends the process itself. If it returns or raises, the
-    process ends with exit code 1"""
+    "Call `entry` in a new worker: it ends the process. If it returns or raises, exit with code 1"
     try: pkgutil.resolve_name(entry)(socket.socket(fileno=conn), *args)
     except BaseException: traceback.print_exc()
     finally: os._exit(1)
@@ -305,8 +309,7 @@ def warm():
 
 def helper_is_new():
     "True if the helper has forked no worker yet, so it may still be importing"
-    if start_method() != 'forkserver': return False
-    return _helper is None or not _helper.has_forked
+    return start_method() == 'forkserver' and not (_helper and _helper.has_forked)
 
 def _forget_helper():
     "In a forked child, close its copy of the socket: the helper exits when all are closed"
@@ -338,7 +341,6 @@ class WorkerProcess:
         if self.exitcode is None and connection.wait([self.sentinel], timeout):
             number = os.read(self.sentinel, _NUMBER.size)
             if number: self.exitcode, = _NUMBER.unpack(number)
-            # the pipe was closed without a number
             else: self.exitcode = self.popen.wait() if self.popen else HELPER_ENDED
         return self.exitcode is not None
     def is_alive(self): return not self.join(0)

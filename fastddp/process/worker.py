@@ -23,6 +23,29 @@ from ..payload.pickling import attr_of
 from .helper import end_forks_with_parent, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #034832c9
+# In this order:
+#
+#   Surroundings                    what the notebook sends of its process with each task
+#   Pipe, function_ref              how messages are sent; both ends use them
+#   Task, Channel                   the worker's end. Its inbox thread receives messages, and queues
+#                                   the tasks for the main thread
+#   worker_main, _run_task          the main thread: one task after the other, until 'exit'
+#
+# The notebook's end is `process.workers`. A task is user code: it is unpickled, and runs, in the
+# main thread alone, inside the `try` of `_run_task`.
+#
+# Used here:
+#   Block(fd=None)          shared memory for one payload; `write(payload)` -> `Packed`, which says
+#                           where the buffers are, `read(packed)` -> the buffers, without a copy.
+#                           `lend()` -> a descriptor for a reader; until that has closed it,
+#                           `is_lent()` is True, and the block must not be written to
+#   attr_of(module, name)   imports the module, and returns its attribute
+#   failure_of(exc, ...)    the `Failure` that describes an exception, with its traceback as text
+#   end_fork(exc)           ends a process that isn't the worker, but a fork of it
+#   board.Heartbeats        the page on which each worker writes what it does; made by `Workers`
+#   end_with_parent()       has Linux kill this process when the thread that started it ends
+#   in_bad_fork()           True if the helper had used CUDA before it forked this process
+
 _NO_CWD = "The notebook's working directory is gone: os.chdir() to one that is there."
 
 class Surroundings(NamedTuple):
@@ -58,8 +81,8 @@ _HEAD = struct.Struct('=Q?')    # bytes of the pickle, and whether a descriptor 
 _CLOEXEC = getattr(socket, 'MSG_CMSG_CLOEXEC', 0)
 
 class Pipe:
-    """One end of the pipe between the notebook and a worker. Any thread may send; one thread
-    receives"""
+    """One end of the pipe between the notebook and a worker. Any thread may send, and waits while
+    the pipe is full; one thread receives, and never waits. A message is `_HEAD`, then its pickle"""
     def __init__(self,
         sock # One of a `socket.socketpair()`
     ):
@@ -67,9 +90,9 @@ class Pipe:
         self._send_lock = threading.Lock()
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.ended = False      # True once nothing more will come
-        # Of messages that are not complete yet
+        # Of messages that are not complete yet. The descriptors are in the order of the messages
         self._received = bytearray()
-        self._fds = []          # descriptors
+        self._fds = []
     def fileno(self): return self.sock.fileno()
     def close(self):
         self.sock.close()
@@ -173,7 +196,7 @@ class Channel:
         self.items = ()         # `(index, name)` of the items of its batch
         # Called in the inbox thread when the notebook wants the job to stop
         self.on_stop = noop
-        # Called once in the main thread, after the notebook has got the result of this job
+        # Called once in the main thread, after the result of this job has been sent
         self.on_idle = noop
         self.tasks = queue.SimpleQueue()    # of `Task`; None: exit
         self._blocks = []       # each `Block` with a payload of `_STATES`, for the next ones
@@ -192,6 +215,7 @@ class Channel:
         payload # A `Payload`
     ):
         "Send a payload; it arrives even if this process dies right afterwards"
+        # The block of another kind is closed below, and then is the notebook's alone
         comes_again = kind in _STATES
         block = self._take_block() if comes_again else Block()
         packed = block.write(payload)
@@ -214,7 +238,8 @@ class Channel:
         "Return True if the notebook wants the running job to stop"
         return self._stop_requested.is_set()
     def _inbox(self, parent_pid):
-        "Receive messages until the notebook ends, then kill this process and its group"
+        """Receive messages until the notebook ends or closes the pipe, then kill this process and
+        its group. The descriptor `notebook` is readable once the notebook has ended, or None"""
         notebook = None
         try:
             notebook = _open_pidfd(parent_pid)
@@ -299,7 +324,8 @@ def _remove_temporary_folders():
 
 # %% ../../nbs/process/405_worker.ipynb #d9bded48
 def _run_task(channel, task):
-    "Run a `Task`; send its exception to the notebook if it fails"
+    """Run a `Task`. If it raises, even SystemExit, send its `Failure` to the notebook, and return:
+    the worker goes on"""
     try: _call_entry(channel, task)
     except BaseException as e:
         if os.getpid() != channel.pid: end_fork(e)      # user code has forked this process
@@ -313,7 +339,8 @@ def _run_task(channel, task):
         if task.block: task.block.close()
 
 def _call_entry(channel, task):
-    "Call the task's function; send the result of a job to the notebook, none of an 'early' task"
+    """Call the function of an 'early' task as `fn(channel, config)`; that of a job with its
+    payload, too, and send its result and 'done'"""
     is_early = task.block is None
     channel.where = 'starting' if is_early else 'loading'
     channel.items = ()

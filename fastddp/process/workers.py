@@ -21,6 +21,20 @@ from .helper import (
     HelperEnded, new_folder, remove_folder, start_method, start_worker, turn_off_helper)
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
+# Used here:
+#   start_worker(method, conn, entry, args, waiting)
+#                             -> a `WorkerProcess`, as `multiprocessing.Process`. Closes `conn`.
+#                             Raises HelperEnded, an OSError, or what `waiting` raises
+#   turn_off_helper(why)      has all workers of this process spawned from now on, and warns once
+#   new_folder()              -> a private folder, removed at this process's end at the latest
+#   worker_main(sock, ...)    runs in the worker until 'exit', or until this process has ended
+#   Pipe                      `send` raises an OSError if the worker is gone; `receive` returns
+#                             what is complete, without waiting. `ended`: nothing more will come
+#   Surroundings.now()        environment, folder and import path, which the worker takes over.
+#                             Raises `CantDistribute` if the working directory is gone
+#   Heartbeats(path, n)       makes the file where worker i writes row i, what it is doing
+#   Block(fd)                 shared memory of a payload, as its reader; `close` frees it
+
 _REMEDIES = {
     errno.EMFILE: "This process has too many files open: close some, or raise the limit "
                   "(`ulimit -n`)",
@@ -56,7 +70,7 @@ class Workers:
         stop ── 'exit', then SIGKILL ─────────►    exits
 
     A process has a *sentinel*, a descriptor that becomes readable when it ends. `poll` waits for
-    pipes and sentinels together."""
+    pipes and sentinels together. One thread at a time uses this object."""
     def __init__(self,
         ranks,                      # List of the ranks that get a process here
         mark=lambda phase: None,    # Called at the end of the phases 'helper' and 'fork'
@@ -73,7 +87,7 @@ class Workers:
 
     # Starting
     def _start_with_any_helper(self):
-        "Start the processes; with a new helper if the present one ends, then without one"
+        "Start the processes; with a new helper if the present one ends, then without any helper"
         for _ in range(2):
             with suppress(HelperEnded): return self._start()
         turn_off_helper(_HELPER_ENDED)
@@ -92,6 +106,7 @@ class Workers:
             self._heartbeats = Heartbeats(os.path.join(self.dir, HEARTBEATS), n_rows)
             for r in self.ranks:
                 self._start_one(r)
+                # the first one waits until the helper has imported everything
                 self._mark('helper' if len(self.procs) == 1 else 'fork')
         except BaseException:
             self.stop(0)
@@ -136,7 +151,7 @@ class Workers:
         **env       # Environment variables of the workers besides those of this process
     ):
         "Have every rank call `entry`. `poll` reports how it ends; `latest` then has the results"
-        self.forget()
+        self.forget()       # results of the last job
         self._heartbeats.clear()
         self._send_each('job', entry, configs, env, packed, fd=block.fd)
     def submit_early(self,
@@ -187,7 +202,7 @@ class Workers:
             if o in pipes: reports += self._read(pipes[o])
         for r in (sentinels[o] for o in ready if o in sentinels):
             self.procs[r].join()
-            reports += self._read(r, 100_000)
+            reports += self._read(r, 100_000)       # all that it has sent: it sends no more
             reports.append((r, 'died', self.procs[r].exitcode))
             self._reported_dead.add(r)
         return reports
