@@ -36,6 +36,21 @@ from ..shard.gathered_loss import Losses
 from ..shard.sharded import original
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
+# Used here. With *: a collective, which every rank calls:
+#   Together(...) *         `position.phase` is 'train', 'validate' or 'between'. `mid_batch` is
+#                           True from a forward pass to its meeting. `meet_between(LOAD)` * returns
+#                           None if another rank has gone on without it
+#   StepSync                `passes.wrapped()` replaces `torch.autograd.backward`. `close()` ends a
+#                           batch that an exception has left open
+#   infer_in_group *        validates a loader by all ranks, which get the result of one process
+#   preds_in_one_order      fastai's `get_preds`, in one order; * unless `fit.rank0_alone`
+#   kept_streams            context that restores the common random streams and the loaders' orders
+#   dispatch_events         context in which events call `wrap(cb)` in the place of each callback
+#   cb.nested_validation()  context that restores what a callback of ours knows of its phase
+#   model_from_rank0 *, opt_from_rank0 *, SameModel.finish_fit *: as their names say
+#
+# Below: callbacks that other ranks lack; `distributed`; rank 0 alone; what callbacks call;
+# `as_one_process`.
 @contextmanager
 def silence_other_ranks(learn):
     """Context manager in which ranks other than 0 have no callbacks that act on rank 0 only, and
@@ -138,25 +153,32 @@ def distributed(learn,
 # %% ../../nbs/fastai2/725_as_one.ipynb #00fabeec
 # Rank 0 alone: callbacks that act on rank 0 only. Other ranks don't have them
 # (`silence_other_ranks`), and go on to their next meeting while rank 0 runs them. So they must
-# neither wait for other ranks, nor change the random streams that all have in common.
+# neither wait for other ranks, nor change the random streams that all have in common. What such a
+# callback may do in `call_alone`:
+#
+#   learn.validate, get_preds   rank 0 goes over all batches (`infer_alone`); refused in training
+#   a loop over a loader        yields all batches, and restores the common streams (`read_whole`)
+#   learn.load                  refused (`load`); fastai's `learn.save` writes on rank 0 only anyway
+#   learn.add_cb                that callback acts on rank 0 only, too (`_without_cbs`)
 
 @contextmanager
 def _without_cbs(learn, removed):
     """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
     added inside act on rank 0 only from then on"""
     # compared by `id`: a class may have an `==` of its own
-    ids = {*map(id, removed)}
+    removed_ids = {*map(id, removed)}
     before = learn.cbs
-    others = [cb for cb in before if id(cb) not in ids]
-    learn.cbs = L([*others])     # an `L` keeps the list that it is given
+    others = [cb for cb in before if id(cb) not in removed_ids]
+    other_ids = [*map(id, others)]
+    learn.cbs = L(others)       # an `L` of its own: a callback may change it in place
     try: yield
     finally:
         after = list(learn.cbs)
         for cb in after:
-            if id(cb) not in map(id, others): vars(cb)['rank0_only'] = True
+            if id(cb) not in other_ids: vars(cb)['rank0_only'] = True
         # where nothing changed, fastai and `EventDispatcher` go on with the same list
-        if after == others: learn.cbs = before
-        else: learn.cbs = L([*after, *(cb for cb in before if id(cb) in ids)])
+        if [*map(id, after)] == other_ids: learn.cbs = before
+        else: learn.cbs = L([*after, *(cb for cb in before if id(cb) in removed_ids)])
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #eb35ce43
 def call_alone(cb, learn, fit, event_name):
@@ -208,7 +230,7 @@ def validate(learn, fit,
         a callback of rank 0 only   rank 0, for all batches; no collective"""
     whole = learn.dls[ds_idx] if dl is None else dl
     if fit.rank0_alone: infer_alone(learn, whole, fit)
-    # of an epoch: callbacks pass a loader
+    # fastai's epoch passes no loader; its `validate` and `get_preds`, which callbacks call, do
     elif dl is None and ds_idx == 1: type(learn)._do_epoch_validate(learn)
     else:
         with ExitStack() as stack:

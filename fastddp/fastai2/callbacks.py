@@ -24,13 +24,32 @@ from ..shard.same_model import SameWeights, sync_buffers
 from ..shard.sharded import is_sharded, iterate_original, write_back
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ddce7439
+# Used here. With *: a collective, which every rank calls:
+#   Together.meet(stage) *    returns when all ranks are there. Raises what another rank has left,
+#                             and KeyboardInterrupt if one is asked to stop
+#   Together.meet_last(...) * the last one, which raises nothing. `sum(field)` of its result adds up
+#                             what the ranks sent
+#   Together.position         `fit_depth` is 1 in a fit, 2 in a fit that a callback runs in it
+#   StepSync                  `start_train` * prepares DDP for the phase. `replace_loss_func` puts
+#                             another one in the place of a loss function that needs all ranks'
+#                             predictions, until the batch ends
+#   SameWeights()(named, epoch) *   gives all ranks rank 0's weights. True: they had differed
+#   shard_dl(dl, rank, n, ...)  -> this rank's sharded loader, which draws orders from `common`
+#   write_back(dl), follow_original(dl)   copy the state of a sharded loader to its original, and
+#                             that of the original to it
+#
+# Callbacks are called by their `order`: `Together` and then `ShardData`, which have the same one;
+# `StepSync`, `ReduceMetrics`, `SameModel`; the user's; `AfterOthers`. `as_one` has the table of all
+# their events. Below: a rank's data; the same model; `AfterOthers`.
+#
 # A rank's data. A loader of a fit yields this rank's shard to fastai's own loop, and all batches to
-# the loop of a callback, such as `for b in learn.dls.valid`. What tells them apart:
+# the loop of a callback, such as `for b in learn.dls.valid`. A flag of the loader tells them apart,
+# `fit_loop_next`. It is True only from the end of before_train or before_validate, when no callback
+# can begin a loop any more, until fastai's loop begins:
 #
 #   `sharded_dls`        shards the loaders of `learn.dls`; `read_whole` is the `other_loop` of each
-#   `AfterOthers`        sets `fit_loop_next` of the loader, after the last callback's before_train
-#                        or before_validate: the loop that begins next is fastai's
-#   `Sharded.__iter__`   yields the shard if that is set, and unsets it; if not, calls `other_loop`
+#   `AfterOthers`        sets the flag, as the last callback of the event
+#   `Sharded.__iter__`   if it is set, unsets it, and yields the shard; if not, calls `other_loop`
 #
 # None of this is a collective. Orders are drawn from `common`, a `CommonRNG`, whose state is the
 # same on all ranks. A loop that other ranks may not run leaves that state as it was, or the ranks
@@ -147,7 +166,7 @@ class SameModel(OurCallback):
     # After `Together`, at whose meetings the ranks may leave, and `ReduceMetrics`. Before a user's
     # callback validates or saves
     order = _FIRST+3
-    # True from the beginning of a training phase until weights are compared
+    # True on all ranks, from the beginning of a training phase until weights are compared
     weights_may_differ = False
     # True if `finish_fit` found gradients on some rank that no step had used
     has_unused_grads = False
@@ -173,7 +192,8 @@ class SameModel(OurCallback):
     def _sync_weights(self):
         "Compare weights; if they differ, all ranks take rank 0's, and its optimizer's state"
         self.weights_may_differ = False
-        if self.same_weights(self.model.named_parameters(), self.epoch): opt_from_rank0(self.learn)
+        had_differed = self.same_weights(self.model.named_parameters(), self.epoch)
+        if had_differed: opt_from_rank0(self.learn)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #3f135371
 # After all other callbacks
@@ -210,5 +230,5 @@ class AfterOthers(OurCallback):
     def after_validate(self): self.together.meet(END_VALID)
     def before_batch(self):
         if self.sync.n > 1: self.sync.replace_loss_func()
-        # one rank has no meeting of the batch, where several stop
+        # several ranks stop at the meeting of the batch; one rank has none
         elif self.together.stop_requested(): raise KeyboardInterrupt

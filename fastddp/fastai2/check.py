@@ -32,6 +32,19 @@ from ..payload.state import get_hooks
 from ..shard.gathered_loss import tensors_in
 
 # %% ../../nbs/fastai2/731_check.ipynb #7a1c0e42
+# Used here:
+#   copy_of(learn)    -> a copy over the same datasets, without callbacks that write or show
+#   _distrib_ctx      a block, whose `fit` runs on workers, with `NoteSteps` as with a callback of
+#                     the user's. In the end rank 0's state, that of `NoteSteps`, too, is put into
+#                     the notebook's objects: by `snapshot.apply`, which calls
+#                     `snapshot.apply_changes`
+#   CommonRNG         `capture()` notes this process's random streams, `install()` restores them
+#   StepSync.losses   a rank's `Losses`: they say how they combine, and whether they are averages
+#   dl.counts         of a sharded loader: `(own items, items of all ranks)` of each batch
+#   lay_out(dl)       fastai's `LMDataLoader` divides its text into `dl.bs` streams when it is made.
+#                     This does so anew, after a change of `dl.bs`
+#   group.sum_(t)     a collective; does nothing in one process
+#
 # learn.distrib_check():
 #     _compare            makes two copies of the learner (`copy_of`)
 #         _train_both     trains one on workers and one in this process; `NoteSteps` records steps
@@ -74,6 +87,8 @@ class Answer(list):
 class NoteSteps(Callback):
     "Record batches, losses and gradients of the first training steps, and end training after them"
     order = 52      # after the Recorder
+    loss_kind = ''      # how the losses of ranks are combined, in words
+    averaged = False    # True if a loss is averaged over workers
     def __init__(self, steps): self.steps = steps
     def before_fit(self):
         self.losses = []        # a number for each step
@@ -82,8 +97,6 @@ class NoteSteps(Callback):
         # training, of this rank's own items only
         self.sums = torch.zeros(self.steps, 2, dtype=torch.float64)
         self.n_ranks = group.world_size()
-        self.loss_kind = ''     # how the losses of ranks are combined, in words
-        self.averaged = False   # True if a loss is averaged over workers
     def before_batch(self):
         if not self.training: return
         counts = getattr(self.learn.dl, 'counts', ())   # `(own items, items)` of sharded batches
@@ -157,8 +170,10 @@ def _train_both(on_workers, in_one, steps, options):
     many,one = NoteSteps(steps),NoteSteps(steps)
     streams = CommonRNG.capture()
     try:
+        # the state of the workers is applied in here, when the fit has ended
         with with_attrs(snapshot, apply_changes=_put_back_objects):
             with on_workers._distrib_ctx(**options): on_workers.fit(1, cbs=[many])
+        # one process takes the global batches, of all workers' items
         for dl in in_one.dls.loaders if options['batch'] == 'per_worker' else ():
             dl.bs *= many.n_ranks
             if is_lm(dl): lay_out(dl)
@@ -168,7 +183,8 @@ def _train_both(on_workers, in_one, steps, options):
     return many, one
 
 def _put_back_objects(groups, found):
-    "As `apply_changes`, but variables of cells, such as a counter, keep their values."
+    """As `apply_changes`, but variables of cells, such as a counter, keep their values: the second
+    copy begins with the same ones."""
     apply_changes(groups, dict(found, variables=[]))
 
 # %% ../../nbs/fastai2/731_check.ipynb #19d64be2
@@ -277,10 +293,12 @@ def distrib_check(self:Learner,
 
     Differences up to `tol`, relative to size, count as rounding."""
     options = dict(batch='per_worker') | options
+    # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
     if 'gpus' not in options: options.setdefault('nprocs', max(group.n_gpus(), 2))
     # the batch size of a torch loader can't be changed
     if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): options['batch'] = 'global'
     res = _compare(self, steps, tol, options)
+    # without `gpus`, workers are on GPUs if there are any
     res.reasons = reasons_for(self, options.get('gpus', group.n_gpus()))
     if res.averaged:
         res.reasons['loss'] = Reason("the model's own number, averaged over workers")

@@ -28,6 +28,18 @@ from ..launch.training import (
     finds_lr, launched_group, script_lines, sync_streams, wants_no_lines)
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #0abed9a7
+# Used here:
+#   launched_group()      context: this process is in its launcher's group; yields its device
+#   distributed, as_one_process   contexts of a fit on ranks. The second one ends with the last
+#                         meeting, but not after an exception
+#   call_fit              calls `fit` of the learner's class, which is fastai's
+#   Context(rank, n)      of a rank without a notebook: drops what it would tell
+#   NoteProgress          counts batches and items in its `progress`, whose `result()` is a dict
+#   Report                times the phases of a call; `add_results` takes the dicts of all ranks
+#   script_lines(...)     context; rank 0 prints a line before the fit and one after it, under
+#                         torchrun only
+#   group.everyone()      True if all ranks run this cell; no collective
+#
 # In place, all ranks of a group run the same script or cell. So each of them makes the same calls,
 # of a learner of its own. Collectives, in order; every rank takes part in each:
 #
@@ -87,7 +99,8 @@ def _fit_in_place(learn,
     # All ranks begin alike
     _sync_learner(learn)
     if not asked.get('reset_opt'): sync_opt(learn)
-    if n > 1: import torch._dynamo      # DDP imports it, and it takes seconds: not in the report
+    # DDP imports it, in each torch from 2.0 on, and it takes seconds: not in the report
+    if n > 1: import torch._dynamo
     # They train, as in a worker's `fit_job`. There is no notebook to tell: a plain `Context` drops
     # what `NoteProgress` notes
     dl = learn.dls.loaders[0]
@@ -126,8 +139,16 @@ def in_place(
     launcher made: `learn.distrib_ctx` where a launcher or a cluster has started this process. Every
     rank enters it.
 
-    Inside, `learn` has an attribute `distrib_session`. While a fit runs, `as_one_process` replaces
-    `_do_epoch_validate` and `get_preds` by its own"""
+    Inside, `learn` has an attribute `distrib_session`, and three methods are replaced. While a fit
+    runs, `as_one_process` replaces the last two once more:
+
+        method              by                  inside a fit, by
+        fit                 _fit_in_place       a callback's `learn.fit`: as here
+        _do_epoch_validate  _validate_in_place  as_one.validate
+        get_preds           preds_in_one_order  the same, with the `Fit`
+
+    fastai's `fit_one_cycle` and others call the first one, its `validate` and `get_preds` the
+    second one"""
     reports[learn] = []
     def fit(*args, **kwargs): _fit_in_place(learn, options, *fit_args(learn, args, kwargs))
     def validate(ds_idx=1, dl=None):

@@ -22,18 +22,29 @@ from ..shard.sharded import is_sharded, original
 from ..shard.torch_loader import is_stream
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
-# Each rank predicts whole batches with fastai's own validation (`validate_part`). What its
-# `GatherPredsCallback`s collect is joined (`join_parts`) and given to the callbacks of the learner
-# that asked (`end_gathering`):
+# Used here:
+#   shard_dl(dl, rank, n, ...)  -> a loader of this rank's part, whose order is drawn from `common`
+#   Undivided(dl, common)       -> a loader of all batches, the same on all ranks, from `common`
+#   why_not(dl, n)              -> why `shard_dl` would refuse `dl`; None if it doesn't
+#   dl_state, set_dl_state      what the next epoch of a user's loader depends on
+#   follow_original(dl)         has the sharded `dl` go on like its original, over which a loop went
+#   group.from_rank0(o), group.all_gather_object(o)   collectives: the `o` of rank 0, of all ranks
 #
-#     asked by                       predicted by             joined by
-#     the notebook                   `jobs.infer_job`, on     the notebook, in
-#                                    each worker              `jobs.InferCall.validate`
-#     all ranks: a callback in a     `infer_in_group`, on     each rank there, so all of them have
-#     fit, a script under torchrun   each rank                the whole result
+# fastai's `validate`, `get_preds` and `tta` call `learn._do_epoch_validate`, which is replaced:
 #
-# Where workers wouldn't be faster, or can't do it (`why_one_process`), the notebook's process goes
-# over all batches; so does each rank of a group.
+#     called                          on         replaced by        which goes on to
+#     in the notebook                 notebook   Session.validate   InferCall, whose `infer_job`
+#                                                                   calls `validate_part` on each
+#                                                                   worker
+#     by a callback of a fit          all ranks  as_one.validate    `infer_in_group`
+#     under torchrun, in a cluster    all ranks  in_place           `infer_in_group`
+#
+# `type(learn)._do_epoch_validate` is fastai's own, which these functions call. Each rank predicts
+# whole batches with it (`validate_part`). What its `GatherPredsCallback`s collect is joined
+# (`join_parts`) and given to those of the learner that asked (`end_gathering`): by the notebook, or
+# by each rank of `infer_in_group`, so that all of them have the whole result. Where workers
+# wouldn't be faster, or can't do it (`why_one_process`), the notebook's process goes over all
+# batches; so does each rank of a group.
 
 # One rank's part
 
@@ -55,7 +66,7 @@ def why_one_process(learn, # The learner that predicts
     needs no explanation, None where the ranks predict it. Not a collective"""
     if not isinstance(dl, (DataLoader,TorchLoader)): return ''
     if why := why_not(dl, n): return why
-    if len(dl) < 2: return ''
+    if len(dl) < 2: return ''       # fastai's validation asks for the length, too
     if is_lm(dl) or is_stream(dl) or not getattr(dl, 'indexed', True):
         return "its batches are parts of a stream."
     if has_kind(learn.cbs, 'TensorBoardProjectorCallback'):
@@ -82,8 +93,7 @@ def validate_part(learn, # With its metrics and callbacks
     n = group.world_size()
     own = shard_batches(dl, rank, n, common)
     gather = gatherers(learn)
-    # fastai's methods are those of the class: others override them in the learner
-    def all_batches():
+    def all_batches():      # in the place of fastai's, which numbers batches from 0
         if learn.dl is not own: return type(learn).all_batches(learn)   # a callback's validation
         learn.n_iter = len(own)
         # with the numbers that the batches have in one process
@@ -152,7 +162,8 @@ def infer_in_group(learn, # A learner, the same on all ranks
 
 # %% ../../nbs/fastai2/722_inference.ipynb #4c0d3a13
 def _new_from(common, dl):
-    "Return a replacement of `dl.new` that draws from `common`; the clone's `new` does so, too"
+    """Return a replacement of `dl.new` that draws from `common`. The clone gets one, too: fastai's
+    `get_preds` clones the loader, and may clone that"""
     def new(*args, **kwargs):
         with common: clone = type(dl).new(dl, *args, **kwargs)
         clone.new = _new_from(common, clone)

@@ -6,10 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #bd6f0e52
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from fastai.callback.core import CancelEpochException, CancelFitException
 from fastai.callback.progress import ProgressCallback
+from fastai.data.load import DataLoader
 from fastcore.basics import noop
 
 from ..base.failure import item_name
@@ -27,6 +29,20 @@ from ..output.replay import suppress_lines
 from ..shard.sharded import batch_items
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b759b209
+# Used here:
+#   Context ctx         `ctx.put(name, payload)` leaves a payload in the notebook; the last one of
+#                       each name counts. `ctx.beat(where)` says that this rank is alive.
+#                       `ctx.where` and `ctx.items`, values or functions, are read if it fails
+#   unpack(obj, device) -> learner, callbacks of the fit, and the dict that `snapshot` got as `call`
+#   baseline, capture   note what the learner holds, and return what has changed since. No
+#                       collective
+#   distributed(...)    context that every rank enters: the first one of a group is a collective. It
+#                       yields a `Fit` with `together`, `common` (random streams), `same_model`
+#   as_one_process(...) another one. It ends with the last meeting, but not after an exception
+#   until_interrupted(ctx, f, leave)   True if a KeyboardInterrupt ended `f()`; then `leave()` was
+#                       called, so that other ranks end the fit at their next meeting
+#   Together            `leave(kind)` is no collective; `meet_last()` is one, and raises nothing
+#
 # A job is a function that each rank calls, as `job(ctx, obj)`: with the rank's `Context`, and what
 # the notebook has sent. What rank 0 gives to `ctx.put`, and what each rank returns, goes to the
 # notebook:
@@ -39,6 +55,8 @@ from ..shard.sharded import batch_items
 #
 # Where a launcher such as torchrun has started the ranks, there are no jobs: `in_place` takes
 # `NoteProgress`, `EndOfAll` and `call_fit` from here.
+
+# Below: where a rank is (`NoteProgress`, `EndOfAll`); `fit_job`; `infer_job`; `InferCall`.
 
 # Where a rank is
 
@@ -53,17 +71,17 @@ class NoteProgress(OurCallback):
     `in_batch` is set to False by `EndOfAll`, the last callback, in training, and by this one, the
     first, in a validation. So a callback that fails after a training batch fails in that batch."""
     order = -2_000_000      # before all other callbacks, which may fail
+    phase = None            # 'epoch', 'train' or 'validate'; None before the first epoch
+    n_begun = 0             # batches of the phase that have begun
+    in_batch = False        # True from the beginning of a batch to its end
+    has_stepped = False     # True once the first batch has ended
+    # Fits that are running: fastai's `learn.validate`, in a callback, is one inside the fit
+    fit_depth = 0
     def __init__(self, ctx,
         folder=None # As of `Progress`
     ):
         self.ctx = ctx
         self.progress = Progress(ctx, folder)
-        self.phase = None           # 'epoch', 'train' or 'validate'; None before the first epoch
-        self.n_begun = 0            # batches of the phase that have begun
-        self.in_batch = False       # True from the beginning of a batch to its end
-        self.has_stepped = False    # True once the first batch has ended
-        # Fits that are running: fastai's `learn.validate`, in a callback, is one inside the fit
-        self.fit_depth = 0
     def where(self):
         "Return what this rank is doing, for failure reports."
         if self.phase is None: return 'before the first epoch'
@@ -237,10 +255,11 @@ def infer_job(ctx, obj):
 
         dl          the loader, or its index among those of the learner
         dataset     None, or the index of the learner's loader that has the dataset of `dl`, if `dl`
-                    was sent without it (by `snapshot`)
+                    was sent without it (`_without_dataset`)
     """
     learn,_,call = unpack(obj, ctx.device)
-    dl = learn.dls[call['dl']] if isinstance(call['dl'], int) else call['dl']
+    dl = call['dl']
+    if isinstance(dl, int): dl = learn.dls[dl]
     if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
     place_dl(dl, ctx.device)
     refs = loader_refs(learn, dl)
@@ -259,6 +278,22 @@ def infer_job(ctx, obj):
                                  ended=True))
     return Inferred(part, cancelled, dl_state(dl), noted.progress.result(report=report))
 
+# %% ../../nbs/fastai2/726_jobs.ipynb #4a1dcf25
+@contextmanager
+def _without_dataset(dl,
+    loaders # Those of the learner that a `dls_factory` makes in the workers, too
+):
+    """Inside, the loader `dl` lacks its dataset if one of `loaders` has it, too. Yields the index
+    of that one, from which `infer_job` takes the dataset, else None."""
+    ds = getattr(dl, 'dataset', None)
+    same = [i for i,o in enumerate(loaders) if isinstance(dl, DataLoader) and o.dataset is ds]
+    # a fastai loader has its dataset in its attributes, and in those with which it was made
+    with ExitStack() as undo:
+        for attrs in (vars(dl), vars(dl).get('__stored_args__', {})) if same else ():
+            removed = {k:attrs.pop(k) for k,v in [*attrs.items()] if v is ds}
+            undo.callback(attrs.update, removed)
+        yield same[0] if same else None
+
 # %% ../../nbs/fastai2/726_jobs.ipynb #4eb9ad42
 class InferCall(Call):
     """A validation or prediction on the workers, in the notebook's process: the other side of
@@ -271,10 +306,13 @@ class InferCall(Call):
         self.dl = dl
     def snapshot(self):
         session = self.session
+        loaders = self.learn.dls.loaders
         # one of the learner's loaders is sent as its index
-        dl = next((i for i,o in enumerate(self.learn.dls.loaders) if o is self.dl), self.dl)
-        return snapshot(self.learn, (), dict(dl=dl), session.model_factory, session.dls_factory,
-                        training=False, columns=session.columns, definitions=self.definitions)
+        dl = next((i for i,o in enumerate(loaders) if o is self.dl), self.dl)
+        with _without_dataset(dl, loaders if session.dls_factory else ()) as i:
+            return snapshot(self.learn, (), dict(dl=dl, dataset=i), session.model_factory,
+                            session.dls_factory, training=False, columns=session.columns,
+                            definitions=self.definitions)
     def apply(self, meta, buffers):
         apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl),
               definitions=self.definitions)

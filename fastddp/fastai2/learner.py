@@ -21,6 +21,7 @@ from ..base.checks import check, check_all
 from ..base.device import visible_cores
 from ..base.errors import CantDistribute, RankRaised
 from ..base.rng import CommonRNG
+# `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .learner_job import start_job
 from .resume import (
@@ -38,6 +39,23 @@ from ..shard.gradients import DDP_CHECKS
 from ..shard.sharded import workers_per_rank
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d
+# Used here:
+#   Options OPTIONS     made below, from the signature of `distrib_ctx`. `checked` returns the
+#                       options by name; `pop_from` takes them out of a call's `kwargs`. Both refuse
+#                       wrong ones by `CantDistribute`. `add_method` gives `Learner` the method
+#                       `distrib_{name}`, which calls `learn.distrib(name, ...)`
+#   distrib_block       -> context manager. Inside a block of the learner it does nothing; in a
+#                       launcher's group it is `in_place()`; else it opens a launcher and sets the
+#                       methods that `overrides(launcher, n, gpus)` returns. If one process is to
+#                       train, it sets none
+#   Session             its `fit` and `validate` send calls to the workers; `on_epoch` functions are
+#                       called in the notebook when an epoch's state has arrived
+#   UserCall            `run(learn)` calls the method, and counts its fits, for `distrib_resume`
+#   start_job           starts a `LearnerJob` of the call and returns it, while that goes on
+#   copy_of(learn)      -> a copy over the same datasets, without callbacks that write or show
+#
+# Below: the block; what is pickled of a learner in it; `distrib` and `distrib_resume`; the methods
+# `distrib_fit`, ...; `distrib_bench`. All of it runs in the notebook, but `Pace`.
 def _check_wait(wait, offload):
     "Raise `CantDistribute` for values other than True and False, and for `offload` without a job."
     check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
@@ -89,7 +107,7 @@ def distrib_ctx(self:Learner,
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
     with claimed, opened: yield self
 
-# `import fastai.distributed` replaces `distrib_ctx` by fastai's; this name stays ours
+# `import fastai.distributed` replaces `distrib_ctx` by fastai's; this name, used below, stays ours
 Learner._distrib_ctx = Learner.distrib_ctx
 
 OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], extra_checks=DDP_CHECKS)
@@ -118,7 +136,7 @@ def _missing_attribute(self, k):
 Learner.__getattr__ = _missing_attribute
 
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
-_INFERS = 'validate','get_preds','tta'
+_INFERS = 'validate','get_preds','tta'      # methods that train nothing
 
 @patch
 def distrib(self:Learner,
@@ -262,15 +280,14 @@ _N_WARM_UP = 3      # steps before those that are timed
 class Pace(Callback):
     "Time training steps on each rank, then end the fit"
     order = 2_000_000       # after all that belongs to a step
+    done = 0        # steps, with those to warm up
+    items = 0       # of all ranks, in the timed steps
+    seconds = 0.    # that the timed steps took
+    waited = 0.     # seconds of these for which this rank waited for data
     def __init__(self,
         steps, # To time; the fit ends after them
         most_seconds # The fit ends after this time, too
     ): store_attr()
-    def before_fit(self):
-        self.done = 0       # steps, with those to warm up
-        self.items = 0      # of all ranks, in the timed steps
-        self.seconds = 0.   # that the timed steps took
-        self.waited = 0.    # seconds of these for which this rank waited for data
     def after_batch(self):
         now = time.perf_counter()
         clock = self.learn._call_one.clock

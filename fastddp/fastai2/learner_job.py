@@ -28,6 +28,19 @@ from ..payload.pickling import replaced_in_dumps
 from ..payload.state import opt_tensors, private_copy
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a007
+# Used here:
+#   BackgroundJob     `start()` calls `_open_block`, has a new thread call `_make_call`, and returns
+#                     once the workers have the job. After `then` that thread calls both, when the
+#                     job before has ended. `_end(e)` is called in any case, with the exception or
+#                     None. `result()` waits for that, and calls `bring`, once
+#   twin(learn, args) -> copies of both on the CPU, which refer to each other; datasets are shared
+#   persistent_refs   -> all parts of a learner, in the same order for original and twin
+#   capture, apply    one returns what has changed in the twin's parts since `baseline`, the other
+#                     puts that into the same parts of a learner
+#   UserCall          a call with arguments and options; `run(learn)` makes it. `resume_points` has
+#                     the one that `distrib_resume` makes again, by learner
+#   Session           of the twin's block: `launcher`, `n`, `gpus`, `thread`. `on_epoch` are called
+#                     as `f(fit_call, end)`; `end` is in memory that a later epoch overwrites
 class Twin:
     """A copy of a learner, and of a call with it, for a job. It notes what the copy holds at first;
     `capture` returns what the call has changed."""
@@ -94,17 +107,18 @@ def start_job(learn,
         refuse_busy(learn)
         if not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
-    with ExitStack() as until_result:
-        # first, since the job notes a hash of the weights where they are
+    until_result = ExitStack()
+    try:
+        # before the job notes a hash of the weights, which depends on their device
         if offload: until_result.enter_context(offloaded(learn))
-        job = LearnerJob(learn, user_call, trains)
+        job = LearnerJob(learn, user_call, trains, until_result)
         # `learn.fit` is refused as long as the learner is on the CPU, or else is trained
         refused = until_result if offload else job.until_end
         if offload or trains: refused.enter_context(with_attrs(learn, fit=job.refuse_fit))
-        job.start()
-        # the job has begun: from here on `bring` closes this stack, not the `with`
-        job.until_result = until_result.pop_all()
-    return job
+        return job.start()
+    except BaseException:
+        until_result.close()    # the caller has no job whose `bring` could do it
+        raise
 
 class LearnerJob(BackgroundJob):
     """A call such as `learn.fit(3)` in the background. A thread of the notebook's process makes it
@@ -112,25 +126,27 @@ class LearnerJob(BackgroundJob):
     the twin into the learner. `state`, `gpus`, and `_streams` (the random streams of the thread)
     are those of the base class. What the job holds, and who lets go of it:
 
-        until_end       `ExitStack`: the block of the twin, and the refusal of `learn.fit`.
-                        `_make_call` closes it, or `_end` if the call was never made
-        until_result    `ExitStack`, for `offload`: the learner on the CPU, and the refusal of
-                        `learn.fit`. `bring` closes it
+        until_end       `ExitStack`: the block of the twin and, without `offload`, the refusal of
+                        `learn.fit`. `_make_call` closes it, or `_end` if the call was never made
+        until_result    `ExitStack`, empty without `offload`: the learner on the CPU, and the
+                        refusal of `learn.fit`. `bring` closes it, or `start_job` if that fails
         twin, epoch, parts_at_start
                         large objects, which `bring` drops"""
+    # The twin's last complete epoch, `(callbacks, state)` of `_put_state`; None before that
+    epoch = None
     def __init__(self, learn,
         user_call, # The `UserCall` to make
-        trains # True for a fit, False for inference
+        trains, # True for a fit, False for inference
+        until_result # See above
     ):
         super().__init__(_as_written(user_call), self._make_call, self._open_block,
                          learn if trains else None)
         self.original = learn
         self.user_call = user_call
         self.trains = trains
+        self.until_result = until_result
         self.twin = Twin(learn, user_call)
         self.until_end = ExitStack()
-        # the twin's last complete epoch, `(callbacks, state)` of `_put_state`; None before that
-        self.epoch = None
         # `_state_hash` of the learner when the job began, or at the last `pull`
         self.known_hash = _state_hash(learn)
         # the parts of the learner that the notebook may replace while the job runs
@@ -139,7 +155,8 @@ class LearnerJob(BackgroundJob):
 
     # The call
     def _open_block(self):
-        "Open the `distrib_ctx` block of the twin and start its workers."
+        """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
+        class calls `_end`, which closes what was opened."""
         learn = self.twin.learn
         self.until_end.enter_context(learn._distrib_ctx(**self.user_call.options))
         session = _session_of(learn)
@@ -183,13 +200,19 @@ class LearnerJob(BackgroundJob):
         """Put the last complete epoch into the learner, while the job trains on. Raises
         `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
         if self.epoch is None:
-            raise CantDistribute(f"{self.title()}: no epoch is complete yet.")
+            # `bring` has dropped it
+            why = ("result() has already put what was trained into a learner" if self._brought
+                   else "no epoch is complete yet")
+            raise CantDistribute(f"{self.title()}: {why}.")
         learn = self._target(into, force)
+        # `apply` installs random streams: not those of the notebook, while the job goes on
         with streams_apart(): self._put_state(learn, *self.epoch)
         if into is None: self.known_hash = _state_hash(learn)
     def bring(self, into=None, force=False):
         "Put the state of the twin after the call into the learner, or into `into`; for `result`."
+        # a job that `then` made is refused after `start` has returned it: nothing was trained
         if self.state == 'refused': return self.until_result.close()
+        # first: what is refused here can be called again, and the hash is of weights on the CPU
         learn = self._target(into, force)
         self.until_result.close()
         copied = self.twin.learn

@@ -29,8 +29,22 @@ from ..output.replay import print_line, several, suppress_lines
 from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/727_session.ipynb #2e1be252
+# Used here:
+#   UserCall        `running(learn)` yields it, or the call around it that makes this fit.
+#                   `begin_fit()` is False if this fit of the call was complete before.
+#                   `restore(learn, cbs)` puts the state of a fit that was cut off into `learn`, and
+#                   returns the epoch with which it continues; None for another fit. `complete`
+#                   and `cut_off` make the resume point
+#   snapshot        -> `Payload` of the learner for `fit_job`; raises `NotPicklable`
+#   apply           puts what rank 0 has put last into the learner, in place
+#   Outcome out     `out.results`: the dict of each rank's `Progress.result`. `out.epoch`: the state
+#                   of the last complete epoch, or None. An error of the launcher has `epoch`, too,
+#                   and `cut`: True if rank 0 has stopped in an epoch
+#   why_one_process -> None: predict on workers; else a text that says why here, perhaps ''
+#
 # Everything here runs in the notebook's process; what runs on its workers is in `jobs`. `in_place`
-# takes `fit_args`, `enough_epochs` and `reports` from here, for ranks without a notebook.
+# takes `fit_args`, `enough_epochs` and `reports` from here, for ranks without a notebook. Below:
+# the arguments of a fit, `FitCall`, reports, `Session`.
 
 # The parameters of fastai's `Learner.fit`, in order
 _FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
@@ -95,6 +109,7 @@ class FitCall(Call):
         before the job
 
     An `lr_find`, for which `counts_steps` is True, makes none, and leaves that of an earlier fit"""
+    has_resume_point = False        # True once this fit has made it
     def __init__(self, session,
         cbs, # Callbacks that this fit was given
         asked, # Its other arguments, by name, as the user asked
@@ -107,7 +122,6 @@ class FitCall(Call):
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
         store_attr('cbs,asked,user_call,first_epoch')
-        self.has_resume_point = False       # True once this fit has made it
 
     # A try
     def snapshot(self):
@@ -116,9 +130,8 @@ class FitCall(Call):
         asked = self.asked
         sizes = session.global_batch()
         if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
-        resumed = None
-        if self.first_epoch is not None:
-            resumed = dict(first_epoch=self.first_epoch, lists=recorder_lists(learn, self.cbs))
+        resumed = None if self.first_epoch is None else dict(
+            first_epoch=self.first_epoch, lists=recorder_lists(learn, self.cbs))
         call = dict(options=session.options, fit_args=asked, resumed=resumed,
                     wandb_run=notebook_run(all_cbs(learn, self.cbs)))
         return snapshot(learn, self.cbs, call, session.model_factory, session.dls_factory,
@@ -242,16 +255,16 @@ class Session(BaseSession):
             return ("The model keeps state from batch to batch: each worker validates all of it, "
                     "no faster.")
     def check(self):
-        if not self.model_factory: refuse_untrainable(self.learn.model)
+        learn = self.learn
+        if not self.model_factory: refuse_untrainable(learn.model)
         if self.dls_factory: return
         batch = self.options['batch']
-        if batch == 'per_worker' and self.n > 1 and rows_are_streams(self.learn.dls.train,
-                                                                     self.learn.model):
+        if batch == 'per_worker' and self.n > 1 and rows_are_streams(learn.dls.train, learn.model):
             warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), "
                           f"and batches of {self.n} workers hold {self.n} of the loader's, one "
                           "below the other, so they break its streams. batch='global' keeps "
                           "them: each worker has its rows of each batch.")
-        for i,dl in enumerate(self.learn.dls.loaders):
+        for i,dl in enumerate(learn.dls.loaders):
             check_dl(dl, self.n, batch, name_of_loader(i), train=i==0)
     def datasets(self):
         if self.dls_factory: return ()
@@ -275,7 +288,8 @@ class Session(BaseSession):
         n_epoch = asked.get('n_epoch')
         if type(learn).fit is Learner.fit:
             check('n_epoch', n_epoch, whole("the number of epochs, a whole number", 0))
-        # `distrib_resume` makes a call again: some of its fits are complete, one may continue
+        # `distrib_resume` makes a call again: some of its fits are complete, one may continue. Its
+        # state may unfreeze layers, so the learner is checked after it
         if not user_call.begin_fit(): return
         first_epoch = user_call.restore(learn, cbs)
         if first_epoch and first_epoch == n_epoch:

@@ -33,6 +33,19 @@ from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5feb3b73
+# Used here:
+#   dump_snapshot(obj, roots, context)  -> `Payload` of `obj` as it is inside `context`, with random
+#                   streams and patches. `NotPicklable` names the first path of `roots` to the cause
+#   ChangeTracker(groups, stays, refs)  notes what the objects hold. Later `since_start(ended)`
+#                   returns what differs; without `refs`, all that would be compared by contents
+#   dump_state(state, rest, tracker, refs)  -> `Payload` of two dicts. Changes that can't be pickled
+#                   are taken out of `rest`, which names them
+#   load_state(meta, buffers, refs, model)  -> both dicts; `rest` is {} if it can't be loaded. None
+#                   if `model` has no place for some weights. It warns of both
+#   model_grads(model, accumulated)     -> name -> gradient. None stands for zeros: all of them,
+#                   unless `accumulated` is true
+#   dl_state, set_dl_state              what the next epoch of a user's loader depends on
+#
 # A learner's way to the ranks and back. No function here is a collective:
 #
 #     notebook                                each rank
@@ -47,6 +60,8 @@ from ..shard.torch_loader import samplers_of
 #
 #     persistent_refs    objects that are pickled as their index in this list
 #     tracked            objects, in groups, whose attributes are sent back where they changed
+#
+# `twin` and `copy_of` make copies in the notebook's process, by the first half of this way.
 
 def _holds(objs, o):
     "Return True if `o` is one of `objs`, compared by identity."
@@ -127,19 +142,19 @@ def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=T
                 hooks=get_hooks(_hooked_objects(learn) if training and not model_factory else ()))
 
 @contextmanager
-def _as_sent(learn, call, model_factory=None, dls_factory=None, training=True):
-    "Inside, the learner lacks what is not sent to the workers."
+def _as_sent(obj, training=True):
+    "Inside, the learner of `obj`, which `_contents` made, lacks what isn't sent to the workers."
+    learn = obj['learn']
+    model_factory,dls_factory = obj['factories']
     with ExitStack() as undo:
         enter = undo.enter_context
         # an interrupted loop left the loader's iterator, `it`
-        for o in (*learn.dls.loaders, vars(learn).get('dl'), call.get('dl')):
+        for o in (*learn.dls.loaders, vars(learn).get('dl'), obj['call'].get('dl')):
             if isinstance(o, DataLoader): enter(without_attrs(o, 'it'))
         for o in () if training else opt_and_wrapped(learn.opt):
             if 'state' in vars(o): enter(with_attrs(o, state=defaultdict(dict)))
         # from here on, the learner may have no loaders and no optimizer
-        if dls_factory:
-            enter(_without_dataset(learn, call))
-            enter(without_attrs(learn, 'dls', 'dl'))
+        if dls_factory: enter(without_attrs(learn, 'dls', 'dl'))
         if model_factory: enter(without_attrs(learn, 'model', 'opt'))
         yield
 
@@ -156,29 +171,10 @@ def snapshot(
     obj = _contents(learn, cbs, call, model_factory, dls_factory, training)
     # with a factory, the paths would lead to objects that aren't sent
     named = {} if model_factory or dls_factory else _named_parts(learn, cbs, obj['hooks'][1])
-    context = _as_sent(learn, call, model_factory, dls_factory, training)
-    try: return dump_snapshot(obj, named, context, **kwargs)
+    try: return dump_snapshot(obj, named, _as_sent(obj, training), **kwargs)
     except NotPicklable as e:
         e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
         raise
-
-# %% ../../nbs/fastai2/721_snapshot.ipynb #4a1dcf25
-@contextmanager
-def _without_dataset(learn, call):
-    """Inside, the loader `call['dl']` lacks its dataset if one of the learner's loaders has it,
-    too. Sets `call['dataset']`: then the index of that loader, from which `infer_job` takes the
-    dataset, else None."""
-    dl = call.get('dl')
-    ds = getattr(dl, 'dataset', None)
-    same = [i for i,o in enumerate(learn.dls.loaders) if isinstance(dl, DataLoader)
-            and o.dataset is ds]
-    call['dataset'] = same[0] if same else None
-    # a fastai loader has its dataset in its attributes, and in those with which it was made
-    with ExitStack() as undo:
-        for attrs in (vars(dl), vars(dl).get('__stored_args__', {})) if same else ():
-            removed = {k:attrs.pop(k) for k,v in [*attrs.items()] if v is ds}
-            undo.callback(attrs.update, removed)
-        yield
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #02d9d924
 # On each rank, before the job
@@ -245,7 +241,7 @@ def twin(
     data = [getattr(dl, 'dataset', None) for dl in learn.dls.loaders]
     obj = _contents(learn, (), call) | dict(rng=CommonRNG.capture().state())
     try:
-        with _as_sent(learn, call): obj = deep_copy(obj, data)
+        with _as_sent(obj): obj = deep_copy(obj, data)
     except Exception:
         snapshot(learn, (), call)       # raises an error that names what can't be copied
         raise
@@ -340,20 +336,26 @@ def capture(
     weights=True, grads=None, ended=False # See below
 ):
     """Return all that the job has changed, as a `Payload` for `apply`. `state` is copied into the
-    notebook's tensors; `rest` is pickled apart, since loading it may fail. On rank 0 of a job:
+    notebook's tensors; `rest` is pickled apart, since loading it may fail. Called at the end of
 
-        called at the end of    weights   grads                               ended
-        an epoch                True      None                                False
-        the fit                 True      True if it left accumulated ones    True
-        a validation            False     None                                True
-    """
+                                            weights   grads                              ended
+        an epoch                 on rank 0  True      None                               False
+        a fit                    on rank 0  True      True if it left accumulated ones   True
+        a validation             on rank 0  False     None                               True
+        a background fit         `Twin`     True      True                               False
+        a background validation  `Twin`     False     None                               False
+        a fit that was cut off   `UserCall` True      None                               False
+
+    `weights`: also weights, optimizer, attributes of model and loaders, and the list of callbacks.
+    `grads`: None if no fit has ended; True: also accumulated gradients. `ended`: False if the
+    learner may have got another state of this call before. Then small values are sent even if they
+    are as at the start."""
     refs = refs or persistent_refs(learn, cbs)
     # at the end of an epoch, the learner has sharded loaders; `base` knows the original ones
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
     changes = base.since_start(ended)
     if not weights: del changes['opt'], changes['parts']
-    rest = dict(changes=changes, rng=rng,
-                dls=[dl_state(original(dl)) for dl in learn.dls.loaders])
+    rest = dict(changes=changes, rng=rng, dls=[dl_state(original(dl)) for dl in learn.dls.loaders])
     if weights: rest |= _changed_cbs(learn, base.groups['cbs'], refs, is_over=grads is not None)
     loss = loss_module(learn.loss_func)
     # the notebook has the same loss, which has parameters or buffers
@@ -373,11 +375,12 @@ def apply(learn, cbs,
 ):
     """Put a captured state into `learn` and its callbacks, in place. If the model has no place for
     some of the weights, warn and change nothing."""
+    # both lists as they were when the job began: what follows changes the learner's callbacks
     groups = groups or tracked(learn, cbs, definitions)
     loaded = load_state(meta, buffers, refs or persistent_refs(learn, cbs), learn.model)
     if loaded is None: return
     state,rest = loaded     # `rest` is {} if it can't be loaded
-    # the changes first: they may add layers, whose tensors are in `state`
+    # the changes before `state`: they may add layers, whose tensors are in it
     if rest: apply_changes(groups, rest['changes'])
     learn._end_cleanup()        # as at the end of each fit of fastai
     if state['epoch'] is not None: learn.epoch = state['epoch']

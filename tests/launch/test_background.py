@@ -127,6 +127,7 @@ def test_another_learner_after_the_result(two):
     assert job.result(60) is None
     before = weights(other)
     with pytest.raises(CantDistribute, match='already put what was trained into a learner'): job.result(into=other)
+    with pytest.raises(CantDistribute, match='already put what was trained into a learner'): job.pull()
     assert same(weights(other), before) and job.result() is None
 
 
