@@ -220,14 +220,15 @@ _LEAVES = {CancelEpochException:'epoch', CancelFitException:'fit', KeyboardInter
 
 def leave_together(together, # This rank's `Together`
                    f # A validation, called without arguments
-): # `(result, None)`, or `(None, class of the exception)`
+): # `(result, None)`, or `(None, the one of these exceptions)`
     """Call `f`, then hold the last meeting, also if one of these exceptions ends `f` on this rank:
     the other ranks learn of it at their next meeting, and end their validation, too. Every rank
     calls this"""
     result = ended_by = None
     try: result = f()
     except tuple(_LEAVES) as e:
-        ended_by = type(e)
+        # not its class, which may be one of the user's
+        ended_by = next(cls for cls in _LEAVES if isinstance(e, cls))
         together.leave(_LEAVES[ended_by])
     together.meet_last()
     return result,ended_by
