@@ -19,11 +19,24 @@ from ..base.scoped import StopButton, with_context
 from ..output.replay import Panel, frontend, print_line, show_in
 
 # %% ../../nbs/launch/509_background.ipynb #63fdc617
+# Used here:
+#   Panel(title, on_refresh)    gets the job's output. Calls `on_refresh()` in each `refresh`; the
+#                               `Monitor` calls this at each turn, in the thread of the job
+#   StopButton.press()          counts as Ctrl-C in the thread that is `in_thread`
+#   streams_apart(state)        in this thread, `CommonRNG` captures and installs the dict that it
+#                               yields, not the notebook's global streams
+#   LearnerJob                  the subclass in `fastai2.learner_job`; `ranch` makes plain jobs
+#
+# In order: who holds which GPUs, with the refusals; then `BackgroundJob`.
+
 # Who holds GPUs in this notebook, and who can't have the same ones then:
 #
 #     a background job   is in `running_jobs`           another job, a block, a `Cluster`
 #     a block            is in `_reservations`          a job of another learner, a `Cluster`
 #     a `Cluster`        the same, without a learner    a job, a block, another `Cluster`
+#
+# Before it starts workers, a block calls `refuse_gpus_of_jobs`, a `Cluster` that and
+# `refuse_gpus_of_others`, and a job both, too: the first one through the block of its copy.
 
 class _Reservation(NamedTuple):
     "The arguments of `reserve_gpus`"
@@ -66,7 +79,7 @@ def refuse_gpus_of_others(gpus, learn=None):
     _refuse_reserved(gpus, lambda holder: holder is not learn)
 
 def _refuse_reserved(gpus,
-    applies_to # Is called with the learner of a reservation; true: look at its GPUs
+    applies_to # Is called with the learner of a reservation, or None; true: look at its GPUs
 ):
     for o in _reservations:
         shared = _shared_gpus(gpus, o.gpus)
@@ -95,7 +108,9 @@ class BackgroundJob:
         'done', 'stopped' or 'failed'   `_end`: the call has returned, or raised an exception
         'refused'           `_end`, if it raised one before it was running: `start` raises it
 
-    A subclass may override `bring`, and `_end` to clean up."""
+    The thread of the job runs `_work` and what that calls; all other methods run in the thread of
+    their caller. A subclass may override `bring`, and `_end` to clean up; it calls that of this
+    class last."""
     def __init__(self,
         what, # The call, as the user wrote it
         run, # Called in a thread; its result is that of `result()`
@@ -170,7 +185,8 @@ class BackgroundJob:
         if self.state == 'starting': self._set_state('running')
         self._started.set()
     def _end(self, e):
-        "Note that the call has ended, with the exception `e` or None"
+        """Note that the call has ended, with the exception `e` or None. In the thread of the job,
+        or in `start` if there is no thread"""
         self._error = e
         if e is None: self._set_state('done')
         elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
@@ -178,6 +194,7 @@ class BackgroundJob:
         else: self._set_state('refused')
         self._started.set()
         if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
+        # in this order: a job that waits for this one begins at `_ended`, and may take its GPUs
         if self in running_jobs: running_jobs.remove(self)
         self._ended.set()
         self.panel.refresh(force=True)

@@ -18,6 +18,21 @@ from .local import Local
 from ..output.replay import print_line
 
 # %% ../../nbs/launch/508_options.ipynb #ce033820
+# In order, and who calls it:
+#   CHECKS                          the values of options: `Options.checked`, and a `Cluster`
+#   check_method, no_attribute      wrong names on a learner: `pop_from`, and `Learner.__getattr__`
+#   Options                         `fastai1.learner` and `fastai2.learner`, when imported
+#   workers_for                     how many workers, on which GPUs: `engine_for`, and a `Cluster`
+#   in_launched_group, engine_for, refuse_changes
+#                                   where a block runs: `launch.session.distrib_block`
+#
+# Used here:
+#   Local()                         the launcher of a block that names none. It reads its attributes
+#                                   `gpus`, `see`, `see_load` and `timeout` in each `run`
+#   Launcher.place(nprocs, gpus)    `(n, gpus)` of an open launcher; not for `workers_are_local`
+#   closest_name(k, known, aliases) the name that is likely meant, or None
+#   bind_arguments(f, args, kwargs) raises `CantDistribute` if `f` can't be called with them
+
 # The values and names of options
 def _factory(what, example):
     "Return the `Check` of an option such as `model_factory`"
@@ -82,12 +97,15 @@ def no_attribute(learn, name):
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
 # Documentation of the options
 def comments_of(fn):
-    "Return `{parameter: the comment beside it}`, empty without the source of `fn`"
+    """Return `{parameter: the comment beside it}`, empty without the source of `fn`. It is made for
+    signatures of ours: one parameter a line (those of one line share its comment), no `):` in a
+    comment, and no `#` in a default value"""
     try: source = inspect.getsource(fn)
     except (OSError,TypeError): return {}
-    head = re.split(r'\n\)|\):', source)[0]     # the signature
+    head = re.split(r'\n\)|\):', source)[0]     # up to the end of the signature
     res = {}
     for k in inspect.signature(fn).parameters:
+        # at the beginning of a line, or after `(` or `,`
         beside = re.search(rf'(?:^|[(,])\s*\**{k}\b[^#\n]*# *(.*)$', head, re.M)
         if beside: res[k] = beside[1]
     return res
@@ -121,7 +139,12 @@ def _arguments_with_bases(cls, name):
 
 class Options:
     """The options of `distrib_ctx`, read from its signature: checks what a user gives, and makes
-    `distrib_*` methods, whose signatures and docstrings show them"""
+    `distrib_*` methods, whose signatures and docstrings show them. For `learn.distrib_fit(3, lr=.1,
+    nprocs=2)` the calls are:
+
+        distrib_fit     made by `add_method`: calls `learn.distrib('fit', 3, lr=.1, nprocs=2)`
+        distrib         `pop_from` takes `nprocs` out, and checks the names of all others
+        distrib_ctx     `checked` checks the values of the options"""
     def __init__(self,
         ctx, # `Learner.distrib_ctx`
         ignored=(), # Accepted for code written for others, without effect; shown nowhere else
@@ -300,7 +323,8 @@ def engine_for(
     attrs = {}      # of the launcher, for the time of the block
     if isinstance(launcher, Local):
         for k in ('see','see_load','timeout'):
-            # where the block has its default, the value of the user's `Local` counts
+            # Where the block has its default, the value of the user's `Local` counts. None there is
+            # `Local`'s own default: it says nothing, also as `timeout` (the block's None: no limit)
             own = getattr(launcher, k)
             attrs[k] = options[k] if options[k] != defaults[k] or own is None else own
     if launcher.workers_are_local:
