@@ -193,8 +193,8 @@ def model_state(model,
 #     nothing                                         state, rest
 #     changes of other things than layers were lost   state, rest
 #     changes of layers were lost                     state, rest     None if `state` has weights of
-#     `rest` can't be loaded                          state, {}       layers that the model here lacks:
-#                                                                     the learner stays as it is
+#     `rest` can't be loaded                          state, {}       layers that this model lacks:
+#                                                                     the learner is unchanged
 
 def dump_state(
     state, # A dict, see above
