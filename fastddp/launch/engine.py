@@ -20,6 +20,23 @@ from ..payload.pickling import load, restoring_sent_classes
 from ..process.helper import private_folder
 
 # %% ../../nbs/launch/502_engine.ipynb #e8bd1bb5
+# What rank 0 leaves on the way, by `ctx.put(name, payload)`; the newest of each name counts:
+#
+#     name       it puts it                     in the `Outcome`     on the exception of a failure
+#     'epoch'    at the end of each epoch       `epoch`              `epoch`; `state`, too, if alone
+#     'state'    at the end of the job          `state`              `state`
+#     'cut'      instead, if interrupted        `state`              `state`, with `cut` True
+#
+# Each is then `(meta, buffers)`, as `load` takes it. The buffers may be memory that the engine uses
+# again (see `Outcome`, `EpochEnd`): copy what is to stay.
+#
+# Used here:
+#   call(work, ctx, meta, buffers)  loads the payload, calls the job, dumps the result
+#   Context                         what the job sees; here `emit` and `put` call plain functions
+#   restoring_sent_classes          puts back what the job sets on the notebook's own classes
+#   allow_interrupts                Ctrl-C is raised at once, also where `Session` delays it
+#   environment(NAME=None)          restores the variable at the end
+
 class Outcome(NamedTuple):
     "What `Launcher.run` returns"
     results:list            # What the job returned on each rank, in rank order

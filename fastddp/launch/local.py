@@ -28,6 +28,20 @@ from ..process.helper import helper_is_new
 from ..process.workers import Workers, turn_off_helper
 
 # %% ../../nbs/launch/505_local.ipynb #886a3e9a
+# Used here:
+#   Workers              the processes. `submit_early` and `submit` send them what to call;
+#                        `latest` has what they put, `forget` frees that; `stop(grace)` ends them;
+#                        `can_run(ranks)` is True if they are these ranks, all alive
+#   join_early, run_on_rank     `submit` has each worker call them with its `RankSpec`: the first
+#                        forms the group at `store`; the second does so if need be, and runs the job
+#   Monitor(...).wait()  waits for the job: an `Outcome`, or raises the first failure, with
+#                        rank 0's newest state. Reads attributes of this engine (`timeout`...)
+#   Interrupts           inside `counting()` Ctrl-C adds to `count`; the caller acts on it
+#   Block.write(payload) copies the buffers into shared memory, over those of the last job
+#   Subclasses           `StandingLocal` of `cluster.cluster` keeps its workers after a failure;
+#                        `Machines` of `machines.hosts` has workers elsewhere, and its own `submit`
+
+# A job for GPUs, and the start of workers
 def all_reduce_seconds(
     ctx, # The rank's `Context`
     sizes # MB of each sum
@@ -109,7 +123,16 @@ class Local(Launcher):
                 after_failure   instead, if anything was raised: `close`
             _close_if_idle      the timer: `close`
                                 __exit__: at the end of the outermost block, `leave` and so `close`
-    """
+
+    `run`, `prepare` and `leave` may be called by any thread, and take turns (`_exclusive`). What
+    may differ between two jobs:
+
+        in a block              `_depth` > 0; else `run` ends the workers that it has started
+        there are workers       `workers`, `_payload_block` and `_rendezvous` belong to them, and
+                                `close` sets all three to None
+        their group is formed   `_rendezvous`; None before the first job, and if an engine has reset
+                                it after a failure: then the next job forms a group at a new place
+        they are idle           `_timer` runs, in a block only; the next job cancels it"""
     workers_are_local = True
     def __init__(self,
         gpus=None, # GPUs in order, one rank each; `[]`: the CPU; None: the first `nprocs`, if any
@@ -127,11 +150,9 @@ class Local(Launcher):
         self._depth = 0             # number of nested `with` blocks
         self._lock = threading.RLock()      # held while a job runs
         self._timer = None          # ends idle workers
-        # The next three are kept from job to job, and None while there are no workers
         self.workers = None         # `Workers`
         self._payload_block = None  # the `Block` of shared memory with the job's payload
-        # file or address where the workers' process group meets; None: the next job forms one
-        self._rendezvous = None
+        self._rendezvous = None     # file or address where the workers' process group meets
 
     # The block
     @property
@@ -197,8 +218,9 @@ class Local(Launcher):
             self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
         specs = self._specs(nprocs, job.work)
         env = dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
+        # They form their group while the payload is written. Spawned workers, which may still be
+        # importing torch, do so when the job comes
         if new_group and self.workers.method == 'forkserver':
-            # they form their group while the payload is written
             self.workers.submit_early(join_early, specs, **env)
         packed = self._write_payload(job)
         self.workers.submit(run_on_rank, packed, self._payload_block, specs, **env)
@@ -237,7 +259,7 @@ class Local(Launcher):
                 yield interrupts
             finally: self._lock.release()
 
-    # After a run. An engine whose workers keep objects of a job overrides the first two
+    # After a run, under the lock. A subclass overrides the first two
     def after_success(self, job):
         "Keep the workers for a while inside a block, else end them"
         if not self._warm: return self.close()
@@ -253,8 +275,9 @@ class Local(Launcher):
         self._timer.daemon = True
         self._timer.start()
     def _close_if_idle(self):
-        "Called by the timer: end the workers unless a job has begun meanwhile"
+        "Called by the timer, in its thread: end the workers unless a job has begun meanwhile"
         with self._lock:
+            # else a job has cancelled this timer while it waited for the lock
             if self._timer is threading.current_thread(): self.close()
 
     # GPUs that can't exchange data directly
@@ -280,7 +303,8 @@ class Local(Launcher):
 
     # What each rank gets
     def _gpus(self, nprocs):
-        "Return the GPU of each rank as a list, which is empty for the CPU"
+        """Return the GPU of each rank as a list, which is empty for the CPU. Callers of `run` see
+        to it that there are `nprocs` of them, as `workers_for` of `launch.options` does"""
         if self.gpus is not None: return list(self.gpus)
         return list(range(nprocs)) if group.n_gpus() else []
     def _specs(self, nprocs, work):

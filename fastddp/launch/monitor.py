@@ -13,7 +13,7 @@ from typing import NamedTuple
 try: import psutil
 except ImportError: psutil = None
 
-from fastcore.basics import patch, store_attr
+from fastcore.basics import store_attr
 
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, RankDied, RankRaised
@@ -24,6 +24,21 @@ from ..base.device import device_module
 from ..payload.pickling import load
 
 # %% ../../nbs/launch/503_monitor.ipynb #dc029eee
+# Used here:
+#   Workers (`process.workers`)     the processes of the job, which `Local` has submitted already:
+#     poll(secs)                    waits for news; a list of reports `(rank, what, *values)`
+#     latest                        (rank, kind) -> `(Block, Packed)`, the newest: 'result' of each
+#                                   rank, and 'state', 'cut' or 'epoch' of rank 0
+#     beat(rank)                    its last `Heartbeat`: `at`, `longest`, `leaving`, `waits_for`...
+#     ask_stop, ask_stacks          send and return at once; the answer is a report, or in the log
+#   Interrupts.count                Ctrl-C so far; only `Monitor` acts on it meanwhile
+#   add_state(e, latest)            sets `state`, `epoch` and `cut` of an exception from `_latest`
+#   first_failure(failures)         sorts them: causes, then echoes (a connection broke because its
+#                                   other rank ended), each by time
+#
+# In order: the line of load; the end of a log; the stacks of ranks that wait; `Monitor`.
+
+# The line of load
 _PERIOD = 3.    # seconds between two readings of the workers' load
 
 class _Use(NamedTuple):
@@ -87,9 +102,67 @@ def load_line(local):
     return LoadLine({r:p.pid for r,p in procs.items()},
                     dict(enumerate(local._gpus(len(procs)))))
 
+# %% ../../nbs/launch/503_monitor.ipynb #1a32e7a7
+# The end of a log
+def tail(
+    path,       # File to read; may be missing
+    n,          # Bytes at most
+    start       # Position of the first byte to read
+):
+    "The last `n` bytes of a file as text, without lists of loaded modules; '' if it is missing"
+    try:
+        with open(path, 'rb') as f:
+            # more than `n`, so that `n` are left when lists of modules are removed
+            f.seek(max(start, os.path.getsize(path)-n-_LIST_MOST))
+            return _MODULES.sub(b'', f.read())[-n:].decode(errors='replace')
+    except OSError: return ''
+
+# `faulthandler` ends a stack with the names of all compiled modules: thousands of characters
+_MODULES = re.compile(br'^Extension modules: .*\n?', re.M)
+_LIST_MOST = 50_000
+
+# %% ../../nbs/launch/503_monitor.ipynb #d1623b00
+# The stacks of ranks that wait
+_BEFORE = 'before its first step'
+_NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
+
+def _job_stack(text):
+    "Return the stack of the thread that runs the job from faulthandler's report, or ''"
+    threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', text)
+    return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
+
+# Where a rank waits for the others: in a collective, or in a backward pass during its all-reduce
+_WAITING_CODE = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
+                 '_engine_run_backward','torch/autograd/graph.py')
+
+def _waits(stack):
+    "True if one of the two innermost frames waits for other ranks"
+    innermost = '\n'.join(stack.split('\n')[1:3])
+    return any(o in innermost for o in _WAITING_CODE)
+
 # %% ../../nbs/launch/503_monitor.ipynb #5ce14c60
 class Monitor:
-    "One wait of the notebook for one job"
+    """One wait of the notebook for one job, which the engine has submitted. Who calls what:
+
+        wait                    the engine, once: returns the `Outcome`, or raises
+            _watch              until all ranks have ended, or one has failed or died
+                _turn           every .05 s, or when there is news
+                    _handle     each report of a rank: into `ends`, `replay`, `on_event`
+                    _interrupted    after Ctrl-C: `ask_to_stop`, and later perhaps gives up
+                hang            no step for `timeout` seconds: returns the `GroupTimeout`
+                _failure        a rank failed or died: returns the exception of the first failure
+        ask_to_stop, drain      an engine that keeps its workers, after `wait` has raised
+
+    How it ends, by what the ranks did and whether they were asked to stop:
+
+        the ranks                        not asked                  asked to stop
+        all are done                     the `Outcome`              the `Outcome`, `interrupted`
+        one raised KeyboardInterrupt     `RankRaised`               waits for the others, then
+                                                                    KeyboardInterrupt
+        one raised anything else         `RankRaised`               `RankRaised`
+        one died                         `RankDied`                 `RankDied`
+        none made a step for `timeout`   `GroupTimeout`             `GroupTimeout`
+        none reacts in time              -                          KeyboardInterrupt"""
     def __init__(self,
         engine, # A `Local`: its workers, and its options `see`, `see_load`, `live`, `timeout`...
         on_event, # Called as `on_event(rank, event)`
@@ -109,7 +182,7 @@ class Monitor:
     def wait(self):
         """Wait until all ranks are done, and return their `Outcome`. The first failure ends the
         wait and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the
-        state that rank 0 put last as its `state`"""
+        state that rank 0 put last as its `state`. The ranks may still run then"""
         try:
             self._watch()
             results = []
@@ -124,6 +197,8 @@ class Monitor:
         return Outcome(results, bool(self.interrupts.count),
                        latest.get('state') or latest.get('cut'), latest.get('epoch'),
                        self.phase_ends)
+
+    # The loop
     def _watch(self):
         "Handle reports until all ranks have ended, or one has failed or died; raise that failure"
         try:
@@ -136,17 +211,6 @@ class Monitor:
         finally:
             self.replay.close()
             if self.load_line: self.load_line.close()
-    @property
-    def running_ranks(self):
-        "The ranks that have not ended"
-        ended = {r for of_ranks in self.ends.values() for r in of_ranks}
-        return [r for r in self.workers.ranks if r not in ended]
-    def _failures(self):
-        """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
-        KeyboardInterrupt: that is an answer, and no failure"""
-        is_asked = self.stop_asked_at is not None
-        return [f for f in self.ends['failed'].values()
-                if not (is_asked and f.kind == 'KeyboardInterrupt')]
     def _turn(self, timeout=.05):
         "Wait for news for `timeout` seconds, show what there is, and act on the stop button"
         for news in self.workers.poll(timeout): self._handle(*news)
@@ -164,144 +228,107 @@ class Monitor:
         elif kind == 'phase_ends': self.phase_ends += event
         else: self.on_event(rank, event)
 
-# %% ../../nbs/launch/503_monitor.ipynb #be3295d5
-@patch(as_prop=True)
-def _latest(self:Monitor):
-    "What rank 0 put last, of each kind: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
-    return {kind:(packed.meta, block.read(packed))
-            for (rank,kind),(block,packed) in self.workers.latest.items() if rank == 0}
+    # What is known of the ranks
+    @property
+    def running_ranks(self):
+        "The ranks that have not ended"
+        ended = {r for of_ranks in self.ends.values() for r in of_ranks}
+        return [r for r in self.workers.ranks if r not in ended]
+    @property
+    def _latest(self):
+        "What rank 0 put last, of each kind: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
+        return {kind:(packed.meta, block.read(packed))
+                for (rank,kind),(block,packed) in self.workers.latest.items() if rank == 0}
+    def _beats(self):
+        "Return the last `Heartbeat` of each rank that is still at work"
+        return {r:self.workers.beat(r) for r in self.running_ranks}
+    def _failures(self):
+        """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
+        KeyboardInterrupt: that is an answer, and no failure"""
+        is_asked = self.stop_asked_at is not None
+        return [f for f in self.ends['failed'].values()
+                if not (is_asked and f.kind == 'KeyboardInterrupt')]
+    def _log_size(self, r):
+        "Return how many bytes the log of rank `r` has"
+        path = self.workers.log_path(r)
+        return os.path.getsize(path) if os.path.exists(path) else 0
+    def _log(self, r, n=3000):
+        "Return the last `n` bytes of what rank `r` wrote to its log during this job"
+        return tail(self.workers.log_path(r), n, self.log_starts[r])
 
-# %% ../../nbs/launch/503_monitor.ipynb #1a32e7a7
-def tail(
-    path,       # File to read; may be missing
-    n,          # Bytes at most
-    start       # Position of the first byte to read
-):
-    "The last `n` bytes of a file as text, without lists of loaded modules; '' if it is missing"
-    try:
-        with open(path, 'rb') as f:
-            # more than `n`, so that `n` are left when lists of modules are removed
-            f.seek(max(start, os.path.getsize(path)-n-_LIST_MOST))
-            return _MODULES.sub(b'', f.read())[-n:].decode(errors='replace')
-    except OSError: return ''
+    # The stop button
+    def _interrupted(self):
+        """After an interrupt: ask all ranks to stop. Raise KeyboardInterrupt after a second
+        interrupt, or if no rank has reacted in time. A rank that is `leaving` has reacted, and may
+        take as long as it needs"""
+        beats = self._beats().values()
+        if self.stop_asked_at is None: self.ask_to_stop()
+        longest_step = max((b.longest for b in beats), default=0.)
+        waited = monotonic()-self.stop_asked_at
+        is_late = waited > self.engine.interrupt_grace+longest_step
+        is_stuck = is_late and not any(b.leaving for b in beats)
+        if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
+    def ask_to_stop(self):
+        """Ask all ranks to stop. This goes through the pipe: the thread that reads it also
+        interrupts code that never looks at the board (`ranch`, cells), and agents pass messages on
+        """
+        self.stop_asked_at = monotonic()
+        self.workers.ask_stop()
 
-# `faulthandler` ends a stack with the names of all compiled modules: thousands of characters
-_MODULES = re.compile(br'^Extension modules: .*\n?', re.M)
-_LIST_MOST = 50_000
+    # Failures
+    def hang(self):
+        """Return the `GroupTimeout` that says which rank holds up the others, with a stack of each
+        rank that has not ended"""
+        beats = self._beats()
+        starts = {r:self._log_size(r) for r in beats}
+        def stack(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
+        self.workers.ask_stacks(beats)
+        end = monotonic()+5.
+        while monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
+        stacks = {r:stack(r) for r in beats}
+        awaited = {b.waits_for for b in beats.values()}
+        # A rank without a stack comes first, then one that others wait for, then one that doesn't
+        # wait (False sorts before True)
+        def order(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
+        first,*others = sorted(beats, key=order)
+        lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
+                 for r in (first, *others)]
+        return GroupTimeout(first, beats[first].where, self.engine.timeout, lines)
+    def _failure(self):
+        """Return the exception for the first failure; the ranks that still run get .5 s to report
+        theirs"""
+        end = monotonic()+.5
+        while self.running_ranks and monotonic() < end: self._turn()
+        died = self.ends['died']
+        failed = first_failure(self._failures())
+        # all ended as they were asked to, some of them by a KeyboardInterrupt
+        if not (failed or died): return KeyboardInterrupt()
+        # a collective timed out; the rank that it waited for still runs
+        if failed and is_timeout(failed[0]) and self.running_ranks: return self.hang()
+        # a connection breaks for the other ranks when one dies
+        is_by_death = died and (not failed or is_echo(failed[0]))
+        if is_by_death: err = self._death(*next(iter(died.items())))
+        else: err = self._raised(failed.pop(0))
+        err.others = tuple(map(str, failed))
+        return err
+    def _death(self, r, code):
+        "Return the exception for the death of rank `r`"
+        where = self.workers.beat(r).where or _BEFORE
+        if code == HELPER_ENDED:
+            code = -signal.SIGKILL
+            where += "; the helper process was killed, and it with it"
+        return RankDied(r, code, where, self._log(r), self.workers.host(r))
+    def _raised(self, failure):
+        "Return the exception for a `Failure`; its cause is the original one if it can be unpickled"
+        err = RankRaised(failure)
+        err.log = self._log(err.rank, 1000)
+        try: err.__cause__ = pickle.loads(failure.original) if failure.original else None
+        # Its class may exist in the worker only, and what is pickled may exit here.
+        except BaseException: pass
+        return err
+    def drain(self, until):
+        """After a failure: handle reports until all ranks have ended the job, or the time is
+        `until`. Asks nothing: see `ask_to_stop`"""
+        while self.running_ranks and monotonic() < until:
+            for news in self.workers.poll(.05): self._handle(*news)
 
-# %% ../../nbs/launch/503_monitor.ipynb #7c1f5ab2
-@patch
-def _log_size(self:Monitor, r):
-    "Return how many bytes the log of rank `r` has"
-    path = self.workers.log_path(r)
-    return os.path.getsize(path) if os.path.exists(path) else 0
-
-@patch
-def _log(self:Monitor, r, n=3000):
-    "Return the last `n` bytes of what rank `r` wrote to its log during this job"
-    return tail(self.workers.log_path(r), n, self.log_starts[r])
-
-# %% ../../nbs/launch/503_monitor.ipynb #9dd501a6
-@patch
-def _beats(self:Monitor):
-    "Return the last `Heartbeat` of each rank that is still at work"
-    return {r:self.workers.beat(r) for r in self.running_ranks}
-
-@patch
-def _interrupted(self:Monitor):
-    """After an interrupt: ask all ranks to stop. Raise KeyboardInterrupt after a second interrupt,
-    or if no rank has reacted in time"""
-    beats = self._beats().values()
-    if self.stop_asked_at is None: self.ask_to_stop()
-    longest_step = max((b.longest for b in beats), default=0.)
-    waited = monotonic()-self.stop_asked_at
-    is_late = waited > self.engine.interrupt_grace+longest_step
-    is_stuck = is_late and not any(b.leaving for b in beats)
-    if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
-
-@patch
-def ask_to_stop(self:Monitor):
-    """Ask all ranks to stop. This goes through the pipe: the thread that reads it also interrupts
-    code that never looks at the board (`ranch`, cells), and agents pass messages on"""
-    self.stop_asked_at = monotonic()
-    self.workers.ask_stop()
-
-# %% ../../nbs/launch/503_monitor.ipynb #d1623b00
-def _job_stack(text):
-    "Return the stack of the thread that runs the job from faulthandler's report, or ''"
-    threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', text)
-    return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
-
-# Where a rank waits for the others: in a collective, or in a backward pass during its all-reduce
-_WAITING_CODE = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
-                 '_engine_run_backward','torch/autograd/graph.py')
-
-def _waits(stack):
-    "True if one of the two innermost frames waits for other ranks"
-    innermost = '\n'.join(stack.split('\n')[1:3])
-    return any(o in innermost for o in _WAITING_CODE)
-
-# %% ../../nbs/launch/503_monitor.ipynb #e86dfb87
-_BEFORE = 'before its first step'
-_NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
-
-@patch
-def hang(self:Monitor):
-    "Return the `GroupTimeout` that says which rank holds up the others, with a stack of each rank"
-    beats = self._beats()
-    starts = {r:self._log_size(r) for r in beats}
-    def stack(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
-    self.workers.ask_stacks(beats)
-    end = monotonic()+5.
-    while monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
-    stacks = {r:stack(r) for r in beats}
-    awaited = {b.waits_for for b in beats.values()}
-    # A rank without a stack comes first, then one that others wait for, then one that doesn't wait.
-    def order(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
-    first,*others = sorted(beats, key=order)
-    lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
-             for r in (first, *others)]
-    return GroupTimeout(first, beats[first].where, self.engine.timeout, lines)
-
-# %% ../../nbs/launch/503_monitor.ipynb #8dc7c349
-@patch
-def _failure(self:Monitor):
-    "Return the exception for the first failure; the ranks that still run get .5 s to report theirs"
-    end = monotonic()+.5
-    while self.running_ranks and monotonic() < end: self._turn()
-    died = self.ends['died']
-    failed = first_failure(self._failures())
-    if not (failed or died): return KeyboardInterrupt()
-    if failed and is_timeout(failed[0]) and self.running_ranks: return self.hang()
-    # a connection breaks for the other ranks when one dies
-    is_by_death = died and (not failed or is_echo(failed[0]))
-    if is_by_death: err = self._death(*next(iter(died.items())))
-    else: err = self._raised(failed.pop(0))
-    err.others = tuple(map(str, failed))
-    return err
-
-@patch
-def _death(self:Monitor, r, code):
-    "Return the exception for the death of rank `r`"
-    where = self.workers.beat(r).where or _BEFORE
-    if code == HELPER_ENDED:
-        code = -signal.SIGKILL
-        where += "; the helper process was killed, and it with it"
-    return RankDied(r, code, where, self._log(r), self.workers.host(r))
-
-@patch
-def _raised(self:Monitor, failure):
-    "Return the exception for a `Failure`; its cause is the original one if that can be unpickled"
-    err = RankRaised(failure)
-    err.log = self._log(err.rank, 1000)
-    try: err.__cause__ = pickle.loads(failure.original) if failure.original else None
-    # Its class may exist in the worker only, and what is pickled may exit here.
-    except BaseException: pass
-    return err
-
-# %% ../../nbs/launch/503_monitor.ipynb #a87d2859
-@patch
-def drain(self:Monitor, until):
-    "After a failure: handle reports until all ranks have ended the job, or the time is `until`"
-    while self.running_ranks and monotonic() < until:
-        for news in self.workers.poll(.05): self._handle(*news)

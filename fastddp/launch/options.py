@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
 import inspect, os, re, sys
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from ..base import group
 from ..base.checks import (
@@ -19,6 +18,21 @@ from .local import Local
 from ..output.replay import print_line
 
 # %% ../../nbs/launch/508_options.ipynb #ce033820
+# In order, and who calls it:
+#   CHECKS                          the values of options: `Options.checked`, and a `Cluster`
+#   check_method, no_attribute      wrong names on a learner: `pop_from`, and `Learner.__getattr__`
+#   Options                         `fastai1.learner` and `fastai2.learner`, when imported
+#   workers_for                     how many workers, on which GPUs: `engine_for`, and a `Cluster`
+#   in_launched_group, engine_for, refuse_changes
+#                                   where a block runs: `launch.session.distrib_block`
+#
+# Used here:
+#   Local()                         the launcher of a block that names none. It reads its attributes
+#                                   `gpus`, `see`, `see_load` and `timeout` in each `run`
+#   Launcher.place(nprocs, gpus)    `(n, gpus)` of an open launcher; not for `workers_are_local`
+#   closest_name(k, known, aliases) the name that is likely meant, or None
+#   bind_arguments(f, args, kwargs) raises `CantDistribute` if `f` can't be called with them
+
 # The values and names of options
 def _factory(what, example):
     "Return the `Check` of an option such as `model_factory`"
@@ -83,12 +97,15 @@ def no_attribute(learn, name):
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
 # Documentation of the options
 def comments_of(fn):
-    "Return `{parameter: the comment beside it}`, empty without the source of `fn`"
+    """Return `{parameter: the comment beside it}`, empty without the source of `fn`. It is made for
+    signatures of ours: one parameter a line (those of one line share its comment), no `):` in a
+    comment, and no `#` in a default value"""
     try: source = inspect.getsource(fn)
     except (OSError,TypeError): return {}
-    head = re.split(r'\n\)|\):', source)[0]     # the signature
+    head = re.split(r'\n\)|\):', source)[0]     # up to the end of the signature
     res = {}
     for k in inspect.signature(fn).parameters:
+        # at the beginning of a line, or after `(` or `,`
         beside = re.search(rf'(?:^|[(,])\s*\**{k}\b[^#\n]*# *(.*)$', head, re.M)
         if beside: res[k] = beside[1]
     return res
@@ -122,7 +139,12 @@ def _arguments_with_bases(cls, name):
 
 class Options:
     """The options of `distrib_ctx`, read from its signature: checks what a user gives, and makes
-    `distrib_*` methods, whose signatures and docstrings show them"""
+    `distrib_*` methods, whose signatures and docstrings show them. For `learn.distrib_fit(3, lr=.1,
+    nprocs=2)` the calls are:
+
+        distrib_fit     made by `add_method`: calls `learn.distrib('fit', 3, lr=.1, nprocs=2)`
+        distrib         `pop_from` takes `nprocs` out, and checks the names of all others
+        distrib_ctx     `checked` checks the values of the options"""
     def __init__(self,
         ctx, # `Learner.distrib_ctx`
         ignored=(), # Accepted for code written for others, without effect; shown nowhere else
@@ -260,67 +282,6 @@ def _listed(gpus):
     "Return the option `gpus` as a list, also if it is 'all'"
     return list(range(group.n_gpus()) if isinstance(gpus, str) else gpus)
 
-# %% ../../nbs/launch/508_options.ipynb #63fdc617
-# Who holds GPUs in this notebook, and who can't have the same ones then:
-#
-#     a background job   is in `running_jobs`           another job, a block, a `Cluster`
-#     a block            is in `_reservations`          a job of another learner, a `Cluster`
-#     a `Cluster`        the same, without a learner    a job, a block, another `Cluster`
-
-class _Reservation(NamedTuple):
-    "The arguments of `reserve_gpus`"
-    learn:object
-    gpus:list
-    refusal:str
-
-running_jobs = []   # each `BackgroundJob` that has not ended
-_reservations = []  # the `_Reservation` of each block and `Cluster`
-
-@contextmanager
-def reserve_gpus(
-    learn, # The learner of the `distrib_ctx` block that has the GPUs; None: no block has them
-    gpus, # Their numbers
-    refusal="A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
-            "the block."
-):
-    "Context manager in which a job on one of `gpus` is refused, and without `learn` a block, too"
-    reservation = _Reservation(learn, gpus, refusal)
-    _reservations.append(reservation)
-    try: yield
-    finally: _reservations.remove(reservation)
-
-def _shared_gpus(gpus, others):
-    "Return the GPUs in both, as text, which is empty if there are none"
-    return ', '.join(map(str, sorted({*gpus} & {*others})))
-
-def refuse_gpus_of_jobs(gpus):
-    "Raise `CantDistribute` if a background job or a `Cluster` has one of `gpus`"
-    for job in [*running_jobs]:
-        shared = _shared_gpus(gpus, job.gpus)
-        if shared:
-            raise CantDistribute(f"{job.title()} has GPU {shared}. Pass other gpus=, wait for "
-                                 "job.result(), or queue with job.then(...).")
-    _refuse_reserved(gpus, lambda holder: holder is None)
-
-def refuse_gpus_of_others(gpus, learn=None):
-    """Raise `CantDistribute` if a block of another learner has one of `gpus`; with `learn`, also if
-    a `Cluster` has"""
-    _refuse_reserved(gpus, lambda holder: holder is not learn)
-
-def _refuse_reserved(gpus,
-    applies_to # Is called with the learner of a reservation; true: look at its GPUs
-):
-    for o in _reservations:
-        shared = _shared_gpus(gpus, o.gpus)
-        if shared and applies_to(o.learn): raise CantDistribute(o.refusal.format(shared))
-
-def refuse_busy(learn):
-    "Raise `CantDistribute` if a background job trains `learn`"
-    for job in [*running_jobs]:
-        if job.learn is learn:
-            raise CantDistribute(f"This learner is trained by {job.title()}. Wait for "
-                                 "job.result(), or end it with job.stop().")
-
 # %% ../../nbs/launch/508_options.ipynb #35f9d209
 # Where the calls of a block run
 def why_no_workers(nprocs, gpus, launcher):
@@ -362,7 +323,8 @@ def engine_for(
     attrs = {}      # of the launcher, for the time of the block
     if isinstance(launcher, Local):
         for k in ('see','see_load','timeout'):
-            # where the block has its default, the value of the user's `Local` counts
+            # Where the block has its default, the value of the user's `Local` counts. None there is
+            # `Local`'s own default: it says nothing, also as `timeout` (the block's None: no limit)
             own = getattr(launcher, k)
             attrs[k] = options[k] if options[k] != defaults[k] or own is None else own
     if launcher.workers_are_local:

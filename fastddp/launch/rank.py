@@ -20,6 +20,20 @@ from ..payload.pickling import Payload, dump, load
 from ..process.worker import function_ref, resolve_function
 
 # %% ../../nbs/launch/500_rank.ipynb #a58ba397
+# In order: what all engines use (`Job`, `Context`, `call`); then what runs in a worker: its
+# context, the process group, `run_on_rank`; and the settings of the notebook's process.
+#
+# Used here:
+#   Channel (`process.worker`)      the worker's connection, which outlives jobs. `emit` and `put`
+#                                   send; `where` and `items` are read when a job fails; its thread
+#                                   calls `on_stop`, the main thread `on_idle` after the job
+#   capture_output(send, settings)  what is shown inside goes to `send(event)`
+#   group.join(store, ...)          all ranks call it, each in its own process; waits for all
+#   group.rendezvous                the `store` of the group that this process is in, or None
+#   board.on_wait(rank)             is called while this rank waits for `rank`
+#   load, dump                      a `Payload` is `(meta, buffers)`; tensors lie on `buffers`
+
+# What all engines use
 class Job(NamedTuple):
     """What runs on every rank: the function at `work` is called as `work(ctx, obj)`, with `obj`
     loaded from `payload`"""

@@ -14,19 +14,30 @@ from ..base import group
 from ..base.device import accelerator_type, binds_to_numa, visible_cores
 
 # %% ../../nbs/launch/504_report.ipynb #4cde814e
+# Who uses this: `launch.session` in the notebook; under torchrun `launch.training` and `in_place`
+#   banner_line                     before a call
+#   Report: end_phase, add_results  in a call and at its end; `phase_ends` also gets those of rank 0
+#   summary_line, advice_line       after it; later the user reads `learn.distrib_report`
+#
+# An `Advice` comes from a function for each cause, which computes with the numbers in `FitNumbers`.
+# Their limits (a half, .8, 1.5 ...) are rules of thumb: they choose the sentence shown, if any.
+
 class Advice(NamedTuple):
     "What costs time in a fit, and what to do about it"
     cause:str       # One word, such as 'data' or 'exchange'
     seconds:float   # What the remedy saves at most
     text:str        # The cause and the remedy, as a sentence for the user
 
-# A rank's dict, from `totals` and `resource_use` of `fastai2.clock`. In seconds: `seconds` of each
-# kind of work (`PARTS`), `callbacks` by name, `cpu`; `waits` for other ranks by what those did
-# ('data', 'callbacks', 'uneven' for computing), `uneven` by (rank, epoch); `slow` and `starts`, the
-# waits for slow batches and for first ones, `slowest` with epoch and number of the batch. In bytes:
-# `grads`, `largest` with its parameter, `peak`, `gpu_peak`. Others are numbers and names.
-_SMALL_STEP = .01   # seconds
+_SMALL_STEP = .01   # seconds; in a shorter step latency counts, not the number of bytes
 
+# A rank's dict, from `Clock.totals` and `resource_use` of `fastai2.clock`. In seconds:
+#   seconds    of each kind of work, see `PARTS`; callbacks: of each, by name; cpu: of the process
+#   waits      for other ranks, by what those did: 'data', 'callbacks', or 'uneven' (computing)
+#   uneven     the last of these, by (rank waited for, epoch)
+#   slow       for batches that took much longer than others; slowest: (seconds, epoch, batch)
+#   starts     for the first batches of phases, beyond what as many other batches took
+# In bytes: grads (of a step), largest (parameter, bytes), peak and gpu_peak (memory). Numbers:
+# threads, loaders (processes), cores (its share of the machine's). Also metrics (names), on_gpu.
 class FitNumbers(NamedTuple):
     "The measurements of one call on the workers, from which advice is computed"
     seconds:float       # Duration of the whole call
@@ -58,14 +69,13 @@ class FitNumbers(NamedTuple):
     def has_small_steps(self): return self.step_seconds < _SMALL_STEP
 
 def format_bytes(nbytes):
-    "Return a number of bytes as text"
     return f"{nbytes/2**20:,.0f} MB" if nbytes >= 2**20 else f"{nbytes/2**10:,.0f} KB"
 
 # %% ../../nbs/launch/504_report.ipynb #03fd0813
 def data_advice(fit):
-    "Return the `Advice` for time that the workers wait for batches"
     lost = fit.lost('data')
     wait = f"{fit.share(lost)} of the time the workers wait for data"
+    # a sum, since all ranks lose the time of a batch that is slow on one of them
     if sum(r['slow'] for r in fit.ranks) > lost/2:
         secs,epoch,batch = max(r['slowest'] for r in fit.ranks)
         of_epoch = f" of epoch {epoch}" if fit.steps else ''
@@ -73,6 +83,7 @@ def data_advice(fit):
                       f"{of_epoch} took {secs:.1f} s. Look at its items and at the disk they are "
                       "on.")
     loaders = fit.rank0['loaders']
+    # a mean, since loaders start on all ranks at the same time
     if loaders and sum(r['starts'] for r in fit.ranks)/fit.n > lost/2:
         return Advice('loaders', lost, f"{wait}, most of it for the first batch of each epoch, "
                       "when loader processes start: take longer epochs or, if items are quickly "
@@ -121,6 +132,7 @@ def uneven_advice(fit):
     if by_epoch.total() < .8*sum(o.total() for o in waited.values()):
         return Advice('sizes', lost, f"{wait}, in turn, because their items differ in size: sort "
                       "them by length (SortedDL), or cut the longest ones.")
+    # the first epoch that counts: less than a quarter of the worst one is chance
     first = min(epoch for epoch,secs in by_epoch.items() if secs > max(by_epoch.values())/4)
     since = f" since epoch {first}" if first else ''
     where = 'GPU' if fit.rank0['on_gpu'] else 'cores'
@@ -129,7 +141,6 @@ def uneven_advice(fit):
 
 # %% ../../nbs/launch/504_report.ipynb #419af330
 def metrics_advice(fit):
-    "Return the `Advice` for time that goes into metrics"
     lost = fit.mean('metrics')
     names = ', '.join(fit.rank0['metrics'])
     return Advice('metrics', lost, f"{fit.share(lost)} of the time goes into metrics"
@@ -190,7 +201,7 @@ def advice_for(fit):
     worth = [o for o in found if o.seconds > max(_LEAST_SHARE*fit.seconds, _LEAST_SECONDS)]
     return sorted(worth, key=lambda o: -o.seconds)[:3]
 
-# %% ../../nbs/launch/504_report.ipynb #48c80a5d
+# %% ../../nbs/launch/504_report.ipynb #e0afe343
 # Phase -> what happens in it, for users
 PHASES = {
     'snapshot': "learner and data pickled in the notebook",
@@ -205,7 +216,6 @@ PHASES = {
     'back': "weights and all else into the notebook's learner",
     'failed': "runs that failed before this one"}
 
-# %% ../../nbs/launch/504_report.ipynb #e0afe343
 class Part(NamedTuple):
     "How a bar shows one kind of a rank's time"
     meaning:str
@@ -233,10 +243,8 @@ class Report:
     def end_phase(self, phase):
         "Note that `phase`, such as a key of `PHASES`, ends now"
         self.phase_ends.append((phase, time.time()))
-    def add_results(self,
-        results # `Progress.result` of each rank, with its measurements as `report`
-    ):
-        "Add what the ranks measured"
+    def add_results(self, results):
+        "Add `Progress.result` of each rank, with its dict as `report` if it has one"
         self.result = results[0]
         self.ranks = [r['report'] for r in results if r.get('report')]
     @property
@@ -253,9 +261,7 @@ class Report:
             last = max(ended, last)
         return res
     @property
-    def total(self):
-        "Seconds of all phases together"
-        return sum(self.phases.values())
+    def total(self): return sum(self.phases.values())       # seconds
     @property
     def advice(self):
         "What would make the call faster: at most three `Advice`, the one that saves most first"
@@ -361,8 +367,7 @@ def start_text(report, first_batch_at):
     return f"start {total:.1f} s: {', '.join(long)}"
 
 def format_rate(x):
-    "Return a number of items per second as text; it may be less than one"
-    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"       # it may be less than one
 
 def summary_line(
     result, # `Progress.result` of rank 0
@@ -372,16 +377,13 @@ def summary_line(
     start='' # As `start_text` returns it
 ):
     "Return the line that says how long a fit took, and its items per second"
+    done = several(result['epochs'], 'epoch')
+    if counts_steps or not result['epochs']: done = several(result['steps'], 'iteration')
     per_second = result['items']/result['seconds']
     per_worker = f", {format_rate(per_second/n)} per worker" if n > 1 else ''
     start = f" ({start})" if start else ''
-    return (f"{work_done(result, counts_steps)} in {time.time()-began:.1f} s{start}, "
+    return (f"{done} in {time.time()-began:.1f} s{start}, "
             f"{format_rate(per_second)} items/s in training{per_worker}")
-
-def work_done(result, counts_steps):
-    "Return as text how many epochs ran; with `counts_steps`, or if none ended, how many iterations"
-    if counts_steps or not result['epochs']: return several(result['steps'], 'iteration')
-    return several(result['epochs'], 'epoch')
 
 # %% ../../nbs/launch/504_report.ipynb #d7d35b37
 _LEAST_SHARE_PRINTED = .3   # of the call

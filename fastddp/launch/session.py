@@ -15,10 +15,10 @@ from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
 from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
+from .background import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
 from .engine import Job
 from .report import Report, advice_line, banner_line, start_text, summary_line
-from .options import (
-    engine_for, in_launched_group, refuse_busy, refuse_changes, refuse_gpus_of_jobs, reserve_gpus)
+from .options import engine_for, in_launched_group, refuse_changes
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.buffers import ColumnCache
@@ -29,7 +29,22 @@ from ..payload.state import model_tensors, move_opt_state, opt_tensors
 from ..shard.same_model import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
-# Snapshots as bytes
+# All of this runs in the notebook's process. In order: a snapshot as bytes; the learner's memory on
+# GPUs; `distrib_block`; `Call`; `Session`. Subclasses of the last two are in `fastai2.session`,
+# `fastai2.jobs` and `fastai1.session`; their docstrings say what of these base classes they use.
+#
+# Used here:
+#   engine_for(options, defaults)   context manager: `(open launcher, n, gpus)`, or None: no workers
+#   Launcher.run(job, n, on_event)  waits for the job: returns an `Outcome`, or raises. Once the job
+#                                   was submitted, the exception has `state`, `epoch` and `cut`
+#   Launcher.place_after_failure    `(n, gpus)` of the next try, or raises `CantDistribute`
+#   Report                          `end_phase` notes that a phase ends now; `add_results` gets what
+#                                   the ranks measured
+#   ColumnCache                     columns of the last snapshot, which the next one may share
+#   Definitions                     a list that `dump` fills: functions and classes of cells it sent
+#   uninterrupted_exit              an `ExitStack` that is closed as a whole, with Ctrl-C delayed
+
+# A snapshot as bytes
 def dump_or_blame(
     obj,      # The object to pickle
     roots,    # Path -> object, most telling first: where to look for what can't be pickled
@@ -74,17 +89,19 @@ def _on_gpus(learn):
 
 @contextmanager
 def offloaded(learn):
-    "Move model, gradients and optimizer state from GPUs to the CPU, and back at the end"
+    """Move model, gradients and optimizer state from GPUs to the CPU, and back at the end, also if
+    the first move fails or is interrupted"""
     moved = [(t, t.device) for t in _on_gpus(learn)]
     def move(
         device=None # None: the original device of each tensor
     ):
         for t,original_device in moved: t.data = t.data.to(device or original_device)
         if moved:
-            move_opt_state(getattr(learn, 'opt', None))
+            move_opt_state(getattr(learn, 'opt', None))     # to where its parameters are now
             device_module().empty_cache()
-    move('cpu')
-    try: yield
+    try:
+        move('cpu')
+        yield
     finally: move()
 
 # %% ../../nbs/launch/511_session.ipynb #9b6a5fc7
@@ -124,7 +141,8 @@ def distrib_block(
 
 @contextmanager
 def _on_workers(learn, options, defaults, overrides, is_quiet):
-    "Open a launcher for a block, reserve its GPUs, and override the methods of `learn`"
+    """Open a launcher for a block, reserve its GPUs, and override the methods of `learn`; undo all
+    of it at the end, in reverse. A refusal on the way leaves `learn` as it is"""
     with uninterrupted_exit() as stack:
         with suppress_lines(is_quiet(learn)):
             engine = stack.enter_context(engine_for(options, defaults))
@@ -150,14 +168,18 @@ class Call:
         on_success      `apply` puts the state of rank 0 into the learner; a subclass defines it
         on_failure      instead: `apply`, if `apply_failed` says so
 
-    `apply_failed` is 'nothing', or says which failed tries are applied with the state of their last
-    complete epoch: 'last' that after which no other one follows, 'all' each of them."""
+    `apply_failed` says which failed tries are applied, with the state that rank 0 put last, such as
+    that of the last complete epoch:
+
+        'nothing'       none: a validation or prediction
+        'last'          that after which no other one follows: a fit of fastai v1, which begins anew
+        'all'           each of them: a fit of fastai 2, whose next try goes on from there"""
     retry_text = "The fit begins anew"    # what the next try does, as users read it
     def __init__(self,
         session, # The `Session` of the block
         job, # The function that runs on each rank
         what='', # What was called, for the report
-        apply_failed='nothing', # 'nothing', 'last' or 'all', see above
+        apply_failed='nothing', # See above
         counts_steps=False # True for `lr_find`, which is told in iterations instead of epochs
     ):
         store_attr('session,job,apply_failed,counts_steps')
@@ -166,7 +188,8 @@ class Call:
         self.before_run = noop          # called when the snapshot is made; `Session.train` sets it
         self.definitions = Definitions()    # the notebook's that are sent with the snapshot
         self.has_result = False         # the learner holds a state that came from the workers
-        self.stopped_in_epoch = False   # that state is from the middle of an epoch
+        # that state is from the middle of an epoch: no other try follows. A subclass sets it
+        self.stopped_in_epoch = False
     def describe_learner(self):
         "Return what the learner holds now, as the end of a sentence that begins with 'learn'"
         if not self.has_result or self.apply_failed == 'nothing': return "is unchanged."
@@ -294,7 +317,8 @@ class Session:
         for left in reversed(range(self.restarts)):
             try: return call.run(is_last=False)
             except WorkerError as e:
-                if call.stopped_in_epoch: raise      # the user has interrupted it
+                # the user has interrupted it, then a rank failed
+                if call.stopped_in_epoch: raise
                 self.place_after_failure(e)
                 headline = ' '.join(e._headline().split())
                 print_line(f"{type(e).__name__}: {headline}. {call.retry_text} on fresh workers "

@@ -19,6 +19,24 @@ from ..payload.changes import STRUCTURE_ATTRS
 from ..payload.state import model_tensors
 
 # %% ../../nbs/launch/510_training.ipynb #958b4b68
+# In order, and where it runs. Two functions are collectives: every rank of the group calls them.
+#
+#   is_rank0_only, cbs_of_rank ...      which callbacks act on a rank: each rank by itself
+#   notebook_run, open_run              a run of W&B: the notebook, then each rank around its fit
+#   sync_streams                        in place, before a fit or validation: a collective
+#   Progress, until_interrupted         a fit: each rank by itself
+#   model_state, dump_state             the state of a learner: rank 0, after each epoch and the job
+#   load_state                          the notebook
+#   script_lines                        a fit in place: each rank; rank 0 prints
+#   launched_group                      a block in place: a collective, as each rank joins
+#
+# Used here:
+#   Context (`launch.rank`)             `beat` and `saves_below` tell the notebook; no collectives
+#   dump(o, refs), load(..., refs)      objects of `refs`, which both sides list alike, as numbers
+#   ChangeTracker.drop_unpicklable(c)   removes from the changes `c` what can't be pickled; returns
+#                                       `(group, object, name, exception)` of each
+#   model_tensors(model)                name -> parameter or buffer
+
 # Classes of callbacks that write files, log to servers or draw: in fastai 2, then in fastai v1
 RANK0_ONLY = set('''
     CSVLogger WandbCallback ProgressCallback ShowGraphCallback TensorBoardBaseCallback
@@ -77,7 +95,9 @@ def open_run(run_id # What `notebook_run` returned in the notebook
     import wandb
     if wandb.run is None or wandb.run.id != run_id: wandb._attach(run_id)
     try: yield
-    finally: wandb.run.status()     # an answer from the service: all that was logged has arrived
+    finally:
+        # an answer from the service: all that was logged has arrived. A callback may finish the run
+        if wandb.run is not None: wandb.run.status()
 
 # %% ../../nbs/launch/510_training.ipynb #77cc761a
 def sync_streams():
@@ -161,20 +181,33 @@ def model_state(model,
                 training=[m.training for m in model.modules()])
 
 # %% ../../nbs/launch/510_training.ipynb #710ab406
+# A state is sent as `(state, pickle of rest, buffers of rest)`: a pickle within the pickle, so that
+# `state` arrives even if `rest` can't be loaded.
+#
+#     state    what is copied into the notebook's tensors: `model_state`, and more
+#     rest     'changes' of attributes, and more. If some of them can't be pickled, also
+#              'lost'      words for each, for the user
+#              'fits'      False if layers of the model are among them, else True
+#
+#     what goes wrong, and is warned of               `load_state` returns
+#     nothing                                         state, rest
+#     changes of other things than layers were lost   state, rest
+#     changes of layers were lost                     state, rest     None if `state` has weights of
+#     `rest` can't be loaded                          state, {}       layers that this model lacks:
+#                                                                     the learner is unchanged
+
 def dump_state(
-    state, # A dict with what is copied in place: `model_state` and more
-    rest, # A dict with all else; its 'changes' are those of `ChangeTracker.since_start`
+    state, # A dict, see above
+    rest, # A dict; its 'changes' are those of `ChangeTracker.since_start`
     tracker, # The `ChangeTracker`
     refs # Objects that both sides have; see `persistent_refs`
 ):
-    """Return a `Payload` of both dicts, for `load_state`. Changes that can't be pickled are left
-    out. Then `rest` has 'lost', the words for them, and 'fits', False if layers are among them"""
+    "Return a `Payload` of both dicts, for `load_state`. Changes that can't be pickled are left out"
     try: dumped_rest = dump(rest, refs)
     except Exception:
         lost = tracker.drop_unpicklable(rest['changes'])
         fits = not any(name in STRUCTURE_ATTRS for *_,name,_ in lost)
         dumped_rest = dump(rest | dict(lost=[*_describe_lost(lost)], fits=fits), refs)
-    # a pickle within the pickle: if it can't be loaded, `state` arrives all the same
     buffers = [pickle.PickleBuffer(b) for b in dumped_rest.buffers]
     return dump((state, dumped_rest.meta, buffers), refs)
 
@@ -195,15 +228,14 @@ def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
 def load_state(meta, buffers, refs,
     model # The notebook's
 ):
-    """Return `(state, rest)`, which `dump_state` was given; `rest` is {} if it can't be loaded.
-    Return None if `model` has no place for some weights: the learner is to stay as it is. Warn
-    of all that is missing"""
+    "Return `(state, rest)`, which `dump_state` was given, or None: see the table above"
     state,*dumped_rest = load(meta, buffers, refs=refs)
     rest = _load_rest(*dumped_rest, refs)
     _warn_of_lost(rest.get('lost'))
     own = model_tensors(model)
     unknown = [k for k in state['tensors'] if k not in own]
-    # the changes in `rest` add the layers that the model got in the fit, unless these were lost
+    # the changes in `rest` add the layers that the model got in the fit, unless these were lost.
+    # Without 'fits' nothing was lost; an empty `rest` couldn't be loaded
     adds_layers = rest.get('fits', bool(rest))
     if not unknown or adds_layers: return state, rest
     warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
@@ -236,7 +268,7 @@ def script_lines(
     report=None # The `Report`, complete when the fit is over
 ):
     """Context manager for a fit under torchrun: rank 0 prints a line that says what runs, and at
-    the end how long it took, and what would make it faster"""
+    the end, unless the fit fails, how long it took, and what would make it faster"""
     prints = not quiet and group.under_launcher() and group.rank() == 0
     n = group.world_size()
     began = time.time()
@@ -251,7 +283,7 @@ def script_lines(
 @contextmanager
 def launched_group():
     """Context manager in which this process is in the group that its launcher, torchrun say, made;
-    yields the process's device"""
+    yields the process's device. To join is a collective, to leave isn't"""
     if group.in_group():        # joined elsewhere, and left there
         yield group.comm_device()
         return
