@@ -23,6 +23,7 @@ from ..launch.local import Local
 from ..launch.options import (
     CHECKS, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus, workers_for)
 from ..launch.session import dump_or_blame, dump_with_patches
+from ..launch.training import is_kind
 from ..payload.pickling import dump, load
 from ..process.worker import Surroundings, resolve_function
 
@@ -188,10 +189,9 @@ class StandingLocal(Local):
     def _ranks_become_idle(self, monitor):
         """Ask the ranks to stop; return True if all are alive and idle within five seconds, or
         within `interrupt_grace` if that is longer. A rank that waits in a collective can't stop"""
-        deadline = time.monotonic()+max(5., self.interrupt_grace)
         if monitor.ends['died']: return False
         if monitor.stop_asked_at is None and monitor.running_ranks: monitor.ask_to_stop()
-        monitor.drain(deadline)
+        monitor.drain(time.monotonic()+max(5., self.interrupt_grace))
         # the next job forms a new process group: a collective of this one may be unfinished
         self._rendezvous = None
         return not (monitor.running_ranks or monitor.ends['died'])
@@ -274,7 +274,7 @@ class Cluster:
         on = self.parse_ranks(on, 'on')
         see = self.parse_ranks(see, 'see')
         if not set(see) & set(on): see = on[:1]     # the output of some rank that runs it is shown
-        title = next((line for line in cell.split('\n') if line.strip()), '')[:60]
+        title = cell.strip().partition('\n')[0][:60]
         self.last_run = title
         self._run_job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
     def run(self,
@@ -318,8 +318,7 @@ class Cluster:
         if not package: return objs
         for o in objs.values():
             # a learner of a worker may have been on its GPU
-            is_learner = any(c.__name__ == 'Learner' for c in type(o).__mro__)
-            if is_learner: resolve_function(f'{package}.snapshot:place')(o, device)
+            if is_kind(o, ['Learner']): resolve_function(f'{package}.snapshot:place')(o, device)
         return objs
     def parse_ranks(self,
         ranks, # 'all', a text such as '0,2', a number, or a list of numbers

@@ -90,8 +90,7 @@ class AllRanks:
 
 def _copy_from_rank0(learn):
     "Give all ranks the model of rank 0"
-    model = learn.model
-    group.broadcast_([*model.parameters(), *trained_beside(learn), *model.buffers()])
+    group.broadcast_([*learn.model.parameters(), *trained_beside(learn), *learn.model.buffers()])
 
 # %% ../../nbs/fastai1/807_in_place.ipynb #c94c15f6
 # In the workers of a standing cluster: for good. A cell for some ranks has no WORLD_SIZE, and so

@@ -84,8 +84,8 @@ def _unpack_and_note(ctx, obj):
     """Make the learner of a snapshot ready on this rank. Returns its `Baseline` on rank 0, which
     sends back what the job changes, and None on the others"""
     unpack(obj, ctx.device)
-    if ctx.rank: return None
-    return Baseline(obj['learn'], obj['callbacks'], obj['metrics'], obj['definitions'])
+    if ctx.rank == 0:
+        return Baseline(obj['learn'], obj['callbacks'], obj['metrics'], obj['definitions'])
 
 def fit_job(ctx, obj):
     """Train the learner of a snapshot on this rank, by fastai's own `fit`. Returns

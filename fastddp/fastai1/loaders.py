@@ -115,7 +115,9 @@ def picklable_preloaders():
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #96f904b9
 def _lay_out(pre):
-    "Make a `LanguageModelPreLoader`'s buffers for its `bs` streams, in the same order of texts"
+    """Make a `LanguageModelPreLoader`'s buffers for its `bs` streams, in the same order of texts.
+    Does nothing for None"""
+    if pre is None: return
     pre.ite_len = None      # the number of batches, which it computes again
     if pre.idx is None: return
     order = pre.idx.idx
@@ -159,12 +161,12 @@ def global_batches(dl, # A `DeviceDataLoader`
     original_sizes = [(o, o.bs) for o in parts if hasattr(o, 'bs')]
     dl.batch_size = bs      # v1's setter makes another torch loader
     for o,_ in original_sizes: o.bs = bs
-    if pre is not None: _lay_out(pre)
+    _lay_out(pre)
     try: yield
     finally:
         dl.dl = original_dl
         for o,original_bs in original_sizes: o.bs = original_bs
-        if pre is not None: _lay_out(pre)
+        _lay_out(pre)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #8ef6ff48
 def shard(dl,      # A `DeviceDataLoader` or a torch loader, which yields the global batches

@@ -105,11 +105,10 @@ class Session(_Session):
                            dict(handler=handler, infer=infer))
         with self.showing_lines(call):
             outcome = call.run()
-            # each result is a pair, see `infer_job`; that of rank 0 is the whole one
+            # pairs `(result, interrupted)`, see `infer_job`. Only that of rank 0 has the result
             if outcome.interrupted or any(interrupted for _,interrupted in outcome.results):
                 raise KeyboardInterrupt
-        result,_ = outcome.results[0]
-        return result
+        return outcome.results[0][0]
 
     # How the learner gets here. Only during a call of this learner `basic_train` has this session's
     # functions. They pass on calls for another learner or model, such as those of a callback

@@ -96,9 +96,9 @@ def snapshot(learn,
     obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=(next_id,hooks), **call)
-    without_bars = (without_attrs(cb, 'pbar') for cb in callbacks)
+    changes = (without_attrs(cb, 'pbar') for cb in callbacks)
     return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
-                         without_attrs(learn, *_OVERRIDES), *without_bars, columns=columns,
+                         without_attrs(learn, *_OVERRIDES), *changes, columns=columns,
                          definitions=definitions)
 
 def unpack(obj,   # The dict of a `snapshot`, loaded on a rank

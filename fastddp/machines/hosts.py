@@ -158,9 +158,8 @@ class Machines(Local):
         problems = []       # a line for each machine that can't take part
         # all start at once, and are heard afterwards. The notebook's own machine comes first, so
         # that it has rank 0
-        for name in sorted(starters, key=lambda o: o not in LOCAL_NAMES):
-            is_local = name in LOCAL_NAMES
-            try: self.machines.append(Machine(name, starters[name], self.link_timeout, is_local))
+        for name,start in sorted(starters.items(), key=lambda o: o[0] not in LOCAL_NAMES):
+            try: self.machines.append(Machine(name, start, self.link_timeout, name in LOCAL_NAMES))
             except OSError as e: problems.append(f"{name}: {self.explain(str(e))}")
         deadline = time.monotonic()+self.start_timeout
         for m in self.machines:
@@ -169,8 +168,7 @@ class Machines(Local):
                 m.facts, = answer
                 why = self.problem_with(m)
             else:
-                why = self.explain(m.error_output())
-                why = why or f"no answer within {self.start_timeout:g} s"
+                why = self.explain(m.error_output()) or f"no answer within {self.start_timeout:g} s"
             if why: problems.append(f"{m.name}: {why}")
         if problems: raise CantDistribute('\n'.join(problems))
         self.on_gpu = not on_cpu and all(m.facts['gpus'] for m in self.machines)
@@ -212,16 +210,12 @@ class Machines(Local):
     def _network_failure(self, e):
         "Return the `RankRaised` of a broken connection as a `RankDied` that names the network"
         failure = e.failure
-        names = [name for name,n in self.rank_counts.items() for _ in range(n)]     # by rank
-        name = names[failure.rank]
-        host = '' if name in LOCAL_NAMES else name
+        hosts = ['' if name in LOCAL_NAMES else name        # of each rank
+                 for name,n in self.rank_counts.items() for _ in range(n)]
         why = f"the network between the machines seems to have failed: {failure.message}"
-        err = RankDied(failure.rank, why, failure.where, e.log, host)
+        err = RankDied(failure.rank, why, failure.where, e.log, hosts[failure.rank])
         # what rank 0 left of the job, and the failures of other ranks
-        err.state = e.state
-        err.cut = e.cut
-        err.epoch = e.epoch
-        err.others = e.others
+        for k in ('state','cut','epoch','others'): setattr(err, k, getattr(e, k))
         return err
     def submit(self, job, nprocs, interrupts, mark):
         "As `Local.submit`: sends each machine the job, with the `RankSpec` of each rank there"
@@ -229,21 +223,20 @@ class Machines(Local):
         mark('fork')
         packed = self._write_payload(job)
         settings = self.settings()
-        rank0_is_remote = not self.machines[0].is_local
         for m in self.machines:
             specs = [RankSpec(world_size=nprocs, gpu=i if self.on_gpu else None,
                               backend=self._backend(), threads=self.threads, store=self._rendezvous,
                               display=self.display_of(r), work=job.work, settings=settings)
                      for i,r in enumerate(m.ranks)]
-            entry = partial(run_on_machine, self.link_timeout, rank0_is_remote)
+            # the last argument: rank 0 is on another machine
+            entry = partial(run_on_machine, self.link_timeout, not self.machines[0].is_local)
             self.workers.submit(m, entry, specs, self.cards[m], packed, self._payload_block)
     def _ensure_workers(self, nprocs):
         "Keep the last job's workers if all live; else start new ones on all machines"
         if self.workers and len(self.workers.alive()) == nprocs: return
         if self.workers: self.close()
         # agents that have ended are started again, on the same kind of devices
-        was_on_cpu = self.rank_counts and not self.on_gpu
-        self.place(nprocs, [] if was_on_cpu else None)
+        self.place(nprocs, [] if self.rank_counts and not self.on_gpu else None)
         self.workers = RemoteWorkers(self.machines, self.rank_counts.values(), self.on_gpu)
         # new workers form a new group, and so need a new store, on rank 0's machine
         first = self.machines[0]
@@ -316,8 +309,7 @@ class Command:
     def error_output(self):
         "Return what the command, or Python on the other machine, wrote to standard error"
         # not by `seek` and `read`: the command writes at the position of this file
-        fd = self._errors.fileno()
-        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors='replace')
+        return os.pread(self._errors.fileno(), 1<<24, 0).decode(errors='replace')
     def close(self,
         seconds # Time for the command to end by itself
     ):
@@ -347,8 +339,7 @@ class Hosts(Machines):
         check_all(locals(), _HOST_CHECKS)
         super().__init__(per_node, **kwargs)
         self.hosts = list(hosts)
-        self.command = command
-        self.python = python
+        store_attr('command,python')
     def _argv(self, host):
         """Return the program and arguments that run an agent on `host`; without the command on the
         notebook's own machine"""

@@ -61,7 +61,6 @@ class Machine:
             return f"{why} ({lines[-1]})" if lines else why
         if self.stream.seconds_silent() > self.link_timeout:
             return f"no message from {self.name} for {self.link_timeout:g} s"
-        return None
     def wait_for(self, kind, deadline):
         "As `Stream.wait_for`; raises `CantDistribute` if the message doesn't arrive"
         values = self.stream.wait_for(kind, deadline)

@@ -109,12 +109,11 @@ def meet(
     endpoints,first_cards = first.wait_for('listening', deadline)
     for m in others: m.stream.send('reach', endpoints, token, interface)
     cards_of = {m: m.wait_for('reachable', deadline)[0] for m in others}
-    addresses = [address for address,_ in endpoints]        # that of the fastest card first
-    for address in addresses:
+    for address,card in first_cards.items():        # the fastest card first
         if all(address in cards for cards in cards_of.values()):
             others_cards = {m: cards[address] for m,cards in cards_of.items()}
-            return address, {first: first_cards[address]} | others_cards
-    tried = ', '.join(addresses) or 'no address'
+            return address, {first: card} | others_cards
+    tried = ', '.join(first_cards) or 'no address'
     each = '; '.join(f"{m.name} reaches {', '.join(o) or 'none'}" for m,o in cards_of.items())
     raise CantDistribute(
         f"There is no address of {first.name} that all machines reach (tried {tried}; {each}): "

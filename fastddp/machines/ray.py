@@ -148,8 +148,7 @@ def connect(
     except ImportError:
         raise CantDistribute("Ray() needs Ray: pip install 'fastddp[ray]'.") from None
     if ray.is_initialized():
-        is_client = ray.util.client.ray.is_connected()
-        _refuse_client('ray://' if is_client else '')
+        if ray.util.client.ray.is_connected(): _refuse_client('ray://')
         return False
     address = address or os.environ.get('RAY_ADDRESS') or 'auto'
     _refuse_client(address)
@@ -178,7 +177,7 @@ def bundles_for(
     gpus, # GPUs to reserve on each; None: one for each rank if the cluster has any
     cpus, # Cores to reserve on each; None: one for each rank
     resources, # Other resources to reserve on each, a dict from name to amount; or None
-    tie_all=False # True: Ray chooses no machine that isn't `found`
+    tie_all=False # True, or not empty: Ray chooses no machine that isn't `found`
 ):
     """Return the bundle to reserve on each machine that takes part, a dict from resource to amount;
     raise `CantDistribute` if too few machines have one.
@@ -276,10 +275,9 @@ class Ray(Machines):
         found = [(o['NodeManagerAddress'], o['Resources']) for o in nodes]
         n = self.nodes
         # after machines were lost, those that are left are enough; Ray may know a lost one as alive
-        has_lost = bool(self.excluded_names)
-        if n and has_lost: n = min(n, len(nodes))
+        if n and self.excluded_names: n = min(n, len(nodes))
         asked = self.asked_of_each | (dict(gpus=0) if on_cpu else {})
-        return bundles_for(found, n, self.per_node, **asked, tie_all=has_lost)
+        return bundles_for(found, n, self.per_node, **asked, tie_all=self.excluded_names)
     def _reserve(self, bundles):
         """Reserve the bundles on different machines and return Ray's placement group; raise
         `CantDistribute` if the resources are not free within `wait_seconds`"""
