@@ -23,10 +23,24 @@ from ..launch.engine import Job
 from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
 from ..launch.session import dump_or_blame, dump_with_patches
+from ..launch.training import is_kind
 from ..payload.pickling import dump, load
 from ..process.worker import Surroundings, resolve_function
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
+# Used here:
+#   Local                base, an engine: `run(job, n)` starts workers or keeps them, calls the job
+#                        on each, and returns an `Outcome`. `workers` is None while there are none.
+#                        Its hooks: `settings` and `display_of` before a job, `after_success` or
+#                        `after_failure` after it
+#   Surroundings         environment, folder, import path and more: `now()` reads those of this
+#                        process, `enter()` sets them
+#   ctx.interruptible()  context: KeyboardInterrupt when the notebook asks the ranks to stop
+#   Monitor              of the job that failed: `ends['died']`, `running_ranks`, `ask_to_stop`, and
+#                        `drain(until)`, which waits until all ranks have ended the job
+#   reserve_gpus(...)    context in which no block, job or other `Cluster` gets these GPUs
+#   dump_with_patches    pickles for the workers; raises `NotPicklable`, which names the cause
+
 # A method of a `Cluster` runs a job on each worker (`_run_job`), one job at a time:
 #
 #     the notebook's process     each worker, in `worker_namespace`
@@ -38,7 +52,7 @@ from ..process.worker import Surroundings, resolve_function
 #
 # The jobs come first here, then the engine that keeps the workers, then `Cluster`.
 
-# State of a worker's process
+# State of a worker's process, from job to job
 _last_surroundings = None   # `Surroundings` at the end of the last job
 _train_in_place = None      # function of the app, called before each job, since cells may patch it
 
@@ -164,7 +178,8 @@ class StandingLocal(Local):
     def settings(self): return {}       # cells that run in the workers change their settings
     def display_of(self, r): return super().display_of(r)._replace(shell=True)
     def after_success(self, job):
-        "Keep the job's buffers, which its objects in the workers may use; the next job gets others"
+        """Keep the workers, without a timer. Leave the job's buffers to its objects in the workers,
+        which may use them: the next job gets another block"""
         if not job.payload.buffers: return
         self._payload_block.close()
         self._payload_block = None
@@ -174,11 +189,11 @@ class StandingLocal(Local):
     def _ranks_become_idle(self, monitor):
         """Ask the ranks to stop; return True if all are alive and idle within five seconds, or
         within `interrupt_grace` if that is longer. A rank that waits in a collective can't stop"""
-        deadline = time.monotonic()+max(5., self.interrupt_grace)
         if monitor.ends['died']: return False
         if monitor.stop_asked_at is None and monitor.running_ranks: monitor.ask_to_stop()
-        monitor.drain(deadline)
-        self._rendezvous = None     # the next job forms a new process group
+        monitor.drain(time.monotonic()+max(5., self.interrupt_grace))
+        # the next job forms a new process group: a collective of this one may be unfinished
+        self._rendezvous = None
         return not (monitor.running_ranks or monitor.ends['died'])
 
 # %% ../../nbs/cluster/651_cluster.ipynb #252684fd
@@ -216,14 +231,16 @@ class Cluster:
         refuse_gpus_of_jobs(self.gpus)
         refuse_gpus_of_others(self.gpus)
         self._held_gpus = ExitStack()    # closed when the workers have ended
-        self._held_gpus.enter_context(reserve_gpus(None, self.gpus, _HAS_GPU))
+        # starts nothing: the first job starts the workers. `shutdown` calls `__exit__`
         self.local = StandingLocal(gpus=self.gpus, timeout=timeout).__enter__()
         self._lock = threading.Lock()   # held while a job runs
         self.running = ''       # what the workers are doing
         self.last_run = ''      # first line of the last cell
         self.pids = None        # process id of each worker; None until they have started
         atexit.register(self.shutdown)
-        try: started = self._run_job(start_job, APPS[self.app], 'starting')
+        try:
+            self._held_gpus.enter_context(reserve_gpus(None, self.gpus, _HAS_GPU))
+            started = self._run_job(start_job, APPS[self.app], 'starting')
         except BaseException:
             self.shutdown()
             raise
@@ -257,7 +274,7 @@ class Cluster:
         on = self.parse_ranks(on, 'on')
         see = self.parse_ranks(see, 'see')
         if not set(see) & set(on): see = on[:1]     # the output of some rank that runs it is shown
-        title = next((line for line in cell.split('\n') if line.strip()), '')[:60]
+        title = cell.strip().partition('\n')[0][:60]
         self.last_run = title
         self._run_job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
     def run(self,
@@ -301,8 +318,7 @@ class Cluster:
         if not package: return objs
         for o in objs.values():
             # a learner of a worker may have been on its GPU
-            is_learner = any(c.__name__ == 'Learner' for c in type(o).__mro__)
-            if is_learner: resolve_function(f'{package}.snapshot:place')(o, device)
+            if is_kind(o, ['Learner']): resolve_function(f'{package}.snapshot:place')(o, device)
         return objs
     def parse_ranks(self,
         ranks, # 'all', a text such as '0,2', a number, or a list of numbers
@@ -329,9 +345,10 @@ class Cluster:
         if not self._lock.acquire(blocking=False):
             raise CantDistribute(f"The group is busy: {self.running}")
         try:
-            dead = self.dead() if self.pids else ()
+            dead = self.dead() if self.pids else ()     # before the first job no one lives
             if dead:
-                # the first error after a death names the rank
+                # the first error after a death names the rank; then all workers are ended, and the
+                # cluster for good
                 died = f"Rank {dead[0]} died between two cells. " if self.local.workers else ''
                 self.local.close(0)
                 raise CantDistribute(died+_HAS_ENDED)
@@ -345,7 +362,7 @@ class Cluster:
             self._add_remedy(e)
             raise
         finally:
-            if not self.local.workers: self._held_gpus.close()
+            if not self.local.workers: self._held_gpus.close()      # a failure has ended them
             self.running = ''
             self._lock.release()
         if outcome.interrupted: raise KeyboardInterrupt

@@ -31,6 +31,23 @@ from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import iterate_original
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f3
+# Used here (c: a collective, all ranks call it):
+#   Board.meet(numbers)  c  returns a row of numbers for each rank; waits for all ranks
+#   Losses                  the kind of each loss function, the same on all ranks: `is_gathered`, or
+#                           combined by `loss_part`, with the argument `reduction`
+#   .of_all_ranks        c  the loss over all ranks' predictions. None if they don't fit together:
+#                           from then on the function isn't `is_gathered`
+#   Passes                  replaces `torch.autograd.backward` inside `wrapped()`. From `open` to
+#                           `close` it calls in each pass `begin_pass`, torch's pass, `checksums`,
+#                           and then averages gradients (c)
+#   shard(dl, ...)          a loader that yields this rank's items; `own_loader` returns `dl`. With
+#                           `_shard.other_loop` set, a loop over it yields what that yields, unless
+#                           `_shard.fit_loop_next` is True; the loop sets it to False
+#   SameWeights()        c  its call gives all ranks rank 0's weights; True if some differed
+
+# The sections: meetings (`Ranks`), the loss and its backward pass (`GlobalLoss`,
+# `TrainingBatches`), callbacks, and `distributed_v1`, which joins them.
+#
 # A fit on a rank. v1's own `basic_train.fit` runs inside `distributed_v1`, which replaces functions
 # that it calls, and adds callbacks. All ranks come to the same places in the same order:
 #
@@ -137,7 +154,9 @@ class GlobalLoss:
     def __init__(self,
                  loss_func, # The learner's
                  ranks,     # `Ranks`
-                 positions, # Positions of this rank's items that count, in the epoch of one process
+                 # Positions of this rank's items that count, in the epoch of one process. A rank
+                 # without items is fed some of others', which don't count
+                 positions,
                  losses,    # `Losses` of the fit
                  named_parameters=lambda: () # The model's
     ):
@@ -155,9 +174,10 @@ class GlobalLoss:
         weighted,total,*_ = self.ranks.all_reduce(own_term, part.divisor)
         value = part.global_loss(weighted, total)
         # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
-        # this rank's items counts, its loss is NaN: take one with gradients of zeros
+        # this rank's items counts, its loss may be NaN: take one with gradients of zeros
         self.scale = part.scale(total, group.world_size())
-        if not part.divisor: loss = sum(t.sum() for t in tensors_in(out) if t.requires_grad)*0.
+        preds = [t.sum() for t in tensors_in(out) if t.requires_grad]
+        if preds and not part.divisor: loss = sum(preds)*0.
         return _ReplaceValue.apply(loss, value, self.scale)
 
     def _gathered_loss(self, out, yb):
@@ -169,7 +189,7 @@ class GlobalLoss:
             return None,count
         batch = LocalBatch(out, yb, count, self.positions)
         rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
-        nbytes,counts,layouts = zip(*(row[:3] for row in rows))
+        nbytes,counts,layouts = zip(*(row[:3] for row in rows))     # a row has zeros after them
         loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts)
         return loss,batch.count         # fewer if a callback left items out
 
@@ -198,7 +218,8 @@ class TrainingBatches:
             self.passes.open()
         return self.fastai_loss_batch(model, xb, yb, loss_func, opt, cb_handler)
 
-    # `Passes` calls these in each pass, on all ranks: if one rank skips a pass, all do (`Agree`)
+    # `Passes` calls these in each pass, on all ranks: if a callback skips a pass on one rank,
+    # `Agree` has all ranks skip it
     def parameters(self): return [*self.learn.model.parameters(), *trained_beside(self.learn)]
     def begin_pass(self, loss, is_first):
         # The first pass of a batch is that of the `GlobalLoss`, which has scaled it already
@@ -220,7 +241,8 @@ class ShardLoaders(Callback):
         store_attr()
     def on_train_begin(self, **kwargs):
         data = self.learn.data
-        # The sharded `valid_dl` serves callbacks' loops: `Validation` shards the original itself
+        # The sharded `valid_dl` is for callbacks that loop over it: `Validation` shards the
+        # original itself
         for name,dl in fit_loaders(data).items():
             sharded = shard(dl, group.rank(), group.world_size(), name == 'train_dl', self.common)
             torch_dl(sharded)._shard.other_loop = self._iterate_whole
@@ -271,8 +293,9 @@ class EndFit(Callback):
     _order = END_FIT
     def __init__(self, learn, ranks, passes): store_attr()
     def on_train_end(self, **kwargs):
-        # Other ranks come to a meeting now if this one stops by itself. v1 says only whether an
-        # `Exception` ended the fit, and a `KeyboardInterrupt` is none
+        # If a `KeyboardInterrupt` stops this rank alone, it meets the others before other callbacks
+        # act. v1 passes on only an `Exception` that ended the fit, and this is none. After another
+        # failure no one meets: the other ranks are stopped from outside
         if isinstance(sys.exc_info()[1], KeyboardInterrupt): self.ranks.leave()
         self.passes.close()
         _put_back_loaders(self.learn.data)
@@ -338,11 +361,13 @@ def distributed_v1(learn,
     counting = [_CountAll(learn, ranks, cb) for cb in callbacks
                 if type(cb).__name__ == 'AccumulateScheduler']
     def before_validation():
-        batches.passes.close()
+        batches.passes.close()      # backward passes of a validation are this rank's own
         sync.sync()
+    # Made before `basic_train.validate` is replaced, since it calls fastai's own
     validate = Validation(ranks, common, losses, before=before_validation)
     with as_rank(ranks, common), ExitStack() as undo:
         if batch == 'per_worker':
+            # before `ShardLoaders` divides these batches
             for dl in fit_loaders(learn.data).values():
                 undo.enter_context(global_batches(dl, group.world_size()))
         if sync_bn and on_gpu: undo.enter_context(synced_bn(learn.model))

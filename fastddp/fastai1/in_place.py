@@ -24,6 +24,18 @@ from ..launch.training import finds_lr, launched_group, script_lines, sync_strea
 from ..output.capture import use_bars
 
 # %% ../../nbs/fastai1/807_in_place.ipynb #ed80f741
+# Used here (c: a collective, all ranks call it):
+#   group.everyone()             True if this code runs on all ranks; False inside a fit or
+#                                validation of ours (`as_rank`), and in a cell for some ranks
+#   sync_streams()            c  gives all ranks the random streams of rank 0
+#   distributed_v1(...)       c  context in which `basic_train.fit` trains by all ranks, with the
+#                                callbacks that it yields; replaces `basic_train.validate` inside
+#   validate_by_ranks(...)    c  calls `basic_train.validate` by all ranks, outside of a fit
+#   check_v1(data, n, batch)     raises `CantShard`; before collectives, and on all ranks alike
+#   script_lines(...)            context of a fit: rank 0 prints what runs, and how long it took
+#   launched_group()          c  context in which this process is in the launcher's group; yields
+#                                its device. Inside another one it changes nothing
+
 class AllRanks:
     """Replaces `basic_train.fit` and `validate` by its methods of these names, in a process that is
     a rank of a group. All ranks make each call together. Where the code doesn't run on all ranks,
@@ -34,6 +46,8 @@ class AllRanks:
                  interrupts=contextlib.nullcontext
     ):
         store_attr()
+        # Inside another block those of its `AllRanks`. They call fastai's own in a fit or
+        # validation of ours, since `group.everyone()` is False there
         self.fastai_fit = basic_train.fit
         self.fastai_validate = basic_train.validate
 
@@ -43,7 +57,7 @@ class AllRanks:
         return self._run(self.fastai_validate, self._validate, *args, **kwargs)
 
     def _run(self, fastais, ours, *args, **kwargs):
-        "Call fastai's own function, or ours if all ranks make this call"
+        "Call fastai's own function, or ours if all ranks make this call. A collective then"
         if not group.everyone(): return fastais(*args, **kwargs)
         # `Validation` runs the `validate` that it finds, which has to be fastai's own
         with self.interrupts(), with_attrs(basic_train, validate=self.fastai_validate):
@@ -51,6 +65,7 @@ class AllRanks:
     def _fit(self, epochs, learn, callbacks=None, metrics=None):
         "Fit as `basic_train.fit`, whose parameters it has"
         n = group.world_size()
+        # Each rank has made its learner by itself: the ranks have to begin alike
         for dl in loaders_of(learn.data): mend_streams(dl)
         check_v1(learn.data, n, self.options['batch'])
         sync_streams()
@@ -75,17 +90,18 @@ class AllRanks:
 
 def _copy_from_rank0(learn):
     "Give all ranks the model of rank 0"
-    model = learn.model
-    group.broadcast_([*model.parameters(), *trained_beside(learn), *model.buffers()])
+    group.broadcast_([*learn.model.parameters(), *trained_beside(learn), *learn.model.buffers()])
 
 # %% ../../nbs/fastai1/807_in_place.ipynb #c94c15f6
-# In the workers of a standing cluster: for good
+# In the workers of a standing cluster: for good. A cell for some ranks has no WORLD_SIZE, and so
+# calls fastai's own functions
 
 _trains_in_cells = False        # `train_in_place` was called in this process
 
 def train_in_place(ctx):
     """Make every learner of this process train and validate together with the other ranks of its
-    group. Called before each cell"""
+    group. A `Cluster` calls it before each cell, on each rank; the first call does all. Not a
+    collective"""
     global _trains_in_cells
     if _trains_in_cells: return
     _trains_in_cells = True
@@ -107,12 +123,12 @@ def in_place(
     block_options # All options of the `distrib_ctx` block
 ):
     """Make all learners train together with the other ranks inside, in a process that a launcher
-    such as torchrun has started. The block is one of `learn`"""
-    if _trains_in_cells:        # already, for good
+    such as torchrun has started. The block is a `distrib_ctx` of `learn`; all ranks enter it"""
+    if _trains_in_cells:        # in a cell, which does all this already
         yield
         return
     with launched_group() as device, contextlib.ExitStack() as undo:
-        if group.rank(): use_bars(undo, 'silent')
+        if group.rank(): use_bars(undo, 'silent')       # rank 0 alone shows progress
         place(learn, device)
         together = AllRanks(options)
         with (with_attrs(learn, distrib_session=block_options),

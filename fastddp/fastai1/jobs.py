@@ -19,6 +19,19 @@ from ..launch.training import Progress, cbs_of_rank, until_interrupted, whereabo
 from ..shard.gathered_loss import Losses
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #7f809572
+# Used here (c: a collective, all ranks call it):
+#   distributed_v1(...)     c  context in which `basic_train.fit` trains by all ranks, with the
+#                              callbacks that it yields
+#   as_rank(ranks, common)  c  context of a rank in a validation: random streams of its own. A
+#                              KeyboardInterrupt that ends it stops the other ranks, too
+#   until_interrupted          calls the fit; True, without an exception, if a KeyboardInterrupt
+#                              ended it
+#   Baseline, .capture()       the learner before the job; what has changed since, as a `Payload`
+#   ctx.put(name, payload)     sends a payload to the notebook, which keeps the latest of each name
+#   Progress(ctx, folder)      counts batches, items and seconds, and sends heartbeats; `result()`
+#                              is the dict that `fit_job` returns
+#   ctx.where                  the place in the fit that a failure report names
+
 class NoteProgress(Callback):
     """Tells the notebook before each batch where this rank is. Counts and times training
     batches. No collective operation"""
@@ -62,7 +75,8 @@ class _KeepState(Callback):
 #         each batch    NoteProgress
 #         each epoch    (of a fit)                 put 'epoch': the notebook applies the latest
 #                                                  one if a rank fails
-#     the result                                   put 'state', or after an interrupt of a fit 'cut'
+#     the result                                   put 'state', or after an interrupt of a fit
+#                                                  'cut', a state from within an epoch
 #
 # What ranks do together is in `callbacks` and `validation`. `put` is no collective.
 
@@ -70,8 +84,8 @@ def _unpack_and_note(ctx, obj):
     """Make the learner of a snapshot ready on this rank. Returns its `Baseline` on rank 0, which
     sends back what the job changes, and None on the others"""
     unpack(obj, ctx.device)
-    if ctx.rank: return None
-    return Baseline(obj['learn'], obj['callbacks'], obj['metrics'], obj['definitions'])
+    if ctx.rank == 0:
+        return Baseline(obj['learn'], obj['callbacks'], obj['metrics'], obj['definitions'])
 
 def fit_job(ctx, obj):
     """Train the learner of a snapshot on this rank, by fastai's own `fit`. Returns
@@ -84,7 +98,7 @@ def fit_job(ctx, obj):
     base = _unpack_and_note(ctx, obj)
     common = CommonRNG.capture()
     def put(name, **kwargs):
-        "On rank 0, send what the fit has changed until now"
+        "On rank 0, send what the fit has changed until now; on the others do nothing"
         if base: ctx.put(name, base.capture(common.state(), **kwargs))
     noted = NoteProgress(ctx, learn)
     ours = noted, _KeepState(lambda: put('epoch', ended=False))
@@ -93,8 +107,9 @@ def fit_job(ctx, obj):
                             **obj['options']) as cbs:
             basic_train.fit(obj['epochs'], learn, callbacks=[*cbs, *ours],
                             metrics=obj['metrics'])
-    # `as_rank` in `distributed_v1` has stopped the other ranks already
+    # `noop`: `as_rank` in `distributed_v1` has stopped the other ranks already
     interrupted = until_interrupted(ctx, fit, noop)
+    # An interrupt may come between two passes of a batch, when gradients are a part of the batch's
     put('cut' if interrupted else 'state', grads=not interrupted)
     return noted.progress.result(interrupted)
 

@@ -17,6 +17,15 @@ from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
 from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
+# Used here; none of it is a collective:
+#   shard_torch(dl, ...)  a clone of a torch loader that yields a rank's items of each global batch.
+#                         It enters `common` to draw an order, so that all ranks draw the same
+#   _shard.epoch          of the clone, the `Epoch` of the loop that runs: `steps`, the `counts` of
+#                         each step, and `n_yielded`, the number of batches until now
+#   original(dl)          the torch loader of which `dl` is a clone, or `dl`
+#   why_not_torch(dl)     why a torch loader can't be sharded, in words, or None
+#   torch_bs(dl)          its batch size; None if a `batch_sampler` of the user's decides
+
 # Where these functions are called, in the order of a fit. None of them is a collective operation:
 #
 #     in the notebook    check_v1, step_sizes       before anything is sent
@@ -106,7 +115,9 @@ def picklable_preloaders():
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #96f904b9
 def _lay_out(pre):
-    "Make a `LanguageModelPreLoader`'s buffers for its `bs` streams, in the same order of texts"
+    """Make a `LanguageModelPreLoader`'s buffers for its `bs` streams, in the same order of texts.
+    Does nothing for None"""
+    if pre is None: return
     pre.ite_len = None      # the number of batches, which it computes again
     if pre.idx is None: return
     order = pre.idx.idx
@@ -150,12 +161,12 @@ def global_batches(dl, # A `DeviceDataLoader`
     original_sizes = [(o, o.bs) for o in parts if hasattr(o, 'bs')]
     dl.batch_size = bs      # v1's setter makes another torch loader
     for o,_ in original_sizes: o.bs = bs
-    if pre is not None: _lay_out(pre)
+    _lay_out(pre)
     try: yield
     finally:
         dl.dl = original_dl
         for o,original_bs in original_sizes: o.bs = original_bs
-        if pre is not None: _lay_out(pre)
+        _lay_out(pre)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #8ef6ff48
 def shard(dl,      # A `DeviceDataLoader` or a torch loader, which yields the global batches
@@ -216,7 +227,6 @@ def check_v1(data, # A `DataBunch`
              batch # The batch size is that of one worker ('per_worker') or of all ('global')
 ):
     "Raise `CantShard` with the loader's name for a loader that can't be sharded"
-    if n == 1: return
     for name,dl in fit_loaders(data).items():
         why = why_not(torch_dl(dl), n, batch, name == 'train_dl')
         if why: refuse_loader(f'data.{name}', n, why)
@@ -227,7 +237,7 @@ def why_not(dl, # A torch loader
 ):
     "Return why `dl` can't be sharded, with the remedy, or None if it can"
     why = why_not_torch(dl)
-    if why: return why
+    if why or n == 1: return why
     bs = global_batch_size(torch_bs(dl), n, batch)
     if bs is None and batch == 'per_worker':
         return "its own batch_sampler decides about its batches: use batch='global'."

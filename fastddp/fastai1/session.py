@@ -21,6 +21,19 @@ from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr
 
 # %% ../../nbs/fastai1/806_session.ipynb #2629bb65
+# Used here; all of it is called in the notebook, but for the jobs:
+#   Call            base: its `run` calls `snapshot`, has all workers run the job, and calls `apply`
+#                   with rank 0's state. After a failed fit `apply_failed='last'` has it apply the
+#                   last complete epoch; without it nothing is applied
+#   definitions     of `Call`: `snapshot` adds the functions and classes of cells that it sends, and
+#                   `apply` sets their variables
+#   train(call)     of the base `Session`: runs a fit, again after failures, with lines before and
+#                   after it. It calls `global_batch` and `quiet`, and `check` before a further try
+#   showing_lines   of the base: a context around a call; refuses those of other threads
+#   columns         of the base: what the snapshots of one block share, to be faster
+#   fit_job, infer_job    run on each worker with the snapshot's dict, which includes `job_args`
+#   check_v1(...)   raises `CantShard`, which names the loader
+
 # A fit in a block, from the method of the learner to its result. A validation goes the same way:
 #
 #     notebook   learn.fit(...)            in the block a method of `Session.overrides`
@@ -34,8 +47,8 @@ class LearnerCall(Call):
     "A fit or a validation on the workers, from the snapshot to the result"
     def __init__(self, session,
                  job,                # `fit_job` or `infer_job`
-                 callbacks, metrics, # Those of the call
-                 job_args,           # Further entries of the dict that `job` gets
+                 callbacks, metrics, # Those of the call; their state is sent and comes back, too
+                 job_args,           # Further entries of the dict that `job` gets; see each job
                  **kwargs            # Of `Call`
     ):
         super().__init__(session, job, **kwargs)
@@ -75,8 +88,8 @@ class Session(_Session):
                            counts_steps=finds_lr(callbacks))
         self.train(call)
     def _enough_epochs(self, epochs, callbacks):
-        """Return the number of epochs in which an `lr_find` has its `n_iter` steps. It has counted
-        those of one process, where an epoch has more of them"""
+        """Return the number of epochs in which an `lr_find` has its `n_iter` steps. v1 has counted
+        with the steps of an epoch in one process; on workers an epoch has fewer, larger steps"""
         for cb in callbacks:
             if finds_lr([cb]):
                 _,steps = self.global_batch()
@@ -85,20 +98,22 @@ class Session(_Session):
     def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "Validate on the workers; returns what `basic_train.validate` returns"
+        # Nothing is refused: each worker goes over all of a loader that can't be sharded
         handler = cb_handler or CallbackHandler()
         infer = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
         call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics,
                            dict(handler=handler, infer=infer))
         with self.showing_lines(call):
             outcome = call.run()
+            # pairs `(result, interrupted)`, see `infer_job`. Only that of rank 0 has the result
             if outcome.interrupted or any(interrupted for _,interrupted in outcome.results):
                 raise KeyboardInterrupt
-        result,_ = outcome.results[0]
-        return result
+        return outcome.results[0][0]
 
-    # How the learner gets here
+    # How the learner gets here. Only during a call of this learner `basic_train` has this session's
+    # functions. They pass on calls for another learner or model, such as those of a callback
     def overrides(self):
-        "Return `{name: method}`, the methods that replace the learner's in the block"
+        "Return `{name: method}`, which `distrib_block` sets on the learner for the block"
         return {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
     def _on_workers(self, name):
         "Return the learner's method `name`, which reaches `fit` or `validate` of this session"

@@ -20,6 +20,17 @@ from ..payload.state import (
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
+# Used here; none of it is a collective:
+#   dump_snapshot      pickles a dict inside the contexts that it is given. If it can't, the roots
+#                      name the cause in a `NotPicklable`
+#   ChangeTracker      notes what objects hold when it is made; `since_start` returns what differs
+#   apply_changes      makes these changes in the objects at the same positions of `tracked`
+#   dump_state         a payload of `state` and `rest`; what of `rest` can't be pickled is left out
+#   load_state         returns them, `rest` as {} if it can't be loaded, or None if the weights
+#                      don't fit the model. It warns of both
+#   set_model_state    copies into the model's tensors; adds none
+#   get_hooks, set_hooks    the hooks of parameters and optimizers, which torch doesn't pickle
+
 # How a learner is sent to the ranks and back:
 #
 #     notebook                                 rank
@@ -85,9 +96,9 @@ def snapshot(learn,
     obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics),
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=(next_id,hooks), **call)
-    without_bars = (without_attrs(cb, 'pbar') for cb in callbacks)
+    changes = (without_attrs(cb, 'pbar') for cb in callbacks)
     return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
-                         without_attrs(learn, *_OVERRIDES), *without_bars, columns=columns,
+                         without_attrs(learn, *_OVERRIDES), *changes, columns=columns,
                          definitions=definitions)
 
 def unpack(obj,   # The dict of a `snapshot`, loaded on a rank

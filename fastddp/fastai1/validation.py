@@ -22,15 +22,30 @@ from ..base.scoped import set_entries, with_attrs
 from .loaders import batch_place, own_loader, shard, torch_dl
 from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
 from ..shard.loss import batch_losses, weighted_loss_and_divisor
-from ..shard.torch_loader import torch_bs
+from ..shard.sharded import original
+from ..shard.torch_loader import torch_bs, why_not_torch
 
 # %% ../../nbs/fastai1/802_validation.ipynb #1940b65c
+# Used here (c: a collective, all ranks call it):
+#   shard(dl, ...)            a loader that yields this rank's items of each batch or, with
+#                             `whole_batches`, whole batches in turn; `own_loader` returns `dl`
+#   batch_place(dl)           number of the global batch that a sharded `dl` has just yielded, and
+#                             the positions of this rank's items in the epoch
+#   Losses.is_gathered(f)     True if training computes `f` from all ranks' predictions, since it
+#                             isn't known as a mean or a sum; the same on all ranks
+#   Losses.has_terms          True if this rank found, in training, a part of the loss that comes
+#                             from the model; may differ between ranks
+#   batch_losses(rows)     c  the losses of all global batches, from `_RecordLosses.rows`
+#   by_batch(parts)        c  yields each global batch's parts, of all ranks; `whole_batch` joins
+#   Ranks.all_reduce()     c  raises KeyboardInterrupt on all ranks if one was asked to stop
+
 # A validation on a rank: how `Validation` replaces `basic_train.validate`
 #
 #     by shards     (`_by_shards`) each rank validates its shard, and all put their results together
 #     all of it     each rank validates the whole loader by itself, without collectives: within
 #                   another validation, since a callback may ask for it in a batch that only some
-#                   ranks have; with `n_batch`; and if the model has a state (`has_state_of`)
+#                   ranks have; with `n_batch`; if the loader can't be sharded; and if the model has
+#                   a state (`has_state_of`)
 #
 # By shards, with `c` where all ranks call collectives:
 #
@@ -46,6 +61,13 @@ from ..shard.torch_loader import torch_bs
 #                         computes a loss anew that isn't a mean or a sum over items
 #     the result      c   the mean of the batches' losses, or these losses; or pairs of output and
 #                         target
+#
+# Names of what is put together:
+#
+#     part     what one rank has of a global batch: its items' positions and `_Tensors`
+#     piece    what `whole_batch` makes of a batch's parts: one piece with all items, or each part
+#              as it was if their shapes differ. Metrics see pieces as if they were batches
+#     term     of a loss: see `_LossOfWholeBatches`
 
 _ITEM_MEANS = {getattr(_metrics, k) for k in '''
     accuracy accuracy_thresh top_k_accuracy error_rate mean_absolute_error mean_squared_error
@@ -68,9 +90,9 @@ def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
 class _KeepBatches(Callback):
     """In the place of the metrics that aren't means over items, keeps this rank's part of each
-    batch for `_replay`"""
+    batch for `_replay`, and for `_pairs`"""
     def __init__(self, dl,         # The sharded loader
-                 keeps_tensors     # False: keep only which items each batch had
+                 keeps_tensors     # False: keep only which items each batch had, for `_pairs`
     ):
         store_attr()
         self.parts = []     # `(number of the global batch, positions, _Tensors or None)`
@@ -99,8 +121,9 @@ class _RecordLosses:
 
 # %% ../../nbs/fastai1/802_validation.ipynb #16211711
 def has_state_of(model, bs):
-    """True if a module of `model` keeps a state with `bs` rows. Modules of fastai are left out,
-    since they make a new state for a batch of another size"""
+    """True if a module of `model` seems to keep a state with `bs` rows: an attribute or buffer with
+    `bs` in its shape. A wrong True costs only time, since each rank validates all of the loader.
+    Modules of fastai are left out, since they make a new state for a batch of another size"""
     modules = [m for m in model.modules() if not type(m).__module__.startswith('fastai.')]
     values = [v for m in modules for v in (*vars(m).values(), *m._buffers.values())]
     tensors = [t for v in values for t in (v if isinstance(v, (list,tuple)) else [v])]
@@ -109,13 +132,15 @@ def has_state_of(model, bs):
 # %% ../../nbs/fastai1/802_validation.ipynb #90a00005
 class Validation:
     """Replaces `basic_train.validate` on a rank: a call on all ranks returns what one process would
-    return, on each of them. Made for a fit, or for one validation outside of fits"""
+    return, on each of them. Made for a fit (`distributed_v1`), or for one validation outside of
+    fits (`validate_by_ranks`), while `basic_train.validate` is still fastai's own"""
     def __init__(self,
                  ranks,      # `Ranks`: the connection to the other ranks
                  common,     # `CommonRNG` from which random numbers for the data are drawn
                  losses,     # `Losses`: how the losses of ranks make one
                  # Each rank takes whole batches in turn where that can be, so that they are padded
-                 # and normalized as in one process. False: each takes items of every batch
+                 # and normalized as in one process. False, in a fit: each takes items of every
+                 # batch, so the ranks share the work of few batches
                  whole_batches=False,
                  before=noop # Called first, but not for a validation within a validation
     ):
@@ -130,8 +155,11 @@ class Validation:
         # A callback validates within a validation, in a batch that other ranks may not have
         is_inner = self.is_running
         if not is_inner: self.before()
-        has_state = self.whole_batches and has_state_of(model, torch_bs(torch_dl(dl)))
-        if is_inner or has_state or n_batch:
+        # All ranks decide alike. A state is looked for outside of fits alone: in a fit it has this
+        # rank's rows, as training divides batches in the same way
+        whole = original(torch_dl(dl))
+        has_state = self.whole_batches and has_state_of(model, torch_bs(whole))
+        if is_inner or has_state or n_batch or why_not_torch(whole):
             with self.common:
                 return self.fastai_validate(model, own_loader(dl), loss_func, handler, pbar,
                                             average, n_batch)
@@ -141,18 +169,21 @@ class Validation:
         "Validate this rank's shard, and put the ranks' results together. A collective operation"
         shard_dl = shard(dl, group.rank(), group.world_size(), False, self.common,
                          self.whole_batches)
+        # How metrics and the loss get the results of one process, see the comment at the beginning
         item_means = [m for m in handler.metrics if _is_item_mean(m)]
         other_metrics = [m for m in handler.metrics if not _is_item_mean(m)]
         record = None       # of this rank's losses
         is_gathered = False # the loss is computed anew, over whole batches
         if loss_func:
             record = _RecordLosses(loss_func, shard_dl, self.losses.reduction(loss_func))
+            # A loss that a rank has computed over a whole batch is right as it is
             has_whole_batches = torch_dl(shard_dl)._shard.whole_batches
             is_gathered = self.losses.is_gathered(loss_func) and not has_whole_batches
         keep = _KeepBatches(shard_dl, keeps_tensors=bool(is_gathered or other_metrics))
         # This rank by itself, until it meets the others
         outs = self._run(model, shard_dl, record, handler, [*item_means, keep], pbar)
-        # All ranks together
+        # All ranks together. They have the same metrics and loss, so each comes to the same
+        # collectives
         for m in item_means: _sum_over_ranks(m)
         anew = None
         if is_gathered:
@@ -210,7 +241,8 @@ class _LossOfWholeBatches:
             parts = [(positions, o._replace(term=o.loss-self._loss_now(o)))
                      for positions,o in parts]
         pieces = [o._replace(loss=self._loss_now(o)+o.term) for o in whole_batch(parts)]
-        # The models of ranks keep different terms now, so their sums differ by rounding
+        # `_loss_now` includes the term that this rank's model keeps now, which `o.term` takes off
+        # again. Rounding may differ between ranks, so all take rank 0's
         if self.has_terms: group.broadcast_([o.loss for o in pieces])
         # The loss of the batch: the mean over items, if there are several pieces
         counts = [len(positions) for positions,_ in parts]

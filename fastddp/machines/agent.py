@@ -20,6 +20,16 @@ from .stream import Stream, writer_to
 from ..process import helper
 
 # %% ../../nbs/machines/612_agent.ipynb #cae723cc
+# Used here:
+#   Stream          to the notebook: `send` queues a message; `receive` returns those that have
+#                   arrived; `has_unsent` is True while messages wait to be written
+#   start_workers   starts a process for each rank; raises KeyboardInterrupt if `stopped()` is true
+#                   before they have started
+#   Workers.poll    returns reports `(rank, what, *values)`, with 0 seconds without waiting
+#   Workers.latest  (rank, kind) -> `(Block, Packed)` of the newest payload of that kind
+#   Workers.submit  has each worker call `entry`, with the payload in the block
+#   helper.preload  adds modules that the process imports from which workers are forked
+
 # An agent runs on each machine that takes part. It exchanges messages with the notebook over a
 # `Stream`, and runs the machine's ranks with the same `Workers` as a notebook has:
 #
@@ -32,7 +42,8 @@ from ..process import helper
 #     job + payload                  news            event, done, failed or died, of a rank
 #     stop, stacks                   put + payload   what a rank returns or keeps, such as its state
 #
-# `Agent.on_<kind>` handles a message of the notebook. A payload is a message's block.
+# `Agent.on_<kind>` handles a message of the notebook. A payload is a message's block. The sections:
+# facts, what of the notebook's process fits this machine, the user's modules, `Agent`, `main`.
 
 def _version(package):
     "Return the version of an installed package; None if it isn't installed"

@@ -27,6 +27,21 @@ from .stream import writer_to
 from ..payload.pickling import load
 
 # %% ../../nbs/machines/615_hosts.ipynb #2d7e26f5
+# Used here; all of it is called in the notebook's process, but for `run_on_machine`:
+#   Local           base: its `run` calls `submit`, waits with a `Monitor` that polls `workers`, and
+#                   calls `after_success`, which calls `close` unless a block keeps the engine
+#                   `_warm`, or `after_failure`
+#   _write_payload  of the base: writes a payload to `_payload_block`; returns where, as `Packed`
+#   _rendezvous     of the base: where the process group meets, here 'address:port' of a store
+#   Machine         starts an agent. `stream.send(kind, ...)` returns at once; `wait_for(kind)`
+#                   raises `CantDistribute` without an answer. `Agent.on_<kind>` answers
+#   why_lost()      of a `Machine`: why its connection counts as lost, in words, or None
+#   RemoteWorkers   sets the `ranks` of each machine, and has its agent start them
+#   meet(...)       the first machine's address that all reach, and the network card of each
+#   run_on_machine  the entry of a job on each rank; connects to the store first
+
+# What all machines need alike: versions, and files
+
 def version_mismatch(
     there, here # `facts` of a machine, and of the notebook's
 ):
@@ -51,6 +66,8 @@ def files_named_by(
     return sorted(found)
 
 # %% ../../nbs/machines/615_hosts.ipynb #dd23595a
+# The engine: `Machines`, in the order of its life; then `Hosts`, and the `Command` that it starts
+
 # names of the notebook's own machine
 LOCAL_NAMES = {'localhost', '127.0.0.1', socket.gethostname(), socket.getfqdn()}
 
@@ -70,8 +87,9 @@ class Machines(Local):
 
         place                  starts the agents, hears what each machine has, and counts the ranks
         submit                 starts the ranks unless they live, and sends them a job
-        after_failure          ends agents and ranks, and notes which machines were lost
-        place_after_failure    as `place`, without the lost machines
+        after_success          keeps agents and ranks in a block, otherwise calls `close`
+        after_failure          calls `close`, and notes which machines were lost
+        place_after_failure    as `place`, without the lost machines, if the call has restarts left
         close                  ends agents and ranks"""
     workers_are_local = False
     # `(texts, remedy)` pairs: the remedy is for a command whose output has one of the texts in it
@@ -111,7 +129,7 @@ class Machines(Local):
 
     # The machines and their ranks
     def place(self, nprocs=None, gpus=None):
-        "As `Launcher.place`: starts the agents unless they run, and counts the ranks"
+        "As `Launcher.place`: starts the agents unless they run. `gpus=[]` means the CPU"
         if gpus:
             raise CantDistribute(
                 "gpus= chooses those of one machine; per_node= says how many of each take part.")
@@ -131,16 +149,17 @@ class Machines(Local):
         "As `Launcher.place_after_failure`: without lost machines; the others keep their ranks"
         if not self.lost_names: return nprocs, gpus
         self.excluded_names |= self.lost_names
+        # no `nprocs`: there are fewer ranks now. `on_gpu`, `rank_counts`: still of the last job
         return self.place(gpus=None if self.on_gpu else [])
     def _start_agents(self, nprocs, on_cpu):
         """Start an agent on each machine, hear what it has, count its ranks, and find out where the
         ranks meet"""
         starters = self.agent_starters(on_cpu)
         problems = []       # a line for each machine that can't take part
-        # the notebook's own machine comes first, so that it has rank 0
-        for name in sorted(starters, key=lambda o: o not in LOCAL_NAMES):
-            is_local = name in LOCAL_NAMES
-            try: self.machines.append(Machine(name, starters[name], self.link_timeout, is_local))
+        # all start at once, and are heard afterwards. The notebook's own machine comes first, so
+        # that it has rank 0
+        for name,start in sorted(starters.items(), key=lambda o: o[0] not in LOCAL_NAMES):
+            try: self.machines.append(Machine(name, start, self.link_timeout, name in LOCAL_NAMES))
             except OSError as e: problems.append(f"{name}: {self.explain(str(e))}")
         deadline = time.monotonic()+self.start_timeout
         for m in self.machines:
@@ -149,8 +168,7 @@ class Machines(Local):
                 m.facts, = answer
                 why = self.problem_with(m)
             else:
-                why = self.explain(m.error_output())
-                why = why or f"no answer within {self.start_timeout:g} s"
+                why = self.explain(m.error_output()) or f"no answer within {self.start_timeout:g} s"
             if why: problems.append(f"{m.name}: {why}")
         if problems: raise CantDistribute('\n'.join(problems))
         self.on_gpu = not on_cpu and all(m.facts['gpus'] for m in self.machines)
@@ -161,7 +179,7 @@ class Machines(Local):
         GPUs"""
         n_gpus = m.facts['gpus']
         # after a loss the machines that are left keep their ranks; Ray may add another one
-        kept = self.excluded_names and self.rank_counts.get(m.name)
+        kept = self.excluded_names and self.rank_counts.get(m.name)     # of the last job
         asked = self.per_node or (nprocs or 0)//len(self.machines)
         n = kept or asked or (n_gpus if self.on_gpu else 1)
         if self.on_gpu and n > n_gpus:
@@ -192,16 +210,12 @@ class Machines(Local):
     def _network_failure(self, e):
         "Return the `RankRaised` of a broken connection as a `RankDied` that names the network"
         failure = e.failure
-        names = [name for name,n in self.rank_counts.items() for _ in range(n)]     # by rank
-        name = names[failure.rank]
-        host = '' if name in LOCAL_NAMES else name
+        hosts = ['' if name in LOCAL_NAMES else name        # of each rank
+                 for name,n in self.rank_counts.items() for _ in range(n)]
         why = f"the network between the machines seems to have failed: {failure.message}"
-        err = RankDied(failure.rank, why, failure.where, e.log, host)
+        err = RankDied(failure.rank, why, failure.where, e.log, hosts[failure.rank])
         # what rank 0 left of the job, and the failures of other ranks
-        err.state = e.state
-        err.cut = e.cut
-        err.epoch = e.epoch
-        err.others = e.others
+        for k in ('state','cut','epoch','others'): setattr(err, k, getattr(e, k))
         return err
     def submit(self, job, nprocs, interrupts, mark):
         "As `Local.submit`: sends each machine the job, with the `RankSpec` of each rank there"
@@ -209,21 +223,22 @@ class Machines(Local):
         mark('fork')
         packed = self._write_payload(job)
         settings = self.settings()
-        rank0_is_remote = not self.machines[0].is_local
         for m in self.machines:
             specs = [RankSpec(world_size=nprocs, gpu=i if self.on_gpu else None,
                               backend=self._backend(), threads=self.threads, store=self._rendezvous,
                               display=self.display_of(r), work=job.work, settings=settings)
                      for i,r in enumerate(m.ranks)]
-            entry = partial(run_on_machine, self.link_timeout, rank0_is_remote)
+            # the last argument: rank 0 is on another machine
+            entry = partial(run_on_machine, self.link_timeout, not self.machines[0].is_local)
             self.workers.submit(m, entry, specs, self.cards[m], packed, self._payload_block)
     def _ensure_workers(self, nprocs):
         "Keep the last job's workers if all live; else start new ones on all machines"
         if self.workers and len(self.workers.alive()) == nprocs: return
         if self.workers: self.close()
-        # agents that have ended are started again, on the same devices
+        # agents that have ended are started again, on the same kind of devices
         self.place(nprocs, [] if self.rank_counts and not self.on_gpu else None)
         self.workers = RemoteWorkers(self.machines, self.rank_counts.values(), self.on_gpu)
+        # new workers form a new group, and so need a new store, on rank 0's machine
         first = self.machines[0]
         first.stream.send('meet_at', self.meeting_address)
         self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
@@ -236,7 +251,7 @@ class Machines(Local):
             for files in load(packed.meta, block.read(packed)): write_files(files)
         super().after_success(job)
     def after_failure(self, job, monitor):
-        "As `Local.after_failure`; notes which machines were lost"
+        "As `Local.after_failure`; notes which machines were lost, before `close` ends all"
         self.lost_names = {m.name for m in self.machines if m.why_lost()}
         self.close(0)
 
@@ -283,7 +298,7 @@ class Command:
     def __init__(self,
         argv # The program and its arguments, a list
     ):
-        self._errors = tempfile.TemporaryFile('w+')
+        self._errors = tempfile.TemporaryFile()
         self.proc = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                      stderr=self._errors,
                                      start_new_session=True)    # no Ctrl-C from the terminal
@@ -293,8 +308,8 @@ class Command:
         self.proc.stdout.close()
     def error_output(self):
         "Return what the command, or Python on the other machine, wrote to standard error"
-        self._errors.seek(0)
-        return self._errors.read()
+        # not by `seek` and `read`: the command writes at the position of this file
+        return os.pread(self._errors.fileno(), 1<<24, 0).decode(errors='replace')
     def close(self,
         seconds # Time for the command to end by itself
     ):
@@ -324,8 +339,7 @@ class Hosts(Machines):
         check_all(locals(), _HOST_CHECKS)
         super().__init__(per_node, **kwargs)
         self.hosts = list(hosts)
-        self.command = command
-        self.python = python
+        store_attr('command,python')
     def _argv(self, host):
         """Return the program and arguments that run an agent on `host`; without the command on the
         notebook's own machine"""

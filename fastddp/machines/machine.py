@@ -20,6 +20,19 @@ from ..process import helper
 from ..process.worker import Surroundings
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356
+# Used here; all of it is called in the notebook's process:
+#   connection         what `start_agent` returns: `read_fd`, `write`, `write_eof` for a `Stream`;
+#                      `error_output()`; `close(seconds)`, which ends the agent
+#   Stream.send        queues a message and returns at once; dropped once the connection has ended
+#   Stream.receive     returns the messages that have arrived, without waiting. `seconds_silent`
+#                      reads, too, and keeps what it reads for `receive`
+#   Agent              handles 'start', 'job', 'stop' and 'stacks'; sends 'news', 'log' and 'beats',
+#                      and 'put': the results of all ranks, other payloads of rank 0
+#   Workers            the same for one machine, in `process.workers`. `Monitor` and `Local` call
+#                      the methods that both have; `Workers.poll` lists the news
+#   Block.close        frees the block; buffers that `Block.read` has returned stay valid
+#   Surroundings.now   environment, folder and import path of this process
+
 class Machine:
     """The notebook's connection to the agent on one machine. Creating it starts the agent, `close`
     ends the agent"""
@@ -48,7 +61,6 @@ class Machine:
             return f"{why} ({lines[-1]})" if lines else why
         if self.stream.seconds_silent() > self.link_timeout:
             return f"no message from {self.name} for {self.link_timeout:g} s"
-        return None
     def wait_for(self, kind, deadline):
         "As `Stream.wait_for`; raises `CantDistribute` if the message doesn't arrive"
         values = self.stream.wait_for(kind, deadline)
@@ -134,7 +146,8 @@ class RemoteWorkers:
         if any(m.stream.has_messages for m in self.machines): return
         connection.wait([m.stream for m in self.machines if not m.stream.end_reason], timeout)
     def handle_messages(self, m):
-        "Call `on_<kind>` for each message of a machine; return the news among them"
+        """Call `on_<kind>` for each message of a machine. Return the news among them: what
+        `on_<kind>` returns is a report as of `Workers.poll`, or None"""
         news = []
         for kind,*values in m.stream.receive():
             # None: an answer that came too late for `wait_for`
@@ -147,7 +160,7 @@ class RemoteWorkers:
         if what == 'failed': values = [values[0]._replace(at=time.time())]
         return r, what, *values
     def on_put(self, r, kind, packed, block=None):
-        "Replace a rank's payload of a kind; `block` is None if no data came with the message"
+        """Replace a rank's payload of a kind. An empty payload comes without `block`"""
         if old := self.latest.get((r,kind)): old[0].close()
         self.latest[r,kind] = block or Block(),packed
         return r, 'put', kind

@@ -20,6 +20,26 @@ from ..payload.pickling import dump
 from ..process.worker import function_ref, resolve_function
 
 # %% ../../nbs/machines/611_meeting.ipynb #c2e0a020
+# The sections, and where their functions run:
+#
+#     network cards             network_cards       each agent
+#     who reaches whom          accept_one          the first machine's agent
+#                               reachable           the other machines' agents
+#                               meet                the notebook; asks the agents
+#     the store of the ranks    start_store         the first machine's agent
+#                               connect_to_store    each rank
+#     a job on a rank           run_on_machine      each rank; the rest is called by it
+#
+# Used here:
+#   stream.send, wait_for   of a `Machine`: send a message, which `Agent.on_<kind>` handles; wait
+#                           for one, or raise `CantDistribute`
+#   run_on_rank             joins the process group at `spec.store`, a file or a torch store, and
+#                           calls the job at `spec.work` with a `Context`
+#   group_board()           the ranks' board; its first call in a group connects it, a collective
+#   function_ref            a function as text or bytes for another process; `resolve_function`
+#                           returns the function
+#   ctx.saves_below         a job calls it with each folder in which it will save files
+
 _SIOCGIFADDR = 0x8915       # get a network card's address: netdevice(7)
 
 def _speed(card):
@@ -67,7 +87,8 @@ def reachable(
         source = own_address,0
     for endpoint in endpoints:
         with suppress(OSError), socket.create_connection(endpoint, 5, source) as s:
-            if s.recv(len(token)) == token:
+            # one `recv` may return a part of it
+            if s.makefile('rb').read(len(token)) == token:
                 cards[endpoint[0]] = all_cards.get(s.getsockname()[0], 'lo')
     return cards
 
@@ -88,12 +109,11 @@ def meet(
     endpoints,first_cards = first.wait_for('listening', deadline)
     for m in others: m.stream.send('reach', endpoints, token, interface)
     cards_of = {m: m.wait_for('reachable', deadline)[0] for m in others}
-    addresses = [address for address,_ in endpoints]        # that of the fastest card first
-    for address in addresses:
+    for address,card in first_cards.items():        # the fastest card first
         if all(address in cards for cards in cards_of.values()):
             others_cards = {m: cards[address] for m,cards in cards_of.items()}
-            return address, {first: first_cards[address]} | others_cards
-    tried = ', '.join(addresses) or 'no address'
+            return address, {first: card} | others_cards
+    tried = ', '.join(first_cards) or 'no address'
     each = '; '.join(f"{m.name} reaches {', '.join(o) or 'none'}" for m,o in cards_of.items())
     raise CantDistribute(
         f"There is no address of {first.name} that all machines reach (tried {tried}; {each}): "

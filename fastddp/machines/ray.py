@@ -18,6 +18,21 @@ from .stream import writer_to
 from ..output.replay import StatusLine
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
+# Used here; all of it is called in the notebook's process:
+#   Machines        base, an engine. Its `place` calls `agent_starters`, then each function that
+#                   this returns, and `problem_with(machine)` once `machine.facts` has arrived.
+#                   `close` ends all agents
+#   excluded_names  of the base: machines that were lost, by name. They get no ranks until the
+#                   outermost block ends
+#   per_node        of the base: ranks on each machine as the user gave it. Without it, and without
+#                   nprocs=, each machine gets a rank for each of `machine.facts['gpus']`, or one
+#   Machine         calls the methods of the connection that such a function returns, here a
+#                   `RelayConnection`; `write` and `write_eof` in a thread of its `Stream`
+#   writer_to(fd)   returns `(write, write_eof)` of a descriptor, which `write_eof` closes
+#
+# The sections: the actor and the connection to it; joining the cluster (`connect`); what to reserve
+# (`bundles_for`); the engine (`Ray`).
+
 # How bytes get from a `Stream` of the notebook to the agent of a machine, and back:
 #
 #     the notebook                          each machine that Ray has chosen
@@ -48,7 +63,7 @@ class Relay:
         "Wait for output of the agent and return it, at most 1 MB; b'' once the agent has ended"
         return self.proc.stdout.read1(1<<20)
     def error_output(self):
-        "Return what the agent's process wrote to standard error"
+        "Return what the agent's process wrote to standard error; called when the agent has ended"
         self.errors.seek(0)
         return self.errors.read().decode(errors='replace')
 
@@ -133,8 +148,7 @@ def connect(
     except ImportError:
         raise CantDistribute("Ray() needs Ray: pip install 'fastddp[ray]'.") from None
     if ray.is_initialized():
-        is_client = ray.util.client.ray.is_connected()
-        _refuse_client('ray://' if is_client else '')
+        if ray.util.client.ray.is_connected(): _refuse_client('ray://')
         return False
     address = address or os.environ.get('RAY_ADDRESS') or 'auto'
     _refuse_client(address)
@@ -159,16 +173,19 @@ def _in_words(resources):
 def bundles_for(
     found, # `(address, resources)` of each machine of the cluster, the notebook's first
     nodes, # Number of machines to use; None: all that have what is asked for
-    per_node, # Ranks on each; None: as many as its GPUs
+    per_node, # Ranks on each; None: as many as its GPUs, or one on a machine without
     gpus, # GPUs to reserve on each; None: one for each rank if the cluster has any
     cpus, # Cores to reserve on each; None: one for each rank
-    resources # Other resources to reserve on each, a dict from name to amount; or None
+    resources, # Other resources to reserve on each, a dict from name to amount; or None
+    tie_all=False # True, or not empty: Ray chooses no machine that isn't `found`
 ):
     """Return the bundle to reserve on each machine that takes part, a dict from resource to amount;
     raise `CantDistribute` if too few machines have one.
 
-    Ray chooses the machine of a bundle, except where the bundle holds the resource `node:address`
-    of a machine: always on the notebook's own, and on all machines if `nodes` is None"""
+    Ray chooses the machine of a bundle, one with free resources, unless the bundle is tied: it
+    holds the resource `node:address` of a machine. That of the notebook's machine always is. All
+    are if `nodes` is None, or with `tie_all`"""
+    # `gpus` stays None if it depends on the machine: all of its GPUs, one for each rank
     if gpus is None: gpus = per_node if any(has.get('GPU') for _,has in found) else 0
     takes_all_gpus = gpus is None
     able = []       # `(address, bundle)` of the machines that have enough
@@ -179,7 +196,8 @@ def bundles_for(
         bundle = {k:v for k,v in dict(GPU=n_gpus, CPU=n_cpus, **resources or {}).items() if v}
         if all(has.get(k, 0) >= v for k,v in bundle.items()): able.append((address, bundle))
     if len(able) < (nodes or 1):
-        # `bundle` is that of the last machine
+        # `bundle` is that of the last machine. There is one: the notebook's machine is `found`, and
+        # if all GPUs are asked for, some machine has a GPU
         there = '; '.join(f'{address}: {_in_words({k:has.get(k, 0) for k in bundle})}'
                           for address,has in found)
         raise CantDistribute(
@@ -187,7 +205,7 @@ def bundles_for(
             f"({_in_words(bundle)} on {nodes or 'at least 1'}). There are {there}.")
     # any amount of the resource `node:address` ties a bundle to its machine
     tied = [bundle | {_NODE+address: .001} for address,bundle in able]
-    if nodes is None: return tied
+    if nodes is None or tie_all: return tied[:nodes]
     chosen = [bundle for _,bundle in able[:nodes]]
     # the first machine found is the notebook's, which takes part if it has enough
     if able[0][0] == found[0][0]: chosen[0] = tied[0]
@@ -235,7 +253,7 @@ class Ray(Machines):
             must_disconnect = connect(self.cluster_address)
         import ray
         if must_disconnect: self._undo.callback(ray.shutdown)
-        # the notebook's machine comes first
+        # the notebook's machine comes first; it has the name 'localhost', others their address
         home = ray.get_runtime_context().get_node_id()
         nodes = [o for o in ray.nodes()
                  if o['Alive'] and o['NodeManagerAddress'] not in self.excluded_names]
@@ -256,10 +274,10 @@ class Ray(Machines):
         "Return what to reserve on `nodes`, machines as `ray.nodes` describes them"
         found = [(o['NodeManagerAddress'], o['Resources']) for o in nodes]
         n = self.nodes
-        # after machines were lost, those that are left are enough
+        # after machines were lost, those that are left are enough; Ray may know a lost one as alive
         if n and self.excluded_names: n = min(n, len(nodes))
         asked = self.asked_of_each | (dict(gpus=0) if on_cpu else {})
-        return bundles_for(found, n, self.per_node, **asked)
+        return bundles_for(found, n, self.per_node, **asked, tie_all=self.excluded_names)
     def _reserve(self, bundles):
         """Reserve the bundles on different machines and return Ray's placement group; raise
         `CantDistribute` if the resources are not free within `wait_seconds`"""

@@ -66,6 +66,24 @@ def test_methods(tmp_path):
     assert [o.name for o in (tmp_path/'a'/'models').iterdir()] == ['tmp.pth']
 
 
+class Every2nd(torch.utils.data.DataLoader):
+    "A loader with its own `__iter__`, which can't be sharded"
+    def __iter__(self):
+        for i, b in enumerate(super().__iter__()):
+            if i%2 == 0: yield b
+
+
+def test_validates_what_cannot_be_sharded():
+    "Each worker goes over the whole loader"
+    learn = plain(4)
+    odd = Every2nd(Numbers(30, 2), batch_size=4)
+    unbatched = torch.utils.data.DataLoader(Numbers(5, 2), batch_size=None,
+                                            collate_fn=lambda b: (b[0][None], b[1][None]))
+    alone = [learn.validate(dl) for dl in (odd, unbatched)]
+    with learn.distrib_ctx(nprocs=2): got = [learn.validate(dl) for dl in (odd, unbatched)]
+    np.testing.assert_allclose([[float(o) for o in r] for r in got], [[float(o) for o in r] for r in alone], atol=1e-6)
+
+
 def test_global_batch_is_plain_fit():
     two, one = plain(8), plain(8)
     seed(5)
