@@ -21,10 +21,33 @@ from ..base.device import free_memory
 from .reducers import StandIn
 
 # %% ../../nbs/payload/104_buffers.ipynb #4b344d7f
+# Two parts, one after the other on the way of a payload:
+#
+#     1. columns    a long list is pickled as a few arrays, from which a worker makes its items
+#     2. `Block`    the buffers of a pickle are copied into shared memory, which other processes map
+#
+# No function here is a collective. Used here:
+#   StandIn(make, column)   is pickled in the place of a list, and loaded as `make(column)`
+#   free_memory()           the bytes that this process may still use; None if that is unknown
+#
+# Who calls this:
+#   ColumnCache.stand_ins   `payload.pickling.dump`, with the long lists and tuples that it found.
+#                           Snapshots of learners have a cache, other payloads no columns
+#   Block                   `launch.local` for the payload of a job, `process.worker` for states
+#                           and results of a rank, and `machines` for both, from host to host
+
+# 1. Columns. `make_column` chooses the class:
+#
+#     TextColumn      strings, paths
+#     TensorColumn    tensors
+#     NumberColumn    numbers
+#     TupleColumn     tuples of equal length: a column for each position
 class _Column:
     """A few arrays from which the items of a list can be made again. It has a length and items like
     the list"""
-    is_reusable = True      # False if the same objects may have other contents in the next dump
+    # The column serves the next dump, too, if that list has the very same items. False if they may
+    # have other contents then
+    is_reusable = True
     def __iter__(self): return (self[i] for i in range(len(self)))
 
 # 'surrogatepass': in the name of a file, bytes that aren't UTF-8 are surrogates, such as '\udcff'
@@ -148,8 +171,11 @@ def make_column(
     if cls in _TEXTS: return TextColumn(items)
     if issubclass(cls, Tensor): return _tensor_column(items)
     if cls in _NUMBERS or issubclass(cls, (np.number,np.bool_)):
-        values = np.array(items)        # of objects if an integer needs more than 64 bits
-        return None if values.dtype.hasobject else NumberColumn(values, cls in _NUMBERS)
+        # An integer of more than 64 bits makes this an array of objects, and -1 beside 2**63 one of
+        # floats, which would round them
+        values = np.array(items)
+        inexact = 'Of' if cls is int else 'O'
+        return None if values.dtype.kind in inexact else NumberColumn(values, cls in _NUMBERS)
     if cls is not tuple: return None
     lengths = {*map(len, items)}
     if len(lengths) > 1 or lengths == {0}: return None
@@ -158,9 +184,11 @@ def make_column(
 
 # %% ../../nbs/payload/104_buffers.ipynb #bafdd887
 class LazyList(UserList):
-    """A list that makes each item from a column when it is read. It isn't a subclass of `list`:
-    functions in C, such as `torch.stack` or `[1]+o`, read the memory of a list past its methods,
-    and would find it empty. They ask `type(o)`; `isinstance(o, list)` also asks `o.__class__`"""
+    """A list in a worker that makes each item from a column when it is read.
+
+    It says that it is a list, by `__class__`, which `isinstance(o, list)` asks. It isn't a subclass
+    of `list`: functions in C, such as `torch.stack` or `[1]+o`, ask `type(o)`, read the memory of a
+    list past its methods, and would find it empty"""
     def __init__(self,
         column # What `make_column` returned
     ):
@@ -187,13 +215,14 @@ class LazyList(UserList):
 _MIN_LAZY = 1000        # a worker makes the items of a shorter list at once
 
 class ColumnCache:
-    """Makes the columns for each `dump`. A list that has the very same objects as one in the last
-    dump, or in this one, gets the column of that one"""
+    """Makes the columns for each `dump`; a `distrib_ctx` block has one. A list that has the very
+    same objects as one in the last dump, or in this one, gets the column of that one"""
     _last = {}      # key, see below -> `(items, their column)` in the last dump
     def stand_ins(self,
-        sequences # What `long_sequences` returned
+        sequences # The long lists and tuples of one dump, of exactly these types
     ):
-        "Return `(sequence, StandIn)` for each of these that has a column"
+        """Return `(sequence, StandIn)` for each of these that has a column; the others are pickled
+        as they are"""
         used = {}
         res = []
         for sequence in sequences:
@@ -206,14 +235,24 @@ class ColumnCache:
             column = known[1] if is_same else make_column(items)
             if column is None: continue
             used[key] = items,column
+            # A worker makes all items at once if that is fast: `torch.stack` needs a plain list
             is_fast = isinstance(column, (NumberColumn,TensorColumn)) or len(items) < _MIN_LAZY
-            # a worker makes all items at once if that is fast; and `torch.stack` needs a list
-            made = type(sequence) if is_fast or type(sequence) is tuple else LazyList
-            res.append((sequence, StandIn(made, column)))
+            make = type(sequence) if is_fast or type(sequence) is tuple else LazyList
+            res.append((sequence, StandIn(make, column)))
         self._last = {k:(items,c) for k,(items,c) in used.items() if c.is_reusable}
         return res
 
 # %% ../../nbs/payload/104_buffers.ipynb #9173264a
+# 2. Shared memory. One process writes to a `Block`, others read:
+#
+#     writer                                       reader
+#     block = Block()
+#     packed = block.write(payload)
+#     block.fd, or block.lend() --- packed, fd --> Block(fd).read(packed): the buffers, for `load`
+#     block.write(the next payload)                its views of the last one change their contents
+#
+# So a writer must know that nobody reads any more. `launch.local` does, since its workers run one
+# job at a time. A rank doesn't: it lends its block, and writes to it again once it isn't `is_lent`.
 _warned = set()     # reasons that a warning has named
 
 def _temp_file(reason):
@@ -232,6 +271,7 @@ class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a `Block`"
     meta:bytes      # The pickle
     spans:tuple     # `(offset, size in bytes)` of each buffer
+    end:int         # The bytes of the block that all of them need
     @classmethod
     def of(cls, payload):
         "Return a place for each buffer of a `Payload`, one after the other and aligned"
@@ -240,11 +280,7 @@ class Packed(NamedTuple):
         for b in payload.buffers:
             spans.append((end, b.nbytes))
             end += math.ceil(b.nbytes/_ALIGNMENT)*_ALIGNMENT
-        return cls(payload.meta, tuple(spans))
-    @property
-    def end(self):
-        "The offset behind the last buffer"
-        return max((offset+n for offset,n in self.spans), default=0)
+        return cls(payload.meta, tuple(spans), end)
 
 def write_at(fd, data, offset):
     "Write all of a memoryview to a file"
@@ -256,7 +292,8 @@ def write_at(fd, data, offset):
 # %% ../../nbs/payload/104_buffers.ipynb #d89be31c
 class Block:
     """Shared memory for the buffers of one payload at a time. The process that writes to it makes
-    it, and sends the descriptor `fd` to those that read. It grows as needed, and is reused"""
+    it, and sends a descriptor to those that read. It grows as needed, and is reused; it never
+    shrinks. `close` frees it, once nobody has a descriptor or a view of it"""
     def __init__(self,
         fd=None # Descriptor of another process's block; None: make a new one
     ):
@@ -266,31 +303,37 @@ class Block:
                 fd = _temp_file(f"anonymous memory files can't be made here ({e})")
         self.fd = fd                # None once it is closed
         self._on_disk = False       # True: it has moved to a temporary file
-        self._view = b''            # its memory as `_fill` writes to it
+        self._view = b''            # a mapping of it, in which `_fill` writes; made when needed
     def _missing(self, nbytes):
-        "Return how many of `nbytes` it has no memory for"
-        return nbytes-os.fstat(self.fd).st_blocks*512       # the blocks of a file have 512 bytes
+        """Return how many of the first `nbytes` it has no memory for. A file gets its memory when
+        it is written to, not when `ftruncate` makes it longer"""
+        return nbytes-os.fstat(self.fd).st_blocks*512       # the unit of `st_blocks`: 512 bytes
     def make_room(self, nbytes):
         "Grow to at least `nbytes`; continue in a temporary file if there isn't enough memory"
         missing = self._missing(nbytes)
         if missing >= _LARGE and not self._on_disk:
             free = free_memory()
             if free is not None and free < missing*1.1: self._move_to_disk("memory is short")
-        # with some room for the next payload, which takes no memory yet
+        # longer than needed: the next payload may be larger
         if os.fstat(self.fd).st_size < nbytes: os.ftruncate(self.fd, nbytes+_LARGE)
     def _move_to_disk(self, reason):
+        "Go on with an empty temporary file, in place of the memory and what was written there"
         self.close()
         self.fd = _temp_file(reason)
         self._on_disk = True
     def lend(self):
         """Return another descriptor of the block, for a process that reads it. Until that has
-        closed it, and all that `read` returned there is gone, `is_lent`"""
-        # A lock belongs to one opening of a file: to its descriptors in all processes, and mappings
+        closed it, and all that `read` returned there is gone, `is_lent`. Raises OSError without
+        /proc"""
+        # A lock belongs to one opening of a file: to all descriptors that were copied from it, also
+        # into other processes, and to their mappings. When the last of these is gone, so is the
+        # lock. So the file is opened anew here: `self.fd` isn't part of what is lent
         fd = os.open(f'/proc/self/fd/{self.fd}', os.O_RDWR|os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
     def is_lent(self):
         "Return True while another process may read what was written last"
+        # a lock of its own is refused while what was lent has one
         try: fcntl.flock(self.fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
         except OSError: return True
         fcntl.flock(self.fd, fcntl.LOCK_UN)
@@ -306,8 +349,8 @@ class Block:
     ):
         "Return the buffers, writable; what is written to a view isn't seen by other processes"
         if not packed.end: return [bytearray()]*len(packed.spans)      # `mmap` refuses 0 bytes
-        flags = dict(flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ|mmap.PROT_WRITE)
-        view = memoryview(mmap.mmap(self.fd, packed.end, **flags))
+        view = memoryview(mmap.mmap(self.fd, packed.end, flags=mmap.MAP_PRIVATE,
+                                    prot=mmap.PROT_READ|mmap.PROT_WRITE))
         buffers = [view[offset:offset+n] for offset,n in packed.spans]
         return [*map(bytearray, buffers)] if copy else buffers
     def write(self, payload):
@@ -315,16 +358,19 @@ class Block:
         packed = Packed.of(payload)
         self.make_room(packed.end)
         try: self._fill(payload.buffers, packed)
-        except OSError as e:
+        except OSError as e:    # `free_memory` is a guess
             self._move_to_disk(f"no memory left ({e.strerror})")
             self.make_room(packed.end)
             self._fill(payload.buffers, packed)
         return packed
     def _fill(self, buffers, packed):
+        "Copy `buffers` to their places; raises OSError if there is no memory left for them"
+        # Memory that is missing comes faster by `pwrite`, and only that raises an error if there is
+        # none: a write to mapped memory would kill the process
         if packed.end < _LARGE or self._missing(packed.end) > 0:
             for b,(offset,_) in zip(buffers, packed.spans): write_at(self.fd, memoryview(b), offset)
             return
-        # twice as fast, but only for memory that it has: else each page is found by itself
+        # Memory that it has from an earlier payload is mapped: twice as fast
         if len(self._view) < packed.end: self._view = np.frombuffer(mmap.mmap(self.fd, 0), np.uint8)
         for b,(offset,n) in zip(buffers, packed.spans):
             self._view[offset:offset+n] = np.frombuffer(b, np.uint8)

@@ -32,14 +32,24 @@ from .state import update_in_place
 # see `_RULES`. `since_start` always compares with the start of the job, so later changes include
 # earlier ones: one `apply_changes` is enough. Values are pickled with the objects of `refs`, which
 # both sides have, as numbers.
+#
+# Used here:
+#   dump(v, refs)              `v` as a `Payload`; raises any exception if it can't be pickled. It
+#                              may run code of the user's, which may set attributes
+#   function_variables(f)      `{(kind, name): value}` of the variables that the function uses
+#   update_in_place(old, new)  copies contents; returns False if `old` is to be replaced by `new`
+# The callers pickle the changes between the two sides (`launch.training.dump_state`); there
+# `drop_unpicklable` is called if that fails. `launch.training` reads `STRUCTURE_ATTRS`, too.
+#
+# The sections: what objects hold, how values are compared, the groups, rank 0, the notebook.
 
 # What objects hold, by name
 class _Attributes:
     "Attributes of objects; a name is a `str`"
     def values(self, o):
         "Return `{name: value}`"
-        # a function that is an attribute of the learner, say; and a `LazyList`, whose attributes
-        # are not those of the list that it stands for
+        # Not those of a function, such as the loss: it is in 'variables', too, if a cell made it.
+        # Not those of a `LazyList`, which says that it is a list: they are not the list's
         if isinstance(o, types.FunctionType) or type(o) is not o.__class__: return {}
         return getattr(o, '__dict__', {})
     # not `setattr` and `delattr`, which a class may override
@@ -111,19 +121,21 @@ class _Members:
 def _members(owner, name, v):
     """Return something that differs (`!=`) once the value `v` of an attribute of `owner` has other
     members, or, if it is a tensor, array or table, other elements. None for other values: they
-    count as unchanged as long as they are the same object"""
-    # tensors of a module are sent in any case: here only their names count. A data set may have
-    # attributes of these names, too
+    count as unchanged as long as they are the same object. A member that has changed itself isn't
+    noticed"""
+    # Tensors of a module are sent in any case (`payload.state`): here only their names count. Other
+    # objects may have attributes of these names, too
     if isinstance(owner, nn.Module):
         if name in ('_parameters','_buffers'): return [(k, t is None) for k,t in v.items()]
-        # without layers of batch norm: a fit on GPUs replaces them for its time
+        # without layers of batch norm: a fit on GPUs replaces them for its time (`synced_bn`)
         if name == '_modules':
             return _Members([*v, *(m for m in v.values() if not isinstance(m, _BatchNorm))])
     # torch counts the writes to a tensor
     if isinstance(v, torch.Tensor): return None if v.is_inference() else v._version
     if isinstance(v, np.ndarray):
         if v.nbytes >= _MAX_HASHED_BYTES: v = _sample(v.flat, v.size)
-        return hash(v.tobytes())
+        # the bytes of an array of objects are their addresses, which other objects may get later
+        return _Members(v.flat) if v.dtype == object else hash(v.tobytes())
     # a DataFrame or Series of pandas
     if hasattr(type(v), 'iloc'): return fingerprint(_sample(v.iloc, len(v)))
     if isinstance(v, dict): return _Members([*v, *v.values()])
@@ -138,7 +150,9 @@ class _Note(NamedTuple):
     "What an object held under a name at one moment. It keeps the value alive, so ids stay unique"
     value:object
     contents:object     # Differs (`!=`) once it is another object, or its contents have changed
-    is_small:bool       # Its pickle is known to be small
+    # Its pickle is known to be small. Where values are compared by members, none is made: there,
+    # this is True for plain values only, such as numbers
+    is_small:bool
 
 _ABSENT = _Note(object(), object(), False)      # differs from every other note
 
@@ -153,7 +167,7 @@ class _Rule(NamedTuple):
     def is_sent(self, o, name, old, new, ended):
         """True if the value that `o` has under `name` is sent; `old` and `new` are its notes:
 
-            changed                         unless the rule `keeps_caches` and it `_is_cache`
+            changed, or `always_changed`    unless the rule `keeps_caches` and it `_is_cache`
             unchanged, the job goes on      if it is small and the rule `sends_small`: a fit that
                                             continues from this epoch sets it back to this value
             unchanged, the job has ended    no"""
@@ -208,8 +222,8 @@ class ChangeTracker:
     def __init__(self,
         groups, # Name of a group, one of `_RULES` -> its objects
         is_excluded=lambda group, o, name: False, # True for a name that isn't tracked
-        # Objects that both sides have. None: nothing is pickled, and what would be compared by
-        # contents counts as changed
+        # Objects that both sides have. None, on a rank that doesn't send: nothing is pickled, and
+        # what would be compared by contents counts as changed
         refs=None
     ):
         store_attr()
@@ -238,7 +252,7 @@ class ChangeTracker:
         by_id = {}      # id of a value that is compared by contents -> its note
         def notes(group, o):
             rule = _RULES[group]
-            # a list, since pickling a value may set attributes of `o`
+            # a copy of the dict: pickling a value may set attributes of `o`
             return {name:self._note(rule, o, name, v, by_id)
                     for name,v in [*rule.access.values(o).items()]
                     if not self.is_excluded(group, o, name)}
@@ -249,9 +263,9 @@ class ChangeTracker:
         if isinstance(v, _PLAIN):
             return _Note(v, (type(v),v), sys.getsizeof(v) <= _SMALL_BYTES)
         if rule.by_members: return _Note(v, (id(v), _members(o, name, v)), False)
-        # a new object, which differs from all others
+        # contents that differ from all others
         if self.refs is None or name in rule.always_changed: return _Note(v, object(), False)
-        # many functions use the same variable
+        # pickled once in each `_note_all`: many functions use the same variable
         if id(v) not in by_id: by_id[id(v)] = self._note_contents(o, name, v)
         return by_id[id(v)]
     def _note_contents(self, o, name, v):
@@ -270,7 +284,7 @@ class ChangeTracker:
                 old = before.get(name, _ABSENT)
                 if rule.is_sent(o, name, old, new, ended):
                     values[name] = new.value, new.value is old.value
-            # others that aren't in `after` exist, but are excluded or hold no data now
+            # A name that isn't in `after` may exist: it is excluded or holds no data now
             removed = [name for name in before
                        if name not in after and not rule.access.has(o, name)]
             if values or removed: yield Change(i, values, removed)
@@ -286,8 +300,9 @@ def apply_changes(
         objects = groups[group]
         access = _RULES[group].access
         for i,values,removed in changed:
+            # When a fit is resumed, a definition may be gone here: then it is None
             o = objects[i] if i < len(objects) else None
-            if o is None: continue      # it no longer exists here
+            if o is None: continue
             held = access.values(o)
             for name,(v,is_same) in values.items():
                 # in place if possible, since other variables may refer to the same object

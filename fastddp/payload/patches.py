@@ -16,19 +16,28 @@ from typing import NamedTuple
 #     each rank   Patches are         `_install` undoes those of the last payload, and sets these;
 #                 unpickled           then the objects that need them are loaded
 #
-# No function here is a collective.
+# No function here is a collective. This module uses no other one of ours. Used by:
+#   `launch.session`    calls `collect_patches` for each snapshot, and dumps `Patches` first in it.
+#                       `Patches.roots` are places in which it looks for what can't be pickled
+#   `payload.pickling`  pickles functions of cells by value: code, closure, and globals. It tells
+#                       them by their `__module__`, '__main__'
+#
+# The sections: what a cell made of an attribute (`_select_function` and two more), changes that can
+# be undone, patches in a payload, the search.
 class Patch(NamedTuple):
     "What cells have set as an attribute of a library, or registered with a dispatch function there"
     module:str          # Name of the library's module
     cls:str|None        # Qualified name of the class, if the attribute is a class's
     name:str            # Name of the attribute
-    value:object        # The attribute, or a list of implementations
+    value:object        # What a select function returned
 
-# There is a function `select(attribute)` for each type of attribute, see `_selectors`. It returns
-# - the attribute itself, if a cell made it: a worker sets it
-# - a list, if cells registered implementations with a dispatch function of a library: a worker
-#   registers them. An item is a tuple, the arguments for one registration
-# - None, if cells have done nothing of this kind
+# What a cell made of an attribute. There is a function `select(attribute)` for each type of
+# attribute, see `_selectors`. What it returns, and what a worker does with it:
+#
+#     the attribute itself    a cell made it                         `_set_attribute`
+#     a list                  cells registered implementations with  `_register`: an item is a
+#                             a dispatch function of a library       tuple, the arguments for one
+#     None                    cells have done nothing of this kind   nothing: there is no `Patch`
 
 # %% ../../nbs/payload/105_patches.ipynb #edecac81
 # Type of an attribute -> the names of the functions in it
@@ -52,12 +61,13 @@ def _select_function(v):
 
 # %% ../../nbs/payload/105_patches.ipynb #e3ae3763
 def _select_from_plum(fn):
-    "Select what cells registered with `fn`, a `plum.Function`"
+    "Select what cells registered with `fn`, a `plum.Function`; `fn` itself if that is all of it"
     # Private in plum: lists of `(implementation, signature or None, precedence)`. Those in
-    # `_pending` have been registered since the last call; `fn.methods` resolves them
+    # `_pending` have been registered since the last call
     registered = [*fn._resolved, *fn._pending]
     of_cells = [o for o in registered if _is_from_notebook(o[0])]
     if not of_cells: return None
+    # `methods` reads the annotations of those that are pending, and resolves them
     try: in_force = {id(method.implementation) for method in fn.methods}
     except NameError: return None       # an annotation can't be resolved, so no call works either
     if len(of_cells) == len(registered): return fn
@@ -71,8 +81,9 @@ def _select_from_plum(fn):
 
 # %% ../../nbs/payload/105_patches.ipynb #4fd8e4fd
 def _select_from_typedispatch(fn):
-    "Select what cells registered with `fn`, a `TypeDispatch`"
-    # by the type of the first argument, then by that of the second
+    "As `_select_from_plum`, for a `TypeDispatch`"
+    # Two levels of dicts: by the type of the first argument, then by that of the second. A cell
+    # that ran again has replaced its implementation there
     registered = {f for by_type in fn.funcs.d.values() for f in by_type.d.values()}
     of_cells = [(f,) for f in registered if _is_from_notebook(getattr(f, '__func__', f))]
     return fn if len(of_cells) == len(registered) else of_cells or None
@@ -95,7 +106,9 @@ def _register(owner, name, implementations):
     """Register implementations with the dispatch function that is an attribute of a module or
     class. Return a function that undoes this"""
     fn = vars(owner)[name]
-    before = copy.deepcopy(vars(fn))        # neither kind can remove an implementation
+    # Neither kind can remove an implementation: undo restores all attributes. A deep copy has other
+    # lists and dicts, but the same functions and types
+    before = copy.deepcopy(vars(fn))
     # a `TypeDispatch` has `add`, a `plum.Function` has `register`
     register = fn.add if hasattr(fn, 'funcs') else fn.register
     for args in implementations: register(*args)
@@ -110,7 +123,9 @@ _process_token = uuid.uuid4().hex   # two machines may have processes of the sam
 # a forked process has the same token, and another pid
 def _this_process(): return _process_token,os.getpid()
 
-_undo = []      # functions that undo the patches of the last payload, in the order of installation
+# Functions that undo the patches of the last payload, in the order of installation. They are called
+# in the opposite order: a later patch may have replaced an earlier one
+_undo = []
 
 def _install(
     sender,     # `_this_process()` of the process that dumped the patches
@@ -146,8 +161,13 @@ def _selectors():
         if cls: res[cls] = select
     return res
 
-# A search runs before each job, over 80,000 names: it calls no function of Python for each of them,
-# and keeps what it found in a module or class until an attribute there is another object
+# A search runs before each job, over 80,000 names. So it calls no function of Python for each of
+# them, and keeps what it found in a module or class until an attribute there is another object:
+#
+#     collect_patches     calls the select function of each candidate, in each search
+#     _namespaces         yields the candidates of all modules and classes of the libraries. A class
+#                         within a class isn't searched; libraries have next to none
+#     _search             finds the candidates of one module or class, if it has changed
 class _Searched(NamedTuple):
     "A module or class as the last search found it"
     attrs:dict          # Its attributes
@@ -161,8 +181,8 @@ def _search(module, path, owner, selectors):
     the last search if it still has the very same attributes"""
     attrs = vars(owner).copy()
     last = _searched.get((module,path))
-    # `selectors` had the types of its attributes then, too: a type is imported before its objects.
-    # The candidates are selected anew: cells may have registered something with them
+    # The same objects compare by `is`: `==` would ask them. That `selectors` may have more types
+    # than in the last search makes no difference: a type is imported before its objects
     have_same_names = last and [*attrs] == [*last.attrs]
     if have_same_names and all(map(operator.is_, attrs.values(), last.attrs.values())): return last
     # Nearly all attributes are functions of libraries. The condition of `_is_from_notebook` leaves
@@ -196,9 +216,11 @@ def collect_patches():
     for module,path,candidates in _namespaces(selectors):
         for name,v in candidates:
             if id(v) in done: continue
+            # anew in each search: cells may have registered something meanwhile
             value = selectors[type(v)](v)
             if value is not None: res.append(Patch(module, path, name, value))
-            # What a cell made is set in each place where it is found. A library's dispatch
-            # function is one object in many modules: what cells registered is sent once
+            # Only what a cell made itself (`value is v`) is looked at again: it is set in each
+            # place where it is found. A library's dispatch function is one object in many modules,
+            # and what cells registered with it is sent once
             if value is not v: done[id(v)] = v
     return res

@@ -19,6 +19,15 @@ from .reducers import REDUCERS
 from .search import long_sequences
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
+# The sections: reducers of tensors, of classes and functions, of definitions; `dump`; `load`. No
+# function here is a collective; `dump` and `load` are called in the notebook and in workers.
+#
+# Used here:
+#   REDUCERS                  type -> its reducer, of `payload.reducers`
+#   long_sequences(obj)       the long lists and tuples that `obj` refers to; calls no reducer
+#   columns.stand_ins(lists)  of a `ColumnCache`: `(list, StandIn)` for those that have a column
+#   cloudpickle               pickles functions and classes of `__main__` by value; the functions
+#                             `_make_function`, `_function_setstate` and `_class_setstate` load them
 class Payload(NamedTuple):
     "A pickled object, as `dump` returns it. Its buffers are still the memory of the object itself"
     meta:bytes      # The pickle, without the large buffers
@@ -32,8 +41,9 @@ class Payload(NamedTuple):
         return [bytearray(b) for b in self.buffers]
 
 # %% ../../nbs/payload/102_pickling.ipynb #c1d4ee3d
-# A reducer returns what `__reduce__` of the object would: a function and its arguments, whose call
-# makes the object when it is loaded. The type of the object decides which reducer is called:
+# A reducer gets the object and the `Pickler`. It returns what `__reduce__` of the object would: a
+# function and its arguments, whose call makes the object when it is loaded. The type of the object
+# decides which reducer is called:
 #
 #     storage of a tensor         as a buffer beside the pickle; all kinds of tensors have storages
 #     class, function             of a library: by module and name. Of a cell, or if it has no name:
@@ -141,7 +151,7 @@ def _(module, pickler):
 #     rank 0      finds the variables that they have changed (`payload.changes`): the last item of a
 #                 snapshot is a list of them, `Definitions`
 #     notebook    its own classes stay as they are when a result is loaded that refers to them:
-#                 `_sent_classes`
+#                 `_sent_classes`. By a number that cloudpickle gives each class it finds its own
 class Definitions(list):
     """An empty list that `dump` fills with the definitions that it has pickled before it. Make it
     the last item of the dumped object; it is loaded as a plain list"""
@@ -162,8 +172,9 @@ _sent_classes = weakref.WeakSet()       # those of all `Definitions` that this p
 
 @contextmanager
 def restoring_sent_classes():
-    """Restore the attributes of `_sent_classes` at the end. For a job in the notebook's process: to
-    load its payload sets attributes of the notebook's own classes, and the job may set some, too"""
+    """Restore the attributes of `_sent_classes` at the end. For a job in the notebook's process
+    (`launch.engine.InProcess`): it loads its payload with a `home`, which sets attributes of the
+    notebook's own classes, and the job may set some, too"""
     before = [(cls, dict(vars(cls))) for cls in _sent_classes]
     try: yield
     finally:
@@ -178,7 +189,8 @@ _replacements = contextvars.ContextVar('fastddp-replacements', default=None)
 
 def replaced_in_dumps(pairs # `(object, replacement)`
 ):
-    "Context manager in which `dump`, called by this thread, pickles the replacements"
+    """Context manager in which `dump`, called by this thread, pickles the replacements. Used for a
+    job in the background: it trains a copy, to which all that is pickled for it is to refer"""
     # the pair keeps the object alive, and so its id unique
     return with_context(_replacements, {id(a):(a, b) for a,b in pairs if a is not b})
 
@@ -346,7 +358,7 @@ class _CellLoader:
         cloudpickle._function_setstate(f, state)
         self._define(f)
     def set_class_state(self, cls, state):
-        # cloudpickle has found the notebook's own class by a number
+        # this is the notebook, and `cls` is its own class
         if self.home is None and cls in _sent_classes: return
         cloudpickle._class_setstate(cls, state)
         self._define(cls)

@@ -12,6 +12,11 @@ from PIL.Image import Image
 from torch.utils.hooks import RemovableHandle
 
 # %% ../../nbs/payload/100_reducers.ipynb #35f362ea
+# A reducer takes an object and the `Pickler`, and returns what `__reduce__` of the object would: a
+# function and its arguments, whose call makes the object when it is loaded. `NotImplemented` leaves
+# the object to cloudpickle and its own `__reduce__`; an exception fails the dump, and the user is
+# told where the object is. `payload.pickling` registers the table `REDUCERS`, below. A subclass
+# without an entry has the reducer of its base, which must check that it fits.
 def _reduce_file(file, pickler):
     "Pickle stdout and stderr by name; raise PicklingError for a file that is open"
     if file.closed: return _closed_file, ()
@@ -26,7 +31,8 @@ def _closed_file():
     return file
 
 def _reduce_handle(handle, pickler):
-    "Replace the handle of a hook whose module is gone, which torch pickles but can't load"
+    """Replace the handle of a hook whose module is gone, which torch pickles but can't load.
+    torch's own way is right for others: it pickles the dict of hooks"""
     is_gone = handle.hooks_dict_ref() is None
     return (_unused_handle, ()) if is_gone else NotImplemented
 
@@ -37,28 +43,32 @@ def _reduce_weakref(ref, pickler):
     kind = weakref.WeakMethod if isinstance(ref, weakref.WeakMethod) else weakref.ref
     return _load_weakref, (ref(), kind)
 
+# A dead reference is loaded as a function that returns None, as calling the reference does
 def _load_weakref(o, kind): return (lambda: None) if o is None else kind(o)
 
 def _reduce_proxy(proxy, pickler):
-    object_of_proxy = proxy.__init__.__self__
-    return weakref.proxy, (object_of_proxy,)
+    "Pickle a proxy of the loaded object; raise ReferenceError for a dead one"
+    # All attributes of a proxy are those of its object. A bound method has the object itself
+    return weakref.proxy, (proxy.__init__.__self__,)
 
 def _reduce_weak_dict(d, pickler):
-    "Pickle the entries of the dict"
+    "Pickle an empty dict and its entries, which are set one by one when it is loaded"
     if type(d).__module__ != 'weakref': return NotImplemented       # a subclass may have attributes
     return type(d), (), None, None, iter([*d.items()])
 
 # %% ../../nbs/payload/100_reducers.ipynb #7a51c0d1
 class StandIn:
-    "An object that is pickled in place of another one, and loaded as the result of `make(*args)`"
+    """An object that is pickled in place of another one, and loaded as the result of `make(*args)`.
+    `payload.buffers` uses it, too"""
     def __init__(self, make, *args): self._reduced = make,args
     def __reduce__(self): return self._reduced
 
 # %% ../../nbs/payload/100_reducers.ipynb #7a51c0de
 def _reduce_image(image, pickler):
-    "Pickle the pixels, which come fifth in the state of an image, as a buffer"
+    """Pickle the pixels as a buffer, beside the pickle. Subclasses and other versions of PIL may
+    have another state: such an image is pickled as it is"""
     reduced = [*image.__reduce_ex__(5)]
-    state = reduced[2]
+    state = reduced[2]      # a list: info, mode, size, palette, pixels, ...
     has_pixels = type(state) is list and len(state) > 4 and type(state[4]) is bytes
     if not has_pixels: return NotImplemented
     pixels = StandIn(bytes, pickle.PickleBuffer(state[4]))

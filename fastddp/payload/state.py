@@ -17,6 +17,27 @@ from torch.utils.hooks import RemovableHandle
 from .pickling import Pickler, dump, load
 
 # %% ../../nbs/payload/106_state.ipynb #8dca0d2b
+# Pairs of functions: one gets a state in a worker, and the other sets it in the notebook, or the
+# other way round. No function here is a collective, and none needs fastai. The sections:
+#
+#     copies                  private_copy, picklable_attrs, deep_copy
+#     the model               model_tensors, model_grads     set_model_state, set_grads
+#     the optimizer           opt_state                      set_opt_state
+#     its other attributes    opt_attrs                      the caller: `vars(o).update(attrs)`
+#     hooks                   get_hooks                      set_hooks
+#     any other object                                       update_in_place
+#
+# The callers are `fastai2.snapshot` and `fastai1.snapshot`. They pickle at once what a getter
+# returns: its tensors are those of the model and the optimizer, not copies. A setter copies values
+# into the tensors that are there, on their device: other variables may refer to them.
+#
+# Used here:
+#   dump(obj, refs)             a `Payload`; raises any exception if `obj` can't be pickled
+#   load(meta, buffers, refs)   the object; its tensors lie in `buffers`
+#   Pickler.reducer_override    is called for each object that isn't of a basic type; returns what
+#                               `__reduce__` would: a function and its arguments
+
+# Copies
 def private_copy(
     meta,       # The pickle of a `Payload`
     buffers     # Its buffers, in shared memory that the next job writes to
@@ -42,7 +63,9 @@ def deep_copy(
     shared      # Objects that aren't copied
 ):
     "Return a copy of `obj`, with all tensors on the CPU"
-    by_id = {}      # id -> function, class or module; the same dict when the copy is loaded
+    # id -> function, class or module. It is the first of `refs`, so `load` gets this very dict, and
+    # the copy has the originals
+    by_id = {}
     class Copier(Pickler):
         def reducer_override(self, o):
             if not isinstance(o, (types.FunctionType,types.ModuleType,type)):
@@ -54,15 +77,18 @@ def deep_copy(
     return load(payload.meta, payload.copied_buffers(), refs=refs)
 
 # %% ../../nbs/payload/106_state.ipynb #31fbf6c9
+# The model
 def model_tensors(model):
     "Return `{name: tensor}` of all parameters and buffers"
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 def model_grads(model,
-    accumulated=True # If False, return no gradients: they belong to a step that was interrupted
+    # If False, return no gradients, only zeros: the gradients belong to a step that is done or was
+    # interrupted
+    accumulated=True
 ):
-    """Return `{name: gradient}` of the parameters that have one; None stands for zeros.
-    A trained parameter has one, so that fastai goes on decaying it when it is frozen"""
+    """Return `{name: gradient}` of the parameters that have one; None stands for zeros. Those are
+    not the same as no gradient: fastai goes on decaying such a parameter when it is frozen"""
     return {k:p.grad if accumulated and p.grad.any() else None
             for k,p in model.named_parameters() if p.grad is not None}
 
@@ -76,7 +102,8 @@ def set_grads(model,
         else: p.grad = torch.zeros_like(p) if k in grads else None
 
 def overwrite_tensor(old, new):
-    "Copy the values of `new` into `old`, which gets new memory if the shapes differ"
+    """Copy the values of `new` into `old`, which keeps its device and type, and gets new memory if
+    the shapes differ"""
     if old.shape == new.shape: old.data.copy_(new)
     else: old.data = new.data.to(old.device, old.dtype, copy=True)
 
@@ -94,6 +121,9 @@ def set_model_state(
     for module,training in zip(model.modules(), state['training']): module.training = training
 
 # %% ../../nbs/payload/106_state.ipynb #e5832084
+# The optimizer. fastai's own has `state`, `{parameter: its state}`, and `hypers`, a dict for each
+# parameter group. An `OptimWrapper` has a `state`, too, and contains an optimizer of torch, `opt`,
+# with `state` and `param_groups`. Both have `param_lists`, parameters by group, and `frozen_idx`
 def _params(opt): return [p for group in opt.param_lists for p in group]
 
 def _torch_opt(opt):
@@ -115,7 +145,7 @@ def _hyper_dicts(opt):
 def opt_state(opt):
     """Return `(states, hypers, frozen_idx)`: for each dict of states a list with the state of each
     parameter, or None; the hyperparameters of each group; the index of the first trained group"""
-    params = _params(opt)
+    params = _params(opt)       # parameters of two processes correspond by their order here
     hypers = [{k:v for k,v in g.items() if k != 'params'} for g in _hyper_dicts(opt)]
     states = [[dict(by_param[p]) if p in by_param else None for p in params]
               for by_param in _state_dicts(opt)]
@@ -134,13 +164,15 @@ def set_opt_state(opt, states, hypers, frozen_idx):
     "Set what `opt_state` returned, in place"
     for by_param,new_states in zip(_state_dicts(opt), states):
         for p,new in zip(_params(opt), new_states):
-            old = by_param.pop(p, {})
+            old = by_param.pop(p, {})       # gone if the other process has no state for it
             if new is not None:
                 by_param[p] = {k:_updated(old.get(k), v, p) for k,v in new.items()}
     for own,new in zip(_hyper_dicts(opt), hypers): own.update(new)
     opt.frozen_idx = frozen_idx
 
 # %% ../../nbs/payload/106_state.ipynb #a5075f7f
+# Other attributes of the optimizer, and its tensors on another device
+
 # Attributes with the hooks of a torch optimizer
 OPT_HOOKS = [f'_optimizer_{k}_{at}_hooks' for k in ('step','state_dict','load_state_dict')
              for at in ('pre','post')]
@@ -168,8 +200,9 @@ def _tensors_in(v):
 
 def _tensors_with_params(opt):
     """Return `(tensor, parameter)` for each tensor of a parameter's state, and for each tensor in
-    attributes that has the shape of a parameter"""
-    # fastai's optimizer of a model with an RNN has a state whose key isn't a parameter
+    attributes that has the shape of a parameter; an empty list if `opt` is None"""
+    if not opt: return []
+    # a model with an RNN: fastai's optimizer has a state whose key isn't a parameter
     states = [(p, st) for by_param in _state_dicts(opt) for p,st in by_param.items()
               if isinstance(p, torch.Tensor)]
     param_of_shape = {p.shape:p for p,_ in states}
@@ -179,17 +212,18 @@ def _tensors_with_params(opt):
 
 def opt_tensors(opt):
     "Return a list of the optimizer's tensors; it is empty if `opt` is None"
-    return [t for t,_ in _tensors_with_params(opt)] if opt else []
+    return [t for t,_ in _tensors_with_params(opt)]
 
 def move_opt_state(
     opt,         # An optimizer, or None
     device=None # Where to; None: the device of the parameter
 ):
     "Move the optimizer's tensors that have the shape of a parameter, in place"
-    for t,p in _tensors_with_params(opt) if opt else ():
+    for t,p in _tensors_with_params(opt):
         if t.shape == p.shape: t.data = t.data.to(device or p.device)
 
 # %% ../../nbs/payload/106_state.ipynb #2bbb96b8
+# Hooks of parameters and torch's optimizers; those of modules are pickled with them
 _HOOK_ATTRS = '_backward_hooks','_post_accumulate_grad_hooks',*OPT_HOOKS
 
 def objects_with_hooks(learn,
@@ -202,7 +236,7 @@ def objects_with_hooks(learn,
 
 def get_hooks(objs # What `objects_with_hooks` returned
 ):
-    """Return `(next_id, hooks)`: the number of the process's next hook, and
+    """Return `(next_id, hooks)`: the number that torch gives to the process's next hook, and
     `{index of an object: {attribute: its hooks}}`"""
     found = [{k:v for k in _HOOK_ATTRS if (v := getattr(o, k, None))} for o in objs]
     return RemovableHandle.next_id, {i:attrs for i,attrs in enumerate(found) if attrs}
@@ -212,12 +246,14 @@ def set_hooks(
     next_id, hooks # What `get_hooks` returned
 ):
     "Set hooks that another process has sent"
+    # torch stores a hook under its number: the next one here must not replace one of these
     RemovableHandle.next_id = max(RemovableHandle.next_id, next_id)
     for i,attrs in hooks.items():
         for k,v in attrs.items(): setattr(objs[i], k, v)
 
 # %% ../../nbs/payload/106_state.ipynb #5b605fec
-# An object gets the contents of another one, since variables elsewhere may refer to it:
+# Any other object (`payload.changes`). It gets the contents of another one, since variables
+# elsewhere may refer to it:
 #
 #     function, method, partial    nothing: its variables are sent by themselves, code can't change
 #     module                       tensors, and attributes that don't refer to parts of the new one
@@ -288,7 +324,8 @@ def _update_module(old, new):
         if isinstance(t, nn.Parameter): t.requires_grad_(new_tensors[k].requires_grad)
     new_ids = {id(o) for o in (*new_modules.values(), *new_tensors.values())}
     for k,module in new_modules.items():
-        # an attribute that refers to parts of `new` would make `old` use them, too
+        # `old` keeps its own attributes that refer to parts, since those of `new` refer to the
+        # parts of `new`. If it has no such attribute yet, it can't be updated
         referring = {name for name,v in vars(module).items() if _refers_to(v, new_ids)}
         if not referring <= vars(old_modules[k]).keys(): return False
         _replace_attributes(old_modules[k], module, _MODULE_ATTRS|referring)

@@ -32,6 +32,16 @@ from .loss import is_known, loss_name
 # In validation, without gradients, at the end of the phase. Each rank has kept its parts of the
 # batches, and `by_batch` and `whole_batch` join them. The caller is `fastai2.metrics` or
 # `fastai1.validation`.
+#
+# The sections: trees, rows of an item, `LocalBatch`, batches of a validation, `Losses`.
+#
+# Used here:
+#   group.all_gather_tensors    a collective: the tensors of each rank, without a graph
+#   group.all_gather_object     a collective: the object of each rank, with tensors on the CPU
+#   graph_of(loss, until)       the nodes of the autograd graph from which `loss` is computed, as a
+#                               set; the walk stops at the nodes `until`, which aren't in the set
+#   leaves_of(nodes)            the ids of the parameters and other leaf tensors among nodes
+#   is_known(f)                 True if `shard.loss` can combine the losses `f` of ranks
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #00fe17c0
 # Trees of tensors, such as predictions: nested lists, tuples and dicts
@@ -63,7 +73,13 @@ def with_tensors(tree, tensors):
     return map_tensors(lambda t: next(remaining), tree)
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #922c3204
-# The rows of an item in a tensor: one, or several, or none
+# The rows of an item in a tensor: one, or several, or none. If items a, b and c have two rows each,
+# these are in one of two orders, between which `rows_by_views` decides for a batch:
+#
+#     together    a0 a1 b0 b1 c0 c1       the words of texts
+#     by views    a0 b0 c0 a1 b1 c1       two views of each image
+#
+# `by_item` makes [[a0,a1], [b0,b1], [c0,c1]] of both, so that items can be joined and sorted.
 
 def rows_per_item(t, # A tensor
                   bs # Number of items of the batch
@@ -76,9 +92,10 @@ def rows_per_item(t, # A tensor
 def rows_by_views(tensors, # Those of one batch
                   bs       # Number of items of the batch
 ):
-    """Return True if tensors with several rows per item have them view by view: all first rows of
-    items, then all second ones. Otherwise the rows of an item lie together. They do if some tensor
-    has as many columns as that"""
+    """Return True if tensors with several rows per item have them by views. No tensor says this.
+    If another one has one row per item, and as many columns as these have rows of an item, the rows
+    lie together: texts, say, whose predictions were flattened. Otherwise they are taken for views
+    """
     several = {len(t)//bs for t in tensors if t.ndim and bs and not len(t)%bs} - {0,1}
     return not any(t.ndim > 1 and len(t) == bs and t.shape[1] in several for t in tensors)
 
@@ -110,7 +127,16 @@ NO_ROWS = -1.   # see `LocalBatch.layout`
 class LocalBatch:
     """This rank's predictions and targets of a training batch, arranged to be joined with others'.
     Its tensors hold the items that the model was fed; the first `count` of these count, others are
-    padding. A tensor has one row for each item, or several, or none (`rows_each`)"""
+    padding. A tensor has one row for each item, or several, or none (`rows_each`).
+
+    Each rank computes the loss of all items, of which only its own predictions have a graph. With m
+    items of this rank, M of all, and N ranks, the caller multiplies that loss by N*m/M
+    (`LossPart.scale`), and the gradients are averaged over ranks. So a parameter
+
+        of the model            gets the sum over ranks of m/M * M/m * (the gradient of this rank's
+                                predictions): `_join` puts in the factor M/m. The sum is all of it
+        of the loss function    has the same whole gradient on each rank, and gets its mean by items
+    """
     def __init__(self, pred, yb,
         count,    # Number of this rank's items that count, as its loader says
         positions # Positions of these items in the epoch of one process
@@ -118,8 +144,9 @@ class LocalBatch:
         self.tree = pred,tuple(yb)
         tensors = tensors_in(self.tree)
         n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
+        # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
+        # then each row is an item that counts
         n_rows = next((len(t) for t in tensors_in(self.tree[1]) if t.ndim), 1)
-        # A callback left items out, or added some: each row of the targets is an item that counts
         if n_rows == 0 or n_rows%n_fed: count = n_fed = n_rows
         self.count = count
         self.positions = list(positions)
@@ -138,8 +165,8 @@ class LocalBatch:
                                        for t,k in zip(tensors_in(pred), self.rows_each))
 
     def layout(self):
-        """Return a number that is equal on ranks whose tensors fit together, or `NO_ROWS` if no
-        tensor has rows of items"""
+        """Return a number that is equal on ranks whose tensors fit together: a hash of types and
+        shapes; or `NO_ROWS`, which no hash is, if no tensor has rows of items"""
         layouts = [(k, self.by_views and k > 1, str(t.dtype), [*(t.shape[1:] if k else t.shape)])
                    for t,k in zip(self.tensors, self.rows_each)]
         return float(zlib.crc32(repr(layouts).encode())) if any(self.rows_each) else NO_ROWS
@@ -150,7 +177,7 @@ class LocalBatch:
         """Return `(pred, yb)` of all ranks in the order of one process. Gradients flow to this
         rank's predictions. A collective operation"""
         sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
-        # Tensors without rows of items have the same shape on all ranks
+        # Of a rank with `m` items. Tensors without rows of items have the same shape on all ranks
         shapes = [[(m,*t.shape[1:]) if k else t.shape for t,k in zip(sent, [1,*self.rows_each])]
                   for m in counts]
         positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
@@ -160,9 +187,9 @@ class LocalBatch:
         return with_tensors(self.tree, joined)
 
     def _join(self,
-              t, k,       # A tensor of this rank, and its `rows_each`
+              t, k,       # A tensor of this rank, with its graph, and its `rows_each`
               parts,      # The same tensor of each rank, without a graph
-              counts,
+              counts,     # As of `gather`
               order       # Indices that sort the rows of all ranks
     ):
         """Return the tensor of all ranks: their rows in one order, or the mean over items of a
@@ -170,8 +197,7 @@ class LocalBatch:
         if t.ndim and not k: return t
         total = sum(counts)
         parts = [o.to(t.device) for o in parts]
-        # This rank's part keeps its graph. The factor makes up for that of the loss, to come: N
-        # times items of this rank / items of all
+        # this rank's part keeps its graph; M/m, see `LocalBatch`
         factor = total/self.count if self.count else 0.
         own = _ScaleGradient.apply(t, factor) if t.requires_grad else t
         parts[group.rank()] = own.as_subclass(torch.Tensor)
@@ -183,15 +209,15 @@ class LocalBatch:
 # %% ../../nbs/shard/314_gathered_loss.ipynb #cac318db
 # The batches of a validation, joined at its end
 
-def join_rows(trees,    # Each rank's tree of tensors, all of the same structure
-              positions # Each rank's positions of its items
+def join_rows(trees,    # The tree of tensors of each part, all of the same structure
+              positions # The positions of each part's items, one or more
 ):
     """Return the tree that one process would have, with rows in the order of `positions`, or None
     if rows of different shapes can't be joined. A number becomes its mean over items. Of a tensor
-    whose rows don't belong to items, the first rank's is taken"""
+    whose rows don't belong to items, the first part's is taken"""
     counts = [len(p) for p in positions]
     def join(ts):
-        "Return the tensors of all ranks as one, or None"
+        "Return the same tensor of all parts as one, or None"
         first = ts[0]
         if not first.ndim:
             total = sum(t.double()*m for t,m in zip(ts, counts))
@@ -209,8 +235,8 @@ def join_rows(trees,    # Each rank's tree of tensors, all of the same structure
 def by_batch(parts # This rank's `(number of the global batch, positions, tree)` tuples
 ):
     """Yield `(number, parts)` for each global batch, with the `(positions, tree)` parts of all
-    ranks, the same on each rank. Each step is a collective operation: all ranks take it to its end
-    """
+    ranks, the same on each rank. Each step is a collective operation: all ranks take it to its end,
+    also one that has no parts. Named tuples in a tree become plain ones"""
     local = {}      # number of a global batch -> this rank's parts of it
     for number,positions,tree in parts: local.setdefault(number, []).append((positions, tree))
     numbers_of_ranks = group.all_gather_object([*local])
@@ -251,10 +277,10 @@ class Losses:
     """Decides for each loss function of a fit how the losses of ranks make that of the global
     batch. Each rank has one for a fit or a validation. The kinds of a loss function `f`:
 
-        'known'     `shard.loss` combines the losses of ranks
+        'known'         `shard.loss` combines the losses of ranks
         'mean', 'sum'   the same, of a loss that the user calls a mean or a sum over items
-        'gather'    `of_all_ranks` calls `f` with the predictions and targets of all ranks
-        'average'   of a loss that couldn't be gathered: treated as a mean over items
+        'gather'        `of_all_ranks` calls `f` with the predictions and targets of all ranks
+        'average'       was 'gather', and couldn't be gathered: treated as a mean over items
 
     With the option 'auto' a loss of torch's or fastai's is 'known', and any other 'gather'. The
     kind is the same on all ranks: it depends on the option and on `f`, and what changes it later
@@ -270,7 +296,8 @@ class Losses:
         # Id of a loss function -> `(the function, its kind)`; with the function the id stays valid
         self.kinds = {}
         self.shown = set()      # names of the lines that were shown
-        # True once this rank saw a term of the loss that doesn't come from predictions and targets
+        # True once this rank saw a term of the loss that doesn't come from predictions and targets.
+        # Ranks may differ: in a validation, the caller asks all of them
         self.has_terms = False
         self.terms_checked = False      # True once `check_terms` has searched a loss for them
 
@@ -312,13 +339,13 @@ class Losses:
     ):
         """Return the loss of all ranks' items; gradients flow to this rank's predictions. Returns
         None if it can't be computed, and `f` is averaged from then on. A collective operation"""
-        # Why it can't be computed, the same on all ranks
+        # Why it can't be computed. Made of what was exchanged, so all ranks return here or none
         why_not = ''
         if max(nbytes) > self.MOST_BYTES:
             why_not = f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
         elif len({*layouts}) > 1 or layouts[0] == NO_ROWS:
             why_not = "their predictions don't fit together"
-        # Why it isn't exact, which may differ; the user sees that of rank 0
+        # Why it can't or isn't exact. This may differ from rank to rank; the user sees rank 0's
         why = why_not
         if not why and batch.has_computed_number:
             why = "a part of it is a number that the model computed"
@@ -335,15 +362,18 @@ class Losses:
 
     # Terms of the loss that each rank computes for itself
     def check_terms(self,
-        loss, # Of the first training batch, as the loss function returned it: a tensor or its node
+        # Of the first training batch, as the loss function returned it: a tensor, or its node in
+        # the graph; a node if there is `changed`
+        loss,
         pred,             # The predictions that it was given, a tree of tensors
         named_parameters, # Those of the model, a method
         changed=None,     # The loss of the backward pass, to which callbacks may have added
         cbs=()            # These callbacks
     ):
-        """Tell the user of terms that are averaged: if `loss` uses parameters of the model past the
-        predictions, or `changed` uses parameters or predictions past `loss`. Only the first call
-        searches"""
+        """Tell the user of terms that each rank computes of what it has, so that they are averaged.
+        Only the first call searches, in two parts of the graph: from `loss` to the predictions, for
+        parameters of the model (a penalty on weights); from `changed` to `loss`, for predictions
+        and parameters (what a callback added)"""
         if self.terms_checked: return
         self.terms_checked = True
         preds = {t.grad_fn for t in tensors_in(pred)}

@@ -19,6 +19,15 @@ from ..base.scoped import with_attrs
 from .loss import loss_module
 from .same_model import first_of
 
+# The sections: graphs and parameters, `average_grads`, `Passes`, options of DDP, `Overlapped`.
+#
+# Used here:
+#   group.average_(tensors)     sets them to their mean over ranks. A collective
+#   group.all_sum(values)       the sums over ranks of a list of numbers. A collective
+#   group.until_context_released(loss)  around a pass under DDP: waits for gloo's threads, see there
+#   loss_module(loss_func)      the module of a loss function, or None
+#   with_attrs(o, k=v)          context manager that sets attributes, and restores them
+#
 # A backward pass that training code runs on a rank, and the meetings and collective operations that
 # belong to it, in order. The caller, `fastai2.step` or `fastai1.callbacks`, holds the meetings, and
 # gives them to `Passes` as the functions `begin` and `agree`.
@@ -62,8 +71,8 @@ def leaves_of(nodes):
 def extra_params(model, loss_func,
                  groups # The optimizer's groups of parameters, as lists
 ):
-    """Return the trained parameters that aren't the model's, as a list: those of the loss function,
-    and others of the optimizer"""
+    """Return the trained parameters that aren't the model's, as a list, each once: those of the
+    loss function, and others of the optimizer"""
     module = loss_module(loss_func)
     params = [*(module.parameters() if module else ()), *(p for pg in groups for p in pg)]
     of_model = {id(p) for p in model.parameters()}
@@ -120,9 +129,10 @@ class Passes:
         is_loss_of_learner=lambda loss: False
     ):
         store_attr()
-        self.n_passes = None    # of this training batch so far; None outside of one
+        # passes of this training batch so far; None outside of one, where passes are as they are
+        self.n_passes = None
         self.is_running = False # a pass of a training batch runs
-        self.exchange_secs = 0. # seconds in `average`, for the report of the fit
+        self.exchange_secs = 0. # seconds in `average`, which the caller reads for its report
 
     @contextlib.contextmanager
     def wrapped(self):
@@ -157,9 +167,9 @@ class Passes:
         if not isinstance(loss, torch.Tensor): return False
         if self.is_loss_of_learner(loss) and inputs is None: return True
         ids = {id(p) for p in self.params() if p.requires_grad}
-        if isinstance(inputs, torch.Tensor): return id(inputs) in ids
-        if inputs is not None: return any(id(t) in ids for t in inputs)
-        return not ids.isdisjoint(leaves_of(graph_of(loss)))
+        if isinstance(inputs, torch.Tensor): inputs = [inputs]
+        reached = leaves_of(graph_of(loss)) if inputs is None else map(id, inputs)
+        return not ids.isdisjoint(reached)
 
     def _pass(self, loss, grad_tensors, inputs, **options):
         "Run a pass of a training batch. Collective operations follow, unless `how` is `LATER`"
@@ -175,8 +185,9 @@ class Passes:
         self.torch_backward(loss, grad_tensors, inputs=inputs, **options)
         if how != LATER: self.average()
     def average(self):
-        """Average all gradients over ranks, unless some rank skips this. Each rank calls it once
-        for each flat pass; one that makes no pass while others do calls it without one"""
+        """Average all gradients over ranks, unless some rank skips this. A meeting, then a
+        collective operation. Each rank calls it once for each flat pass; if a rank makes no pass in
+        a batch while others do, the caller calls it there"""
         params = self.params()
         # The same on ranks whose gradients are those of the same parameters
         checksum = float(zlib.crc32(bytes(p.grad is not None for p in params)))
@@ -248,7 +259,8 @@ class Overlapped:
         store_attr()
         self.ddp_kwargs = ddp_kwargs
         self.synced_model = None    # the model whose weights DDP has broadcast already
-        # Why DDP can't follow the model on this rank, in words. Once set, it stays
+        # Why DDP can't follow the model on this rank, in words. Once set, it stays, and `status`
+        # tells the other ranks
         self.why_flat = None
         self.exchange_secs = 0.     # seconds of exchange that no backward pass hid, for a report
         self.ddp = None             # the DDP module; None before `prepare`, and after `close`
@@ -269,6 +281,7 @@ class Overlapped:
         """Make the DDP module for the parameters that are trained now, unless there is one. A
         collective operation. Not between forward and backward pass, since the first call broadcasts
         rank 0's weights"""
+        # all ranks return here or none: they run the same code, with the same model
         if self.built_for == self._config() or not self._trainable(): return
         self.close()
         model = self.model()
@@ -285,7 +298,8 @@ class Overlapped:
         self.synced_model = model
         self.built_for = self._config()
     def close(self):
-        "Drop the DDP module, if there is one, and its hooks on the parameters"
+        """Drop the DDP module, if there is one, and its hooks on the parameters. No collective: a
+        rank that leaves the fit calls it alone"""
         if self.ddp is not None:
             self.exchange_secs += self.n_passes*self._unhidden_secs()
             self.ddp.reducer._remove_autograd_hooks()
@@ -302,7 +316,7 @@ class Overlapped:
         exchange = data.get('avg_backward_comm_time', 0)
         return max(exchange-data.get('avg_backward_compute_comm_overlap_time', 0), 0)/1e9
 
-    # Before a pass: can DDP run it?
+    # Before the first pass of a batch: can DDP run it?
     def status(self,
         loss # Of the pass that comes
     ): # Numbers for the meeting before the pass: DDP runs it if they are 0 on all ranks

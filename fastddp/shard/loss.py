@@ -16,6 +16,16 @@ from torch import nn
 from ..base import group
 
 # %% ../../nbs/shard/304_loss.ipynb #0d0a5c01
+# The loss of a global batch, made of the losses that ranks have computed of their items. The
+# sections: kinds of losses, class weights, the divisor, `LossPart`, the losses of a validation.
+#
+# Used here:
+#   group.world_size()          the number of ranks
+#   group.all_gather_object     a collective: the object of each rank, in rank order
+# Called on each rank, in each batch: in training by `fastai2.step` and `fastai1.callbacks`, in
+# validation by `fastai2.metrics` and `fastai1.validation`. They exchange the numbers; only
+# `batch_losses` is a collective. `gathered_loss.Losses` decides which losses are combined here.
+
 # Kinds of losses
 
 def _defining_module(f):
@@ -30,8 +40,9 @@ _WRAPPERS = 'fastai.losses','fastai.layers'
 _MODULES_OF_FASTAI = *_WRAPPERS, 'fastai.callback','fastai.vision.gan'
 
 def unwrapped(loss_func):
-    """Return `(f, keywords)`: the function inside any `functools.partial` and fastai's wrappers,
-    and the keywords that they pass to it"""
+    """Return `(f, keywords)`: the function inside any `functools.partial` and fastai's wrappers
+    (`CrossEntropyLossFlat` has torch's `nn.CrossEntropyLoss` as `func`), and the keywords that
+    partials pass to it"""
     f = loss_func
     kw = {}
     while True:
@@ -56,8 +67,9 @@ def is_known(loss_func):
     return _has_known_reduction(*unwrapped(_without_mixup(loss_func)))
 
 def _without_mixup(loss_func):
-    """Return the loss function that mixup has replaced, if `loss_func` is mixup's own, else
-    `loss_func`"""
+    """Return the loss function that mixup has replaced, if `loss_func` is mixup's own, a method of
+    a callback, else `loss_func`. Mixup calls the replaced one without reduction, and takes a mean
+    over items, or the sum if that is one"""
     f,_ = unwrapped(loss_func)
     replaced = getattr(getattr(f,'__self__',None), 'old_lf', None)
     return loss_func if replaced is None else _without_mixup(replaced)
@@ -81,7 +93,7 @@ class ClassWeights(NamedTuple):
     ignore_index:int            # the target that doesn't count
 
 def class_weights(loss_func):
-    "Return the `ClassWeights` of a cross entropy, or None for any other loss"
+    "Return the `ClassWeights` of a cross entropy, or None for a loss that isn't a weighted mean"
     f,kw = unwrapped(loss_func)
     if not _has_known_reduction(f, kw): return None
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)):
@@ -104,6 +116,7 @@ def loss_divisor(loss_func,
     """Return the number by which a known loss, a mean over this rank's items, was divided, times
     `share`. With class weights it is a scalar tensor"""
     y = next((y for y in yb if isinstance(y, torch.Tensor) and y.ndim), None)
+    # without targets to count, ranks with items have the same weight
     if y is None or not share: return float(share)
     f,_ = unwrapped(loss_func)
     if isinstance(f, nn.CTCLoss) or f is F.ctc_loss:
@@ -172,7 +185,8 @@ def loss_part(loss_func, # The learner's
               to_number=None
 ):
     "Return this rank's `LossPart` of a batch"
-    # In training each rank is fed at least two items
+    # In training a rank with 1 item is fed it twice, so half of what it is fed counts; one without
+    # items is fed two of others, which don't (`shard.sharded.pad_shard`)
     share = min(count/2, 1.) if train and group.world_size() > 1 else 1.
     is_sum = is_sum_loss(loss_func) if reduction is None else reduction == 'sum'
     if is_sum: return LossPart(float(share), True)
@@ -189,7 +203,7 @@ def weighted_loss_and_divisor(loss_func, # The learner's
                               count, # Number of items
                               reduction # As of `loss_part`
 ): # `(loss times divisor, divisor)`; a loss that is a sum has the divisor NaN
-    "Return what `batch_losses` needs of a validation batch of this rank"
+    "Return what `batch_losses` needs of a validation batch of this rank. Not a collective"
     part = loss_part(loss_func, yb, count, reduction, train=False)
     loss = loss.detach().mean().double()
     return (loss, math.nan) if part.is_sum else (part.weighted(loss), part.divisor)
@@ -199,7 +213,7 @@ def batch_losses(
 ): # `(number, loss, items)` tuples in the order of numbers, the same on every rank
     "Return the losses of all global batches. A collective operation"
     sums = {}       # number of the batch -> sums of the three values over ranks
-    for rows_of_rank in group.all_gather_object([[float(o) for o in row] for row in rows]):
+    for rows_of_rank in group.all_gather_object([[*map(float, row)] for row in rows]):
         for number,*values in rows_of_rank:
             so_far = sums.get(number, (0.,0.,0.))
             sums[number] = [a+b for a,b in zip(so_far, values)]

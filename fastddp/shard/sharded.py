@@ -19,6 +19,24 @@ from ..base.device import visible_cores
 from ..base.errors import CantDistribute
 
 # %% ../../nbs/shard/301_sharded.ipynb #567362d2
+# N ranks read the batches that one process would read with N times the batch size. The sections:
+#
+#     why loaders are refused
+#     batches and shards      the arithmetic: functions of lists, without loaders
+#     sharded loaders         `Shard`, `Epoch`, and `Sharded`, the base class
+#     clones                  how a sharded loader is made of the user's
+#     write_back              how what changes in a clone gets into the user's loader
+#     processes of a loader
+#
+# Nothing here is a collective: each rank draws the order of an epoch by itself, from streams that
+# are the same on all ranks.
+#
+# Used here:
+#   common     a `CommonRNG`: inside `with common:`, the global random streams are those that all
+#              ranks have in common. All ranks must draw the same numbers there
+# Subclasses of `Sharded`: `ShardedDL` and `Undivided` (`fastai2.loaders`), and `ShardedTorch`
+# (`shard.torch_loader`). `Undivided` yields whole batches, and has an `_iter_shard` of its own.
+
 # Why loaders are refused
 
 class CantShard(CantDistribute):
@@ -123,21 +141,23 @@ def shard_steps(batches, # Batches of the loader of one process, in order
 # Sharded loaders. Such a loader has a `Shard`; in each iteration that has an `Epoch`
 class Shard:
     """The state of a sharded loader, as its attribute `_shard`: what it is made from, how that is
-    divided, and where the current epoch stands. The arguments never change, but `bs` (see
-    `ShardedDL`). The attributes below are set from outside, as the comments say"""
-    # Each rank takes whole batches in turn (see `shard_steps`). Set before the first iteration, by
-    # `shard_torch` and where a loader is sharded to predict
-    whole_batches = False
-    # The `Epoch` that is read, or was read last. Set by `one_iteration` and `note_step`
-    epoch = None
-    # The sharded loader's attributes at the last `track_changes`, for `write_back`
-    attrs_before = None
+    divided, and where the current epoch stands. Who sets its attributes, besides the arguments:
+
+        bs              also a callback of the user's, during a fit (`ShardedDL.bs`)
+        whole_batches   before the first iteration: `TorchShard`, and those who shard a loader to
+                        predict or validate (`fastai2.inference`, `fastai1.loaders`)
+        epoch           `one_iteration` and `note_step`
+        attrs_before    `track_changes`
+        other_loop      `fastai2.callbacks` or `fastai1.callbacks`, when a fit shards its loaders
+        fit_loop_next   the same set it to True, after all other callbacks and just before a loop of
+                        the fit; `Sharded.__iter__` sets it to False when that begins"""
+    whole_batches = False   # each rank takes whole batches in turn, see `shard_steps`
+    epoch = None            # the `Epoch` that is read, or was read last
+    attrs_before = None     # the sharded loader's attributes; None: `write_back` does nothing
     # In a fit only the fit's own loop reads this rank's shard. A callback that loops over the
-    # loader gets what `other_loop(sharded_loader)` iterates over. Set when a fit shards its loaders
+    # loader gets what `other_loop(sharded_loader)` iterates over. None: each loop reads the shard
     other_loop = None
-    # The next loop is the fit's own. Set to True just before that loop, by the last callback of a
-    # fit, and to False when it begins, by `Sharded.__iter__`
-    fit_loop_next = False
+    fit_loop_next = False   # the next loop is the fit's own
     def __init__(self, orig,   # The user's loader
                  rank, n,      # This rank, and the number of ranks
                  bs,           # Items of a full global batch; None where a batch sampler decides
@@ -155,7 +175,7 @@ class Shard:
 # %% ../../nbs/shard/301_sharded.ipynb #58f146f6
 class Epoch:
     "The state of one iteration over a sharded loader"
-    def __init__(self, steps # This rank's `Step`s; those of a stream are added as they are read
+    def __init__(self, steps # This rank's `Step`s; those of a stream are appended as they are read
     ):
         self.steps = steps
         self.counts = [o.counts for o in steps]     # `Step.counts` of each step
@@ -187,8 +207,8 @@ def note_step(dl, epoch):
     _publish(dl, epoch)
 
 def _publish(dl, epoch):
-    """Make `epoch` the current one of `dl`. Called at each step, since the user's class may have
-    attributes of these names"""
+    """Make `epoch` the current one of `dl`. Called at each step: the user's class may have
+    attributes of these names, and write to them"""
     dl._shard.epoch = epoch
     dl.counts = epoch.counts
     dl.idxs = epoch.idxs
@@ -215,11 +235,13 @@ class Sharded:
     An epoch, with what a subclass defines marked by `*`:
 
         __iter__        this rank's shard, or for a callback's own loop what `other_loop` yields
-        _begin *        draws the order from the common streams, and returns this rank's `Step`s
+        _begin *        draws the order, inside the common streams, and returns this rank's `Step`s;
+                        of a stream an empty list, to which they are appended as it is read
         write_back      gives the original what that changed
         one_iteration   makes the `Epoch`
-        _batches *      yields this rank's batches; `note_step` counts each just before
-        write_back      again"""
+        _batches *      yields this rank's batches, one for each step, in the rank's own streams;
+                        `note_step` counts each just before it is yielded
+        write_back      again, also if the epoch was cut off"""
     counts,idxs = (),()     # those of the current `Epoch`
     def __iter__(self):
         s = self._shard
@@ -234,12 +256,13 @@ class Sharded:
                 for b in self._batches():
                     note_step(self, epoch)
                     yield b
-                # other ranks would wait for the missing steps
+                # Other ranks would wait for missing steps. A stream's are all in the list by now
                 n = len(steps)
                 if epoch.n_yielded < n: raise RuntimeError(_ENDED.format(epoch.n_yielded, n))
         finally: write_back(self)
     def __reduce__(self):
-        # the class is made by `sharded_class(mixin, cls)`, so pickle can't find it by its name
+        # For a process of the loader. The class is made by `sharded_class(mixin, cls)`, so pickle
+        # can't find it by its name
         mixin = type(self).__mro__[1]
         return _blank, (mixin, type(self._shard.orig)), vars(self)
 
@@ -296,23 +319,34 @@ def sharded_clone(mixin, # Subclass of `Sharded`
     return res
 
 # %% ../../nbs/shard/301_sharded.ipynb #5a7f167b
-# Attributes of the clone that aren't copied to the original. `_iterator`: a torch loader's, with
-# processes that persist; `it`: the iterator of a fastai loader over its dataset
+# What changes in a clone is copied to the original: the notebook gets the original of rank 0. This
+# is called
+#
+#     track_changes    when the clone is made and complete; after another loop over the original has
+#                      changed both (`fastai2.loaders.follow_original`); by `write_back`
+#     write_back       twice in each epoch (`Sharded`); before rank 0 sends the original; when a fit
+#                      ends or restores the generators of its loaders
+#
+# Attributes of the clone that aren't copied. `_iterator`: a torch loader's, with processes that
+# persist; `it`: the iterator of a fastai loader over its dataset
 _STAY_IN_CLONE = '_shard counts idxs _iterator it'.split()
 
 def track_changes(dl):
-    "Remember the attributes of the sharded `dl`: `write_back` copies those that change from now on"
+    "Note the attributes of the sharded `dl`: `write_back` copies those that change from now on"
     dl._shard.attrs_before = {k:v for k,v in vars(dl).items() if k not in _STAY_IN_CLONE}
 
 def write_back(dl):
-    "Copy the attributes of the sharded `dl` that changed since `track_changes` to its original"
+    """Copy the attributes of the sharded `dl` that changed since `track_changes` to its original.
+    An attribute counts as changed if it is another object; others are shared"""
     before = dl._shard.attrs_before
     if before is None: return
-    for k,v in vars(dl).items():
-        is_same = k in before and before[k] is v
-        is_own = k in _STAY_IN_CLONE or _bound_to(v, dl)
-        if not (is_same or is_own): vars(dl._shard.orig)[k] = v
     track_changes(dl)
+    now = dl._shard.attrs_before
+    of_orig = vars(dl._shard.orig)
+    for k,v in now.items():
+        has_changed = before.get(k, _END) is not v
+        if has_changed and not _bound_to(v, dl): of_orig[k] = v
+    for k in before.keys()-now.keys(): of_orig.pop(k, None)
 
 # %% ../../nbs/shard/301_sharded.ipynb #d30640d4
 def draw_seed(generator=None # The loader's own, None for torch's global stream
@@ -337,7 +371,9 @@ def _send_error(queue,    # The queue through which a loader's process sends its
                 e,        # The exception that pickling `numbered` raised
                 numbered  # `(number of the batch, the batch)`
 ):
-    "Send the exception instead of the batch; replaces `Queue._on_queue_feeder_error`"
+    """Send the exception instead of the batch. Replaces `Queue._on_queue_feeder_error`, which
+    multiprocessing calls in the thread behind a queue; torch raises an `ExceptionWrapper` that it
+    gets in place of a batch"""
     number,_ = numbered
     exc_info = type(e),e,e.__traceback__
     queue.put((number, ExceptionWrapper(exc_info, 'in a process of the DataLoader')))

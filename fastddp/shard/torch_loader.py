@@ -16,6 +16,24 @@ from .sharded import (
     report_errors, sharded_clone, track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
+# A sharded torch loader is two clones of the user's loader: a `ShardedTorch`, over which a fit
+# iterates, and its `inner_loader`, which fetches and collates this rank's steps:
+#
+#     dataset         `_begin` of the former, in `common`     the inner loader reads
+#     with indices    makes all steps, of `global_batches`    `next_steps`: indices of each step
+#     a stream        makes none                              `_StepItems`: reads all of the stream
+#                                                             in `common`, and makes the steps
+# Nothing here is a collective.
+#
+# Used here:
+#   Sharded                 calls `_begin` and then `_batches` in each epoch; its docstring has all
+#   Shard.steps(batches)    yields this rank's `Step`s of the global `batches`. Of a `Step`, `items`
+#                           are what the rank feeds its model
+#   Shard.epoch             the current `Epoch`; `Sharded` set it before it called `_batches`
+#   iterate_original(it, common)    yields all that `it` yields, and takes each in `common`
+#   clone_loader(dl, res)   copies all attributes of `dl` to `res`
+#   draw_seed(generator)    draws a number, as torch does there, and drops it
+#   report_errors(init)     a `worker_init_fn` that calls `init`
 def is_stream(dl):
     "True if the dataset of the torch loader `dl` has no indices and can only be iterated"
     return isinstance(dl.dataset, IterableDataset)
@@ -27,8 +45,8 @@ def torch_bs(dl):
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #0629f7f7
 class NextSteps:
-    """A batch sampler that iterates over the list `steps`. Setting another list doesn't change an
-    iteration that has begun"""
+    """The batch sampler of an inner loader: it iterates over the list `steps`, which `_begin` sets
+    for each epoch. Another list doesn't change an iteration that has begun"""
     steps = ()              # A list of indices for each batch
     def __iter__(self): return iter(self.steps)
 
@@ -57,7 +75,8 @@ def _inner_loader(s # `TorchShard`
     if is_stream(dl): source = dict(dataset=_StepItems(s), batch_sampler=None)
     else: source = dict(batch_sampler=s.next_steps)
     res = clone_loader(dl, object.__new__(type(dl)))
-    # not by `setattr`: torch refuses to change some of these attributes
+    # Without a generator the seeds of its processes are drawn from the rank's own stream. Not by
+    # `setattr`: torch refuses to change some of these attributes
     vars(res).update(source, drop_last=False, generator=None, _iterator=None,
                      num_workers=workers_per_rank(dl.num_workers, s.n),
                      worker_init_fn=report_errors(dl.worker_init_fn))
@@ -78,17 +97,19 @@ class _StepItems(IterableDataset):
 class ShardedTorch(Sharded):
     "A `Sharded` for torch loaders"
     def __len__(self):
-        "The number of steps"
+        "The number of steps. Raises TypeError for a stream without length, as torch's loader does"
         s = self._shard
         n_batches = len(s.global_batches)
         return math.ceil(n_batches/s.n) if s.whole_batches else n_batches
 
     def _begin(self):
+        """Draw what torch's loader draws when it begins an epoch, in the same order: it begins the
+        batch sampler, draws a seed for its workers and, if it starts processes, begins the sampler
+        again. A user's batch sampler may draw whenever it begins"""
         s = self._shard
-        batches = iter(s.global_batches)        # a user's batch sampler may draw here
-        if s.inner_loader._iterator is None:    # not if workers persist, which keep their seeds
+        batches = iter(s.global_batches)
+        if s.inner_loader._iterator is None:    # torch's, whose processes persist, with their seeds
             draw_seed(self.generator)
-            # torch begins a batch sampler again when its processes have started
             if self.num_workers: batches = iter(s.global_batches)
         if is_stream(self): return []           # `_StepItems` adds the steps while it is read
         steps = [*s.steps(batches)]
@@ -116,15 +137,13 @@ def samplers_of(dl):
     samplers = dl.sampler,dl.batch_sampler,getattr(dl.batch_sampler,'sampler',None)
     return [o for o in samplers if o is not None]
 
-def _is_plain(cls):
-    "True if a loader class iterates as torch's `DataLoader`"
-    return cls.__iter__ is DataLoader.__iter__ and cls._get_iterator is DataLoader._get_iterator
-
 def why_not_torch(dl # A torch `DataLoader`
 ):
     "Return why `dl` can't be sharded, with the remedy, or None if it can"
     cls = type(dl)
-    if not _is_plain(cls): return (
+    iterates_as_torchs = (cls.__iter__ is DataLoader.__iter__
+                          and cls._get_iterator is DataLoader._get_iterator)
+    if not iterates_as_torchs: return (
         f"`{cls.__name__}` has its own `__iter__`, so its batches are unknown. Use a "
         "plain DataLoader.")
     if isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): return (
