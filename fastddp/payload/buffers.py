@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/payload/104_buffers.ipynb #c1097e24
 import math, mmap, operator, os, pathlib, tempfile, warnings
 from collections import UserList
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -265,6 +266,7 @@ def _temp_file(reason):
 
 # %% ../../nbs/payload/104_buffers.ipynb #f414f448
 _ALIGNMENT = 64         # bytes
+_POPULATE_WRITE = 23    # of madvise(2), since Linux 5.14
 _LARGE = 1<<26          # bytes; a smaller growth of the block isn't checked against free memory
 
 class Packed(NamedTuple):
@@ -303,7 +305,7 @@ class Block:
                 fd = _temp_file(f"anonymous memory files can't be made here ({e})")
         self.fd = fd                # None once it is closed
         self._on_disk = False       # True: it has moved to a temporary file
-        self._view = b''            # a mapping of it, in which `_fill` writes; made when needed
+        self._memory = b''          # a mapping of it, in which `_fill` writes; made when needed
     def _missing(self, nbytes):
         """Return how many of the first `nbytes` it has no memory for. A file gets its memory when
         it is written to, not when `ftruncate` makes it longer"""
@@ -342,7 +344,7 @@ class Block:
         "Close the descriptor; buffers that `read` returned stay valid"
         if self.fd is not None: os.close(self.fd)
         self.fd = None
-        self._view = b''
+        self._memory = b''
     def read(self,
         packed,     # What `write` returned, here or in another process
         copy=False # If True, return bytearrays; if False, views that change with the next `write`
@@ -365,12 +367,17 @@ class Block:
         return packed
     def _fill(self, buffers, packed):
         "Copy `buffers` to their places; raises OSError if there is no memory left for them"
-        # Memory that is missing comes faster by `pwrite`, and only that raises an error if there is
-        # none: a write to mapped memory would kill the process
-        if packed.end < _LARGE or self._missing(packed.end) > 0:
-            for b,(offset,_) in zip(buffers, packed.spans): write_at(self.fd, memoryview(b), offset)
-            return
-        # Memory that it has from an earlier payload is mapped: twice as fast
-        if len(self._view) < packed.end: self._view = np.frombuffer(mmap.mmap(self.fd, 0), np.uint8)
+        view = None
+        # If most of the memory is missing, it comes faster by `pwrite`
+        if packed.end >= _LARGE and self._missing(packed.end) < _LARGE:
+            with suppress(OSError): view = self._mapped(packed.end)
         for b,(offset,n) in zip(buffers, packed.spans):
-            self._view[offset:offset+n] = np.frombuffer(b, np.uint8)
+            if view is None: write_at(self.fd, memoryview(b), offset)
+            else: view[offset:offset+n] = np.frombuffer(b, np.uint8)
+    def _mapped(self, nbytes):
+        """Return the memory of the block as an array, which takes half the time to write to. Raises
+        OSError where that can't be: without memory for all of it, or on another system"""
+        if len(self._memory) < nbytes: self._memory = mmap.mmap(self.fd, 0)
+        # all pages at once; a write to a page without memory would kill the process
+        self._memory.madvise(_POPULATE_WRITE, 0, nbytes)
+        return np.frombuffer(self._memory, np.uint8)
