@@ -38,7 +38,7 @@ class Payload(NamedTuple):
         return len(self.meta) + sum(b.nbytes for b in self.buffers)
     def copied_buffers(self):
         "Return a writable copy of each buffer, for a `load` in the same process"
-        return [bytearray(b) for b in self.buffers]
+        return [*map(bytearray, self.buffers)]
 
 # %% ../../nbs/payload/102_pickling.ipynb #c1d4ee3d
 # A reducer gets the object and the `Pickler`. It returns what `__reduce__` of the object would: a

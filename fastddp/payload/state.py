@@ -43,7 +43,7 @@ def private_copy(
     buffers     # Its buffers, in shared memory that the next job writes to
 ):
     "Return `(meta, buffers)` with the buffers copied into memory of this process"
-    return meta, [bytearray(b) for b in buffers]
+    return meta, [*map(bytearray, buffers)]
 
 def picklable_attrs(
     attrs, # Name -> value

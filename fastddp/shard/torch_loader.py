@@ -137,13 +137,15 @@ def samplers_of(dl):
     samplers = dl.sampler,dl.batch_sampler,getattr(dl.batch_sampler,'sampler',None)
     return [o for o in samplers if o is not None]
 
+def _is_plain(cls):
+    "True if a loader class iterates as torch's `DataLoader`"
+    return cls.__iter__ is DataLoader.__iter__ and cls._get_iterator is DataLoader._get_iterator
+
 def why_not_torch(dl # A torch `DataLoader`
 ):
     "Return why `dl` can't be sharded, with the remedy, or None if it can"
     cls = type(dl)
-    iterates_as_torchs = (cls.__iter__ is DataLoader.__iter__
-                          and cls._get_iterator is DataLoader._get_iterator)
-    if not iterates_as_torchs: return (
+    if not _is_plain(cls): return (
         f"`{cls.__name__}` has its own `__iter__`, so its batches are unknown. Use a "
         "plain DataLoader.")
     if isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): return (
