@@ -125,8 +125,9 @@ def _tensor_column(tensors):
     with torch._C.DisableTorchFunctionSubclass():
         if not _are_plain(tensors): return None
         shapes = np.array([*map(Tensor.size, tensors)], int).reshape(len(tensors), tensors[0].ndim)
-        addresses = [o.data_ptr() for o in map(Tensor.untyped_storage, tensors)]
-        tensor_at = dict(zip(addresses, tensors))       # address of a storage -> a tensor in it
+        # `torch.from_numpy(a[:n])` has a storage at the same address for each `n`, of another size
+        places = [(o.data_ptr(), o.nbytes()) for o in map(Tensor.untyped_storage, tensors)]
+        tensor_at = dict(zip(places, tensors))      # place of a storage -> a tensor in it
         if len(tensor_at) > _MAX_STORAGES:
             storages = [torch.cat([t.flatten() for t in tensors]).as_subclass(Tensor)]
             storage_ids = np.zeros(len(tensors), int)
@@ -134,8 +135,8 @@ def _tensor_column(tensors):
         else:
             storages = [torch.tensor([], dtype=t.dtype).set_(t.untyped_storage())
                         for t in tensor_at.values()]
-            id_of = {address:i for i,address in enumerate(tensor_at)}
-            storage_ids = np.array([id_of[o] for o in addresses])
+            id_of = {place:i for i,place in enumerate(tensor_at)}
+            storage_ids = np.array([id_of[o] for o in places])
             offsets = np.array([*map(Tensor.storage_offset, tensors)])
         return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
 
