@@ -18,9 +18,9 @@ from ..base.scoped import with_attrs
 from .session import reports
 from .resume import resume_points
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
-from ..launch.background import BackgroundJob, refuse_busy, refuse_gpus_of_others
+from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
-from ..launch.options import in_launched_group
+from ..launch.options import in_launched_group, refuse_busy, refuse_gpus_of_others
 from ..launch.session import gpu_memory_note, offloaded
 from ..output.replay import print_line
 from ..payload.changes import fingerprint

@@ -15,10 +15,10 @@ from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
 from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
-from .background import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
 from .engine import Job
 from .report import Report, advice_line, banner_line, start_text, summary_line
-from .options import engine_for, in_launched_group, refuse_changes
+from .options import (
+    engine_for, in_launched_group, refuse_busy, refuse_changes, refuse_gpus_of_jobs, reserve_gpus)
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.buffers import ColumnCache
