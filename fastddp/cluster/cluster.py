@@ -19,9 +19,9 @@ from ..base.device import current_device, device_module, is_accelerator
 from ..base.errors import CantDistribute, WorkerError, short_traceback
 from ..base.failure import is_user_file
 from ..launch.engine import Job
-from ..launch.local import Local
-from ..launch.options import (
-    CHECKS, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus, workers_for)
+from ..launch.local import (
+    Local, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus)
+from ..launch.options import CHECKS, workers_for
 from ..launch.session import dump_or_blame, dump_with_patches
 from ..launch.training import is_kind
 from ..payload.pickling import dump, load

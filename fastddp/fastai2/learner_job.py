@@ -20,7 +20,8 @@ from .resume import resume_points
 from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
 from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
-from ..launch.options import in_launched_group, refuse_busy, refuse_gpus_of_others
+from ..launch.local import refuse_busy, refuse_gpus_of_others
+from ..launch.options import in_launched_group
 from ..launch.session import gpu_memory_note, offloaded
 from ..output.replay import print_line
 from ..payload.changes import fingerprint

@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
 import inspect, os, re, sys
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from ..base import group
 from ..base.checks import (
@@ -24,7 +23,6 @@ from ..output.replay import print_line
 #   check_method, no_attribute      wrong names on a learner: `pop_from`, and `Learner.__getattr__`
 #   Options                         `fastai1.learner` and `fastai2.learner`, when imported
 #   workers_for                     how many workers, on which GPUs: `engine_for`, and a `Cluster`
-#   reserve_gpus, refuse_...        GPUs that are taken: blocks, jobs and `Cluster`
 #   in_launched_group, engine_for, refuse_changes
 #                                   where a block runs: `launch.session.distrib_block`
 #
@@ -283,70 +281,6 @@ def _workers_on(gpus, nprocs, n_visible):
 def _listed(gpus):
     "Return the option `gpus` as a list, also if it is 'all'"
     return list(range(group.n_gpus()) if isinstance(gpus, str) else gpus)
-
-# %% ../../nbs/launch/508_options.ipynb #63fdc617
-# Who holds GPUs in this notebook, and who can't have the same ones then:
-#
-#     a background job   is in `running_jobs`           another job, a block, a `Cluster`
-#     a block            is in `_reservations`          a job of another learner, a `Cluster`
-#     a `Cluster`        the same, without a learner    a job, a block, another `Cluster`
-#
-# Before it starts workers, a block calls `refuse_gpus_of_jobs`, a `Cluster` that and
-# `refuse_gpus_of_others`, and a job both, too: the first one through the block of its copy.
-
-class _Reservation(NamedTuple):
-    "The arguments of `reserve_gpus`"
-    learn:object
-    gpus:list
-    refusal:str
-
-running_jobs = []   # each `BackgroundJob` that has not ended
-_reservations = []  # the `_Reservation` of each block and `Cluster`
-
-@contextmanager
-def reserve_gpus(
-    learn, # The learner of the `distrib_ctx` block that has the GPUs; None: no block has them
-    gpus, # Their numbers
-    refusal="A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
-            "the block."
-):
-    "Context manager in which a job on one of `gpus` is refused, and without `learn` a block, too"
-    reservation = _Reservation(learn, gpus, refusal)
-    _reservations.append(reservation)
-    try: yield
-    finally: _reservations.remove(reservation)
-
-def _shared_gpus(gpus, others):
-    "Return the GPUs in both, as text, which is empty if there are none"
-    return ', '.join(map(str, sorted({*gpus} & {*others})))
-
-def refuse_gpus_of_jobs(gpus):
-    "Raise `CantDistribute` if a background job or a `Cluster` has one of `gpus`"
-    for job in [*running_jobs]:
-        shared = _shared_gpus(gpus, job.gpus)
-        if shared:
-            raise CantDistribute(f"{job.title()} has GPU {shared}. Pass other gpus=, wait for "
-                                 "job.result(), or queue with job.then(...).")
-    _refuse_reserved(gpus, lambda holder: holder is None)
-
-def refuse_gpus_of_others(gpus, learn=None):
-    """Raise `CantDistribute` if a block of another learner has one of `gpus`; with `learn`, also if
-    a `Cluster` has"""
-    _refuse_reserved(gpus, lambda holder: holder is not learn)
-
-def _refuse_reserved(gpus,
-    applies_to # Is called with the learner of a reservation, or None; true: look at its GPUs
-):
-    for o in _reservations:
-        shared = _shared_gpus(gpus, o.gpus)
-        if shared and applies_to(o.learn): raise CantDistribute(o.refusal.format(shared))
-
-def refuse_busy(learn):
-    "Raise `CantDistribute` if a background job trains `learn`"
-    for job in [*running_jobs]:
-        if job.learn is learn:
-            raise CantDistribute(f"This learner is trained by {job.title()}. Wait for "
-                                 "job.result(), or end it with job.stop().")
 
 # %% ../../nbs/launch/508_options.ipynb #35f9d209
 # Where the calls of a block run

@@ -17,8 +17,8 @@ from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .engine import Job
 from .report import Report, advice_line, banner_line, start_text, summary_line
-from .options import (
-    engine_for, in_launched_group, refuse_busy, refuse_changes, refuse_gpus_of_jobs, reserve_gpus)
+from .local import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
+from .options import engine_for, in_launched_group, refuse_changes
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.buffers import ColumnCache
