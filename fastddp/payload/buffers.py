@@ -10,6 +10,7 @@ import math, mmap, operator, os, pathlib, tempfile, warnings
 from collections import UserList
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np, torch
@@ -120,14 +121,14 @@ def _are_plain(tensors):
     return all(map(Tensor.is_contiguous, tensors)) and not have_attributes and not are_negated
 
 def _tensor_column(tensors):
-    "Return the column of a list of tensors of one class; None unless `_are_plain`"
+    "Return the column of a list of tensors of one class; None if it can't have all of them"
     # inside, methods of a subclass such as `TensorImage` are as fast as those of `Tensor`
     with torch._C.DisableTorchFunctionSubclass():
         if not _are_plain(tensors): return None
-        shapes = np.array([*map(Tensor.size, tensors)], int).reshape(len(tensors), tensors[0].ndim)
-        # `torch.from_numpy(a[:n])` has a storage at the same address for each `n`, of another size
-        places = [(o.data_ptr(), o.nbytes()) for o in map(Tensor.untyped_storage, tensors)]
-        tensor_at = dict(zip(places, tensors))      # place of a storage -> a tensor in it
+        sizes = chain.from_iterable(map(Tensor.size, tensors))
+        shapes = np.fromiter(sizes, int).reshape(len(tensors), tensors[0].ndim)
+        addresses = [o.data_ptr() for o in map(Tensor.untyped_storage, tensors)]
+        tensor_at = dict(zip(addresses, tensors))       # address of a storage -> a tensor in it
         if len(tensor_at) > _MAX_STORAGES:
             storages = [torch.cat([t.flatten() for t in tensors]).as_subclass(Tensor)]
             storage_ids = np.zeros(len(tensors), int)
@@ -135,9 +136,12 @@ def _tensor_column(tensors):
         else:
             storages = [torch.tensor([], dtype=t.dtype).set_(t.untyped_storage())
                         for t in tensor_at.values()]
-            id_of = {place:i for i,place in enumerate(tensor_at)}
-            storage_ids = np.array([id_of[o] for o in places])
+            id_of = {address:i for i,address in enumerate(tensor_at)}
+            storage_ids = np.array([id_of[o] for o in addresses])
             offsets = np.array([*map(Tensor.storage_offset, tensors)])
+            # storages of several sizes may have one address: those of `torch.from_numpy(a[:n])`
+            ends = np.array([*map(len, storages)])[storage_ids]
+            if (offsets+shapes.prod(1) > ends).any(): return None
         return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
 
 # %% ../../nbs/payload/104_buffers.ipynb #a5dda657
