@@ -40,6 +40,7 @@ from ..process.workers import Workers, turn_off_helper
 #                        rank 0's newest state. Reads attributes of this engine (`timeout`...)
 #   Interrupts           inside `counting()` Ctrl-C adds to `count`; the caller acts on it
 #   Block.write(payload) copies the buffers into shared memory, over those of the last job
+#
 #   Subclasses           `StandingLocal` of `cluster.cluster` keeps its workers after a failure;
 #                        `Machines` of `machines.hosts` has workers elsewhere, and its own `submit`
 
