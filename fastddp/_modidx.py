@@ -2815,6 +2815,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/process/worker.py'),
                                         'fastddp.process.worker._remove_temporary_folders': ( 'process/worker.html#_remove_temporary_folders',
                                                                                               'fastddp/process/worker.py'),
+                                        'fastddp.process.worker._report': ('process/worker.html#_report', 'fastddp/process/worker.py'),
                                         'fastddp.process.worker._run_task': ('process/worker.html#_run_task', 'fastddp/process/worker.py'),
                                         'fastddp.process.worker._value_of': ('process/worker.html#_value_of', 'fastddp/process/worker.py'),
                                         'fastddp.process.worker.function_ref': ( 'process/worker.html#function_ref',

@@ -329,14 +329,20 @@ def _run_task(channel, task):
     try: _call_entry(channel, task)
     except BaseException as e:
         if os.getpid() != channel.pid: end_fork(e)      # user code has forked this process
-        where = _value_of(channel.where, '')
-        items = _value_of(channel.items, ())
-        channel.send('failed', failure_of(e, channel.rank, where, _pickled(e), items))
-        # Free the frames of the traceback, which may hold a process group that others wait for.
-        e.__traceback__ = None
-        gc.collect()
+        # When a process of a DataLoader dies, torch raises an error wherever this thread is
+        try: _report(channel, e)
+        except RuntimeError: _report(channel, e)
     finally:
         if task.block: task.block.close()
+
+def _report(channel, e):
+    "Send the `Failure` of a task that raised `e`"
+    where = _value_of(channel.where, '')
+    items = _value_of(channel.items, ())
+    channel.send('failed', failure_of(e, channel.rank, where, _pickled(e), items))
+    # Free the frames of the traceback, which may hold a process group that others wait for.
+    e.__traceback__ = None
+    gc.collect()
 
 def _call_entry(channel, task):
     """Call the function of an 'early' task as `fn(channel, config)`; that of a job with its
