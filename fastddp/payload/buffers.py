@@ -257,8 +257,8 @@ class ColumnCache:
 #     block.fd, or block.lend() --- packed, fd --> Block(fd).read(packed): the buffers, for `load`
 #     block.write(the next payload)                its views of the last one change their contents
 #
-# So a writer must know that nobody reads any more. `launch.local` does, since its workers run one
-# job at a time. A rank doesn't: it lends its block, and writes to it again once it isn't `is_lent`.
+# So a writer must know that no process reads any more. `launch.local` does, since its workers run
+# one job at a time. A rank lends its block, and writes to it again once it isn't `is_lent`.
 _warned = set()     # reasons that a warning has named
 
 def _temp_file(reason):
@@ -300,7 +300,7 @@ def write_at(fd, data, offset):
 class Block:
     """Shared memory for the buffers of one payload at a time. The process that writes to it makes
     it, and sends a descriptor to those that read. It grows as needed, and is reused; it never
-    shrinks. `close` frees it, once nobody has a descriptor or a view of it"""
+    shrinks. `close` frees it, once no process has a descriptor or a view of it"""
     def __init__(self,
         fd=None # Descriptor of another process's block; None: make a new one
     ):
@@ -330,13 +330,18 @@ class Block:
         self._on_disk = True
     def lend(self):
         """Return another descriptor of the block, for a process that reads it. Until that has
-        closed it, and all that `read` returned there is gone, `is_lent`. Raises OSError without
-        /proc"""
+        closed it, and all that `read` returned there is gone, `is_lent`. Raises OSError on
+        a system without /proc or such locks"""
         # A lock belongs to one opening of a file: to all descriptors that were copied from it, also
         # into other processes, and to their mappings. When the last of these is gone, so is the
         # lock. So the file is opened anew here: `self.fd` isn't part of what is lent
         fd = os.open(f'/proc/self/fd/{self.fd}', os.O_RDWR|os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if not self.is_lent(): raise OSError("this system doesn't keep the two locks apart")
+        except OSError:
+            os.close(fd)
+            raise
         return fd
     def is_lent(self):
         "Return True while another process may read what was written last"

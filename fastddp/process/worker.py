@@ -221,7 +221,7 @@ class Channel:
         packed = block.write(payload)
         fd = block.fd
         if comes_again:
-            with contextlib.suppress(OSError):      # without /proc a block isn't used again
+            with contextlib.suppress(OSError):      # else a block isn't used again
                 fd = block.lend()
                 self._blocks.append(block)
         try: self.send('put', kind, packed, fd=fd)
