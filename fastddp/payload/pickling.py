@@ -6,24 +6,25 @@
 __all__ = []
 
 # %% ../../nbs/payload/102_pickling.ipynb #15824912
-import contextvars, gc, importlib, io, pickle, sys, types, weakref
+import contextvars, gc, io, pickle, weakref
 from contextlib import contextmanager
-from functools import partial, singledispatch
+from functools import partial
 from typing import NamedTuple
 
-import torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
-from .reducers import REDUCERS
+from .reducers import load_storage, reduce, reduces
 from .search import long_sequences
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
-# The sections: reducers of tensors, of classes and functions, of definitions; `dump`; `load`. No
-# function here is a collective; `dump` and `load` are called in the notebook and in workers.
+# The sections: definitions of cells; `dump`; `load`. No function here is a collective; `dump` and
+# `load` are called in the notebook and in workers.
 #
 # Used here:
-#   REDUCERS                  type -> its reducer, of `payload.reducers`
+#   reduce.dispatch(type)     the reducer of a type: a function of an object and the `Pickler`
+#   reduces(type)             as a decorator, registers one
+#   load_storage              loads the storage of a tensor; has an argument `to`, a device
 #   long_sequences(obj)       the long lists and tuples that `obj` refers to; calls no reducer
 #   columns.stand_ins(lists)  of a `ColumnCache`: `(list, StandIn)` for those that have a column
 #   cloudpickle               pickles functions and classes of `__main__` by value; the functions
@@ -40,111 +41,6 @@ class Payload(NamedTuple):
         "Return a writable copy of each buffer, for a `load` in the same process"
         return [*map(bytearray, self.buffers)]
 
-# %% ../../nbs/payload/102_pickling.ipynb #c1d4ee3d
-# A reducer gets the object and the `Pickler`. It returns what `__reduce__` of the object would: a
-# function and its arguments, whose call makes the object when it is loaded. The type of the object
-# decides which reducer is called:
-#
-#     storage of a tensor         as a buffer beside the pickle; all kinds of tensors have storages
-#     class, function             of a library: by module and name. Of a cell, or if it has no name:
-#                                 by value, as cloudpickle does
-#     code, module                as cloudpickle does, with corrections
-#     lock, file, weak reference  as a new one, see `payload.reducers`
-#     anything else               NotImplemented: as cloudpickle's `dispatch_table` says, or by its
-#                                 own `__reduce__`
-@singledispatch
-def _reduce(o, pickler):
-    "Pickle an object of a type for which no other function is registered"
-    return NotImplemented
-
-_reduces = _reduce.register     # as a decorator: registers a reducer for a type and its subclasses
-for _type,_reducer in REDUCERS.items(): _reduces(_type, _reducer)
-
-_reduce_by_cloudpickle = cloudpickle.Pickler.reducer_override
-
-# Storages
-@_reduces(torch.storage.TypedStorage)
-def _(storage, pickler):
-    return load_typed_storage, (pickler.canonical(storage._untyped_storage), storage.dtype)
-
-@_reduces(torch.UntypedStorage)
-def _(storage, pickler):
-    "Pickle the bytes of a storage as a buffer, together with the type of its device"
-    device = storage.device.type
-    if not storage.nbytes(): return load_storage, (b'', device)
-    on_cpu = storage if device == 'cpu' else storage.cpu()
-    as_bytes = torch.empty(0, dtype=torch.uint8).set_(on_cpu)
-    return load_storage, (pickle.PickleBuffer(as_bytes.numpy()), device)
-
-def load_typed_storage(storage, dtype):
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-def load_storage(
-    buffer,     # Bytes, on which the storage lies without a copy
-    device,     # Type of the device of the pickled storage, such as 'cpu'
-    to=None     # Where to move a storage that wasn't on the CPU; `_Unpickler` adds it
-):
-    "Return an untyped storage"
-    if not len(buffer): storage = torch.UntypedStorage(0)
-    else: storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-    return storage if to is None or device == 'cpu' else storage.to(device=to)
-
-# %% ../../nbs/payload/102_pickling.ipynb #8ced6949
-# Classes, functions, code and modules
-def attr_of(module, name):
-    "Import the module of the name `module`, and return its attribute `name`"
-    return getattr(importlib.import_module(module), name)
-
-@_reduces(type)
-def _(cls, pickler):
-    "Pickle a class that isn't in its `__module__` by the name of the module that has it"
-    name = cls.__name__
-    module = sys.modules.get(cls.__module__)
-    is_elsewhere = module is not None and getattr(module, name, None) is not cls
-    is_nested = '.' in cls.__qualname__
-    # cloudpickle knows those of `builtins`, such as that of methods
-    if is_elsewhere and not is_nested and cls.__module__ not in ('__main__','builtins'):
-        for module_name,m in sys.modules.copy().items():
-            # both are names of the notebook's module; `multiprocess` uses the second one
-            if module_name in ('__main__','__mp_main__'): continue
-            if getattr(m, '__dict__', {}).get(name) is cls: return attr_of, (module_name,name)
-    return _reduce_definition(cls, pickler)
-
-@_reduces(types.FunctionType)
-def _(f, pickler):
-    """Pickle a function. If it is a library's without a name, only a dispatch table refers to it;
-    then by value, but without its globals: in the worker, the module has these"""
-    if not _is_of_library(f): return _reduce_definition(f, pickler)
-    reduced = _reduce_by_cloudpickle(pickler, f)
-    if not isinstance(reduced, tuple): return reduced       # by name
-    make,args,state = reduced[:3]
-    code,_,*rest = args         # the second one are the globals; `slots` has them, too
-    attrs,slots = state
-    return (_load_library_function, (make, f.__module__, code, *rest),
-            (attrs, slots|dict(__globals__={})), *reduced[3:])
-
-def _is_of_library(f):
-    "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
-    module = sys.modules.get(f.__module__)
-    if getattr(module, '__dict__', None) is not f.__globals__: return False
-    if f.__module__ == '__main__' or module.__spec__ is None: return False
-    return '<locals>' not in f.__qualname__
-
-def _load_library_function(make, module, code, *args):
-    return make(code, vars(importlib.import_module(module)), *args)
-
-@_reduces(types.CodeType)
-def _(code, pickler):
-    "Keep the code's file name, which tracebacks need; cloudpickle 3.1.3 and later replace it"
-    make,args = pickler.dispatch_table[types.CodeType](code)
-    return make, tuple(code.co_filename if a == '<dynamic-code>' else a for a in args)
-
-@_reduces(types.ModuleType)
-def _(module, pickler):
-    "Pickle a module of a subclass of `ModuleType` (`torch.backends.cudnn`) by name"
-    if type(module) is types.ModuleType: return NotImplemented
-    return importlib.import_module, (module.__name__,)
-
 # %% ../../nbs/payload/102_pickling.ipynb #0f3390a9
 # Definitions are the functions and classes that are pickled by value. Two sides need to know them:
 #
@@ -156,13 +52,7 @@ class Definitions(list):
     """An empty list that `dump` fills with the definitions that it has pickled before it. Make it
     the last item of the dumped object; it is loaded as a plain list"""
 
-def _reduce_definition(o, pickler):
-    "Reduce a function or class as cloudpickle does; note it if that is by value"
-    reduced = _reduce_by_cloudpickle(pickler, o)
-    if isinstance(reduced, tuple): pickler.definitions.append(o)
-    return reduced
-
-@_reduces(Definitions)
+@reduces(Definitions)
 def _(definitions, pickler):
     definitions[:] = pickler.definitions
     _sent_classes.update(o for o in definitions if isinstance(o, type))
@@ -217,7 +107,7 @@ def _same(o): return o      # a reducer returns a call: for a replaced object th
 _REMEMBER = pickle.BININT + b'%b' + pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
 
 class Pickler(cloudpickle.Pickler):
-    "Writes the stream: cloudpickle's pickler with the reducers above"
+    "Writes the stream: cloudpickle's pickler with our reducers"
     def __init__(self,
         file, # Is written to
         on_buffer # Called with each large buffer, as a `PickleBuffer`, instead of writing it
@@ -227,7 +117,7 @@ class Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=on_buffer)
         self._file = file
         self._storages = {}     # (device, address, bytes) -> the first storage that was met there
-        self._reducers = {}     # type -> its reducer: `_reduce.dispatch` is slow
+        self._reducers = {}     # type -> its reducer: `reduce.dispatch` is slow
         self._replacements = _replacements.get()
         self.definitions = []   # those pickled so far; reducers add to it
     def reducer_override(self, o):
@@ -235,7 +125,7 @@ class Pickler(cloudpickle.Pickler):
         if self._replacements and id(o) in self._replacements:
             return _same, (self._replacements[id(o)][1],)
         kind = type(o)
-        if kind not in self._reducers: self._reducers[kind] = _reduce.dispatch(kind)
+        if kind not in self._reducers: self._reducers[kind] = reduce.dispatch(kind)
         return self._reducers[kind](o, self)
     def canonical(self, storage):
         "Return the storage object that is pickled for all storages of the same memory"

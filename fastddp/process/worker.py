@@ -19,7 +19,7 @@ from ..base.device import in_bad_fork, reset_device_count
 from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
 from ..payload.buffers import Block, Packed
-from ..payload.pickling import attr_of
+from ..payload.reducers import attr_of
 from .helper import end_forks_with_parent, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #034832c9
