@@ -2437,6 +2437,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastddp/payload/buffers.py'),
                                          'fastddp.payload.buffers._are_plain': ( 'payload/buffers.html#_are_plain',
                                                                                  'fastddp/payload/buffers.py'),
+                                         'fastddp.payload.buffers._column_of_plain': ( 'payload/buffers.html#_column_of_plain',
+                                                                                       'fastddp/payload/buffers.py'),
                                          'fastddp.payload.buffers._temp_file': ( 'payload/buffers.html#_temp_file',
                                                                                  'fastddp/payload/buffers.py'),
                                          'fastddp.payload.buffers._tensor_column': ( 'payload/buffers.html#_tensor_column',

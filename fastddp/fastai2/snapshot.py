@@ -148,9 +148,9 @@ def _as_sent(obj, training=True):
     model_factory,dls_factory = obj['factories']
     with ExitStack() as undo:
         enter = undo.enter_context
-        # an interrupted loop left the loader's iterator, `it`
+        # what the last loop left: its order, and its iterator if it was interrupted
         for o in (*learn.dls.loaders, vars(learn).get('dl'), obj['call'].get('dl')):
-            if isinstance(o, DataLoader): enter(without_attrs(o, 'it'))
+            if isinstance(o, DataLoader): enter(without_attrs(o, '_DataLoader__idxs', 'it'))
         for o in () if training else opt_and_wrapped(learn.opt):
             if 'state' in vars(o): enter(with_attrs(o, state=defaultdict(dict)))
         # from here on, the learner may have no loaders and no optimizer

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/payload/104_buffers.ipynb #c1097e24
 import math, mmap, operator, os, pathlib, tempfile, warnings
+from array import array
 from collections import UserList
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,14 +46,13 @@ from .reducers import StandIn
 #     NumberColumn    numbers
 #     TupleColumn     tuples of equal length: a column for each position
 class _Column:
-    """A few arrays from which the items of a list can be made again. It has a length and items like
-    the list"""
+    "A few arrays from which the items of a list can be made. It has length and items like the list"
     # The column serves the next dump, too, if that list has the very same items. False if they may
     # have other contents then
     is_reusable = True
     def __iter__(self): return (self[i] for i in range(len(self)))
 
-# 'surrogatepass': in the name of a file, bytes that aren't UTF-8 are surrogates, such as '\udcff'
+# 'surrogatepass': bytes of a file's name that aren't UTF-8 are surrogates, such as '\udcff'
 _ENCODING = 'utf-8','surrogatepass'
 
 class TextColumn(_Column):
@@ -60,10 +60,14 @@ class TextColumn(_Column):
     def __init__(self,
         items # A list of objects of one class
     ):
-        encoded = [str(o).encode(*_ENCODING) for o in items]
+        letters = bytearray()
+        offsets = array('q', [0])       # and the end of the last one
+        for o in items:     # one by one: all of them, encoded, would take more than the column
+            letters += str(o).encode(*_ENCODING)
+            offsets.append(len(letters))
         self._class = type(items[0])
-        self._offsets = np.cumsum([0, *map(len, encoded)])      # and the end of the last one
-        self._letters = np.frombuffer(b''.join(encoded), np.uint8)
+        self._offsets = np.frombuffer(offsets, int)
+        self._letters = np.frombuffer(letters, np.uint8)
     def __len__(self): return len(self._offsets)-1
     def __getitem__(self, i):
         text = str(self._letters[self._offsets[i]:self._offsets[i+1]], *_ENCODING)
@@ -92,10 +96,11 @@ class TensorColumn(_Column):
         if not are_adjacent: return super().__iter__()
         # faster: one call makes all items. Without a common shape, they have one dimension at first
         flat = self.storages[0][self.offsets[0]:ends[-1]]
-        shapes = self.shapes.tolist()
-        if shapes.count(shapes[0]) == len(shapes):
-            items = flat.view(len(shapes), *shapes[0]).unbind()
-        else: items = map(Tensor.view, flat.split(sizes.tolist()), shapes)
+        n,ndim = self.shapes.shape
+        have_one_shape = (self.shapes == self.shapes[0]).all()
+        if have_one_shape: items = flat.view(n, *self.shapes[0].tolist()).unbind()
+        else: items = flat.split(sizes.tolist())
+        if ndim > 1 and not have_one_shape: items = map(Tensor.view, items, self.shapes.tolist())
         return map(self._of_class, items)
     def _of_class(self, t):
         return t if self.tensor_class is Tensor else t.as_subclass(self.tensor_class)
@@ -112,37 +117,39 @@ def _are_plain(tensors):
     if first.dtype not in _DTYPES or isinstance(first, torch.nn.Parameter): return False
     # a class with its own `__torch_dispatch__` may keep its elements elsewhere
     if type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__: return False
-    wanted = dict(dtype=first.dtype, ndim=first.ndim, layout=torch.strided, is_cpu=True,
-                  is_nested=False, requires_grad=False)
+    wanted = dict(dtype=first.dtype, ndim=first.ndim, requires_grad=False)
     found = {*map(operator.attrgetter(*wanted), tensors)}   # in C: there may be many tensors
-    if found != {tuple(wanted.values())}: return False
-    have_attributes = any(map(vars, tensors))
-    are_negated = any(map(Tensor.is_neg, tensors))      # views that show memory with another sign
-    return all(map(Tensor.is_contiguous, tensors)) and not have_attributes and not are_negated
+    if found != {tuple(wanted.values())} or any(map(vars, tensors)): return False
+    # views that show memory with another sign
+    if first.is_floating_point() and any(map(Tensor.is_neg, tensors)): return False
+    return all(map(Tensor.is_contiguous, tensors))
 
 def _tensor_column(tensors):
     "Return the column of a list of tensors of one class; None if it can't have all of them"
     # inside, methods of a subclass such as `TensorImage` are as fast as those of `Tensor`
     with torch._C.DisableTorchFunctionSubclass():
-        if not _are_plain(tensors): return None
-        sizes = chain.from_iterable(map(Tensor.size, tensors))
-        shapes = np.fromiter(sizes, int).reshape(len(tensors), tensors[0].ndim)
-        addresses = [o.data_ptr() for o in map(Tensor.untyped_storage, tensors)]
-        tensor_at = dict(zip(addresses, tensors))       # address of a storage -> a tensor in it
-        if len(tensor_at) > _MAX_STORAGES:
-            storages = [torch.cat([t.flatten() for t in tensors]).as_subclass(Tensor)]
-            storage_ids = np.zeros(len(tensors), int)
-            offsets = np.cumsum([0, *shapes.prod(1)[:-1]])
-        else:
-            storages = [torch.tensor([], dtype=t.dtype).set_(t.untyped_storage())
-                        for t in tensor_at.values()]
-            id_of = {address:i for i,address in enumerate(tensor_at)}
-            storage_ids = np.array([id_of[o] for o in addresses])
-            offsets = np.array([*map(Tensor.storage_offset, tensors)])
-            # storages of several sizes may have one address: those of `torch.from_numpy(a[:n])`
-            ends = np.array([*map(len, storages)])[storage_ids]
-            if (offsets+shapes.prod(1) > ends).any(): return None
-        return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
+        try: return _column_of_plain(tensors) if _are_plain(tensors) else None
+        except RuntimeError: return None    # of torch: a sparse or nested tensor has no such memory
+
+def _column_of_plain(tensors):
+    "As `_tensor_column`, for tensors that `_are_plain`"
+    sizes = chain.from_iterable(map(Tensor.size, tensors))
+    shapes = np.fromiter(sizes, int).reshape(len(tensors), tensors[0].ndim)
+    offsets = np.fromiter(map(Tensor.storage_offset, tensors), int)
+    addresses = np.fromiter(map(Tensor.data_ptr, tensors), int) - offsets*tensors[0].itemsize
+    # the first tensor in each storage; for each tensor the index of its storage
+    _,firsts,storage_ids = np.unique(addresses, return_index=True, return_inverse=True)
+    if len(firsts) > _MAX_STORAGES:
+        storages = [torch.cat([*map(Tensor.flatten, tensors)])]
+        storage_ids = np.zeros(len(tensors), int)
+        offsets = np.cumsum([0, *shapes.prod(1)[:-1]])
+    else:
+        storages = [torch.tensor([], dtype=tensors[i].dtype, device=tensors[i].device)
+                    .set_(tensors[i].untyped_storage()) for i in firsts]
+    # storages of several sizes may have one address: those of `torch.from_numpy(a[:n])`
+    ends = np.array([*map(len, storages)])[storage_ids]
+    if (offsets+shapes.prod(1) > ends).any() or not all(o.is_cpu for o in storages): return None
+    return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
 
 # %% ../../nbs/payload/104_buffers.ipynb #a5dda657
 @dataclass
@@ -272,7 +279,7 @@ def _temp_file(reason):
 # %% ../../nbs/payload/104_buffers.ipynb #f414f448
 _ALIGNMENT = 64         # bytes
 _POPULATE_WRITE = 23    # of madvise(2), since Linux 5.14
-_LARGE = 1<<26          # bytes; a smaller growth of the block isn't checked against free memory
+_LARGE = 1<<24          # bytes; a smaller growth of the block isn't checked against free memory
 
 class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a `Block`"

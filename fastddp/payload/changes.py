@@ -136,8 +136,9 @@ def _members(owner, name, v):
         if v.nbytes >= _MAX_HASHED_BYTES: v = _sample(v.flat, v.size)
         # the bytes of an array of objects are their addresses, which other objects may get later
         return _Members(v.flat) if v.dtype == object else hash(v.tobytes())
-    # a DataFrame or Series of pandas
-    if hasattr(type(v), 'iloc'): return fingerprint(_sample(v.iloc, len(v)))
+    pandas = sys.modules.get('pandas')
+    if pandas and isinstance(v, (pandas.DataFrame,pandas.Series)):
+        return fingerprint(_sample(v.iloc, len(v)))
     if isinstance(v, dict): return _Members([*v, *v.values()])
     return _Members(v) if type(v) in (list,set) else None
 

@@ -43,6 +43,12 @@ def reduce(o, pickler):
 reduces = reduce.register       # as a decorator: registers a reducer for a type and its subclasses
 
 # %% ../../nbs/payload/100_reducers.ipynb #c1d4ee3e
+@reduces(torch.Tensor)
+def _(tensor, pickler):
+    "Pickle a tensor as its class does. A fit has a loss for each step, so this is to be fast"
+    # inside, methods of a subclass such as `TensorBase` are as fast as those of `Tensor`
+    with torch._C.DisableTorchFunctionSubclass(): return tensor.__reduce_ex__(5)
+
 @reduces(torch.storage.TypedStorage)
 def _(storage, pickler):
     return load_typed_storage, (pickler.canonical(storage._untyped_storage), storage.dtype)
