@@ -205,22 +205,22 @@ class LazyList(UserList):
     def __init__(self,
         column # What `make_column` returned
     ):
-        self._items = column        # or the plain list, once `data` has made it
+        self.source = column        # or the plain list, once `data` has made it
     @property
     def __class__(self): return list
     # `UserList` keeps its list in `data`. The methods below read the column; all others of
     # `UserList` (`append`, `sort`, `==`) use `data`, and so make a plain list of all items first
     @property
     def data(self):
-        if type(self._items) is not list: self._items = list(self._items)
-        return self._items
+        if type(self.source) is not list: self.source = list(self.source)
+        return self.source
     @data.setter
-    def data(self, items): self._items = items      # of `o += items`
-    def __len__(self): return len(self._items)
+    def data(self, items): self.source = items      # of `o += items`
+    def __len__(self): return len(self.source)
     def __getitem__(self, i):
-        ids = range(len(self._items))[i]        # raises IndexError as a list does
-        return [self._items[o] for o in ids] if isinstance(ids, range) else self._items[ids]
-    def __iter__(self): return iter(self._items)
+        ids = range(len(self.source))[i]        # raises IndexError as a list does
+        return [self.source[o] for o in ids] if isinstance(ids, range) else self.source[ids]
+    def __iter__(self): return iter(self.source)
     def __reduce__(self): return list, (self[:],)      # a pickle or copy is a plain list
     __copy__ = None     # that of `UserList` isn't used: `copy.copy` uses `__reduce__`
 

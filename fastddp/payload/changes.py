@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.device import is_accelerator
+from .buffers import LazyList
 from .pickling import dump
 from .search import function_variables
 from .state import update_in_place
@@ -36,6 +37,7 @@ from .state import update_in_place
 # Used here:
 #   dump(v, refs)              `v` as a `Payload`; raises any exception if it can't be pickled. It
 #                              may run code of the user's, which may set attributes
+#   LazyList.source            a column; a plain list once that was needed, such as for `append`
 #   function_variables(f)      `{(kind, name): value}` of the variables that the function uses
 #   update_in_place(old, new)  copies contents; returns False if `old` is to be replaced by `new`
 # The callers pickle the changes between the two sides (`launch.training.dump_state`); there
@@ -140,6 +142,8 @@ def _members(owner, name, v):
     if pandas and isinstance(v, (pandas.DataFrame,pandas.Series)):
         return fingerprint(_sample(v.iloc, len(v)))
     if isinstance(v, dict): return _Members([*v, *v.values()])
+    # what changes such a list makes a plain list of it
+    if isinstance(v, LazyList): return _Members([v.source])
     return _Members(v) if type(v) in (list,set) else None
 
 def _sample(items, n):

@@ -290,6 +290,24 @@ def test_long_lists_of_names_are_shared_and_stay_lists():
     assert type(notes.all) is list and notes.all == learn.dls.train_ds.names and type(learn.dls.train_ds.names) is list
 
 
+class Renames(Callback):
+    "Changes the list of names in place"
+    def before_fit(self):
+        names = self.dls.train_ds.names
+        names[0] = 'first.jpg'
+        names.insert(1, 'second.jpg')
+
+
+def test_a_long_list_that_a_fit_changes_comes_back():
+    dls = DataLoaders.from_dsets(Named(), Named(), bs=4, device='cpu')
+    learn = Learner(dls, mlp(), loss_func=nn.CrossEntropyLoss(), lr=0.05)
+    names, second = dls.train_ds.names, dls.valid_ds.names
+    learn.distrib_fit(1, nprocs=2, cbs=Renames())
+    assert dls.train_ds.names is names and names[:3] == ['first.jpg', 'second.jpg', '1.jpg']
+    assert len(names) == 20_001
+    assert second == Named().names
+
+
 # In every corner
 
 @pytest.fixture(scope='module')
