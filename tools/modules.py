@@ -20,7 +20,7 @@ TESTS = {
     'base/board': 'same_answer/test_on_device.py',
     'base/rng': 'same_answer/test_streams.py',
     'payload': 'comes_back/test_comes_back.py',
-    'payload/search': 'test_refusals.py', 'payload/buffers': 'payload/test_shapes.py',
+    'payload/blame': 'test_refusals.py', 'payload/buffers': 'payload/test_shapes.py',
     'payload/reducers': 'comes_back/test_warm.py',
     'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
     'payload/state': 'comes_back/test_comes_back.py', 'payload/changes': 'comes_back/test_variables.py',

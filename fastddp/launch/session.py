@@ -24,7 +24,7 @@ from ..output.replay import (
 from ..payload.buffers import ColumnCache
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions, dump
-from ..payload.search import not_picklable
+from ..payload.blame import not_picklable
 from ..payload.state import model_tensors, move_opt_state, opt_tensors
 from ..shard.same_model import bn_note
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..base.device import is_accelerator
 from .buffers import LazyList
 from .pickling import dump
-from .search import function_variables
+from .reducers import function_variables
 from .state import update_in_place
 
 # %% ../../nbs/payload/107_changes.ipynb #88415fc7

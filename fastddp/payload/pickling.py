@@ -6,26 +6,26 @@
 __all__ = []
 
 # %% ../../nbs/payload/102_pickling.ipynb #15824912
-import contextvars, gc, io, pickle, weakref
+import contextvars, gc, io, pathlib, pickle, types, weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np, torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
-from .reducers import load_storage, reduce, reduces
-from .search import long_sequences
+from .reducers import load_storage, reduce, reduces, referents
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
-# The sections: definitions of cells; `dump`; `load`. No function here is a collective; `dump` and
-# `load` are called in the notebook and in workers.
+# The sections: definitions of cells; long lists; `dump`; `load`. No function here is a collective;
+# `dump` and `load` are called in the notebook and in workers.
 #
 # Used here:
 #   reduce.dispatch(type)     the reducer of a type: a function of an object and the `Pickler`
 #   reduces(type)             as a decorator, registers one
 #   load_storage              loads the storage of a tensor; has an argument `to`, a device
-#   long_sequences(obj)       the long lists and tuples that `obj` refers to; calls no reducer
+#   referents(o)              `(template, name, referent)` for each object that `o` refers to
 #   columns.stand_ins(lists)  of a `ColumnCache`: `(list, StandIn)` for those that have a column
 #   cloudpickle               pickles functions and classes of `__main__` by value; the functions
 #                             `_make_function`, `_function_setstate` and `_class_setstate` load them
@@ -73,6 +73,45 @@ def restoring_sent_classes():
             for k,v in attrs.items():
                 # in Python 3.13 and later, to set `__module__` removes `__firstlineno__`
                 if vars(cls).get(k) is not v: setattr(cls, k, v)
+
+# %% ../../nbs/payload/102_pickling.ipynb #4ac175cc
+# Long lists and tuples, which `dump` pickles as columns. A shorter one is faster to pickle item by
+# item. The least number of items depends on the first one: a text or number; a tensor, or a tuple
+# that begins with one; anything else
+_MIN_ITEMS = dict.fromkeys([str, pathlib.PosixPath, bool, int, float], 10_000)
+_MIN_TENSORS = 100
+_MIN_OTHERS = 1000
+
+def _is_long(sequence):
+    "Return True if a list or tuple has so many items that a column is faster"
+    if len(sequence) < _MIN_TENSORS: return False
+    first = sequence[0]
+    part = first[0] if type(first) is tuple and first else first
+    least = _MIN_ITEMS.get(type(first), _MIN_OTHERS)
+    return isinstance(part, torch.Tensor) or len(sequence) >= least
+
+_MAX_SEARCHED = 10_000      # items; a larger container isn't searched
+
+# Types of objects that can't refer to a long list
+_LEAVES = str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, types.ModuleType
+
+def long_sequences(obj):
+    "Return the long lists and tuples that `obj` is, or refers to; it doesn't search their items"
+    res = []
+    seen = {}       # id -> object, which keeps temporary objects alive and so their ids unique
+    todo = [obj]
+    while todo:
+        o = todo.pop()
+        if id(o) in seen or isinstance(o, _LEAVES): continue
+        seen[id(o)] = o
+        if type(o) in (list,tuple) and _is_long(o): res.append(o)
+        elif _is_searched(o): todo += [type(o), *(referent for *_,referent in referents(o))]
+    return res
+
+def _is_searched(o):
+    "False for a large container, and for a function or class of a library"
+    if isinstance(o, (dict,list,tuple,set,frozenset)): return len(o) <= _MAX_SEARCHED
+    return not isinstance(o, (type,types.FunctionType)) or o.__module__ == '__main__'
 
 # %% ../../nbs/payload/102_pickling.ipynb #bc6c8e70
 _replacements = contextvars.ContextVar('fastddp-replacements', default=None)
