@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 # whose call makes the object when it is loaded. The type of the object decides which of the
 # reducers below is called:
 #
+#     tensor                      by its own `__reduce_ex__`
 #     storage of a tensor         as a buffer beside the pickle; all kinds of tensors have storages
 #     class, function             of a library: by module and name. Of a cell, or if it has no name:
 #                                 by value, as cloudpickle does
@@ -34,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 # fails the dump, and the user is told where the object is.
 #
 # No function here is a collective. Used here of the `Pickler`:
-#   dispatch_table      type -> cloudpickle's reducer, which gets the object alone
+#   dispatch_table      type -> the reducer of cloudpickle or `copyreg`, which gets the object alone
 #   canonical(storage)  the first storage object that was met at that memory
 #   definitions         a list of the functions and classes that were pickled by value
 @singledispatch
@@ -48,6 +49,7 @@ reduces = reduce.register       # as a decorator: registers a reducer for a type
 @reduces(torch.Tensor)
 def _(tensor, pickler):
     "Pickle a tensor as its class does. A fit has a loss for each step, so this is to be fast"
+    if type(tensor) in pickler.dispatch_table: return NotImplemented    # its user's own reducer
     # inside, methods of a subclass such as `TensorBase` are as fast as those of `Tensor`
     with torch._C.DisableTorchFunctionSubclass(): return tensor.__reduce_ex__(5)
 
