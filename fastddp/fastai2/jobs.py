@@ -21,7 +21,7 @@ from .inference import end_gathering, gatherers, join_parts, validate_part
 from .loaders import dl_state, set_dl_state
 from .resume import ResumeFit
 from .snapshot import (
-    apply, baseline, capture, loader_refs, persistent_refs, place_dl, snapshot, unpack)
+    all_cbs, apply, baseline, capture, loader_refs, persistent_refs, place_dl, snapshot, unpack)
 from ..launch.session import Call
 from ..launch.training import (
     Progress, cbs_of_rank, is_rank0_only, open_run, until_interrupted, wants_no_lines, whereabouts)
@@ -34,8 +34,8 @@ from ..shard.sharded import batch_items
 #                       each name counts. `ctx.beat(where)` says that this rank is alive.
 #                       `ctx.where` and `ctx.items`, values or functions, are read if it fails
 #   unpack(obj, device) -> learner, callbacks of the fit, and the dict that `snapshot` got as `call`
-#   baseline, capture   note what the learner holds, and return what has changed since. No
-#                       collective
+#   baseline, capture   note what the learner holds, and return what has changed since. Rank 0
+#                       alone calls them
 #   distributed(...)    context that every rank enters: the first one of a group is a collective. It
 #                       yields a `Fit` with `together`, `common` (random streams), `same_model`
 #   as_one_process(...) another one. It ends with the last meeting, but not after an exception
@@ -179,9 +179,9 @@ def fit_job(ctx, obj):
     learn,cbs,call = unpack(obj, ctx.device)
     # what the notebook has, and its values now, before anything of ours is added
     refs = persistent_refs(learn, cbs)
-    # with `refs` all values are compared, which takes time; rank 0 alone needs it
-    base = baseline(learn, cbs, refs if ctx.rank == 0 else None, any(obj['factories']),
-                    obj['definitions'])
+    sent_cbs = all_cbs(learn, cbs)
+    if ctx.rank == 0:       # it alone sends
+        base = baseline(learn, cbs, refs, any(obj['factories']), obj['definitions'])
     noted = NoteProgress(ctx, learn.path)
     ctx.where = noted.where
     with (suppress_lines(wants_no_lines(learn)),
@@ -194,7 +194,7 @@ def fit_job(ctx, obj):
             ctx.put(name, capture(learn, cbs, base, fit.common.state(), refs, **kwargs))
         ours = [noted, EndOfAll(noted, lambda: send('epoch'))]
         if call['resumed']:
-            resume = ResumeFit(learn, base.groups['cbs'], refs, **call['resumed'])
+            resume = ResumeFit(learn, sent_cbs, refs, **call['resumed'])
             ours.append(resume)
             # rank 0 removes these while it predicts alone; `noted` and `EndOfAll` stay
             fit.callbacks.append(resume)
@@ -265,7 +265,7 @@ def infer_job(ctx, obj):
     place_dl(dl, ctx.device)
     refs = loader_refs(learn, dl)
     noted = NoteProgress(ctx)
-    base = baseline(learn, (), refs if ctx.rank == 0 else None, definitions=obj['definitions'])
+    if ctx.rank == 0: base = baseline(learn, (), refs, definitions=obj['definitions'])
     ctx.where = noted.where
     ctx.items = lambda: noted.items(learn)
     with (distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False,

@@ -308,8 +308,7 @@ def baseline(learn, cbs,
              made=False, # True if a factory has made model or loaders in this worker
              definitions=() # As of `tracked`
 ):
-    """Return a `ChangeTracker` that has noted all that a job may change, before it does. On the
-    workers each rank calls it, rank 0 alone with `refs`: the others use only its `groups`."""
+    "Return a `ChangeTracker` that has noted all that a job may change, before it does."
     groups = tracked(learn, cbs, definitions)
     # the notebook has other modules and loaders
     if made: groups['parts'] = []

@@ -22,7 +22,7 @@ from .state import update_in_place
 
 # %% ../../nbs/payload/107_changes.ipynb #88415fc7
 # The changes of a job. No function here is a collective: rank 0 notes and sends, and the notebook
-# applies. The other ranks may make a `ChangeTracker`, which costs little without `refs`.
+# applies.
 #
 #     rank 0                                                        notebook
 #     ChangeTracker(groups, ...)         before the job
@@ -227,8 +227,7 @@ class ChangeTracker:
     def __init__(self,
         groups, # Name of a group, one of `_RULES` -> its objects
         is_excluded=lambda group, o, name: False, # True for a name that isn't tracked
-        # Objects that both sides have. None, on a rank that doesn't send: nothing is pickled, and
-        # what would be compared by contents counts as changed
+        # Objects that both sides have. None: what would be compared by contents counts as changed
         refs=None
     ):
         store_attr()
