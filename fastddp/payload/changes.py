@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np, torch
 from fastcore.basics import store_attr
+from fastcore.foundation import L
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -141,6 +142,7 @@ def _members(owner, name, v):
     pandas = sys.modules.get('pandas')
     if pandas and isinstance(v, (pandas.DataFrame,pandas.Series)):
         return fingerprint(_sample(v.iloc, len(v)))
+    if isinstance(v, L): v = v.items
     if isinstance(v, dict): return _Members([*v, *v.values()])
     # what changes such a list makes a plain list of it
     if isinstance(v, LazyList): return _Members([v.source])
@@ -204,7 +206,7 @@ def has_arrays(v,
                outer=() # Containers in which `v` is; one may hold itself
 ):
     "True for a tensor, an array or an image, and for a container of any of these"
-    if not isinstance(v, (dict,list,tuple,set)):
+    if not isinstance(v, (dict,list,tuple,set,L)):
         has_bytes = hasattr(type(v), 'tobytes') and not np.isscalar(v)
         return has_bytes or isinstance(v, torch.Tensor)
     if any(v is o for o in outer): return False
