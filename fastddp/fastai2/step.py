@@ -19,7 +19,7 @@ from .together import BATCH, GATHER, PASS, VALUE
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, tensors_in
 from ..shard.gradients import (
-    FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, zeros_from)
+    FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
 from ..shard.loss import class_weights, loss_part
 
 # A training batch on N ranks: all its meetings (`Together`) and collective operations, in order.
@@ -223,7 +223,7 @@ class GlobalLoss:
             for t in tensors_in(self.learn.pred) if first and has_weights else ():
                 if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
             return torch.where(any_counts, loss, 0.)*scale
-        return zeros_from(loss) if has_weights else torch.where(loss.new_zeros(()) > 0, loss, 0.)
+        return zero_loss(leaves_of(graph_of(loss)).values()) if has_weights else torch.where(loss.new_zeros(()) > 0, loss, 0.)
 
 # %% ../../nbs/fastai2/714_step.ipynb #7be21c50
 class Batch:
@@ -271,14 +271,12 @@ class StepSync(OurCallback):
     order = _FIRST+1    # right after `Together`, which must know of the batch
     run_valid = False
     def __init__(self, together, losses, # Those of the fit
-        same_weights, # True: all ranks loaded the same weights
         **ddp_kwargs  # The user's options for DDP
     ):
         store_attr('together,losses')
         self.n = group.world_size()
         self.run_train = self.n > 1     # one rank needs none of the events of a batch
-        self.overlapped = Overlapped(lambda: self.learn.model, self.params, lambda: self.beside,
-                                     same_weights, **ddp_kwargs)
+        self.overlapped = Overlapped(lambda: self.learn.model, self.params, **ddp_kwargs)
         self.passes = Passes(self.params, self.begin_pass, self.exchange_masks, self.overlapped,
                              self.is_loss_of_learner)
         self.batch = None           # the `Batch`: this one or the last one, or the first to come
