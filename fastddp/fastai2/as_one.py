@@ -39,8 +39,9 @@ from ..shard.sharded import original
 #   Together(...) *         `position.phase` is 'train', 'validate' or 'between'. `mid_batch` is
 #                           True from a forward pass to its meeting. `meet_between(LOAD)` * returns
 #                           None if another rank has gone on without it
-#   StepSync                `passes.wrapped()` replaces `torch.autograd.backward`. `close()` ends a
-#                           batch that an exception has left open
+#   StepSync                `wrapped()` replaces `torch.autograd.backward`, and what counts items
+#                           for `GradientAccumulation`. `close()` ends a batch that an exception has
+#                           left open
 #   infer_in_group *        validates a loader by all ranks, which get the result of one process
 #   preds_in_one_order      fastai's `get_preds`, in one order; * unless `fit.rank0_alone`
 #   kept_streams            context that restores the common random streams and the loaders' orders
@@ -134,8 +135,7 @@ def distributed(learn,
         learn.added_cbs([*cbs]),                # a copy: `fit.callbacks` may grow
         data.sharded_dls() if shard_dls else nullcontext(),
         dispatch_events(learn, together.clock), # in the place of `learn._call_one`
-        # in the place of `torch.autograd.backward`
-        step.passes.wrapped() if group.world_size() > 1 else nullcontext()
+        step.wrapped() if group.world_size() > 1 else nullcontext()
     ):
         # last: what is drawn above is drawn alike on all ranks
         seed_rank(group.rank(), group.world_size(), common)
