@@ -213,7 +213,4 @@ class AfterOthers(OurCallback):
         "Have the loader yield this rank's shard to the loop that begins next, which is fastai's"
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
     def after_validate(self): self.together.meet(END_VALID)
-    def before_batch(self):
-        if self.sync.n > 1: self.sync.replace_loss_func()
-        # several ranks stop at the meeting of the batch; one rank has none
-        elif self.together.stop_requested(): raise KeyboardInterrupt
+    def before_batch(self): self.sync.replace_loss_func()

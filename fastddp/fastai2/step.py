@@ -322,7 +322,8 @@ class StepSync(OurCallback):
     def before_batch(self):
         self._new_batch()
         self.passes.open()
-    def replace_loss_func(self): self.batch.gathering.replace()
+    def replace_loss_func(self):
+        if self.n > 1: self.batch.gathering.replace()
     def after_loss(self):
         # before the user's callbacks, which may add to it
         loss = self.loss_grad

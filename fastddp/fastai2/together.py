@@ -219,7 +219,6 @@ class Together(OurCallback):
     What other parts of the fit read:
 
         position        `ShardData` its `fit_depth`, and `as_one` its `phase`
-        stop_requested  `AfterOthers`, with one rank
         clock           the dispatcher of events, and the job's report
         has_left_batch  `StepSync`, which holds no meeting at the end of such a batch
         mid_batch       `as_one.load`, which refuses to change weights then
@@ -255,6 +254,8 @@ class Together(OurCallback):
         if self.training:
             self.has_left_batch = self.mid_batch = False
             self.position.begin(self._place(BATCH, self.iter-.5))
+            # several ranks stop at the meeting of the batch; one rank has none
+            if self.board.n == 1 and self.stop_requested(): raise KeyboardInterrupt
         # at the end of the validation, the row of this rank stops all ranks
         elif self.stop_requested(): raise CancelValidException()
     def after_pred(self):

@@ -144,7 +144,7 @@ class Passes:
         self.n_passes = None
 
     def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False,
-                  grad_variables=None, inputs=None):
+                  inputs=None):
         "In the place of `torch.autograd.backward`, with its parameters"
         is_list = isinstance(tensors, (tuple,list)) and len(tensors) > 0
         # several losses have the gradients of their sum
@@ -152,8 +152,7 @@ class Passes:
         loss = functools.reduce(torch.add, tensors) if can_add else tensors
         options = dict(retain_graph=retain_graph, create_graph=create_graph)
         if not self._trains(loss, inputs):
-            return self.torch_backward(tensors, grad_tensors, grad_variables=grad_variables,
-                                       inputs=inputs, **options)
+            return self.torch_backward(tensors, grad_tensors, inputs=inputs, **options)
         with with_attrs(self, is_running=True):
             self._pass(loss, grad_tensors, inputs=inputs, **options)
 
