@@ -1379,6 +1379,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastddp.fastai2.step.global_items': ('fastai2/step.html#global_items', 'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.how_to_average': ( 'fastai2/step.html#how_to_average',
                                                                                'fastddp/fastai2/step.py'),
+                                      'fastddp.fastai2.step.trained_beside': ( 'fastai2/step.html#trained_beside',
+                                                                               'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.true_counts': ('fastai2/step.html#true_counts', 'fastddp/fastai2/step.py')},
             'fastddp.fastai2.together': { 'fastddp.fastai2.together.MeetingResult': ( 'fastai2/together.html#meetingresult',
                                                                                       'fastddp/fastai2/together.py'),

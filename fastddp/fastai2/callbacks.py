@@ -16,9 +16,10 @@ from .clock import OurCallback, _FIRST, _LAST
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm,
     keeps_state, rows_are_streams, set_dl_state, shard_dl)
+from .step import trained_beside
 from .together import BEFORE_TRAIN, BEFORE_VALID, END_VALID
 from ..payload.state import move_opt_state
-from ..shard.gradients import average_grads, extra_params
+from ..shard.gradients import average_grads
 from ..shard.same_model import SameWeights, sync_buffers
 from ..shard.sharded import is_sharded, iterate_original, write_back
 
@@ -124,8 +125,7 @@ class ShardData(OurCallback):
 def model_from_rank0(learn):
     """Give every rank rank 0's weights and buffers, and what is trained beside the model. A
     collective: every rank calls it"""
-    groups = learn.opt.param_lists if learn.opt else ()
-    beside = extra_params(learn.model, learn.loss_func, groups)
+    beside = trained_beside(learn)
     group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *beside])
 
 def opt_from_rank0(learn):

@@ -61,6 +61,11 @@ from ..shard.loss import class_weights, loss_part
 #   OVERLAPPED   DDP averages gradients in the first pass of a batch. FLAT: they are averaged after
 #                each pass. LATER: not in this batch; they accumulate
 
+def trained_beside(learn):
+    "Return the trained parameters of `learn` that aren't the model's, as a list"
+    groups = learn.opt.param_lists if learn.opt else ()     # a user's `fit` may have no optimizer
+    return extra_params(learn.model, learn.loss_func, groups)
+
 def true_counts(learn # A learner in a training phase
 ): # `(items of this rank, items of all ranks)`
     "Return how many items of the current batch count, without those that pad a rank's batch"
@@ -228,9 +233,8 @@ class GlobalLoss:
 class Batch:
     "What `StepSync` knows of one training batch on this rank; each batch has a new one"
     def __init__(self, learn, losses, together): # As of `StepSync`
-        # the `GradientAccumulation`, or None
         accumulations = (cb for cb in learn.cbs if isinstance(cb, training.GradientAccumulation))
-        self.accumulation = next(accumulations, None)
+        self.accumulation = next(accumulations, None)   # None: there is none
         # items of all ranks that it has counted; it counts those of this batch in `before_step`
         self.n_counted = getattr(self.accumulation, 'count', 0)
         self.gathering = GatheringLoss(learn, losses, together)
@@ -290,8 +294,7 @@ class StepSync(OurCallback):
         `GradientAccumulation` counts the items of all ranks"""
         with self.passes.wrapped(), with_attrs(training, find_bs=self.count_items): yield
     def count_items(self, yb):
-        "In the place of `find_bs`, by which `GradientAccumulation` counts and multiplies the loss"
-        # another learner that a callback fits has its own `yb`
+        # in the place of `find_bs`; another learner that a callback fits has its own `yb`
         return global_items(self.learn) if yb is self.learn.yb else find_bs(yb)
 
     # What is trained
@@ -308,8 +311,7 @@ class StepSync(OurCallback):
                                  "that of one worker's items. Take another optimizer, or fit in "
                                  "one process.")
         self._new_batch()
-        groups = self.opt.param_lists if self.opt else ()   # a user's `fit` may have no optimizer
-        self.beside = extra_params(self.learn.model, self.learn.loss_func, groups)
+        self.beside = trained_beside(self.learn)
         if self.uses_ddp(): self.overlapped.prepare()
     def uses_ddp(self):
         "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
@@ -325,8 +327,7 @@ class StepSync(OurCallback):
     def replace_loss_func(self):
         if self.n > 1: self.batch.gathering.replace()
     def after_loss(self):
-        # before the user's callbacks, which may add to it
-        loss = self.loss_grad
+        loss = self.loss_grad   # the user's callbacks come later, and may add to it
         if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
     def after_batch(self):
         if self.batch.how is None and not self.together.has_left_batch:
