@@ -21,8 +21,7 @@ from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
 from .callbacks import (
-    AfterOthers, SameModel, ShardData, kept_streams,
-    model_from_rank0, opt_from_rank0, sharded_dls)
+    AfterOthers, SameModel, ShardData, kept_streams, model_from_rank0, opt_from_rank0)
 from .clock import dispatch_events
 from .inference import infer_in_group, preds_in_one_order
 from .loaders import Undivided
@@ -40,8 +39,9 @@ from ..shard.sharded import original
 #   Together(...) *         `position.phase` is 'train', 'validate' or 'between'. `mid_batch` is
 #                           True from a forward pass to its meeting. `meet_between(LOAD)` * returns
 #                           None if another rank has gone on without it
-#   StepSync                `passes.wrapped()` replaces `torch.autograd.backward`. `close()` ends a
-#                           batch that an exception has left open
+#   StepSync                `wrapped()` replaces `torch.autograd.backward`, and what counts items
+#                           for `GradientAccumulation`. `close()` ends a batch that an exception has
+#                           left open
 #   infer_in_group *        validates a loader by all ranks, which get the result of one process
 #   preds_in_one_order      fastai's `get_preds`, in one order; * unless `fit.rank0_alone`
 #   kept_streams            context that restores the common random streams and the loaders' orders
@@ -110,33 +110,32 @@ def distributed(learn,
                 sync_bn=True,       # Synchronize batch norm over ranks
                 stop_requested=lambda: False, # Returns True once this rank is asked to stop
                 shard_dls=True,     # Shard the loaders of `learn.dls`
-                alike=False,        # True: all ranks loaded the same weights
                 # How the losses of ranks make the loss of the batch: one of `LOSS_KINDS`
                 loss='auto',
                 **ddp_kwargs        # What the user asks DDP for: `DDP_CHECKS`
 ): # Yields the `Fit`
     """Context manager in which `learn` trains and validates as one process with the other ranks of
-    the group. Afterwards it has its own callbacks and loaders again. Every rank calls it: the first
-    `Together` of a group makes its `Board`, which is a collective"""
+    the group, which have the same weights. Afterwards it has its own callbacks and loaders again.
+    Every rank calls it: the first `Together` of a group makes its `Board`, which is a collective"""
     on_gpu = is_accelerator(device_of(learn.model))
     common = CommonRNG.capture()
     together = Together(stop_requested, on_gpu=on_gpu)
     losses = Losses(loss, print_line)
-    step = StepSync(together, losses, alike, **ddp_kwargs)
+    step = StepSync(together, losses, **ddp_kwargs)
     metrics = ReduceMetrics(losses)
     same_model = SameModel(together, average_bn=sync_bn and not on_gpu)
-    cbs = [together, ShardData(together, common, batch), step, metrics, same_model,
-           AfterOthers(step)]
+    cbs = []
     fit = Fit(together, common, same_model, cbs)
+    data = ShardData(together, common, batch, fit.may_be_alone)
+    cbs += [together, data, step, metrics, same_model, AfterOthers(step)]
     with (
         environment('WORLD_SIZE'),      # with it, fastai would average metrics itself
-        sharded_dls(learn, batch, common, fit.may_be_alone) if shard_dls else nullcontext(),
         synced_bn(learn.model) if sync_bn and on_gpu else nullcontext(),
         silence_other_ranks(learn),
         learn.added_cbs([*cbs]),                # a copy: `fit.callbacks` may grow
+        data.sharded_dls() if shard_dls else nullcontext(),
         dispatch_events(learn, together.clock), # in the place of `learn._call_one`
-        # in the place of `torch.autograd.backward`
-        step.passes.wrapped() if group.world_size() > 1 else nullcontext()
+        step.wrapped() if group.world_size() > 1 else nullcontext()
     ):
         # last: what is drawn above is drawn alike on all ranks
         seed_rank(group.rank(), group.world_size(), common)

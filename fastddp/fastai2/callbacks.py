@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #6cd40864
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 from fastcore.basics import store_attr
 
@@ -17,9 +16,10 @@ from .clock import OurCallback, _FIRST, _LAST
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm,
     keeps_state, rows_are_streams, set_dl_state, shard_dl)
+from .step import trained_beside
 from .together import BEFORE_TRAIN, BEFORE_VALID, END_VALID
 from ..payload.state import move_opt_state
-from ..shard.gradients import average_grads, extra_params
+from ..shard.gradients import average_grads
 from ..shard.same_model import SameWeights, sync_buffers
 from ..shard.sharded import is_sharded, iterate_original, write_back
 
@@ -47,7 +47,7 @@ from ..shard.sharded import is_sharded, iterate_original, write_back
 # `fit_loop_next`. It is True only from the end of before_train or before_validate, when no callback
 # can begin a loop any more, until fastai's loop begins:
 #
-#   `sharded_dls`        shards the loaders of `learn.dls`; `read_whole` is the `other_loop` of each
+#   `ShardData.shard`    shards a loader; `read_whole` is its `other_loop`
 #   `AfterOthers`        sets the flag, as the last callback of the event
 #   `Sharded.__iter__`   if it is set, unsets it, and yields the shard; if not, calls `other_loop`
 #
@@ -69,79 +69,64 @@ def kept_streams(learn,
             set_dl_state(dl, st)
             if is_sharded(dl): write_back(dl)
 
-# %% ../../nbs/fastai2/720_callbacks.ipynb #be510007
-def read_whole(learn, common,
-               may_be_alone, # `may_be_alone()`: True if other ranks may not run this loop
-               dl            # A sharded loader
-):
-    "Yield all batches of `dl`, the same on all ranks; the `other_loop` of loaders in a fit"
-    with kept_streams(learn, common) if may_be_alone() else nullcontext():
-        try: yield from iterate_original(dl, common)
-        finally: follow_original(dl)
-
-# %% ../../nbs/fastai2/720_callbacks.ipynb #ca110003
-def shard_to_validate(model, # The model that validates
-                      dl,    # The whole loader
-                      batch, # 'per_worker' or 'global', as of `shard_dl`
-                      common # The fit's `CommonRNG`
-):
-    "Return a loader that yields what this rank validates of `dl`"
-    # such rows can't be divided: each rank validates all batches
-    if rows_are_streams(dl, model): return Undivided(dl, common)
-    # The state may have the batch size built in: the batches that are divided are the loader's own.
-    # An `LMDataLoader` is laid out as more streams instead
-    if keeps_state(model) and not is_lm(dl): batch = 'global'
-    return shard_dl(dl, group.rank(), group.world_size(), batch, train=False, common=common)
-
-# %% ../../nbs/fastai2/720_callbacks.ipynb #ddce7440
-@contextmanager
-def sharded_dls(learn,
-                batch,       # 'per_worker' or 'global', as of `shard_dl`
-                common,      # The fit's `CommonRNG`
-                may_be_alone # As of `read_whole`
-):
-    """Context manager in which each loader of `learn.dls` yields this rank's shard to the fit, and
-    all batches to other loops"""
-    dls = learn.dls         # a callback may exchange them
-    old = list(dls.loaders)
-    train = shard_dl(old[0], group.rank(), group.world_size(), batch, common=common)
-    dls.loaders = [train, *(shard_to_validate(learn.model, dl, batch, common) for dl in old[1:])]
-    for dl in dls.loaders: dl._shard.other_loop = partial(read_whole, learn, common, may_be_alone)
-    try: yield
-    finally:
-        for dl in filter(is_sharded, dls.loaders): write_back(dl)
-        dls.loaders = old
-
 # %% ../../nbs/fastai2/720_callbacks.ipynb #669e5ec3
 class ShardData(OurCallback):
-    """Seeds this rank's random streams at the beginning of each epoch. Replaces a loader that isn't
-    sharded, such as one that a callback has put into `learn.dls`, by this rank's shard of it"""
+    """A rank's data: shards the loaders of `learn.dls`, and any other one, such as a callback puts
+    into `learn.dls`. Seeds this rank's random streams at the beginning of each epoch"""
     order = _FIRST      # before any other callback draws, or reads the loader
     def __init__(self,
         together, # The fit's `Together`
         common,   # The fit's `CommonRNG`
-        batch     # 'per_worker' or 'global', as of `shard_dl`
+        batch,    # 'per_worker' or 'global', as of `shard_dl`
+        may_be_alone # `may_be_alone()`: True if other ranks may not run a callback's loop
     ): store_attr()
+
+    def shard(self, dl, train):
+        "Return a loader that yields this rank's shard of `dl` to the fit, and all to other loops"
+        if not train and rows_are_streams(dl, self.model):
+            # such rows can't be divided: each rank validates all batches
+            res = Undivided(dl, self.common)
+        else:
+            # The model's state may have the batch size built in: then the batches that are divided
+            # are the loader's own. An `LMDataLoader` is laid out as more streams instead
+            keeps_size = not train and keeps_state(self.model) and not is_lm(dl)
+            batch = 'global' if keeps_size else self.batch
+            res = shard_dl(dl, group.rank(), group.world_size(), batch, train, self.common)
+        res._shard.other_loop = self.read_whole
+        return res
+    def read_whole(self, dl):
+        "Yield all batches of a sharded loader, the same on all ranks"
+        with kept_streams(self.learn, self.common) if self.may_be_alone() else nullcontext():
+            try: yield from iterate_original(dl, self.common)
+            finally: follow_original(dl)
+    @contextmanager
+    def sharded_dls(self):
+        "Context manager in which the loaders of `learn.dls` are sharded"
+        dls = self.learn.dls        # a callback may exchange them
+        old = list(dls.loaders)
+        dls.loaders = [self.shard(dl, train=i == 0) for i,dl in enumerate(old)]
+        try: yield
+        finally:
+            for dl in filter(is_sharded, dls.loaders): write_back(dl)
+            dls.loaders = old
+
     def before_epoch(self):
         n = group.world_size()
         if n == 1 or self.together.position.fit_depth > 1: return   # in a fit inside the fit
         seed_rank(group.rank(), n, self.common, self.epoch)
-    def before_train(self):
-        if is_sharded(self.dl): return
-        self.learn.dl = shard_dl(self.dl, group.rank(), group.world_size(), self.batch,
-                                 common=self.common)
-    def before_validate(self):
-        if is_sharded(self.dl): return
-        self.learn.dl = shard_to_validate(self.model, self.dl, self.batch, self.common)
+    def before_train(self): self._shard_own(train=True)
+    def before_validate(self): self._shard_own(train=False)
+    def _shard_own(self, train):
+        if not is_sharded(self.dl): self.learn.dl = self.shard(self.dl, train)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ca110001
 # The same model on all ranks
 
 def model_from_rank0(learn):
-    """Give every rank rank 0's weights and buffers, those of its loss function among them. A
+    """Give every rank rank 0's weights and buffers, and what is trained beside the model. A
     collective: every rank calls it"""
-    of_loss = extra_params(learn.model, learn.loss_func, ())
-    group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *of_loss])
+    beside = trained_beside(learn)
+    group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *beside])
 
 def opt_from_rank0(learn):
     "Give every rank the state of rank 0's optimizer. A collective: every rank calls it"
@@ -228,7 +213,4 @@ class AfterOthers(OurCallback):
         "Have the loader yield this rank's shard to the loop that begins next, which is fastai's"
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
     def after_validate(self): self.together.meet(END_VALID)
-    def before_batch(self):
-        if self.sync.n > 1: self.sync.replace_loss_func()
-        # several ranks stop at the meeting of the batch; one rank has none
-        elif self.together.stop_requested(): raise KeyboardInterrupt
+    def before_batch(self): self.sync.replace_loss_func()

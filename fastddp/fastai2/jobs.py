@@ -186,8 +186,7 @@ def fit_job(ctx, obj):
     ctx.where = noted.where
     with (suppress_lines(wants_no_lines(learn)),
           open_run(call['wandb_run']),              # callbacks log until the fit has ended
-          distributed(learn, stop_requested=ctx.stop_requested, alike=True,
-                      **call['options']) as fit,
+          distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as fit,
           as_one_process(learn, cbs, fit)):
         def send(name, **kwargs):
             if ctx.rank: return

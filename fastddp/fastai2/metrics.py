@@ -78,7 +78,6 @@ _AREAS = ('inter','union')
 SUMMED_ATTRS = {
     AvgMetric: _MEAN, AvgLoss: _MEAN, LossMetric: _MEAN, Dice: _AREAS, DiceMulti: _AREAS,
     CorpusBLEUMetric: ('pred_len','targ_len','corrects','counts'),
-    AvgSmoothLoss: (),      # it averages `learn.loss`, which is that of the global batch already
     # the callback that computes a `ValueMetric` runs on every rank
     ValueMetric: (), Metric: ()}
 
@@ -241,8 +240,9 @@ class Phase:
         has_parts = not is_training and not learn.dl._shard.whole_batches
         # in a validation each rank computes a gathered loss of its own items (`GatheringLoss`)
         recomputes_loss = has_parts and losses.is_gathered(learn.loss_func)
-        # the Recorder's smooth loss of training steps is the same on all ranks
-        self.metrics = [m for m in metrics if type(m) is not AvgSmoothLoss]
+        # a smooth loss of training steps, as the Recorder has one, is the same on all ranks
+        self.metrics = [m for m in metrics
+                        if type(m).accumulate is not AvgSmoothLoss.accumulate]
         by_way = defaultdict(list)
         for m in self.metrics: by_way[way_of(m, has_parts, recomputes_loss)].append(m)
         self.merged = by_way['merge']

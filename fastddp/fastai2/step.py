@@ -6,20 +6,23 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/714_step.ipynb #15464f51
+from contextlib import contextmanager
+
 import torch
-from fastai.callback.training import GradientAccumulation
+from fastai.callback import training
 from fastai.torch_core import find_bs
 from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute
+from ..base.scoped import with_attrs
 from .clock import _FIRST, OurCallback, runs_user_code
 from .together import BATCH, GATHER, PASS, VALUE
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, tensors_in
 from ..shard.gradients import (
-    FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, zeros_from)
+    FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
 from ..shard.loss import class_weights, loss_part
 
 # A training batch on N ranks: all its meetings (`Together`) and collective operations, in order.
@@ -31,12 +34,12 @@ from ..shard.loss import class_weights, loss_part
 #    3 meet(BATCH)           _meet                 before the first backward pass, or in
 #                            meet_without_backward `after_batch` on a rank that makes none
 #    4   all_gather_object   _decide               if DDP can't follow some rank's model (3)
-#    5   sum_                sum_on_device         on an accelerator, if some rank makes a pass (3)
+#    5   sum_                combine               on an accelerator, if a rank makes a pass (3)
 #    6   DDP's all-reduces   Overlapped.backward   in the first pass, if how is OVERLAPPED (3)
 #    7   meet_between(PASS)  exchange_masks        after the first pass, if how is FLAT (3)
 #    8     all-reduces       average_grads
 #    9 meet_between(VALUE)   _share_loss           before a further pass, if learn.loss isn't global
-#   10   sum_                sum_on_device         on an accelerator
+#   10   sum_                combine               on an accelerator
 #   11 as 7 and 8                                  after a further pass, unless how is LATER (3)
 #
 # An indented line follows if all ranks came to the meeting above it. If some have gone on without a
@@ -58,6 +61,11 @@ from ..shard.loss import class_weights, loss_part
 #   OVERLAPPED   DDP averages gradients in the first pass of a batch. FLAT: they are averaged after
 #                each pass. LATER: not in this batch; they accumulate
 
+def trained_beside(learn):
+    "Return the trained parameters of `learn` that aren't the model's, as a list"
+    groups = learn.opt.param_lists if learn.opt else ()     # a user's `fit` may have no optimizer
+    return extra_params(learn.model, learn.loss_func, groups)
+
 def true_counts(learn # A learner in a training phase
 ): # `(items of this rank, items of all ranks)`
     "Return how many items of the current batch count, without those that pad a rank's batch"
@@ -76,10 +84,24 @@ def global_items(learn):
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d328
 class GatheringLoss:
-    """Stands in for the user's loss function `f` during a batch: exchanges predictions and targets,
-    and calls `f` with those of all ranks"""
+    """Takes the place of a loss function that is gathered, for one training batch, from `replace`
+    to `restore`: exchanges predictions and targets, and calls it with those of all ranks"""
+    f = None            # the loss function that it has replaced, or None
     n_items = None      # this rank's items in a loss of all ranks' items; None: there is none yet
-    def __init__(self, f, learn, losses, together): store_attr()
+    def __init__(self, learn, losses, together): store_attr()
+    def replace(self):
+        f = self.learn.loss_func
+        if not self.losses.is_gathered(f): return
+        self.f = f
+        vars(self.learn)['loss_func'] = self
+    def restore(self):
+        "Give the learner its own loss function again, unless a callback has exchanged it meanwhile"
+        of_learn = vars(self.learn)
+        if of_learn.get('loss_func') is self: of_learn['loss_func'] = self.f
+    def user_func(self):
+        "Return the user's loss function, also while this is in its place"
+        return self.learn.loss_func if self.f is None else self.f
+
     def __call__(self, pred, *yb):
         "Return the loss of all ranks' items; in validation, or if there is none, of this rank's"
         loss = self._of_all_ranks(pred, yb) if self.learn.training else None
@@ -111,75 +133,57 @@ class GlobalLoss:
 
     `StepSync` calls, in this order (for the arithmetic, see `shard.loss.LossPart`):
 
-        replace_loss_func   when the batch begins
-        numbers             for meetings 3 and 9: what this rank's loss adds to that of all
-        combine             after these meetings: `learn.loss` becomes the loss of the global batch
-        scaled              before each backward pass: the loss to run. The mean over ranks of its
-                            gradients is the gradient of the global batch
-        restore_loss_func   when the batch ends"""
-    def __init__(self, learn, losses): # The fit's `Losses`
+        numbers   for meetings 3 and 9: what this rank's loss adds to that of all
+        combine   after these meetings: `learn.loss` becomes the loss of the global batch
+        scaled    before each backward pass: the loss to run. The mean over ranks of its gradients
+                  is the gradient of the global batch"""
+    def __init__(self, learn, gathering): # The batch's `GatheringLoss`
         store_attr()
         self.device = device_of(learn.model)
         # losses are summed on an accelerator, where the host doesn't wait for them
         self.sums_on_device = is_accelerator(self.device)
         self.last = vars(learn).get('loss')     # of the batch before; None in the first one
-        self.gathering = None   # the `GatheringLoss` in the place of `learn.loss_func`, or None
         # set by `numbers`
         self.part = None        # this rank's `LossPart`
-        self.weighted = None    # this rank's term of the global loss
+        self.weighted = 0.      # this rank's term of the global loss
         # set by `combine`
         self.scale = 1.         # the factor on this rank's loss
         self.value = None       # the loss of the global batch, which `learn.loss` was set to
 
-    # The loss function
-    def replace_loss_func(self, together): # The fit's `Together`
-        "Put a `GatheringLoss` in the place of a loss function that is gathered"
-        f = self.learn.loss_func
-        if not self.losses.is_gathered(f): return
-        self.gathering = GatheringLoss(f, self.learn, self.losses, together)
-        vars(self.learn)['loss_func'] = self.gathering
-    def restore_loss_func(self):
-        "Give the learner its own loss function again, unless a callback has exchanged it meanwhile"
-        if self.gathering is None: return
-        of_learn = vars(self.learn)
-        if of_learn.get('loss_func') is self.gathering: of_learn['loss_func'] = self.gathering.f
-        self.gathering = None
-    def user_func(self):
-        "Return the user's loss function, also while another one is in its place"
-        return self.learn.loss_func if self.gathering is None else self.gathering.f
-
     # The loss
     def is_computed(self):
         "Return True if `learn.loss` is that of this batch"
-        loss = self.learn.loss
+        loss = vars(self.learn).get('loss')
         return loss is not self.last and isinstance(loss, torch.Tensor)
     def is_local(self):
         "Return True if `learn.loss` is that of this batch on this rank, not yet on all ranks"
         return self.is_computed() and self.learn.loss is not self.value
     def restore_last(self):
-        "Set `learn.loss` to that of the batch before: a rank may leave this one without any loss"
-        if self.last is not None: self.learn.loss = self.last
+        """Set `learn.loss` to that of the batch before if that of the global batch isn't known:
+        some rank may have left this batch without any loss"""
+        if self.last is not None and self.value is None and self.is_computed():
+            self.learn.loss = self.last
 
     # The exchange
     def numbers(self,
         loss # The loss of the backward pass, for a learner that has none yet
     ):
         "Return the numbers of this rank's loss that a meeting sums: none if the device does"
-        if self.part is None: self.part = self._find_part()
+        if self.part is None:
+            n_items = self.gathering.n_items
+            self.part = self._find_part(true_counts(self.learn)[0] if n_items is None else n_items)
         if self.is_computed(): loss = self.learn.loss
         # fastai's kinds of tensors make each operation slower
         loss = loss.detach().as_subclass(torch.Tensor)
         if loss.ndim: loss = loss.float().mean()
         self.weighted = self.part.weighted(loss.float() if self.sums_on_device else loss.item())
         return {} if self.sums_on_device else dict(divisor=self.part.divisor, loss=self.weighted)
-    def _find_part(self):
+    def _find_part(self, n_items): # That count of this rank's
         "Return this rank's `LossPart`"
-        f = self.user_func()
-        n_items = self.gathering.n_items if self.gathering else None
-        if n_items is None: n_items = true_counts(self.learn)[0]
-        return loss_part(f, self.learn.yb, n_items, self.losses.reduction(f),
+        f = self.gathering.user_func()
+        return loss_part(f, self.learn.yb, n_items, self.gathering.losses.reduction(f),
                          to_number=not self.sums_on_device)
-    def sum_on_device(self, value=0., divisor=0.):
+    def sum_on_device(self, value, divisor):
         "Return the sums over ranks of two numbers, as a tensor on the device. A collective"
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[0] = value
@@ -190,7 +194,8 @@ class GlobalLoss:
         """Set this rank's `scale`, and `learn.loss` to the loss of the global batch. A collective
         operation on an accelerator: `sum_on_device`"""
         learn = self.learn
-        part = self.part
+        # a rank without a backward pass has sent no numbers: none of its items count
+        part = self.part or self._find_part(0)
         if self.sums_on_device: weighted,total = self.sum_on_device(self.weighted, part.divisor)
         else: weighted,total = result.sum('loss'),result.sum('divisor')
         self.scale = part.scale(total, group.world_size())
@@ -202,57 +207,57 @@ class GlobalLoss:
 
     # The backward pass
     def scaled(self,
-        loss,  # That of a backward pass
-        first, # True for the first pass of this batch
-        times_items=False # A `GradientAccumulation` has multiplied it by this rank's items, not all
+        loss, # That of a backward pass
+        first # True for the first pass of this batch
     ):
         "Return the loss to run backward in place of `loss`: with zeros if no item counts here"
         divisor = self.part.divisor
         scale = self.scale
-        if times_items: scale = scale*global_items(self.learn)/find_bs(self.learn.yb)
         # then only the device knows whether any of this rank's items count
         is_on_device = isinstance(divisor, torch.Tensor)
         if not is_on_device and divisor:
             return loss if isinstance(scale, float) and scale == 1. else loss*scale
         # Without items that count, the mean `loss` is 0/0. Its gradients must be zeros, for which
         # DDP waits. With class weights they would be NaN, also below `torch.where`
-        weights = class_weights(self.user_func())
+        weights = class_weights(self.gathering.user_func())
         has_weights = weights is not None and weights.weight is not None
-        if is_on_device:
-            any_counts = divisor > 0
-            for t in tensors_in(self.learn.pred) if first and has_weights else ():
-                if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
-            return torch.where(any_counts, loss, 0.)*scale
-        return zeros_from(loss) if has_weights else torch.where(loss.new_zeros(()) > 0, loss, 0.)
+        if not is_on_device:
+            if has_weights: return zero_loss(leaves_of(graph_of(loss)).values())
+            return torch.where(loss.new_zeros(()) > 0, loss, 0.)
+        any_counts = divisor > 0
+        for t in tensors_in(self.learn.pred) if first and has_weights else ():
+            if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
+        return torch.where(any_counts, loss, 0.)*scale
 
 # %% ../../nbs/fastai2/714_step.ipynb #7be21c50
 class Batch:
     "What `StepSync` knows of one training batch on this rank; each batch has a new one"
-    def __init__(self, learn, losses): # The fit's `Losses`
-        # the `GradientAccumulation`, or None
-        accumulations = (cb for cb in learn.cbs if isinstance(cb, GradientAccumulation))
-        self.accumulation = next(accumulations, None)
+    def __init__(self, learn, losses, together): # As of `StepSync`
+        accumulations = (cb for cb in learn.cbs if isinstance(cb, training.GradientAccumulation))
+        self.accumulation = next(accumulations, None)   # None: there is none
         # items of all ranks that it has counted; it counts those of this batch in `before_step`
         self.n_counted = getattr(self.accumulation, 'count', 0)
-        self.loss = GlobalLoss(learn, losses)
+        self.gathering = GatheringLoss(learn, losses, together)
+        self.loss = GlobalLoss(learn, self.gathering)
         self.loss_node = None   # of the graph: what the loss function returned
         self.params = None      # the trained parameters, once `StepSync.params` is called
         self.how = None         # `how_to_average`; None until this rank makes a backward pass
+    def end(self):
+        self.loss.restore_last()
+        self.gathering.restore()
 
 def how_to_average(result, lacks_items, uses_ddp):
     """Return how a batch averages gradients over ranks. All arguments are the same on all ranks;
-    `result` is that of the meeting `BATCH`. The first line that is true counts:
-
-        `lacks_items`: a `GradientAccumulation` makes no step in this batch     LATER
-        not `uses_ddp`: it accumulates, or DDP can't follow some rank           FLAT
-        some rank makes no `backward` pass: DDP would wait for it               FLAT
-        some rank trains other parameters than DDP was made for: `new`          FLAT
-        DDP can't follow some rank, as is found in this batch: `flat`           FLAT
-        otherwise                                                               OVERLAPPED"""
+    `result` is that of the meeting `BATCH`"""
+    # a `GradientAccumulation` makes no step in this batch
     if lacks_items: return LATER
-    all_pass = result.sum('backward') == len(result)
-    if uses_ddp and all_pass and not result.sum('new') and not result.sum('flat'): return OVERLAPPED
-    return FLAT
+    # there is a `GradientAccumulation`, or DDP couldn't follow some rank in an earlier batch
+    if not uses_ddp: return FLAT
+    # DDP would wait for a rank that makes no backward pass
+    if result.sum('backward') < len(result): return FLAT
+    # some rank trains other parameters than DDP was made for, or DDP can't follow it
+    if result.sum('new') or result.sum('flat'): return FLAT
+    return OVERLAPPED
 
 # %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
 _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
@@ -271,19 +276,26 @@ class StepSync(OurCallback):
     order = _FIRST+1    # right after `Together`, which must know of the batch
     run_valid = False
     def __init__(self, together, losses, # Those of the fit
-        same_weights, # True: all ranks loaded the same weights
         **ddp_kwargs  # The user's options for DDP
     ):
         store_attr('together,losses')
         self.n = group.world_size()
         self.run_train = self.n > 1     # one rank needs none of the events of a batch
-        self.overlapped = Overlapped(lambda: self.learn.model, self.params, lambda: self.beside,
-                                     same_weights, **ddp_kwargs)
+        self.overlapped = Overlapped(lambda: self.learn.model, self.params, **ddp_kwargs)
         self.passes = Passes(self.params, self.begin_pass, self.exchange_masks, self.overlapped,
                              self.is_loss_of_learner)
         self.batch = None           # the `Batch`: this one or the last one, or the first to come
         self.beside = ()            # parameters that are trained beside the model's, in this phase
         self.always_flat = False    # True once DDP couldn't follow some rank; the same on all ranks
+
+    @contextmanager
+    def wrapped(self):
+        """Context manager of a fit, in which `Passes` replaces `torch.autograd.backward`, and
+        `GradientAccumulation` counts the items of all ranks"""
+        with self.passes.wrapped(), with_attrs(training, find_bs=self.count_items): yield
+    def count_items(self, yb):
+        # in the place of `find_bs`; another learner that a callback fits has its own `yb`
+        return global_items(self.learn) if yb is self.learn.yb else find_bs(yb)
 
     # What is trained
     def params(self):
@@ -299,8 +311,7 @@ class StepSync(OurCallback):
                                  "that of one worker's items. Take another optimizer, or fit in "
                                  "one process.")
         self._new_batch()
-        groups = self.opt.param_lists if self.opt else ()   # a user's `fit` may have no optimizer
-        self.beside = extra_params(self.learn.model, self.learn.loss_func, groups)
+        self.beside = trained_beside(self.learn)
         if self.uses_ddp(): self.overlapped.prepare()
     def uses_ddp(self):
         "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
@@ -309,25 +320,20 @@ class StepSync(OurCallback):
     # A batch, event by event
     def _new_batch(self):
         self.close()        # an exception may have ended the batch before without `after_batch`
-        self.batch = Batch(self.learn, self.losses)
+        self.batch = Batch(self.learn, self.losses, self.together)
     def before_batch(self):
         self._new_batch()
         self.passes.open()
-    def replace_loss_func(self): self.batch.loss.replace_loss_func(self.together)
+    def replace_loss_func(self):
+        if self.n > 1: self.batch.gathering.replace()
     def after_loss(self):
-        # before the user's callbacks, which may add to it
-        loss = self.loss_grad
+        loss = self.loss_grad   # the user's callbacks come later, and may add to it
         if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
-    def before_step(self):
-        acc = self.batch.accumulation
-        # it adds this rank's items when its own event comes, after this one
-        if acc is not None: acc.count += global_items(self.learn)-find_bs(self.yb)
     def after_batch(self):
-        if self.batch.how is None:
-            if not self.together.has_left_batch: self.meet_without_backward()
-            self.batch.loss.restore_last()
+        if self.batch.how is None and not self.together.has_left_batch:
+            self.meet_without_backward()
         # `Passes` stays open: the user's callbacks come later, and may run a backward pass
-        self.batch.loss.restore_loss_func()
+        self.batch.end()
     def after_train(self): self.close()
     # a batch that one of these exceptions ends has neither `after_batch` nor `after_train`
     def after_cancel_epoch(self): self.close()
@@ -335,7 +341,7 @@ class StepSync(OurCallback):
     def close(self):
         "End the batch, also one that was left by an exception"
         self.passes.close()
-        if self.batch is not None: self.batch.loss.restore_loss_func()
+        if self.batch is not None: self.batch.end()
 
     # A backward pass
     def is_loss_of_learner(self, loss): return loss is vars(self.learn).get('loss_grad')
@@ -345,15 +351,9 @@ class StepSync(OurCallback):
     ): # `(the loss to run backward in its place, how the pass averages gradients)`
         "Meet before the first pass, which decides for all of the batch; raises if others left it"
         batch = self.batch
-        try:
-            if first: batch.how = self._meet(loss)
-            else: self._share_loss(loss)
-        except BaseException:
-            batch.loss.restore_last()
-            raise
-        # it has multiplied `learn.loss_grad`, but not the loss of SAM's second pass, for example
-        times_items = batch.accumulation is not None and self.loss_grad.grad_fn in graph_of(loss)
-        return batch.loss.scaled(loss, first, times_items), batch.how
+        if first: batch.how = self._meet(loss)
+        else: self._share_loss(loss)
+        return batch.loss.scaled(loss, first), batch.how
     def _meet(self, loss):
         "Meet before the first pass, that of `loss`; return how the batch averages gradients"
         batch,learn = self.batch,self.learn
@@ -373,8 +373,7 @@ class StepSync(OurCallback):
         result = self.together.meet(BATCH, self.learn.iter)
         if not result.sum('backward'): return
         how = self._decide(result)
-        loss = self.batch.loss
-        if loss.sums_on_device: loss.sum_on_device()    # the others do, in `combine`
+        self.batch.loss.combine(result)
         if how != LATER: self.passes.average()
     def _decide(self, result):
         """Return how the batch averages gradients, on all ranks alike. A collective operation once

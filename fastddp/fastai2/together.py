@@ -219,7 +219,6 @@ class Together(OurCallback):
     What other parts of the fit read:
 
         position        `ShardData` its `fit_depth`, and `as_one` its `phase`
-        stop_requested  `AfterOthers`, with one rank
         clock           the dispatcher of events, and the job's report
         has_left_batch  `StepSync`, which holds no meeting at the end of such a batch
         mid_batch       `as_one.load`, which refuses to change weights then
@@ -255,6 +254,8 @@ class Together(OurCallback):
         if self.training:
             self.has_left_batch = self.mid_batch = False
             self.position.begin(self._place(BATCH, self.iter-.5))
+            # several ranks stop at the meeting of the batch; one rank has none
+            if self.board.n == 1 and self.stop_requested(): raise KeyboardInterrupt
         # at the end of the validation, the row of this rank stops all ranks
         elif self.stop_requested(): raise CancelValidException()
     def after_pred(self):
@@ -366,13 +367,17 @@ _NOT_THE_SAME = ("Other ranks have gone on to {} while rank {} was at {}: not al
                  "same. A loader that gives them different numbers of batches, or a callback that "
                  "validates on one rank only, may be why.")
 
-_STAGES = ('the beginning of the epoch','the beginning of training','batch {}',
-           'the end of training','the beginning of validation',
-           'the end of validation','the end of validation')
+_IN_WORDS = {BEFORE_EPOCH:'the beginning of the epoch', BEFORE_TRAIN:'the beginning of training',
+             BATCH:'batch {}', AFTER_TRAIN:'the end of training',
+             BEFORE_VALID:'the beginning of validation', AFTER_VALID:'the end of validation',
+             END_VALID:'the end of validation', LOAD:'learn.load', GATHER:'the loss function',
+             PASS:'a backward pass', VALUE:'a backward pass'}
 
 def _describe(place):
     "Return a place in words, for an error message"
+    def in_words(stage): return _IN_WORDS[stage].format(int(place.batch+.5))
     if place.epoch == _OVER: return 'the end of the fit'
-    if place.epoch < 0: return 'the beginning of the fit'
-    stage = _STAGES[int(place.stage)-BEFORE_EPOCH].format(int(place.batch+.5))
-    return f"epoch {place.epoch:.0f}, {stage}"
+    where = f"epoch {place.epoch:.0f}, {in_words(place.stage)}"
+    if place.epoch < 0: where = 'the beginning of the fit'
+    if place.inner: where += f" (call {place.inner:.0f} inside it: {in_words(place.kind)})"
+    return where

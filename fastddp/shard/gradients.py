@@ -65,8 +65,9 @@ def graph_of(loss,    # A tensor, or a node of a graph
     return seen-{*until}
 
 def leaves_of(nodes):
-    "Return the ids of the leaf tensors, such as parameters, among nodes of a graph"
-    return {id(node.variable) for node in nodes if hasattr(node, 'variable')}
+    "Return the leaf tensors, such as parameters, among nodes of a graph, as a dict by their `id`"
+    leaves = [node.variable for node in nodes if hasattr(node, 'variable')]
+    return {id(p):p for p in leaves}
 
 def extra_params(model, loss_func,
                  groups # The optimizer's groups of parameters, as lists
@@ -82,10 +83,6 @@ def extra_params(model, loss_func,
 def zero_loss(params):
     "Return a loss whose backward pass adds zeros to the gradient of each of `params`"
     return sum((p*0).sum() for p in params if p.requires_grad)
-
-def zeros_from(loss):
-    "Return a loss whose backward pass adds zeros to the gradient of each leaf that `loss` reaches"
-    return zero_loss([node.variable for node in graph_of(loss) if hasattr(node, 'variable')])
 
 # %% ../../nbs/shard/312_gradients.ipynb #5a2b401e
 def average_grads(
@@ -147,7 +144,7 @@ class Passes:
         self.n_passes = None
 
     def _backward(self, tensors, grad_tensors=None, retain_graph=None, create_graph=False,
-                  grad_variables=None, inputs=None):
+                  inputs=None):
         "In the place of `torch.autograd.backward`, with its parameters"
         is_list = isinstance(tensors, (tuple,list)) and len(tensors) > 0
         # several losses have the gradients of their sum
@@ -155,8 +152,7 @@ class Passes:
         loss = functools.reduce(torch.add, tensors) if can_add else tensors
         options = dict(retain_graph=retain_graph, create_graph=create_graph)
         if not self._trains(loss, inputs):
-            return self.torch_backward(tensors, grad_tensors, grad_variables=grad_variables,
-                                       inputs=inputs, **options)
+            return self.torch_backward(tensors, grad_tensors, inputs=inputs, **options)
         with with_attrs(self, is_running=True):
             self._pass(loss, grad_tensors, inputs=inputs, **options)
 
@@ -203,17 +199,12 @@ class _Wrapped(nn.Module):
     returns it. DDP averages by hooks on the parameters, and needs a `forward` only to know that a
     backward pass follows. So the learner calls its own model, and if the ranks leave a batch before
     the backward pass, DDP knows nothing of it"""
-    def __init__(self, model,
-                 extra_params): # Trained parameters that aren't the model's
+    def __init__(self, params):
         super().__init__()
-        self.model = model
-        self.extra_params = nn.ParameterList(extra_params)
+        self.params = nn.ParameterList(params)
     def forward(self, loss): return loss
 
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-# The name of the option that is switched off, since buffers are synchronized once per epoch
-# (`sync_buffers`). The old name warns since torch 2.15
-_SYNC_BUFFERS = next(k for k in ('forward_sync_buffers','broadcast_buffers') if k in _PARAMS)
 
 # %% ../../nbs/shard/312_gradients.ipynb #0fc61245
 # Parameters of DDP that aren't options of the user
@@ -250,15 +241,12 @@ class Overlapped:
         close       when the fit ends, or DDP isn't used any more"""
     def __init__(self,
         model,        # `model()` returns the learner's model
-        params,       # `params()` returns the trained parameters
-        extra_params=lambda: (),  # Returns those of them that aren't the model's: see above
-        same_weights=False,  # All ranks loaded the same weights: DDP needn't broadcast them
+        params,       # `params()` returns the trained parameters, of the model or not
         comm_hook=None, # One of DDP's, such as `bf16_compress_hook`: `comm_hook(state, bucket)`
         **ddp_kwargs  # The user's options for DDP
     ):
         store_attr()
         self.ddp_kwargs = ddp_kwargs
-        self.synced_model = None    # the model whose weights DDP has broadcast already
         # Why DDP can't follow the model on this rank, in words. Once set, it stays, and `status`
         # tells the other ranks
         self.why_flat = None
@@ -266,37 +254,28 @@ class Overlapped:
         self.ddp = None             # the DDP module; None before `prepare`, and after `close`
         self.close()
 
-    def _trainable(self):
-        "Return the `(name, parameter)` pairs that DDP averages: of parameters with elements"
-        extra = ((f'loss.{i}',p) for i,p in enumerate(self.extra_params()))
-        named = [*self.model().named_parameters(), *extra]
-        return [(k,p) for k,p in named if p.requires_grad and p.numel()]
+    def _trained(self):
+        "Return the parameters that DDP averages: those with elements"
+        return [p for p in self.params() if p.requires_grad and p.numel()]
     def _config(self):
         "Return a value that changes if another DDP module is needed"
-        requires_grad = [p.requires_grad for p in self.params()]
-        return id(self.model()), requires_grad, [*map(id, self.extra_params())]
+        return [id(p) for p in self._trained()]
 
     # When a training phase begins, and when DDP isn't used any more
     def prepare(self):
         """Make the DDP module for the parameters that are trained now, unless there is one. A
-        collective operation. Not between forward and backward pass, since the first call broadcasts
-        rank 0's weights"""
+        collective operation. Not between forward and backward pass, since DDP of torch 2.6
+        broadcasts rank 0's weights"""
+        config = self._config()
         # all ranks return here or none: they run the same code, with the same model
-        if self.built_for == self._config() or not self._trainable(): return
+        if not config or config == self.built_for: return
         self.close()
-        model = self.model()
-        wrapped = _Wrapped(model, self.extra_params())
-        empty = [f'model.{k}' for k,p in model.named_parameters() if not p.numel()]
-        wrapped._ddp_params_and_buffers_to_ignore = empty
-        kw = {_SYNC_BUFFERS: False, **self.ddp_kwargs}
-        # DDP broadcasts all weights when it is made. That would write to frozen ones, too, so each
-        # rank would get a copy of the memory that ranks share
-        is_synced = self.same_weights or self.synced_model is model
-        if is_synced and 'init_sync' in _PARAMS: kw['init_sync'] = False
-        self.ddp = nn.parallel.DistributedDataParallel(wrapped, **kw)
+        # all ranks have the same weights, so DDP needn't broadcast them
+        kw = dict(init_sync=False) if 'init_sync' in _PARAMS else {}
+        self.ddp = nn.parallel.DistributedDataParallel(_Wrapped(self._trained()), **kw,
+                                                       **self.ddp_kwargs)
         if self.comm_hook is not None: self.ddp.register_comm_hook(None, self.comm_hook)
-        self.synced_model = model
-        self.built_for = self._config()
+        self.built_for = config
     def close(self):
         """Drop the DDP module, if there is one, and its hooks on the parameters. No collective: a
         rank that leaves the fit calls it alone"""
@@ -337,12 +316,13 @@ class Overlapped:
     def _find_unused(self, graph):
         "Return the trained parameters beyond a graph as a list; if any, set `why_flat`"
         used = leaves_of(graph)
-        unused = {k:p for k,p in self._trainable() if id(p) not in used}
+        unused = [p for p in self._trained() if id(p) not in used]
         if unused:
-            few = first_of([*unused], 5)
+            names = {id(p):k for k,p in self.model().named_parameters()}
+            few = first_of([names.get(id(p), 'a parameter beside the model') for p in unused], 5)
             self.why_flat = (f"No gradient for {few} in a step, and find_unused_parameters=True is "
                              "not set")
-        return [*unused.values()]
+        return unused
 
     # The pass
     def backward(self,
@@ -353,15 +333,16 @@ class Overlapped:
         """Run the backward pass of `loss`; afterwards each gradient is the mean over ranks. A
         collective operation: DDP all-reduces each bucket of parameters, on all ranks in one order,
         once all of the bucket have a gradient"""
-        without_grad = {id(p) for p in self.params() if p.grad is None}
+        without_grad = {id(p) for p in self._trained() if p.grad is None}
         self.n_passes += 1
         out = self.ddp(loss)
         with group.until_context_released(out): torch_backward(out, *args, **kwargs)
         try: return self.ddp.reducer._check_reducer_finalized()
-        except RuntimeError: pass
+        except RuntimeError:
+            unused = self._find_unused(graph_of(loss))
+            if not unused: raise
         # DDP still waits for parameters that this pass doesn't reach on this rank, as other ranks
         # wait in their passes: give it zeros. They hear of it at the next meeting (`status`)
-        unused = self._find_unused(graph_of(loss))
         torch_backward(zero_loss(unused))
         # No rank had a gradient for these, so they have none, as in one process
         for p in unused:

@@ -20,15 +20,15 @@ _BN = nn.modules.batchnorm._BatchNorm
 def synced_bn(model):
     """Replace every batch norm below `model` by an `nn.SyncBatchNorm` over the same parameters and
     buffers; put the originals back on exit"""
-    originals = [(parent,name,bn) for parent in model.modules()
-                 for name,bn in parent.named_children()
-                 if isinstance(bn,_BN) and not isinstance(bn,nn.SyncBatchNorm)]
-    for parent,name,bn in originals:
-        setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(bn))
+    # `named_children` would leave out the second name of a child
+    places = [(parent,name,bn) for parent in model.modules() for name,bn in parent._modules.items()
+              if isinstance(bn,_BN) and not isinstance(bn,nn.SyncBatchNorm)]
+    synced = {bn:nn.SyncBatchNorm.convert_sync_batchnorm(bn) for _,_,bn in places}
+    for parent,name,bn in places: setattr(parent, name, synced[bn])
     try: yield
     finally:
-        for parent,name,bn in originals:
-            bn.train(getattr(parent,name).training)
+        for parent,name,bn in places:
+            bn.train(synced[bn].training)
             setattr(parent, name, bn)
 
 # %% ../../nbs/shard/311_same_model.ipynb #62d67dcd

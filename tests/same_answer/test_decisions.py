@@ -259,3 +259,18 @@ def test_freezing_during_a_fit(ranks, opt_func):
     assert_same(learn, one)
     assert_ranks_alike(end.ranks)
     assert [p.requires_grad for p in learn.model.parameters()] == [p.requires_grad for p in one.model.parameters()]
+
+
+class NewHead(Callback):
+    "In the second epoch, a new last layer of the same shape"
+    def before_epoch(self):
+        if self.epoch != 1: return
+        self.learn.model[2] = nn.Linear(8, 3)
+        for p in self.learn.model[2].parameters(): nn.init.constant_(p, .1)
+        self.learn.create_opt()
+
+
+def test_a_new_layer_in_the_middle_of_a_fit(ranks):
+    "DDP is made anew for its parameters, though they are as many as before"
+    n, launcher = ranks
+    assert_same(*fit_both(learner(), n, launcher, 3, cbs=[NewHead()]))

@@ -7,7 +7,7 @@ from fastai.data.load import DataLoader
 from fastai.metrics import F1Score, accuracy
 from fastcore.basics import noop
 from torch.utils.data import DataLoader as TorchLoader
-from parity import assert_same, largest, learner, seed, alone_like, warm
+from parity import assert_same, items, largest, learner, seed, alone_like, warm
 from fastddp.base import group
 
 pytestmark = pytest.mark.timeout(120)
@@ -260,6 +260,23 @@ def test_a_loop_that_not_all_ranks_make_leaves_the_order_alone(cb, two):
     one.fit(3)
     assert cb.seen and torch.equal(torch.tensor(learn.recorder.lrs), torch.tensor(one.recorder.lrs))
     assert_same(learn, one)
+
+
+class LooksAtItsOwn(Callback):
+    "Trains and validates on loaders of its own, and loops over them first"
+    def __init__(self): self.got = []
+    def before_fit(self): self.learn.dls.loaders = [DataLoader(items(n), bs=4, num_workers=0) for n in (16, 9)]
+    def look(self): self.got += targets(self.learn.dl)
+    before_train = before_validate = look
+
+
+def test_a_loader_that_a_callback_puts_in_is_seen_whole(two):
+    learn, cb = learner(), LooksAtItsOwn()
+    one, cb_one = alone_like(learn, 2, 'global'), LooksAtItsOwn()
+    learn.distrib('fit', 2, nprocs=2, launcher=two, batch='global', cbs=[cb])
+    one.fit(2, cbs=[cb_one])
+    assert_same(learn, one)
+    for a, b in zip(cb.got, cb_one.got, strict=True): assert largest(a, b) == 0
 
 
 class Grows(Asks):

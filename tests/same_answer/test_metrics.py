@@ -3,7 +3,7 @@ ranks."""
 import warnings
 import pytest, torch
 from fastai.callback.core import Callback
-from fastai.learner import AvgLoss, AvgMetric, Metric
+from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric
 from fastai.losses import CrossEntropyLossFlat, MSELossFlat
 from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Score, JaccardCoeff, JaccardCoeffMulti,
                             LossMetric, LossMetrics,
@@ -153,6 +153,18 @@ def test_metrics_of_training(ranks, train):
     seen = Values()
     learn, one = fit_both(learn, n, launcher, 2, cbs=[seen])
     close(values(learn), values(one), 1e-5)     # the second epoch starts from weights that agree to 1e-5
+    assert_ranks_alike(seen.ranks)
+
+
+class Smooth(AvgSmoothLoss): name = 'of_its_own'
+
+
+def test_a_smooth_loss_of_ones_own_where_a_rank_has_no_items(ranks):
+    n, launcher = ranks
+    learn, seen = learner(train=2*n+1, bs=2, metrics=Smooth(beta=.5)), Values()
+    learn.recorder.train_metrics, learn.recorder.valid_metrics = True, False
+    learn, one = fit_both(learn, n, launcher, 2, cbs=[seen])
+    close(values(learn), values(one), 1e-5)
     assert_ranks_alike(seen.ranks)
 
 

@@ -11,7 +11,8 @@ from fastai.optimizer import Adam, OptimWrapper
 from torch import nn
 from fastddp.base import group
 from losses import RMSE, numbers
-from parity import Idle, assert_same, fit_both, learner, mlp, warm
+from parity import Idle, assert_ranks_alike, assert_same, fit_both, learner, mlp, warm
+from test_step import LeavesOutAPass, LossOfBatch
 
 READS = 'item', 'tolist', 'numpy', '__bool__', '__float__', '__int__', 'cpu'
 
@@ -79,6 +80,15 @@ def test_one_rank_leaves_and_all_do(two):
     learn, one = fit_both(learner(cbs=LeavesLast()), 2, two, 3, cbs=[OnDevice()])
     assert_same(learn, one)
     assert len(learn.recorder.losses) == len(one.recorder.losses) == 3
+
+
+def test_one_rank_makes_no_backward_pass(two):
+    "It takes part in the sums of the others, and has their loss"
+    learn, there, loss = learner(train=16, kind=LeavesOutAPass), OnDevice(), LossOfBatch()
+    learn.n = 2
+    learn.distrib_fit(1, nprocs=2, launcher=two, cbs=[there, loss], timeout=60)
+    assert there.n_sums == 2
+    assert_ranks_alike(loss.ranks)
 
 
 def test_a_nan_ends_the_fit_on_all_ranks(two):

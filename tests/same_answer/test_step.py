@@ -48,6 +48,13 @@ class Loss(Collect):
     def after_cancel_epoch(self): self.note(self.learn.loss)
 
 
+class LossOfBatch(Collect):
+    "`learn.loss` at the end of each training batch"
+    def before_fit(self): self.rows = []
+    def after_batch(self):
+        if self.training: self.note(self.learn.loss)
+
+
 class LeavesOutAPass(Learner):
     "In one batch the last of `n` ranks makes no backward pass: what counts are the others' items"
     def _backward(self):
@@ -63,7 +70,10 @@ def test_one_rank_makes_no_backward_pass(ranks, capfd):
     n, launcher = ranks
     learn = learner(train=8*n, kind=LeavesOutAPass)
     learn.n = n
-    learn, one = fit_both(learn, n, launcher, 1, ddp=dict(timeout=60))
+    loss = LossOfBatch()
+    learn, one = fit_both(learn, n, launcher, 1, ddp=dict(timeout=60), cbs=[loss])
+    # from the next batch on the ranks' weights differ
+    assert_ranks_alike([rows[:2] for rows in loss.ranks])
     assert largest([p.detach() for p in learn.model.parameters()], [p.detach() for p in one.model.parameters()]) < 1e-5
     assert capfd.readouterr().err.count("the ranks' weights had drifted apart") == 1
 
