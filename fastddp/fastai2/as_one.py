@@ -35,7 +35,7 @@ from ..shard.same_model import synced_bn
 from ..shard.gathered_loss import Losses
 from ..shard.sharded import original
 
-# %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
+# %% ../../nbs/fastai2/725_as_one.ipynb #a501000c
 # Used here. With *: a collective, which every rank calls:
 #   Together(...) *         `position.phase` is 'train', 'validate' or 'between'. `mid_batch` is
 #                           True from a forward pass to its meeting. `meet_between(LOAD)` * returns
@@ -49,19 +49,8 @@ from ..shard.sharded import original
 #   cb.nested_validation()  context that restores what a callback of ours knows of its phase
 #   model_from_rank0 *, opt_from_rank0 *, SameModel.finish_fit *: as their names say
 #
-# Below: callbacks that other ranks lack; `distributed`; rank 0 alone; what callbacks call;
+# Below: `Fit`; callbacks that act on rank 0 only; `distributed`; what callbacks call;
 # `as_one_process`.
-@contextmanager
-def silence_other_ranks(learn):
-    """Context manager in which ranks other than 0 have no callbacks that act on rank 0 only, and
-    log no lines"""
-    if group.rank() == 0:
-        yield
-        return
-    of_rank0 = [cb for cb in learn.cbs if is_rank0_only(cb)]
-    with learn.removed_cbs(of_rank0), with_attrs(learn, logger=noop): yield
-
-# %% ../../nbs/fastai2/725_as_one.ipynb #a501000c
 class Fit:
     """A fit or validation that all ranks make as one process: `distributed` makes one on each rank,
     and yields it.
@@ -78,6 +67,66 @@ class Fit:
         """True if other ranks may not do what a callback does now: it acts on rank 0 only, or at a
         batch of a validation, of which ranks may have different numbers"""
         return self.rank0_alone or self.together.position.phase == 'validate'
+
+# %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
+# Rank 0 alone: callbacks that act on rank 0 only. Other ranks don't have them
+# (`silence_other_ranks`), and go on to their next meeting while rank 0 runs them. So they must
+# neither wait for other ranks, nor change the random streams that all have in common. What such a
+# callback may do in `call_alone`:
+#
+#   learn.validate, get_preds   rank 0 goes over all batches (`infer_alone`); refused in training
+#   a loop over a loader        yields all batches, and restores the common streams (`read_whole`)
+#   learn.load                  refused (`load`); fastai's `learn.save` writes on rank 0 only anyway
+#   learn.add_cb                that callback acts on rank 0 only, too (`_without_cbs`)
+
+@contextmanager
+def silence_other_ranks(learn):
+    """Context manager in which ranks other than 0 have no callbacks that act on rank 0 only, and
+    log no lines"""
+    if group.rank() == 0:
+        yield
+        return
+    of_rank0 = [cb for cb in learn.cbs if is_rank0_only(cb)]
+    with learn.removed_cbs(of_rank0), with_attrs(learn, logger=noop): yield
+
+# %% ../../nbs/fastai2/725_as_one.ipynb #00fabeec
+@contextmanager
+def _without_cbs(learn, removed):
+    """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
+    added inside act on rank 0 only from then on"""
+    before = list(learn.cbs)
+    # compared by `is`: a class may have an `==` of its own
+    learn.cbs = L(cb for cb in before if all(cb is not o for o in removed))
+    try: yield
+    finally:
+        for cb in learn.cbs:
+            if all(cb is not o for o in before): vars(cb)['rank0_only'] = True
+        learn.cbs = L([*learn.cbs, *removed])
+
+# %% ../../nbs/fastai2/725_as_one.ipynb #eb35ce43
+def call_alone(cb, learn, fit, event_name):
+    """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs
+
+        `fit.rank0_alone` is True: what it calls waits for no other rank
+        `learn.cbs` has none of fastddp's callbacks, which hold meetings
+        the common random streams are kept"""
+    # a callback that acts alone has triggered this event
+    if fit.rank0_alone: return cb(event_name)
+    # in each batch that would cost too much; a loop over a loader keeps them then (`read_whole`)
+    keeping = nullcontext() if event_name in _inner_loop else kept_streams(learn, fit.common)
+    with with_attrs(fit, rank0_alone=True), _without_cbs(learn, fit.callbacks), keeping:
+        cb(event_name)
+
+# %% ../../nbs/fastai2/725_as_one.ipynb #a5010009
+# Callbacks that act on rank 0 only, and neither predict nor draw random numbers
+_HARMLESS = {ProgressCallback, ShowGraphCallback, CSVLogger}
+
+def caller_of(cb, learn, fit):
+    "Return what calls `cb` at an event: `call_alone` if it acts on rank 0 only, else `cb` itself"
+    has_others = group.rank() == 0 and group.world_size() > 1
+    if has_others and is_rank0_only(cb) and type(cb) not in _HARMLESS:
+        return partial(call_alone, cb, learn, fit)
+    return cb
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a27acbbc
 # The callbacks of fastddp in a fit. fastai calls `AfterOthers` after the user's callbacks, and the
@@ -134,7 +183,8 @@ def distributed(learn,
         synced_bn(learn.model) if sync_bn and on_gpu else nullcontext(),
         silence_other_ranks(learn),
         learn.added_cbs([*cbs]),                # a copy: `fit.callbacks` may grow
-        dispatch_events(learn, together.clock), # in the place of `learn._call_one`
+        # in the place of `learn._call_one`
+        dispatch_events(learn, together.clock, lambda cb: caller_of(cb, learn, fit)),
         # in the place of `torch.autograd.backward`
         step.passes.wrapped() if group.world_size() > 1 else nullcontext()
     ):
@@ -149,73 +199,6 @@ def distributed(learn,
             together.clock.exchanged(step.passes.exchange_secs+step.overlapped.exchange_secs)
             metrics.end_phase()
             common.install()       # the process goes on with the streams of all ranks
-
-# %% ../../nbs/fastai2/725_as_one.ipynb #00fabeec
-# Rank 0 alone: callbacks that act on rank 0 only. Other ranks don't have them
-# (`silence_other_ranks`), and go on to their next meeting while rank 0 runs them. So they must
-# neither wait for other ranks, nor change the random streams that all have in common. What such a
-# callback may do in `call_alone`:
-#
-#   learn.validate, get_preds   rank 0 goes over all batches (`infer_alone`); refused in training
-#   a loop over a loader        yields all batches, and restores the common streams (`read_whole`)
-#   learn.load                  refused (`load`); fastai's `learn.save` writes on rank 0 only anyway
-#   learn.add_cb                that callback acts on rank 0 only, too (`_without_cbs`)
-
-@contextmanager
-def _without_cbs(learn, removed):
-    """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
-    added inside act on rank 0 only from then on"""
-    # compared by `id`: a class may have an `==` of its own
-    removed_ids = {*map(id, removed)}
-    before = learn.cbs
-    others = [cb for cb in before if id(cb) not in removed_ids]
-    other_ids = [*map(id, others)]
-    learn.cbs = L(others)       # an `L` of its own: a callback may change it in place
-    try: yield
-    finally:
-        after = list(learn.cbs)
-        for cb in after:
-            if id(cb) not in other_ids: vars(cb)['rank0_only'] = True
-        # where nothing changed, fastai and `EventDispatcher` go on with the same list
-        if [*map(id, after)] == other_ids: learn.cbs = before
-        else: learn.cbs = L([*after, *(cb for cb in before if id(cb) in removed_ids)])
-
-# %% ../../nbs/fastai2/725_as_one.ipynb #eb35ce43
-def call_alone(cb, learn, fit, event_name):
-    """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs
-
-        `fit.rank0_alone` is True: what it calls waits for no other rank
-        `learn.cbs` has none of fastddp's callbacks, which hold meetings
-        the common random streams are kept"""
-    # a callback that acts alone has triggered this event
-    if fit.rank0_alone: return cb(event_name)
-    # in each batch that would cost too much; a loop over a loader keeps them then (`read_whole`)
-    keeping = nullcontext() if event_name in _inner_loop else kept_streams(learn, fit.common)
-    with with_attrs(fit, rank0_alone=True), _without_cbs(learn, fit.callbacks), keeping:
-        cb(event_name)
-
-# %% ../../nbs/fastai2/725_as_one.ipynb #be510008
-def infer_alone(learn, dl, fit):
-    "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only. No collective"
-    if learn.training and fit.together.position.phase == 'train':
-        # afterwards the learner would go on validating on rank 0, and training on the others
-        raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
-                             "the middle of training. Do it at the end of an epoch, or on "
-                             "all ranks, without `rank0_only`.")
-    type(learn)._do_epoch_validate(learn, dl=Undivided(original(dl)))
-
-# %% ../../nbs/fastai2/725_as_one.ipynb #a5010009
-# Callbacks that act on rank 0 only, and neither predict nor draw random numbers
-_HARMLESS = {ProgressCallback, ShowGraphCallback, CSVLogger}
-
-def alone_on_rank0(learn, fit):
-    """Return a context manager in which `call_alone` calls the callbacks that act on rank 0 only;
-    the others are called as in `distributed`. On other ranks, and with one rank, it does nothing"""
-    if group.world_size() == 1 or group.rank(): return nullcontext()
-    def wrap(cb):
-        needs_care = type(cb) not in _HARMLESS and is_rank0_only(cb)
-        return partial(call_alone, cb, learn, fit) if needs_care else cb
-    return dispatch_events(learn, fit.together.clock, wrap)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010007
 # What callbacks call in a fit. If they act on all ranks, all ranks call it, in the same order
@@ -237,6 +220,16 @@ def validate(learn, fit,
             # afterwards each has the state of the phase around this validation
             for cb in fit.callbacks: stack.enter_context(cb.nested_validation())
             infer_in_group(learn, whole, fit.common)
+
+# %% ../../nbs/fastai2/725_as_one.ipynb #be510008
+def infer_alone(learn, dl, fit):
+    "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only. No collective"
+    if learn.training and fit.together.position.phase == 'train':
+        # afterwards the learner would go on validating on rank 0, and training on the others
+        raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
+                             "the middle of training. Do it at the end of an epoch, or on "
+                             "all ranks, without `rank0_only`.")
+    type(learn)._do_epoch_validate(learn, dl=Undivided(original(dl)))
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #1bf87b74
 def load(learn, fit,
@@ -275,7 +268,6 @@ def load_without_file(cb # An `LRFinder`
 #   learn.get_preds           all          preds_in_one_order  predicts the same order on all ranks
 #   learn.load                all          load                rank 0 reads, the others receive
 #   LRFinder.after_fit        all but 0    load_without_file   receives what rank 0 loads
-#   learn._call_one           0            alone_on_rank0      calls callbacks of rank 0 apart
 
 @contextmanager
 def as_one_process(learn,
@@ -288,7 +280,7 @@ def as_one_process(learn,
     with (with_attrs(learn, load=partial(load, learn, fit),
                      get_preds=partial(preds_in_one_order, learn, fit),
                      _do_epoch_validate=partial(validate, learn, fit)),
-          alone_on_rank0(learn, fit), ExitStack() as stack):
+          ExitStack() as stack):
         for cb in without_file:
             stack.enter_context(with_attrs(cb, after_fit=partial(load_without_file, cb)))
         yield

@@ -25,8 +25,7 @@ from ..base.scoped import with_attrs
 #   Board.waited      seconds that this rank has waited for others at all meetings until now
 #   Board.last_wait   `(rank that came last, seconds)` of the last meeting; None without a wait
 #   Together          makes the `Clock` of a fit, and calls it before and after each meeting
-#   dispatch_events   `as_one.distributed` enters it for a fit; on rank 0 `as_one_process` enters a
-#                     second one inside, which wraps callbacks that act on rank 0 only
+#   caller_of         of `as_one`: on rank 0, wraps callbacks that act on rank 0 only
 #   Report            in the notebook; made of `Clock.totals` and `resource_use` of each rank
 #
 # In this module, without a collective: phases; samples of a GPU; waits for batches, and for ranks;
@@ -366,7 +365,7 @@ class EventDispatcher:
 
 def dispatch_events(learn,
     clock, # `Clock` that notes when events begin and end
-    wrap=noop # Callback -> the function to call in its place; default: the callback
+    wrap # As of `EventDispatcher`
 ):
     "Context manager in which an `EventDispatcher` calls the callbacks of `learn`"
     return with_attrs(learn, _call_one=EventDispatcher(learn, clock, wrap))
