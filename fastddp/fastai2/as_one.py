@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010004
+import builtins
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -236,7 +237,8 @@ def load(learn, fit,
          *args, **kwargs # As of fastai's method
 ):
     """Read on rank 0, and send model and optimizer to all, in the place of `learn.load`. The ranks
-    meet first: it is refused if not every rank calls it"""
+    meet first: it is refused if not every rank calls it. Raises on all ranks what rank 0 raises, as
+    a RuntimeError if that isn't one of Python's own exceptions"""
     if fit.together.mid_batch:
         raise CantDistribute("learn.load was called between a batch's forward and backward "
                              "pass, which would no longer fit each other. Load before or after "
@@ -246,9 +248,16 @@ def load(learn, fit,
                              "the ranks would go on with different weights. Call it on all "
                              "ranks, in a callback without `rank0_only`; rank 0 reads the "
                              "file, the others get what it read.")
-    if group.rank() == 0: type(learn).load(learn, *args, **kwargs)
+    failure = None
+    if group.rank() == 0:
+        try: type(learn).load(learn, *args, **kwargs)
+        except Exception as e: failure = e
+    # also if it failed, perhaps after some of the weights: the user's callback may go on
     model_from_rank0(learn)
-    if learn.opt is not None: opt_from_rank0(learn)
+    opt_from_rank0(learn)
+    name,text = group.from_rank0((type(failure).__name__, str(failure)))
+    if failure: raise failure
+    if name != 'NoneType': raise getattr(builtins, name, RuntimeError)(text)
     return learn
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #24f33416
