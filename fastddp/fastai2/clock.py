@@ -323,7 +323,9 @@ def _raised_by_callback(e):
     with a bare `assert`"""
     if not isinstance(e, IndexError): return e
     frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
-    return e.__context__ if frames[-1].f_code is Callback.__call__.__code__ else e
+    if frames[-1].f_code is not Callback.__call__.__code__: return e
+    # without a context, the event is a function in C, which has no frame
+    return e.__context__ or e
 
 class EventDispatcher:
     """Replaces `learn._call_one` during a fit: at an event, calls the callbacks that handle it, and
