@@ -24,7 +24,7 @@ from ..base.scoped import environment, with_attrs
 from .callbacks import (
     AfterOthers, SameModel, ShardData, kept_streams,
     model_from_rank0, opt_from_rank0, sharded_dls)
-from .clock import dispatch_events
+from .clock import EventDispatcher
 from .inference import infer_in_group, preds_in_one_order
 from .loaders import Undivided
 from .metrics import ReduceMetrics
@@ -46,7 +46,7 @@ from ..shard.sharded import original
 #   infer_in_group *        validates a loader by all ranks, which get the result of one process
 #   preds_in_one_order      fastai's `get_preds`, in one order; * unless `fit.rank0_alone`
 #   kept_streams            context that restores the common random streams and the loaders' orders
-#   dispatch_events         context in which events call `wrap(cb)` in the place of each callback
+#   EventDispatcher(learn, clock, wrap)   calls `wrap(cb)` in the place of each callback
 #   cb.nested_validation()  context that restores what a callback of ours knows of its phase
 #   model_from_rank0 *, opt_from_rank0 *, SameModel.finish_fit *: as their names say
 #
@@ -184,8 +184,8 @@ def distributed(learn,
         synced_bn(learn.model) if sync_bn and on_gpu else nullcontext(),
         silence_other_ranks(learn),
         learn.added_cbs([*cbs]),                # a copy: `fit.callbacks` may grow
-        # in the place of `learn._call_one`
-        dispatch_events(learn, together.clock, lambda cb: caller_of(cb, learn, fit)),
+        with_attrs(learn, _call_one=EventDispatcher(learn, together.clock,
+                                                    lambda cb: caller_of(cb, learn, fit))),
         # in the place of `torch.autograd.backward`
         step.passes.wrapped() if group.world_size() > 1 else nullcontext()
     ):
@@ -197,7 +197,7 @@ def distributed(learn,
             # batch or a phase open
             step.close()
             step.overlapped.close()
-            together.clock.exchanged(step.passes.exchange_secs+step.overlapped.exchange_secs)
+            together.clock.exchange_secs = step.passes.exchange_secs+step.overlapped.exchange_secs
             metrics.end_phase()
             common.install()       # the process goes on with the streams of all ranks
 

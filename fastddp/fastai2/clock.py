@@ -104,19 +104,19 @@ class BatchWaits:
     def __init__(self):
         self.n_phases = 0
         self.n_batches = 0          # of all phases
-        self.n_of_phase = 0         # of this phase
+        self.is_first = True        # the next one is the first of its phase
         self.first_secs = 0.        # seconds of waiting for the first batch of each phase
         self.slow_secs = 0.         # seconds of slow waits
         self.slowest = BatchWait()  # the longest one, not for a first batch
-    def begin_phase(self): self.n_of_phase = 0
+    def begin_phase(self): self.is_first = True
     def note(self,
         wait, # The `BatchWait` that has ended
         data_secs # Seconds of all waits for data so far
     ):
         "Add a wait"
         self.n_batches += 1
-        self.n_of_phase += 1
-        if self.n_of_phase == 1:
+        if self.is_first:
+            self.is_first = False
             self.first_secs += wait.secs
             self.n_phases += 1
             return
@@ -188,8 +188,8 @@ class Clock:
     ):
         self.board = board
         self.seconds = defaultdict(float)   # phase, or class of a callback -> seconds
-        self.callback_secs = 0.     # seconds of all callbacks, metrics among them
-        self.exchange_secs = 0.     # seconds of backward passes in which gradients are exchanged
+        # seconds of backward passes in which gradients are exchanged; `distributed` sets it
+        self.exchange_secs = 0.
         # Parts with a state of their own
         self.batches = BatchWaits()
         self.ranks = RankWaits()
@@ -199,25 +199,22 @@ class Clock:
         self.phase = 'other'        # one of `PHASES`
         self.in_validation = False
         self.epoch = 0
-        self.next_wait = BatchWait()    # for the next batch
         # The last look at the clock
         self.last_time = time.perf_counter()
         self.last_waited = self.board.waited    # what the board had waited by then
         self.cpu_start = time.process_time()
 
     # Events
-    def enter(self, learn):
+    def enter(self, event_name, learn):
         "Note that an event begins; return False if a callback of another event called it"
         self.depth += 1
         if self.depth > 1: return False
         self.samples.wait()
         secs = self.lap(self.phase)
         self.samples.note(self.phase, secs)
-        # perhaps for a batch: `leave` counts it if this event is `before_batch`
-        if self.phase == 'data':
-            of_learn = vars(learn)
-            self.epoch = of_learn.get('epoch') or 0
-            self.next_wait = BatchWait(secs, self.epoch, of_learn.get('iter') or 0)
+        if event_name == 'before_batch':
+            self.epoch = vars(learn).get('epoch') or 0      # a validation may have none
+            self.batches.note(BatchWait(secs, self.epoch, learn.iter), self.seconds['data'])
         return True
     def lap(self, kind):
         """Count the time since the last look at the clock as `kind`, a phase or a callback's class;
@@ -226,7 +223,6 @@ class Clock:
         waited = self.board.waited
         secs = now-self.last_time - (waited-self.last_waited)
         self.seconds[kind] += secs
-        if kind not in _PHASES_OF_LOOP: self.callback_secs += secs
         self.last_time = now
         self.last_waited = waited
         return secs
@@ -234,21 +230,20 @@ class Clock:
         "Note that an event ends, and which phase of fastai's loop begins"
         self.depth -= 1
         if self.depth: return
-        if event_name == 'before_batch':
-            self.batches.note(self.next_wait, self.seconds['data'])
-            if not self.in_validation: self.samples.begin_step()
+        if event_name == 'before_batch' and not self.in_validation: self.samples.begin_step()
         self.lap('other')
-        if event_name in ('before_validate','after_validate'):
+        if event_name in ('before_train','before_validate'):
             self.in_validation = event_name == 'before_validate'
+            self.batches.begin_phase()
             self.samples.end_training()
-        if event_name in ('before_train','before_validate'): self.batches.begin_phase()
         phase = _PHASE_AFTER.get(event_name, 'other')
         self.phase = 'validation' if self.in_validation and phase in _COMPUTING else phase
 
     # Meetings
     def begin_meeting(self):
         "Return the `Spent` since the last meeting, to send to the others"
-        return self.ranks.begin_meeting(Spent(self.seconds['data'], self.callback_secs))
+        callbacks = sum(v for k,v in self.seconds.items() if k not in _PHASES_OF_LOOP)
+        return self.ranks.begin_meeting(Spent(self.seconds['data'], callbacks))
     def end_meeting(self,
         of_ranks # The `Spent` of each rank, as tuples
     ):
@@ -257,9 +252,6 @@ class Clock:
         self.ranks.note(last_rank, secs, of_ranks[last_rank], self.epoch)
 
     # The end
-    def exchanged(self, secs):
-        "Count `secs` of the backward passes as exchange of gradients"
-        self.exchange_secs += secs
     def totals(self):
         "Return all of it for a `Report`: plain numbers, in dicts"
         callbacks = {k:v for k,v in self.seconds.items() if k not in PHASES}
@@ -328,8 +320,8 @@ def _raised_by_callback(e):
     return e.__context__ or e
 
 class EventDispatcher:
-    """Replaces `learn._call_one` during a fit: at an event, calls the callbacks that handle it, and
-    has a `Clock` note when the event begins and ends"""
+    """Takes the place of `learn._call_one` during a fit (`as_one.distributed`): at an event, calls
+    the callbacks that handle it, and has a `Clock` note when the event begins and ends"""
     def __init__(self, learn,
         clock, # The `Clock`
         wrap # Callback -> the function that is called with the event's name in its place
@@ -340,7 +332,7 @@ class EventDispatcher:
         self.cbs = []           # the learner's callbacks to which `handlers` belongs
     def __call__(self, event_name):
         clock = self.clock
-        is_outermost = clock.enter(self.learn)
+        is_outermost = clock.enter(event_name, self.learn)
         try:
             for call,kind in self._handlers_of(event_name):
                 call(event_name)
@@ -364,13 +356,6 @@ class EventDispatcher:
             found = [cb for cb in self.learn.cbs.sorted('order') if handles(cb, event_name)]
             self.handlers[event_name] = [(self.wrap(cb), kind_of(cb)) for cb in found]
         return self.handlers[event_name]
-
-def dispatch_events(learn,
-    clock, # `Clock` that notes when events begin and end
-    wrap # As of `EventDispatcher`
-):
-    "Context manager in which an `EventDispatcher` calls the callbacks of `learn`"
-    return with_attrs(learn, _call_one=EventDispatcher(learn, clock, wrap))
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def resource_use(

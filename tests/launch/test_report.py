@@ -156,7 +156,7 @@ def test_the_exchange_of_a_sampled_backward_pass_counts_once():
     clock.seconds.update(data=9.5, backward=.5)
     clock.samples.n_steps, clock.samples.n_samples = 64, 2
     clock.samples.sampled['backward'] = .25
-    clock.exchanged(3.)
+    clock.exchange_secs = 3.
     secs = clock.totals()['seconds']
     assert (secs['backward'], secs['exchange']) == (5., 3.) and sum(secs.values()) == pytest.approx(10.)
 
