@@ -67,7 +67,7 @@ def why_one_process(learn, # The learner that predicts
     if not isinstance(dl, (DataLoader,TorchLoader)): return ''
     if why := why_not(dl, n): return why
     if len(dl) < 2: return ''       # fastai's validation asks for the length, too
-    if is_lm(dl) or is_stream(dl) or not getattr(dl, 'indexed', True):
+    if is_lm(dl) or is_stream(dl):
         return "its batches are parts of a stream."
     if has_kind(learn.cbs, 'TensorBoardProjectorCallback'):
         return ("TensorBoardProjectorCallback writes what the model makes of every batch, from one "

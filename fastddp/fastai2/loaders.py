@@ -140,14 +140,12 @@ class ShardedDL(Sharded):
             if self.device is not None: b = to_device(b, self.device)
             yield self.after_batch(b)
         self.after_iter()
-        vars(self).pop('it', None)
     def sample(self):
         "Return the `Step`s of this loader process: every `num_workers`-th one."
         # fastai sets `offs` and `num_workers` in each process; without processes they are 0 and 1
         return itertools.islice(self._shard.epoch.steps, self.offs, None, self.num_workers)
     def create_batches(self, steps):
         "Yield the batch of each `Step`."
-        if self.dataset is not None: self.it = iter(self.dataset)
         for step in steps:
             items = _Items(self._item(i) for i in step.items)
             yield self.do_batch(items)
@@ -249,11 +247,10 @@ class Undivided(Sharded):
 # Methods that `ShardedDL` overrides: a loader whose class does so, too, can't be sharded
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
 
-def why_not(dl,         # A loader
+def why_not(dl,         # A user's loader
             world_size  # Number of ranks
 ):
     "Return why `dl` can't be sharded and what to do instead, or None if it can be."
-    dl = original(dl)
     if world_size==1: return None
     if isinstance(dl, TorchLoader): return why_not_torch(dl)
     if not isinstance(dl, DataLoader): return (
