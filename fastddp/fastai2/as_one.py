@@ -285,13 +285,13 @@ def as_one_process(learn,
 ):
     """Context manager of a fit on ranks: callbacks predict, save and load as in one process. Every
     rank ends it with the last meeting of the fit"""
-    without_file = [cb for cb in [*learn.cbs, *cbs] if isinstance(cb, LRFinder) and group.rank()]
     with (with_attrs(learn, load=partial(load, learn, fit),
                      get_preds=partial(preds_in_one_order, learn, fit),
                      _do_epoch_validate=partial(validate, learn, fit)),
           ExitStack() as stack):
-        for cb in without_file:
-            stack.enter_context(with_attrs(cb, after_fit=partial(load_without_file, cb)))
+        for cb in [*learn.cbs, *cbs]:
+            if isinstance(cb, LRFinder) and group.rank():
+                stack.enter_context(with_attrs(cb, after_fit=partial(load_without_file, cb)))
         yield
         # Not after an exception. Either a meeting has raised it on all ranks, or this rank fails,
         # and its launcher ends the others

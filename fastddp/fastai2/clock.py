@@ -32,7 +32,6 @@ from ..base.scoped import with_attrs
 # the `Clock`, which has all these; `OurCallback`; `EventDispatcher`; `resource_use`.
 
 PHASES = 'data','forward','backward','optimizer','validation','metrics','other'
-_PHASES_OF_LOOP = {*PHASES}-{'metrics'}     # a callback, the Recorder, computes metrics
 _COMPUTING = 'forward','backward','optimizer'   # phases in which the device computes
 
 # Event -> the phase of fastai's loop from its end to the next event; 'other' if it isn't here
@@ -104,17 +103,16 @@ class BatchWaits:
     def __init__(self):
         self.n_phases = 0
         self.n_batches = 0          # of all phases
+        self.secs = 0.              # seconds of waiting for them
         self.is_first = True        # the next one is the first of its phase
         self.first_secs = 0.        # seconds of waiting for the first batch of each phase
         self.slow_secs = 0.         # seconds of slow waits
         self.slowest = BatchWait()  # the longest one, not for a first batch
     def begin_phase(self): self.is_first = True
-    def note(self,
-        wait, # The `BatchWait` that has ended
-        data_secs # Seconds of all waits for data so far
-    ):
-        "Add a wait"
+    def note(self, wait):
+        "Add a `BatchWait`"
         self.n_batches += 1
+        self.secs += wait.secs
         if self.is_first:
             self.is_first = False
             self.first_secs += wait.secs
@@ -122,14 +120,14 @@ class BatchWaits:
             return
         if wait.secs < _LEAST_WAIT: return
         # compared with the mean of the waits that weren't slow, nearly all of `n_batches`
-        of_others = data_secs-self.slow_secs-wait.secs
+        of_others = self.secs-self.slow_secs-wait.secs
         if wait.secs*self.n_batches > _SLOW_FACTOR*of_others: self.slow_secs += wait.secs
         self.slowest = max(self.slowest, wait)
-    def startup_secs(self, data_secs):
+    def startup_secs(self):
         "Return how much longer the waits for first batches took than as many waits for others"
         n_others = self.n_batches-self.n_phases
         if not n_others: return 0.
-        mean = (data_secs-self.first_secs)/n_others
+        mean = (self.secs-self.first_secs)/n_others
         return max(self.first_secs-self.n_phases*mean, 0.)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #20ff502a
@@ -214,7 +212,7 @@ class Clock:
         self.samples.note(self.phase, secs)
         if event_name == 'before_batch':
             self.epoch = vars(learn).get('epoch') or 0      # a validation may have none
-            self.batches.note(BatchWait(secs, self.epoch, learn.iter), self.seconds['data'])
+            self.batches.note(BatchWait(secs, self.epoch, learn.iter))
         return True
     def lap(self, kind):
         """Count the time since the last look at the clock as `kind`, a phase or a callback's class;
@@ -242,7 +240,8 @@ class Clock:
     # Meetings
     def begin_meeting(self):
         "Return the `Spent` since the last meeting, to send to the others"
-        callbacks = sum(v for k,v in self.seconds.items() if k not in _PHASES_OF_LOOP)
+        # a callback, the Recorder, computes metrics
+        callbacks = sum(v for k,v in self.seconds.items() if k == 'metrics' or k not in PHASES)
         return self.ranks.begin_meeting(Spent(self.seconds['data'], callbacks))
     def end_meeting(self,
         of_ranks # The `Spent` of each rank, as tuples
@@ -265,7 +264,7 @@ class Clock:
         batches = self.batches
         return dict(seconds=seconds, callbacks=callbacks, waits=dict(self.ranks.seconds),
                     uneven=dict(self.ranks.uneven), slow=batches.slow_secs,
-                    starts=batches.startup_secs(self.seconds['data']), slowest=(*batches.slowest,),
+                    starts=batches.startup_secs(), slowest=(*batches.slowest,),
                     cpu=time.process_time()-self.cpu_start)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #6be54914

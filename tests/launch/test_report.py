@@ -139,9 +139,7 @@ def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
     clock = Clock(Board(0, 1))
     def phase(*waits):
         clock.batches.begin_phase()
-        for i, secs in enumerate(waits):
-            clock.seconds['data'] += secs
-            clock.batches.note(BatchWait(secs, 0, i), clock.seconds['data'])
+        for i, secs in enumerate(waits): clock.batches.note(BatchWait(secs, 0, i))
     phase(.5, .1, .1)
     phase(.3, .1, .1)
     assert clock.totals()['starts'] == pytest.approx(.6)
