@@ -800,8 +800,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.fastai2.clock.OurCallback': ('fastai2/clock.html#ourcallback', 'fastddp/fastai2/clock.py'),
                                        'fastddp.fastai2.clock.OurCallback.__call__': ( 'fastai2/clock.html#ourcallback.__call__',
                                                                                        'fastddp/fastai2/clock.py'),
-                                       'fastddp.fastai2.clock.OurCallback.nested_validation': ( 'fastai2/clock.html#ourcallback.nested_validation',
-                                                                                                'fastddp/fastai2/clock.py'),
                                        'fastddp.fastai2.clock.RankWaits': ('fastai2/clock.html#rankwaits', 'fastddp/fastai2/clock.py'),
                                        'fastddp.fastai2.clock.RankWaits.__init__': ( 'fastai2/clock.html#rankwaits.__init__',
                                                                                      'fastddp/fastai2/clock.py'),

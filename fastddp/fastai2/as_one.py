@@ -47,7 +47,8 @@ from ..shard.sharded import original
 #   preds_in_one_order      fastai's `get_preds`, in one order; * unless `fit.rank0_alone`
 #   kept_streams            context that restores the common random streams and the loaders' orders
 #   EventDispatcher(learn, clock, wrap)   calls `wrap(cb)` in the place of each callback
-#   cb.nested_validation()  context that restores what a callback of ours knows of its phase
+#   nested_validation()     context that restores what `Together` and `ReduceMetrics` know of the
+#                           phase around a callback's validation
 #   model_from_rank0 *, opt_from_rank0 *, SameModel.finish_fit *: as their names say
 #
 # Below: `Fit`; callbacks that act on rank 0 only; `distributed`; what callbacks call;
@@ -58,12 +59,13 @@ class Fit:
 
         together      the `Together`: holds the meetings of the ranks, and has the `Clock`
         common        the `CommonRNG`: random streams with the same state on all ranks
+        metrics       the `ReduceMetrics`
         same_model    the `SameModel`: holds the last meeting, in `finish_fit`
         callbacks     those of fastddp that all ranks have; `fit_job` may add one
         rank0_alone   True on rank 0 while `call_alone` calls a callback; the other ranks are
                       elsewhere then, so rank 0 must call no collective, and hold no meeting"""
     rank0_alone = False
-    def __init__(self, together, common, same_model, callbacks): store_attr()
+    def __init__(self, together, common, metrics, same_model, callbacks): store_attr()
     def may_be_alone(self):
         """True if other ranks may not do what a callback does now: it acts on rank 0 only, or at a
         batch of a validation, of which ranks may have different numbers"""
@@ -177,7 +179,7 @@ def distributed(learn,
     same_model = SameModel(together, average_bn=sync_bn and not on_gpu)
     cbs = [together, ShardData(together, common, batch), step, metrics, same_model,
            AfterOthers(step)]
-    fit = Fit(together, common, same_model, cbs)
+    fit = Fit(together, common, metrics, same_model, cbs)
     with (
         environment('WORLD_SIZE'),      # with it, fastai would average metrics itself
         sharded_dls(learn, batch, common, fit.may_be_alone) if shard_dls else nullcontext(),
@@ -217,9 +219,7 @@ def validate(learn, fit,
     # fastai's epoch passes no loader; its `validate` and `get_preds`, which callbacks call, do
     elif dl is None and ds_idx == 1: type(learn)._do_epoch_validate(learn)
     else:
-        with ExitStack() as stack:
-            # afterwards each has the state of the phase around this validation
-            for cb in fit.callbacks: stack.enter_context(cb.nested_validation())
+        with fit.together.nested_validation(), fit.metrics.nested_validation():
             infer_in_group(learn, whole, fit.common)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #be510008

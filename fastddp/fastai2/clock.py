@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
-import contextlib, os, sys, time, traceback
+import os, sys, time, traceback
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -281,10 +281,6 @@ class OurCallback(Callback):
         if event_name in _inner_loop and not runs: return
         f = getattr(type(self), event_name, None)
         if f is not None: f(self)
-    def nested_validation(self):
-        """Context manager for a validation or prediction that a user's callback runs inside a
-        phase: afterwards this callback has the state that it had in that phase"""
-        return contextlib.nullcontext()
 
 def handles(cb, event_name):
     "Return True if `cb` does something at `event_name`, or if that is unknown"
