@@ -267,14 +267,6 @@ def why_not(dl,         # A user's loader
         "use a dataset with indices.")
     if dl.n is None: return "it has no length. Give the dataset a `__len__`, or the loader `n=`."
 
-def global_bs(dl,         # A loader
-              world_size, # Number of ranks
-              batch='per_worker' # The size of `dl` is that 'per_worker', or the 'global' one
-):
-    "Return the number of items of a full global batch, None where a batch sampler decides."
-    bs = torch_bs(dl) if isinstance(dl, TorchLoader) else getattr(dl, 'bs', None)
-    return global_batch_size(bs, world_size, batch)
-
 # %% ../../nbs/fastai2/702_loaders.ipynb #07238585
 def shard_dl(dl,         # A fastai or torch `DataLoader`
              rank,       # This rank, from 0
@@ -296,13 +288,16 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`
     return shard(dl, rank, world_size, batch, train, common or CommonRNG.capture())
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #ade82c38
-def n_batches(dl,         # A fastai or torch `DataLoader`
-              world_size, # Number of ranks
-              batch='per_worker' # The size of `dl` is that 'per_worker', or the 'global' one
+def step_sizes(dl,         # A loader
+               world_size, # Number of ranks
+               batch='per_worker' # The size of `dl` is that 'per_worker', or the 'global' one
 ):
-    """Return the number of steps of an epoch on rank 0. Reads no item and draws no number. Raise
-    `CantShard` as `shard_dl`, and TypeError if the loader has no length."""
-    return len(shard_dl(dl, 0, world_size, batch, common=nullcontext()))
+    """Return the number of items of a full global batch, None where a batch sampler decides; and
+    the number of steps of an epoch on rank 0. Reads no item and draws no number. Raise `CantShard`
+    as `shard_dl`, and TypeError if the loader has no length."""
+    bs = torch_bs(dl) if isinstance(dl, TorchLoader) else getattr(dl, 'bs', None)
+    steps = len(shard_dl(dl, 0, world_size, batch, common=nullcontext()))
+    return global_batch_size(bs, world_size, batch), steps
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #bdc0b1f2
 def check_dl(dl,         # A loader
@@ -314,11 +309,11 @@ def check_dl(dl,         # A loader
     "Raise `CantShard`, naming the loader, if it can't be sharded or has too few items."
     why = why_not(dl, world_size)
     if not why and world_size>1:
-        try: steps = n_batches(dl, world_size, batch)
+        try: bs,steps = step_sizes(dl, world_size, batch)
         except TypeError: why = ("it has no length, and `fit` asks for it. Give its dataset or "
                                  "sampler a `__len__`.")
         else:
-            if train: why = too_few(global_bs(dl, world_size, batch), world_size, steps)
+            if train: why = too_few(bs, world_size, steps)
     if why: refuse_loader(name, world_size, why)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87
