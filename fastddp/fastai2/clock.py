@@ -16,7 +16,7 @@ from fastai.learner import Recorder
 from fastcore.basics import getcallable, noop, store_attr
 
 from ..base import group
-from ..base.device import device_module, is_accelerator, visible_cores
+from ..base.device import device_module, device_of, is_accelerator, visible_cores
 from ..base.failure import end_fork
 from ..base.scoped import with_attrs
 
@@ -355,7 +355,6 @@ class EventDispatcher:
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def resource_use(
     learn, # A learner after its fit or validation on this rank
-    device, # Of this rank
     dl=None # What was validated or predicted; None: it was a fit
 ):
     """Return what this rank uses and exchanges, for a `Report`: threads, loader processes and cores
@@ -369,7 +368,7 @@ def resource_use(
     largest = max(sizes, key=sizes.get, default='')
     unit = 1 if sys.platform == 'darwin' else 1024      # bytes: macOS doesn't count in KiB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*unit
-    on_gpu = is_accelerator(device)
+    on_gpu = is_accelerator(device_of(learn.model))
     return dict(threads=torch.get_num_threads(), loaders=getattr(torch_dl, 'num_workers', 0),
                 on_gpu=on_gpu, peak=peak,
                 gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,

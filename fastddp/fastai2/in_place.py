@@ -84,7 +84,7 @@ def _complete(learn,
     "Put the numbers of all ranks into a report: all ranks have the same one."
     # no workers were started and nothing was sent, so the first batch came when the call began
     result['first_batch_at'] = report.began
-    result['report'] = fit.together.clock.totals() | resource_use(learn, group.comm_device(), dl)
+    result['report'] = fit.together.clock.totals() | resource_use(learn, dl)
     report.add_results(group.all_gather_object(result))
     reports[learn].append(report)
 
