@@ -245,10 +245,7 @@ class Phase:
         for m in self.metrics: by_way[way_of(m, has_parts, recomputes_loss)].append(m)
         self.merged = by_way['merge']
         self.averaged = by_way['average']
-        self.replayed = by_way['replay']
-        self.replay = None
-        if self.replayed:
-            self.replay = Replay(learn, self.replayed, recomputes_loss, losses.has_terms)
+        self.replay = Replay(learn, by_way['replay'], recomputes_loss, losses.has_terms)
 
         # The current batch, set by `_note_batch`
         self.n_fed = 0          # items that the model was fed
@@ -263,11 +260,11 @@ class Phase:
     def _start(self):
         "Replace `accumulate` of each metric"
         for m in self.metrics: vars(m)['accumulate'] = partial(self.accumulate, m)
-        if self.replay: self.replay.start()
+        self.replay.start()
     def restore(self):
         "Give the metrics their own `accumulate` again"
         for m in self.metrics: vars(m).pop('accumulate', None)
-        if self.replay: self.replay.stop()
+        self.replay.stop()
     def resume(self,
         is_global # True if that validation gave the metrics the state of all ranks
     ):
@@ -275,13 +272,13 @@ class Phase:
         if is_global:
             # it has reset the metrics, so the batches before it don't count, as in one process
             self.loss_terms = []
-            if self.replay: self.replay.kept = []
+            self.replay.kept = []
             # `reduce` sums over ranks: their common state must count once
             if group.rank():
                 for m in self.merged: m.reset()
         else:
             # what it has left in these doesn't count: `reduce` adds all batches of this phase
-            for m in (*self.averaged, *self.replayed): m.reset()
+            for m in (*self.averaged, *self.replay.metrics): m.reset()
         self._start()
 
     def accumulate(self, m, learn):
@@ -317,7 +314,7 @@ class Phase:
             weighted,divisor = weighted_loss_and_divisor(learn.loss_func, learn.loss, learn.yb,
                                                          self.n_items, self.reduction)
             self.loss_terms.append((number, weighted, divisor, self.n_items))
-        if self.replay: self.replay.note(number, positions, *self._counted_rows())
+        if self.replay.metrics: self.replay.note(number, positions, *self._counted_rows())
 
     def reduce(self):
         """Give the metrics the state of all ranks, by collectives in this order. Every rank calls
@@ -325,7 +322,7 @@ class Phase:
         as the Recorder has reset them, or have the state of a callback's validation"""
         for m in self.merged: merge_state(m)
         for m in self.averaged: self._average(m)
-        if self.replay: self.replay.run()
+        if self.replay.metrics: self.replay.run()
 
     def _average(self, m):
         "Add the losses of all global batches to the `AvgLoss` `m`. A collective operation"
@@ -359,7 +356,7 @@ class ReduceMetrics(OurCallback):
         self.end_phase()
         self.is_global = True
     def after_loss(self):
-        if self.phase and self.phase.replay: self.phase.replay.note_loss()
+        if self.phase: self.phase.replay.note_loss()
 
     def _begin_phase(self, mets_name):
         self.end_phase()        # an exception may have left it open
