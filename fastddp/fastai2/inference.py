@@ -25,7 +25,7 @@ from ..shard.torch_loader import is_stream
 # Used here:
 #   shard_dl(dl, rank, n, ...)  -> a loader of this rank's part, whose order is drawn from `common`
 #   Undivided(dl, common)       -> a loader of all batches, the same on all ranks, from `common`
-#   why_not(dl, n)              -> why `shard_dl` would refuse `dl`; None if it doesn't
+#   why_not(dl)                 -> why `shard_dl` would refuse `dl`; None if it doesn't
 #   dl_state, set_dl_state      what the next epoch of a user's loader depends on
 #   follow_original(dl)         has the sharded `dl` go on like its original, over which a loop went
 #   group.from_rank0(o), group.all_gather_object(o)   collectives: the `o` of rank 0, of all ranks
@@ -65,7 +65,7 @@ def why_one_process(learn, # The learner that predicts
     """Return why one process predicts `dl`, to be shown to the user; an empty string where that
     needs no explanation, None where the ranks predict it. Not a collective"""
     if not isinstance(dl, (DataLoader,TorchLoader)): return ''
-    if why := why_not(dl, n): return why
+    if n > 1 and (why := why_not(dl)): return why
     if len(dl) < 2: return ''       # fastai's validation asks for the length, too
     if is_lm(dl) or is_stream(dl):
         return "its batches are parts of a stream."

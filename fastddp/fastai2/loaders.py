@@ -247,11 +247,9 @@ class Undivided(Sharded):
 # Methods that `ShardedDL` overrides: a loader whose class does so, too, can't be sharded
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
 
-def why_not(dl,         # A user's loader
-            world_size  # Number of ranks
+def why_not(dl # A user's loader
 ):
     "Return why `dl` can't be sharded and what to do instead, or None if it can be."
-    if world_size==1: return None
     if isinstance(dl, TorchLoader): return why_not_torch(dl)
     if not isinstance(dl, DataLoader): return (
         f"a {type(dl).__name__} is no DataLoader. Use fastai's or torch's; for several kinds of "
@@ -281,9 +279,9 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`
     `dl` would. Raise `CantShard`, with the remedy, if the shards of all ranks wouldn't be the
     batches of one process."""
     dl = original(dl)
-    why = why_not(dl, world_size)
-    if why: refuse_loader('This loader', world_size, why)
     if world_size==1: return Undivided(dl)
+    why = why_not(dl)
+    if why: refuse_loader('This loader', world_size, why)
     shard = shard_torch if isinstance(dl, TorchLoader) else shard_fastai
     return shard(dl, rank, world_size, batch, train, common or CommonRNG.capture())
 
@@ -307,8 +305,9 @@ def check_dl(dl,         # A loader
              train=True  # For training, where every rank needs work
 ):
     "Raise `CantShard`, naming the loader, if it can't be sharded or has too few items."
-    why = why_not(dl, world_size)
-    if not why and world_size>1:
+    if world_size==1: return
+    why = why_not(dl)
+    if not why:
         try: bs,steps = step_sizes(dl, world_size, batch)
         except TypeError: why = ("it has no length, and `fit` asks for it. Give its dataset or "
                                  "sampler a `__len__`.")
