@@ -18,7 +18,6 @@ from fastcore.basics import getcallable, noop, store_attr
 from ..base import group
 from ..base.device import device_module, device_of, is_accelerator, visible_cores
 from ..base.failure import end_fork
-from ..base.scoped import with_attrs
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 # Used here:
@@ -311,7 +310,7 @@ def _raised_by_callback(e):
     if not isinstance(e, IndexError): return e
     frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
     if frames[-1].f_code is not Callback.__call__.__code__: return e
-    # without a context, the event is a function in C, which has no frame
+    # without a context, the callback's method is a function in C, which has no frame
     return e.__context__ or e
 
 class EventDispatcher:
