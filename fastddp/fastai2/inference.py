@@ -50,7 +50,7 @@ from ..shard.torch_loader import is_stream
 
 def shard_batches(dl,      # A fastai or torch loader, sharded or not
                   rank, n, # This rank, and how many there are
-                  common=None # `CommonRNG` from which an order is drawn
+                  common # `CommonRNG` from which an order is drawn
 ):
     "Return the loader that yields the whole batches of `dl` that `rank` predicts"
     res = shard_dl(dl, rank, n, 'global', train=False, common=common)
@@ -84,7 +84,7 @@ _GATHERED = ('inputs','preds','targets','losses')   # lists of a `GatherPredsCal
 
 def validate_part(learn, # With its metrics and callbacks
                   dl,    # The whole loader
-                  common=None # `CommonRNG` from which an order is drawn
+                  common # `CommonRNG` from which an order is drawn
 ): # For each gatherer its lists, by name
     """Run fastai's validation over this rank's part of `dl`; return what it collected. Every rank
     calls this, inside `distributed`, whose callbacks hold the meetings of the validation and reduce
@@ -137,7 +137,7 @@ def order_from_rank0(dl):
 # %% ../../nbs/fastai2/722_inference.ipynb #706f746a
 def infer_in_group(learn, # A learner, the same on all ranks
                    dl,    # The loader to validate or predict, sharded or not
-                   common=None # `CommonRNG` from which an order is drawn
+                   common # `CommonRNG` from which an order is drawn
 ):
     """Validate `dl` by all ranks. Every rank calls this inside `distributed`, and then has the
     result of one process. The collectives of all ranks, in this order:
