@@ -1,5 +1,5 @@
 "Each refusal: at once, before any process starts, with the remedy, and the learner as it was."
-import importlib.util, os, pickle, socket, sqlite3, tempfile
+import contextlib, importlib.util, os, pickle, socket, sqlite3, tempfile
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
@@ -137,20 +137,37 @@ def test_no_method_of_that_name():
         make_learner().distrib('fit_thrice', 1, nprocs=2)
 
 
+@contextlib.contextmanager
+def loaded_again():
+    "Our module of learners is loaded once more, by the function that this yields; afterwards `Learner` is as before"
+    was = dict(vars(Learner))
+    spec = importlib.util.find_spec('fastddp.fastai2.learner')
+    try: yield lambda: spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    finally:
+        for k, v in was.items():
+            if getattr(v, '__objclass__', None) is None and k != '__dict__': setattr(Learner, k, v)
+
+
 def test_a_learner_after_a_reload_of_our_module():
     "As `%autoreload 2` makes one: fastai's own are asked, not ours once more"
     was = dict(vars(Learner))
-    spec = importlib.util.find_spec('fastddp.fastai2.learner')
-    try:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    with loaded_again() as load:
+        load()
         assert Learner.__getattr__ is not was['__getattr__'] and Learner.__getstate__ is not was['__getstate__']
         learn = make_learner()
         with pytest.raises(AttributeError, match='nope'): learn.nope
         with pytest.raises(AttributeError, match='distrib_lr_find'): learn.distrib_lrfind
         assert isinstance(pickle.loads(pickle.dumps(learn)), Learner)
-    finally:
-        for k, v in was.items():
-            if getattr(v, '__objclass__', None) is None and k != '__dict__': setattr(Learner, k, v)
+
+
+def test_attributes_that_another_library_gives_a_learner():
+    ours = Learner.__getattr__
+    with loaded_again() as load:
+        Learner.__getattr__ = lambda self, k: 'theirs' if k == 'extra' else ours(self, k)
+        load()
+        learn = make_learner()
+        assert learn.extra == 'theirs'
+        with pytest.raises(AttributeError, match='distrib_lr_find'): learn.distrib_lrfind
 
 
 def test_a_torch_without_distributed_says_what_runs_instead(monkeypatch, capsys):

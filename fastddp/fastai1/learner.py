@@ -15,7 +15,7 @@ from fastcore.basics import patch
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .session import Session
-from ..launch.options import ITEMS, Options, no_attribute
+from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
 from ..shard.gathered_loss import check_loss
 
@@ -53,11 +53,7 @@ _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a cal
           "end, and SaveModelCallback saves weights.")
 OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'],
                   unsupported=dict.fromkeys(('wait','offload','checkpoint'), _FOR_2))
-
-def _raise_no_attribute(self, k): raise no_attribute(self, k)
-
-# Not by `@patch`, which would define a `__getattr__` of this module
-Learner.__getattr__ = _raise_no_attribute
+suggest_names(Learner)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #c432cd81
 @patch

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010004
+import builtins
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -22,7 +23,7 @@ from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
 from .callbacks import (
     AfterOthers, SameModel, ShardData, kept_streams, model_from_rank0, opt_from_rank0)
-from .clock import dispatch_events
+from .clock import EventDispatcher
 from .inference import infer_in_group, preds_in_one_order
 from .loaders import Undivided
 from .metrics import ReduceMetrics
@@ -34,7 +35,7 @@ from ..shard.same_model import synced_bn
 from ..shard.gathered_loss import Losses
 from ..shard.sharded import original
 
-# %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
+# %% ../../nbs/fastai2/725_as_one.ipynb #a501000c
 # Used here. With *: a collective, which every rank calls:
 #   Together(...) *         `position.phase` is 'train', 'validate' or 'between'. `mid_batch` is
 #                           True from a forward pass to its meeting. `meet_between(LOAD)` * returns
@@ -45,12 +46,42 @@ from ..shard.sharded import original
 #   infer_in_group *        validates a loader by all ranks, which get the result of one process
 #   preds_in_one_order      fastai's `get_preds`, in one order; * unless `fit.rank0_alone`
 #   kept_streams            context that restores the common random streams and the loaders' orders
-#   dispatch_events         context in which events call `wrap(cb)` in the place of each callback
-#   cb.nested_validation()  context that restores what a callback of ours knows of its phase
+#   EventDispatcher(learn, clock, wrap)   calls `wrap(cb)` in the place of each callback
+#   nested_validation()     context that restores what `Together` and `ReduceMetrics` know of the
+#                           phase around a callback's validation
 #   model_from_rank0 *, opt_from_rank0 *, SameModel.finish_fit *: as their names say
 #
-# Below: callbacks that other ranks lack; `distributed`; rank 0 alone; what callbacks call;
+# Below: `Fit`; callbacks that act on rank 0 only; `distributed`; what callbacks call;
 # `as_one_process`.
+class Fit:
+    """A fit or validation that all ranks make as one process: `distributed` makes one on each rank,
+    and yields it.
+
+        together      the `Together`: holds the meetings of the ranks, and has the `Clock`
+        common        the `CommonRNG`: random streams with the same state on all ranks
+        metrics       the `ReduceMetrics`
+        same_model    the `SameModel`: holds the last meeting, in `finish_fit`
+        callbacks     those of fastddp that all ranks have; `fit_job` may add one
+        rank0_alone   True on rank 0 while `call_alone` calls a callback; the other ranks are
+                      elsewhere then, so rank 0 must call no collective, and hold no meeting"""
+    rank0_alone = False
+    def __init__(self, together, common, metrics, same_model, callbacks): store_attr()
+    def may_be_alone(self):
+        """True if other ranks may not do what a callback does now: it acts on rank 0 only, or at a
+        batch of a validation, of which ranks may have different numbers"""
+        return self.rank0_alone or self.together.position.phase == 'validate'
+
+# %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
+# Rank 0 alone: callbacks that act on rank 0 only. Other ranks don't have them
+# (`silence_other_ranks`), and go on to their next meeting while rank 0 runs them. So they must
+# neither wait for other ranks, nor change the random streams that all have in common. What such a
+# callback may do in `call_alone`:
+#
+#   learn.validate, get_preds   rank 0 goes over all batches (`infer_alone`); refused in training
+#   a loop over a loader        yields all batches, and restores the common streams (`read_whole`)
+#   learn.load                  refused (`load`); fastai's `learn.save` writes on rank 0 only anyway
+#   learn.add_cb                that callback acts on rank 0 only, too (`_without_cbs`)
+
 @contextmanager
 def silence_other_ranks(learn):
     """Context manager in which ranks other than 0 have no callbacks that act on rank 0 only, and
@@ -61,23 +92,44 @@ def silence_other_ranks(learn):
     of_rank0 = [cb for cb in learn.cbs if is_rank0_only(cb)]
     with learn.removed_cbs(of_rank0), with_attrs(learn, logger=noop): yield
 
-# %% ../../nbs/fastai2/725_as_one.ipynb #a501000c
-class Fit:
-    """A fit or validation that all ranks make as one process: `distributed` makes one on each rank,
-    and yields it.
+# %% ../../nbs/fastai2/725_as_one.ipynb #00fabeec
+@contextmanager
+def _without_cbs(learn, removed):
+    """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
+    added inside act on rank 0 only from then on"""
+    before = list(learn.cbs)
+    # compared by `is`: a class may have an `==` of its own
+    learn.cbs = L(cb for cb in before if all(cb is not o for o in removed))
+    try: yield
+    finally:
+        for cb in learn.cbs:
+            if all(cb is not o for o in before): vars(cb)['rank0_only'] = True
+        learn.cbs = L([*learn.cbs, *removed])
 
-        together      the `Together`: holds the meetings of the ranks, and has the `Clock`
-        common        the `CommonRNG`: random streams with the same state on all ranks
-        same_model    the `SameModel`: holds the last meeting, in `finish_fit`
-        callbacks     those of fastddp that all ranks have; `fit_job` may add one
-        rank0_alone   True on rank 0 while `call_alone` calls a callback; the other ranks are
-                      elsewhere then, so rank 0 must call no collective, and hold no meeting"""
-    rank0_alone = False
-    def __init__(self, together, common, same_model, callbacks): store_attr()
-    def may_be_alone(self):
-        """True if other ranks may not do what a callback does now: it acts on rank 0 only, or at a
-        batch of a validation, of which ranks may have different numbers"""
-        return self.rank0_alone or self.together.position.phase == 'validate'
+# %% ../../nbs/fastai2/725_as_one.ipynb #eb35ce43
+def call_alone(cb, learn, fit, event_name):
+    """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs
+
+        `fit.rank0_alone` is True: what it calls waits for no other rank
+        `learn.cbs` has none of fastddp's callbacks, which hold meetings
+        the common random streams are kept"""
+    # a callback that acts alone has triggered this event
+    if fit.rank0_alone: return cb(event_name)
+    # in each batch that would cost too much; a loop over a loader keeps them then (`read_whole`)
+    keeping = nullcontext() if event_name in _inner_loop else kept_streams(learn, fit.common)
+    with with_attrs(fit, rank0_alone=True), _without_cbs(learn, fit.callbacks), keeping:
+        cb(event_name)
+
+# %% ../../nbs/fastai2/725_as_one.ipynb #a5010009
+# Callbacks that act on rank 0 only, and neither predict nor draw random numbers
+_HARMLESS = {ProgressCallback, ShowGraphCallback, CSVLogger}
+
+def caller_of(cb, learn, fit):
+    "Return what calls `cb` at an event: `call_alone` if it acts on rank 0 only, else `cb` itself"
+    has_others = group.rank() == 0 and group.world_size() > 1
+    if has_others and is_rank0_only(cb) and type(cb) not in _HARMLESS:
+        return partial(call_alone, cb, learn, fit)
+    return cb
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a27acbbc
 # The callbacks of fastddp in a fit. fastai calls `AfterOthers` after the user's callbacks, and the
@@ -125,7 +177,7 @@ def distributed(learn,
     metrics = ReduceMetrics(losses)
     same_model = SameModel(together, average_bn=sync_bn and not on_gpu)
     cbs = []
-    fit = Fit(together, common, same_model, cbs)
+    fit = Fit(together, common, metrics, same_model, cbs)
     data = ShardData(together, common, batch, fit.may_be_alone)
     cbs += [together, data, step, metrics, same_model, AfterOthers(step)]
     with (
@@ -134,7 +186,8 @@ def distributed(learn,
         silence_other_ranks(learn),
         learn.added_cbs([*cbs]),                # a copy: `fit.callbacks` may grow
         data.sharded_dls() if shard_dls else nullcontext(),
-        dispatch_events(learn, together.clock), # in the place of `learn._call_one`
+        with_attrs(learn, _call_one=EventDispatcher(learn, together.clock,
+                                                    lambda cb: caller_of(cb, learn, fit))),
         step.wrapped() if group.world_size() > 1 else nullcontext()
     ):
         # last: what is drawn above is drawn alike on all ranks
@@ -145,76 +198,9 @@ def distributed(learn,
             # batch or a phase open
             step.close()
             step.overlapped.close()
-            together.clock.exchanged(step.passes.exchange_secs+step.overlapped.exchange_secs)
+            together.clock.exchange_secs = step.passes.exchange_secs+step.overlapped.exchange_secs
             metrics.end_phase()
             common.install()       # the process goes on with the streams of all ranks
-
-# %% ../../nbs/fastai2/725_as_one.ipynb #00fabeec
-# Rank 0 alone: callbacks that act on rank 0 only. Other ranks don't have them
-# (`silence_other_ranks`), and go on to their next meeting while rank 0 runs them. So they must
-# neither wait for other ranks, nor change the random streams that all have in common. What such a
-# callback may do in `call_alone`:
-#
-#   learn.validate, get_preds   rank 0 goes over all batches (`infer_alone`); refused in training
-#   a loop over a loader        yields all batches, and restores the common streams (`read_whole`)
-#   learn.load                  refused (`load`); fastai's `learn.save` writes on rank 0 only anyway
-#   learn.add_cb                that callback acts on rank 0 only, too (`_without_cbs`)
-
-@contextmanager
-def _without_cbs(learn, removed):
-    """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
-    added inside act on rank 0 only from then on"""
-    # compared by `id`: a class may have an `==` of its own
-    removed_ids = {*map(id, removed)}
-    before = learn.cbs
-    others = [cb for cb in before if id(cb) not in removed_ids]
-    other_ids = [*map(id, others)]
-    learn.cbs = L(others)       # an `L` of its own: a callback may change it in place
-    try: yield
-    finally:
-        after = list(learn.cbs)
-        for cb in after:
-            if id(cb) not in other_ids: vars(cb)['rank0_only'] = True
-        # where nothing changed, fastai and `EventDispatcher` go on with the same list
-        if [*map(id, after)] == other_ids: learn.cbs = before
-        else: learn.cbs = L([*after, *(cb for cb in before if id(cb) in removed_ids)])
-
-# %% ../../nbs/fastai2/725_as_one.ipynb #eb35ce43
-def call_alone(cb, learn, fit, event_name):
-    """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs
-
-        `fit.rank0_alone` is True: what it calls waits for no other rank
-        `learn.cbs` has none of fastddp's callbacks, which hold meetings
-        the common random streams are kept"""
-    # a callback that acts alone has triggered this event
-    if fit.rank0_alone: return cb(event_name)
-    # in each batch that would cost too much; a loop over a loader keeps them then (`read_whole`)
-    keeping = nullcontext() if event_name in _inner_loop else kept_streams(learn, fit.common)
-    with with_attrs(fit, rank0_alone=True), _without_cbs(learn, fit.callbacks), keeping:
-        cb(event_name)
-
-# %% ../../nbs/fastai2/725_as_one.ipynb #be510008
-def infer_alone(learn, dl, fit):
-    "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only. No collective"
-    if learn.training and fit.together.position.phase == 'train':
-        # afterwards the learner would go on validating on rank 0, and training on the others
-        raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
-                             "the middle of training. Do it at the end of an epoch, or on "
-                             "all ranks, without `rank0_only`.")
-    type(learn)._do_epoch_validate(learn, dl=Undivided(original(dl)))
-
-# %% ../../nbs/fastai2/725_as_one.ipynb #a5010009
-# Callbacks that act on rank 0 only, and neither predict nor draw random numbers
-_HARMLESS = {ProgressCallback, ShowGraphCallback, CSVLogger}
-
-def alone_on_rank0(learn, fit):
-    """Return a context manager in which `call_alone` calls the callbacks that act on rank 0 only;
-    the others are called as in `distributed`. On other ranks, and with one rank, it does nothing"""
-    if group.world_size() == 1 or group.rank(): return nullcontext()
-    def wrap(cb):
-        needs_care = type(cb) not in _HARMLESS and is_rank0_only(cb)
-        return partial(call_alone, cb, learn, fit) if needs_care else cb
-    return dispatch_events(learn, fit.together.clock, wrap)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010007
 # What callbacks call in a fit. If they act on all ranks, all ranks call it, in the same order
@@ -232,17 +218,26 @@ def validate(learn, fit,
     # fastai's epoch passes no loader; its `validate` and `get_preds`, which callbacks call, do
     elif dl is None and ds_idx == 1: type(learn)._do_epoch_validate(learn)
     else:
-        with ExitStack() as stack:
-            # afterwards each has the state of the phase around this validation
-            for cb in fit.callbacks: stack.enter_context(cb.nested_validation())
+        with fit.together.nested_validation(), fit.metrics.nested_validation():
             infer_in_group(learn, whole, fit.common)
+
+# %% ../../nbs/fastai2/725_as_one.ipynb #be510008
+def infer_alone(learn, dl, fit):
+    "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only. No collective"
+    if learn.training and fit.together.position.phase == 'train':
+        # afterwards the learner would go on validating on rank 0, and training on the others
+        raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
+                             "the middle of training. Do it at the end of an epoch, or on "
+                             "all ranks, without `rank0_only`.")
+    type(learn)._do_epoch_validate(learn, dl=Undivided(original(dl)))
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #1bf87b74
 def load(learn, fit,
          *args, **kwargs # As of fastai's method
 ):
     """Read on rank 0, and send model and optimizer to all, in the place of `learn.load`. The ranks
-    meet first: it is refused if not every rank calls it"""
+    meet first: it is refused if not every rank calls it. Raises on all ranks what rank 0 raises, as
+    a RuntimeError if that isn't one of Python's own exceptions"""
     if fit.together.mid_batch:
         raise CantDistribute("learn.load was called between a batch's forward and backward "
                              "pass, which would no longer fit each other. Load before or after "
@@ -252,9 +247,16 @@ def load(learn, fit,
                              "the ranks would go on with different weights. Call it on all "
                              "ranks, in a callback without `rank0_only`; rank 0 reads the "
                              "file, the others get what it read.")
-    if group.rank() == 0: type(learn).load(learn, *args, **kwargs)
+    failure = None
+    if group.rank() == 0:
+        try: type(learn).load(learn, *args, **kwargs)
+        except Exception as e: failure = e
+    # also if it failed, perhaps after some of the weights: the user's callback may go on
     model_from_rank0(learn)
-    if learn.opt is not None: opt_from_rank0(learn)
+    opt_from_rank0(learn)
+    name,text = group.from_rank0((type(failure).__name__, str(failure)))
+    if failure: raise failure
+    if name != 'NoneType': raise getattr(builtins, name, RuntimeError)(text)
     return learn
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #24f33416
@@ -274,7 +276,6 @@ def load_without_file(cb # An `LRFinder`
 #   learn.get_preds           all          preds_in_one_order  predicts the same order on all ranks
 #   learn.load                all          load                rank 0 reads, the others receive
 #   LRFinder.after_fit        all but 0    load_without_file   receives what rank 0 loads
-#   learn._call_one           0            alone_on_rank0      calls callbacks of rank 0 apart
 
 @contextmanager
 def as_one_process(learn,
@@ -283,13 +284,13 @@ def as_one_process(learn,
 ):
     """Context manager of a fit on ranks: callbacks predict, save and load as in one process. Every
     rank ends it with the last meeting of the fit"""
-    without_file = [cb for cb in [*learn.cbs, *cbs] if isinstance(cb, LRFinder) and group.rank()]
     with (with_attrs(learn, load=partial(load, learn, fit),
                      get_preds=partial(preds_in_one_order, learn, fit),
                      _do_epoch_validate=partial(validate, learn, fit)),
-          alone_on_rank0(learn, fit), ExitStack() as stack):
-        for cb in without_file:
-            stack.enter_context(with_attrs(cb, after_fit=partial(load_without_file, cb)))
+          ExitStack() as stack):
+        for cb in [*learn.cbs, *cbs]:
+            if isinstance(cb, LRFinder) and group.rank():
+                stack.enter_context(with_attrs(cb, after_fit=partial(load_without_file, cb)))
         yield
         # Not after an exception. Either a meeting has raised it on all ranks, or this rank fails,
         # and its launcher ends the others

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
-import contextlib, os, sys, time, traceback
+import os, sys, time, traceback
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -16,24 +16,21 @@ from fastai.learner import Recorder
 from fastcore.basics import getcallable, noop, store_attr
 
 from ..base import group
-from ..base.device import device_module, is_accelerator, visible_cores
+from ..base.device import device_module, device_of, is_accelerator, visible_cores
 from ..base.failure import end_fork
-from ..base.scoped import with_attrs
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 # Used here:
 #   Board.waited      seconds that this rank has waited for others at all meetings until now
 #   Board.last_wait   `(rank that came last, seconds)` of the last meeting; None without a wait
 #   Together          makes the `Clock` of a fit, and calls it before and after each meeting
-#   dispatch_events   `as_one.distributed` enters it for a fit; on rank 0 `as_one_process` enters a
-#                     second one inside, which wraps callbacks that act on rank 0 only
+#   caller_of         of `as_one`: on rank 0, wraps callbacks that act on rank 0 only
 #   Report            in the notebook; made of `Clock.totals` and `resource_use` of each rank
 #
 # In this module, without a collective: phases; samples of a GPU; waits for batches, and for ranks;
 # the `Clock`, which has all these; `OurCallback`; `EventDispatcher`; `resource_use`.
 
 PHASES = 'data','forward','backward','optimizer','validation','metrics','other'
-_PHASES_OF_LOOP = {*PHASES}-{'metrics'}     # a callback, the Recorder, computes metrics
 _COMPUTING = 'forward','backward','optimizer'   # phases in which the device computes
 
 # Event -> the phase of fastai's loop from its end to the next event; 'other' if it isn't here
@@ -105,32 +102,31 @@ class BatchWaits:
     def __init__(self):
         self.n_phases = 0
         self.n_batches = 0          # of all phases
-        self.n_of_phase = 0         # of this phase
+        self.secs = 0.              # seconds of waiting for them
+        self.is_first = True        # the next one is the first of its phase
         self.first_secs = 0.        # seconds of waiting for the first batch of each phase
         self.slow_secs = 0.         # seconds of slow waits
         self.slowest = BatchWait()  # the longest one, not for a first batch
-    def begin_phase(self): self.n_of_phase = 0
-    def note(self,
-        wait, # The `BatchWait` that has ended
-        data_secs # Seconds of all waits for data so far
-    ):
-        "Add a wait"
+    def begin_phase(self): self.is_first = True
+    def note(self, wait):
+        "Add a `BatchWait`"
         self.n_batches += 1
-        self.n_of_phase += 1
-        if self.n_of_phase == 1:
+        self.secs += wait.secs
+        if self.is_first:
+            self.is_first = False
             self.first_secs += wait.secs
             self.n_phases += 1
             return
         if wait.secs < _LEAST_WAIT: return
         # compared with the mean of the waits that weren't slow, nearly all of `n_batches`
-        of_others = data_secs-self.slow_secs-wait.secs
+        of_others = self.secs-self.slow_secs-wait.secs
         if wait.secs*self.n_batches > _SLOW_FACTOR*of_others: self.slow_secs += wait.secs
         self.slowest = max(self.slowest, wait)
-    def startup_secs(self, data_secs):
+    def startup_secs(self):
         "Return how much longer the waits for first batches took than as many waits for others"
         n_others = self.n_batches-self.n_phases
         if not n_others: return 0.
-        mean = (data_secs-self.first_secs)/n_others
+        mean = (self.secs-self.first_secs)/n_others
         return max(self.first_secs-self.n_phases*mean, 0.)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #20ff502a
@@ -189,8 +185,8 @@ class Clock:
     ):
         self.board = board
         self.seconds = defaultdict(float)   # phase, or class of a callback -> seconds
-        self.callback_secs = 0.     # seconds of all callbacks, metrics among them
-        self.exchange_secs = 0.     # seconds of backward passes in which gradients are exchanged
+        # seconds of backward passes in which gradients are exchanged; `distributed` sets it
+        self.exchange_secs = 0.
         # Parts with a state of their own
         self.batches = BatchWaits()
         self.ranks = RankWaits()
@@ -200,25 +196,22 @@ class Clock:
         self.phase = 'other'        # one of `PHASES`
         self.in_validation = False
         self.epoch = 0
-        self.next_wait = BatchWait()    # for the next batch
         # The last look at the clock
         self.last_time = time.perf_counter()
         self.last_waited = self.board.waited    # what the board had waited by then
         self.cpu_start = time.process_time()
 
     # Events
-    def enter(self, learn):
+    def enter(self, event_name, learn):
         "Note that an event begins; return False if a callback of another event called it"
         self.depth += 1
         if self.depth > 1: return False
         self.samples.wait()
         secs = self.lap(self.phase)
         self.samples.note(self.phase, secs)
-        # perhaps for a batch: `leave` counts it if this event is `before_batch`
-        if self.phase == 'data':
-            of_learn = vars(learn)
-            self.epoch = of_learn.get('epoch') or 0
-            self.next_wait = BatchWait(secs, self.epoch, of_learn.get('iter') or 0)
+        if event_name == 'before_batch':
+            self.epoch = vars(learn).get('epoch') or 0      # a validation may have none
+            self.batches.note(BatchWait(secs, self.epoch, learn.iter))
         return True
     def lap(self, kind):
         """Count the time since the last look at the clock as `kind`, a phase or a callback's class;
@@ -227,7 +220,6 @@ class Clock:
         waited = self.board.waited
         secs = now-self.last_time - (waited-self.last_waited)
         self.seconds[kind] += secs
-        if kind not in _PHASES_OF_LOOP: self.callback_secs += secs
         self.last_time = now
         self.last_waited = waited
         return secs
@@ -235,21 +227,21 @@ class Clock:
         "Note that an event ends, and which phase of fastai's loop begins"
         self.depth -= 1
         if self.depth: return
-        if event_name == 'before_batch':
-            self.batches.note(self.next_wait, self.seconds['data'])
-            if not self.in_validation: self.samples.begin_step()
+        if event_name == 'before_batch' and not self.in_validation: self.samples.begin_step()
         self.lap('other')
-        if event_name in ('before_validate','after_validate'):
+        if event_name in ('before_train','before_validate'):
             self.in_validation = event_name == 'before_validate'
+            self.batches.begin_phase()
             self.samples.end_training()
-        if event_name in ('before_train','before_validate'): self.batches.begin_phase()
         phase = _PHASE_AFTER.get(event_name, 'other')
         self.phase = 'validation' if self.in_validation and phase in _COMPUTING else phase
 
     # Meetings
     def begin_meeting(self):
         "Return the `Spent` since the last meeting, to send to the others"
-        return self.ranks.begin_meeting(Spent(self.seconds['data'], self.callback_secs))
+        # a callback, the Recorder, computes metrics
+        callbacks = sum(v for k,v in self.seconds.items() if k == 'metrics' or k not in PHASES)
+        return self.ranks.begin_meeting(Spent(self.seconds['data'], callbacks))
     def end_meeting(self,
         of_ranks # The `Spent` of each rank, as tuples
     ):
@@ -258,9 +250,6 @@ class Clock:
         self.ranks.note(last_rank, secs, of_ranks[last_rank], self.epoch)
 
     # The end
-    def exchanged(self, secs):
-        "Count `secs` of the backward passes as exchange of gradients"
-        self.exchange_secs += secs
     def totals(self):
         "Return all of it for a `Report`: plain numbers, in dicts"
         callbacks = {k:v for k,v in self.seconds.items() if k not in PHASES}
@@ -274,7 +263,7 @@ class Clock:
         batches = self.batches
         return dict(seconds=seconds, callbacks=callbacks, waits=dict(self.ranks.seconds),
                     uneven=dict(self.ranks.uneven), slow=batches.slow_secs,
-                    starts=batches.startup_secs(self.seconds['data']), slowest=(*batches.slowest,),
+                    starts=batches.startup_secs(), slowest=(*batches.slowest,),
                     cpu=time.process_time()-self.cpu_start)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #6be54914
@@ -291,10 +280,6 @@ class OurCallback(Callback):
         if event_name in _inner_loop and not runs: return
         f = getattr(type(self), event_name, None)
         if f is not None: f(self)
-    def nested_validation(self):
-        """Context manager for a validation or prediction that a user's callback runs inside a
-        phase: afterwards this callback has the state that it had in that phase"""
-        return contextlib.nullcontext()
 
 def handles(cb, event_name):
     "Return True if `cb` does something at `event_name`, or if that is unknown"
@@ -324,11 +309,13 @@ def _raised_by_callback(e):
     with a bare `assert`"""
     if not isinstance(e, IndexError): return e
     frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
-    return e.__context__ if frames[-1].f_code is Callback.__call__.__code__ else e
+    if frames[-1].f_code is not Callback.__call__.__code__: return e
+    # without a context, the callback's method is a function in C, which has no frame
+    return e.__context__ or e
 
 class EventDispatcher:
-    """Replaces `learn._call_one` during a fit: at an event, calls the callbacks that handle it, and
-    has a `Clock` note when the event begins and ends"""
+    """Takes the place of `learn._call_one` during a fit (`as_one.distributed`): at an event, calls
+    the callbacks that handle it, and has a `Clock` note when the event begins and ends"""
     def __init__(self, learn,
         clock, # The `Clock`
         wrap # Callback -> the function that is called with the event's name in its place
@@ -339,7 +326,7 @@ class EventDispatcher:
         self.cbs = []           # the learner's callbacks to which `handlers` belongs
     def __call__(self, event_name):
         clock = self.clock
-        is_outermost = clock.enter(self.learn)
+        is_outermost = clock.enter(event_name, self.learn)
         try:
             for call,kind in self._handlers_of(event_name):
                 call(event_name)
@@ -364,17 +351,9 @@ class EventDispatcher:
             self.handlers[event_name] = [(self.wrap(cb), kind_of(cb)) for cb in found]
         return self.handlers[event_name]
 
-def dispatch_events(learn,
-    clock, # `Clock` that notes when events begin and end
-    wrap=noop # Callback -> the function to call in its place; default: the callback
-):
-    "Context manager in which an `EventDispatcher` calls the callbacks of `learn`"
-    return with_attrs(learn, _call_one=EventDispatcher(learn, clock, wrap))
-
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def resource_use(
     learn, # A learner after its fit or validation on this rank
-    device, # Of this rank
     dl=None # What was validated or predicted; None: it was a fit
 ):
     """Return what this rank uses and exchanges, for a `Report`: threads, loader processes and cores
@@ -388,7 +367,7 @@ def resource_use(
     largest = max(sizes, key=sizes.get, default='')
     unit = 1 if sys.platform == 'darwin' else 1024      # bytes: macOS doesn't count in KiB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*unit
-    on_gpu = is_accelerator(device)
+    on_gpu = is_accelerator(device_of(learn.model))
     return dict(threads=torch.get_num_threads(), loaders=getattr(torch_dl, 'num_workers', 0),
                 on_gpu=on_gpu, peak=peak,
                 gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,

@@ -19,7 +19,7 @@ from .clock import resource_use
 from .as_one import as_one_process, distributed
 from .inference import infer_in_group, order_from_rank0, preds_in_one_order
 from .jobs import EndOfAll, NoteProgress, call_fit
-from .loaders import global_bs, n_batches
+from .loaders import step_sizes
 from .session import enough_epochs, fit_args, reports
 from .snapshot import place
 from ..launch.rank import Context
@@ -84,7 +84,7 @@ def _complete(learn,
     "Put the numbers of all ranks into a report: all ranks have the same one."
     # no workers were started and nothing was sent, so the first batch came when the call began
     result['first_batch_at'] = report.began
-    result['report'] = fit.together.clock.totals() | resource_use(learn, group.comm_device(), dl)
+    result['report'] = fit.together.clock.totals() | resource_use(learn, dl)
     report.add_results(group.all_gather_object(result))
     reports[learn].append(report)
 
@@ -103,14 +103,12 @@ def _fit_in_place(learn,
     if n > 1: import torch._dynamo
     # They train, as in a worker's `fit_job`. There is no notebook to tell: a plain `Context` drops
     # what `NoteProgress` notes
-    dl = learn.dls.loaders[0]
-    steps = n_batches(dl, n, options['batch'])
-    asked = enough_epochs(asked, cbs, steps)
+    sizes = step_sizes(learn.dls.loaders[0], n, options['batch'])
+    asked = enough_epochs(asked, cbs, sizes[1])
     noted = NoteProgress(Context(group.rank(), n))
     report = Report('fit')
     # rank 0 prints them; for the last one the report must be complete
-    lines = script_lines(noted.progress, (global_bs(dl, n, options['batch']), steps),
-                         wants_no_lines(learn), finds_lr(cbs), report)
+    lines = script_lines(noted.progress, sizes, wants_no_lines(learn), finds_lr(cbs), report)
     with lines:
         with distributed(learn, **options) as fit, as_one_process(learn, cbs, fit):
             call_fit(learn, cbs, asked, [noted, EndOfAll(noted)])

@@ -25,7 +25,7 @@ from ..shard.torch_loader import is_stream
 # Used here:
 #   shard_dl(dl, rank, n, ...)  -> a loader of this rank's part, whose order is drawn from `common`
 #   Undivided(dl, common)       -> a loader of all batches, the same on all ranks, from `common`
-#   why_not(dl, n)              -> why `shard_dl` would refuse `dl`; None if it doesn't
+#   why_not(dl)                 -> why `shard_dl` would refuse `dl`; None if it doesn't
 #   dl_state, set_dl_state      what the next epoch of a user's loader depends on
 #   follow_original(dl)         has the sharded `dl` go on like its original, over which a loop went
 #   group.from_rank0(o), group.all_gather_object(o)   collectives: the `o` of rank 0, of all ranks
@@ -50,7 +50,7 @@ from ..shard.torch_loader import is_stream
 
 def shard_batches(dl,      # A fastai or torch loader, sharded or not
                   rank, n, # This rank, and how many there are
-                  common=None # `CommonRNG` from which an order is drawn
+                  common # `CommonRNG` from which an order is drawn
 ):
     "Return the loader that yields the whole batches of `dl` that `rank` predicts"
     res = shard_dl(dl, rank, n, 'global', train=False, common=common)
@@ -65,9 +65,9 @@ def why_one_process(learn, # The learner that predicts
     """Return why one process predicts `dl`, to be shown to the user; an empty string where that
     needs no explanation, None where the ranks predict it. Not a collective"""
     if not isinstance(dl, (DataLoader,TorchLoader)): return ''
-    if why := why_not(dl, n): return why
+    if n > 1 and (why := why_not(dl)): return why
     if len(dl) < 2: return ''       # fastai's validation asks for the length, too
-    if is_lm(dl) or is_stream(dl) or not getattr(dl, 'indexed', True):
+    if is_lm(dl) or is_stream(dl):
         return "its batches are parts of a stream."
     if has_kind(learn.cbs, 'TensorBoardProjectorCallback'):
         return ("TensorBoardProjectorCallback writes what the model makes of every batch, from one "
@@ -84,7 +84,7 @@ _GATHERED = ('inputs','preds','targets','losses')   # lists of a `GatherPredsCal
 
 def validate_part(learn, # With its metrics and callbacks
                   dl,    # The whole loader
-                  common=None # `CommonRNG` from which an order is drawn
+                  common # `CommonRNG` from which an order is drawn
 ): # For each gatherer its lists, by name
     """Run fastai's validation over this rank's part of `dl`; return what it collected. Every rank
     calls this, inside `distributed`, whose callbacks hold the meetings of the validation and reduce
@@ -137,7 +137,7 @@ def order_from_rank0(dl):
 # %% ../../nbs/fastai2/722_inference.ipynb #706f746a
 def infer_in_group(learn, # A learner, the same on all ranks
                    dl,    # The loader to validate or predict, sharded or not
-                   common=None # `CommonRNG` from which an order is drawn
+                   common # `CommonRNG` from which an order is drawn
 ):
     """Validate `dl` by all ranks. Every rank calls this inside `distributed`, and then has the
     result of one process. The collectives of all ranks, in this order:

@@ -208,7 +208,7 @@ def fit_job(ctx, obj):
     ctx.end_phase('train')
     # the last meeting has set `has_unused_grads`
     send('cut' if interrupted else 'state', grads=fit.same_model.has_unused_grads, ended=True)
-    report = fit.together.clock.totals() | resource_use(learn, ctx.device)
+    report = fit.together.clock.totals() | resource_use(learn)
     return noted.progress.result(interrupted, report=report)
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #d24cdfdf
@@ -270,7 +270,7 @@ def infer_job(ctx, obj):
     with (distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False,
                       shard_dls=False) as fit, learn.added_cbs([noted])):
         part,cancelled = leave_together(fit.together, lambda: validate_part(learn, dl, fit.common))
-    report = fit.together.clock.totals() | resource_use(learn, ctx.device, dl)
+    report = fit.together.clock.totals() | resource_use(learn, dl)
     ctx.end_phase('validate')
     learn.dl = None     # a failure from here on is that of no item
     if ctx.rank == 0:

@@ -13,7 +13,7 @@ import fastai.callback.schedule
 from fastai.callback.core import Callback, CancelFitException, CancelValidException
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastcore.basics import GetAttr, patch, store_attr
+from fastcore.basics import patch, store_attr
 from fastcore.foundation import L
 
 from ..base import group
@@ -30,7 +30,7 @@ from .resume import (
 from .session import Session
 from .snapshot import copy_of
 from ..launch.local import Local
-from ..launch.options import ITEMS, Options, no_attribute
+from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
 from ..launch.training import wants_no_lines
 from ..output.replay import several, suppress_lines
@@ -126,14 +126,7 @@ def __getstate__(self:Learner):
 Learner.__getstate__.instead_of = _fastai_getstate
 
 # %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
-def _missing_attribute(self, k):
-    """Raise `AttributeError` with a suggestion for a name that begins with `distrib`; look up
-    others as fastai does."""
-    if k.startswith('distrib'): raise no_attribute(self, k)
-    return GetAttr.__getattr__(self, k)
-
-# `@patch` would define `__getattr__` in this module, too, where Python would call it
-Learner.__getattr__ = _missing_attribute
+suggest_names(Learner)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
 _INFERS = 'validate','get_preds','tta'      # methods that train nothing

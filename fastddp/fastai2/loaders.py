@@ -140,14 +140,12 @@ class ShardedDL(Sharded):
             if self.device is not None: b = to_device(b, self.device)
             yield self.after_batch(b)
         self.after_iter()
-        vars(self).pop('it', None)
     def sample(self):
         "Return the `Step`s of this loader process: every `num_workers`-th one."
         # fastai sets `offs` and `num_workers` in each process; without processes they are 0 and 1
         return itertools.islice(self._shard.epoch.steps, self.offs, None, self.num_workers)
     def create_batches(self, steps):
         "Yield the batch of each `Step`."
-        if self.dataset is not None: self.it = iter(self.dataset)
         for step in steps:
             items = _Items(self._item(i) for i in step.items)
             yield self.do_batch(items)
@@ -249,12 +247,9 @@ class Undivided(Sharded):
 # Methods that `ShardedDL` overrides: a loader whose class does so, too, can't be sharded
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
 
-def why_not(dl,         # A loader
-            world_size  # Number of ranks
+def why_not(dl # A user's loader
 ):
     "Return why `dl` can't be sharded and what to do instead, or None if it can be."
-    dl = original(dl)
-    if world_size==1: return None
     if isinstance(dl, TorchLoader): return why_not_torch(dl)
     if not isinstance(dl, DataLoader): return (
         f"a {type(dl).__name__} is no DataLoader. Use fastai's or torch's; for several kinds of "
@@ -270,14 +265,6 @@ def why_not(dl,         # A loader
         "use a dataset with indices.")
     if dl.n is None: return "it has no length. Give the dataset a `__len__`, or the loader `n=`."
 
-def global_bs(dl,         # A loader
-              world_size, # Number of ranks
-              batch='per_worker' # The size of `dl` is that 'per_worker', or the 'global' one
-):
-    "Return the number of items of a full global batch, None where a batch sampler decides."
-    bs = torch_bs(dl) if isinstance(dl, TorchLoader) else getattr(dl, 'bs', None)
-    return global_batch_size(bs, world_size, batch)
-
 # %% ../../nbs/fastai2/702_loaders.ipynb #07238585
 def shard_dl(dl,         # A fastai or torch `DataLoader`
              rank,       # This rank, from 0
@@ -292,20 +279,23 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`
     `dl` would. Raise `CantShard`, with the remedy, if the shards of all ranks wouldn't be the
     batches of one process."""
     dl = original(dl)
-    why = why_not(dl, world_size)
-    if why: refuse_loader('This loader', world_size, why)
     if world_size==1: return Undivided(dl)
+    why = why_not(dl)
+    if why: refuse_loader('This loader', world_size, why)
     shard = shard_torch if isinstance(dl, TorchLoader) else shard_fastai
     return shard(dl, rank, world_size, batch, train, common or CommonRNG.capture())
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #ade82c38
-def n_batches(dl,         # A fastai or torch `DataLoader`
-              world_size, # Number of ranks
-              batch='per_worker' # The size of `dl` is that 'per_worker', or the 'global' one
+def step_sizes(dl,         # A loader
+               world_size, # Number of ranks
+               batch='per_worker' # The size of `dl` is that 'per_worker', or the 'global' one
 ):
-    """Return the number of steps of an epoch on rank 0. Reads no item and draws no number. Raise
-    `CantShard` as `shard_dl`, and TypeError if the loader has no length."""
-    return len(shard_dl(dl, 0, world_size, batch, common=nullcontext()))
+    """Return the number of items of a full global batch, None where a batch sampler decides; and
+    the number of steps of an epoch on rank 0. Reads no item and draws no number. Raise `CantShard`
+    as `shard_dl`, and TypeError if the loader has no length."""
+    bs = torch_bs(dl) if isinstance(dl, TorchLoader) else getattr(dl, 'bs', None)
+    steps = len(shard_dl(dl, 0, world_size, batch, common=nullcontext()))
+    return global_batch_size(bs, world_size, batch), steps
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #bdc0b1f2
 def check_dl(dl,         # A loader
@@ -315,13 +305,14 @@ def check_dl(dl,         # A loader
              train=True  # For training, where every rank needs work
 ):
     "Raise `CantShard`, naming the loader, if it can't be sharded or has too few items."
-    why = why_not(dl, world_size)
-    if not why and world_size>1:
-        try: steps = n_batches(dl, world_size, batch)
+    if world_size==1: return
+    why = why_not(dl)
+    if not why:
+        try: bs,steps = step_sizes(dl, world_size, batch)
         except TypeError: why = ("it has no length, and `fit` asks for it. Give its dataset or "
                                  "sampler a `__len__`.")
         else:
-            if train: why = too_few(global_bs(dl, world_size, batch), world_size, steps)
+            if train: why = too_few(bs, world_size, steps)
     if why: refuse_loader(name, world_size, why)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87

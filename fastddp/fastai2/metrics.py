@@ -81,22 +81,19 @@ SUMMED_ATTRS = {
     # the callback that computes a `ValueMetric` runs on every rank
     ValueMetric: (), Metric: ()}
 
-def _call_merge(m):
-    "Call `m.merge` with the state of every rank. A collective operation"
-    kinds = (int, float, torch.Tensor, list, dict)
-    m.merge(group.all_gather_object({k:v for k,v in vars(m).items() if isinstance(v, kinds)}))
-
-def merge_for(m):
-    """Return the function that gives a metric `m` the state of all ranks; None if it has to be
-    replayed. Every rank calls the function as `merge(m)`, a collective operation"""
+def summed_attrs(m):
+    "Return the names of the attributes of a metric `m` that add up; None if its state is unknown"
     cls = type(m)
-    if getattr(m, 'replay', False): return None
-    if hasattr(cls, 'merge'): return _call_merge
     known = next((c for c in cls.__mro__ if c in SUMMED_ATTRS), None)
     # a subclass that overrides one of these methods may keep anything
     if known and cls.accumulate is known.accumulate and cls.reset is known.reset:
-        return lambda m: sum_state(m, *SUMMED_ATTRS[known])
-    return None
+        return SUMMED_ATTRS[known]
+
+def merge_state(m):
+    "Give the metric `m` the state of all ranks. A collective operation"
+    if not hasattr(type(m), 'merge'): return sum_state(m, *summed_attrs(m))
+    kinds = (int, float, torch.Tensor, list, dict)
+    m.merge(group.all_gather_object({k:v for k,v in vars(m).items() if isinstance(v, kinds)}))
 
 def way_of(m,         # A metric
            has_parts, # `learn.loss` is that of this rank's part of a global batch
@@ -105,16 +102,17 @@ def way_of(m,         # A metric
     """Return how `m` is computed in a phase:
 
         metric                            without parts   has_parts   recomputes_loss
-        `merge_for` returns None for it   replay          replay      replay
+        its attribute `replay` is True    replay          replay      replay
         its class has a method `merge`    merge           merge       merge
+        `summed_attrs` doesn't know it    replay          replay      replay
         `AvgLoss`                         merge           average     replay
         `LossMetric`                      merge           merge       replay
         all others                        merge           merge       merge"""
-    merge = merge_for(m)
-    if merge is None: return 'replay'
-    reads_loss = merge is not _call_merge and isinstance(m, (AvgLoss,LossMetric))
-    if reads_loss and recomputes_loss: return 'replay'
-    return 'average' if reads_loss and has_parts and isinstance(m, AvgLoss) else 'merge'
+    if getattr(m, 'replay', False): return 'replay'
+    if hasattr(type(m), 'merge'): return 'merge'
+    if summed_attrs(m) is None: return 'replay'
+    if recomputes_loss and isinstance(m, (AvgLoss,LossMetric)): return 'replay'
+    return 'average' if has_parts and isinstance(m, AvgLoss) else 'merge'
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #7060a003
 class KeptBatch(NamedTuple):
@@ -247,10 +245,7 @@ class Phase:
         for m in self.metrics: by_way[way_of(m, has_parts, recomputes_loss)].append(m)
         self.merged = by_way['merge']
         self.averaged = by_way['average']
-        self.replayed = by_way['replay']
-        self.replay = None
-        if self.replayed:
-            self.replay = Replay(learn, self.replayed, recomputes_loss, losses.has_terms)
+        self.replay = Replay(learn, by_way['replay'], recomputes_loss, losses.has_terms)
 
         # The current batch, set by `_note_batch`
         self.n_fed = 0          # items that the model was fed
@@ -265,11 +260,11 @@ class Phase:
     def _start(self):
         "Replace `accumulate` of each metric"
         for m in self.metrics: vars(m)['accumulate'] = partial(self.accumulate, m)
-        if self.replay: self.replay.start()
+        self.replay.start()
     def restore(self):
         "Give the metrics their own `accumulate` again"
         for m in self.metrics: vars(m).pop('accumulate', None)
-        if self.replay: self.replay.stop()
+        self.replay.stop()
     def resume(self,
         is_global # True if that validation gave the metrics the state of all ranks
     ):
@@ -277,13 +272,13 @@ class Phase:
         if is_global:
             # it has reset the metrics, so the batches before it don't count, as in one process
             self.loss_terms = []
-            if self.replay: self.replay.kept = []
+            self.replay.kept = []
             # `reduce` sums over ranks: their common state must count once
             if group.rank():
                 for m in self.merged: m.reset()
         else:
             # what it has left in these doesn't count: `reduce` adds all batches of this phase
-            for m in (*self.averaged, *self.replayed): m.reset()
+            for m in (*self.averaged, *self.replay.metrics): m.reset()
         self._start()
 
     def accumulate(self, m, learn):
@@ -319,15 +314,15 @@ class Phase:
             weighted,divisor = weighted_loss_and_divisor(learn.loss_func, learn.loss, learn.yb,
                                                          self.n_items, self.reduction)
             self.loss_terms.append((number, weighted, divisor, self.n_items))
-        if self.replay: self.replay.note(number, positions, *self._counted_rows())
+        if self.replay.metrics: self.replay.note(number, positions, *self._counted_rows())
 
     def reduce(self):
         """Give the metrics the state of all ranks, by collectives in this order. Every rank calls
         it at the end of the phase, also one that had no batch. Averaged and replayed metrics are
         as the Recorder has reset them, or have the state of a callback's validation"""
-        for m in self.merged: merge_for(m)(m)
+        for m in self.merged: merge_state(m)
         for m in self.averaged: self._average(m)
-        if self.replay: self.replay.run()
+        if self.replay.metrics: self.replay.run()
 
     def _average(self, m):
         "Add the losses of all global batches to the `AvgLoss` `m`. A collective operation"
@@ -361,11 +356,11 @@ class ReduceMetrics(OurCallback):
         self.end_phase()
         self.is_global = True
     def after_loss(self):
-        if self.phase and self.phase.replay: self.phase.replay.note_loss()
+        if self.phase: self.phase.replay.note_loss()
 
     def _begin_phase(self, mets_name):
         self.end_phase()        # an exception may have left it open
-        undivided = not is_sharded(self.dl) or self.dl._shard.n == 1
+        undivided = self.dl._shard.n == 1       # `ShardData` has sharded any other loader
         mets = getattr(self.recorder, mets_name) if hasattr(self.learn,'recorder') else []
         self.is_global = undivided and len(mets) > 0
         if mets and not undivided:

@@ -19,7 +19,7 @@ from ..base.errors import WorkerError
 from ..base.scoped import Interrupts
 from .inference import why_one_process
 from .jobs import InferCall, fit_job
-from .loaders import check_dl, global_bs, n_batches, rows_are_streams
+from .loaders import check_dl, rows_are_streams, step_sizes
 from .resume import UserCall, recorder_lists
 from .snapshot import all_cbs, apply, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
@@ -272,9 +272,7 @@ class Session(BaseSession):
         return [o for o in items if hasattr(o, '__len__')]
     def global_batch(self):
         if self.dls_factory: return None
-        dl = self.learn.dls.loaders[0]
-        batch = self.options['batch']
-        return global_bs(dl, self.n, batch), n_batches(dl, self.n, batch)
+        return step_sizes(self.learn.dls.loaders[0], self.n, self.options['batch'])
 
     # A fit
     def fit(self, *args, **kwargs):

@@ -24,8 +24,7 @@ from .clock import _FIRST, Clock, OurCallback, Spent
 #   group_board()     the `Board` of this group; the first call is a collective
 #   Clock             `begin_meeting` returns this rank's seconds for the row, as a `Spent`; after
 #                     the all-gather, `end_meeting` takes those of all ranks
-#   OurCallback       calls the method of each event. While all ranks validate for a callback,
-#                     `as_one.validate` is inside `nested_validation` of all callbacks of ours
+#   OurCallback       calls the method of each event
 #
 # In this module: the places where ranks meet (`Place`); where one rank is (`Position`); what it
 # sends to a meeting (`Row`); the meetings (`Together`).
@@ -300,7 +299,8 @@ class Together(OurCallback):
 
     @contextlib.contextmanager
     def nested_validation(self):
-        "As of `OurCallback`: the phase goes on, however the validation inside it ended"
+        """Context manager for a callback's own validation or prediction by all ranks, in
+        `as_one.validate`: afterwards the phase around it goes on, however it ended"""
         before = self.cancelled,[*self.position.phases]
         try: yield
         finally: self.cancelled,self.position.phases = before

@@ -20,7 +20,8 @@ from ..output.replay import print_line
 # %% ../../nbs/launch/508_options.ipynb #ce033820
 # In order, and who calls it:
 #   CHECKS                          the values of options: `Options.checked`, and a `Cluster`
-#   check_method, no_attribute      wrong names on a learner: `pop_from`, and `Learner.__getattr__`
+#   check_method                    the name of a method: `pop_from`
+#   suggest_names                   those of attributes: the learners' modules, when imported
 #   Options                         `fastai1.learner` and `fastai2.learner`, when imported
 #   workers_for                     how many workers, on which GPUs: `engine_for`, and a `Cluster`
 #   in_launched_group, engine_for, refuse_changes
@@ -93,6 +94,18 @@ def no_attribute(learn, name):
     # cycle, so the function asks `sys.exc_info` for it
     e._render_traceback_ = lambda: CantDistribute._render_traceback_(sys.exc_info()[1])
     return e
+
+def suggest_names(cls # A class of learners
+):
+    """Have a missing attribute of `cls` raise `no_attribute` if its name begins with `distrib`.
+    Others are looked up as before, also if this is called again"""
+    before = getattr(cls, '__getattr__', None)
+    before = getattr(before, 'instead_of', before)
+    def look_up(self, k):
+        if before is None or k.startswith('distrib'): raise no_attribute(self, k)
+        return before(self, k)
+    look_up.instead_of = before
+    cls.__getattr__ = look_up
 
 # %% ../../nbs/launch/508_options.ipynb #14f9dcd6
 # Documentation of the options

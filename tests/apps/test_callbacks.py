@@ -418,6 +418,27 @@ def test_load_by_a_callback_of_rank_0(tmp_path):
     with pytest.raises(RankRaised, match='without `rank0_only`'): fit(begun(LoadsAlone('after_epoch'), tmp_path), 1)
 
 
+class LoadsIfThere(Callback):
+    "Goes on without a file, and with one of another model, of which torch loads what fits"
+    def __init__(self, name, error): self.name_of_file, self.error = name, error
+    def before_epoch(self):
+        try: self.learn.load(self.name_of_file, with_opt=False)
+        except self.error: self.n_failed = getattr(self, 'n_failed', 0)+1
+
+
+@pytest.mark.parametrize('name,error', [('missing', FileNotFoundError), ('other', RuntimeError)])
+def test_load_that_fails_on_all_ranks(tmp_path, name, error):
+    "The exception of rank 0 is raised on all ranks, whose callbacks may catch it; then all have rank 0's weights"
+    def make():
+        learn = learner(cb := LoadsIfThere(name, error), path=tmp_path)
+        first, *_ = learn.model.state_dict().items()
+        (tmp_path/'models').mkdir(exist_ok=True)
+        torch.save(dict([first]), tmp_path/'models'/'other.pth')
+        return learn
+    learn = as_one(make)
+    assert learn.loads_if_there.n_failed == 2
+
+
 class WritesOnce(Callback):
     "A callback that says for itself that it acts outside"
     rank0_only = True

@@ -139,9 +139,7 @@ def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
     clock = Clock(Board(0, 1))
     def phase(*waits):
         clock.batches.begin_phase()
-        for i, secs in enumerate(waits):
-            clock.seconds['data'] += secs
-            clock.batches.note(BatchWait(secs, 0, i), clock.seconds['data'])
+        for i, secs in enumerate(waits): clock.batches.note(BatchWait(secs, 0, i))
     phase(.5, .1, .1)
     phase(.3, .1, .1)
     assert clock.totals()['starts'] == pytest.approx(.6)
@@ -156,7 +154,7 @@ def test_the_exchange_of_a_sampled_backward_pass_counts_once():
     clock.seconds.update(data=9.5, backward=.5)
     clock.samples.n_steps, clock.samples.n_samples = 64, 2
     clock.samples.sampled['backward'] = .25
-    clock.exchanged(3.)
+    clock.exchange_secs = 3.
     secs = clock.totals()['seconds']
     assert (secs['backward'], secs['exchange']) == (5., 3.) and sum(secs.values()) == pytest.approx(10.)
 

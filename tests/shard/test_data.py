@@ -10,7 +10,7 @@ from fastai.data.load import DataLoader, SkipItemException
 from fastai.tabular.core import TabDataLoader, TabularPandas, TabWeightedDL
 from fastai.text.data import LMDataLoader, SortedDL, pad_input
 from fastddp.fastai2 import loaders
-from fastddp.fastai2.loaders import check_dl, dl_state, global_bs, n_batches, set_dl_state, shard_dl
+from fastddp.fastai2.loaders import check_dl, dl_state, set_dl_state, shard_dl, step_sizes
 from fastddp.base.rng import CommonRNG, seed_rank
 from fastddp.shard import sharded, torch_loader
 from fastddp.shard.sharded import CantShard, is_sharded, pad_shard, shard_batch
@@ -209,7 +209,7 @@ def test_what_a_loader_counts_comes_back_also_from_a_loop_that_is_left(n):
 def test_any_loader_size_and_rank(kind, m, b, n, shuffle, drop_last, whole):
     bs, mode = (b, 'global') if whole else (n*b, 'per_worker')
     kw = dict(shuffle=shuffle, drop_last=drop_last)
-    steps = n_batches(KINDS[kind](m, b, **kw), n, mode)
+    steps = step_sizes(KINDS[kind](m, b, **kw), n, mode)[1]
     (batches,), _ = one_process(lambda: KINDS[kind](m, bs, **kw), 1)
     dls = ranks(lambda: KINDS[kind](m, b, **kw), n, batch=mode)
     assert {steps} == {len(o) for o in dls} == {len(batches)}
@@ -241,7 +241,7 @@ LENGTHS = KINDS | {
 def test_the_length_is_that_of_the_sharded_loader(kind, mode, drop_last):
     for m, b, n in [*sizes, (5, 8, 2), (12, 4, 1), (16, 4, 4)]:
         def make(): return LENGTHS[kind](m, b, drop_last=drop_last)
-        assert {len(shard_dl(make(), r, n, mode)) for r in range(n)} == {n_batches(make(), n, mode)}
+        assert {len(shard_dl(make(), r, n, mode)) for r in range(n)} == {step_sizes(make(), n, mode)[1]}
 
 
 @pytest.mark.parametrize('kind', LENGTHS)
@@ -254,7 +254,7 @@ def test_no_loader_is_read_for_its_length(kind, monkeypatch):
     # `__iter__` is ours now, which would be a reason to refuse
     monkeypatch.setattr(loaders, '_is_own', lambda dl, k: False)
     monkeypatch.setattr(torch_loader, '_is_plain', lambda cls: True)
-    assert n_batches(dl, 2) > 0
+    assert step_sizes(dl, 2)[1] > 0
     check_dl(dl, 2)
     assert same_state(CommonRNG.capture().state(), before)
 
@@ -408,7 +408,7 @@ def test_whole_batches_of_a_batch_sampler():
     dls = ranks(make, 2)
     assert [[ids(o) for o in dl] for dl in dls] == [[[0, 1, 2], [4, 5], [10, 10]], [[3, 3], [6, 7, 8, 9], [10, 10]]]
     assert [o.counts for o in dls] == [[(3, 4), (2, 6), (1, 1)], [(1, 4), (4, 6), (0, 1)]]
-    assert {len(o) for o in dls} == {n_batches(make(), 2)} == {3} and global_bs(make(), 2) is None
+    assert {len(o) for o in dls} == {3} and step_sizes(make(), 2) == (None, 3)
     valid = ranks(make, 2, train=False)
     assert [[ids(o) for o in dl] for dl in valid] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9]]]
     assert [o.idxs for o in valid] == [[0, 1, 2, 4, 5, 10], [3, 6, 7, 8, 9]]
