@@ -6,9 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
-import contextlib, os, pickle, re, signal
+import os, pickle, re, signal
 from time import monotonic
-from typing import NamedTuple
 
 try: import psutil
 except ImportError: psutil = None
@@ -24,33 +23,8 @@ from ..base.device import device_module
 from ..payload.pickling import load
 
 # %% ../../nbs/launch/503_monitor.ipynb #dc029eee
-# Used here:
-#   Workers (`process.workers`)     the processes of the job, which `Local` has submitted already:
-#     poll(secs)                    waits for news; a list of reports `(rank, what, *values)`
-#     latest                        (rank, kind) -> `(Block, Packed)`, the newest: 'result' of each
-#                                   rank, and 'state', 'cut' or 'epoch' of rank 0
-#     beat(rank)                    its last `Heartbeat`: `at`, `longest`, `leaving`, `waits_for`...
-#     ask_stop, ask_stacks          send and return at once; the answer is a report, or in the log
-#   Interrupts.count                Ctrl-C so far; only `Monitor` acts on it meanwhile
-#   add_state(e, latest)            sets `state`, `epoch` and `cut` of an exception from `_latest`
-#   first_failure(failures)         sorts them: causes, then echoes (a connection broke because its
-#                                   other rank ended), each by time
-#
-# In order: the line of load; the end of a log; the stacks of ranks that wait; `Monitor`.
-
 # The line of load
 _PERIOD = 3.    # seconds between two readings of the workers' load
-
-class _Use(NamedTuple):
-    "What a process takes of the machine"
-    seconds:float   # of CPU time, so far
-    nbytes:int      # of memory, now
-
-def _use_of(pid):
-    "Return the `_Use` of a process; None if it has ended"
-    with contextlib.suppress(psutil.Error):
-        p = psutil.Process(pid)
-        return _Use(sum(p.cpu_times()[:2]), p.memory_info().rss)
 
 def _gpu_text(gpu):
     "Return as text what a GPU does; empty where torch can't say"
@@ -70,27 +44,28 @@ class LoadLine:
         store_attr()
         self.status = StatusLine()
         self.read_at = monotonic()
-        # CPU seconds of each process at the last reading; loader processes are not there yet
-        self.seconds = {pid:use.seconds for pid in pids.values() if (use := _use_of(pid))}
+        self.procs = {}     # pid -> its `psutil.Process`
+        for pid in pids.values(): self._use_of(pid)
+    def _use_of(self, pid):
+        """Return the CPU time of a process since the last call in percent, and its memory in bytes;
+        0 at its first call, and if it has ended"""
+        try:
+            p = self.procs[pid] = self.procs.get(pid) or psutil.Process(pid)
+            return p.cpu_percent(), p.memory_info().rss
+        except psutil.Error: return 0., 0
     def refresh(self):
         "Show the load since the last reading, if that is long enough ago"
-        passed = monotonic()-self.read_at
-        if passed < _PERIOD: return
+        if monotonic()-self.read_at < _PERIOD: return
+        self.read_at = monotonic()
         # one look at all processes of the machine, which may have thousands
         parents = {o.pid:o.info['ppid'] for o in psutil.process_iter(['ppid'])}
-        before = self.seconds
-        self.seconds = {}
         texts = []
         for r,pid in self.pids.items():
+            # the worker and its loader processes
             family = [pid, *(child for child,parent in parents.items() if parent == pid)]
-            uses = {k:use for k in family if (use := _use_of(k))}
-            self.seconds |= {k:use.seconds for k,use in uses.items()}
-            # what a process did before it was first seen doesn't count
-            busy = sum(use.seconds-before.get(k, use.seconds) for k,use in uses.items())/passed
-            nbytes = sum(use.nbytes for use in uses.values())
-            texts.append(f"rank {r}: CPU {busy:.0%}, {nbytes/2**30:.1f} GB"
+            percent,nbytes = map(sum, zip(*map(self._use_of, family)))
+            texts.append(f"rank {r}: CPU {percent:.0f}%, {nbytes/2**30:.1f} GB"
                          f"{_gpu_text(self.gpus.get(r))}")
-        self.read_at = monotonic()
         self.status.show('   '.join(texts))
     def close(self): self.status.show('')
 
@@ -148,10 +123,10 @@ class Monitor:
             _watch              until all ranks have ended, or one has failed or died
                 _turn           every .05 s, or when there is news
                     _handle     each report of a rank: into `ends`, `replay`, `on_event`
-                    _interrupted    after Ctrl-C: `ask_to_stop`, and later perhaps gives up
+                    _interrupted    after Ctrl-C: asks all to stop, and later perhaps gives up
                 hang            no step for `timeout` seconds: returns the `GroupTimeout`
                 _failure        a rank failed or died: returns the exception of the first failure
-        ask_to_stop, drain      an engine that keeps its workers, after `wait` has raised
+        become_idle             an engine that keeps its workers, after `wait` has raised
 
     How it ends, by what the ranks did and whether they were asked to stop:
 
@@ -211,9 +186,9 @@ class Monitor:
         finally:
             self.replay.close()
             if self.load_line: self.load_line.close()
-    def _turn(self, timeout=.05):
-        "Wait for news for `timeout` seconds, show what there is, and act on the stop button"
-        for news in self.workers.poll(timeout): self._handle(*news)
+    def _turn(self):
+        "Wait a moment for news, show what there is, and act on the stop button"
+        for news in self.workers.poll(.05): self._handle(*news)
         self.replay.flush()
         if self.load_line: self.load_line.refresh()
         if self.interrupts.count: self._interrupted()
@@ -262,16 +237,17 @@ class Monitor:
         interrupt, or if no rank has reacted in time. A rank that is `leaving` has reacted, and may
         take as long as it needs"""
         beats = self._beats().values()
-        if self.stop_asked_at is None: self.ask_to_stop()
+        self._ask_to_stop()
         longest_step = max((b.longest for b in beats), default=0.)
         waited = monotonic()-self.stop_asked_at
         is_late = waited > self.engine.interrupt_grace+longest_step
         is_stuck = is_late and not any(b.leaving for b in beats)
         if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
-    def ask_to_stop(self):
-        """Ask all ranks to stop. This goes through the pipe: the thread that reads it also
+    def _ask_to_stop(self):
+        """Ask all ranks to stop, once. This goes through the pipe: the thread that reads it also
         interrupts code that never looks at the board (`ranch`, cells), and agents pass messages on
         """
+        if self.stop_asked_at is not None: return
         self.stop_asked_at = monotonic()
         self.workers.ask_stop()
 
@@ -284,7 +260,7 @@ class Monitor:
         def stack(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
         self.workers.ask_stacks(beats)
         end = monotonic()+5.
-        while monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
+        while monotonic() < end and not all(stack(r) for r in beats): self._turn()
         stacks = {r:stack(r) for r in beats}
         awaited = {b.waits_for for b in beats.values()}
         # A rank without a stack comes first, then one that others wait for, then one that doesn't
@@ -326,9 +302,12 @@ class Monitor:
         # Its class may exist in the worker only, and what is pickled may exit here.
         except BaseException: pass
         return err
-    def drain(self, until):
-        """After a failure: handle reports until all ranks have ended the job, or the time is
-        `until`. Asks nothing: see `ask_to_stop`"""
-        while self.running_ranks and monotonic() < until:
+    def become_idle(self, seconds):
+        """After a failure: ask the ranks that still run to stop. Return True if all are alive and
+        have ended the job within `seconds`; a rank that waits in a collective can't"""
+        if self.running_ranks: self._ask_to_stop()
+        end = monotonic()+seconds
+        while self.running_ranks and not self.ends['died'] and monotonic() < end:
             for news in self.workers.poll(.05): self._handle(*news)
+        return not (self.running_ranks or self.ends['died'])
 
