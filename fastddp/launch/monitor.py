@@ -309,5 +309,6 @@ class Monitor:
         end = monotonic()+seconds
         while self.running_ranks and not self.ends['died'] and monotonic() < end:
             for news in self.workers.poll(.05): self._handle(*news)
+        self.replay.close()     # shows what came since the end of `wait`
         return not (self.running_ranks or self.ends['died'])
 
