@@ -23,6 +23,20 @@ from ..base.device import device_module
 from ..payload.pickling import load
 
 # %% ../../nbs/launch/503_monitor.ipynb #dc029eee
+# Used here:
+#   Workers (`process.workers`)     the processes of the job, which `Local` has submitted already:
+#     poll(secs)                    waits for news; a list of reports `(rank, what, *values)`
+#     latest                        (rank, kind) -> `(Block, Packed)`, the newest: 'result' of each
+#                                   rank, and 'state', 'cut' or 'epoch' of rank 0
+#     beat(rank)                    its last `Heartbeat`: `at`, `longest`, `leaving`, `waits_for`...
+#     ask_stop, ask_stacks          send and return at once; the answer is a report, or in the log
+#   Interrupts.count                Ctrl-C so far; only `Monitor` acts on it meanwhile
+#   add_state(e, latest)            sets `state`, `epoch` and `cut` of an exception from `_latest`
+#   first_failure(failures)         sorts them: causes, then echoes (a connection broke because its
+#                                   other rank ended), each by time
+#
+# In order: the line of load; the end of a log; the stacks of ranks that wait; `Monitor`.
+
 # The line of load
 _PERIOD = 3.    # seconds between two readings of the workers' load
 
