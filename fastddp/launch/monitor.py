@@ -16,7 +16,8 @@ from fastcore.basics import store_attr
 
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, RankDied, RankRaised
-from ..base.failure import first_failure, is_echo, is_timeout
+from ..base.failure import (
+    first_failure, is_echo, is_timeout, job_stack, waits_for_ranks)
 from ..process.helper import HELPER_ENDED
 from ..output.replay import Replay, StatusLine, frontend
 from ..base.device import device_module
@@ -34,8 +35,10 @@ from ..payload.pickling import load
 #   add_state(e, latest)            sets `state`, `epoch` and `cut` of an exception from `_latest`
 #   first_failure(failures)         sorts them: causes, then echoes (a connection broke because its
 #                                   other rank ended), each by time
+#   job_stack(report)               a rank's stack from faulthandler's report; '' without one
+#   waits_for_ranks(stack)          True if that rank waits for others
 #
-# In order: the line of load; the end of a log; the stacks of ranks that wait; `Monitor`.
+# In order: the line of load; the end of a log; `Monitor`.
 
 # The line of load
 _PERIOD = 3.    # seconds between two readings of the workers' load
@@ -110,26 +113,10 @@ def tail(
 _MODULES = re.compile(br'^Extension modules: .*\n?', re.M)
 _LIST_MOST = 50_000
 
-# %% ../../nbs/launch/503_monitor.ipynb #d1623b00
-# The stacks of ranks that wait
+# %% ../../nbs/launch/503_monitor.ipynb #5ce14c60
 _BEFORE = 'before its first step'
 _NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
 
-def _job_stack(text):
-    "Return the stack of the thread that runs the job from faulthandler's report, or ''"
-    threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', text)
-    return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
-
-# Where a rank waits for the others: in a collective, or in a backward pass during its all-reduce
-_WAITING_CODE = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
-                 '_engine_run_backward','torch/autograd/graph.py')
-
-def _waits(stack):
-    "True if one of the two innermost frames waits for other ranks"
-    innermost = '\n'.join(stack.split('\n')[1:3])
-    return any(o in innermost for o in _WAITING_CODE)
-
-# %% ../../nbs/launch/503_monitor.ipynb #5ce14c60
 class Monitor:
     """One wait of the notebook for one job, which the engine has submitted. Who calls what:
 
@@ -271,7 +258,7 @@ class Monitor:
         rank that has not ended"""
         beats = self._beats()
         starts = {r:self._log_size(r) for r in beats}
-        def stack(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
+        def stack(r): return job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
         self.workers.ask_stacks(beats)
         end = monotonic()+5.
         while monotonic() < end and not all(stack(r) for r in beats): self._turn()
@@ -279,7 +266,7 @@ class Monitor:
         awaited = {b.waits_for for b in beats.values()}
         # A rank without a stack comes first, then one that others wait for, then one that doesn't
         # wait (False sorts before True)
-        def order(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
+        def order(r): return bool(stacks[r]), r not in awaited, waits_for_ranks(stacks[r])
         first,*others = sorted(beats, key=order)
         lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
                  for r in (first, *others)]
