@@ -32,8 +32,8 @@ from ..payload.state import opt_tensors, private_copy
 # Used here:
 #   BackgroundJob     `start()` calls `_open_block`, has a new thread call `_make_call`, and returns
 #                     once the workers have the job. After `then` that thread calls both, when the
-#                     job before has ended. `_end(e)` is called in any case, with the exception or
-#                     None. `result()` waits for that, and calls `bring`, once
+#                     job before has ended. `_end()` is called in any case. `result()` waits for
+#                     that, and calls `bring`, once
 #   twin(learn, args) -> copies of both on the CPU, which refer to each other; datasets are shared
 #   persistent_refs   -> all parts of a learner, in the same order for original and twin
 #   capture, apply    one returns what has changed in the twin's parts since `baseline`, the other
@@ -184,9 +184,9 @@ class LearnerJob(BackgroundJob):
         if fit_call.counts_steps: return
         # a callback that the twin's method made itself, such as a scheduler, has no original
         self.epoch = [*map(self.twin.original_of, fit_call.cbs)], private_copy(*end)
-    def _end(self, e):
-        self.until_end.close()      # does nothing after `_make_call`
-        super()._end(e)
+    def _end(self):
+        try: self.until_end.close()     # does nothing after `_make_call`
+        finally: super()._end()
     def refuse_fit(self, *args, **kwargs):
         "Refuse a fit of the learner; it overrides `learn.fit` while the job has the learner."
         refuse_busy(self.original)

@@ -276,6 +276,49 @@ def test_a_refusal_is_raised_by_the_call_although_its_thread_goes_on_for_a_while
     assert job.done() and 'not like this' in job.log
 
 
+def waiting(end, cls=background.BackgroundJob, **kwargs):
+    "A started job that ends when `end` is set"
+    job = cls('a call', run=lambda: end.wait(60), **kwargs)
+    job._started.set()
+    return job.start()
+
+
+def test_a_job_that_ends_while_it_is_stopped_has_ended():
+    end = threading.Event()
+    class Ends(background.BackgroundJob):
+        def done(self):
+            was_done = super().done()
+            end.set()
+            self._ended.wait(1)     # the thread ends the job here, if it can
+            return was_done
+    job = waiting(end, Ends)
+    job.stop()
+    assert job.result(60) and job.state == 'done'
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+def test_a_display_that_fails_at_the_end_is_no_failure_of_the_call():
+    end = threading.Event()
+    job = waiting(end)
+    def closed(force=False): raise OSError('closed')
+    job.panel.refresh = closed
+    end.set()
+    assert job.result(60) and job.state == 'done'
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+def test_a_block_that_cannot_be_closed_keeps_no_one_waiting(monkeypatch):
+    def refuse(job):
+        job.until_end.callback(lambda: 1/0)
+        raise CantDistribute('no')
+    monkeypatch.setattr(learner_job.LearnerJob, '_open_block', refuse)
+    end = threading.Event()
+    job = waiting(end).then(learner().distrib_fit, 1, nprocs=2)
+    end.set()
+    with pytest.raises(CantDistribute): job.result(60)
+    assert job not in local.running_jobs
+
+
 def test_refused(two):
     learn = learner()
     for options, why in ((dict(nprocs=1), 'needs workers in processes of their own'),
