@@ -103,7 +103,7 @@ def distrib_ctx(self:Learner,
     # in a group of a launcher such as torchrun no workers are started
     def in_launched(): return in_place(self, rank_options, given)
     opened = distrib_block(self, given, OPTIONS.defaults, in_place=in_launched,
-                           overrides=overrides, is_quiet=wants_no_lines)
+                           overrides=overrides, is_quiet=wants_no_lines(self))
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
     with claimed, opened: yield self
 

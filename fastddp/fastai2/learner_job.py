@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from fastai.callback.core import Callback
 from fastcore.foundation import L
 
+from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute
 from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
@@ -22,7 +23,7 @@ from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
 from ..launch.local import refuse_busy, refuse_gpus_of_others
 from ..launch.options import in_launched_group
-from ..launch.session import gpu_memory_note, offloaded
+from ..launch.session import offloaded, on_gpus
 from ..output.replay import print_line
 from ..payload.changes import fingerprint
 from ..payload.pickling import replaced_in_dumps
@@ -79,6 +80,20 @@ def _with_args(user_call, args, kwargs):
     res.args = args
     res.kwargs = kwargs
     return res
+
+# %% ../../nbs/fastai2/729_learner_job.ipynb #9b6a5fc7
+def gpu_memory_note(
+    learn, # The notebook's learner
+    gpus # GPU numbers of the workers; None or empty for the CPU
+):
+    "Return a line that says how much memory `learn` takes on the workers' GPUs, or None"
+    tensors = [*on_gpus(learn), *(t for t in opt_tensors(learn.opt) if is_accelerator(t.device))]
+    shared_gpus = sorted({t.device.index for t in tensors} & {*(gpus or ())})
+    if not shared_gpus: return None
+    device_module().empty_cache()
+    mb = sum(t.nbytes for t in tensors if t.device.index in shared_gpus)/2**20
+    return (f"learn keeps {mb:,.0f} MB of GPU {', '.join(map(str, shared_gpus))} beside the "
+            "workers. offload=True moves it to the CPU until job.result().")
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a00a
 # The life of a job, all of it in the notebook's process:

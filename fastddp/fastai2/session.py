@@ -240,7 +240,7 @@ class Session(BaseSession):
     `n` and `gpus` of the workers, which may change between two tries"""
     def __init__(self, *args,
         model_factory=None, dls_factory=None, # The options of the block
-        asked_for={}, # All options of the block that aren't the defaults, for a resumed fit
+        asked_for, # All options of the block that aren't the defaults, for a resumed fit
         **kwargs
     ):
         super().__init__(*args, **kwargs)

@@ -25,7 +25,7 @@ from ..payload.buffers import ColumnCache
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions, dump
 from ..payload.search import not_picklable
-from ..payload.state import model_tensors, move_opt_state, opt_tensors
+from ..payload.state import model_tensors, move_opt_state
 from ..shard.same_model import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
@@ -81,7 +81,7 @@ def dump_snapshot(
 
 # %% ../../nbs/launch/511_session.ipynb #2eb0976c
 # The notebook's learner on a GPU
-def _on_gpus(learn):
+def on_gpus(learn):
     "Return weights, buffers and gradients that lie on GPUs"
     grads = [p.grad for p in learn.model.parameters() if p.grad is not None]
     tensors = *model_tensors(learn.model).values(),*grads
@@ -91,7 +91,7 @@ def _on_gpus(learn):
 def offloaded(learn):
     """Move model, gradients and optimizer state from GPUs to the CPU, and back at the end, also if
     the first move fails or is interrupted"""
-    moved = [(t, t.device) for t in _on_gpus(learn)]
+    moved = [(t, t.device) for t in on_gpus(learn)]
     def move(
         device=None # None: the original device of each tensor
     ):
@@ -104,20 +104,6 @@ def offloaded(learn):
         yield
     finally: move()
 
-# %% ../../nbs/launch/511_session.ipynb #9b6a5fc7
-def gpu_memory_note(
-    learn, # The notebook's learner
-    gpus # GPU numbers of the workers; None or empty for the CPU
-):
-    "Return a line that says how much memory `learn` takes on the workers' GPUs, or None"
-    tensors = [*_on_gpus(learn), *(t for t in opt_tensors(learn.opt) if is_accelerator(t.device))]
-    shared_gpus = sorted({t.device.index for t in tensors} & {*(gpus or ())})
-    if not shared_gpus: return None
-    device_module().empty_cache()
-    mb = sum(t.nbytes for t in tensors if t.device.index in shared_gpus)/2**20
-    return (f"learn keeps {mb:,.0f} MB of GPU {', '.join(map(str, shared_gpus))} beside the "
-            "workers. offload=True moves it to the CPU until job.result().")
-
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
 # A block
 def distrib_block(
@@ -128,7 +114,7 @@ def distrib_block(
     # `overrides(launcher, n, gpus)` makes a `Session`, and returns by name its methods that replace
     # the learner's
     overrides,
-    is_quiet # `is_quiet(learn)` is True if no lines of ours are wanted
+    is_quiet # True if no lines of ours are wanted
 ):
     """Return a context manager in which the calls of `learn` run where `options` say: inside
     another block there, in a process group that a launcher made, on workers, or in this process"""
@@ -144,7 +130,7 @@ def _on_workers(learn, options, defaults, overrides, is_quiet):
     """Open a launcher for a block, reserve its GPUs, and override the methods of `learn`; undo all
     of it at the end, in reverse. A refusal on the way leaves `learn` as it is"""
     with uninterrupted_exit() as stack:
-        with suppress_lines(is_quiet(learn)):
+        with suppress_lines(is_quiet):
             engine = stack.enter_context(engine_for(options, defaults))
         methods = {}
         if engine:      # else the calls run in this process
@@ -231,10 +217,9 @@ class Call:
             e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
     def on_success(self, out):
         "Apply the state of an `Outcome`, also of one that was interrupted"
-        if out.state:
-            meta,buffers = out.state
-            self.report.state_bytes = len(meta)+sum(memoryview(b).nbytes for b in buffers)
-            self.apply(meta, buffers)
+        meta,buffers = out.state
+        self.report.state_bytes = len(meta)+sum(memoryview(b).nbytes for b in buffers)
+        self.apply(meta, buffers)
         self.has_result = True
         self.report.phase_ends += out.phase_ends
     def interrupt_error(self, result):
