@@ -335,18 +335,19 @@ def checkpoint_writer(
     interval # The option `checkpoint`, such as '10min'
 ):
     """Return a function for `Session.on_epoch`: at the end of an epoch it writes a checkpoint if it
-    is time. If that fails, it warns, and the fit goes on. `FitCall.on_event` calls it while the
-    workers train, perhaps in another thread."""
+    is time. If that fails, it warns, and tries again after the next epoch. `FitCall.on_event` calls
+    it while the workers train, perhaps in another thread."""
     last_written = time.monotonic()
     def write(fit_call, epoch_end):
         nonlocal last_written
         now = time.monotonic()
         is_due = now-last_written >= interval_seconds(interval)
         if fit_call.counts_steps or not is_due: return      # an `lr_find` has no checkpoints
-        last_written = now
         learn = fit_call.learn
-        try: write_checkpoint(checkpoint_path(learn), structure_of(learn),
-                              [dump_call(fit_call), epoch_end])
+        try:
+            write_checkpoint(checkpoint_path(learn), structure_of(learn),
+                             [dump_call(fit_call), epoch_end])
+            last_written = now
         except Exception as e:
             warnings.warn(f"fastddp: the checkpoint can't be written: {type(e).__name__}: {e}")
     return write

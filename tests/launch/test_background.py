@@ -1,5 +1,5 @@
 """`wait=False`: a job beside the notebook, with the result of the same call in the foreground; and checkpoints."""
-import asyncio, contextlib, os, pickle, random, signal, subprocess, sys, threading, time
+import asyncio, contextlib, os, pickle, random, signal, subprocess, sys, threading, time, types
 from functools import partial
 from pathlib import Path
 import pytest, torch
@@ -486,6 +486,22 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     new.distrib_resume('distrib', wait=False).result(60)
     assert same(weights(new), weights(whole)) and values(new) == values(whole)
     assert new.recorder.lrs == whole.recorder.lrs
+
+
+def test_a_checkpoint_that_fails_is_tried_again_after_the_next_epoch(monkeypatch):
+    "Not only after another interval"
+    now, tries = [0.], []
+    def full(*_):
+        tries.append(now[0])
+        if len(tries) == 1: raise OSError('disk full')
+    monkeypatch.setattr(resume.time, 'monotonic', lambda: now[0])
+    monkeypatch.setattr(resume, 'write_checkpoint', full)
+    monkeypatch.setattr(resume, 'dump_call', lambda fit_call: None)
+    write = resume.checkpoint_writer('10min')
+    fit_call = types.SimpleNamespace(learn=learner(), counts_steps=False)
+    with pytest.warns(UserWarning, match='disk full'):
+        for now[0] in (300., 600., 700., 800., 1299., 1300.): write(fit_call, ())
+    assert tries == [600., 700., 1300.]
 
 
 def test_a_checkpoint_of_a_complete_fit(two, tmp_path, capsys):
