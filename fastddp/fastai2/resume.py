@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import json, os, re, sys, threading, time, types, warnings, weakref
+import json, os, re, threading, time, warnings, weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..base.rng import CommonRNG
 from .clock import OurCallback
 from .snapshot import (
     CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs)
+from ..payload.changes import definition_key, find_definition
 from ..payload.pickling import dump, load
 from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_copy
 
@@ -35,6 +36,7 @@ from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_c
 #   dump, load        an object to a `Payload` and back, with such a list
 #   EpochEnd          the state that rank 0 has captured at the end of an epoch, also `(meta,
 #                     buffers)`. Workers write to the buffers again: `private_copy` copies them
+#   definition_key    names a function or class of a cell, which `find_definition` finds by that
 #   CALLBACK_STAYS    names of attributes of callbacks that aren't part of a state
 #
 # All is in the notebook's process, except `ResumeFit`, and without collectives. In this module:
@@ -45,7 +47,6 @@ from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_c
 #   call_to_resume      for `learn.distrib_resume()`: the call that is made again
 #   ResumeFit           on each rank, lets fastai's loop begin with an epoch in the middle
 #   write_checkpoint    the file of a checkpoint; `read_checkpoint` reads it
-#   definition_key      names functions and classes of cells in a file
 #   claimed_file        a block with `checkpoint=` is inside it, and has a `checkpoint_writer`
 #   call_from_file      for `learn.distrib_resume(file)`: the call that `dump_call` has saved
 
@@ -292,27 +293,8 @@ def _read_file(path, learn):
         pieces = [[bytearray(f.read(n)) for n in o] for o in sizes]
         return [(meta, buffers) for meta,*buffers in pieces]
 
-# %% ../../nbs/fastai2/724_resume.ipynb #5b1f0a16
-# 5. What a checkpoint can't hold: functions and classes of cells
-
-def definition_key(o):
-    """Return `(module, qualified name, arguments)` of a function or class, by which
-    `find_definition` finds it in another kernel that has run the same cell"""
-    args = []
-    if isinstance(o, types.FunctionType):
-        args = [o.__code__.co_freevars, len(o.__defaults__ or ()), sorted(o.__kwdefaults__ or ())]
-    return o.__module__, o.__qualname__, args
-
-def find_definition(key):
-    "Return the function or class of this process whose `definition_key` is `key`, or None"
-    module,qualname,_ = key
-    found = sys.modules.get(module)
-    for name in qualname.split('.'): found = getattr(found, name, None)
-    matches = isinstance(found, (type,types.FunctionType)) and definition_key(found) == key
-    return found if matches else None
-
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
-# 6. A block that writes checkpoints, and the call that reads one
+# 5. A block that writes checkpoints, and the call that reads one
 
 _claimed = {}       # file -> the learner of the open block that writes it
 
