@@ -18,6 +18,7 @@ from ..base.checks import bind_arguments, check_all
 from ..base.device import current_device, device_module, is_accelerator
 from ..base.errors import CantDistribute, WorkerError, short_traceback
 from ..base.failure import is_user_file
+from ..base.scoped import with_attrs
 from ..launch.engine import Job
 from ..launch.local import (
     Local, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus)
@@ -98,9 +99,10 @@ def cell_job(
     with worker_namespace(ctx, obj['on']):
         shell._showtraceback = noop     # the notebook shows the exception
         shell.displayhook.label = f'Out[{ctx.rank}:{shell.execution_count}]: '
-        if name: shell.compile.get_code_name = lambda *_: name
+        names = dict(get_code_name=lambda *_: name) if name else {}
         shell.set_hook('show_in_pager', page.as_hook(page.display_page))
-        with ctx.interruptible(): result = shell.run_cell(obj['cell'], store_history=True)
+        with ctx.interruptible(), with_attrs(shell.compile, **names):
+            result = shell.run_cell(obj['cell'], store_history=True)
         # these would keep the frames of a cell that failed, with their objects
         sys.last_value = sys.last_traceback = sys.last_exc = None
         shell.last_execution_result = None
