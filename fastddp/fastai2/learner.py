@@ -270,7 +270,8 @@ def _measure(learn, n, pace):
         if 'out of memory' not in e.failure.message.lower(): raise
         return Measured(n, size, num_workers)
     finally: streams.install()
-    rate = pace.items/max(pace.seconds, 1e-9)
+    if not pace.items: raise CantDistribute("No step was timed: a callback ended the fit.")
+    rate = pace.items/pace.seconds
     without_data = pace.items/max(pace.seconds-pace.waited, 1e-9)
     return Measured(n, size, num_workers, rate, without_data, len(dl)*size/rate)
 
