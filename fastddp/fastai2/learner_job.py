@@ -31,7 +31,7 @@ from ..payload.state import opt_tensors, private_copy
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a007
 # Used here:
-#   BackgroundJob     `start()` calls `_open_block`, has a new thread call `_make_call`, and returns
+#   BackgroundJob     `start()` calls `_prepare`, has a new thread call `_make_call`, and returns
 #                     once the workers have the job. After `then` that thread calls both, when the
 #                     job before has ended. `_end()` is called in any case. `result()` waits for
 #                     that, and calls `bring`, once
@@ -102,7 +102,7 @@ def gpu_memory_note(
 #         start_job       refuses what can't run in the background, and moves `learn` to the CPU
 #                         if `offload`
 #         LearnerJob()    copies `learn` to `twin`
-#         _open_block     opens a `distrib_ctx` block of the twin, which starts the workers
+#         _prepare        opens a `distrib_ctx` block of the twin, which starts the workers
 #         _make_call      in a thread: twin.fit(3), on the workers
 #         _end            the call has returned, or was never made
 #     job.pull()          the twin's last complete epoch -> learn
@@ -155,8 +155,7 @@ class LearnerJob(BackgroundJob):
         trains, # True for a fit, False for inference
         until_result # See above
     ):
-        super().__init__(_as_written(user_call), self._make_call, self._open_block,
-                         learn if trains else None)
+        super().__init__(_as_written(user_call), self._make_call, learn if trains else None)
         self.original = learn
         self.user_call = user_call
         self.trains = trains
@@ -170,7 +169,7 @@ class LearnerJob(BackgroundJob):
                                    cbs=learn.cbs.copy(), _metrics=learn._metrics.copy())
 
     # The call
-    def _open_block(self):
+    def _prepare(self):
         """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
         class calls `_end`, which closes what was opened."""
         learn = self.twin.learn

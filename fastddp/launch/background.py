@@ -8,8 +8,6 @@ __all__ = []
 # %% ../../nbs/launch/509_background.ipynb #bd672174
 import asyncio, contextvars, itertools, threading, traceback
 
-from fastcore.basics import noop
-
 from ..base.checks import bind_arguments
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, streams_apart
@@ -43,12 +41,11 @@ class BackgroundJob:
         'refused'           `_end`, if it raised one before it was running: `start` raises it
 
     The thread of the job runs `_work` and what that calls; all other methods run in the thread of
-    their caller. A subclass may override `bring`, and `_end` to clean up; it calls that of this
-    class last, in any case."""
+    their caller. A subclass may override `_prepare`, `bring`, and `_end` to clean up; it calls
+    that of this class last, in any case."""
     def __init__(self,
         what, # The call, as the user wrote it
         run, # Called in a thread; its result is that of `result()`
-        prepare=noop, # Called before `run`: refuses, starts processes
         learn=None # The learner that it trains; None: it trains none
     ):
         self.what = f'job {next(_numbers)}: {what}'
@@ -56,7 +53,6 @@ class BackgroundJob:
         self.learn = learn
         self.gpus = ()              # of the workers; a subclass sets it once they are known
         self.after = _predecessor.get()     # the job that this one waits for, or None
-        self._prepare = prepare
         self._run = run
         self._button = StopButton()
         self.panel = Panel(self.title, self._on_refresh)
@@ -70,6 +66,7 @@ class BackgroundJob:
     def title(self):
         "Return the call and its state"
         return f"{self.what}, {self.state}"
+    def _prepare(self): "Refuse, and start processes, before the call"
     def bring(self): "Put what was trained into the learner, if any; `result` calls it once"
 
     # From its start to its end

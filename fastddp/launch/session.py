@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
 import threading
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from fastcore.basics import noop, store_attr
 
@@ -106,6 +106,7 @@ def offloaded(learn):
 
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
 # A block
+@contextmanager
 def distrib_block(
     learn, # In the block its methods are overridden; `learn.distrib_session` is `options`
     options, # Name -> value, all options of the block
@@ -116,19 +117,18 @@ def distrib_block(
     overrides,
     is_quiet # True if no lines of ours are wanted
 ):
-    """Return a context manager in which the calls of `learn` run where `options` say: inside
-    another block there, in a process group that a launcher made, on workers, or in this process"""
+    """Context manager in which the calls of `learn` run where `options` say: inside another block
+    there, in a process group that a launcher made, on workers, or in this process. For workers it
+    opens a launcher, reserves GPUs, and overrides methods of `learn`; at the end it undoes that in
+    reverse, also after a refusal on the way"""
     outer = vars(learn).get('distrib_session')      # the options of the block around this one
     if outer is not None:
         refuse_changes(outer, options, defaults)
-        return nullcontext()
-    if in_launched_group(): return in_place()
-    return _on_workers(learn, options, defaults, overrides, is_quiet)
-
-@contextmanager
-def _on_workers(learn, options, defaults, overrides, is_quiet):
-    """Open a launcher for a block, reserve its GPUs, and override the methods of `learn`; undo all
-    of it at the end, in reverse. A refusal on the way leaves `learn` as it is"""
+        yield
+        return
+    if in_launched_group():
+        with in_place(): yield
+        return
     with uninterrupted_exit() as stack:
         with suppress_lines(is_quiet):
             engine = stack.enter_context(engine_for(options, defaults))

@@ -311,7 +311,7 @@ def test_a_block_that_cannot_be_closed_keeps_no_one_waiting(monkeypatch):
     def refuse(job):
         job.until_end.callback(lambda: 1/0)
         raise CantDistribute('no')
-    monkeypatch.setattr(learner_job.LearnerJob, '_open_block', refuse)
+    monkeypatch.setattr(learner_job.LearnerJob, '_prepare', refuse)
     end = threading.Event()
     job = waiting(end).then(learner().distrib_fit, 1, nprocs=2)
     end.set()
