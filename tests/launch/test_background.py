@@ -168,13 +168,13 @@ def test_exchanged_meanwhile(two):
 @pytest.fixture
 def on_gpu(monkeypatch):
     "This machine's memory counts as a GPU: the learners that are to leave it, and 'emptied' after each move"
-    moves, find = [], session._on_gpus
+    moves, find = [], session.on_gpus
     class Module:
         def empty_cache(): moves.append('emptied')
     def found(learn):
         moves.append(learn)
         return find(learn)
-    monkeypatch.setattr(session, '_on_gpus', found)
+    monkeypatch.setattr(session, 'on_gpus', found)
     monkeypatch.setattr(session, 'is_accelerator', lambda device: True)
     monkeypatch.setattr(session, 'device_module', lambda: Module)
     return moves
