@@ -25,7 +25,7 @@ from ..process.helper import private_folder
 #     name       it puts it                     in the `Outcome`     on the exception of a failure
 #     'epoch'    at the end of each epoch       `epoch`              `epoch`; `state`, too, if alone
 #     'state'    at the end of the job          `state`              `state`
-#     'cut'      instead, if interrupted        `state`              `state`, with `cut` True
+#     'cut'      instead, if interrupted        `state`, and `cut`   `state`, and `cut`
 #
 # Each is then `(meta, buffers)`, as `load` takes it. The buffers may be memory that the engine uses
 # again (see `Outcome`, `EpochEnd`): copy what is to stay.
@@ -44,18 +44,25 @@ class Outcome(NamedTuple):
     # `(meta, buffers)` of what rank 0 put last as 'state' or 'cut'; read-only, until the next run
     state:tuple|None=None
     epoch:tuple|None=None   # The same for 'epoch', the end of the last complete one
+    cut:bool=False          # `state` was put as 'cut'
     # `(phase, time of its end)` of the engine and of rank 0, for a `Report`
     phase_ends:list|tuple=()
 
 # %% ../../nbs/launch/502_engine.ipynb #6188ea01
-def add_state(
-    e, # The exception that ended a job
+def states_of(
     latest # What rank 0 put last: 'state', 'cut' or 'epoch' -> `(meta, buffers)`
 ):
+    "Returns `state`, `epoch` and `cut` of an `Outcome`, as a dict"
+    epoch,whole,cut = (latest.get(k) for k in ('epoch','state','cut'))
+    return dict(state=whole or cut, epoch=epoch, cut=bool(cut and not whole))
+
+def add_state(
+    e, # The exception that ended a job
+    latest # As of `states_of`
+):
     "Gives `e` the `state`, `epoch` and `cut` that `Launcher.run` promises"
-    e.epoch,whole,cut = (latest.get(k) for k in ('epoch','state','cut'))
-    e.state = whole or cut or e.epoch
-    e.cut = bool(cut and not whole)
+    vars(e).update(states_of(latest))
+    e.state = e.state or e.epoch
 
 class EpochEnd(NamedTuple):
     """What `Launcher.run` passes to `on_event` when rank 0 has put the state of a complete epoch;
@@ -166,5 +173,4 @@ class InProcess(Launcher):
                 add_state(e, latest)
                 raise
         return Outcome(results=[load(res.meta, res.copied_buffers())], interrupted=False,
-                       state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
-                       phase_ends=ctx.phase_ends)
+                       phase_ends=ctx.phase_ends, **states_of(latest))

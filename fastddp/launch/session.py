@@ -174,15 +174,13 @@ class Call:
         self.before_run = noop          # called when the snapshot is made; `Session.train` sets it
         self.definitions = Definitions()    # the notebook's that are sent with the snapshot
         self.has_result = False         # the learner holds a state that came from the workers
-        # that state is from the middle of an epoch: no other try follows. A subclass sets it
+        # rank 0's last state is from the middle of an epoch: no other try follows
         self.stopped_in_epoch = False
     def describe_learner(self):
         "Return what the learner holds now, as the end of a sentence that begins with 'learn'"
         if not self.has_result or self.apply_failed == 'nothing': return "is unchanged."
+        if self.stopped_in_epoch: return "holds the last finished batch."
         return "holds the end of its last complete epoch."
-    def describe_interrupted(self):
-        "Return the same after an interrupt in training"
-        return "holds the last finished batch."
     def run(self, is_last=True):
         "Try the call once and return its `Outcome`; `is_last`: no try follows if this one fails"
         job = Job.of(self.job, self.snapshot())
@@ -193,9 +191,10 @@ class Call:
             try: out = self.session.launcher.run(job, self.session.n, self.on_event)
             # any exception: showing output may also fail in the notebook
             except BaseException as e:
-                can_retry = isinstance(e, WorkerError) and not is_last
                 # it has a state, if only None, once the job was submitted
-                if hasattr(e, 'state'): self.on_failure(e, is_last=not can_retry)
+                if hasattr(e, 'state'):
+                    can_retry = isinstance(e, WorkerError) and not (is_last or e.cut)
+                    self.on_failure(e, is_last=not can_retry)
                 self.report.end_phase('failed')
                 raise
             self.on_success(out)
@@ -208,6 +207,7 @@ class Call:
         # states map shared memory, and an exception may live long
         state = e.state
         e.state = e.epoch = None
+        self.stopped_in_epoch = e.cut
         applies = self.apply_failed == 'all' or is_last and self.apply_failed == 'last'
         if state and applies:
             self.apply(*state)
@@ -217,6 +217,7 @@ class Call:
             e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
     def on_success(self, out):
         "Apply the state of an `Outcome`, also of one that was interrupted"
+        self.stopped_in_epoch = out.cut
         meta,buffers = out.state
         self.report.state_bytes = len(meta)+sum(memoryview(b).nbytes for b in buffers)
         self.apply(meta, buffers)
@@ -228,8 +229,7 @@ class Call:
         e = KeyboardInterrupt()
         e.where = result['where']
         if self.counts_steps: e.where = f"iteration {result['steps']} of lr_find"
-        has_begun = result['first_batch_at'] is not None
-        e.kept = self.describe_interrupted() if has_begun else self.describe_learner()
+        e.kept = self.describe_learner()
         return e
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43
