@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import json, os, re, threading, time, warnings, weakref
+import contextvars, json, os, re, time, warnings, weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from fastcore.foundation import L
 from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
+from ..base.scoped import with_context
 from .clock import OurCallback
 from .snapshot import (
     CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs)
@@ -102,10 +103,8 @@ class ResumePoint(NamedTuple):
 resume_points = weakref.WeakKeyDictionary()
 
 # %% ../../nbs/fastai2/724_resume.ipynb #5e0c11a2
-class _Running(threading.local):
-    def __init__(self): self.calls = weakref.WeakKeyDictionary()
-
-_running = _Running()       # `calls`: learner -> the `UserCall` that runs in this thread
+# learner -> the `UserCall` that runs in this thread
+_running = contextvars.ContextVar('fastddp-calls', default={})
 
 class UserCall:
     """A call that the user has made, such as `learn.fine_tune(3)`, in the notebook's process. It
@@ -131,14 +130,12 @@ class UserCall:
         """Context manager in which fits of `learn` are those of this call. If it is made inside
         another one, as `fit_one_cycle` in `fine_tune`, they are those of the outer call. Yields the
         call that has the fits."""
-        outer = _running.calls.get(learn)
-        if outer is not None:
-            yield outer
+        calls = _running.get()
+        if learn in calls:
+            yield calls[learn]
             return
-        _running.calls[learn] = self
         self.n_begun = 0
-        try: yield self
-        finally: del _running.calls[learn]
+        with with_context(_running, calls | {learn: self}): yield self
         # no exception: all of the call is complete
         if resume_points.get(learn) is self: del resume_points[learn]
     def begin_fit(self):
