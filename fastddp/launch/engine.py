@@ -49,20 +49,14 @@ class Outcome(NamedTuple):
     phase_ends:list|tuple=()
 
 # %% ../../nbs/launch/502_engine.ipynb #6188ea01
-def states_of(
-    latest # What rank 0 put last: 'state', 'cut' or 'epoch' -> `(meta, buffers)`
-):
-    "Returns `state`, `epoch` and `cut` of an `Outcome`, as a dict"
-    epoch,whole,cut = (latest.get(k) for k in ('epoch','state','cut'))
-    return dict(state=whole or cut, epoch=epoch, cut=bool(cut and not whole))
-
 def add_state(
     e, # The exception that ended a job
-    latest # As of `states_of`
+    latest # What rank 0 put last: 'state', 'cut' or 'epoch' -> `(meta, buffers)`
 ):
     "Gives `e` the `state`, `epoch` and `cut` that `Launcher.run` promises"
-    vars(e).update(states_of(latest))
-    e.state = e.state or e.epoch
+    e.epoch,whole,cut = (latest.get(k) for k in ('epoch','state','cut'))
+    e.state = whole or cut or e.epoch
+    e.cut = bool(cut and not whole)
 
 class EpochEnd(NamedTuple):
     """What `Launcher.run` passes to `on_event` when rank 0 has put the state of a complete epoch;
@@ -173,4 +167,5 @@ class InProcess(Launcher):
                 add_state(e, latest)
                 raise
         return Outcome(results=[load(res.meta, res.copied_buffers())], interrupted=False,
-                       phase_ends=ctx.phase_ends, **states_of(latest))
+                       state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
+                       cut='cut' in latest, phase_ends=ctx.phase_ends)

@@ -14,7 +14,7 @@ except ImportError: psutil = None
 
 from fastcore.basics import store_attr
 
-from .engine import EpochEnd, Outcome, add_state, states_of
+from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, RankDied, RankRaised
 from ..base.failure import (
     first_failure, is_echo, is_timeout, job_stack, waits_for_ranks)
@@ -32,8 +32,7 @@ from ..payload.pickling import load
 #     beat(rank)                    its last `Heartbeat`: `at`, `longest`, `leaving`, `waits_for`...
 #     ask_stop, ask_stacks          send and return at once; the answer is a report, or in the log
 #   Interrupts.count                Ctrl-C so far; only `Monitor` acts on it meanwhile
-#   states_of(latest)               `state`, `epoch` and `cut` of an `Outcome` from `_latest`;
-#                                   `add_state` sets those of an exception
+#   add_state(e, latest)            sets `state`, `epoch` and `cut` of an exception from `_latest`
 #   first_failure(failures)         sorts them: causes, then echoes (a connection broke because its
 #                                   other rank ended), each by time
 #   job_stack(report)               a rank's stack from faulthandler's report; '' without one
@@ -170,8 +169,10 @@ class Monitor:
         except BaseException as e:
             add_state(e, self._latest)
             raise
-        return Outcome(results, bool(self.interrupts.count), phase_ends=self.phase_ends,
-                       **states_of(self._latest))
+        latest = self._latest
+        return Outcome(results, bool(self.interrupts.count),
+                       latest.get('state') or latest.get('cut'), latest.get('epoch'),
+                       'cut' in latest, self.phase_ends)
 
     # The loop
     def _watch(self):
