@@ -22,6 +22,7 @@ from .scoped import ipython_shell
 #   sent               Failure
 #   in the notebook    first_failure, is_echo, is_timeout      which failure `launch.monitor` raises
 #                      user_lines, place, recorded_traceback       how `base.errors` shows it
+#                      job_stack, waits_for_ranks                  of ranks that hang, for `Monitor`
 #
 # A `__repr__`, `__str__` or `__getitem__` of the user's may raise, and the first two may even exit:
 # they are called inside of `try`.
@@ -291,6 +292,21 @@ def is_echo(f):
 def is_timeout(f):
     "True if the `Failure` `f` is that of a collective that timed out"
     return is_echo(f) and 'timed out waiting' in f.message.lower()
+
+# %% ../../nbs/base/001_failure.ipynb #cbedd483
+def job_stack(report):
+    "Return the stack of the thread that runs the job from faulthandler's report, or ''"
+    threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', report)
+    return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
+
+# Where a rank waits for the others: in a collective, or in a backward pass during its all-reduce
+_WAITING_CODE = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
+                 '_engine_run_backward','torch/autograd/graph.py')
+
+def waits_for_ranks(stack):
+    "True if one of the two innermost frames waits for other ranks"
+    innermost = '\n'.join(stack.split('\n')[1:3])
+    return any(o in innermost for o in _WAITING_CODE)
 
 # %% ../../nbs/base/001_failure.ipynb #5b1f0a21
 def end_fork(

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/cluster/651_cluster.ipynb #d81efe90
-import atexit, os, pickle, sys, threading, time
+import atexit, os, pickle, sys, threading
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 
@@ -18,6 +18,7 @@ from ..base.checks import bind_arguments, check_all
 from ..base.device import current_device, device_module, is_accelerator
 from ..base.errors import CantDistribute, WorkerError, short_traceback
 from ..base.failure import is_user_file
+from ..base.scoped import with_attrs
 from ..launch.engine import Job
 from ..launch.local import (
     Local, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus)
@@ -36,8 +37,7 @@ from ..process.worker import Surroundings, resolve_function
 #   Surroundings         environment, folder, import path and more: `now()` reads those of this
 #                        process, `enter()` sets them
 #   ctx.interruptible()  context: KeyboardInterrupt when the notebook asks the ranks to stop
-#   Monitor              of the job that failed: `ends['died']`, `running_ranks`, `ask_to_stop`, and
-#                        `drain(until)`, which waits until all ranks have ended the job
+#   become_idle          of the job's `Monitor`: asks the ranks to stop; True if all did in time
 #   reserve_gpus(...)    context in which no block, job or other `Cluster` gets these GPUs
 #   dump_with_patches    pickles for the workers; raises `NotPicklable`, which names the cause
 
@@ -99,9 +99,10 @@ def cell_job(
     with worker_namespace(ctx, obj['on']):
         shell._showtraceback = noop     # the notebook shows the exception
         shell.displayhook.label = f'Out[{ctx.rank}:{shell.execution_count}]: '
-        if name: shell.compile.get_code_name = lambda *_: name
+        names = dict(get_code_name=lambda *_: name) if name else {}
         shell.set_hook('show_in_pager', page.as_hook(page.display_page))
-        with ctx.interruptible(): result = shell.run_cell(obj['cell'], store_history=True)
+        with ctx.interruptible(), with_attrs(shell.compile, **names):
+            result = shell.run_cell(obj['cell'], store_history=True)
         # these would keep the frames of a cell that failed, with their objects
         sys.last_value = sys.last_traceback = sys.last_exc = None
         shell.last_execution_result = None
@@ -184,17 +185,10 @@ class StandingLocal(Local):
         self._payload_block.close()
         self._payload_block = None
     def after_failure(self, job, monitor):
-        if monitor is not None and self._ranks_become_idle(monitor): self.after_success(job)
-        else: self.close(0)
-    def _ranks_become_idle(self, monitor):
-        """Ask the ranks to stop; return True if all are alive and idle within five seconds, or
-        within `interrupt_grace` if that is longer. A rank that waits in a collective can't stop"""
-        if monitor.ends['died']: return False
-        if monitor.stop_asked_at is None and monitor.running_ranks: monitor.ask_to_stop()
-        monitor.drain(time.monotonic()+max(5., self.interrupt_grace))
+        if monitor is None or not monitor.become_idle(5.): return self.close(0)
         # the next job forms a new process group: a collective of this one may be unfinished
         self._rendezvous = None
-        return not (monitor.running_ranks or monitor.ends['died'])
+        self.after_success(job)
 
 # %% ../../nbs/cluster/651_cluster.ipynb #252684fd
 # app -> its package, which has the modules `learner` and `snapshot`

@@ -116,7 +116,8 @@ class DipMagics(Magics):
         # the notebook's compiler knows the cell by this name, so that a worker's traceback shows
         # its lines
         name = self.shell.compile.cache(cell, self.shell.execution_count-1, raw_code=cell)
-        self.cluster.run_cell(cell, see=see, on=args.on, live=not args.quiet, name=name)
+        # once more: the cell may have ended the group here
+        self.group().run_cell(cell, see=see, on=args.on, live=not args.quiet, name=name)
 
     @magic_arguments()
     @argument('switch', nargs='?', choices=['on','off'], help="Without it: show the state.")

@@ -46,7 +46,7 @@ def distrib_ctx(self:Learner,
     # in a group of a launcher such as torchrun no workers are started
     def in_launched(): return in_place(self, rank_options, block_options)
     with distrib_block(self, block_options, OPTIONS.defaults, in_launched, on_workers,
-                       lambda learn: learn.silent):
+                       is_quiet=self.silent):
         yield self
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "

@@ -294,12 +294,13 @@ def distrib_check(self:Learner,
     Differences up to `tol`, relative to size, count as rounding."""
     options = dict(batch='per_worker') | options
     # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
-    if 'gpus' not in options: options.setdefault('nprocs', max(group.n_gpus(), 2))
+    gpus = options.get('gpus')
+    if gpus is None: options.setdefault('nprocs', max(group.n_gpus(), 2))
     # the batch size of a torch loader can't be changed
     if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): options['batch'] = 'global'
     res = _compare(self, steps, tol, options)
     # without `gpus`, workers are on GPUs if there are any
-    res.reasons = reasons_for(self, options.get('gpus', group.n_gpus()))
+    res.reasons = reasons_for(self, group.n_gpus() if gpus is None else gpus)
     if res.averaged:
         res.reasons['loss'] = Reason("the model's own number, averaged over workers")
     def compare_without(reasons):

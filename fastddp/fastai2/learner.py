@@ -103,7 +103,7 @@ def distrib_ctx(self:Learner,
     # in a group of a launcher such as torchrun no workers are started
     def in_launched(): return in_place(self, rank_options, given)
     opened = distrib_block(self, given, OPTIONS.defaults, in_place=in_launched,
-                           overrides=overrides, is_quiet=wants_no_lines)
+                           overrides=overrides, is_quiet=wants_no_lines(self))
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
     with claimed, opened: yield self
 
@@ -263,7 +263,8 @@ def _measure(learn, n, pace):
         if 'out of memory' not in e.failure.message.lower(): raise
         return Measured(n, size, num_workers)
     finally: streams.install()
-    rate = pace.items/max(pace.seconds, 1e-9)
+    if not pace.items: raise CantDistribute("No step was timed: a callback ended the fit.")
+    rate = pace.items/pace.seconds
     without_data = pace.items/max(pace.seconds-pace.waited, 1e-9)
     return Measured(n, size, num_workers, rate, without_data, len(dl)*size/rate)
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from fastai.callback.core import Callback
 from fastcore.foundation import L
 
+from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute
 from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
@@ -22,7 +23,7 @@ from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
 from ..launch.local import refuse_busy, refuse_gpus_of_others
 from ..launch.options import in_launched_group
-from ..launch.session import gpu_memory_note, offloaded
+from ..launch.session import offloaded, on_gpus
 from ..output.replay import print_line
 from ..payload.changes import fingerprint
 from ..payload.pickling import replaced_in_dumps
@@ -30,10 +31,10 @@ from ..payload.state import opt_tensors, private_copy
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a007
 # Used here:
-#   BackgroundJob     `start()` calls `_open_block`, has a new thread call `_make_call`, and returns
+#   BackgroundJob     `start()` calls `_prepare`, has a new thread call `_make_call`, and returns
 #                     once the workers have the job. After `then` that thread calls both, when the
-#                     job before has ended. `_end(e)` is called in any case, with the exception or
-#                     None. `result()` waits for that, and calls `bring`, once
+#                     job before has ended. `_end()` is called in any case. `result()` waits for
+#                     that, and calls `bring`, once
 #   twin(learn, args) -> copies of both on the CPU, which refer to each other; datasets are shared
 #   persistent_refs   -> all parts of a learner, in the same order for original and twin
 #   capture, apply    one returns what has changed in the twin's parts since `baseline`, the other
@@ -80,6 +81,20 @@ def _with_args(user_call, args, kwargs):
     res.kwargs = kwargs
     return res
 
+# %% ../../nbs/fastai2/729_learner_job.ipynb #9b6a5fc7
+def gpu_memory_note(
+    learn, # The notebook's learner
+    gpus # GPU numbers of the workers; None or empty for the CPU
+):
+    "Return a line that says how much memory `learn` takes on the workers' GPUs, or None"
+    tensors = [*on_gpus(learn), *(t for t in opt_tensors(learn.opt) if is_accelerator(t.device))]
+    shared_gpus = sorted({t.device.index for t in tensors} & {*(gpus or ())})
+    if not shared_gpus: return None
+    device_module().empty_cache()
+    mb = sum(t.nbytes for t in tensors if t.device.index in shared_gpus)/2**20
+    return (f"learn keeps {mb:,.0f} MB of GPU {', '.join(map(str, shared_gpus))} beside the "
+            "workers. offload=True moves it to the CPU until job.result().")
+
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a00a
 # The life of a job, all of it in the notebook's process:
 #
@@ -87,7 +102,7 @@ def _with_args(user_call, args, kwargs):
 #         start_job       refuses what can't run in the background, and moves `learn` to the CPU
 #                         if `offload`
 #         LearnerJob()    copies `learn` to `twin`
-#         _open_block     opens a `distrib_ctx` block of the twin, which starts the workers
+#         _prepare        opens a `distrib_ctx` block of the twin, which starts the workers
 #         _make_call      in a thread: twin.fit(3), on the workers
 #         _end            the call has returned, or was never made
 #     job.pull()          the twin's last complete epoch -> learn
@@ -140,8 +155,7 @@ class LearnerJob(BackgroundJob):
         trains, # True for a fit, False for inference
         until_result # See above
     ):
-        super().__init__(_as_written(user_call), self._make_call, self._open_block,
-                         learn if trains else None)
+        super().__init__(_as_written(user_call), self._make_call, learn if trains else None)
         self.original = learn
         self.user_call = user_call
         self.trains = trains
@@ -155,7 +169,7 @@ class LearnerJob(BackgroundJob):
                                    cbs=learn.cbs.copy(), _metrics=learn._metrics.copy())
 
     # The call
-    def _open_block(self):
+    def _prepare(self):
         """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
         class calls `_end`, which closes what was opened."""
         learn = self.twin.learn
@@ -184,9 +198,9 @@ class LearnerJob(BackgroundJob):
         if fit_call.counts_steps: return
         # a callback that the twin's method made itself, such as a scheduler, has no original
         self.epoch = [*map(self.twin.original_of, fit_call.cbs)], private_copy(*end)
-    def _end(self, e):
-        self.until_end.close()      # does nothing after `_make_call`
-        super()._end(e)
+    def _end(self):
+        try: self.until_end.close()     # does nothing after `_make_call`
+        finally: super()._end()
     def refuse_fit(self, *args, **kwargs):
         "Refuse a fit of the learner; it overrides `learn.fit` while the job has the learner."
         refuse_busy(self.original)

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import json, os, re, sys, threading, time, types, warnings, weakref
+import contextvars, json, os, re, time, warnings, weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,11 @@ from fastcore.foundation import L
 from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
+from ..base.scoped import with_context
 from .clock import OurCallback
 from .snapshot import (
     CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs)
+from ..payload.changes import definition_key, find_definition
 from ..payload.pickling import dump, load
 from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_copy
 
@@ -35,6 +37,7 @@ from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_c
 #   dump, load        an object to a `Payload` and back, with such a list
 #   EpochEnd          the state that rank 0 has captured at the end of an epoch, also `(meta,
 #                     buffers)`. Workers write to the buffers again: `private_copy` copies them
+#   definition_key    names a function or class of a cell, which `find_definition` finds by that
 #   CALLBACK_STAYS    names of attributes of callbacks that aren't part of a state
 #
 # All is in the notebook's process, except `ResumeFit`, and without collectives. In this module:
@@ -45,7 +48,6 @@ from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_c
 #   call_to_resume      for `learn.distrib_resume()`: the call that is made again
 #   ResumeFit           on each rank, lets fastai's loop begin with an epoch in the middle
 #   write_checkpoint    the file of a checkpoint; `read_checkpoint` reads it
-#   definition_key      names functions and classes of cells in a file
 #   claimed_file        a block with `checkpoint=` is inside it, and has a `checkpoint_writer`
 #   call_from_file      for `learn.distrib_resume(file)`: the call that `dump_call` has saved
 
@@ -101,10 +103,8 @@ class ResumePoint(NamedTuple):
 resume_points = weakref.WeakKeyDictionary()
 
 # %% ../../nbs/fastai2/724_resume.ipynb #5e0c11a2
-class _Running(threading.local):
-    def __init__(self): self.calls = weakref.WeakKeyDictionary()
-
-_running = _Running()       # `calls`: learner -> the `UserCall` that runs in this thread
+# learner -> the `UserCall` that runs in this thread
+_running = contextvars.ContextVar('fastddp-calls', default={})
 
 class UserCall:
     """A call that the user has made, such as `learn.fine_tune(3)`, in the notebook's process. It
@@ -130,14 +130,12 @@ class UserCall:
         """Context manager in which fits of `learn` are those of this call. If it is made inside
         another one, as `fit_one_cycle` in `fine_tune`, they are those of the outer call. Yields the
         call that has the fits."""
-        outer = _running.calls.get(learn)
-        if outer is not None:
-            yield outer
+        calls = _running.get()
+        if learn in calls:
+            yield calls[learn]
             return
-        _running.calls[learn] = self
         self.n_begun = 0
-        try: yield self
-        finally: del _running.calls[learn]
+        with with_context(_running, calls | {learn: self}): yield self
         # no exception: all of the call is complete
         if resume_points.get(learn) is self: del resume_points[learn]
     def begin_fit(self):
@@ -292,27 +290,8 @@ def _read_file(path, learn):
         pieces = [[bytearray(f.read(n)) for n in o] for o in sizes]
         return [(meta, buffers) for meta,*buffers in pieces]
 
-# %% ../../nbs/fastai2/724_resume.ipynb #5b1f0a16
-# 5. What a checkpoint can't hold: functions and classes of cells
-
-def definition_key(o):
-    """Return `(module, qualified name, arguments)` of a function or class, by which
-    `find_definition` finds it in another kernel that has run the same cell"""
-    args = []
-    if isinstance(o, types.FunctionType):
-        args = [o.__code__.co_freevars, len(o.__defaults__ or ()), sorted(o.__kwdefaults__ or ())]
-    return o.__module__, o.__qualname__, args
-
-def find_definition(key):
-    "Return the function or class of this process whose `definition_key` is `key`, or None"
-    module,qualname,_ = key
-    found = sys.modules.get(module)
-    for name in qualname.split('.'): found = getattr(found, name, None)
-    matches = isinstance(found, (type,types.FunctionType)) and definition_key(found) == key
-    return found if matches else None
-
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
-# 6. A block that writes checkpoints, and the call that reads one
+# 5. A block that writes checkpoints, and the call that reads one
 
 _claimed = {}       # file -> the learner of the open block that writes it
 
@@ -335,18 +314,19 @@ def checkpoint_writer(
     interval # The option `checkpoint`, such as '10min'
 ):
     """Return a function for `Session.on_epoch`: at the end of an epoch it writes a checkpoint if it
-    is time. If that fails, it warns, and the fit goes on. `FitCall.on_event` calls it while the
-    workers train, perhaps in another thread."""
+    is time. If that fails, it warns, and tries again after the next epoch. `FitCall.on_event` calls
+    it while the workers train, perhaps in another thread."""
     last_written = time.monotonic()
     def write(fit_call, epoch_end):
         nonlocal last_written
         now = time.monotonic()
         is_due = now-last_written >= interval_seconds(interval)
         if fit_call.counts_steps or not is_due: return      # an `lr_find` has no checkpoints
-        last_written = now
         learn = fit_call.learn
-        try: write_checkpoint(checkpoint_path(learn), structure_of(learn),
-                              [dump_call(fit_call), epoch_end])
+        try:
+            write_checkpoint(checkpoint_path(learn), structure_of(learn),
+                             [dump_call(fit_call), epoch_end])
+            last_written = now
         except Exception as e:
             warnings.warn(f"fastddp: the checkpoint can't be written: {type(e).__name__}: {e}")
     return write

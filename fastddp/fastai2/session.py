@@ -38,8 +38,8 @@ from ..shard.gradients import check_ddp
 #   snapshot        -> `Payload` of the learner for `fit_job`; raises `NotPicklable`
 #   apply           puts what rank 0 has put last into the learner, in place
 #   Outcome out     `out.results`: the dict of each rank's `Progress.result`. `out.epoch`: the state
-#                   of the last complete epoch, or None. An error of the launcher has `epoch`, too,
-#                   and `cut`: True if rank 0 has stopped in an epoch
+#                   of the last complete epoch, or None. `out.cut`: True if rank 0 has stopped in
+#                   an epoch. An error of the launcher has `epoch` and `cut`, too
 #   why_one_process -> None: predict on workers; else a text that says why here, perhaps ''
 #
 # Everything here runs in the notebook's process; what runs on its workers is in `jobs`. `in_place`
@@ -99,7 +99,7 @@ class FitCall(Call):
                 describe_learner      after a failure or an interrupt, for the user
 
     The base class sets `has_result` when the learner holds a state of the workers, and makes no
-    other try if `stopped_in_epoch`, which is set here. The end of the fit makes the resume point:
+    other try if it was `stopped_in_epoch`. The end of the fit makes the resume point:
 
         the fit                   continues from                        made in
         is complete               (the next fit of the user's call)     on_success
@@ -142,7 +142,6 @@ class FitCall(Call):
         self.first_epoch = getattr(self.learn, 'epoch', -1)+1
     @property
     def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
-    def describe_interrupted(self): return self.describe_learner()
     def describe_learner(self):
         "Return what the learner holds, as the end of a sentence that begins with 'learn'"
         if self.stopped_in_epoch:
@@ -159,27 +158,24 @@ class FitCall(Call):
     # which may put the middle of an epoch into the learner: until then the learner holds the
     # beginning of the try
     def on_success(self, out):
-        stopped_in_epoch = any(r['interrupted'] for r in out.results)
         if self.counts_steps:
             # an `lr_find` that was interrupted leaves the learner unchanged
-            if out.interrupted or stopped_in_epoch: return
-        elif stopped_in_epoch: self._stop_in_epoch(out.epoch)
+            if out.interrupted or out.cut: return
+        # with the variables of cells that were sent
+        elif out.cut: self.save(out.epoch, self.definitions)
         else:
             self.user_call.complete(self.learn)
             self.has_resume_point = True
         super().on_success(out)
     def on_failure(self, e, is_last):
         # rank 0 has stopped in an epoch and sent that, but another rank didn't stop
-        if getattr(e, 'cut', False): self._stop_in_epoch(e.epoch)
+        if e.cut: self.save(e.epoch, self.definitions)
         super().on_failure(e, is_last)
-    def _stop_in_epoch(self,
-        epoch # The last complete one, an `EpochEnd`; None: there is none
+    def save(self,
+        epoch=None, # The last complete one, an `EpochEnd`; None: what the learner holds now
+        definitions=() # Functions and classes of cells whose variables belong to the state
     ):
-        self.stopped_in_epoch = True
-        # with the variables of cells that were sent
-        self.save(epoch, self.definitions)
-    def save(self, epoch=None, definitions=()):
-        "Make the resume point, at the end of an epoch or with what the learner holds now."
+        "Make the resume point."
         if self.counts_steps: return
         self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, definitions)
         self.has_resume_point = True
@@ -240,7 +236,7 @@ class Session(BaseSession):
     `n` and `gpus` of the workers, which may change between two tries"""
     def __init__(self, *args,
         model_factory=None, dls_factory=None, # The options of the block
-        asked_for={}, # All options of the block that aren't the defaults, for a resumed fit
+        asked_for, # All options of the block that aren't the defaults, for a resumed fit
         **kwargs
     ):
         super().__init__(*args, **kwargs)

@@ -8,8 +8,6 @@ __all__ = []
 # %% ../../nbs/launch/509_background.ipynb #bd672174
 import asyncio, contextvars, itertools, threading, traceback
 
-from fastcore.basics import noop
-
 from ..base.checks import bind_arguments
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, streams_apart
@@ -43,12 +41,11 @@ class BackgroundJob:
         'refused'           `_end`, if it raised one before it was running: `start` raises it
 
     The thread of the job runs `_work` and what that calls; all other methods run in the thread of
-    their caller. A subclass may override `bring`, and `_end` to clean up; it calls that of this
-    class last."""
+    their caller. A subclass may override `_prepare`, `bring`, and `_end` to clean up; it calls
+    that of this class last, in any case."""
     def __init__(self,
         what, # The call, as the user wrote it
         run, # Called in a thread; its result is that of `result()`
-        prepare=noop, # Called before `run`: refuses, starts processes
         learn=None # The learner that it trains; None: it trains none
     ):
         self.what = f'job {next(_numbers)}: {what}'
@@ -56,19 +53,20 @@ class BackgroundJob:
         self.learn = learn
         self.gpus = ()              # of the workers; a subclass sets it once they are known
         self.after = _predecessor.get()     # the job that this one waits for, or None
-        self._prepare = prepare
         self._run = run
         self._button = StopButton()
         self.panel = Panel(self.title, self._on_refresh)
         self._started = threading.Event()   # set once the workers have the job, or it has ended
         self._ended = threading.Event()
+        self._ending = threading.Lock()     # held while the state changes for the last time
         self._value = None          # what the call returned
         self._error = None          # what it raised
-        self._streams = None        # random streams of the job's thread
+        self._streams = CommonRNG.capture().state()     # random streams of the job's thread
         self._brought = False       # True once `bring` was called
     def title(self):
         "Return the call and its state"
         return f"{self.what}, {self.state}"
+    def _prepare(self): "Refuse, and start processes, before the call"
     def bring(self): "Put what was trained into the learner, if any; `result` calls it once"
 
     # From its start to its end
@@ -76,7 +74,6 @@ class BackgroundJob:
         """Start the thread and return this job, once the workers have it or it waits for another
         job"""
         running_jobs.append(self)
-        self._streams = CommonRNG.capture().state()
         thread = threading.Thread(target=self._work, name=self.what, daemon=True)
         try:
             if not self.after: self._prepare()
@@ -86,7 +83,8 @@ class BackgroundJob:
             if not self.after: self._started.wait()
         except BaseException:
             if thread.is_alive(): self.stop()
-            else: self._end(None)       # cleans up; the caller gets the exception, not this job
+            # cleans up; the caller gets the exception, not this job
+            elif not self.done(): self._end()
             raise
         if self.state == 'refused': raise self.exception()
         return self
@@ -97,11 +95,11 @@ class BackgroundJob:
             try:
                 if self.after: self._wait_for_turn()
                 self._value = self._run()
-                self._end(None)
             except BaseException as e:
                 # its frames hold memory that is shared with the workers
                 traceback.clear_frames(e.__traceback__)
-                self._end(e)
+                self._error = e
+            self._end()
     def _wait_for_turn(self):
         """Wait until the job `after` has ended, then prepare; raise KeyboardInterrupt if stopped
         meanwhile"""
@@ -118,19 +116,20 @@ class BackgroundJob:
         workers have the job"""
         if self.state == 'starting': self._set_state('running')
         self._started.set()
-    def _end(self, e):
-        """Note that the call has ended, with the exception `e` or None. In the thread of the job,
-        or in `start` if there is no thread"""
-        self._error = e
-        if e is None: self._set_state('done')
-        elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
-        elif self._started.is_set(): self._set_state('failed')
-        else: self._set_state('refused')
-        self._started.set()
-        if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
-        # in this order: a job that waits for this one begins at `_ended`, and may take its GPUs
-        if self in running_jobs: running_jobs.remove(self)
-        self._ended.set()
+    def _end(self):
+        """Note that the call has ended, in the thread of the job, or in `start` if there is no
+        thread"""
+        e = self._error
+        with self._ending:
+            if e is None: self._set_state('done')
+            elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
+            elif self._started.is_set(): self._set_state('failed')
+            else: self._set_state('refused')
+            self._started.set()
+            if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
+            # in this order: a job that waits for this one begins at `_ended`, and may take its GPUs
+            running_jobs.remove(self)
+            self._ended.set()
         self.panel.refresh(force=True)
 
     # What the user calls
@@ -140,7 +139,8 @@ class BackgroundJob:
     def stop(self):
         """Stop it as the stop button stops a cell: after the batch at hand, which is kept. A second
         call ends it at once"""
-        if not self.done(): self._set_state('stopping')
+        with self._ending:
+            if not self.done(): self._set_state('stopping')
         self._button.press()
     def exception(self,
         timeout=None # Seconds to wait; None: no limit

@@ -25,7 +25,7 @@ from ..process.helper import private_folder
 #     name       it puts it                     in the `Outcome`     on the exception of a failure
 #     'epoch'    at the end of each epoch       `epoch`              `epoch`; `state`, too, if alone
 #     'state'    at the end of the job          `state`              `state`
-#     'cut'      instead, if interrupted        `state`              `state`, with `cut` True
+#     'cut'      instead, if interrupted        `state`, and `cut`   `state`, and `cut`
 #
 # Each is then `(meta, buffers)`, as `load` takes it. The buffers may be memory that the engine uses
 # again (see `Outcome`, `EpochEnd`): copy what is to stay.
@@ -44,6 +44,7 @@ class Outcome(NamedTuple):
     # `(meta, buffers)` of what rank 0 put last as 'state' or 'cut'; read-only, until the next run
     state:tuple|None=None
     epoch:tuple|None=None   # The same for 'epoch', the end of the last complete one
+    cut:bool=False          # `state` was put as 'cut'
     # `(phase, time of its end)` of the engine and of rank 0, for a `Report`
     phase_ends:list|tuple=()
 
@@ -167,4 +168,4 @@ class InProcess(Launcher):
                 raise
         return Outcome(results=[load(res.meta, res.copied_buffers())], interrupted=False,
                        state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
-                       phase_ends=ctx.phase_ends)
+                       cut='cut' in latest, phase_ends=ctx.phase_ends)

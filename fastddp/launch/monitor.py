@@ -6,9 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
-import contextlib, os, pickle, re, signal
+import os, pickle, re, signal
 from time import monotonic
-from typing import NamedTuple
 
 try: import psutil
 except ImportError: psutil = None
@@ -17,7 +16,8 @@ from fastcore.basics import store_attr
 
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, RankDied, RankRaised
-from ..base.failure import first_failure, is_echo, is_timeout
+from ..base.failure import (
+    first_failure, is_echo, is_timeout, job_stack, waits_for_ranks)
 from ..process.helper import HELPER_ENDED
 from ..output.replay import Replay, StatusLine, frontend
 from ..base.device import device_module
@@ -35,22 +35,13 @@ from ..payload.pickling import load
 #   add_state(e, latest)            sets `state`, `epoch` and `cut` of an exception from `_latest`
 #   first_failure(failures)         sorts them: causes, then echoes (a connection broke because its
 #                                   other rank ended), each by time
+#   job_stack(report)               a rank's stack from faulthandler's report; '' without one
+#   waits_for_ranks(stack)          True if that rank waits for others
 #
-# In order: the line of load; the end of a log; the stacks of ranks that wait; `Monitor`.
+# In order: the line of load; the end of a log; `Monitor`.
 
 # The line of load
 _PERIOD = 3.    # seconds between two readings of the workers' load
-
-class _Use(NamedTuple):
-    "What a process takes of the machine"
-    seconds:float   # of CPU time, so far
-    nbytes:int      # of memory, now
-
-def _use_of(pid):
-    "Return the `_Use` of a process; None if it has ended"
-    with contextlib.suppress(psutil.Error):
-        p = psutil.Process(pid)
-        return _Use(sum(p.cpu_times()[:2]), p.memory_info().rss)
 
 def _gpu_text(gpu):
     "Return as text what a GPU does; empty where torch can't say"
@@ -70,27 +61,28 @@ class LoadLine:
         store_attr()
         self.status = StatusLine()
         self.read_at = monotonic()
-        # CPU seconds of each process at the last reading; loader processes are not there yet
-        self.seconds = {pid:use.seconds for pid in pids.values() if (use := _use_of(pid))}
+        self.procs = {}     # pid -> its `psutil.Process`
+        for pid in pids.values(): self._use_of(pid)
+    def _use_of(self, pid):
+        """Return the CPU time of a process since the last call in percent, and its memory in bytes;
+        0 at its first call, and if it has ended"""
+        try:
+            p = self.procs[pid] = self.procs.get(pid) or psutil.Process(pid)
+            return p.cpu_percent(), p.memory_info().rss
+        except psutil.Error: return 0., 0
     def refresh(self):
         "Show the load since the last reading, if that is long enough ago"
-        passed = monotonic()-self.read_at
-        if passed < _PERIOD: return
+        if monotonic()-self.read_at < _PERIOD: return
+        self.read_at = monotonic()
         # one look at all processes of the machine, which may have thousands
         parents = {o.pid:o.info['ppid'] for o in psutil.process_iter(['ppid'])}
-        before = self.seconds
-        self.seconds = {}
         texts = []
         for r,pid in self.pids.items():
+            # the worker and its loader processes
             family = [pid, *(child for child,parent in parents.items() if parent == pid)]
-            uses = {k:use for k in family if (use := _use_of(k))}
-            self.seconds |= {k:use.seconds for k,use in uses.items()}
-            # what a process did before it was first seen doesn't count
-            busy = sum(use.seconds-before.get(k, use.seconds) for k,use in uses.items())/passed
-            nbytes = sum(use.nbytes for use in uses.values())
-            texts.append(f"rank {r}: CPU {busy:.0%}, {nbytes/2**30:.1f} GB"
+            percent,nbytes = map(sum, zip(*map(self._use_of, family)))
+            texts.append(f"rank {r}: CPU {percent:.0f}%, {nbytes/2**30:.1f} GB"
                          f"{_gpu_text(self.gpus.get(r))}")
-        self.read_at = monotonic()
         self.status.show('   '.join(texts))
     def close(self): self.status.show('')
 
@@ -121,26 +113,10 @@ def tail(
 _MODULES = re.compile(br'^Extension modules: .*\n?', re.M)
 _LIST_MOST = 50_000
 
-# %% ../../nbs/launch/503_monitor.ipynb #d1623b00
-# The stacks of ranks that wait
+# %% ../../nbs/launch/503_monitor.ipynb #5ce14c60
 _BEFORE = 'before its first step'
 _NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
 
-def _job_stack(text):
-    "Return the stack of the thread that runs the job from faulthandler's report, or ''"
-    threads = re.split(r'(?m)^(?=(?:Current thread|Thread) 0x)', text)
-    return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
-
-# Where a rank waits for the others: in a collective, or in a backward pass during its all-reduce
-_WAITING_CODE = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
-                 '_engine_run_backward','torch/autograd/graph.py')
-
-def _waits(stack):
-    "True if one of the two innermost frames waits for other ranks"
-    innermost = '\n'.join(stack.split('\n')[1:3])
-    return any(o in innermost for o in _WAITING_CODE)
-
-# %% ../../nbs/launch/503_monitor.ipynb #5ce14c60
 class Monitor:
     """One wait of the notebook for one job, which the engine has submitted. Who calls what:
 
@@ -148,10 +124,10 @@ class Monitor:
             _watch              until all ranks have ended, or one has failed or died
                 _turn           every .05 s, or when there is news
                     _handle     each report of a rank: into `ends`, `replay`, `on_event`
-                    _interrupted    after Ctrl-C: `ask_to_stop`, and later perhaps gives up
+                    _interrupted    after Ctrl-C: asks all to stop, and later perhaps gives up
                 hang            no step for `timeout` seconds: returns the `GroupTimeout`
                 _failure        a rank failed or died: returns the exception of the first failure
-        ask_to_stop, drain      an engine that keeps its workers, after `wait` has raised
+        become_idle             an engine that keeps its workers, after `wait` has raised
 
     How it ends, by what the ranks did and whether they were asked to stop:
 
@@ -196,7 +172,7 @@ class Monitor:
         latest = self._latest
         return Outcome(results, bool(self.interrupts.count),
                        latest.get('state') or latest.get('cut'), latest.get('epoch'),
-                       self.phase_ends)
+                       'cut' in latest, self.phase_ends)
 
     # The loop
     def _watch(self):
@@ -211,9 +187,9 @@ class Monitor:
         finally:
             self.replay.close()
             if self.load_line: self.load_line.close()
-    def _turn(self, timeout=.05):
-        "Wait for news for `timeout` seconds, show what there is, and act on the stop button"
-        for news in self.workers.poll(timeout): self._handle(*news)
+    def _turn(self):
+        "Wait a moment for news, show what there is, and act on the stop button"
+        for news in self.workers.poll(.05): self._handle(*news)
         self.replay.flush()
         if self.load_line: self.load_line.refresh()
         if self.interrupts.count: self._interrupted()
@@ -262,16 +238,17 @@ class Monitor:
         interrupt, or if no rank has reacted in time. A rank that is `leaving` has reacted, and may
         take as long as it needs"""
         beats = self._beats().values()
-        if self.stop_asked_at is None: self.ask_to_stop()
+        self._ask_to_stop()
         longest_step = max((b.longest for b in beats), default=0.)
         waited = monotonic()-self.stop_asked_at
         is_late = waited > self.engine.interrupt_grace+longest_step
         is_stuck = is_late and not any(b.leaving for b in beats)
         if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
-    def ask_to_stop(self):
-        """Ask all ranks to stop. This goes through the pipe: the thread that reads it also
+    def _ask_to_stop(self):
+        """Ask all ranks to stop, once. This goes through the pipe: the thread that reads it also
         interrupts code that never looks at the board (`ranch`, cells), and agents pass messages on
         """
+        if self.stop_asked_at is not None: return
         self.stop_asked_at = monotonic()
         self.workers.ask_stop()
 
@@ -281,15 +258,15 @@ class Monitor:
         rank that has not ended"""
         beats = self._beats()
         starts = {r:self._log_size(r) for r in beats}
-        def stack(r): return _job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
+        def stack(r): return job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
         self.workers.ask_stacks(beats)
         end = monotonic()+5.
-        while monotonic() < end and not all(stack(r) for r in beats): self._turn(.1)
+        while monotonic() < end and not all(stack(r) for r in beats): self._turn()
         stacks = {r:stack(r) for r in beats}
         awaited = {b.waits_for for b in beats.values()}
         # A rank without a stack comes first, then one that others wait for, then one that doesn't
         # wait (False sorts before True)
-        def order(r): return bool(stacks[r]), r not in awaited, _waits(stacks[r])
+        def order(r): return bool(stacks[r]), r not in awaited, waits_for_ranks(stacks[r])
         first,*others = sorted(beats, key=order)
         lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
                  for r in (first, *others)]
@@ -326,9 +303,13 @@ class Monitor:
         # Its class may exist in the worker only, and what is pickled may exit here.
         except BaseException: pass
         return err
-    def drain(self, until):
-        """After a failure: handle reports until all ranks have ended the job, or the time is
-        `until`. Asks nothing: see `ask_to_stop`"""
-        while self.running_ranks and monotonic() < until:
+    def become_idle(self, seconds):
+        """After a failure: ask the ranks that still run to stop. Return True if all are alive and
+        have ended the job within `seconds`; a rank that waits in a collective can't"""
+        if self.running_ranks: self._ask_to_stop()
+        end = monotonic()+seconds
+        while self.running_ranks and not self.ends['died'] and monotonic() < end:
             for news in self.workers.poll(.05): self._handle(*news)
+        self.replay.close()     # shows what came since the end of `wait`
+        return not (self.running_ranks or self.ends['died'])
 

@@ -133,7 +133,7 @@ def uneven_advice(fit):
         return Advice('sizes', lost, f"{wait}, in turn, because their items differ in size: sort "
                       "them by length (SortedDL), or cut the longest ones.")
     # the first epoch that counts: less than a quarter of the worst one is chance
-    first = min(epoch for epoch,secs in by_epoch.items() if secs > max(by_epoch.values())/4)
+    first = min(epoch for epoch,secs in by_epoch.items() if secs >= max(by_epoch.values())/4)
     since = f" since epoch {first}" if first else ''
     where = 'GPU' if fit.rank0['on_gpu'] else 'cores'
     return Advice('rank', lost, f"{wait}, for worker {slowest_rank}{since}: look for another "

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
 import threading
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from fastcore.basics import noop, store_attr
 
@@ -25,7 +25,7 @@ from ..payload.buffers import ColumnCache
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions, dump
 from ..payload.blame import not_picklable
-from ..payload.state import model_tensors, move_opt_state, opt_tensors
+from ..payload.state import model_tensors, move_opt_state
 from ..shard.same_model import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
@@ -81,7 +81,7 @@ def dump_snapshot(
 
 # %% ../../nbs/launch/511_session.ipynb #2eb0976c
 # The notebook's learner on a GPU
-def _on_gpus(learn):
+def on_gpus(learn):
     "Return weights, buffers and gradients that lie on GPUs"
     grads = [p.grad for p in learn.model.parameters() if p.grad is not None]
     tensors = *model_tensors(learn.model).values(),*grads
@@ -91,7 +91,7 @@ def _on_gpus(learn):
 def offloaded(learn):
     """Move model, gradients and optimizer state from GPUs to the CPU, and back at the end, also if
     the first move fails or is interrupted"""
-    moved = [(t, t.device) for t in _on_gpus(learn)]
+    moved = [(t, t.device) for t in on_gpus(learn)]
     def move(
         device=None # None: the original device of each tensor
     ):
@@ -104,22 +104,9 @@ def offloaded(learn):
         yield
     finally: move()
 
-# %% ../../nbs/launch/511_session.ipynb #9b6a5fc7
-def gpu_memory_note(
-    learn, # The notebook's learner
-    gpus # GPU numbers of the workers; None or empty for the CPU
-):
-    "Return a line that says how much memory `learn` takes on the workers' GPUs, or None"
-    tensors = [*_on_gpus(learn), *(t for t in opt_tensors(learn.opt) if is_accelerator(t.device))]
-    shared_gpus = sorted({t.device.index for t in tensors} & {*(gpus or ())})
-    if not shared_gpus: return None
-    device_module().empty_cache()
-    mb = sum(t.nbytes for t in tensors if t.device.index in shared_gpus)/2**20
-    return (f"learn keeps {mb:,.0f} MB of GPU {', '.join(map(str, shared_gpus))} beside the "
-            "workers. offload=True moves it to the CPU until job.result().")
-
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
 # A block
+@contextmanager
 def distrib_block(
     learn, # In the block its methods are overridden; `learn.distrib_session` is `options`
     options, # Name -> value, all options of the block
@@ -128,23 +115,22 @@ def distrib_block(
     # `overrides(launcher, n, gpus)` makes a `Session`, and returns by name its methods that replace
     # the learner's
     overrides,
-    is_quiet # `is_quiet(learn)` is True if no lines of ours are wanted
+    is_quiet # True if no lines of ours are wanted
 ):
-    """Return a context manager in which the calls of `learn` run where `options` say: inside
-    another block there, in a process group that a launcher made, on workers, or in this process"""
+    """Context manager in which the calls of `learn` run where `options` say: inside another block
+    there, in a process group that a launcher made, on workers, or in this process. For workers it
+    opens a launcher, reserves GPUs, and overrides methods of `learn`; at the end it undoes that in
+    reverse, also after a refusal on the way"""
     outer = vars(learn).get('distrib_session')      # the options of the block around this one
     if outer is not None:
         refuse_changes(outer, options, defaults)
-        return nullcontext()
-    if in_launched_group(): return in_place()
-    return _on_workers(learn, options, defaults, overrides, is_quiet)
-
-@contextmanager
-def _on_workers(learn, options, defaults, overrides, is_quiet):
-    """Open a launcher for a block, reserve its GPUs, and override the methods of `learn`; undo all
-    of it at the end, in reverse. A refusal on the way leaves `learn` as it is"""
+        yield
+        return
+    if in_launched_group():
+        with in_place(): yield
+        return
     with uninterrupted_exit() as stack:
-        with suppress_lines(is_quiet(learn)):
+        with suppress_lines(is_quiet):
             engine = stack.enter_context(engine_for(options, defaults))
         methods = {}
         if engine:      # else the calls run in this process
@@ -188,15 +174,13 @@ class Call:
         self.before_run = noop          # called when the snapshot is made; `Session.train` sets it
         self.definitions = Definitions()    # the notebook's that are sent with the snapshot
         self.has_result = False         # the learner holds a state that came from the workers
-        # that state is from the middle of an epoch: no other try follows. A subclass sets it
+        # rank 0's last state is from the middle of an epoch: no other try follows
         self.stopped_in_epoch = False
     def describe_learner(self):
         "Return what the learner holds now, as the end of a sentence that begins with 'learn'"
         if not self.has_result or self.apply_failed == 'nothing': return "is unchanged."
+        if self.stopped_in_epoch: return "holds the last finished batch."
         return "holds the end of its last complete epoch."
-    def describe_interrupted(self):
-        "Return the same after an interrupt in training"
-        return "holds the last finished batch."
     def run(self, is_last=True):
         "Try the call once and return its `Outcome`; `is_last`: no try follows if this one fails"
         job = Job.of(self.job, self.snapshot())
@@ -207,9 +191,10 @@ class Call:
             try: out = self.session.launcher.run(job, self.session.n, self.on_event)
             # any exception: showing output may also fail in the notebook
             except BaseException as e:
-                can_retry = isinstance(e, WorkerError) and not is_last
                 # it has a state, if only None, once the job was submitted
-                if hasattr(e, 'state'): self.on_failure(e, is_last=not can_retry)
+                if hasattr(e, 'state'):
+                    can_retry = isinstance(e, WorkerError) and not (is_last or e.cut)
+                    self.on_failure(e, is_last=not can_retry)
                 self.report.end_phase('failed')
                 raise
             self.on_success(out)
@@ -222,6 +207,7 @@ class Call:
         # states map shared memory, and an exception may live long
         state = e.state
         e.state = e.epoch = None
+        self.stopped_in_epoch = e.cut
         applies = self.apply_failed == 'all' or is_last and self.apply_failed == 'last'
         if state and applies:
             self.apply(*state)
@@ -231,10 +217,10 @@ class Call:
             e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
     def on_success(self, out):
         "Apply the state of an `Outcome`, also of one that was interrupted"
-        if out.state:
-            meta,buffers = out.state
-            self.report.state_bytes = len(meta)+sum(memoryview(b).nbytes for b in buffers)
-            self.apply(meta, buffers)
+        self.stopped_in_epoch = out.cut
+        meta,buffers = out.state
+        self.report.state_bytes = len(meta)+sum(memoryview(b).nbytes for b in buffers)
+        self.apply(meta, buffers)
         self.has_result = True
         self.report.phase_ends += out.phase_ends
     def interrupt_error(self, result):
@@ -243,8 +229,7 @@ class Call:
         e = KeyboardInterrupt()
         e.where = result['where']
         if self.counts_steps: e.where = f"iteration {result['steps']} of lr_find"
-        has_begun = result['first_batch_at'] is not None
-        e.kept = self.describe_interrupted() if has_begun else self.describe_learner()
+        e.kept = self.describe_learner()
         return e
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43

@@ -44,7 +44,8 @@ from .state import update_in_place
 # The callers pickle the changes between the two sides (`launch.training.dump_state`); there
 # `drop_unpicklable` is called if that fails. `launch.training` reads `STRUCTURE_ATTRS`, too.
 #
-# The sections: what objects hold, how values are compared, the groups, rank 0, the notebook.
+# The sections: what objects hold, how values are compared, the groups, rank 0, the notebook, names
+# of definitions.
 
 # What objects hold, by name
 class _Attributes:
@@ -315,3 +316,21 @@ def apply_changes(
                 if not (is_same and name in held and update_in_place(held[name], v)):
                     access.set(o, name, v)
             for name in removed: access.delete(o, name)
+
+# %% ../../nbs/payload/107_changes.ipynb #5b1f0a16
+# A definition by its name
+def definition_key(o):
+    """Return `(module, qualified name, arguments)` of a function or class, by which
+    `find_definition` finds it in another kernel that has run the same cell"""
+    args = []
+    if isinstance(o, types.FunctionType):
+        args = [o.__code__.co_freevars, len(o.__defaults__ or ()), sorted(o.__kwdefaults__ or ())]
+    return o.__module__, o.__qualname__, args
+
+def find_definition(key):
+    "Return the function or class of this process whose `definition_key` is `key`, or None"
+    module,qualname,_ = key
+    found = sys.modules.get(module)
+    for name in qualname.split('.'): found = getattr(found, name, None)
+    matches = isinstance(found, (type,types.FunctionType)) and definition_key(found) == key
+    return found if matches else None

@@ -354,6 +354,12 @@ def test_dipper(group):
     assert '3 ranks on CPU (gloo)' in group.run('print(d.info())')
 
 
+def test_a_cell_without_a_name_does_not_get_that_of_the_last_one(group):
+    group.run('%%dip\nimport sys\ndef file(): return sys._getframe(1).f_code.co_filename\nfirst = file()')
+    group.run('%dipper d')
+    assert group.run("d.run_cell('print(file() == first)')") == 'False\n'
+
+
 def test_dipstat(group):
     lines = group.run('%dipstat').splitlines()
     assert lines[0].split() == ['rank', 'pid', 'device', 'memory', 'busy', 'runs']
@@ -472,6 +478,12 @@ def test_kill(group):
     group.run('%makedip -k')
     assert not [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != 'zombie']
     assert 'no group yet' in group.fails('%%dip\n1')[1]
+
+
+def test_everywhere_with_a_cell_that_ends_the_group(group):
+    group.run('%makedip -r -n 2 -a none')
+    name, text = group.fails('%%dip everywhere\n%makedip -k')
+    assert name == 'CantDistribute' and 'no group yet' in text
 
 
 def test_unload_leaves_nothing(group):

@@ -1,5 +1,5 @@
 """`wait=False`: a job beside the notebook, with the result of the same call in the foreground; and checkpoints."""
-import asyncio, contextlib, os, pickle, random, signal, subprocess, sys, threading, time
+import asyncio, contextlib, os, pickle, random, signal, subprocess, sys, threading, time, types
 from functools import partial
 from pathlib import Path
 import pytest, torch
@@ -168,13 +168,13 @@ def test_exchanged_meanwhile(two):
 @pytest.fixture
 def on_gpu(monkeypatch):
     "This machine's memory counts as a GPU: the learners that are to leave it, and 'emptied' after each move"
-    moves, find = [], session._on_gpus
+    moves, find = [], session.on_gpus
     class Module:
         def empty_cache(): moves.append('emptied')
     def found(learn):
         moves.append(learn)
         return find(learn)
-    monkeypatch.setattr(session, '_on_gpus', found)
+    monkeypatch.setattr(session, 'on_gpus', found)
     monkeypatch.setattr(session, 'is_accelerator', lambda device: True)
     monkeypatch.setattr(session, 'device_module', lambda: Module)
     return moves
@@ -274,6 +274,49 @@ def test_a_refusal_is_raised_by_the_call_although_its_thread_goes_on_for_a_while
     job.panel.write = slowly
     with pytest.raises(CantDistribute, match='not like this'): job.start()
     assert job.done() and 'not like this' in job.log
+
+
+def waiting(end, cls=background.BackgroundJob, **kwargs):
+    "A started job that ends when `end` is set"
+    job = cls('a call', run=lambda: end.wait(60), **kwargs)
+    job._started.set()
+    return job.start()
+
+
+def test_a_job_that_ends_while_it_is_stopped_has_ended():
+    end = threading.Event()
+    class Ends(background.BackgroundJob):
+        def done(self):
+            was_done = super().done()
+            end.set()
+            self._ended.wait(1)     # the thread ends the job here, if it can
+            return was_done
+    job = waiting(end, Ends)
+    job.stop()
+    assert job.result(60) and job.state == 'done'
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+def test_a_display_that_fails_at_the_end_is_no_failure_of_the_call():
+    end = threading.Event()
+    job = waiting(end)
+    def closed(force=False): raise OSError('closed')
+    job.panel.refresh = closed
+    end.set()
+    assert job.result(60) and job.state == 'done'
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+def test_a_block_that_cannot_be_closed_keeps_no_one_waiting(monkeypatch):
+    def refuse(job):
+        job.until_end.callback(lambda: 1/0)
+        raise CantDistribute('no')
+    monkeypatch.setattr(learner_job.LearnerJob, '_prepare', refuse)
+    end = threading.Event()
+    job = waiting(end).then(learner().distrib_fit, 1, nprocs=2)
+    end.set()
+    with pytest.raises(CantDistribute): job.result(60)
+    assert job not in local.running_jobs
 
 
 def test_refused(two):
@@ -443,6 +486,22 @@ def test_checkpoint_goes_on(two, tmp_path, monkeypatch):
     new.distrib_resume('distrib', wait=False).result(60)
     assert same(weights(new), weights(whole)) and values(new) == values(whole)
     assert new.recorder.lrs == whole.recorder.lrs
+
+
+def test_a_checkpoint_that_fails_is_tried_again_after_the_next_epoch(monkeypatch):
+    "Not only after another interval"
+    now, tries = [0.], []
+    def full(*_):
+        tries.append(now[0])
+        if len(tries) == 1: raise OSError('disk full')
+    monkeypatch.setattr(resume.time, 'monotonic', lambda: now[0])
+    monkeypatch.setattr(resume, 'write_checkpoint', full)
+    monkeypatch.setattr(resume, 'dump_call', lambda fit_call: None)
+    write = resume.checkpoint_writer('10min')
+    fit_call = types.SimpleNamespace(learn=learner(), counts_steps=False)
+    with pytest.warns(UserWarning, match='disk full'):
+        for now[0] in (300., 600., 700., 800., 1299., 1300.): write(fit_call, ())
+    assert tries == [600., 700., 1300.]
 
 
 def test_a_checkpoint_of_a_complete_fit(two, tmp_path, capsys):

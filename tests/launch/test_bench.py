@@ -1,6 +1,7 @@
 """`distrib_bench` trains a copy for some steps, and leaves the learner as it is."""
 import copy, os
-import torch
+import pytest, torch
+from fastai.callback.core import Callback, CancelFitException
 from fastddp.all import *
 from learners import make_learner
 
@@ -13,6 +14,16 @@ def test_steps_with_each_choice():
     assert 'Worth it: 2 workers' in str(res) and '#'*20 in str(res)
     assert all(torch.equal(v, before[k]) for k, v in learn.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), stream) and learn.dls.bs == 16 and learn.opt is None
+
+
+class Ends(Callback):
+    "Ends the fit before a step is timed"
+    def after_batch(self): raise CancelFitException
+
+
+def test_a_fit_that_ends_at_once_is_refused():
+    with pytest.raises(CantDistribute, match='No step was timed'):
+        make_learner(cbs=[Ends()]).distrib_bench(nprocs=2, steps=2)
 
 
 class Full(torch.nn.Linear):

@@ -130,3 +130,22 @@ def test_what_was_kept_for_the_end_is_shown_after_a_failure(tmp_path, capsys):
     said = 0, 'event', ('show', ('stream', 'stdout', 'the last words\n'))
     with pytest.raises(RankRaised): monitor(Played(tmp_path, [said, failed(1)]), live=False).wait()
     assert capsys.readouterr().out == 'the last words\n'
+
+
+def test_what_ranks_show_while_they_become_idle_is_shown(tmp_path, capsys):
+    "Also if output is shown at the end"
+    late = 0, 'event', ('show', ('stream', 'stdout', 'late\n'))
+    workers = Played(tmp_path, [failed(1)])
+    m = monitor(workers, live=False)
+    with pytest.raises(RankRaised): m.wait()
+    workers.news = [[late], [(0, 'done')]]
+    assert m.become_idle(5.) and workers.asked
+    assert capsys.readouterr().out == 'late\n'
+
+
+def test_a_rank_that_dies_does_not_become_idle(tmp_path):
+    workers = Played(tmp_path, [failed(1)])
+    m = monitor(workers)
+    with pytest.raises(RankRaised): m.wait()
+    workers.news = [[(0, 'died', 3)]]
+    assert not m.become_idle(5.)

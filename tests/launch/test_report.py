@@ -183,6 +183,11 @@ def test_on_a_gpu_the_cores_are_no_cause():
     assert not advice_for(fit(rank(threads=8, on_gpu=True), cores=2))
 
 
+def test_waits_that_loading_explains_altogether():
+    "No second is left for uneven computing"
+    assert not advice_for(fit(rank(uneven={(1, 0): 0.}), rank()))
+
+
 @pytest.mark.parametrize('on_gpu', [False, True])
 def test_memory_of_gpus_where_there_are_some(on_gpu):
     r = report.Report('1 epoch')

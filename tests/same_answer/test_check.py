@@ -132,13 +132,22 @@ def test_the_verdict_points_to_a_page():
     assert f'# {title}\n' in (docs/'same_answer.md').read_text(encoding='utf-8')
 
 
+@pytest.mark.parametrize('options', [{}, dict(gpus=None)])
 @pytest.mark.parametrize('n,nprocs', [(0, 2), (1, 2), (3, 3)])
-def test_without_options_as_many_workers_as_gpus(monkeypatch, n, nprocs):
+def test_without_options_as_many_workers_as_gpus(monkeypatch, n, nprocs, options):
     "At least two, or there is nothing to compare"
-    def compare(learn, steps, tol, options): raise CantDistribute(str(options['nprocs']))
+    made, reasons = [], []
+    def compare(learn, steps, tol, options):
+        made.append(options['nprocs'])
+        return check.Answer()
+    def reasons_for(learn, on_gpus):
+        reasons.append(bool(on_gpus))
+        return {}
     monkeypatch.setattr(group, 'n_gpus', lambda: n)
     monkeypatch.setattr(check, '_compare', compare)
-    with pytest.raises(CantDistribute, match=f'^{nprocs}$'): learner().distrib_check()
+    monkeypatch.setattr(check, 'reasons_for', reasons_for)
+    learner().distrib_check(**options)
+    assert made == [nprocs] and reasons == [n > 0]
 
 
 def test_torch_loaders(two):
