@@ -73,6 +73,7 @@ _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs
                 devices='gpus', sync_batchnorm='sync_bn', max_restarts='restarts',
                 retries='restarts', max_lr='lr_max', epochs='n_epoch', bs='batch',
                 batch_size='batch')
+_OF_LEARNER = 'metrics','loss_func'     # attributes, which some take for arguments of `fit`
 
 # %% ../../nbs/launch/508_options.ipynb #bc56a0a1
 # Names of methods and attributes
@@ -190,6 +191,8 @@ class Options:
         `own`, doesn't have"""
         if name in self.unsupported:
             raise CantDistribute(f"No option {name}. {self.unsupported[name]}")
+        if name in _OF_LEARNER:
+            raise CantDistribute(f"No option {name}. Give it to the Learner, or set learn.{name}.")
         known = [*own, *self.defaults]
         likely = closest_name(name, [*known, *self.extra_checks], _ALIASES)
         if likely: raise CantDistribute(f"No option {name}. Did you mean {likely}=?")
@@ -202,7 +205,7 @@ class Options:
         own = _arguments_with_bases(cls, name)
         has_var_kwargs = inspect.getfullargspec(method).varkw
         for k in kwargs:
-            if k in own: continue
+            if k in own or has_var_kwargs and k in _OF_LEARNER: continue
             likely = closest_name(k, [*own, *self.defaults], _ALIASES)
             if likely in self.defaults or not has_var_kwargs: self.refuse_name(k, name, own)
         bind_arguments(method, (None, *args), kwargs)
