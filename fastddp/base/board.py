@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/base/010_board.ipynb #9cf8c4e5
-import math, mmap, os, struct, tempfile, time, zlib
+import math, mmap, os, struct, tempfile, time, weakref, zlib
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
@@ -84,7 +84,7 @@ class Board:
         n,         # Number of ranks in the group
         page=None, # The `Page` of this host; None for a group of one rank
         on_host=None, # The ranks of this host; None: all ranks of the group
-        # The process group of the first ranks of all hosts; None on other ranks, and on one host
+        # The `subgroup` of the first ranks of all hosts; None on other ranks, and on one host
         between_hosts=None,
         limit=None # Seconds to wait for the other ranks; None: no limit
     ):
@@ -190,33 +190,19 @@ class Heartbeats:
 # Where the page's file is created; None: the temporary folder. A worker sets this variable of the
 # module to the workers' folder, which is removed even if the worker is killed
 page_folder = None
-_board = None       # the `Board` of this process's group
-_board_key = None   # the `group.key()` of that group
+_boards = weakref.WeakKeyDictionary()       # process group -> its `Board` in this process
 
 def group_board():
     "Return the `Board` of this process's group; the first call for a group is a collective"
-    global _board,_board_key
+    if group.world_size() == 1: return Board(0, 1)
     key = group.key()
-    if _board is None or _board_key is not key:
-        _board = _make_board()
-        _board_key = key
-    return _board
-
-def forget_board():
-    "Forget the board of the group that this process leaves"
-    global _board,_board_key
-    # Callbacks may refer to the board when the group is gone. A process that is forked then would
-    # crash when it collects the process group in it as garbage.
-    if _board is not None: _board.between_hosts = None
-    _board = _board_key = None
-
-group.before_leave.append(forget_board)
+    if key not in _boards: _boards[key] = _make_board()
+    return _boards[key]
 
 def _make_board():
     "Make the `Board` of this process's group. A collective"
     rank = group.rank()
     n = group.world_size()
-    if n == 1: return Board(0, 1)
     # Without LOCAL_RANK, all ranks are taken to be on one host.
     first_on_host = group.all_gather_object(rank-int(os.environ.get('LOCAL_RANK', rank)))
     on_host = [r for r in range(n) if first_on_host[r] == first_on_host[rank]]
@@ -227,7 +213,7 @@ def _make_board():
     leaders = sorted({*group.all_gather_object(on_host[0])})
     between = group.subgroup(leaders) if len(leaders) > 1 else None
     limit = _LIMIT if group.under_launcher() else None
-    return Board(rank, n, page, on_host, between if rank in leaders else None, limit)
+    return Board(rank, n, page, on_host, between, limit)
 
 def _shared_page(
     on_host, # The ranks of this host
