@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/base/010_board.ipynb #9cf8c4e5
 import math, mmap, os, struct, tempfile, time, weakref, zlib
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
 
 import torch
 from fastcore.basics import noop, store_attr
@@ -150,41 +149,6 @@ class Board:
         elsewhere = [r for r in range(self.n) if r not in self.on_host]
         self._note_wait(elsewhere[0], time.perf_counter()-began)
         for r in elsewhere: self._write_row(r, rows[r].tolist())
-
-# %% ../../nbs/base/010_board.ipynb #f01dfd9e
-class Heartbeat(NamedTuple):
-    "What a worker does, as it last wrote it"
-    # When it was written, as `time.monotonic()`, a clock that all processes of a host share; 0: the
-    # worker has written nothing yet
-    at:float=0.
-    longest:float=0.    # The longest time between two heartbeats of this job, in seconds
-    leaving:bool=False  # True once the worker has seen that its job is to stop
-    waits_for:int=-1    # The rank that it waits for at the board; -1: none
-    where:str=''        # The place in the job, such as `epoch 2, batch 17`
-
-_HEARTBEAT = '=dd?i255p'    # the fields of a `Heartbeat` in order
-
-class Heartbeats:
-    """The page with the latest `Heartbeat` of each worker of a host, one in a row. The notebook
-    creates and reads it, the workers write it"""
-    def __init__(self,
-        path, # The page's file
-        n=0   # Number of workers, for which the file is created; 0: the file exists
-    ):
-        self._page = Page.create(path, _HEARTBEAT, n) if n else Page.open(path, _HEARTBEAT)
-        if n: self.clear()
-    def write(self, row, beat):
-        "Write the `Heartbeat` `beat`; a `where` of more than 254 bytes is cut"
-        self._page.write(row, *beat[:-1], beat.where.encode())
-    def read(self, row):
-        "Return the `Heartbeat` in `row`; an empty one if no attempt reads it whole"
-        for _ in range(100):
-            if found := self._page.read(row):
-                return Heartbeat(*found[:-1], found[-1].decode(errors='replace'))
-        return Heartbeat()
-    def clear(self):
-        "Replace all heartbeats by empty ones, before a new job"
-        for i in range(len(self._page)): self.write(i, Heartbeat())
 
 # %% ../../nbs/base/010_board.ipynb #1ba407bf
 # Where the page's file is created; None: the temporary folder. A worker sets this variable of the

@@ -42,7 +42,7 @@ from .helper import end_forks_with_parent, end_with_parent
 #   attr_of(module, name)   imports the module, and returns its attribute
 #   failure_of(exc, ...)    the `Failure` that describes an exception, with its traceback as text
 #   end_fork(exc)           ends a process that isn't the worker, but a fork of it
-#   board.Heartbeats        the page on which each worker writes what it does; made by `Workers`
+#   board.page_folder       the folder for the page of shared memory on which ranks meet
 #   end_with_parent()       has Linux kill this process when the thread that started it ends
 #   in_bad_fork()           True if the helper had used CUDA before it forked this process
 
@@ -161,7 +161,6 @@ class Task(NamedTuple):
     block:Block|None=None       # The shared memory of the payload; None for an 'early' task
 
 # %% ../../nbs/process/405_worker.ipynb #b1927dfc
-HEARTBEATS = 'heartbeats'       # name of the file of heartbeats in the workers' folder
 # Kinds of payloads that come again, with about as many bytes: states of a learner (`launch.rank`)
 _STATES = 'epoch','state','cut'
 
@@ -231,9 +230,6 @@ class Channel:
         for i,block in enumerate(self._blocks):
             if not block.is_lent(): return self._blocks.pop(i)
         return Block()
-    def heartbeats(self):
-        "Return the `Heartbeats` that this worker shares with the notebook"
-        return board.Heartbeats(os.path.join(self.folder, HEARTBEATS))
     def stop_requested(self):
         "Return True if the notebook wants the running job to stop"
         return self._stop_requested.is_set()
