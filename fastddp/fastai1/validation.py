@@ -152,6 +152,9 @@ class Validation:
                  n_batch=None):
         "Validate as `basic_train.validate`, whose parameters and result it has"
         handler = cb_handler or CallbackHandler()
+        # A metric made under a launcher has a `world`, and would average in every batch
+        for m in handler.metrics:
+            if isinstance(m, AverageMetric): m.world = 0
         # A callback validates within a validation, in a batch that other ranks may not have
         is_inner = self.is_running
         if not is_inner: self.before()
