@@ -83,7 +83,8 @@ class _Tensors(NamedTuple):
     "What is kept of a batch, or of the part of it that one rank had, on the CPU"
     output:object
     target:object
-    loss:object         # A tensor; None without a loss function
+    # A tensor; without a loss function fastai has a pair of output and target in its place
+    loss:object
     term:object = 0.    # See `_LossOfWholeBatches`
 
 def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
@@ -95,9 +96,7 @@ class _KeepBatches(Callback):
         self.dl = dl
         self.parts = []     # `(number of the global batch, positions, _Tensors)`
     def on_batch_end(self, last_output, last_target, last_loss, **kwargs):
-        # Without a loss function fastai has a pair of output and target in place of the loss
-        loss = last_loss if isinstance(last_loss, torch.Tensor) else None
-        tensors = _cpu(_Tensors(last_output, last_target, loss))
+        tensors = _cpu(_Tensors(last_output, last_target, last_loss))
         self.parts.append((*batch_place(self.dl), tensors))
 
 class _RecordLosses:
@@ -275,7 +274,6 @@ def _replay(handler, metrics,
 
 def _pairs(parts # This rank's, of a `_KeepBatches`
 ):
-    """Return the pairs of output and target of all global batches, as a list. Of several targets
-    it is the first, as in fastai. A collective operation"""
-    pieces = [piece for _,all_parts in by_batch(parts) for piece in whole_batch(all_parts)]
-    return [(out, targ[0] if is_listy(targ) else targ) for out,targ,*_ in pieces]
+    "Return the pairs of output and target of all global batches, as a list. A collective operation"
+    parts = [(number, positions, o.loss) for number,positions,o in parts]
+    return [tuple(pair) for _,all_parts in by_batch(parts) for pair in whole_batch(all_parts)]
