@@ -230,8 +230,7 @@ def barrier():
     all_sum([0])
 
 def subgroup(ranks):
-    """Return a gloo group of some `ranks`, for `sum_in`; None on a rank that isn't a member. All
-    ranks call this"""
+    "Return a gloo group of some `ranks`, or None on the others. All ranks call this"
     members = dist.new_group(ranks, backend='gloo')
     # A weak reference: torch keeps the group until it is destroyed. If it were kept for longer, a
     # process that is forked then would crash when it collects the group as garbage
