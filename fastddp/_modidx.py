@@ -1242,6 +1242,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fastddp/fastai2/snapshot.py'),
                                           'fastddp.fastai2.snapshot._changed_cbs': ( 'fastai2/snapshot.html#_changed_cbs',
                                                                                      'fastddp/fastai2/snapshot.py'),
+                                          'fastddp.fastai2.snapshot._complete': ( 'fastai2/snapshot.html#_complete',
+                                                                                  'fastddp/fastai2/snapshot.py'),
                                           'fastddp.fastai2.snapshot._contents': ( 'fastai2/snapshot.html#_contents',
                                                                                   'fastddp/fastai2/snapshot.py'),
                                           'fastddp.fastai2.snapshot._holds': ( 'fastai2/snapshot.html#_holds',
