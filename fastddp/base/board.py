@@ -6,9 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/base/010_board.ipynb #9cf8c4e5
-import math, mmap, os, struct, tempfile, time, zlib
+import math, mmap, os, struct, tempfile, time, weakref, zlib
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
 
 import torch
 from fastcore.basics import noop, store_attr
@@ -84,7 +83,7 @@ class Board:
         n,         # Number of ranks in the group
         page=None, # The `Page` of this host; None for a group of one rank
         on_host=None, # The ranks of this host; None: all ranks of the group
-        # The process group of the first ranks of all hosts; None on other ranks, and on one host
+        # The `subgroup` of the first ranks of all hosts; None on other ranks, and on one host
         between_hosts=None,
         limit=None # Seconds to wait for the other ranks; None: no limit
     ):
@@ -151,72 +150,23 @@ class Board:
         self._note_wait(elsewhere[0], time.perf_counter()-began)
         for r in elsewhere: self._write_row(r, rows[r].tolist())
 
-# %% ../../nbs/base/010_board.ipynb #f01dfd9e
-class Heartbeat(NamedTuple):
-    "What a worker does, as it last wrote it"
-    # When it was written, as `time.monotonic()`, a clock that all processes of a host share; 0: the
-    # worker has written nothing yet
-    at:float=0.
-    longest:float=0.    # The longest time between two heartbeats of this job, in seconds
-    leaving:bool=False  # True once the worker has seen that its job is to stop
-    waits_for:int=-1    # The rank that it waits for at the board; -1: none
-    where:str=''        # The place in the job, such as `epoch 2, batch 17`
-
-_HEARTBEAT = '=dd?i255p'    # the fields of a `Heartbeat` in order
-
-class Heartbeats:
-    """The page with the latest `Heartbeat` of each worker of a host, one in a row. The notebook
-    creates and reads it, the workers write it"""
-    def __init__(self,
-        path, # The page's file
-        n=0   # Number of workers, for which the file is created; 0: the file exists
-    ):
-        self._page = Page.create(path, _HEARTBEAT, n) if n else Page.open(path, _HEARTBEAT)
-        if n: self.clear()
-    def write(self, row, beat):
-        "Write the `Heartbeat` `beat`; a `where` of more than 254 bytes is cut"
-        self._page.write(row, *beat[:-1], beat.where.encode())
-    def read(self, row):
-        "Return the `Heartbeat` in `row`; an empty one if no attempt reads it whole"
-        for _ in range(100):
-            if found := self._page.read(row):
-                return Heartbeat(*found[:-1], found[-1].decode(errors='replace'))
-        return Heartbeat()
-    def clear(self):
-        "Replace all heartbeats by empty ones, before a new job"
-        for i in range(len(self._page)): self.write(i, Heartbeat())
-
 # %% ../../nbs/base/010_board.ipynb #1ba407bf
 # Where the page's file is created; None: the temporary folder. A worker sets this variable of the
 # module to the workers' folder, which is removed even if the worker is killed
 page_folder = None
-_board = None       # the `Board` of this process's group
-_board_key = None   # the `group.key()` of that group
+_boards = weakref.WeakKeyDictionary()       # process group -> its `Board` in this process
 
 def group_board():
     "Return the `Board` of this process's group; the first call for a group is a collective"
-    global _board,_board_key
+    if group.world_size() == 1: return Board(0, 1)
     key = group.key()
-    if _board is None or _board_key is not key:
-        _board = _make_board()
-        _board_key = key
-    return _board
-
-def forget_board():
-    "Forget the board of the group that this process leaves"
-    global _board,_board_key
-    # Callbacks may refer to the board when the group is gone. A process that is forked then would
-    # crash when it collects the process group in it as garbage.
-    if _board is not None: _board.between_hosts = None
-    _board = _board_key = None
-
-group.before_leave.append(forget_board)
+    if key not in _boards: _boards[key] = _make_board()
+    return _boards[key]
 
 def _make_board():
     "Make the `Board` of this process's group. A collective"
     rank = group.rank()
     n = group.world_size()
-    if n == 1: return Board(0, 1)
     # Without LOCAL_RANK, all ranks are taken to be on one host.
     first_on_host = group.all_gather_object(rank-int(os.environ.get('LOCAL_RANK', rank)))
     on_host = [r for r in range(n) if first_on_host[r] == first_on_host[rank]]
@@ -227,7 +177,7 @@ def _make_board():
     leaders = sorted({*group.all_gather_object(on_host[0])})
     between = group.subgroup(leaders) if len(leaders) > 1 else None
     limit = _LIMIT if group.under_launcher() else None
-    return Board(rank, n, page, on_host, between if rank in leaders else None, limit)
+    return Board(rank, n, page, on_host, between, limit)
 
 def _shared_page(
     on_host, # The ranks of this host

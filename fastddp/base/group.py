@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
 import collections, datetime, errno, functools, io, itertools, math, os, pickle, socket, sys, time
+import weakref
 from contextlib import contextmanager
 
 import torch, torch.distributed as dist
@@ -49,8 +50,8 @@ def world_size():
     return dist.get_world_size() if in_group() else 1
 
 def key():
-    "An object that is another one for each group; None without a group"
-    return dist.group.WORLD if in_group() else None
+    "torch's object for the group: another one for each group"
+    return dist.group.WORLD
 
 # %% ../../nbs/base/009_group.ipynb #984a33de
 # Backends
@@ -168,15 +169,12 @@ def join_at(addr, port, rank, world_size, *options):
     join(store, rank, world_size, *options)
 
 # %% ../../nbs/base/009_group.ipynb #b65acfdb
-before_leave = []   # functions that `leave` calls first; `base.board` adds its `forget_board`
-
 def leave(
     broken=False # Other ranks may have failed: don't wait for them
 ):
     "Leave the group, if there is one. This is no collective: other ranks may stay, or be gone"
     global rendezvous
     rendezvous = None
-    for f in before_leave: f()
     if not in_group(): return
     abort = getattr(dist.distributed_c10d, '_abort_process_group', None)
     if broken and abort and backend() == native_backend(): return abort()
@@ -232,12 +230,15 @@ def barrier():
     all_sum([0])
 
 def subgroup(ranks):
-    "Return a gloo group of some `ranks`. All ranks call this, also those that aren't members"
-    return dist.new_group(ranks, backend='gloo')
+    "Return a gloo group of some `ranks`, or None on the others. All ranks call this"
+    members = dist.new_group(ranks, backend='gloo')
+    # A weak reference: torch keeps the group until it is destroyed. If it were kept for longer, a
+    # process that is forked then would crash when it collects the group as garbage
+    return weakref.ref(members) if rank() in ranks else None
 
 def sum_in(t, members):
     "Sum the CPU tensor `t` in place over the ranks of a `subgroup`. Its members alone call this"
-    with until_released([t]): dist.all_reduce(t, group=members)
+    with until_released([t]): dist.all_reduce(t, group=members())
 
 # %% ../../nbs/base/009_group.ipynb #6f188fae
 # Gathering objects. Connections of ranks have no password, so that any program might send a pickle:
@@ -329,8 +330,7 @@ def _change_as_one(tensors, change):
     alike = {}
     for t in tensors: alike.setdefault((t.dtype, t.device), []).append(t)
     for ts in alike.values():
-        flats = [t.detach().reshape(-1) for t in ts]
-        flat = torch.cat(flats) if len(ts) > 1 else flats[0]
+        flat = torch.cat([t.detach().reshape(-1) for t in ts])
         sent = flat.to(comm_device())
         with until_released([sent]): change(sent)
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):

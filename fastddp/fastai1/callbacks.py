@@ -22,7 +22,7 @@ from ..base.scoped import environment, with_attrs
 from .loaders import (
     batch_counts, batch_place, fit_loaders, global_batches, own_loader, shard, torch_dl)
 from .validation import Validation
-from ..launch.training import cbs_of_rank
+from ..launch.training import cbs_of_rank, is_kind
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, Losses, tensors_in
 from ..shard.gradients import FLAT, Passes, extra_params
@@ -66,7 +66,7 @@ from ..shard.sharded import iterate_original
 #         loss.backward            TrainingBatches    *c  gradients are averaged, in each pass
 #         on_backward_end          Agree              *   skip the step?
 #         on_step_end              Agree              *   keep the gradients?
-#       on_batch_end               Agree              *   stop the epoch, or the fit?
+#       on_batch_end               Agree              *   stop the epoch, or the fit? validate?
 #     validate (replaced)          SyncModel          c   all ranks get the same model
 #                                  Validation         *c  see `validation`
 #     on_epoch_end                 SyncModel          c   as above
@@ -323,22 +323,21 @@ class _CountAll(Callback):
 # %% ../../nbs/fastai1/803_callbacks.ipynb #68742c06
 class Agree(Callback):
     """Makes all ranks skip a step or stop the fit if a callback of one rank does. v1 passes it the
-    flags that this rank's callbacks have set at an event, and takes those that it returns. Each
+    state, with the flags that this rank's callbacks have set, and takes those that it returns. Each
     event is a meeting, except the end of a validation batch, of which ranks have different numbers
     """
     _order = AGREE
     def __init__(self, ranks): self.ranks = ranks
-    def _agreed(self, **flags):
-        "Return the flags, each True if it is True on some rank. A meeting"
-        sums = self.ranks.all_reduce(*flags.values())
+    def _agreed(self, state, *flags):
+        "Return these flags of `state`, each True if it is True on some rank. A meeting"
+        sums = self.ranks.all_reduce(*(state[k] for k in flags))
         return {k:n > 0 for k,n in zip(flags, sums)}
-    def on_backward_begin(self, skip_bwd, **kwargs): return self._agreed(skip_bwd=skip_bwd)
-    def on_backward_end(self, skip_step, **kwargs): return self._agreed(skip_step=skip_step)
-    def on_step_end(self, skip_zero, **kwargs): return self._agreed(skip_zero=skip_zero)
-    def on_batch_end(self, train, stop_epoch, stop_training, **kwargs):
-        if train: return self._agreed(stop_epoch=stop_epoch, stop_training=stop_training)
-    def on_epoch_end(self, stop_training, **kwargs):
-        return self._agreed(stop_training=stop_training)
+    def on_backward_begin(self, **state): return self._agreed(state, 'skip_bwd')
+    def on_backward_end(self, **state): return self._agreed(state, 'skip_step')
+    def on_step_end(self, **state): return self._agreed(state, 'skip_zero')
+    def on_batch_end(self, train, **state):
+        if train: return self._agreed(state, 'stop_epoch', 'stop_training', 'skip_validate')
+    def on_epoch_end(self, **state): return self._agreed(state, 'stop_training')
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #7173a3a6
 @contextmanager
@@ -359,7 +358,7 @@ def distributed_v1(learn,
     on_gpu = is_accelerator(device_of(learn.model))
     sync = SyncModel(learn, average_bn=sync_bn and not on_gpu)
     counting = [_CountAll(learn, ranks, cb) for cb in callbacks
-                if type(cb).__name__ == 'AccumulateScheduler']
+                if is_kind(cb, ['AccumulateScheduler'])]
     def before_validation():
         batches.passes.close()      # backward passes of a validation are this rank's own
         sync.sync()

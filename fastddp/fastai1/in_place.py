@@ -9,7 +9,6 @@ __all__ = []
 import contextlib
 
 from fastai import basic_train, torch_core
-from fastai.callback import AverageMetric
 from fastcore.basics import store_attr
 
 from ..base import group
@@ -78,15 +77,11 @@ class AllRanks:
                                    stop_requested=self.stop_requested, **self.options) as cbs:
             self.fastai_fit(epochs, learn, callbacks=[*cbs, noted], metrics=metrics)
         _copy_from_rank0(learn)     # a callback may have loaded weights in the end
-    def _validate(self, model, dl, loss_func=None, cb_handler=None, *args, **kwargs):
+    def _validate(self, model, dl, *args, **kwargs):
         "Validate as `basic_train.validate`, whose parameters and result it has"
         mend_streams(dl)
         sync_streams()
-        # A metric made under a launcher has a `world`, and would average in every batch
-        for m in cb_handler.metrics if cb_handler else ():
-            if type(m) is AverageMetric: m.world = 0
-        return validate_by_ranks(self.stop_requested, model, dl, loss_func, cb_handler, *args,
-                                 **kwargs)
+        return validate_by_ranks(self.stop_requested, model, dl, *args, **kwargs)
 
 def _copy_from_rank0(learn):
     "Give all ranks the model of rank 0"

@@ -152,6 +152,9 @@ def global_batches(dl, # A `DeviceDataLoader`
                    n   # Number of ranks
 ):
     "Make the batches of `dl` `n` times as large inside"
+    if n == 1:          # then a `batch_sampler` may decide about them
+        yield
+        return
     original_dl = torch_dl(dl)
     bs = original_dl.batch_size*n
     # A sampler that sorts within chunks of batches has a `bs`, and so has a language model's

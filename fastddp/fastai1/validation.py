@@ -83,7 +83,8 @@ class _Tensors(NamedTuple):
     "What is kept of a batch, or of the part of it that one rank had, on the CPU"
     output:object
     target:object
-    loss:object         # A tensor; None without a loss function
+    # A tensor; without a loss function fastai has a pair of output and target in its place
+    loss:object
     term:object = 0.    # See `_LossOfWholeBatches`
 
 def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
@@ -91,15 +92,11 @@ def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 class _KeepBatches(Callback):
     """In the place of the metrics that aren't means over items, keeps this rank's part of each
     batch for `_replay`, and for `_pairs`"""
-    def __init__(self, dl,         # The sharded loader
-                 keeps_tensors     # False: keep only which items each batch had, for `_pairs`
-    ):
-        store_attr()
-        self.parts = []     # `(number of the global batch, positions, _Tensors or None)`
+    def __init__(self, dl): # The sharded loader
+        self.dl = dl
+        self.parts = []     # `(number of the global batch, positions, _Tensors)`
     def on_batch_end(self, last_output, last_target, last_loss, **kwargs):
-        # Without a loss function fastai has a pair of output and target in place of the loss
-        loss = last_loss if isinstance(last_loss, torch.Tensor) else None
-        tensors = _cpu(_Tensors(last_output, last_target, loss)) if self.keeps_tensors else None
+        tensors = _cpu(_Tensors(last_output, last_target, last_loss))
         self.parts.append((*batch_place(self.dl), tensors))
 
 class _RecordLosses:
@@ -152,6 +149,9 @@ class Validation:
                  n_batch=None):
         "Validate as `basic_train.validate`, whose parameters and result it has"
         handler = cb_handler or CallbackHandler()
+        # A metric made under a launcher has a `world`, and would average in every batch
+        for m in handler.metrics:
+            if isinstance(m, AverageMetric): m.world = 0
         # A callback validates within a validation, in a batch that other ranks may not have
         is_inner = self.is_running
         if not is_inner: self.before()
@@ -179,9 +179,11 @@ class Validation:
             # A loss that a rank has computed over a whole batch is right as it is
             has_whole_batches = torch_dl(shard_dl)._shard.whole_batches
             is_gathered = self.losses.is_gathered(loss_func) and not has_whole_batches
-        keep = _KeepBatches(shard_dl, keeps_tensors=bool(is_gathered or other_metrics))
+        replays = is_gathered or other_metrics
+        keep = _KeepBatches(shard_dl)
+        metrics = [*item_means, keep] if replays or not loss_func else item_means
         # This rank by itself, until it meets the others
-        outs = self._run(model, shard_dl, record, handler, [*item_means, keep], pbar)
+        self._run(model, shard_dl, record, handler, metrics, pbar)
         # All ranks together. They have the same metrics and loss, so each comes to the same
         # collectives
         for m in item_means: _sum_over_ranks(m)
@@ -189,28 +191,26 @@ class Validation:
         if is_gathered:
             has_terms = any(group.all_gather_object(self.losses.has_terms))
             anew = _LossOfWholeBatches(loss_func, model, has_terms)
-        if keep.keeps_tensors: _replay(handler, other_metrics, keep.parts, anew)
+        if replays: _replay(handler, other_metrics, keep.parts, anew)
         # The result, as fastai's own function returns it
-        if not loss_func: return _pairs(outs, keep.parts)
+        if not loss_func: return _pairs(keep.parts)
         losses = anew.losses if anew else batch_losses(record.rows)
         if not average: return [torch.tensor(loss) for _,loss,_ in losses]
         return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
 
     def _run(self, model, dl, loss_func, handler, metrics, pbar):
         """Run fastai's own function over this rank's shard `dl`, with `metrics` instead of the
-        handler's; then meet the other ranks. Returns fastai's list of losses, or of outputs and
-        targets"""
+        handler's; then meet the other ranks"""
         handlers_own = handler.on_batch_end
         def on_batch_end(loss): return handlers_own(loss) or self.ranks.stop_requested()
         running = with_attrs(self, is_running=True)
         with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
-            outs = self.fastai_validate(model, dl, loss_func, handler, pbar, average=False)
+            self.fastai_validate(model, dl, loss_func, handler, pbar, average=False)
         # A rank that was asked to stop has ended its loop. Here it stops all others, too
         self.ranks.all_reduce()
         # Other ranks may have fewer batches than rank 0. If a callback validates in each of them,
         # and so draws from the common streams, only rank 0 has drawn as often as one process
         self.common.set_state(group.from_rank0(self.common.state()))
-        return outs
 
 def _sum_over_ranks(m # An `AverageMetric`
 ):
@@ -272,9 +272,8 @@ def _replay(handler, metrics,
                             last_target=piece.target, last_loss=piece.loss, last_input=None)
                 for metric in metrics: handler._call_and_update(metric, 'batch_end')
 
-def _pairs(outs, # fastai's pairs of output and target, of this rank's batches
-           parts # Those of a `_KeepBatches`
+def _pairs(parts # This rank's, of a `_KeepBatches`
 ):
     "Return the pairs of output and target of all global batches, as a list. A collective operation"
-    parts = [(number, positions, _cpu(out)) for (number,positions,_),out in zip(parts, outs)]
+    parts = [(number, positions, o.loss) for number,positions,o in parts]
     return [tuple(pair) for _,all_parts in by_batch(parts) for pair in whole_batch(all_parts)]

@@ -158,7 +158,8 @@ class UserCall:
         "Make the resume point of `learn`: the current fit was cut off, and continues from a state."
         if state is None:
             tracker = baseline(learn, cbs, definitions=definitions)
-            state = capture(learn, cbs, tracker, CommonRNG.capture().state())
+            state = capture(learn, cbs, tracker, CommonRNG.capture().state(),
+                            persistent_refs(learn, cbs))
         else: first_epoch = 'next'
         # nearly every object of a learner refers to the learner, which the point mustn't keep alive
         self.point = ResumePoint(self.n_begun-1, structure_of(learn), private_copy(*state),

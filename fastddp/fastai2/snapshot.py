@@ -193,19 +193,23 @@ def unpack(
     obj, # What `snapshot` has pickled: a dict
     device # Of this rank
 ):
-    """Return `(learner, callbacks of the fit, call)` of a snapshot, ready to train on `device`.
-    Installs the notebook's random streams."""
+    "Return `(learner, callbacks of the fit, call)` of a snapshot, ready to train on `device`."
     learn = obj['learn']
     model_factory,dls_factory = obj['factories']
     if dls_factory: learn.dls = _new_dls(dls_factory)
     if model_factory: _new_model(learn, model_factory, obj['state'])
     CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
+    _complete(obj, device)
+    return learn, obj['cbs'], obj['call']
+
+def _complete(obj, device):
+    "Move the learner of a snapshot to `device`, and set what torch hasn't pickled with it."
+    learn = obj['learn']
     place(learn, device)
     set_grads(learn.model, obj['grads'])        # copies each to the device of its parameter
     for o,attrs in zip(opt_and_wrapped(learn.opt), obj['opt_attrs']): vars(o).update(attrs)
     move_opt_state(learn.opt, device)   # again, with the tensors in these attributes
-    if not model_factory: set_hooks(_hooked_objects(learn), *obj['hooks'])
-    return learn, obj['cbs'], obj['call']
+    set_hooks(_hooked_objects(learn), *obj['hooks'])
 
 def _new_dls(factory):
     "Return the `DataLoaders` of a `dls_factory`; refuse anything else."
@@ -239,18 +243,17 @@ def twin(
 ):
     "Return `(copy of learn, copy of call)` on the CPU. The datasets are shared, not copied."
     data = [getattr(dl, 'dataset', None) for dl in learn.dls.loaders]
-    obj = _contents(learn, (), call) | dict(rng=CommonRNG.capture().state())
+    obj = _contents(learn, (), call)
     try:
         with _as_sent(obj): obj = deep_copy(obj, data)
     except Exception:
         snapshot(learn, (), call)       # raises an error that names what can't be copied
         raise
-    new,_,call = unpack(obj, 'cpu')
-    return new, call
+    _complete(obj, 'cpu')
+    return obj['learn'], obj['call']
 
 def copy_of(learn):
-    """Return a copy of `learn` over the same datasets, without callbacks that write files, log or
-    show progress."""
+    "Return a `twin` of `learn` on its device, without callbacks that write, log or show progress."
     res,_ = twin(learn, {})
     place(res, getattr(learn.dls, 'device', None) or 'cpu')
     res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb) or isinstance(cb, TrackerCallback)])
@@ -330,8 +333,8 @@ def _changed_cbs(learn,
 def capture(
     learn, cbs, # As they are now
     base, # Their `baseline`
-    rng=None, # The state of the random streams that all ranks have in common
-    refs=None, # `persistent_refs` before the job; None: those of now
+    rng, # The state of the random streams that all ranks have in common
+    refs, # `persistent_refs` before the job
     weights=True, grads=None, ended=False # See below
 ):
     """Return all that the job has changed, as a `Payload` for `apply`. `state` is copied into the
@@ -349,7 +352,6 @@ def capture(
     `grads`: None if no fit has ended; True: also accumulated gradients. `ended`: False if the
     learner may have got another state of this call before. Then small values are sent even if they
     are as at the start."""
-    refs = refs or persistent_refs(learn, cbs)
     # at the end of an epoch, the learner has sharded loaders; `base` knows the original ones
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
     changes = base.since_start(ended)
@@ -394,4 +396,4 @@ def apply(learn, cbs,
     removed = [groups['cbs'][i] for i in rest.get('removed_cbs', ())]
     learn.remove_cbs([cb for cb in learn.cbs if _holds(removed, cb)])
     learn.add_cbs(rest.get('added_cbs'))
-    if rest['rng']: CommonRNG(rest['rng']).install()
+    CommonRNG(rest['rng']).install()

@@ -18,6 +18,7 @@ from ..base.device import bind_near, device_module, is_accelerator, keep_freed_m
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.pickling import Payload, dump, load
 from ..process.worker import function_ref, resolve_function
+from ..process.workers import Heartbeat, Heartbeats
 
 # %% ../../nbs/launch/500_rank.ipynb #a58ba397
 # In order: what all engines use (`Job`, `Context`, `call`); then what runs in a worker: its
@@ -28,6 +29,7 @@ from ..process.worker import function_ref, resolve_function
 #                                   send; `where` and `items` are read when a job fails; its thread
 #                                   calls `on_stop`, the main thread `on_idle` after the job
 #   capture_output(send, settings)  what is shown inside goes to `send(event)`
+#   Heartbeats(folder)              a page that the notebook reads: each rank writes its row
 #   group.join(store, ...)          all ranks call it, each in its own process; waits for all
 #   group.rendezvous                the `store` of the group that this process is in, or None
 #   board.on_wait(rank)             is called while this rank waits for `rank`
@@ -121,8 +123,8 @@ class _WorkerContext(Context):
         self._channel = channel
         self.where = channel.where      # until the job says something else
         self.local_rank = int(os.environ.get('LOCAL_RANK', channel.rank))
-        self._heartbeats = channel.heartbeats()
-        self._last = board.Heartbeat()      # what this rank wrote last
+        self._heartbeats = Heartbeats(channel.folder)
+        self._last = Heartbeat()    # what this rank wrote last
         # until the next job's context takes over, failure reports show where this job is, and
         # heartbeats for which rank it waits
         self._channel.where = lambda: self.where
@@ -132,7 +134,7 @@ class _WorkerContext(Context):
         now = time.monotonic()
         last = self._last
         longest = max(last.longest, now-last.at) if last.at else 0.
-        self._last = board.Heartbeat(now, longest, leaving, -1, where)
+        self._last = Heartbeat(now, longest, leaving, -1, where)
         self._heartbeats.write(self.local_rank, self._last)
     def waits_for(self, rank):
         "Tell the notebook that this rank waits for `rank` at the board"

@@ -11,13 +11,13 @@ from multiprocessing import connection
 
 from fastcore.basics import store_attr
 
-from ..base.board import Heartbeat
 from ..base.errors import CantDistribute
 from .agent import own_modules
 from .stream import Stream
 from ..payload.buffers import Block
 from ..process import helper
 from ..process.worker import Surroundings
+from ..process.workers import Heartbeat
 
 # %% ../../nbs/machines/613_machine.ipynb #adef5356
 # Used here; all of it is called in the notebook's process:

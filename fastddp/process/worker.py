@@ -42,7 +42,7 @@ from .helper import end_forks_with_parent, end_with_parent
 #   attr_of(module, name)   imports the module, and returns its attribute
 #   failure_of(exc, ...)    the `Failure` that describes an exception, with its traceback as text
 #   end_fork(exc)           ends a process that isn't the worker, but a fork of it
-#   board.Heartbeats        the page on which each worker writes what it does; made by `Workers`
+#   board.page_folder       the folder for the page of shared memory on which ranks meet
 #   end_with_parent()       has Linux kill this process when the thread that started it ends
 #   in_bad_fork()           True if the helper had used CUDA before it forked this process
 
@@ -147,8 +147,7 @@ def function_ref(fn):
     return f'{module}:{name}' if has_name else cloudpickle.dumps(fn, protocol=5)
 
 def resolve_function(ref):
-    "Return the function that `function_ref` returned `ref` for; return a function as it is"
-    if callable(ref): return ref
+    "Return the function that `function_ref` returned `ref` for"
     return pickle.loads(ref) if isinstance(ref, bytes) else attr_of(*ref.split(':'))
 
 # %% ../../nbs/process/405_worker.ipynb #b40da885
@@ -161,7 +160,6 @@ class Task(NamedTuple):
     block:Block|None=None       # The shared memory of the payload; None for an 'early' task
 
 # %% ../../nbs/process/405_worker.ipynb #b1927dfc
-HEARTBEATS = 'heartbeats'       # name of the file of heartbeats in the workers' folder
 # Kinds of payloads that come again, with about as many bytes: states of a learner (`launch.rank`)
 _STATES = 'epoch','state','cut'
 
@@ -185,7 +183,7 @@ class Channel:
         conn,           # The worker's end of the pipe, a socket
         rank,           # Of this worker
         parent_pid,     # Pid of the notebook's process; when it ends, this worker is killed
-        folder=None     # The workers' folder, removed when the notebook ends
+        folder          # The workers' folder, removed when the notebook ends
     ):
         self.rank = rank
         self.folder = folder
@@ -215,25 +213,25 @@ class Channel:
         payload # A `Payload`
     ):
         "Send a payload; it arrives even if this process dies right afterwards"
-        # The block of another kind is closed below, and then is the notebook's alone
         comes_again = kind in _STATES
         block = self._take_block() if comes_again else Block()
-        packed = block.write(payload)
-        fd = block.fd
-        if comes_again:
-            with contextlib.suppress(OSError):      # else a block isn't used again
-                fd = block.lend()
+        lent = None
+        try:
+            packed = block.write(payload)
+            if comes_again:
+                with contextlib.suppress(OSError): lent = block.lend()
+            self.send('put', kind, packed, fd=lent or block.fd)
+        finally:
+            # A block that isn't lent is the notebook's alone from now on
+            if lent is None: block.close()
+            else:
+                os.close(lent)
                 self._blocks.append(block)
-        try: self.send('put', kind, packed, fd=fd)
-        finally: os.close(fd)
     def _take_block(self):
         "Return a `Block` that the notebook no longer reads: the system finds new memory slowly"
         for i,block in enumerate(self._blocks):
             if not block.is_lent(): return self._blocks.pop(i)
         return Block()
-    def heartbeats(self):
-        "Return the `Heartbeats` that this worker shares with the notebook"
-        return board.Heartbeats(os.path.join(self.folder, HEARTBEATS))
     def stop_requested(self):
         "Return True if the notebook wants the running job to stop"
         return self._stop_requested.is_set()
@@ -251,7 +249,7 @@ class Channel:
         finally:
             # The folder is removed if the notebook has ended, not if it has only closed the pipe. A
             # process that dies closes its files a little before it is gone.
-            if self.folder and (notebook is None or connection.wait([notebook], 1)):
+            if notebook is None or connection.wait([notebook], 1):
                 shutil.rmtree(self.folder, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
     def _handle(self, what, *values):

@@ -9,14 +9,15 @@ __all__ = []
 import errno, os, signal, socket, tempfile, time, warnings
 from contextlib import suppress
 from multiprocessing import connection
+from typing import NamedTuple
 
 import cloudpickle
 
-from ..base.board import Heartbeats
+from ..base.board import Page
 from ..base.errors import CantDistribute
 from ..base.scoped import in_main_thread
 from ..payload.buffers import Block
-from .worker import HEARTBEATS, Pipe, Surroundings, function_ref, worker_main
+from .worker import Pipe, Surroundings, function_ref, worker_main
 from .helper import (
     HelperEnded, new_folder, remove_folder, start_method, start_worker, turn_off_helper)
 
@@ -32,7 +33,8 @@ from .helper import (
 #                             what is complete, without waiting. `ended`: nothing more will come
 #   Surroundings.now()        environment, folder and import path, which the worker takes over.
 #                             Raises `CantDistribute` if the working directory is gone
-#   Heartbeats(path, n)       makes the file where worker i writes row i, what it is doing
+#   Page                      a file whose records several processes read and write. A record that
+#                             is empty, or only half written, is read as None
 #   Block(fd)                 shared memory of a payload, as its reader; `close` frees it
 
 _REMEDIES = {
@@ -54,6 +56,41 @@ def _refusal(
     else: remedy = (f"The temporary folder {folder} is gone: make it again, or set "
                     "`tempfile.tempdir` to another one")
     return f"Workers can't be started: {e}. {remedy}."
+
+# %% ../../nbs/process/406_workers.ipynb #f01dfd9e
+class Heartbeat(NamedTuple):
+    "What a worker does, as it last wrote it"
+    # When it was written, as `time.monotonic()`, a clock that all processes of a host share; 0: the
+    # worker has written nothing yet
+    at:float=0.
+    longest:float=0.    # The longest time between two heartbeats of this job, in seconds
+    leaving:bool=False  # True once the worker has seen that its job is to stop
+    waits_for:int=-1    # The rank that it waits for at the board; -1: none
+    where:str=''        # The place in the job, such as `epoch 2, batch 17`
+
+_HEARTBEAT = '=dd?i255p'    # the fields of a `Heartbeat` in order
+
+class Heartbeats:
+    """The page with the latest `Heartbeat` of each worker of a host, one in a row. The notebook
+    creates and reads it, the workers write it (`launch.rank`)"""
+    def __init__(self,
+        folder, # The workers' folder, in which the page's file is
+        n=0     # Number of workers, for which the file is created; 0: the file exists
+    ):
+        path = os.path.join(folder, 'heartbeats')
+        self._page = Page.create(path, _HEARTBEAT, n) if n else Page.open(path, _HEARTBEAT)
+    def write(self, row, beat):
+        "Write the `Heartbeat` `beat`; a `where` of more than 254 bytes is cut"
+        self._page.write(row, *beat[:-1], beat.where.encode())
+    def read(self, row):
+        "Return the `Heartbeat` in `row`; an empty one if no attempt reads it whole"
+        for _ in range(100):
+            if found := self._page.read(row):
+                return Heartbeat(*found[:-1], found[-1].decode(errors='replace'))
+        return Heartbeat()
+    def clear(self):
+        "Replace all heartbeats by empty ones, before a new job"
+        for i in range(len(self._page)): self.write(i, Heartbeat())
 
 # %% ../../nbs/process/406_workers.ipynb #2b6ba769
 _HELPER_ENDED = ("the helper process ended when it was asked for a worker (a library that it "
@@ -103,7 +140,7 @@ class Workers:
         self._reported_dead = set()     # ranks whose end `poll` has reported
         try:
             n_rows = max(self.ranks)-self.first+1
-            self._heartbeats = Heartbeats(os.path.join(self.dir, HEARTBEATS), n_rows)
+            self._heartbeats = Heartbeats(self.dir, n_rows)
             for r in self.ranks:
                 self._start_one(r)
                 # the first one waits until the helper has imported everything

@@ -2,7 +2,7 @@
 import time
 from types import SimpleNamespace
 import pytest
-from fastddp.base.board import Heartbeat
+from fastddp.process.workers import Heartbeat
 from fastddp.base.errors import GroupTimeout, RankDied, RankRaised
 from fastddp.base.failure import Failure
 from fastddp.base.scoped import Interrupts

@@ -5,6 +5,7 @@ from fastddp.base.errors import CantDistribute
 from fastddp.payload.pickling import dump, load
 from fastddp.payload.buffers import Block
 from fastddp.process import workers
+from fastddp.process.worker import Channel
 from fastddp.process.workers import Workers
 
 
@@ -44,6 +45,17 @@ def test_all_that_a_worker_sent_is_heard_before_its_death(started):
     poll, w.poll = w.poll, lambda timeout: poll(timeout) if not w.procs[0].is_alive() else []
     news = [o for o in run(w, last_words, 'died') if o[1] in ('put', 'died')]
     assert news == [*((0, 'put', f'part {i}') for i in range(100)), (0, 'died', 3)]
+
+
+@pytest.mark.parametrize('kind', ['result', 'state'])
+def test_a_payload_without_room_leaves_no_descriptor(kind, monkeypatch):
+    def no_room(block, payload): raise OSError('no room')
+    monkeypatch.setattr(Block, 'write', no_room)
+    channel = Channel.__new__(Channel)
+    channel._blocks = []
+    before = os.listdir('/proc/self/fd')
+    with pytest.raises(OSError, match='no room'): channel.put(kind, dump(None))
+    assert os.listdir('/proc/self/fd') == before
 
 
 def with_a_child(channel, meta, buffers, config): return dump(subprocess.Popen(['sleep', '1000']).pid)

@@ -21,7 +21,9 @@ def weights(learn): return numbers(list(learn.model.state_dict().values()))
 
 def words(bs, path):
     "What fits, validation, predictions and `lr_find` give"
-    res, learn = {}, plain(bs, path=path, callback_fns=partial(SaveModelCallback, monitor='accuracy'))
+    # a metric that was made under torchrun would average over ranks by itself, in each batch
+    res, learn = {}, plain(bs, path=path, metrics=[AverageMetric(accuracy)],
+                           callback_fns=partial(SaveModelCallback, monitor='accuracy'))
     seed(int(os.environ.get('RANK', 0)))
     learn.distrib_fit_one_cycle(2, 1e-2)
     learn.save('stage-1')

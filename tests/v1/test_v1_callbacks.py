@@ -7,14 +7,14 @@ from fastai.train import *
 
 class Mine(LearnerCallback):
     "A user's own: keeps what it sees, and stops one rank only"
-    def __init__(self, learn, stop_at=None):
+    def __init__(self, learn, stop_at=None, skip_validate=False):
         super().__init__(learn)
-        self.stop_at, self.seen, self.epochs = stop_at, [], 0
+        self.stop_at, self.skip_validate, self.seen, self.epochs = stop_at, skip_validate, [], 0
     def on_batch_end(self, train, last_loss, iteration, **kwargs):
         if not train: return
         self.seen.append(float(last_loss))
         if iteration == self.stop_at and int(os.environ.get('RANK', 1)) == 1:
-            return {'stop_epoch': True, 'stop_training': True}
+            return {'stop_epoch': True, 'stop_training': True, 'skip_validate': self.skip_validate}
     def on_epoch_end(self, **kwargs): self.epochs += 1
 
 
@@ -98,28 +98,35 @@ def test_a_callback_validates(within, n_valid, n):
     same_recorder(two, one)
 
 
-def test_a_users_callback(tmp_path):
-    "On the learner, with its state, its loss that of all; stopped by one rank, all stop at the same batch"
+@pytest.mark.parametrize('skip_validate', [False, True])
+def test_a_users_callback(skip_validate):
+    """On the learner, with its state, its loss that of all; stopped by one rank, all stop at the same batch, and
+    validate or don't"""
     two, one = plain(4), plain(8)
-    cbs = Mine(two, 7), Mine(one, 7)
-    seed(5); two.distrib_fit(3, 1e-2, callbacks=[cbs[0]], nprocs=2)
+    cbs = Mine(two, 7, skip_validate), Mine(one, 7, skip_validate)
+    seed(5); two.distrib_fit(3, 1e-2, callbacks=[cbs[0]], nprocs=2, timeout=30)
     seed(5); one.fit(3, 1e-2, callbacks=[cbs[1]])
     assert cbs[0].seen == pytest.approx(cbs[1].seen,
                                         abs=1e-6) and len(cbs[0].seen) == 8 and cbs[0].epochs == cbs[1].epochs
     same_weights(two, one)
+    assert (two.recorder.val_losses[-1] is None) == (one.recorder.val_losses[-1] is None) == skip_validate
     assert two.mine is cbs[0] and cbs[0].learn is two
 
 
-@pytest.mark.parametrize('kind', ['mixup', 'clip', 'accumulate', 'weights', 'oversample', 'sum'])
+class Accumulates(AccumulateScheduler):
+    "A user's own kind"
+
+
+@pytest.mark.parametrize('kind', ['mixup', 'clip', 'accumulate', 'own accumulate', 'weights', 'oversample', 'sum'])
 def test_training_callbacks(kind, tmp_path):
     """Gradient clipping, accumulation and weighted losses are one process's; mixup and oversampling, which draw by
     rank, train"""
     weights = nn.CrossEntropyLoss(weight=torch.tensor([1., 3.]))
+    accumulates = {'accumulate': AccumulateScheduler, 'own accumulate': Accumulates}
     def make(bs):
         learn = plain(bs, n=42, loss_func=dict(weights=weights, sum=nn.CrossEntropyLoss(reduction='sum')).get(kind),
-                      callback_fns=
-                      [partial(AccumulateScheduler, n_step=2)] if kind == 'accumulate' else [])
-        if kind == 'accumulate': learn.loss_func = nn.CrossEntropyLoss(reduction='sum')
+                      callback_fns=[partial(accumulates[kind], n_step=2)] if kind in accumulates else [])
+        if kind in accumulates: learn.loss_func = nn.CrossEntropyLoss(reduction='sum')
         if kind == 'mixup': learn.mixup()
         if kind == 'clip': learn.clip_grad(.05)
         if kind == 'oversample':

@@ -94,6 +94,22 @@ def test_global_batch_is_plain_fit():
     same_recorder(two, one)
 
 
+def test_a_batch_sampler_in_one_rank():
+    "It decides about the batches, whichever size `batch` says"
+    from fastddp.launch.engine import InProcess
+    def make():
+        learn = plain(4)
+        batches = torch.utils.data.BatchSampler(range(50), 8, False)
+        learn.data.train_dl = learn.data.train_dl.new(batch_size=1, shuffle=False, drop_last=False,
+                                                      batch_sampler=batches)
+        return learn
+    ours, local = make(), make()
+    ours.distrib_fit(1, 1e-2, launcher=InProcess())
+    local.fit(1, 1e-2)
+    same_weights(ours, local)
+    same_recorder(ours, local)
+
+
 def test_first_and_last_line(capsys):
     learn = plain(4)
     learn.distrib_fit(2, nprocs=2)
