@@ -220,7 +220,7 @@ class Channel:
             packed = block.write(payload)
             if comes_again:
                 with contextlib.suppress(OSError): lent = block.lend()
-            self.send('put', kind, packed, fd=lent or block.fd)
+            self.send('put', kind, packed, fd=block.fd if lent is None else lent)
         finally:
             # A block that isn't lent is the notebook's alone from now on
             if lent is None: block.close()
