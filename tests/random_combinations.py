@@ -218,8 +218,8 @@ def try_one(c, launcher):
         assert_same(learn, one, tol)
 
 
-def main(how_many=100, start=0):
-    configs = sorted((draw(random.Random(start*100_000+i)) for i in range(how_many)), key=lambda c: c['n'])
+def main(how_many=100, start=0, first=0):
+    configs = sorted((draw(random.Random(start*100_000+first+i)) for i in range(how_many)), key=lambda c: c['n'])
     failed, began = [], time.monotonic()
     for n, cs in itertools.groupby(configs, key=lambda c: c['n']):
         with Local() as launcher:

@@ -103,8 +103,8 @@ def try_one(c, launcher):
             assert x == y or x != x and y != y or abs(x-y) < 1e-4*max(1, abs(y)), (a, b)
 
 
-def main(how_many=200, start=0):
-    configs = sorted((draw(random.Random(start*100_000+i)) for i in range(how_many)), key=lambda c: c['n'])
+def main(how_many=200, start=0, first=0):
+    configs = sorted((draw(random.Random(start*100_000+first+i)) for i in range(how_many)), key=lambda c: c['n'])
     failed, began = [], time.monotonic()
     for n, cs in itertools.groupby(configs, key=lambda c: c['n']):
         with Local() as launcher:

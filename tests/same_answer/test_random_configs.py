@@ -15,10 +15,10 @@ def test_some_random_combinations(n): assert random_combinations.main(n)
 # In parts: after 90 seconds pytest shows all stacks, which can crash a process that is computing.
 
 @pytest.mark.full
-@pytest.mark.parametrize('start', range(1, 5))
-def test_two_hundred_random_fits(start): assert random_configs.main(50, start)
+@pytest.mark.parametrize('first', range(0, 200, 50))
+def test_two_hundred_random_fits(first): assert random_configs.main(50, 1, first)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('start', range(1, 11))
-def test_five_hundred_random_combinations(start): assert random_combinations.main(50, start)
+@pytest.mark.parametrize('first', range(0, 500, 50))
+def test_five_hundred_random_combinations(first): assert random_combinations.main(50, 1, first)
