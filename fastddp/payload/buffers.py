@@ -94,13 +94,13 @@ class TensorColumn(_Column):
         ends = self.offsets+sizes
         are_adjacent = len(self.storages) == 1 and (ends[:-1] == self.offsets[1:]).all()
         if not are_adjacent: return super().__iter__()
-        # faster: one call makes all items. Without a common shape, they have one dimension at first
+        # faster: one call makes all items. Those of `split` have one dimension
         flat = self.storages[0][self.offsets[0]:ends[-1]]
         n,ndim = self.shapes.shape
         have_one_shape = (self.shapes == self.shapes[0]).all()
         if have_one_shape: items = flat.view(n, *self.shapes[0].tolist()).unbind()
-        else: items = flat.split(sizes.tolist())
-        if ndim > 1 and not have_one_shape: items = map(Tensor.view, items, self.shapes.tolist())
+        elif ndim == 1: items = flat.split(sizes.tolist())
+        else: items = map(Tensor.view, flat.split(sizes.tolist()), self.shapes.tolist())
         return map(self._of_class, items)
     def _of_class(self, t):
         return t if self.tensor_class is Tensor else t.as_subclass(self.tensor_class)
