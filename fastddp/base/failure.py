@@ -272,10 +272,12 @@ def failure_of(
 # is recognized by its text, and by who raised it, since connections of the user's own fail with the
 # same words: torch's classes `Dist...`, or a RuntimeError that names gloo or comes from a library.
 
-# texts of gloo, NCCL and the system; 'timed out waiting' also that of `Board.meet`
+# texts of gloo, NCCL and the system; 'timed out waiting' also that of `Board.meet`, and the last one
+# that of ranks that find another one elsewhere (`fastai2.together`)
 _ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe', 'socket timeout',
            'connection refused', 'nccl communicator was aborted', 'timed out waiting',
-           'connection timed out', 'no route to host', 'network is unreachable')
+           'connection timed out', 'no route to host', 'network is unreachable',
+           'not all ranks do the same')
 
 def first_failure(failures):
     "Return a list of `Failure`, the headline first: echoes last, earlier before later"

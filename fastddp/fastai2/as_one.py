@@ -21,14 +21,12 @@ from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
-from .callbacks import (
-    AfterOthers, SameModel, ShardData, kept_streams, model_from_rank0, opt_from_rank0)
-from .clock import EventDispatcher
+from .callbacks import SameModel, ShardData, kept_streams, model_from_rank0, opt_from_rank0
 from .inference import infer_in_group, preds_in_one_order
 from .loaders import Undivided
 from .metrics import ReduceMetrics
 from .step import StepSync
-from .together import LOAD, Together
+from .together import EventDispatcher, Together
 from ..launch.training import is_rank0_only
 from ..output.replay import print_line
 from ..shard.same_model import synced_bn
@@ -37,18 +35,21 @@ from ..shard.sharded import original
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a501000c
 # Used here. With *: a collective, which every rank calls:
-#   Together(...) *         `position.phase` is 'train', 'validate' or 'between'. `mid_batch` is
-#                           True from a forward pass to its meeting. `meet_between(LOAD)` * returns
-#                           None if another rank has gone on without it
+#   Together(...) *         `vote('load')` * raises an error on all ranks if another rank is
+#                           elsewhere. `run_batches(loop)` * in the place of fastai's `all_batches`.
+#                           `is_alone`: rank 0 runs what other ranks don't have
 #   StepSync                `wrapped()` replaces `torch.autograd.backward`, and what counts items
-#                           for `GradientAccumulation`. `close()` ends a batch that an exception has
-#                           left open
+#                           for `GradientAccumulation`. `start_train` * prepares DDP.
+#                           `replace_loss_func` puts another one in the place of a loss function
+#                           that needs all ranks' predictions, until the batch ends. `close()` ends
+#                           a batch that an exception has left open
 #   infer_in_group *        validates a loader by all ranks, which get the result of one process
-#   preds_in_one_order      fastai's `get_preds`, in one order; * unless `fit.rank0_alone`
+#   preds_in_one_order      fastai's `get_preds`, in one order; * unless `is_alone`
 #   kept_streams            context that restores the common random streams and the loaders' orders
-#   EventDispatcher(learn, clock, wrap)   calls `wrap(cb)` in the place of each callback
-#   nested_validation()     context that restores what `Together` and `ReduceMetrics` know of the
-#                           phase around a callback's validation
+#   EventDispatcher(...)    calls `wrap(cb)` in the place of each callback; then the ranks vote *;
+#                           then it calls the function of `after_vote` for the event
+#   nested_validation()     context that restores what `ReduceMetrics` knows of the phase around a
+#                           callback's validation
 #   model_from_rank0 *, opt_from_rank0 *, SameModel.finish_fit *: as their names say
 #
 # Below: `Fit`; callbacks that act on rank 0 only; `distributed`; what callbacks call;
@@ -57,23 +58,21 @@ class Fit:
     """A fit or validation that all ranks make as one process: `distributed` makes one on each rank,
     and yields it.
 
-        together      the `Together`: holds the meetings of the ranks, and has the `Clock`
+        together      the `Together`: holds the votes of the ranks, and has the `Clock`
         common        the `CommonRNG`: random streams with the same state on all ranks
+        step          the `StepSync`
         metrics       the `ReduceMetrics`
         same_model    the `SameModel`: holds the last meeting, in `finish_fit`
-        callbacks     those of fastddp that all ranks have; `fit_job` may add one
-        rank0_alone   True on rank 0 while `call_alone` calls a callback; the other ranks are
-                      elsewhere then, so rank 0 must call no collective, and hold no meeting"""
-    rank0_alone = False
-    def __init__(self, together, common, metrics, same_model, callbacks): store_attr()
+        callbacks     those of fastddp that all ranks have; `fit_job` may add one"""
+    def __init__(self, together, common, step, metrics, same_model, callbacks): store_attr()
     def may_be_alone(self):
         """True if other ranks may not do what a callback does now: it acts on rank 0 only, or at a
         batch of a validation, of which ranks may have different numbers"""
-        return self.rank0_alone or self.together.position.phase == 'validate'
+        return self.together.is_alone or self.together.in_validation
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
 # Rank 0 alone: callbacks that act on rank 0 only. Other ranks don't have them
-# (`silence_other_ranks`), and go on to their next meeting while rank 0 runs them. So they must
+# (`silence_other_ranks`), and go on to their next vote while rank 0 runs them. So they must
 # neither wait for other ranks, nor change the random streams that all have in common. What such a
 # callback may do in `call_alone`:
 #
@@ -110,14 +109,14 @@ def _without_cbs(learn, removed):
 def call_alone(cb, learn, fit, event_name):
     """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs
 
-        `fit.rank0_alone` is True: what it calls waits for no other rank
-        `learn.cbs` has none of fastddp's callbacks, which hold meetings
+        `together.is_alone` is True: what it calls waits for no other rank
+        `learn.cbs` has none of fastddp's callbacks, which call collectives
         the common random streams are kept"""
     # a callback that acts alone has triggered this event
-    if fit.rank0_alone: return cb(event_name)
+    if fit.together.is_alone: return cb(event_name)
     # in each batch that would cost too much; a loop over a loader keeps them then (`read_whole`)
     keeping = nullcontext() if event_name in _inner_loop else kept_streams(learn, fit.common)
-    with with_attrs(fit, rank0_alone=True), _without_cbs(learn, fit.callbacks), keeping:
+    with with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks), keeping:
         cb(event_name)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010009
@@ -132,27 +131,31 @@ def caller_of(cb, learn, fit):
     return cb
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a27acbbc
-# The callbacks of fastddp in a fit. fastai calls `AfterOthers` after the user's callbacks, and the
-# others before, in this order. With *: a collective, in which every rank takes part, unless it has
-# left what is around it.
+# What fastddp does at the events of a fit. Its callbacks come before the user's, in this order; the
+# dispatcher calls what stands after "vote". With *: a collective, in which every rank takes part.
+# All ranks run the same events.
 #
 #   before_epoch      ShardData        seeds each rank's random streams
 #   before_train      ShardData        shards a loader that isn't sharded
 #                     ReduceMetrics    begins to note what metrics need
-#                     AfterOthers    * the ranks meet; DDP is prepared; the loop reads its shard
-#   each batch        AfterOthers      replaces a loss function that needs the global batch
-#                     StepSync       * the ranks meet before the backward pass; one loss and one
-#                                      gradient of all ranks
-#   after_train       Together       * the ranks meet
-#                     ReduceMetrics  * metrics of all ranks
+#                     vote *           then DDP is prepared *, and the loop reads its shard
+#   each batch        vote *           at the events that code of the user's handles. After that of
+#                                      before_batch, a loss function that needs the global batch is
+#                                      replaced
+#                     StepSync       * a vote before the backward pass; one loss and one gradient of
+#                                      all ranks
+#   end of the loop   vote *           also if a rank leaves it
+#   after_train       ReduceMetrics  * metrics of all ranks
 #                     SameModel      * the same buffers and weights
+#                     vote *
 #   before_validate   ShardData        shards a loader that isn't sharded
 #                     ReduceMetrics    begins to note what metrics need
-#                     AfterOthers    * the ranks meet; the loop reads its shard
-#   after_validate    Together       * the ranks meet
-#                     ReduceMetrics  * metrics of all ranks
-#                     AfterOthers    * the ranks meet
-#   after_fit         Together       * the ranks meet
+#                     vote *           then the loop reads its shard
+#   end of the loop   vote *           also if a rank leaves it; none in the batches
+#   after_validate    ReduceMetrics  * metrics of all ranks
+#                     vote *
+#   other events of   vote *
+#   an epoch, a fit
 #   after the fit     SameModel      * `finish_fit`: the last meeting; averages unused gradients,
 #                                      and compares weights of an epoch that was cut off
 
@@ -177,17 +180,24 @@ def distributed(learn,
     metrics = ReduceMetrics(losses)
     same_model = SameModel(together, average_bn=sync_bn and not on_gpu)
     cbs = []
-    fit = Fit(together, common, metrics, same_model, cbs)
+    fit = Fit(together, common, step, metrics, same_model, cbs)
     data = ShardData(together, common, batch, fit.may_be_alone)
-    cbs += [together, data, step, metrics, same_model, AfterOthers(step)]
+    cbs += [together, data, step, metrics, same_model]
+    def begin_training():
+        step.start_train()
+        data.begin_loop()
+    after_vote = dict(before_train=begin_training, before_batch=step.replace_loss_func,
+                      before_validate=data.begin_loop)
+    dispatcher = EventDispatcher(learn, together, lambda cb: caller_of(cb, learn, fit), after_vote)
+    all_batches = learn.all_batches
     with (
         environment('WORLD_SIZE'),      # with it, fastai would average metrics itself
         synced_bn(learn.model) if sync_bn and on_gpu else nullcontext(),
         silence_other_ranks(learn),
         learn.added_cbs([*cbs]),                # a copy: `fit.callbacks` may grow
         data.sharded_dls() if shard_dls else nullcontext(),
-        with_attrs(learn, _call_one=EventDispatcher(learn, together.clock,
-                                                    lambda cb: caller_of(cb, learn, fit))),
+        with_attrs(learn, _call_one=dispatcher,
+                   all_batches=lambda: together.run_batches(all_batches)),
         step.wrapped() if group.world_size() > 1 else nullcontext()
     ):
         # last: what is drawn above is drawn alike on all ranks
@@ -214,17 +224,17 @@ def validate(learn, fit,
         a callback of all ranks     every rank, for whole batches in turn; results are exchanged
         a callback of rank 0 only   rank 0, for all batches; no collective"""
     whole = learn.dls[ds_idx] if dl is None else dl
-    if fit.rank0_alone: infer_alone(learn, whole, fit)
+    if fit.together.is_alone: infer_alone(learn, whole, fit)
     # fastai's epoch passes no loader; its `validate` and `get_preds`, which callbacks call, do
     elif dl is None and ds_idx == 1: type(learn)._do_epoch_validate(learn)
     else:
-        with fit.together.nested_validation(), fit.metrics.nested_validation():
-            infer_in_group(learn, whole, fit.common)
+        with fit.metrics.nested_validation():
+            infer_in_group(learn, whole, fit)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #be510008
 def infer_alone(learn, dl, fit):
     "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only. No collective"
-    if learn.training and fit.together.position.phase == 'train':
+    if learn.training and fit.together.in_training:
         # afterwards the learner would go on validating on rank 0, and training on the others
         raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
                              "the middle of training. Do it at the end of an epoch, or on "
@@ -236,17 +246,19 @@ def load(learn, fit,
          *args, **kwargs # As of fastai's method
 ):
     """Read on rank 0, and send model and optimizer to all, in the place of `learn.load`. The ranks
-    meet first: it is refused if not every rank calls it. Raises on all ranks what rank 0 raises, as
+    vote first: it is refused if not every rank calls it. Raises on all ranks what rank 0 raises, as
     a RuntimeError if that isn't one of Python's own exceptions"""
-    if fit.together.mid_batch:
+    if fit.step.is_mid_batch():
         raise CantDistribute("learn.load was called between a batch's forward and backward "
                              "pass, which would no longer fit each other. Load before or after "
                              "the batch.")
-    if fit.rank0_alone or fit.together.meet_between(LOAD) is None:
-        raise CantDistribute(f"Rank {group.rank()} called learn.load, but not every rank did: "
-                             "the ranks would go on with different weights. Call it on all "
-                             "ranks, in a callback without `rank0_only`; rank 0 reads the "
-                             "file, the others get what it read.")
+    one_rank_only = CantDistribute(
+        f"Rank {group.rank()} called learn.load, but not every rank did: the ranks would go on "
+        "with different weights. Call it on all ranks, in a callback without `rank0_only`; rank 0 "
+        "reads the file, the others get what it read.")
+    if fit.together.is_alone: raise one_rank_only
+    try: fit.together.vote('load')
+    except RuntimeError as e: raise one_rank_only from e
     failure = None
     if group.rank() == 0:
         try: type(learn).load(learn, *args, **kwargs)

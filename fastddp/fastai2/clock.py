@@ -6,18 +6,17 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
-import os, sys, time, traceback
+import os, sys, time
 from collections import defaultdict
 from typing import NamedTuple
 
 import torch
-from fastai.callback.core import Callback, _inner_loop, event
+from fastai.callback.core import Callback, _inner_loop
 from fastai.learner import Recorder
-from fastcore.basics import getcallable, noop, store_attr
+from fastcore.basics import getcallable, noop
 
 from ..base import group
 from ..base.device import device_module, device_of, is_accelerator, visible_cores
-from ..base.failure import end_fork
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 # Used here:
@@ -28,7 +27,7 @@ from ..base.failure import end_fork
 #   Report            in the notebook; made of `Clock.totals` and `resource_use` of each rank
 #
 # In this module, without a collective: phases; samples of a GPU; waits for batches, and for ranks;
-# the `Clock`, which has all these; `OurCallback`; `EventDispatcher`; `resource_use`.
+# the `Clock`, which has all these; `OurCallback`; `resource_use`.
 
 PHASES = 'data','forward','backward','optimizer','validation','metrics','other'
 _COMPUTING = 'forward','backward','optimizer'   # phases in which the device computes
@@ -292,64 +291,6 @@ def runs_user_code(cb, event_name):
     if not handles(cb, event_name): return False
     modules = type(cb).__module__,getattr(getcallable(cb, event_name), '__module__', None)
     return any((m or '').split('.')[0] not in ('fastai','fastcore','fastddp') for m in modules)
-
-# %% ../../nbs/fastai2/704_clock.ipynb #195ec236
-# Events of every step, whose handlers are kept; any other event begins new lists of handlers
-_STEP_EVENTS = {'after_pred', 'after_loss',
-                *(f'{when}_{what}' for what in ('batch','backward','step')
-                  for when in ('before','after','after_cancel'))}
-
-_STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
-            "it, this would end the event for the callbacks behind it silently, and the "
-            "ranks would diverge.")
-
-def _raised_by_callback(e):
-    """Return the exception that a callback raised: `e`, or the one that it hides. fastai adds to
-    the first argument of an exception, and fails with an IndexError of its own if there is none, as
-    with a bare `assert`"""
-    if not isinstance(e, IndexError): return e
-    frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
-    if frames[-1].f_code is not Callback.__call__.__code__: return e
-    # without a context, the callback's method is a function in C, which has no frame
-    return e.__context__ or e
-
-class EventDispatcher:
-    """Takes the place of `learn._call_one` during a fit (`as_one.distributed`): at an event, calls
-    the callbacks that handle it, and has a `Clock` note when the event begins and ends"""
-    def __init__(self, learn,
-        clock, # The `Clock`
-        wrap # Callback -> the function that is called with the event's name in its place
-    ):
-        store_attr()
-        self.rank_pid = os.getpid()
-        self.handlers = {}      # event -> `[(function of the event's name, kind of its time)]`
-        self.cbs = []           # the learner's callbacks to which `handlers` belongs
-    def __call__(self, event_name):
-        clock = self.clock
-        is_outermost = clock.enter(event_name, self.learn)
-        try:
-            for call,kind in self._handlers_of(event_name):
-                call(event_name)
-                if is_outermost: clock.lap(kind)
-        except BaseException as e:
-            # A process that a callback has forked ends here: if the exception went on, it would
-            # end the loader's processes, which the rank needs
-            if os.getpid() != self.rank_pid: end_fork(e)
-            exc = _raised_by_callback(e)
-            if isinstance(exc, StopIteration):
-                raise RuntimeError(_STOPPED.format(event_name)) from exc
-            if exc is not e: raise exc from None
-            raise
-        finally: clock.leave(event_name)
-    def _handlers_of(self, event_name):
-        "Return the handlers of an event, in the order of the callbacks"
-        cbs = self.learn.cbs.items
-        if event_name not in _STEP_EVENTS or self.cbs != cbs: self.cbs,self.handlers = [*cbs],{}
-        if event_name not in self.handlers:
-            if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-            found = [cb for cb in self.learn.cbs.sorted('order') if handles(cb, event_name)]
-            self.handlers[event_name] = [(self.wrap(cb), kind_of(cb)) for cb in found]
-        return self.handlers[event_name]
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def resource_use(

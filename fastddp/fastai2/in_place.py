@@ -122,7 +122,7 @@ def _validate_in_place(learn, dl):
     _sync_learner(learn)
     report = Report('inference')
     with distributed(learn, sync_bn=False, shard_dls=False) as fit:
-        infer_in_group(learn, dl, fit.common)
+        infer_in_group(learn, dl, fit)
     report.end_phase('validate')
     _complete(learn, report, fit, dict(steps=0, epochs=0), dl)
 

@@ -84,17 +84,20 @@ _GATHERED = ('inputs','preds','targets','losses')   # lists of a `GatherPredsCal
 
 def validate_part(learn, # With its metrics and callbacks
                   dl,    # The whole loader
-                  common # `CommonRNG` from which an order is drawn
+                  fit    # The `Fit` of `distributed`
 ): # For each gatherer its lists, by name
     """Run fastai's validation over this rank's part of `dl`; return what it collected. Every rank
-    calls this, inside `distributed`, whose callbacks hold the meetings of the validation and reduce
-    the metrics. Between these the ranks don't wait for each other: one may have a batch less"""
+    calls this, inside `distributed`: the ranks vote before and after the batches, and metrics are
+    reduced. In between the ranks don't wait for each other: one may have a batch less"""
     rank = group.rank()
     n = group.world_size()
-    own = shard_batches(dl, rank, n, common)
+    own = shard_batches(dl, rank, n, fit.common)
     gather = gatherers(learn)
-    def all_batches():      # in the place of fastai's, which numbers batches from 0
-        if learn.dl is not own: return type(learn).all_batches(learn)   # a callback's validation
+    around = learn.all_batches      # that of `distributed`, at whose end the ranks vote
+    def all_batches():
+        if learn.dl is not own: return around()     # a callback's validation
+        fit.together.run_batches(own_batches)
+    def own_batches():      # in the place of fastai's, which numbers batches from 0
         learn.n_iter = len(own)
         # with the numbers that the batches have in one process
         for k,b in enumerate(own): learn.one_batch(k*n+rank, b)
@@ -137,7 +140,7 @@ def order_from_rank0(dl):
 # %% ../../nbs/fastai2/722_inference.ipynb #706f746a
 def infer_in_group(learn, # A learner, the same on all ranks
                    dl,    # The loader to validate or predict, sharded or not
-                   common # `CommonRNG` from which an order is drawn
+                   fit    # The `Fit` of `distributed`
 ):
     """Validate `dl` by all ranks. Every rank calls this inside `distributed`, and then has the
     result of one process. The collectives of all ranks, in this order:
@@ -145,18 +148,18 @@ def infer_in_group(learn, # A learner, the same on all ranks
         `from_rank0`            whether each rank goes over all batches. Rank 0 decides, since
                                 others lack callbacks that act on rank 0 only
         `order_from_rank0`      each rank may have made the loader itself, with an order of its own
-        `validate_part`         the meetings of the validation, and its metrics
+        `validate_part`         the votes of the validation, and its metrics
         `all_gather_object`     what was collected
 
-    Where each rank goes over all batches, there are only the first and the validation's meetings"""
+    Where each rank goes over all batches, there are only the first and the validation's votes"""
     whole = original(dl)
     n = group.world_size()
     if n == 1 or group.from_rank0(why_one_process(learn, whole, n) is not None):
-        type(learn)._do_epoch_validate(learn, dl=Undivided(whole, common))
+        type(learn)._do_epoch_validate(learn, dl=Undivided(whole, fit.common))
     else:
         order_from_rank0(whole)
         gather = gatherers(learn)
-        parts = group.all_gather_object(validate_part(learn, whole, common))
+        parts = group.all_gather_object(validate_part(learn, whole, fit))
         end_gathering(gather, join_parts(parts))
     if is_sharded(dl): follow_original(dl)
 
@@ -175,11 +178,11 @@ def preds_in_one_order(learn,
                        ds_idx=1, dl=None, *args, **kwargs # As of fastai's method
 ):
     """Predict items in one order on all ranks, in the place of `learn.get_preds`, and draw from the
-    common random streams of a fit. Every rank calls this, or rank 0 alone (`rank0_alone`). It calls
+    common random streams of a fit. Every rank calls this, or rank 0 alone (`is_alone`). It calls
     fastai's method, which clones the loader and then calls `learn._do_epoch_validate`: that leads
     all ranks to `infer_in_group`"""
     cloning = contextlib.nullcontext()
-    if not (fit and fit.rank0_alone):
+    if not (fit and fit.together.is_alone):
         to_predict = learn.dls[ds_idx] if dl is None else dl
         # a fit's sharded loaders have one order already
         if not is_sharded(to_predict): order_from_rank0(to_predict)

@@ -41,7 +41,8 @@ from ..shard.sharded import batch_items
 #   as_one_process(...) another one. It ends with the last meeting, but not after an exception
 #   until_interrupted(ctx, f, leave)   True if a KeyboardInterrupt ended `f()`; then `leave()` was
 #                       called, so that other ranks end the fit at their next meeting
-#   Together            `leave(kind)` is no collective; `meet_last()` is one, and raises nothing
+#   Together            `leave()` * has the other ranks end the call, too, after a
+#                       KeyboardInterrupt of this rank alone
 #
 # A job is a function that each rank calls, as `job(ctx, obj)`: with the rank's `Context`, and what
 # the notebook has sent. What rank 0 gives to `ctx.put`, and what each rank returns, goes to the
@@ -204,7 +205,7 @@ def fit_job(ctx, obj):
                 ctx.where = noted.where()
                 ctx.items = noted.items(learn)
                 raise
-        interrupted = until_interrupted(ctx, train, lambda: fit.together.leave('interrupt'))
+        interrupted = until_interrupted(ctx, train, fit.together.leave)
     ctx.end_phase('train')
     # the last meeting has set `has_unused_grads`
     send('cut' if interrupted else 'state', grads=fit.same_model.has_unused_grads, ended=True)
@@ -214,23 +215,16 @@ def fit_job(ctx, obj):
 # %% ../../nbs/fastai2/726_jobs.ipynb #d24cdfdf
 # A validation
 
-# Exceptions that end a validation in one process, and what a rank leaves: see `Together.leave`
-_LEAVES = {CancelEpochException:'epoch', CancelFitException:'fit', KeyboardInterrupt:'interrupt'}
+# Exceptions that end a validation in one process. All ranks raise one of the same kind: see
+# `Together.run_batches`
+_ENDS = CancelEpochException,CancelFitException,KeyboardInterrupt
 
-def leave_together(together, # This rank's `Together`
-                   f # A validation, called without arguments
+def until_cancelled(f # A validation, called without arguments
 ): # `(result, None)`, or `(None, the one of these exceptions)`
-    """Call `f`, then hold the last meeting, also if one of these exceptions ends `f` on this rank:
-    the other ranks learn of it at their next meeting, and end their validation, too. Every rank
-    calls this"""
-    result = ended_by = None
-    try: result = f()
-    except tuple(_LEAVES) as e:
-        # not its class, which may be one of the user's
-        ended_by = next(cls for cls in _LEAVES if isinstance(e, cls))
-        together.leave(_LEAVES[ended_by])
-    together.meet_last()
-    return result,ended_by
+    "Call `f`; return its result, or which of these exceptions has ended it on all ranks"
+    try: return f(),None
+    # not its class, which may be one of the user's
+    except _ENDS as e: return None,next(cls for cls in _ENDS if isinstance(e, cls))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #6cf3aab4
 class Inferred(NamedTuple):
@@ -247,7 +241,6 @@ def infer_job(ctx, obj):
         unpack, baseline            what differs from now on is what the validation has changed
         into `distributed` *        callbacks of ours
             validate_part *         fastai's loop over this rank's batches
-            leave_together *        the last meeting, also if the validation was cancelled
         out of `distributed`        the learner has its own callbacks again
         ctx.put                     rank 0 sends what callbacks hold, without weights
 
@@ -269,7 +262,7 @@ def infer_job(ctx, obj):
     ctx.items = lambda: noted.items(learn)
     with (distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False,
                       shard_dls=False) as fit, learn.added_cbs([noted])):
-        part,cancelled = leave_together(fit.together, lambda: validate_part(learn, dl, fit.common))
+        part,cancelled = until_cancelled(lambda: validate_part(learn, dl, fit))
     report = fit.together.clock.totals() | resource_use(learn, dl)
     ctx.end_phase('validate')
     learn.dl = None     # a failure from here on is that of no item

@@ -18,46 +18,46 @@ from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .clock import _FIRST, OurCallback, runs_user_code
-from .together import BATCH, GATHER, PASS, VALUE
+from .together import Votes
 from ..output.replay import print_line
 from ..shard.gathered_loss import LocalBatch, tensors_in
 from ..shard.gradients import (
     FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
 from ..shard.loss import class_weights, loss_part
 
-# A training batch on N ranks: all its meetings (`Together`) and collective operations, in order.
-# A rank comes to a line when its condition is true. That is the same on all ranks, because it is
-# made of what they exchanged at the meeting whose number stands in brackets.
+# A training batch on N ranks: all its votes (`Together.vote`) and collective operations, in order.
+# Beside these the ranks vote at the end of each event that code of the user's handles. A vote
+# raises the strongest wish on all ranks, so all of them come to a line or none. A line is run when
+# its condition is true; that is made of what the ranks exchanged at the vote whose number stands in
+# brackets, so it is the same on all ranks.
 #
-#    1 meet_between(GATHER)  GatheringLoss         in each call of a loss function that is gathered
+#    1 vote('gather')        GatheringLoss         in each call of a loss function that is gathered
 #    2   all_gather_tensors  Losses.of_all_ranks   if their tensors fit together (1)
-#    3 meet(BATCH)           _meet                 before the first backward pass, or in
-#                            meet_without_backward `after_batch` on a rank that makes none
+#    3 vote('begin_pass')    _meet                 before the first backward pass; in `after_batch`
+#                                                  on a rank that makes none
 #    4   all_gather_object   _decide               if DDP can't follow some rank's model (3)
-#    5   sum_                combine               on an accelerator, if a rank makes a pass (3)
+#    5   sum_                combine               on an accelerator, if a rank has a loss (3)
 #    6   DDP's all-reduces   Overlapped.backward   in the first pass, if how is OVERLAPPED (3)
-#    7   meet_between(PASS)  exchange_masks        after the first pass, if how is FLAT (3)
+#    7   vote('end_pass')    exchange_masks        after the first pass, if how is FLAT (3)
 #    8     all-reduces       average_grads
-#    9 meet_between(VALUE)   _share_loss           before a further pass, if learn.loss isn't global
+#    9 vote('share_loss')    _share_loss           before a further pass, if learn.loss isn't global
 #   10   sum_                combine               on an accelerator
 #   11 as 7 and 8                                  after a further pass, unless how is LATER (3)
 #
-# An indented line follows if all ranks came to the meeting above it. If some have gone on without a
-# `meet_between`, it returns None on the others, and they do without. A rank that leaves the batch
-# by an exception comes to no further line; the next meeting of the others raises it there, too.
-# A rank without a backward pass comes to 3, 4, 5, 7 and 8: `how` is never OVERLAPPED then, and its
+# A learner's own code may leave out a backward pass on some ranks, without an exception. Such a
+# rank comes to 3, 4, 5, 7 and 8 at the end of the batch: `how` is never OVERLAPPED then, and its
 # gradients are averaged with the others'.
 
 # %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
 # Used here:
-#   Together     `meet` and `meet_between` wait for the other ranks, and return what all have sent:
-#                `result.sum('loss')`. They raise what another rank has left
+#   Together     `vote(place, ...)`, a collective, returns what all ranks have sent:
+#                `votes.sum('loss')`. On all ranks it raises the strongest wish to leave
 #   Losses       `is_gathered(f)`: the loss function `f` needs the items of all ranks. Then
 #                `of_all_ranks`, a collective, returns their loss, or None if it can't
 #   Passes       between `open` and `close` it runs each backward pass that reaches trained
 #                parameters: `begin_pass`, the pass, and if it is flat, `average`, a collective
 #   Overlapped   DDP: `prepare`, a collective, makes it; `status(loss)` says, without a collective,
-#                whether it can run a pass, in numbers for the meeting before that
+#                whether it can run a pass, in numbers for the vote before that
 #   OVERLAPPED   DDP averages gradients in the first pass of a batch. FLAT: they are averaged after
 #                each pass. LATER: not in this batch; they accumulate
 
@@ -107,16 +107,15 @@ class GatheringLoss:
         loss = self._of_all_ranks(pred, yb) if self.learn.training else None
         return self.f(pred, *yb) if loss is None else loss
     def _of_all_ranks(self, pred, yb):
-        """Meet the other ranks; return the loss of all items. None if a rank doesn't come, or if it
-        can't be computed, after which `f` isn't gathered any more"""
+        """Return the loss of all ranks' items; None if it can't be computed, after which `f` isn't
+        gathered any more. A collective: the ranks exchange their sizes, then their tensors"""
         learn = self.learn
         count = true_counts(learn)[0]
         positions = getattr(learn.dl,'idxs',())[-count:] if count else ()
         batch = LocalBatch(pred, yb, count, positions)
-        result = self.together.meet_between(GATHER, nbytes=batch.nbytes, items=batch.count,
-                                            layout=batch.layout())
-        if result is None: return None
-        columns = map(result.values, ('nbytes','items','layout'))
+        votes = self.together.vote('gather', nbytes=batch.nbytes, items=batch.count,
+                                   layout=batch.layout())
+        columns = map(votes.values, ('nbytes','items','layout'))
         loss = self.losses.of_all_ranks(self.f, batch, *columns)
         if loss is not None: self.n_items = batch.count
         return loss
@@ -133,8 +132,8 @@ class GlobalLoss:
 
     `StepSync` calls, in this order (for the arithmetic, see `shard.loss.LossPart`):
 
-        numbers   for meetings 3 and 9: what this rank's loss adds to that of all
-        combine   after these meetings: `learn.loss` becomes the loss of the global batch
+        numbers   for votes 3 and 9: what this rank's loss adds to that of all
+        combine   after these votes: `learn.loss` becomes the loss of the global batch
         scaled    before each backward pass: the loss to run. The mean over ranks of its gradients
                   is the gradient of the global batch"""
     def __init__(self, learn, gathering): # The batch's `GatheringLoss`
@@ -158,17 +157,12 @@ class GlobalLoss:
     def is_local(self):
         "Return True if `learn.loss` is that of this batch on this rank, not yet on all ranks"
         return self.is_computed() and self.learn.loss is not self.value
-    def restore_last(self):
-        """Set `learn.loss` to that of the batch before if that of the global batch isn't known:
-        some rank may have left this batch without any loss"""
-        if self.last is not None and self.value is None and self.is_computed():
-            self.learn.loss = self.last
 
     # The exchange
     def numbers(self,
         loss # The loss of the backward pass, for a learner that has none yet
     ):
-        "Return the numbers of this rank's loss that a meeting sums: none if the device does"
+        "Return the numbers of this rank's loss that a vote sums: none if the device does"
         if self.part is None:
             n_items = self.gathering.n_items
             self.part = self._find_part(true_counts(self.learn)[0] if n_items is None else n_items)
@@ -190,14 +184,17 @@ class GlobalLoss:
         sums[1] = divisor
         group.sum_(sums)
         return sums.float()
-    def combine(self, result): # The `MeetingResult` with the `numbers` of all ranks
+    def combine(self, result): # The `Votes` with the `numbers` of all ranks
         """Set this rank's `scale`, and `learn.loss` to the loss of the global batch. A collective
         operation on an accelerator: `sum_on_device`"""
         learn = self.learn
-        # a rank without a backward pass has sent no numbers: none of its items count
-        part = self.part or self._find_part(0)
-        if self.sums_on_device: weighted,total = self.sum_on_device(self.weighted, part.divisor)
-        else: weighted,total = result.sum('loss'),result.sum('divisor')
+        # where some ranks make a backward pass, the items of other ranks don't count
+        passing = Votes(row for row in result if row.backward)
+        counts = not passing or result[group.rank()].backward
+        part = self.part if counts and self.part else self._find_part(0)
+        if self.sums_on_device:
+            weighted,total = self.sum_on_device(self.weighted if counts else 0., part.divisor)
+        else: weighted,total = [(passing or result).sum(o) for o in ('loss','divisor')]
         self.scale = part.scale(total, group.world_size())
         if not self.is_computed(): return
         value = part.global_loss(weighted, total)
@@ -242,13 +239,12 @@ class Batch:
         self.loss_node = None   # of the graph: what the loss function returned
         self.params = None      # the trained parameters, once `StepSync.params` is called
         self.how = None         # `how_to_average`; None until this rank makes a backward pass
-    def end(self):
-        self.loss.restore_last()
-        self.gathering.restore()
+        self.has_pred = False   # True from the end of its forward pass on
+    def end(self): self.gathering.restore()
 
 def how_to_average(result, lacks_items, uses_ddp):
     """Return how a batch averages gradients over ranks. All arguments are the same on all ranks;
-    `result` is that of the meeting `BATCH`"""
+    `result` is that of the vote 'begin_pass'"""
     # a `GradientAccumulation` makes no step in this batch
     if lacks_items: return LATER
     # there is a `GradientAccumulation`, or DDP couldn't follow some rank in an earlier batch
@@ -268,8 +264,8 @@ class StepSync(OurCallback):
     `distributed` (`fastai2.as_one`) makes one on each rank for a fit. Besides fastai's loop, these
     call it, on all ranks:
 
-        start_train         `AfterOthers`, when a training phase begins
-        replace_loss_func   `AfterOthers`, in `before_batch` after the user's callbacks
+        start_train         `distributed`, after the vote of `before_train`
+        replace_loss_func   `distributed`, after the vote of `before_batch`
         begin_pass          `Passes`, before each backward pass of a batch, also a callback's
         exchange_masks      `Passes`, after a flat one
         close               `distributed`, when the fit ends"""
@@ -325,13 +321,16 @@ class StepSync(OurCallback):
         self._new_batch()
         self.passes.open()
     def replace_loss_func(self):
-        if self.n > 1: self.batch.gathering.replace()
+        if self.n > 1 and self.learn.training: self.batch.gathering.replace()
+    def after_pred(self): self.batch.has_pred = True
+    def is_mid_batch(self):
+        "Return True between the forward pass of a batch and its backward pass"
+        return self.passes.n_passes == 0 and self.batch.has_pred
     def after_loss(self):
         loss = self.loss_grad   # the user's callbacks come later, and may add to it
         if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
     def after_batch(self):
-        if self.batch.how is None and not self.together.has_left_batch:
-            self.meet_without_backward()
+        if self.batch.how is None: self._end_without_backward()
         # `Passes` stays open: the user's callbacks come later, and may run a backward pass
         self.batch.end()
     def after_train(self): self.close()
@@ -349,13 +348,13 @@ class StepSync(OurCallback):
         loss, # The loss of which a backward pass begins
         first # True for the first pass of this batch
     ): # `(the loss to run backward in its place, how the pass averages gradients)`
-        "Meet before the first pass, which decides for all of the batch; raises if others left it"
+        "Vote before the first pass, which decides for all of the batch"
         batch = self.batch
         if first: batch.how = self._meet(loss)
         else: self._share_loss(loss)
         return batch.loss.scaled(loss, first), batch.how
     def _meet(self, loss):
-        "Meet before the first pass, that of `loss`; return how the batch averages gradients"
+        "Vote before the first pass, that of `loss`; return how the batch averages gradients"
         batch,learn = self.batch,self.learn
         if batch.loss_node is not None:
             cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
@@ -363,17 +362,22 @@ class StepSync(OurCallback):
                                     loss, cbs)
         numbers = batch.loss.numbers(loss)
         if self.uses_ddp(): numbers |= self.overlapped.status(loss)
-        result = self.together.meet(BATCH, learn.iter, backward=1., **numbers)
+        result = self.together.vote('begin_pass', backward=1., **numbers)
         how = self._decide(result)
         batch.loss.combine(result)
         return how
-    def meet_without_backward(self):
-        """Meet at the end of a batch in which this rank made no backward pass; if others did,
-        follow them through the same collective operations as in `_meet` and in a flat pass"""
-        result = self.together.meet(BATCH, self.learn.iter)
-        if not result.sum('backward'): return
-        how = self._decide(result)
-        self.batch.loss.combine(result)
+    def _end_without_backward(self):
+        """Vote at the end of a batch in which this rank made no backward pass. `learn.loss` becomes
+        that of the global batch, if it was computed. If other ranks make a pass, follow them
+        through the same collective operations as in `_meet` and in a flat pass"""
+        batch_loss = self.batch.loss
+        has_loss = batch_loss.is_computed()     # the same on all ranks
+        numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
+        result = self.together.vote('begin_pass', **numbers)
+        others_pass = result.sum('backward') > 0
+        # in the same order as `_meet`
+        how = self._decide(result) if others_pass else LATER
+        if has_loss or others_pass: batch_loss.combine(result)
         if how != LATER: self.passes.average()
     def _decide(self, result):
         """Return how the batch averages gradients, on all ranks alike. A collective operation once
@@ -391,9 +395,7 @@ class StepSync(OurCallback):
         """Make `learn.loss` that of the global batch, if it wasn't there yet when the ranks met: a
         callback may have run the first backward pass with a loss of its own"""
         if not self.batch.loss.is_local(): return
-        result = self.together.meet_between(VALUE, **self.batch.loss.numbers(loss))
-        if result is not None: self.batch.loss.combine(result)
+        self.batch.loss.combine(self.together.vote('share_loss', **self.batch.loss.numbers(loss)))
     def exchange_masks(self, mask):
-        "Return the checksums of all ranks, for `Passes`, or None if some rank doesn't average"
-        result = self.together.meet_between(PASS, mask=mask)
-        return None if result is None else result.values('mask')
+        "Return the checksums of all ranks, for `Passes`"
+        return self.together.vote('end_pass', mask=mask).values('mask')

@@ -39,8 +39,7 @@ from .same_model import first_of
 #       |                             batch the ranks meet
 #       |-- OVERLAPPED, first pass    Overlapped.backward: DDP's all-reduces, while the pass runs
 #       |-- FLAT, or a further pass   torch's pass, then Passes.average
-#       |                                 agree(checksum): the ranks meet; if not all of them come,
-#       |                                 nothing is averaged
+#       |                                 agree(checksum): the ranks meet
 #       |                                 average_grads: all-reduces
 #       `-- LATER                     torch's pass, and no collective
 #
@@ -118,8 +117,7 @@ class Passes:
         # `OVERLAPPED`, `FLAT` or `LATER`, the same on all ranks. Before the first pass of a batch
         # the ranks meet there, and it may raise their decision to leave the batch
         begin,
-        # `agree(checksum)` is called after a flat pass, and returns the checksums of all ranks, or
-        # None if some rank skips this pass: then nothing is averaged
+        # `agree(checksum)` is called after a flat pass, and returns the checksums of all ranks
         agree,
         overlapped=None, # `Overlapped`, if `begin` may return `OVERLAPPED`
         # `is_loss_of_learner(loss)`: True for a loss that is known to reach trained parameters
@@ -181,14 +179,13 @@ class Passes:
         self.torch_backward(loss, grad_tensors, inputs=inputs, **options)
         if how != LATER: self.average()
     def average(self):
-        """Average all gradients over ranks, unless some rank skips this. A meeting, then a
-        collective operation. Each rank calls it once for each flat pass; if a rank makes no pass in
-        a batch while others do, the caller calls it there"""
+        """Average all gradients over ranks. A meeting, then a collective operation. Each rank calls
+        it once for each flat pass; if a rank makes no pass in a batch while others do, the caller
+        calls it there"""
         params = self.params()
         # The same on ranks whose gradients are those of the same parameters
         checksum = float(zlib.crc32(bytes(p.grad is not None for p in params)))
         checksums = self.agree(checksum)
-        if checksums is None: return
         began = time.perf_counter()
         average_grads(params, same=len({*checksums}) == 1)
         self.exchange_secs += time.perf_counter()-began
