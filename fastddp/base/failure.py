@@ -272,8 +272,8 @@ def failure_of(
 # is recognized by its text, and by who raised it, since connections of the user's own fail with the
 # same words: torch's classes `Dist...`, or a RuntimeError that names gloo or comes from a library.
 
-# texts of gloo, NCCL and the system; 'timed out waiting' also that of `Board.meet`, and the last one
-# that of ranks that find another one elsewhere (`fastai2.together`)
+# texts of gloo, NCCL and the system; 'timed out waiting' also that of `Board.meet`, and the last
+# one that of ranks that find another one elsewhere (`fastai2.together`)
 _ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe', 'socket timeout',
            'connection refused', 'nccl communicator was aborted', 'timed out waiting',
            'connection timed out', 'no route to host', 'network is unreachable',

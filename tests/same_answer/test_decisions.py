@@ -93,9 +93,7 @@ def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
     seed(1)
     one.fit(2, cbs=[single, left])
     assert left.done and end.ranks[0][0][0] == single.rows[0][0]
-    # fastai leaves the gradients of a step in place that is left right after it; the workers drop them
-    if event != 'after_step':
-        assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
+    assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
     assert [len(o) for o in learn.recorder.values] == [len(o) for o in one.recorder.values]
 
 

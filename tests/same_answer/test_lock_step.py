@@ -43,7 +43,7 @@ def meeting(**kwargs):
     return learner(train=33, valid=21, bs=3, metrics=accuracy, wd=.1, opt_func=Adam, model=Meets(), **kwargs)
 
 
-def both(make, n, launcher, cbs_of, epochs=2, drift=True):
+def both(make, n, launcher, cbs_of, epochs=2):
     "Fit on ranks and in one process, where the same happens to all items; compare steps, weights and tables"
     learn, end, single = make(), AtEnd(), AtEnd()
     one = alone_like(learn, n)
@@ -53,7 +53,7 @@ def both(make, n, launcher, cbs_of, epochs=2, drift=True):
     seed(1)
     one.fit(epochs, cbs=[single, *cbs_of(0)])
     assert end.ranks[0][0][0] == single.rows[0][0]
-    if drift: assert largest([*learn.model.parameters()], [*one.model.parameters()]) < 1e-5
+    assert largest([*learn.model.parameters()], [*one.model.parameters()]) < 1e-5
     assert [len(o) for o in learn.recorder.values] == [len(o) for o in one.recorder.values]
     return learn, one
 
@@ -61,8 +61,7 @@ def both(make, n, launcher, cbs_of, epochs=2, drift=True):
 @pytest.mark.spread('event kind')
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_a_wish_where_the_forward_pass_is_a_collective(ranks, event, kind, at, epoch, valid):
-    # fastai leaves the gradients of a step in place that is left right after it; the workers drop them
-    both(meeting, *ranks, lambda rank: [Leave(event, kind, rank, at, epoch, valid)], drift=event != 'after_step')
+    both(meeting, *ranks, lambda rank: [Leave(event, kind, rank, at, epoch, valid)])
 
 
 @pytest.mark.spread
