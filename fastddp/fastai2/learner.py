@@ -284,7 +284,7 @@ class Pace(Callback):
     ): store_attr()
     def after_batch(self):
         now = time.perf_counter()
-        clock = self.learn._call_one.clock
+        clock = self.learn._call_one.together.clock
         waited = clock.seconds['data']+clock.ranks.seconds['data']
         self.done += 1
         if self.done <= _N_WARM_UP:
