@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
 import collections, datetime, errno, functools, io, itertools, math, os, pickle, socket, sys, time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch, torch.distributed as dist
 
@@ -202,6 +202,25 @@ def check_group():
                            "torch.distributed.destroy_process_group(): fastddp calls it.")
 
 # %% ../../nbs/base/009_group.ipynb #dff8d589
+@contextmanager
+def hidden():
+    """Inside, `torch.distributed` has no default group. Libraries that reduce their values over it
+    by themselves find none there, and compute what this process has; fastddp reduces it"""
+    world = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
+    try: yield
+    finally: dist.GroupMember.WORLD = world
+
+@contextmanager
+def as_one_process():
+    "Inside, this process seems to be the only one: it has no default group, and no rank"
+    ours = {k:os.environ.pop(k) for k in _OF_RANKS if k in os.environ}
+    try:
+        with hidden() if in_group() else nullcontext(): yield
+    finally: os.environ.update(ours)
+
+_OF_RANKS = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK'
+
 # Collectives. Each calls `_is_alone` before it returns or sends anything
 
 def _is_alone():

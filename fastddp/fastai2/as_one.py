@@ -13,6 +13,7 @@ from functools import partial
 from fastai.callback.core import _inner_loop
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastai.callback.schedule import LRFinder
+from fastai.learner import Recorder
 from fastcore.basics import noop, store_attr
 from fastcore.foundation import L
 
@@ -40,9 +41,8 @@ from ..shard.sharded import original
 #                           `is_alone`: rank 0 runs what other ranks don't have
 #   StepSync                `wrapped()` replaces `torch.autograd.backward`, and what counts items
 #                           for `GradientAccumulation`. `start_train` * prepares DDP.
-#                           `replace_loss_func` puts another one in the place of a loss function
-#                           that needs all ranks' predictions, until the batch ends. `close()` ends
-#                           a batch that an exception has left open
+#                           Between events it calls a loss function that needs all ranks'
+#                           predictions. `close()` ends a batch that an exception has left open
 #   infer_in_group *        validates a loader by all ranks, which get the result of one process
 #   preds_in_one_order      fastai's `get_preds`, in one order; * unless `is_alone`
 #   kept_streams            context that restores the common random streams and the loaders' orders
@@ -60,11 +60,13 @@ class Fit:
 
         together      the `Together`: holds the votes of the ranks, and has the `Clock`
         common        the `CommonRNG`: random streams with the same state on all ranks
+        losses        the `Losses`
         step          the `StepSync`
         metrics       the `ReduceMetrics`
         same_model    the `SameModel`: holds the last meeting, in `finish_fit`
         callbacks     those of fastddp that all ranks have; `fit_job` may add one"""
-    def __init__(self, together, common, step, metrics, same_model, callbacks): store_attr()
+    def __init__(self, together, common, losses, step, metrics, same_model, callbacks):
+        store_attr()
     def may_be_alone(self):
         """True if other ranks may not do what a callback does now: it acts on rank 0 only, or at a
         batch of a validation, of which ranks may have different numbers"""
@@ -125,10 +127,16 @@ _HARMLESS = {ProgressCallback, ShowGraphCallback, CSVLogger}
 
 def caller_of(cb, learn, fit):
     "Return what calls `cb` at an event: `call_alone` if it acts on rank 0 only, else `cb` itself"
-    has_others = group.rank() == 0 and group.world_size() > 1
-    if has_others and is_rank0_only(cb) and type(cb) not in _HARMLESS:
+    has_others = group.world_size() > 1
+    if has_others and isinstance(cb, Recorder): return partial(_call_unreduced, cb)
+    if has_others and group.rank() == 0 and is_rank0_only(cb) and type(cb) not in _HARMLESS:
         return partial(call_alone, cb, learn, fit)
     return cb
+
+def _call_unreduced(cb, event_name):
+    """Call the Recorder at an event. Metrics of libraries reduce their values over the process
+    group by themselves, if they find one; `ReduceMetrics` has done so"""
+    with group.hidden(): cb(event_name)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a27acbbc
 # What fastddp does at the events of a fit. Its callbacks come before the user's, in this order; the
@@ -139,9 +147,8 @@ def caller_of(cb, learn, fit):
 #   before_train      ShardData        shards a loader that isn't sharded
 #                     ReduceMetrics    begins to note what metrics need
 #                     vote *           then DDP is prepared *, and the loop reads its shard
-#   each batch        vote *           at the events that code of the user's handles. After that of
-#                                      before_batch, a loss function that needs the global batch is
-#                                      replaced
+#   each batch        vote *           at the events that code of the user's handles
+#                     loss           * between two events: a loss that needs the global batch
 #                     StepSync       * a vote before the backward pass; one loss and one gradient of
 #                                      all ranks
 #   end of the loop   vote *           also if a rank leaves it
@@ -177,18 +184,18 @@ def distributed(learn,
     together = Together(stop_requested, on_gpu=on_gpu)
     losses = Losses(loss, print_line)
     step = StepSync(together, losses, **ddp_kwargs)
-    metrics = ReduceMetrics(losses)
+    metrics = ReduceMetrics()
     same_model = SameModel(together, average_bn=sync_bn and not on_gpu)
     cbs = []
-    fit = Fit(together, common, step, metrics, same_model, cbs)
+    fit = Fit(together, common, losses, step, metrics, same_model, cbs)
     data = ShardData(together, common, batch, fit.may_be_alone)
     cbs += [together, data, step, metrics, same_model]
     def begin_training():
         step.start_train()
         data.begin_loop()
-    after_vote = dict(before_train=begin_training, before_batch=step.replace_loss_func,
-                      before_validate=data.begin_loop)
-    dispatcher = EventDispatcher(learn, together, lambda cb: caller_of(cb, learn, fit), after_vote)
+    after_vote = dict(before_train=begin_training, before_validate=data.begin_loop)
+    dispatcher = EventDispatcher(learn, together, lambda cb: caller_of(cb, learn, fit), after_vote,
+                                 around=step if group.world_size() > 1 else None)
     all_batches = learn.all_batches
     with (
         environment('WORLD_SIZE'),      # with it, fastai would average metrics itself
@@ -220,13 +227,13 @@ def validate(learn, fit,
 ):
     """Validate as one process, in the place of `learn._do_epoch_validate`. Who calls it:
 
-        fastai's epoch              every rank, for its shard of the loader in `learn.dls`
-        a callback of all ranks     every rank, for whole batches in turn; results are exchanged
+        fastai's epoch              every rank, for whole batches in turn, as `learn.validate` does
+        a callback of all ranks     the same; results are exchanged
         a callback of rank 0 only   rank 0, for all batches; no collective"""
     whole = learn.dls[ds_idx] if dl is None else dl
     if fit.together.is_alone: infer_alone(learn, whole, fit)
     # fastai's epoch passes no loader; its `validate` and `get_preds`, which callbacks call, do
-    elif dl is None and ds_idx == 1: type(learn)._do_epoch_validate(learn)
+    elif dl is None and ds_idx == 1: infer_in_group(learn, whole, fit)
     else:
         with fit.metrics.nested_validation():
             infer_in_group(learn, whole, fit)

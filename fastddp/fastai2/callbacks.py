@@ -13,9 +13,7 @@ from fastcore.basics import store_attr
 from ..base import group
 from ..base.rng import seed_rank
 from .clock import OurCallback, _FIRST
-from .loaders import (
-    Undivided, dl_state, follow_original, is_lm,
-    keeps_state, rows_are_streams, set_dl_state, shard_dl)
+from .loaders import dl_state, follow_original, set_dl_state, shard_batches, shard_dl
 from .step import trained_beside
 from ..payload.state import move_opt_state
 from ..shard.gradients import average_grads
@@ -77,16 +75,12 @@ class ShardData(OurCallback):
     ): store_attr()
 
     def shard(self, dl, train):
-        "Return a loader that yields this rank's shard of `dl` to the fit, and all to other loops"
-        if not train and rows_are_streams(dl, self.model):
-            # such rows can't be divided: each rank validates all batches
-            res = Undivided(dl, self.common)
-        else:
-            # The model's state may have the batch size built in: then the batches that are divided
-            # are the loader's own. An `LMDataLoader` is laid out as more streams instead
-            keeps_size = not train and keeps_state(self.model) and not is_lm(dl)
-            batch = 'global' if keeps_size else self.batch
-            res = shard_dl(dl, group.rank(), group.world_size(), batch, train, self.common)
+        """Return a loader that yields this rank's part of `dl` to the fit, and all to other loops:
+        in training a shard of each batch, in a validation whole batches"""
+        rank,n = group.rank(),group.world_size()
+        if train: res = shard_dl(dl, rank, n, self.batch, train, self.common)
+        else: res = shard_batches(dl, rank, n, self.common)
+        res._shard.agree_on_order = self.together.agree_on_order
         res._shard.other_loop = self.read_whole
         return res
     def read_whole(self, dl):

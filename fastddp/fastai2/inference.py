@@ -15,15 +15,17 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..base import group
 from ..base.scoped import with_attrs
-from .loaders import (
-    Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, shard_dl, why_not)
+from fastddp.fastai2.loaders import (
+    Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, shard_batches,
+    why_not)
 from ..launch.training import has_kind
+from ..shard.loss import loss_name
 from ..shard.sharded import is_sharded, original
-from ..shard.torch_loader import is_stream
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
 # Used here:
-#   shard_dl(dl, rank, n, ...)  -> a loader of this rank's part, whose order is drawn from `common`
+#   shard_batches(dl, ...)      -> a loader of this rank's whole batches, whose order is drawn from
+#                               `common`
 #   Undivided(dl, common)       -> a loader of all batches, the same on all ranks, from `common`
 #   why_not(dl)                 -> why `shard_dl` would refuse `dl`; None if it doesn't
 #   dl_state, set_dl_state      what the next epoch of a user's loader depends on
@@ -36,7 +38,8 @@ from ..shard.torch_loader import is_stream
 #     in the notebook                 notebook   Session.validate   InferCall, whose `infer_job`
 #                                                                   calls `validate_part` on each
 #                                                                   worker
-#     by a callback of a fit          all ranks  as_one.validate    `infer_in_group`
+#     by an epoch or a callback of    all ranks  as_one.validate    `infer_in_group`
+#     a fit
 #     under torchrun, in a cluster    all ranks  in_place           `infer_in_group`
 #
 # `type(learn)._do_epoch_validate` is fastai's own, which these functions call. Each rank predicts
@@ -45,17 +48,6 @@ from ..shard.torch_loader import is_stream
 # by each rank of `infer_in_group`, so that all of them have the whole result. Where workers
 # wouldn't be faster, or can't do it (`why_one_process`), the notebook's process goes over all
 # batches; so does each rank of a group.
-
-# One rank's part
-
-def shard_batches(dl,      # A fastai or torch loader, sharded or not
-                  rank, n, # This rank, and how many there are
-                  common # `CommonRNG` from which an order is drawn
-):
-    "Return the loader that yields the whole batches of `dl` that `rank` predicts"
-    res = shard_dl(dl, rank, n, 'global', train=False, common=common)
-    res._shard.whole_batches = True
-    return res
 
 # %% ../../nbs/fastai2/722_inference.ipynb #08e24dee
 def why_one_process(learn, # The learner that predicts
@@ -67,8 +59,7 @@ def why_one_process(learn, # The learner that predicts
     if not isinstance(dl, (DataLoader,TorchLoader)): return ''
     if n > 1 and (why := why_not(dl)): return why
     if len(dl) < 2: return ''       # fastai's validation asks for the length, too
-    if is_lm(dl) or is_stream(dl):
-        return "its batches are parts of a stream."
+    if is_lm(dl): return "its batches are parts of a stream."
     if has_kind(learn.cbs, 'TensorBoardProjectorCallback'):
         return ("TensorBoardProjectorCallback writes what the model makes of every batch, from one "
                 "process.")
@@ -83,15 +74,15 @@ def gatherers(learn):
 _GATHERED = ('inputs','preds','targets','losses')   # lists of a `GatherPredsCallback`
 
 def validate_part(learn, # With its metrics and callbacks
-                  dl,    # The whole loader
+                  own,   # This rank's loader, as of `shard_batches`
                   fit    # The `Fit` of `distributed`
 ): # For each gatherer its lists, by name
-    """Run fastai's validation over this rank's part of `dl`; return what it collected. Every rank
+    """Run fastai's validation over this rank's whole batches; return what it collected. Every rank
     calls this, inside `distributed`: the ranks vote before and after the batches, and metrics are
     reduced. In between the ranks don't wait for each other: one may have a batch less"""
     rank = group.rank()
     n = group.world_size()
-    own = shard_batches(dl, rank, n, fit.common)
+    own._shard.agree_on_order = fit.together.agree_on_order
     gather = gatherers(learn)
     around = learn.all_batches      # that of `distributed`, at whose end the ranks vote
     def all_batches():
@@ -147,21 +138,36 @@ def infer_in_group(learn, # A learner, the same on all ranks
 
         `from_rank0`            whether each rank goes over all batches. Rank 0 decides, since
                                 others lack callbacks that act on rank 0 only
-        `order_from_rank0`      each rank may have made the loader itself, with an order of its own
+        `order_from_rank0`      each rank may have made the loader itself, with an order of its own.
+                                Not for a loader of the fit
         `validate_part`         the votes of the validation, and its metrics
-        `all_gather_object`     what was collected
+        `all_gather_object`     what was collected, if anything
 
     Where each rank goes over all batches, there are only the first and the validation's votes"""
     whole = original(dl)
     n = group.world_size()
-    if n == 1 or group.from_rank0(why_one_process(learn, whole, n) is not None):
+    if n == 1: type(learn)._do_epoch_validate(learn, dl=Undivided(whole, fit.common))
+    elif group.from_rank0(_goes_over_all(learn, whole, n, fit)):
         type(learn)._do_epoch_validate(learn, dl=Undivided(whole, fit.common))
     else:
-        order_from_rank0(whole)
+        of_fit = is_sharded(dl) and dl._shard.whole_batches
+        if not of_fit: order_from_rank0(whole)
+        own = dl if of_fit else shard_batches(whole, group.rank(), n, fit.common)
         gather = gatherers(learn)
-        parts = group.all_gather_object(validate_part(learn, whole, fit))
-        end_gathering(gather, join_parts(parts))
+        part = validate_part(learn, own, fit)
+        if gather: end_gathering(gather, join_parts(group.all_gather_object(part)))
+        if own is dl: return
     if is_sharded(dl): follow_original(dl)
+
+def _goes_over_all(learn, dl, n, fit):
+    "Return True if each rank goes over all batches of `dl`"
+    if why_one_process(learn, dl, n) is not None: return True
+    if not fit.losses.is_stateful: return False
+    fit.losses.print_once(_STATEFUL.format(loss_name(learn.loss_func)), 'stateful')
+    return True
+
+_STATEFUL = ("{} changes a state of its own in each call, so every worker validates all batches: "
+             "what it keeps is as in one process.")
 
 # %% ../../nbs/fastai2/722_inference.ipynb #4c0d3a13
 def _new_from(common, dl):

@@ -14,11 +14,12 @@ from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
 from fastcore.basics import noop
 
+from ..base import group
 from ..base.failure import item_name
 from .clock import OurCallback, resource_use
 from .as_one import as_one_process, distributed
 from .inference import end_gathering, gatherers, join_parts, validate_part
-from .loaders import dl_state, set_dl_state
+from .loaders import dl_state, set_dl_state, shard_batches
 from .resume import ResumeFit
 from .snapshot import (
     all_cbs, apply, baseline, capture, loader_refs, persistent_refs, place_dl, snapshot, unpack)
@@ -262,7 +263,8 @@ def infer_job(ctx, obj):
     ctx.items = lambda: noted.items(learn)
     with (distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False,
                       shard_dls=False) as fit, learn.added_cbs([noted])):
-        part,cancelled = until_cancelled(lambda: validate_part(learn, dl, fit))
+        own = shard_batches(dl, ctx.rank, group.world_size(), fit.common)
+        part,cancelled = until_cancelled(lambda: validate_part(learn, own, fit))
     report = fit.together.clock.totals() | resource_use(learn, dl)
     ctx.end_phase('validate')
     learn.dl = None     # a failure from here on is that of no item

@@ -6,21 +6,25 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #72f94fac
-import copy, itertools, math, random, sys, warnings, weakref
+import copy, itertools, math, random, sys, weakref
 from contextlib import nullcontext
 
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import find_bs, to_device
+import torch
 from fastcore.basics import chunked
 from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
 from ..base.failure import note_item
 from ..base.rng import CommonRNG, generator_state, set_generator
+from ..output.replay import print_line
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, Step, draw_seed, global_batch_size,
-    iterate_original, no_batches, note_step, one_iteration, original, refuse_loader,
-    report_errors, sharded_clone, too_few, track_changes, workers_per_rank)
-from ..shard.torch_loader import is_stream, samplers_of, shard_torch, torch_bs, why_not_torch
+    CantShard, Shard, Sharded, Step, draw_seed, global_batch_size, iterate_original, note_step,
+    one_iteration, original, pad_shard, refuse_loader, report_errors, sharded_clone, too_few,
+    track_changes, workers_per_rank)
+from ..shard.torch_loader import (
+    is_stream, samplers_of, shard_torch, torch_bs, why_not_torch, why_whole_torch)
+from ..shard.trees import map_tensors
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a
 # Used here, mostly of `shard.sharded`:
@@ -123,14 +127,16 @@ class ShardedDL(Sharded):
     # what a callback makes of this loader is a whole one
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
     def __len__(self):
-        # where ranks take whole batches in turn, a progress bar counts the batches of all ranks
-        if self._shard.whole_batches: return len(self._shard.orig)
-        return super().__len__()
+        s = self._shard
+        if not s.whole_batches: return super().__len__()
+        # in a validation a progress bar counts the batches of all ranks
+        return math.ceil(len(s.orig)/s.n) if s.train else len(s.orig)
     def _begin(self):
         "Draw the order of the epoch, the same on all ranks; return this rank's `Step`s."
         self.randomize()
         self.before_iter()
-        steps = [*self._shard.steps(chunked(self.get_idxs(), self.bs, self.drop_last))]
+        batches = self._shard.agreed(chunked(self.get_idxs(), self.bs, self.drop_last))
+        steps = [*self._shard.steps(batches)]
         draw_seed()     # in one process torch's iterator draws one here
         return steps
     def _batches(self):
@@ -146,12 +152,7 @@ class ShardedDL(Sharded):
         return itertools.islice(self._shard.epoch.steps, self.offs, None, self.num_workers)
     def create_batches(self, steps):
         "Yield the batch of each `Step`."
-        for step in steps:
-            items = _Items(self._item(i) for i in step.items)
-            yield self.do_batch(items)
-            orig = self._shard.orig
-            if items.only_first() and _is_own(orig, 'create_batch'):
-                warnings.warn(_SLICE.format(type(orig).__name__))
+        for step in steps: yield self.do_batch([self._item(i) for i in step.items])
     def _item(self, i):
         "Return item `i`. If making it raises an exception, that names the item."
         try: item = self.do_item(i)
@@ -168,6 +169,13 @@ _SKIPPED = ("an item was skipped (SkipItemException). One process fills its batc
 def _is_own(dl, name):
     "Return True if `dl` or its class overrides `name` of fastai's `DataLoader`."
     return name in vars(dl) or getattr(type(dl), name) is not getattr(DataLoader, name)
+
+def makes_batches(dl):
+    """Return True if `dl` makes a batch of its indices by code of the user's or a library's. That
+    may take the first index for the beginning of a slice, so its batches aren't divided."""
+    if not isinstance(dl, DataLoader) or not _is_own(dl, 'create_batch'): return False
+    home = getattr(dl.create_batch, '__module__', None) or ''
+    return not home.startswith('fastai.')
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #692e6fc4
 class _Items(list):
@@ -198,8 +206,13 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
                  train,
                  common   # `CommonRNG`, alike on all ranks
 ):
-    "Return the clone of `dl` that yields the shard of `rank`. `why_not` must be None for `dl`."
-    shard = Shard(dl, rank, n, global_batch_size(dl.bs, n, batch), train, common)
+    """Return the clone of `dl` that yields the shard of `rank`. `why_not` must be None for `dl`. A
+    rank takes a part of each global batch; or whole batches of `dl`, of which `n` make one global
+    batch, where these aren't divided."""
+    whole = makes_batches(dl)
+    bs = dl.bs if whole else global_batch_size(dl.bs, n, batch)
+    shard = Shard(dl, rank, n, bs, train, common)
+    shard.whole_batches = whole
     clone = sharded_clone(ShardedDL, shard)
     if is_lm(dl): lay_out(clone)
     # the torch loader that fastai's loader iterates over; it refers to the clone as `d`, which
@@ -213,60 +226,120 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
     return clone
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #bada2c04
-class Undivided(Sharded):
-    """Yields all batches of the original, and counts items as a sharded loader does: for one rank,
-    or where all ranks go over the same batches. It is no clone: it has `_shard`, `counts` and
-    `idxs`, and all other attributes are those of the original"""
-    def __init__(self, dl,
-                 common=None # `CommonRNG` to draw from, where all ranks go over the same batches
-    ):
-        # not by `__setattr__`, which sets attributes of the original
-        vars(self)['_shard'] = Shard(dl, 0, 1, None, True, common or nullcontext())
-    def __reduce__(self): return Undivided, (self._shard.orig,)
+class _Around(Sharded):
+    """Base of loaders that iterate over the original. Such a loader is no clone: it has `_shard`,
+    `counts` and `idxs`, and all other attributes are those of the original"""
     def __getattr__(self, k):
         if k.startswith('__') or k=='_shard': raise AttributeError(k)
         return getattr(self._shard.orig, k)
     def __setattr__(self, k, v):
         if k in ('counts','idxs'): vars(self)[k] = v
         else: setattr(self._shard.orig, k, v)
+    def _count(self, epoch, total, positions):
+        "Note the batch that is yielded next"
+        epoch.steps.append(Step((), total, positions))
+        note_step(self, epoch)
+
+def n_items(b):
+    "Return the number of items of a batch; one of an unknown form counts as one item"
+    try: return find_bs(b)
+    except (TypeError,AttributeError,IndexError,KeyError): return 1
+
+class Undivided(_Around):
+    """Yields all batches of the original, and counts items as a sharded loader does: for one rank,
+    or where all ranks go over the same batches"""
+    def __init__(self, dl,
+                 common=None # `CommonRNG` to draw from, where all ranks go over the same batches
+    ):
+        # not by `__setattr__`, which sets attributes of the original
+        vars(self)['_shard'] = Shard(dl, 0, 1, None, True, common or nullcontext())
+    def __reduce__(self): return Undivided, (self._shard.orig,)
     def __len__(self): return len(self._shard.orig)
     def _iter_shard(self):
         with one_iteration(self, []) as epoch:
             for b in iterate_original(self, self._shard.common):
-                # a batch of an unknown form counts as one item
-                try: n = find_bs(b)
-                except (TypeError,AttributeError,IndexError,KeyError): n = 1
-                start = len(epoch.idxs)
-                epoch.steps.append(Step((), n, range(start, start+n)))
-                note_step(self, epoch)
+                n,start = n_items(b),len(epoch.idxs)
+                self._count(epoch, n, range(start, start+n))
                 yield b
 
-# %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
-# 3. Shard a loader of any kind, or refuse it
+class ReadWhole(_Around):
+    """Yields this rank's part of a loader that can't be divided by items. Every rank reads all
+    batches of the original, in the common random streams, so that all have the same ones:
 
-# Methods that `ShardedDL` overrides: a loader whose class does so, too, can't be sharded
+        batches in turn    with `whole_batches`, and in training 'per_worker': `n` batches of the
+                           original make a global batch, of which rank r takes the r-th
+        rows of a batch    in training with 'global': rank r takes rows r, r+n, ... of all tensors
+                           that have a row for each item"""
+    def __init__(self, dl, rank, n, batch, train, common): # As of `shard_dl`
+        vars(self)['_shard'] = Shard(dl, rank, n, None, train, common)
+        self._shard.whole_batches = not train or batch == 'per_worker'
+    def __reduce__(self):
+        s = self._shard
+        batch = 'per_worker' if s.whole_batches else 'global'
+        return ReadWhole, (s.orig, s.rank, s.n, batch, s.train, nullcontext())
+    def __len__(self):
+        s = self._shard
+        in_turn = s.whole_batches and s.train
+        return math.ceil(len(s.orig)/s.n) if in_turn else len(s.orig)
+    def _iter_shard(self):
+        s = self._shard
+        batches = iterate_original(self, s.common)
+        start = 0       # position of the global batch in the epoch
+        with one_iteration(self, []) as epoch:
+            while read := [*itertools.islice(batches, s.n if s.whole_batches else 1)]:
+                sizes = [*map(n_items, read)]
+                total = sum(sizes)
+                b,own = self._in_turn(read, sizes) if s.whole_batches else self._rows(*read, total)
+                if b is not None:
+                    self._count(epoch, total, range(start+own.start, start+own.stop, own.step))
+                    yield b
+                start += total
+    def _in_turn(self, read, sizes):
+        "Return this rank's one of the batches that were read, or None; and the range of its items"
+        s = self._shard
+        if s.rank < len(read):
+            first = sum(sizes[:s.rank])
+            return read[s.rank], range(first, first+sizes[s.rank])
+        # in the last round of training a rank without a batch is fed one, of which no item counts
+        return (read[0] if s.train else None), range(0)
+    def _rows(self, b, total):
+        "Return this rank's rows of a batch, and the range of its items; padded as by `pad_shard`"
+        s = self._shard
+        own = range(total)[s.rank::s.n]
+        rows = torch.as_tensor(pad_shard([*own], [*range(total)], s.n))
+        def part(t): return t[rows.to(t.device)] if t.ndim and len(t) == total else t
+        return map_tensors(part, b), own
+
+# %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
+# 3. Shard a loader of any kind
+
+# Methods that `ShardedDL` overrides: a loader whose class does so, too, decides itself which
+# batches it makes
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
+
+def why_whole(dl,   # A user's loader
+              batch='per_worker', # Or 'global'
+              train=True # False: ranks take whole batches
+):
+    """Return why every rank must read all of `dl`, as the end of a sentence about it; None if it is
+    divided by items."""
+    if isinstance(dl, TorchLoader): return why_whole_torch(dl)
+    if not isinstance(dl, DataLoader): return "it is no DataLoader of fastai's or torch's"
+    own = [k for k in _REPLACED if _is_own(dl, k)]
+    if own: return f"its own `{own[0]}` decides which batches it makes"
+    if dl.bs is None: return "it makes no batches (`bs=None`)"
+    if not dl.indexed: return "its dataset has no indices"
+    if dl.n is None: return "it has no length"
+    if train and batch == 'global' and makes_batches(dl):
+        return "its own `create_batch` makes whole batches"
 
 def why_not(dl # A user's loader
 ):
-    "Return why `dl` can't be sharded and what to do instead, or None if it can be."
-    if isinstance(dl, TorchLoader): return why_not_torch(dl)
-    if not isinstance(dl, DataLoader): return (
-        f"a {type(dl).__name__} is no DataLoader. Use fastai's or torch's; for several kinds of "
-        "input, one loader over a dataset that combines them.")
-    own = [k for k in _REPLACED if _is_own(dl, k)]
-    if own: return (
-        f"its own `{own[0]}` decides which batches it makes, so they can't be sharded. Override "
-        "`get_idxs`, `create_item` or `create_batch` instead, or use a `batch_sampler` in a "
-        "torch DataLoader.")
-    if dl.bs is None: return no_batches('bs')
-    if not dl.indexed: return (
-        "its dataset has no indices. Read it with a torch DataLoader over an IterableDataset, or "
-        "use a dataset with indices.")
-    if dl.n is None: return "it has no length. Give the dataset a `__len__`, or the loader `n=`."
+    "Return why `dl` can't be read by several ranks, and what to do instead, or None if it can be."
+    return why_not_torch(dl) if isinstance(dl, TorchLoader) else None
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #07238585
-def shard_dl(dl,         # A fastai or torch `DataLoader`
+def shard_dl(dl,         # A fastai or torch `DataLoader`, or another iterable of batches
              rank,       # This rank, from 0
              world_size, # Number of ranks
              batch='per_worker', # The size of `dl` is that 'per_worker', or the 'global' one
@@ -276,14 +349,26 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`
              common=None
 ):
     """Return the loader that yields the shard of `rank`. An epoch of it changes `dl` as an epoch of
-    `dl` would. Raise `CantShard`, with the remedy, if the shards of all ranks wouldn't be the
-    batches of one process."""
+    `dl` would. A loader that can't be divided by items is read whole by every rank. Raise
+    `CantShard`, with the remedy, if the shards of all ranks wouldn't be the batches of one
+    process."""
     dl = original(dl)
     if world_size==1: return Undivided(dl)
     why = why_not(dl)
     if why: refuse_loader('This loader', world_size, why)
+    common = common or CommonRNG.capture()
+    if why_whole(dl, batch, train): return ReadWhole(dl, rank, world_size, batch, train, common)
     shard = shard_torch if isinstance(dl, TorchLoader) else shard_fastai
-    return shard(dl, rank, world_size, batch, train, common or CommonRNG.capture())
+    return shard(dl, rank, world_size, batch, train, common)
+
+def shard_batches(dl,      # A loader, not sharded itself
+                  rank, n, # This rank, and how many there are
+                  common # `CommonRNG` from which an order is drawn
+):
+    "Return the loader that yields the whole batches of `dl` that `rank` predicts or validates"
+    res = shard_dl(dl, rank, n, 'global', train=False, common=common)
+    res._shard.whole_batches = True
+    return res
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #ade82c38
 def step_sizes(dl,         # A loader
@@ -294,6 +379,7 @@ def step_sizes(dl,         # A loader
     the number of steps of an epoch on rank 0. Reads no item and draws no number. Raise `CantShard`
     as `shard_dl`, and TypeError if the loader has no length."""
     bs = torch_bs(dl) if isinstance(dl, TorchLoader) else getattr(dl, 'bs', None)
+    if not isinstance(bs, int): bs = None       # of an iterable of another kind
     steps = len(shard_dl(dl, 0, world_size, batch, common=nullcontext()))
     return global_batch_size(bs, world_size, batch), steps
 
@@ -312,8 +398,16 @@ def check_dl(dl,         # A loader
         except TypeError: why = ("it has no length, and `fit` asks for it. Give its dataset or "
                                  "sampler a `__len__`.")
         else:
-            if train: why = too_few(bs, world_size, steps)
+            if train: why = too_few(bs, steps)
     if why: refuse_loader(name, world_size, why)
+    reads_all = why_whole(dl, batch)
+    if reads_all and train: print_line(f"{name}: every worker reads all of this {_kind(dl)} and "
+                                       f"takes its part, since {reads_all}. {_FASTER}")
+
+def _kind(dl): return type(dl).__name__
+
+_FASTER = ("A fastai or torch DataLoader over a dataset with indices is divided by items, and each "
+           "worker reads its own.")
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87
 # 4. What the next epoch of a loader depends on, and how another loader gets it

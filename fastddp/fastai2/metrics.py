@@ -5,54 +5,47 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/fastai2/708_metrics.ipynb #2b4348fb
+# %% ../../nbs/fastai2/708_metrics.ipynb #b5d2561a
 import contextlib, copy
-from collections import defaultdict
 from functools import partial
-from types import MethodType
 from typing import NamedTuple
 
 import torch
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
 from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, LossMetric
-from fastai.torch_core import find_bs, to_device
-from fastcore.basics import store_attr
+from fastai.torch_core import find_bs
+from fastcore.foundation import L
 
 from ..base import group
-from ..base.device import device_of
 from ..base.scoped import with_attrs
 from .clock import OurCallback, _FIRST
-from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
-from ..shard.loss import batch_losses, weighted_loss_and_divisor
+from ..shard.gathered_loss import join_rows
 from ..shard.sharded import is_sharded, original
+from ..shard.trees import map_tensors, note_examples, spec_of, tensors_in, tree_from
 
-# %% ../../nbs/fastai2/708_metrics.ipynb #3c20bfa6
+# %% ../../nbs/fastai2/708_metrics.ipynb #e343a107
 # Used here:
-#   Recorder       fastai's. In a phase it resets the metrics, then after each batch calls
-#                  `m.accumulate(learn)` for each of them in turn, and at the end reads their
-#                  values. At each of these events `ReduceMetrics` comes before it
-#   learn.dl       a sharded loader. `counts[i]`: the numbers of this rank's and of all ranks' items
-#                  in batch i. `idxs`: the positions of this rank's items in the order of one
-#                  process, of all batches read so far. `_shard.bs`: items of a global batch
-#   Losses         `is_gathered(f)`: only all ranks' predictions give the loss of the batch
-#   by_batch       a collective, gives each rank all ranks' parts of each global batch;
-#                  `whole_batch` joins the parts of one
-#   batch_losses   a collective, gives each rank the losses of all global batches
+#   Recorder       fastai's, or one that a library has put in its place. In a phase it resets the
+#                  metrics, then after each batch calls `m.accumulate(learn)` for each of them in
+#                  turn, and at the end reads their values. At each of these events `ReduceMetrics`
+#                  comes before it
+#   learn.dl       a sharded loader. In training, `counts[i]`: the numbers of this rank's and of all
+#                  ranks' items in batch i; `idxs`: the positions of this rank's items in the order
+#                  of one process, of all batches read so far
+#   spec_of, tree_from, join_rows   predictions of other ranks (`shard.trees`), and a batch made of
+#                  its parts
 #
-# In this module: metrics whose state adds up, and `way_of`; `Replay`; a `Phase`; `ReduceMetrics`.
+# In this module: metrics whose state adds up; trees of all ranks; `Phase`; `ReduceMetrics`.
 #
-# In a phase, each rank has its shard of the items. The metrics get the values of one process in one
-# of three ways, which `way_of` chooses for each of them:
+#     is_replayed   at each batch                     collectives
+#     no            accumulates what this rank has    at the end, one for each metric
+#     yes           in a validation: keeps it         at the end, one for each batch of a rank
+#                   in training: accumulates the      one in each batch, in `after_batch`
+#                   batch of all ranks
 #
-#     way       at each batch                    at the end, by all ranks (`Phase.reduce`)
-#     merge     accumulates this rank's items    one collective for each metric: its state
-#     average   notes the loss and its divisor   one collective for each metric: what was noted
-#     replay    keeps predictions and targets    some collectives for each global batch, for all
-#                                                metrics together (`Replay.run`)
-#
-# Metrics have no other collectives, and none at a batch: in a validation a rank may have fewer
-# batches than others, or none. `way_of` decides by what is the same on all ranks (class, loss
-# function, kind of loader), so all of them call the same collectives.
+# In a validation there are none at a batch: a rank may have fewer batches than others, or none.
+# `is_replayed` decides by the class, which is the same on all ranks. Which metrics a phase has, the
+# ranks tell each other at its end: those that some rank has accumulated.
 
 def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
 ):
@@ -71,7 +64,7 @@ def sum_state(m,     # A metric
     states = group.all_gather_object([getattr(m, a) for a in attrs])
     for a,values in zip(attrs, zip(*states)): setattr(m, a, _sum_over_ranks(values))
 
-# %% ../../nbs/fastai2/708_metrics.ipynb #06001d4b
+# %% ../../nbs/fastai2/708_metrics.ipynb #a290f516
 _MEAN = ('total','count')
 _AREAS = ('inter','union')
 # Class of metrics -> names of the attributes that add up
@@ -95,127 +88,65 @@ def merge_state(m):
     kinds = (int, float, torch.Tensor, list, dict)
     m.merge(group.all_gather_object({k:v for k,v in vars(m).items() if isinstance(v, kinds)}))
 
-def way_of(m,         # A metric
-           has_parts, # `learn.loss` is that of this rank's part of a global batch
-           recomputes_loss # Such parts don't make that of the batch; only with `has_parts`
-):
-    """Return how `m` is computed in a phase:
+def is_replayed(m):
+    "Return True if the metric `m` must see the batches of all ranks in their order"
+    return getattr(m, 'replay', False) or not hasattr(type(m), 'merge') and summed_attrs(m) is None
 
-        metric                            without parts   has_parts   recomputes_loss
-        its attribute `replay` is True    replay          replay      replay
-        its class has a method `merge`    merge           merge       merge
-        `summed_attrs` doesn't know it    replay          replay      replay
-        `AvgLoss`                         merge           average     replay
-        `LossMetric`                      merge           merge       replay
-        all others                        merge           merge       merge"""
-    if getattr(m, 'replay', False): return 'replay'
-    if hasattr(type(m), 'merge'): return 'merge'
-    if summed_attrs(m) is None: return 'replay'
-    if recomputes_loss and isinstance(m, (AvgLoss,LossMetric)): return 'replay'
-    return 'average' if has_parts and isinstance(m, AvgLoss) else 'merge'
+# %% ../../nbs/fastai2/708_metrics.ipynb #37482173
+def metrics_of(learn):
+    "Return the metrics that the Recorder may accumulate, as a list, each once"
+    found = [*learn.metrics]
+    for v in vars(learn.recorder).values() if hasattr(learn, 'recorder') else ():
+        found += v if isinstance(v, (list,tuple,L)) else [v]
+    # a smooth loss of training steps, as the Recorder has one, is the same on all ranks
+    return [*{id(m):m for m in found if isinstance(m, Metric)
+              and type(m).accumulate is not AvgSmoothLoss.accumulate}.values()]
 
-# %% ../../nbs/fastai2/708_metrics.ipynb #7060a003
+# %% ../../nbs/fastai2/708_metrics.ipynb #547ef53d
 class KeptBatch(NamedTuple):
-    "What a replayed metric reads of a batch: this rank's part of it, or all of it"
-    pred:object     # Tensors, possibly in tuples, lists and dicts
+    "What a replayed metric reads of a batch"
+    xb:tuple|None   # Inputs; None: no metric reads them
+    pred:object     # Predictions, of any structure
     yb:tuple        # Targets
     loss:object     # `learn.loss`
-    added:object    # What is in `loss` beside the value of the loss function
 
-class NoInput(tuple):
-    "Stands for `learn.xb` while batches are replayed: reading it raises ValueError"
-    def __getitem__(self, *_):
-        raise ValueError("Inputs are not kept for a metric that is replayed over all workers' "
-                         "batches: learn.xb can't be read in its `accumulate`. Give the metric a "
-                         "method `merge(states)`, and its state is brought together instead.")
-    __iter__ = __len__ = __getitem__
+class NotedInput(tuple):
+    "Stands for `learn.xb`, and notes whether it is read"
+    was_read = False
+    def __getitem__(self, i):
+        self.was_read = True
+        return super().__getitem__(i)
+    def __iter__(self):
+        self.was_read = True
+        return super().__iter__()
 
-# %% ../../nbs/fastai2/708_metrics.ipynb #7060a005
-def _copy_for_parts(loss_func):
-    """Return a copy of `loss_func`, which may keep something of each part of a batch; the function
-    itself if it can't be copied"""
-    if isinstance(loss_func, MethodType): return loss_func
-    # torch doesn't copy tensors of a graph that a loss keeps
-    try: return copy.deepcopy(loss_func)
-    except Exception: return loss_func
+def reads_input(m, learn):
+    "Return True if `m.accumulate` reads the inputs of a batch, or if that can't be seen"
+    if type(m).accumulate.__module__.startswith('fastai.'): return False
+    xb = NotedInput(learn.xb)
+    try:
+        copied = copy.copy(m)
+        attrs = {k:v for k,v in vars(m).items() if k != 'accumulate'}
+        vars(copied).clear()
+        vars(copied).update(copy.deepcopy(attrs))
+        with with_attrs(learn, xb=xb): type(m).accumulate(copied, learn)
+    except Exception: return True
+    return xb.was_read
 
-class Replay:
-    """Computes the `metrics` of a phase from the batches of all ranks. The `Phase` calls, in this
-    order:
+def trees_of_ranks(tree, # This rank's; None: it has none now
+    examples # A dict of objects of the classes in its trees: see `tree_from`
+):
+    "Return the trees of all ranks, in rank order, with tensors on the CPU. A collective operation"
+    note_examples(tree, examples)
+    sent = None if tree is None else (spec_of(tree), [t.detach() for t in tensors_in(tree)])
+    found = group.all_gather_object(sent)
+    trees = [None if o is None else tree_from(o[0], o[1], examples) for o in found]
+    trees[group.rank()] = tree      # its values that aren't plain were not sent
+    return trees
 
-        start         when it begins, or goes on
-        note          at the end of each batch; before that, `ReduceMetrics` calls `note_loss`
-        stop          when it ends, or a callback's own validation interrupts it
-        run           on all ranks, after `stop`
+def on_cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
-    With `recomputes_loss`, the learner has a copy of its loss function from `start` to `stop`, for
-    parts of batches. `run` calls the function itself with global batches, and adds `added` of the
-    parts: terms of callbacks, and numbers of the model that the function reads (`model.kl`), which
-    differ from rank to rank, and from batch to batch."""
-    def __init__(self, learn, metrics,
-        recomputes_loss, # As of `way_of`
-        loss_reads_model # This rank saw that the loss reads numbers that the model keeps of a batch
-    ):
-        store_attr()
-        self.loss_func = learn.loss_func
-        self.kept = []          # `(number of the global batch, positions, KeptBatch)`
-        self.plain_loss = None  # value of the loss function in this batch, with `recomputes_loss`
-    def start(self):
-        if self.recomputes_loss: self.learn.loss_func = _copy_for_parts(self.loss_func)
-    def stop(self):
-        if self.recomputes_loss: self.learn.loss_func = self.loss_func
-
-    def note_loss(self):
-        "Note the value of the loss function, to which callbacks may add"
-        if self.recomputes_loss: self.plain_loss = self.learn.loss.detach().clone()
-    def note(self,
-        number,    # Of the global batch
-        positions, # Of this rank's items in the order of one process
-        pred, yb   # Their rows
-    ):
-        "Keep this rank's part of the current batch"
-        loss = self.learn.loss
-        added = torch.zeros(())
-        if self.plain_loss is not None:
-            added = torch.where(self.plain_loss.isfinite(), loss-self.plain_loss, 0.)
-        part = map_tensors(lambda t: t.detach().cpu(), KeptBatch(pred, yb, loss, added))
-        self.kept.append((number, positions, part))
-
-    def run(self):
-        """Have the metrics accumulate all global batches, in the order of one process. Every rank
-        takes part in these collectives, also one that had no batch:
-
-            with `recomputes_loss`: on some rank, does the loss read the model?
-            `by_batch`: the numbers of global batches, then for each of them
-                the parts of all ranks, which `whole_batch` joins, on each rank the same
-                rank 0's loss, if some loss reads the model"""
-        learn = self.learn
-        reads_model = self.recomputes_loss and any(group.all_gather_object(self.loss_reads_model))
-        # a rank that had no batch has none of these attributes yet
-        with with_attrs(learn, xb=NoInput(), yb=None, pred=None, loss=None):
-            for _,parts in by_batch(self.kept):
-                # the exchange makes plain tuples of named ones
-                parts = [(pos, KeptBatch(*part)) for pos,part in parts]
-                if reads_model: parts = [(pos, self._with_model_term(part)) for pos,part in parts]
-                for batch in whole_batch(parts):
-                    learn.pred = batch.pred
-                    learn.yb = batch.yb
-                    learn.loss = batch.loss
-                    if self.recomputes_loss:
-                        learn.loss = self._loss(self.loss_func, batch)+batch.added
-                    # the ranks' models keep different numbers, so their losses differ
-                    if reads_model: group.broadcast_([learn.loss])
-                    for m in self.metrics: m.accumulate(learn)
-    def _with_model_term(self, part):
-        """Return a rank's `part` of a batch with another `added`: all that its loss had beside what
-        the loss function gives now. That is callbacks' terms, and numbers that the model kept"""
-        return part._replace(added=part.loss-self._loss(_copy_for_parts(self.loss_func), part))
-    def _loss(self, loss_func, batch):
-        "Return the loss of a `KeptBatch`, computed on the model's device, as a tensor on the CPU"
-        args = to_device((batch.pred,*batch.yb), device_of(self.learn.model))
-        with torch.no_grad(): return loss_func(*args).cpu()
-
-# %% ../../nbs/fastai2/708_metrics.ipynb #87754504
+# %% ../../nbs/fastai2/708_metrics.ipynb #af4ee933
 class Phase:
     """Computes the metrics of a training or validation phase over all ranks.
 
@@ -226,151 +157,156 @@ class Phase:
                        +------ resume() ------+   after a callback's own validation
 
     While it runs, it replaces `accumulate` of the metrics. A callback's own validation has another
-    Phase, with the same metrics. Only `reduce` is a collective operation."""
-    def __init__(self, learn,
-        metrics, # Those of the phase, the loss among them
-        is_training, losses # The fit's `Losses`
+    Phase, with the same metrics. `gather_batch` and `reduce` are collective operations."""
+    def __init__(self, learn, is_training,
+        reads # Id of a replayed metric -> it reads inputs; is filled here
     ):
         self.learn = learn
-        self.reduction = losses.reduction(learn.loss_func)  # as of `shard.loss.loss_part`
-        # In training `StepSync` has set `learn.loss` to that of the global batch. Where each rank
-        # validates whole batches, these are global ones
-        has_parts = not is_training and not learn.dl._shard.whole_batches
-        # in a validation each rank computes a gathered loss of its own items (`GatheringLoss`)
-        recomputes_loss = has_parts and losses.is_gathered(learn.loss_func)
-        # a smooth loss of training steps, as the Recorder has one, is the same on all ranks
-        self.metrics = [m for m in metrics
-                        if type(m).accumulate is not AvgSmoothLoss.accumulate]
-        by_way = defaultdict(list)
-        for m in self.metrics: by_way[way_of(m, has_parts, recomputes_loss)].append(m)
-        self.merged = by_way['merge']
-        self.averaged = by_way['average']
-        self.replay = Replay(learn, by_way['replay'], recomputes_loss, losses.has_terms)
-
-        # The current batch, set by `_note_batch`
-        self.n_fed = 0          # items that the model was fed
-        self.n_items = 0        # those of them that count, which come first
-        self.positions = ()     # of this rank's items, in the order of one process
-        # All batches until now
-        self.n_read = 0         # the number of their positions
-        # For `averaged`: `(number of the global batch, loss times divisor, divisor, items)`
-        self.loss_terms = []
+        self.is_training = is_training
+        self.reads = reads
+        self.metrics = metrics_of(learn)
+        self.is_replayed = {id(m):is_replayed(m) for m in self.metrics}
+        self.used = set()       # indices of the metrics that were accumulated on this rank
+        self.n_read = 0         # in training: positions of the batches until now
+        self.batches = []       # in training: the batch of all ranks, or its parts
+        self.kept = []          # in a validation: the `KeptBatch`es of this rank
+        self.last_kept = None   # the batch that was kept last
         self._start()
 
     def _start(self):
         "Replace `accumulate` of each metric"
-        for m in self.metrics: vars(m)['accumulate'] = partial(self.accumulate, m)
-        self.replay.start()
+        for i,m in enumerate(self.metrics):
+            vars(m)['accumulate'] = partial(self.accumulate, m, i)
     def restore(self):
         "Give the metrics their own `accumulate` again"
         for m in self.metrics: vars(m).pop('accumulate', None)
-        self.replay.stop()
     def resume(self,
         is_global # True if that validation gave the metrics the state of all ranks
     ):
         "Go on after a callback's own validation inside this phase, with the same metrics"
         if is_global:
             # it has reset the metrics, so the batches before it don't count, as in one process
-            self.loss_terms = []
-            self.replay.kept = []
+            self.kept = []
             # `reduce` sums over ranks: their common state must count once
             if group.rank():
-                for m in self.merged: m.reset()
-        else:
+                for m in self.metrics:
+                    if not self.is_replayed[id(m)]: m.reset()
+        elif not self.is_training:
             # what it has left in these doesn't count: `reduce` adds all batches of this phase
-            for m in (*self.averaged, *self.replay.metrics): m.reset()
+            for m in self.metrics:
+                if self.is_replayed[id(m)]: m.reset()
         self._start()
 
-    def accumulate(self, m, learn):
-        "Take the current batch into account for a metric `m`, in the place of `m.accumulate`"
-        # once for each batch: the Recorder calls the metrics in their order
-        if m is self.metrics[0]: self._note_batch()
-        if not self.n_items or all(m is not o for o in self.merged): return
-        pred,yb = self._counted_rows()
+    # At a batch
+    def accumulate(self, m, i, learn):
+        "Take the current batch into account for metric `i`, in the place of `m.accumulate`"
+        self.used.add(i)
+        if not self.is_replayed[id(m)]: self._accumulate_own(m, learn)
+        elif self.is_training:
+            for batch in self.batches: run_metric(m, learn, batch)
+        else: self._keep(m, learn)
+    def _accumulate_own(self, m, learn):
+        if not self.is_training: return type(m).accumulate(m, learn)
+        if not learn.dl.counts[learn.iter][0]: return       # no item of this rank counts
+        pred,yb = self._counted_rows((learn.pred, learn.yb))
         with with_attrs(learn, pred=pred, yb=yb): type(m).accumulate(m, learn)
-
-    def _counted_rows(self):
-        """Return `(pred, yb)` of the current batch with the rows of the items that count. Tensors
-        without a row per item stay"""
-        def cut(t): return t[:self.n_items] if t.ndim and len(t) == self.n_fed else t
-        return map_tensors(cut, (self.learn.pred, self.learn.yb))
-
-    def _note_batch(self):
-        "Note what averaged and replayed metrics need of the current batch"
+    def _counted_rows(self, tree):
+        """Return predictions and targets of a training batch with the rows of the items that count.
+        Tensors without a row per item stay"""
         learn = self.learn
-        self.n_fed = find_bs(learn.yb)
-        self.n_items = learn.dl.counts[learn.iter][0] if learn.training else self.n_fed
-        read = learn.dl.idxs
-        # a batch that a callback runs again has no new ones, and keeps its positions
-        if len(read) > self.n_read: self.positions = read[self.n_read:]
-        self.n_read = len(read)
-        if not self.n_items: return
-        positions = self.positions      # there are some, since items count
-        # a callback left items out; where it repeated all of them, their positions stay
-        if self.n_fed%len(positions): positions = positions[:self.n_fed]
-        bs = learn.dl._shard.bs
-        number = positions[0]//bs if bs else learn.iter     # of the global batch
-        if self.averaged:
-            weighted,divisor = weighted_loss_and_divisor(learn.loss_func, learn.loss, learn.yb,
-                                                         self.n_items, self.reduction)
-            self.loss_terms.append((number, weighted, divisor, self.n_items))
-        if self.replay.metrics: self.replay.note(number, positions, *self._counted_rows())
+        n_fed = find_bs(learn.yb)
+        n_items = learn.dl.counts[learn.iter][0]
+        def cut(t): return t[:n_items] if t.ndim and len(t) == n_fed else t
+        return map_tensors(cut, tree)
+    def _keep(self, m, learn):
+        "Keep the current batch of a validation, once for all replayed metrics"
+        if id(m) not in self.reads: self.reads[id(m)] = reads_input(m, learn)
+        if self.last_kept != (learn.iter, id(learn.pred)):
+            self.last_kept = learn.iter,id(learn.pred)
+            self.kept.append(on_cpu(KeptBatch(None, learn.pred, learn.yb, learn.loss)))
+        if self.reads[id(m)] and self.kept[-1].xb is None:
+            self.kept[-1] = self.kept[-1]._replace(xb=on_cpu(learn.xb))
+    def gather_batch(self):
+        """Bring the training batch of all ranks together for replayed metrics. A collective
+        operation: all ranks call it at the end of each batch"""
+        learn = self.learn
+        read = learn.dl.idxs[self.n_read:]
+        self.n_read = len(learn.dl.idxs)
+        n_items = learn.dl.counts[learn.iter][0]
+        part = on_cpu(self._counted_rows((learn.xb, learn.pred, tuple(learn.yb))))
+        parts = trees_of_ranks(None if not n_items else (read[:n_items], part), {})
+        parts = [o for o in parts if o is not None]
+        trees = [tree for _,tree in parts]
+        whole = join_rows(trees, [[*pos] for pos,_ in parts]) if parts else None
+        # parts that don't fit together, such as texts of other lengths, are taken one by one
+        if whole is not None: trees = [whole]
+        self.batches = [KeptBatch(*o, learn.loss) for o in trees]
 
-    def reduce(self):
-        """Give the metrics the state of all ranks, by collectives in this order. Every rank calls
-        it at the end of the phase, also one that had no batch. Averaged and replayed metrics are
-        as the Recorder has reset them, or have the state of a callback's validation"""
-        for m in self.merged: merge_state(m)
-        for m in self.averaged: self._average(m)
-        if self.replay.metrics: self.replay.run()
+    # At the end
+    def reduce(self): # True if the phase had metrics
+        """Give the metrics the state of all ranks. Every rank calls it at the end of the phase,
+        also one that had no batch. Replayed metrics are as the Recorder has reset them, or have the
+        state of a callback's validation"""
+        used = group.all_gather_object([i in self.used for i in range(len(self.metrics))])
+        metrics = [m for m,*of_ranks in zip(self.metrics, *used) if any(of_ranks)]
+        for m in metrics:
+            if not self.is_replayed[id(m)]: merge_state(m)
+        if not self.is_training: self._replay([m for m in metrics if self.is_replayed[id(m)]])
+        return len(metrics) > 0
+    def _replay(self, metrics):
+        "Have the metrics accumulate the batches of all ranks in their order"
+        if not metrics: return
+        rounds = max(group.all_gather_object(len(self.kept)))
+        examples = {}
+        for batch in self.kept: note_examples(batch, examples)
+        for k in range(rounds):
+            own = self.kept[k] if k < len(self.kept) else None
+            for batch in trees_of_ranks(own, examples):
+                if batch is None: continue
+                for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
 
-    def _average(self, m):
-        "Add the losses of all global batches to the `AvgLoss` `m`. A collective operation"
-        losses = batch_losses(self.loss_terms)
-        m.total += torch.tensor(sum(loss*n for _,loss,n in losses), dtype=torch.float64)
-        m.count += sum(n for *_,n in losses)
+def run_metric(m, learn, batch):
+    "Have the metric `m` accumulate a `KeptBatch`"
+    with with_attrs(learn, **batch._asdict()), group.hidden(): type(m).accumulate(m, learn)
 
-# %% ../../nbs/fastai2/708_metrics.ipynb #0ce40083
+# %% ../../nbs/fastai2/708_metrics.ipynb #fe34d51a
 class ReduceMetrics(OurCallback):
     """Gives the metrics of all ranks the values of one process, by a `Phase` for each phase; where
     every rank goes over all batches, each has these values by itself. The collectives are in
-    `after_train` and `after_validate`. All ranks come there or none, since `Together` comes before
-    and meets the other ranks in both events"""
-    # After `Together` and `StepSync`, at whose meetings the ranks decide to leave. Before all other
-    # callbacks: if one leaves the fit in `after_train`, the metrics are reduced already
+    `after_train` and `after_validate`, and in each training batch if a metric of training must be
+    replayed. All ranks come there"""
+    # Before all other callbacks: if one leaves the fit in `after_train`, the metrics are reduced
     order = _FIRST+2
-    def __init__(self, losses): # The fit's `Losses`
-        self.losses = losses
-        self.phase = None       # the `Phase` that runs, or None
-        # True if the metrics have the state of all ranks; `nested_validation` reads this
-        self.is_global = False
+    phase = None        # the `Phase` that runs, or None
+    # True if the metrics have the state of all ranks; `nested_validation` reads this
+    is_global = False
+    def __init__(self): self.reads = {}     # as of `Phase`
 
-    # The arguments name the Recorder's lists of the metrics of a phase
-    def before_train(self):    self._begin_phase('_train_mets')
-    def before_validate(self): self._begin_phase('_valid_mets')
-    def after_train(self):     self._reduce('_train_mets')
-    def after_validate(self):  self._reduce('_valid_mets')
+    def before_train(self): self._begin_phase(True)
+    def before_validate(self): self._begin_phase(False)
+    def after_train(self): self._reduce()
+    def after_validate(self): self._reduce()
     def before_batch(self):
         if self.phase is None or is_sharded(self.dl): return
         # a callback has replaced the loader since the phase began: each rank has all its batches
         self.end_phase()
         self.is_global = True
-    def after_loss(self):
-        if self.phase: self.phase.replay.note_loss()
+    def after_batch(self):
+        # before the Recorder, on all ranks
+        if self.phase is None or not self.training: return
+        has_replayed = any(self.phase.is_replayed.values())
+        if has_replayed and getattr(self.recorder, 'train_metrics', False):
+            self.phase.gather_batch()
 
-    def _begin_phase(self, mets_name):
+    def _begin_phase(self, is_training):
         self.end_phase()        # an exception may have left it open
         undivided = self.dl._shard.n == 1       # `ShardData` has sharded any other loader
-        mets = getattr(self.recorder, mets_name) if hasattr(self.learn,'recorder') else []
-        self.is_global = undivided and len(mets) > 0
-        if mets and not undivided:
-            self.phase = Phase(self.learn, mets, mets_name == '_train_mets', self.losses)
-    def _reduce(self, mets_name):
+        has_metrics = hasattr(self.learn, 'recorder')
+        self.is_global = undivided and has_metrics
+        if has_metrics and not undivided: self.phase = Phase(self.learn, is_training, self.reads)
+    def _reduce(self):
         phase = self.end_phase()
-        if phase is None: return
-        # for a phase that some rank cancelled, the Recorder has no metrics (see `Together`)
-        self.is_global = len(getattr(self.recorder, mets_name)) > 0
-        if self.is_global: phase.reduce()
+        if phase is not None: self.is_global = phase.reduce()
     def end_phase(self):
         "Stop the `Phase`, and return it; None if there is none. Not a collective"
         phase = self.phase

@@ -20,10 +20,11 @@ from ..base.scoped import with_attrs
 from .clock import _FIRST, OurCallback, runs_user_code
 from .together import Votes
 from ..output.replay import print_line
-from ..shard.gathered_loss import LocalBatch, tensors_in
+from ..shard.gathered_loss import AVERAGED, LocalBatch
 from ..shard.gradients import (
     FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
-from ..shard.loss import class_weights, loss_part
+from ..shard.loss import class_weights, loss_name, loss_part
+from ..shard.trees import tensors_in
 
 # A training batch on N ranks: all its votes (`Together.vote`) and collective operations, in order.
 # Beside these the ranks vote at the end of each event that code of the user's handles. A vote
@@ -31,8 +32,9 @@ from ..shard.loss import class_weights, loss_part
 # its condition is true; that is made of what the ranks exchanged at the vote whose number stands in
 # brackets, so it is the same on all ranks.
 #
-#    1 vote('gather')        GatheringLoss         in each call of a loss function that is gathered
-#    2   all_gather_tensors  Losses.of_all_ranks   if their tensors fit together (1)
+#    1 vote('gather')        LossCall              in each call of a loss function that is gathered
+#    2   all_gather_tensors  Losses.of_all_ranks   if their tensors fit together (1); then
+#        vote('gather')                            whether the call raised an error on some rank
 #    3 vote('begin_pass')    _meet                 before the first backward pass; in `after_batch`
 #                                                  on a rank that makes none
 #    4   all_gather_object   _decide               if DDP can't follow some rank's model (3)
@@ -83,30 +85,44 @@ def global_items(learn):
     return round(total*n_fed/max(count, 2))
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d328
-class GatheringLoss:
-    """Takes the place of a loss function that is gathered, for one training batch, from `replace`
-    to `restore`: exchanges predictions and targets, and calls it with those of all ranks"""
-    f = None            # the loss function that it has replaced, or None
+class LossCall:
+    """Calls the user's loss function in a training batch, with the items of all ranks if it
+    `is_gathered`. It stands in the place of `learn.loss_func` while the learner's own code runs,
+    from the end of an event to the beginning of the next one. In every event, and while it is
+    called, `learn.loss_func` is the user's own object"""
+    f = None            # the loss function in whose place it stands, or None
     n_items = None      # this rank's items in a loss of all ranks' items; None: there is none yet
+    was_called = False  # since the last backward pass
     def __init__(self, learn, losses, together): store_attr()
     def replace(self):
+        "Take the place of the loss function, unless its losses are combined as they are"
         f = self.learn.loss_func
-        if not self.losses.is_gathered(f): return
+        if f is self or not (self.losses.is_gathered(f) or self.losses.is_unwatched(f)): return
         self.f = f
         vars(self.learn)['loss_func'] = self
     def restore(self):
-        "Give the learner its own loss function again, unless a callback has exchanged it meanwhile"
+        "Give the learner its own loss function again"
         of_learn = vars(self.learn)
         if of_learn.get('loss_func') is self: of_learn['loss_func'] = self.f
+
     def user_func(self):
-        "Return the user's loss function, also while this is in its place"
-        return self.learn.loss_func if self.f is None else self.f
+        "Return the user's loss function, also while this stands in its place"
+        f = self.learn.loss_func
+        return self.f if f is self else f
 
     def __call__(self, pred, *yb):
-        "Return the loss of all ranks' items; in validation, or if there is none, of this rank's"
-        loss = self._of_all_ranks(pred, yb) if self.learn.training else None
-        return self.f(pred, *yb) if loss is None else loss
-    def _of_all_ranks(self, pred, yb):
+        "Return the loss of all ranks' items; if there is none, of this rank's"
+        f = self.f
+        self.was_called = True
+        self.restore()
+        try: return self.losses.watched(f, lambda: self._loss(f, pred, yb))
+        # the learner's own code may call it again; a call may have exchanged it
+        finally: self.replace()
+    def _loss(self, f, pred, yb):
+        if not self.learn.training: return f(pred, *yb)
+        loss = self._of_all_ranks(f, pred, yb) if self.losses.is_gathered(f) else None
+        return f(pred, *yb) if loss is None else loss
+    def _of_all_ranks(self, f, pred, yb):
         """Return the loss of all ranks' items; None if it can't be computed, after which `f` isn't
         gathered any more. A collective: the ranks exchange their sizes, then their tensors"""
         learn = self.learn
@@ -116,9 +132,10 @@ class GatheringLoss:
         votes = self.together.vote('gather', nbytes=batch.nbytes, items=batch.count,
                                    layout=batch.layout())
         columns = map(votes.values, ('nbytes','items','layout'))
-        loss = self.losses.of_all_ranks(self.f, batch, *columns)
+        loss = self.losses.of_all_ranks(f, batch, *columns, self._agree)
         if loss is not None: self.n_items = batch.count
         return loss
+    def _agree(self, failed): return self.together.vote('gather', failed=failed).sum('failed') > 0
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d329
 class GlobalLoss:
@@ -136,7 +153,7 @@ class GlobalLoss:
         combine   after these votes: `learn.loss` becomes the loss of the global batch
         scaled    before each backward pass: the loss to run. The mean over ranks of its gradients
                   is the gradient of the global batch"""
-    def __init__(self, learn, gathering): # The batch's `GatheringLoss`
+    def __init__(self, learn, call): # The batch's `LossCall`
         store_attr()
         self.device = device_of(learn.model)
         # losses are summed on an accelerator, where the host doesn't wait for them
@@ -164,7 +181,7 @@ class GlobalLoss:
     ):
         "Return the numbers of this rank's loss that a vote sums: none if the device does"
         if self.part is None:
-            n_items = self.gathering.n_items
+            n_items = self.call.n_items
             self.part = self._find_part(true_counts(self.learn)[0] if n_items is None else n_items)
         if self.is_computed(): loss = self.learn.loss
         # fastai's kinds of tensors make each operation slower
@@ -174,8 +191,8 @@ class GlobalLoss:
         return {} if self.sums_on_device else dict(divisor=self.part.divisor, loss=self.weighted)
     def _find_part(self, n_items): # That count of this rank's
         "Return this rank's `LossPart`"
-        f = self.gathering.user_func()
-        return loss_part(f, self.learn.yb, n_items, self.gathering.losses.reduction(f),
+        f = self.call.user_func()
+        return loss_part(f, self.learn.yb, n_items, self.call.losses.reduction(f),
                          to_number=not self.sums_on_device)
     def sum_on_device(self, value, divisor):
         "Return the sums over ranks of two numbers, as a tensor on the device. A collective"
@@ -216,7 +233,7 @@ class GlobalLoss:
             return loss if isinstance(scale, float) and scale == 1. else loss*scale
         # Without items that count, the mean `loss` is 0/0. Its gradients must be zeros, for which
         # DDP waits. With class weights they would be NaN, also below `torch.where`
-        weights = class_weights(self.gathering.user_func())
+        weights = class_weights(self.call.user_func())
         has_weights = weights is not None and weights.weight is not None
         if not is_on_device:
             if has_weights: return zero_loss(leaves_of(graph_of(loss)).values())
@@ -234,13 +251,13 @@ class Batch:
         self.accumulation = next(accumulations, None)   # None: there is none
         # items of all ranks that it has counted; it counts those of this batch in `before_step`
         self.n_counted = getattr(self.accumulation, 'count', 0)
-        self.gathering = GatheringLoss(learn, losses, together)
-        self.loss = GlobalLoss(learn, self.gathering)
+        self.call = LossCall(learn, losses, together)
+        self.loss = GlobalLoss(learn, self.call)
         self.loss_node = None   # of the graph: what the loss function returned
         self.params = None      # the trained parameters, once `StepSync.params` is called
         self.how = None         # `how_to_average`; None until this rank makes a backward pass
         self.has_pred = False   # True from the end of its forward pass on
-    def end(self): self.gathering.restore()
+    def end(self): self.call.restore()
 
 def how_to_average(result, lacks_items, uses_ddp):
     """Return how a batch averages gradients over ranks. All arguments are the same on all ranks;
@@ -265,7 +282,7 @@ class StepSync(OurCallback):
     call it, on all ranks:
 
         start_train         `distributed`, after the vote of `before_train`
-        replace_loss_func   `distributed`, after the vote of `before_batch`
+        enter_event         `EventDispatcher`, when an event begins, and `leave_event` at its end
         begin_pass          `Passes`, before each backward pass of a batch, also a callback's
         exchange_masks      `Passes`, after a flat one
         close               `distributed`, when the fit ends"""
@@ -320,14 +337,21 @@ class StepSync(OurCallback):
     def before_batch(self):
         self._new_batch()
         self.passes.open()
-    def replace_loss_func(self):
-        if self.n > 1 and self.learn.training: self.batch.gathering.replace()
+    # Around each event (`EventDispatcher`)
+    def enter_event(self):
+        "In an event the learner has the user's loss function"
+        if self.batch is not None: self.batch.call.restore()
+    def leave_event(self, event_name):
+        "Until the next event the learner's own code runs: calls of its loss function are ours"
+        if self.passes.n_passes is None or event_name == 'after_batch': return
+        if self.learn.training: self.batch.call.replace()
     def after_pred(self): self.batch.has_pred = True
     def is_mid_batch(self):
         "Return True between the forward pass of a batch and its backward pass"
         return self.passes.n_passes == 0 and self.batch.has_pred
     def after_loss(self):
-        loss = self.loss_grad   # the user's callbacks come later, and may add to it
+        # the user's callbacks come later, and may add to it; there is none without targets
+        loss = vars(self.learn).get('loss_grad')
         if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
     def after_batch(self):
         if self.batch.how is None: self._end_without_backward()
@@ -351,7 +375,10 @@ class StepSync(OurCallback):
         "Vote before the first pass, which decides for all of the batch"
         batch = self.batch
         if first: batch.how = self._meet(loss)
-        else: self._share_loss(loss)
+        else:
+            self._share_loss(loss)
+            self._check_further_pass()
+        batch.call.was_called = False
         return batch.loss.scaled(loss, first), batch.how
     def _meet(self, loss):
         "Vote before the first pass, that of `loss`; return how the batch averages gradients"
@@ -360,9 +387,10 @@ class StepSync(OurCallback):
             cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
             self.losses.check_terms(batch.loss_node, learn.pred, learn.model.named_parameters,
                                     loss, cbs)
-        numbers = batch.loss.numbers(loss)
+        numbers = batch.loss.numbers(loss) | dict(stateful=self.losses.is_stateful_here)
         if self.uses_ddp(): numbers |= self.overlapped.status(loss)
         result = self.together.vote('begin_pass', backward=1., **numbers)
+        self.losses.is_stateful |= result.sum('stateful') > 0
         how = self._decide(result)
         batch.loss.combine(result)
         return how
@@ -396,6 +424,12 @@ class StepSync(OurCallback):
         callback may have run the first backward pass with a loss of its own"""
         if not self.batch.loss.is_local(): return
         self.batch.loss.combine(self.together.vote('share_loss', **self.batch.loss.numbers(loss)))
+    def _check_further_pass(self):
+        "Tell the user of a loss that a callback computes by itself, of this rank's items"
+        f = self.batch.call.user_func()
+        if self.losses.is_gathered(f) and not self.batch.call.was_called:
+            self.losses.print_once(f"A callback calls {loss_name(f)} for a further backward pass: "
+                                   f"there {AVERAGED}", 'further')
     def exchange_masks(self, mask):
         "Return the checksums of all ranks, for `Passes`"
         return self.together.vote('end_pass', mask=mask).values('mask')

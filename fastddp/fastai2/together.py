@@ -87,7 +87,9 @@ FIELDS = (
     'flat',             # begin_pass: 1: DDP can't follow its model
     'new',              # begin_pass: 1: it trains other parameters than when the phase began
     'mask',             # end_pass: of the parameters with gradients, after a flat pass
+    'stateful',         # begin_pass: 1: its loss function changes a state of its own in each call
     'nbytes','items','layout',  # gather: of its predictions and targets: `shard.gathered_loss`
+    'failed',           # gather: 1: the loss raises an error with what all ranks have
     'uncompared',       # end: 1: its weights were not compared since they changed
     'grads')            # end: 1: it has gradients that no step used
 _FIRST_FIELDS = 'place','epoch','batch','wish','events','stop',*Spent._fields
@@ -254,10 +256,11 @@ class EventDispatcher:
     def __init__(self, learn,
         together, # The fit's `Together`
         wrap, # Callback -> the function that is called with the event's name in its place
-        after_vote=None # Event -> a function that is called, without arguments, at its end
+        after_vote=None, # Event -> a function that is called, without arguments, at its end
+        around=None # Its `enter_event()` and `leave_event(name)` are called around each event
     ):
         self.after_vote = after_vote or {}
-        store_attr('learn,together,wrap')
+        store_attr('learn,together,wrap,around')
         self.rank_pid = os.getpid()
         self.outer = sys.exc_info()[1]      # the fit may run where an exception is handled
         self.handlers = {}      # event -> `[(function of the event's name, kind of its time)]`
@@ -265,7 +268,9 @@ class EventDispatcher:
     def __call__(self, event_name):
         together = self.together
         is_outermost = together.clock.enter(event_name, self.learn)
+        around = self.around if is_outermost else None
         try:
+            if around: around.enter_event()
             votes = together.votes_at(event_name) and not self._is_failing()
             wish = None
             try: self._call_all(event_name, is_outermost)
@@ -278,6 +283,7 @@ class EventDispatcher:
                 together.vote(event_name, wish)
             if event_name in self.after_vote and not together.is_alone:
                 self.after_vote[event_name]()
+            if around: around.leave_event(event_name)
         finally: together.clock.leave(event_name)
     def _call_all(self, event_name, is_outermost):
         try:

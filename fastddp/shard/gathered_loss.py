@@ -6,34 +6,34 @@
 __all__ = []
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #67911b95
-import copy, zlib
+import zlib
+from collections import deque
+from numbers import Integral
 
 import torch
+from fastcore.basics import GetAttr
 from fastcore.foundation import L
 
 from ..base import group
 from ..base.errors import CantDistribute
 from .gradients import graph_of, leaves_of
-from .loss import is_known, loss_name
+from .loss import is_known, loss_name, unwrapped
+from .trees import tensors_in, with_tensors
 
-# The ranks join what they have of a batch in two places.
-#
-# In training, with gradients, in each call of a loss function that `Losses.is_gathered`. The caller
-# is `fastai2.step` or `fastai1.callbacks`, on all ranks unless one leaves the batch:
+# The ranks join what they have of a training batch in each call of a loss function that
+# `Losses.is_gathered`. The caller is `fastai2.step` or `fastai1.callbacks`, on all ranks:
 #
 #   LocalBatch              this rank's predictions and targets, one row per item
 #   meeting of the ranks    held by the caller: they exchange `nbytes`, `count` and `layout()`
 #   Losses.of_all_ranks     decides from these numbers, so all ranks decide alike
 #   |-- they fit together   LocalBatch.gather: all_gather_tensors. Each rank calls the loss function
-#   |                       with the predictions and targets of all
-#   `-- they don't          returns None. The caller computes the loss of this rank's items, and in
-#                           the batches to come no rank holds that meeting any more
+#   |                       with the predictions and targets of all, and tells the others whether
+#   |                       that raised an error: a second meeting, `agree`
+#   `-- they don't, or an   returns None. The caller computes the loss of this rank's items, and in
+#       error was raised    the batches to come no rank holds these meetings any more
 #
-# In validation, without gradients, at the end of the phase. Each rank has kept its parts of the
-# batches, and `by_batch` and `whole_batch` join them. The caller is `fastai2.metrics` or
-# `fastai1.validation`.
-#
-# The sections: trees, rows of an item, `LocalBatch`, batches of a validation, `Losses`.
+# The sections: rows of an item, `LocalBatch`, the state of a loss function, `Losses`; parts of a
+# batch without gradients, for metrics.
 #
 # Used here:
 #   group.all_gather_tensors    a collective: the tensors of each rank, without a graph
@@ -41,36 +41,8 @@ from .loss import is_known, loss_name
 #   graph_of(loss, until)       the nodes of the autograd graph from which `loss` is computed, as a
 #                               set; the walk stops at the nodes `until`, which aren't in the set
 #   leaves_of(nodes)            the ids of the parameters and other leaf tensors among nodes
+#   tensors_in, with_tensors    the tensors of a tree (`shard.trees`), and a copy with others
 #   is_known(f)                 True if `shard.loss` can combine the losses `f` of ranks
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #00fe17c0
-# Trees of tensors, such as predictions: nested lists, tuples and dicts
-
-def map_tensors(f, tree):
-    "Return a copy of `tree` with `f(t)` in the place of each tensor `t`"
-    if isinstance(tree, torch.Tensor): return f(tree)
-    if isinstance(tree, dict):
-        res = copy.copy(tree)       # the constructor of a user's dict may take other arguments
-        for k,v in tree.items(): res[k] = map_tensors(f, v)
-        return res
-    if not isinstance(tree, (list,tuple,L)): return tree
-    new = [map_tensors(f, o) for o in tree]
-    is_namedtuple = hasattr(tree, '_fields')
-    return type(tree)(*new) if is_namedtuple else type(tree)(new)
-
-def tensors_in(tree):
-    "Return the tensors of a tree as a list, in the order of `map_tensors`"
-    found = []
-    def note(t):
-        found.append(t)
-        return t
-    map_tensors(note, tree)
-    return found
-
-def with_tensors(tree, tensors):
-    "Return a copy of `tree` with `tensors`, which come in the order of `tensors_in`"
-    remaining = iter(tensors)
-    return map_tensors(lambda t: next(remaining), tree)
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #922c3204
 # The rows of an item in a tensor: one, or several, or none. If items a, b and c have two rows each,
@@ -112,6 +84,15 @@ def from_items(t, k, by_views):
     if k < 2: return t
     return (t.transpose(0,1) if by_views else t).flatten(0,1)
 
+def is_list_of_items(o, # A part of the predictions or targets
+                     bs # Number of items of the batch
+):
+    "Return True if `o` is a list with an entry for each item, which holds tensors"
+    if not isinstance(o, (list,tuple,L)) or hasattr(o, '_fields') or len(o) != bs: return False
+    def is_head(t): return isinstance(t, torch.Tensor) and t.ndim > 0 and len(t) == bs
+    # as many heads of a model as items: each is a tensor with a row for each item
+    return all(map(tensors_in, o)) and not all(map(is_head, o))
+
 # %% ../../nbs/shard/314_gathered_loss.ipynb #e2f5d489
 class _ScaleGradient(torch.autograd.Function):
     "The identity; the backward pass multiplies the gradient by `factor`"
@@ -124,10 +105,14 @@ class _ScaleGradient(torch.autograd.Function):
 
 NO_ROWS = -1.   # see `LocalBatch.layout`
 
+def is_list(o): return not isinstance(o, torch.Tensor)
+def all_numbers(o): return all(isinstance(i, Integral) for i in o)
+
 class LocalBatch:
     """This rank's predictions and targets of a training batch, arranged to be joined with others'.
     Its tensors hold the items that the model was fed; the first `count` of these count, others are
-    padding. A tensor has one row for each item, or several, or none (`rows_each`).
+    padding. A tensor has one row for each item, or several, or none (`rows_each`). A list with an
+    entry for each item is joined entry by entry.
 
     Each rank computes the loss of all items, of which only its own predictions have a graph. With m
     items of this rank, M of all, and N ranks, the caller multiplies that loss by N*m/M
@@ -142,34 +127,50 @@ class LocalBatch:
         positions # Positions of these items in the epoch of one process
     ):
         self.tree = pred,tuple(yb)
-        tensors = tensors_in(self.tree)
         n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
+        leaves = self._leaves(self.tree[1], n_fed)
         # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
         # then each row is an item that counts
-        n_rows = next((len(t) for t in tensors_in(self.tree[1]) if t.ndim), 1)
+        n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), 1)
         if n_rows == 0 or n_rows%n_fed: count = n_fed = n_rows
+        self.n_fed = n_fed
         self.count = count
-        self.positions = list(positions)
-        if len(self.positions) != count or not all(isinstance(i, int) for i in self.positions):
+        self.positions = [*map(int, positions)] if all_numbers(positions) else []
+        if len(self.positions) != count:
             # positions are unknown: the items of one rank come after those of another
             first = group.rank()*2**32
             self.positions = list(range(first, first+count))
+        leaves = self._leaves(self.tree, n_fed)
+        self.lists = [[*o][:count] for o in leaves if is_list(o)]
+        self.is_list = [is_list(o) for o in leaves]
+        tensors = [o for o in leaves if not is_list(o)]
         self.by_views = rows_by_views(tensors, n_fed)
         self.rows_each = [rows_per_item(t, n_fed) for t in tensors]     # in the order of tensors
         # The tensors of the tree. Those with rows of items get one row per item, and no padding
         self.tensors = [by_item(t, k, self.by_views)[:count] if k else t
                         for t,k in zip(tensors, self.rows_each)]
-        self.nbytes = sum(t.numel()*t.element_size() for t in self.tensors)
+        sent = *self.tensors,*tensors_in(self.lists)
+        self.nbytes = sum(t.numel()*t.element_size() for t in sent)
+        preds = self._leaves(pred, n_fed)
+        rows = [is_list(o) or rows_per_item(o, n_fed) for o in preds]
+        self.has_rows = any(rows)   # some prediction has rows of items
         # True for a prediction without rows of items, such as a loss that the model computed
-        self.has_computed_number = any(not k and t.requires_grad
-                                       for t,k in zip(tensors_in(pred), self.rows_each))
+        self.has_computed_number = any(not k and t.requires_grad for t,k in zip(preds, rows))
+    def _leaves(self, tree, n_fed):
+        "Return the tensors of a tree, and its lists with an entry for each item"
+        return tensors_in(tree, self._is_leaf(n_fed))
+    def _is_leaf(self, n_fed):
+        # the tuple of targets isn't one of items, and neither is that of predictions and targets
+        own = self.tree,self.tree[1]
+        return lambda o: all(o is not t for t in own) and is_list_of_items(o, n_fed)
 
     def layout(self):
         """Return a number that is equal on ranks whose tensors fit together: a hash of types and
-        shapes; or `NO_ROWS`, which no hash is, if no tensor has rows of items"""
+        shapes; or `NO_ROWS`, which no hash is, if no prediction has rows of items"""
+        if not self.has_rows: return NO_ROWS
         layouts = [(k, self.by_views and k > 1, str(t.dtype), [*(t.shape[1:] if k else t.shape)])
                    for t,k in zip(self.tensors, self.rows_each)]
-        return float(zlib.crc32(repr(layouts).encode())) if any(self.rows_each) else NO_ROWS
+        return float(zlib.crc32(repr((layouts, self.is_list)).encode()))
 
     def gather(self,
         counts # `count` of each rank, whose `layout()` is the same
@@ -182,9 +183,34 @@ class LocalBatch:
                   for m in counts]
         positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
         order = torch.cat(positions).argsort()
-        joined = [self._join(*o, counts, order)
-                  for o in zip(self.tensors, self.rows_each, columns)]
-        return with_tensors(self.tree, joined)
+        joined = iter([self._join(*o, counts, order)
+                       for o in zip(self.tensors, self.rows_each, columns)])
+        lists = iter(self._join_lists(counts, order) if self.lists else ())
+        leaves = [next(lists if o else joined) for o in self.is_list]
+        return with_tensors(self.tree, leaves, self._is_leaf(self.n_fed))
+    def _join_lists(self, counts, order):
+        "Return the lists of all ranks, with their entries in one order. A collective operation"
+        sent = [[tensors_in(entry) for entry in entries] for entries in self.lists]
+        of_ranks = group.all_gather_object(sent)
+        return [self._join_entries(*o, counts, order) for o in zip(self.lists, zip(*of_ranks))]
+    def _join_entries(self, own, parts, counts, order):
+        "Return one list of all ranks; other ranks' entries have the structure of this rank's first"
+        leaf = self._first_entry(own)
+        device = next((t.device for t in tensors_in(leaf)), None)
+        joined = []
+        for rank,entries in enumerate(parts):
+            for i,tensors in enumerate(entries):
+                if rank == group.rank(): joined.append(self._scaled(own[i], counts))
+                else: joined.append(with_tensors(leaf, [t.to(device) for t in tensors]))
+        return [joined[i] for i in order.tolist()]
+    def _first_entry(self, own):
+        if own: return own[0]
+        # a rank without items was fed some of others
+        return next(o[0] for o in self._leaves(self.tree, self.n_fed) if is_list(o))
+    def _scaled(self, entry, counts):
+        factor = sum(counts)/self.count
+        return with_tensors(entry, [_ScaleGradient.apply(t, factor) if t.requires_grad else t
+                                    for t in tensors_in(entry)])
 
     def _join(self,
               t, k,       # A tensor of this rank, with its graph, and its `rows_each`
@@ -207,7 +233,7 @@ class LocalBatch:
         return from_items(whole.to(t.dtype).as_subclass(type(t)), k, self.by_views)
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #cac318db
-# The batches of a validation, joined at its end
+# Parts of a batch, joined
 
 def join_rows(trees,    # The tree of tensors of each part, all of the same structure
               positions # The positions of each part's items, one or more
@@ -252,6 +278,64 @@ def whole_batch(parts # The `(positions, tree)` parts of one global batch
     whole = join_rows(trees, positions)
     return list(trees) if whole is None else [whole]
 
+# %% ../../nbs/shard/314_gathered_loss.ipynb #95871313
+_PLAIN_VALUES = int,float,str,bool,type(None)
+
+def _holders(f):
+    """Yield what a call of the loss function `f` may change: the dicts of attributes and variables,
+    and for each the names that count; None: all of them"""
+    f,_ = unwrapped(f)
+    owner = getattr(f, '__self__', None)
+    if isinstance(f, torch.nn.Module):
+        for m in f.modules(): yield vars(m),None
+        return
+    if owner is not None and not isinstance(owner, torch.nn.Module): yield vars(owner),None
+    code = getattr(getattr(f, '__func__', f), '__code__', None)
+    if code is None: code = getattr(getattr(type(f), '__call__', None), '__code__', None)
+    if not hasattr(f, '__code__') and hasattr(f, '__dict__'): yield vars(f),None
+    elif hasattr(f, '__dict__') and owner is None: yield vars(f),None
+    scope = getattr(getattr(f, '__func__', f), '__globals__', None)
+    if code is not None and scope is not None:
+        yield scope,[k for k in code.co_names if isinstance(scope.get(k), _PLAIN_VALUES)]
+
+def _mark(v):
+    "Return what changes if `v` is changed in place, as far as that is seen at once"
+    if isinstance(v, torch.Tensor): return v._version
+    return len(v) if isinstance(v, (list,dict,set,deque)) else None
+
+class LossState:
+    "What a call of the loss function `f` may change beside its result, as it is now"
+    def __init__(self, f):
+        self.noted = [(o, {k:(o[k], _mark(o[k])) for k in (list(o) if names is None else names)
+                           if k in o and not isinstance(o[k], GetAttr)})
+                      for o,names in _holders(f)]
+        cells = getattr(getattr(unwrapped(f)[0], '__func__', unwrapped(f)[0]), '__closure__', None)
+        self.cells = [(c, c.cell_contents, _mark(c.cell_contents)) for c in cells or ()
+                      if not isinstance(c.cell_contents, (GetAttr,torch.nn.Module))]
+        tensors = [v for _,values in self.noted for v,_ in values.values()]
+        tensors += [v for o in tensors if isinstance(o, dict) for v in o.values()]     # buffers
+        self.copies = [(t, t._version, t.detach().clone()) for t in tensors
+                       if isinstance(t, torch.Tensor) and not t.requires_grad]
+    def changed(self):
+        "Return the names of what has changed, as a list"
+        names = [k for o,values in self.noted for k,(v,mark) in values.items()
+                 if o.get(k) is not v or _mark(v) != mark]
+        names += ['a variable around it' for c,v,mark in self.cells
+                  if c.cell_contents is not v or _mark(v) != mark]
+        return names+['a buffer' for t,version,_ in self.copies if t._version != version]
+    def undo(self):
+        "Undo what has changed; return the names of what can't be: containers changed in place"
+        lost = [k for o,values in self.noted for k,(v,mark) in values.items()
+                if not isinstance(v, torch.Tensor) and _mark(v) != mark]
+        for o,values in self.noted:
+            for k,(v,_) in values.items():
+                if o.get(k) is not v: o[k] = v
+        for c,v,_ in self.cells: c.cell_contents = v
+        with torch.no_grad():
+            for t,version,copy in self.copies:
+                if t._version != version: t.copy_(copy)
+        return lost
+
 # %% ../../nbs/shard/314_gathered_loss.ipynb #dfde9e62
 # The losses of a fit
 
@@ -273,6 +357,12 @@ _HOW = dict(known="weighted by the elements that count", mean="a mean over items
 AVERAGED = ("it is averaged over workers, weighted by items, which may differ slightly from one "
             "process.")
 
+_AVERAGED_INSTEAD = ("it is averaged over workers, weighted by items, which may differ slightly "
+                     "from one process. If it is a sum over items, pass loss='sum'.")
+_GATHERED = ("{} is computed over the predictions of all workers: {:.2g} MB to exchange per step. "
+             "If it is a mean over items, loss='mean' gives the same result faster.")
+_LOST = " A call that failed has changed its {}, which couldn't be undone."
+
 class Losses:
     """Decides for each loss function of a fit how the losses of ranks make that of the global
     batch. Each rank has one for a fit or a validation. The kinds of a loss function `f`:
@@ -280,7 +370,8 @@ class Losses:
         'known'         `shard.loss` combines the losses of ranks
         'mean', 'sum'   the same, of a loss that the user calls a mean or a sum over items
         'gather'        `of_all_ranks` calls `f` with the predictions and targets of all ranks
-        'average'       was 'gather', and couldn't be gathered: treated as a mean over items
+        'average'       was 'gather', and couldn't be gathered, or raised an error when it was
+                        called with what all ranks have: treated as a mean over items
 
     With the option 'auto' a loss of torch's or fastai's is 'known', and any other 'gather'. The
     kind is the same on all ranks: it depends on the option and on `f`, and what changes it later
@@ -296,9 +387,10 @@ class Losses:
         # Id of a loss function -> `(the function, its kind)`; with the function the id stays valid
         self.kinds = {}
         self.shown = set()      # names of the lines that were shown
-        # True once this rank saw a term of the loss that doesn't come from predictions and targets.
-        # Ranks may differ: in a validation, the caller asks all of them
-        self.has_terms = False
+        # True once a loss function has changed a state of its own in a call, on some rank. The same
+        # on all ranks, once they have met: `is_stateful_here` says what this rank saw
+        self.is_stateful = self.is_stateful_here = False
+        self.states_checked = set()     # ids of loss functions whose first call was watched
         self.terms_checked = False      # True once `check_terms` has searched a loss for them
 
     # The kind of a loss function
@@ -332,13 +424,28 @@ class Losses:
         if name not in self.shown and group.rank() == 0: self.show(line)
         self.shown.add(name)
 
+    def is_unwatched(self, f):
+        "Return True if `f`, a loss of the user's, has not been called by `watched` yet"
+        return self.kind(f) != 'known' and id(f) not in self.states_checked
+    def watched(self, f, call # Called without arguments; calls `f`
+    ):
+        "Return `call()`; the first time, note whether `f` changes a state of its own"
+        if not self.is_unwatched(f): return call()
+        self.states_checked.add(id(f))
+        state = LossState(f)
+        loss = call()
+        self.is_stateful_here |= bool(state.changed())
+        return loss
+
     # A loss over the items of all ranks
     def of_all_ranks(self, f, # A loss function that `is_gathered`
               batch,                  # This rank's `LocalBatch`
-              nbytes, counts, layouts # Each rank's `nbytes`, `count` and `layout()`, as lists
+              nbytes, counts, layouts, # Each rank's `nbytes`, `count` and `layout()`, as lists
+              agree # `agree(failed)`: a meeting; True if `failed` is True on some rank
     ):
         """Return the loss of all ranks' items; gradients flow to this rank's predictions. Returns
-        None if it can't be computed, and `f` is averaged from then on. A collective operation"""
+        None if it can't be computed, and `f` is averaged from then on. A collective operation.
+        Raises what `f` raises if it does so with the items of this rank alone, too"""
         # Why it can't be computed. Made of what was exchanged, so all ranks return here or none
         why_not = ''
         if max(nbytes) > self.MOST_BYTES:
@@ -351,14 +458,32 @@ class Losses:
             why = "a part of it is a number that the model computed"
         if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
                                 f"workers ({why}): {AVERAGED}", 'average')
-        else: self.print_once(f"{loss_name(f)} is computed over the predictions of all workers: "
-                              f"{sum(nbytes)/1e6:.2g} MB to exchange per step. If it is a mean "
-                              "over items, loss='mean' gives the same result faster.", 'gather')
         if why_not:
             self.kinds[id(f)] = f,'average'
             return None
-        pred,yb = batch.gather([int(m) for m in counts])
-        return f(pred, *yb)
+        state = LossState(f)
+        try:
+            pred,yb = batch.gather([int(m) for m in counts])
+            loss = f(pred, *yb)
+        except Exception as e:      # `f` reads more than these, or has a mistake
+            if self.option == 'gather': raise
+            loss,error = None,e
+        if loss is None: self._try_alone(f, batch, error)
+        if not agree(loss is None):
+            if not why: self.print_once(_GATHERED.format(loss_name(f), sum(nbytes)/1e6), 'gather')
+            return loss
+        lost = state.undo()
+        self.kinds[id(f)] = f,'average'
+        self.print_once(f"{loss_name(f)} reads more of a batch than predictions and targets, so "
+                        + _AVERAGED_INSTEAD + (_LOST.format(', '.join(lost)) if lost else ''),
+                        'average')
+    def _try_alone(self, f, batch, error):
+        "Raise what `f` raises for this rank's items alone: that is the user's error"
+        state = LossState(f)
+        with torch.no_grad():
+            try: f(batch.tree[0], *batch.tree[1])
+            except Exception as e: raise e from error
+        state.undo()
 
     # Terms of the loss that each rank computes for itself
     def check_terms(self,
@@ -380,7 +505,6 @@ class Losses:
         used = leaves_of(graph_of(loss, until=preds))
         names = sorted(name for name,p in named_parameters() if id(p) in used)
         if names:
-            self.has_terms = True
             self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
                             f"{', '.join(names[:3])}): {AVERAGED}", 'terms')
         if changed is None: return

@@ -15,6 +15,7 @@ import torch
 from fastcore.basics import chunked, store_attr
 from torch._utils import ExceptionWrapper
 
+from ..base import group
 from ..base.device import visible_cores
 from ..base.errors import CantDistribute
 
@@ -49,21 +50,11 @@ def refuse_loader(name, # The user's expression for the loader, e.g. 'learn.dls.
     "Raise `CantShard` for the loader `name`"
     raise CantShard(f"{name} can't be sharded over {n} workers: {why}")
 
-# %% ../../nbs/shard/301_sharded.ipynb #e50751f2
-def no_batches(arg # 'bs' or 'batch_size'
-):
-    "Return why a loader whose batch size is None can't be sharded, with the remedy"
-    return (f"it makes no batches (`{arg}=None`), so the size of other ranks' batches would be "
-            f"unknown. Let the loader make the batches: give it a `{arg}` and a dataset of items.")
-
 # %% ../../nbs/shard/301_sharded.ipynb #af080e37
 def too_few(bs,   # Items of a full global batch; None where a batch sampler decides
-            n,    # Number of ranks
             steps # Number of steps of an epoch
 ):
-    "Return why there is too little training data, with the remedy, or None if there is enough"
-    if bs and bs<n: return (f"a global batch of {bs} is smaller than {n} workers. Use a larger "
-                            "batch, or fewer workers.")
+    "Return why there is no training data, with the remedy, or None if there is some"
     if steps: return None
     if not bs: return "its batch sampler makes no batch. Check its batch size and `drop_last`."
     return (f"it is empty, or its items make no full batch of {bs}. Use a smaller batch, "
@@ -158,6 +149,9 @@ class Shard:
     # loader gets what `other_loop(sharded_loader)` iterates over. None: each loop reads the shard
     other_loop = None
     fit_loop_next = False   # the next loop is the fit's own
+    # `agree_on_order(batches)` returns those of rank 0, a collective operation; None: each rank
+    # takes the order that it has drawn
+    agree_on_order = None
     def __init__(self, orig,   # The user's loader
                  rank, n,      # This rank, and the number of ranks
                  bs,           # Items of a full global batch; None where a batch sampler decides
@@ -166,8 +160,12 @@ class Shard:
     ):
         store_attr()
     def __getstate__(self):
-        "Leave out `other_loop`, which can't be pickled and which a loader's process doesn't need"
-        return vars(self) | dict(other_loop=None)
+        "Leave out functions that can't be pickled, and which a loader's process doesn't need"
+        return vars(self) | dict(other_loop=None, agree_on_order=None)
+    def agreed(self, batches):
+        "Return the loader's own batches of an epoch, lists of indices, the same on all ranks"
+        batches = [[*b] for b in batches]
+        return self.agree_on_order(batches) if self.agree_on_order else batches
     def steps(self, batches):
         "Yield this rank's `Step`s of an epoch, whose `batches` are the loader's own"
         return shard_steps(batches, self.rank, self.n, self.train, self.whole_batches)
@@ -249,7 +247,7 @@ class Sharded:
         s.fit_loop_next = False
         return self._iter_shard() if is_fit_loop else s.other_loop(self)
     def _iter_shard(self):
-        with self._shard.common: steps = self._begin()
+        with self._shard.common, group.as_one_process(): steps = self._begin()
         write_back(self)        # what drawing the order changed
         try:
             with one_iteration(self, steps) as epoch:
@@ -281,10 +279,11 @@ def iterate_original(dl,    # A sharded loader, or another iterable
                      common # `CommonRNG`, which has the same state on all ranks
 ):
     """Yield all batches of the original of `dl`. Random numbers for them are drawn from `common`,
-    so that all ranks get the same batches"""
-    with common: it = iter(original(dl))
+    so that all ranks get the same batches. A stream that takes the part of its rank by itself finds
+    rank 0 of 1"""
+    with common, group.as_one_process(): it = iter(original(dl))
     while True:
-        with common: b = next(it, _END)
+        with common, group.as_one_process(): b = next(it, _END)
         if b is _END: return
         yield b
 

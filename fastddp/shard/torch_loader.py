@@ -12,7 +12,7 @@ from torch.utils.data import (
     BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
 from .sharded import (
-    Shard, Sharded, clone_loader, draw_seed, global_batch_size, iterate_original, no_batches,
+    Shard, Sharded, clone_loader, draw_seed, global_batch_size, iterate_original,
     report_errors, sharded_clone, track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
@@ -112,7 +112,7 @@ class ShardedTorch(Sharded):
             draw_seed(self.generator)
             if self.num_workers: batches = iter(s.global_batches)
         if is_stream(self): return []           # `_StepItems` adds the steps while it is read
-        steps = [*s.steps(batches)]
+        steps = [*s.steps(s.agreed(batches))]
         s.next_steps.steps = [o.items for o in steps]
         return steps
 
@@ -126,7 +126,7 @@ def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
                 common   # `CommonRNG`, which has the same state on all ranks
 ):
     """Return a clone of `dl` that yields the shard of `rank`. For a loader that can't be sharded,
-    `why_not_torch` says why"""
+    `why_not_torch` or `why_whole_torch` says why"""
     res = sharded_clone(ShardedTorch, TorchShard(dl, rank, n, batch, train, common))
     track_changes(res)
     return res
@@ -141,20 +141,19 @@ def _is_plain(cls):
     "True if a loader class iterates as torch's `DataLoader`"
     return cls.__iter__ is DataLoader.__iter__ and cls._get_iterator is DataLoader._get_iterator
 
+def why_whole_torch(dl # A torch `DataLoader`
+):
+    "Return why every rank must read all of `dl`, or None if it is divided by items"
+    cls = type(dl)
+    if not _is_plain(cls): return f"`{cls.__name__}` has its own `__iter__`"
+    if isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): return "its dataset is a datapipe"
+    if dl.batch_sampler is None: return "it makes no batches (`batch_size=None`)"
+    if is_stream(dl) and dl.num_workers: return (
+        "its dataset has no indices, and each of its processes reads it on its own")
+
 def why_not_torch(dl # A torch `DataLoader`
 ):
-    "Return why `dl` can't be sharded, with the remedy, or None if it can"
-    cls = type(dl)
-    if not _is_plain(cls): return (
-        f"`{cls.__name__}` has its own `__iter__`, so its batches are unknown. Use a "
-        "plain DataLoader.")
-    if isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): return (
-        "a datapipe shards itself by the process group. Use an IterableDataset, or a dataset with "
-        "indices.")
-    if dl.batch_sampler is None: return no_batches('batch_size')
+    "Return why `dl` can't be read by several ranks, with the remedy, or None if it can"
     if any(isinstance(o,DistributedSampler) and o.num_replicas>1 for o in samplers_of(dl)): return (
         "its `DistributedSampler` has already taken one rank's part. Leave it out: use "
         "`shuffle=True` or a plain sampler, and the loader is sharded for you.")
-    if is_stream(dl) and dl.num_workers: return (
-        "with `num_workers>0` each worker reads a dataset without indices on its own, in an order "
-        "that can't be sharded. Use `num_workers=0`, or a dataset with indices.")
