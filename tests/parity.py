@@ -104,10 +104,9 @@ def learner(train=37, valid=21, bs=4, model=None, loss_func=None, opt_func=SGD, 
 
 
 def alone_like(learn, n, batch='per_worker'):
-    "The same learner with the global batch size, for a fit in one process"
+    "The same learner with the global batch size in training, for a fit in one process"
     res = copy.deepcopy(learn)
-    if batch == 'per_worker':
-        for dl in res.dls.loaders: dl.bs *= n
+    if batch == 'per_worker': res.dls.train.bs *= n     # a validation has the loader's own batches
     return res
 
 

@@ -60,11 +60,13 @@ class Fit:
 
         together      the `Together`: holds the votes of the ranks, and has the `Clock`
         common        the `CommonRNG`: random streams with the same state on all ranks
+        data          the `ShardData`; set by `distributed`
         losses        the `Losses`
         step          the `StepSync`
         metrics       the `ReduceMetrics`
         same_model    the `SameModel`: holds the last meeting, in `finish_fit`
         callbacks     those of fastddp that all ranks have; `fit_job` may add one"""
+    data = None
     def __init__(self, together, common, losses, step, metrics, same_model, callbacks):
         store_attr()
     def may_be_alone(self):
@@ -189,6 +191,7 @@ def distributed(learn,
     cbs = []
     fit = Fit(together, common, losses, step, metrics, same_model, cbs)
     data = ShardData(together, common, batch, fit.may_be_alone)
+    fit.data = data
     cbs += [together, data, step, metrics, same_model]
     def begin_training():
         step.start_train()
@@ -229,9 +232,12 @@ def validate(learn, fit,
 
         fastai's epoch              every rank, for whole batches in turn, as `learn.validate` does
         a callback of all ranks     the same; results are exchanged
-        a callback of rank 0 only   rank 0, for all batches; no collective"""
+        a callback of rank 0 only   rank 0, for all batches; no collective
+        a callback in a batch of a  the rank that has this batch, for all batches; no collective
+        validation"""
     whole = learn.dls[ds_idx] if dl is None else dl
     if fit.together.is_alone: infer_alone(learn, whole, fit)
+    elif fit.together.in_validation: _infer_in_batch(learn, whole, fit)
     # fastai's epoch passes no loader; its `validate` and `get_preds`, which callbacks call, do
     elif dl is None and ds_idx == 1: infer_in_group(learn, whole, fit)
     else:
@@ -239,6 +245,15 @@ def validate(learn, fit,
             infer_in_group(learn, whole, fit)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #be510008
+def _infer_in_batch(learn, dl, fit):
+    """Validate the whole `dl` on this rank, for a callback in a batch of a validation. Other ranks
+    have other batches then. The metrics of the outer validation go on as they were"""
+    own = learn.dl      # the loop that goes on, and its metrics, are this loader's
+    with (with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks),
+          kept_streams(learn, fit.common), fit.metrics.kept()):
+        infer_alone(learn, dl, fit)
+    learn.dl = own
+
 def infer_alone(learn, dl, fit):
     "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only. No collective"
     if learn.training and fit.together.in_training:

@@ -173,8 +173,8 @@ def _train_both(on_workers, in_one, steps, options):
         # the state of the workers is applied in here, when the fit has ended
         with with_attrs(snapshot, apply_changes=_put_back_objects):
             with on_workers._distrib_ctx(**options): on_workers.fit(1, cbs=[many])
-        # one process takes the global batches, of all workers' items
-        for dl in in_one.dls.loaders if options['batch'] == 'per_worker' else ():
+        # one process takes the global batches, of all workers' items; a validation has the loader's
+        for dl in in_one.dls.loaders[:1] if options['batch'] == 'per_worker' else ():
             dl.bs *= many.n_ranks
             if is_lm(dl): lay_out(dl)
         streams.install()

@@ -15,17 +15,16 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..base import group
 from ..base.scoped import with_attrs
-from fastddp.fastai2.loaders import (
-    Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, shard_batches,
-    why_not)
+from .loaders import (
+    Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, why_not)
 from ..launch.training import has_kind
 from ..shard.loss import loss_name
 from ..shard.sharded import is_sharded, original
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
 # Used here:
-#   shard_batches(dl, ...)      -> a loader of this rank's whole batches, whose order is drawn from
-#                               `common`
+#   fit.data.shard(dl, train=False)   -> a loader of this rank's whole batches, whose order is drawn
+#                               from `fit.common`
 #   Undivided(dl, common)       -> a loader of all batches, the same on all ranks, from `common`
 #   why_not(dl)                 -> why `shard_dl` would refuse `dl`; None if it doesn't
 #   dl_state, set_dl_state      what the next epoch of a user's loader depends on
@@ -74,7 +73,7 @@ def gatherers(learn):
 _GATHERED = ('inputs','preds','targets','losses')   # lists of a `GatherPredsCallback`
 
 def validate_part(learn, # With its metrics and callbacks
-                  own,   # This rank's loader, as of `shard_batches`
+                  own,   # This rank's loader, as of `ShardData.shard`
                   fit    # The `Fit` of `distributed`
 ): # For each gatherer its lists, by name
     """Run fastai's validation over this rank's whole batches; return what it collected. Every rank
@@ -82,7 +81,6 @@ def validate_part(learn, # With its metrics and callbacks
     reduced. In between the ranks don't wait for each other: one may have a batch less"""
     rank = group.rank()
     n = group.world_size()
-    own._shard.agree_on_order = fit.together.agree_on_order
     gather = gatherers(learn)
     around = learn.all_batches      # that of `distributed`, at whose end the ranks vote
     def all_batches():
@@ -152,7 +150,7 @@ def infer_in_group(learn, # A learner, the same on all ranks
     else:
         of_fit = is_sharded(dl) and dl._shard.whole_batches
         if not of_fit: order_from_rank0(whole)
-        own = dl if of_fit else shard_batches(whole, group.rank(), n, fit.common)
+        own = dl if of_fit else fit.data.shard(whole, train=False)
         gather = gatherers(learn)
         part = validate_part(learn, own, fit)
         if gather: end_gathering(gather, join_parts(group.all_gather_object(part)))
@@ -162,8 +160,9 @@ def infer_in_group(learn, # A learner, the same on all ranks
 def _goes_over_all(learn, dl, n, fit):
     "Return True if each rank goes over all batches of `dl`"
     if why_one_process(learn, dl, n) is not None: return True
-    if not fit.losses.is_stateful: return False
-    fit.losses.print_once(_STATEFUL.format(loss_name(learn.loss_func)), 'stateful')
+    losses = fit.losses
+    if not (losses.is_stateful or losses.is_stateful_here): return False
+    losses.print_once(_STATEFUL.format(loss_name(learn.loss_func)), 'stateful')
     return True
 
 _STATEFUL = ("{} changes a state of its own in each call, so every worker validates all batches: "

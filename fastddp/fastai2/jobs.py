@@ -14,12 +14,11 @@ from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
 from fastcore.basics import noop
 
-from ..base import group
 from ..base.failure import item_name
 from .clock import OurCallback, resource_use
 from .as_one import as_one_process, distributed
 from .inference import end_gathering, gatherers, join_parts, validate_part
-from .loaders import dl_state, set_dl_state, shard_batches
+from .loaders import dl_state, set_dl_state
 from .resume import ResumeFit
 from .snapshot import (
     all_cbs, apply, baseline, capture, loader_refs, persistent_refs, place_dl, snapshot, unpack)
@@ -263,7 +262,7 @@ def infer_job(ctx, obj):
     ctx.items = lambda: noted.items(learn)
     with (distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False,
                       shard_dls=False) as fit, learn.added_cbs([noted])):
-        own = shard_batches(dl, ctx.rank, group.world_size(), fit.common)
+        own = fit.data.shard(dl, train=False)
         part,cancelled = until_cancelled(lambda: validate_part(learn, own, fit))
     report = fit.together.clock.totals() | resource_use(learn, dl)
     ctx.end_phase('validate')

@@ -107,7 +107,7 @@ class ShardedDL(Sharded):
         `__iter__`, its loop            `_batches`        by `Sharded`, then
         `sample`, `create_batches`      the same names    in each process of the loader, meanwhile
 
-    `_begin` draws the order of the epoch. From the `Step`s that it returns, `Sharded` makes
+    `_begin` draws the order of the epoch. Of what it returns, `Sharded` makes
     `_shard.epoch`, which the processes of the loader read: they start afterwards. Other methods are
     those of the user's class, such as `get_idxs`, `do_item`, `do_batch` and `after_batch`"""
     @property
@@ -132,13 +132,12 @@ class ShardedDL(Sharded):
         # in a validation a progress bar counts the batches of all ranks
         return math.ceil(len(s.orig)/s.n) if s.train else len(s.orig)
     def _begin(self):
-        "Draw the order of the epoch, the same on all ranks; return this rank's `Step`s."
+        "Draw the order of the epoch, the same on all ranks; return its batches."
         self.randomize()
         self.before_iter()
-        batches = self._shard.agreed(chunked(self.get_idxs(), self.bs, self.drop_last))
-        steps = [*self._shard.steps(batches)]
+        batches = [*chunked(self.get_idxs(), self.bs, self.drop_last)]
         draw_seed()     # in one process torch's iterator draws one here
-        return steps
+        return batches
     def _batches(self):
         "Yield the batches of this rank, as the loop in fastai's `__iter__` does."
         for b in _loaders[self.fake_l.num_workers==0](self.fake_l):

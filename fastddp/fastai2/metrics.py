@@ -170,7 +170,7 @@ class Phase:
         self.n_read = 0         # in training: positions of the batches until now
         self.batches = []       # in training: the batch of all ranks, or its parts
         self.kept = []          # in a validation: the `KeptBatch`es of this rank
-        self.last_kept = None   # the batch that was kept last
+        self.last_kept = None   # predictions of the batch that was kept last
         self._start()
 
     def _start(self):
@@ -221,8 +221,8 @@ class Phase:
     def _keep(self, m, learn):
         "Keep the current batch of a validation, once for all replayed metrics"
         if id(m) not in self.reads: self.reads[id(m)] = reads_input(m, learn)
-        if self.last_kept != (learn.iter, id(learn.pred)):
-            self.last_kept = learn.iter,id(learn.pred)
+        if self.last_kept is not learn.pred:
+            self.last_kept = learn.pred
             self.kept.append(on_cpu(KeptBatch(None, learn.pred, learn.yb, learn.loss)))
         if self.reads[id(m)] and self.kept[-1].xb is None:
             self.kept[-1] = self.kept[-1]._replace(xb=on_cpu(learn.xb))
@@ -260,7 +260,7 @@ class Phase:
         examples = {}
         for batch in self.kept: note_examples(batch, examples)
         for k in range(rounds):
-            own = self.kept[k] if k < len(self.kept) else None
+            own = tuple(self.kept[k]) if k < len(self.kept) else None
             for batch in trees_of_ranks(own, examples):
                 if batch is None: continue
                 for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
@@ -270,6 +270,14 @@ def run_metric(m, learn, batch):
     with with_attrs(learn, **batch._asdict()), group.hidden(): type(m).accumulate(m, learn)
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #fe34d51a
+def _copied(attrs):
+    "Return a deep copy of a metric's attributes; of those that can't be copied, the same objects"
+    attrs = {k:v for k,v in attrs.items() if k != 'accumulate'}
+    def copied(v):
+        try: return copy.deepcopy(v)
+        except Exception: return v
+    return {k:copied(v) for k,v in attrs.items()}
+
 class ReduceMetrics(OurCallback):
     """Gives the metrics of all ranks the values of one process, by a `Phase` for each phase; where
     every rank goes over all batches, each has these values by itself. The collectives are in
@@ -313,6 +321,21 @@ class ReduceMetrics(OurCallback):
         self.phase = None
         if phase is not None: phase.restore()
         return phase
+
+    @contextlib.contextmanager
+    def kept(self):
+        """Context manager for a validation of this rank alone in a batch of a validation: the
+        metrics go on afterwards as they were"""
+        metrics = self.phase.metrics if self.phase else ()
+        before = [_copied(vars(m)) for m in metrics]
+        outer = self.end_phase()
+        try: yield
+        finally:
+            for m,attrs in zip(metrics, before):
+                vars(m).clear()
+                vars(m).update(attrs)
+            self.phase = outer
+            if outer is not None: outer._start()
 
     @contextlib.contextmanager
     def nested_validation(self):

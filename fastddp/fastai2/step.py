@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/714_step.ipynb #15464f51
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from fastai.callback import training
@@ -18,7 +19,7 @@ from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .clock import _FIRST, OurCallback, runs_user_code
-from .together import Votes
+from .together import BATCH_EVENTS, Votes
 from ..output.replay import print_line
 from ..shard.gathered_loss import AVERAGED, LocalBatch
 from ..shard.gradients import (
@@ -91,19 +92,32 @@ class LossCall:
     from the end of an event to the beginning of the next one. In every event, and while it is
     called, `learn.loss_func` is the user's own object"""
     f = None            # the loss function in whose place it stands, or None
+    module = None       # the loss module whose `forward` this replaces in an event
     n_items = None      # this rank's items in a loss of all ranks' items; None: there is none yet
     was_called = False  # since the last backward pass
     def __init__(self, learn, losses, together): store_attr()
     def replace(self):
         "Take the place of the loss function, unless its losses are combined as they are"
         f = self.learn.loss_func
-        if f is self or not (self.losses.is_gathered(f) or self.losses.is_unwatched(f)): return
+        training = self.learn.training
+        gathers = training and self.losses.is_gathered(f)
+        if f is self or not (gathers or self.losses.is_unwatched(f, training)): return
         self.f = f
         vars(self.learn)['loss_func'] = self
     def restore(self):
         "Give the learner its own loss function again"
         of_learn = vars(self.learn)
         if of_learn.get('loss_func') is self: of_learn['loss_func'] = self.f
+    def replace_forward(self):
+        """In an event after the first backward pass, a callback may call the loss function for a
+        second one (SAM). A module can be called with the items of all ranks there, too"""
+        f = self.learn.loss_func
+        if isinstance(f, torch.nn.Module) and self.losses.is_gathered(f):
+            self.f = self.module = f
+            vars(f)['forward'] = self
+    def restore_forward(self):
+        if self.module is not None: vars(self.module).pop('forward', None)
+        self.module = None
 
     def user_func(self):
         "Return the user's loss function, also while this stands in its place"
@@ -114,10 +128,13 @@ class LossCall:
         "Return the loss of all ranks' items; if there is none, of this rank's"
         f = self.f
         self.was_called = True
+        in_event = self.module is not None
         self.restore()
-        try: return self.losses.watched(f, lambda: self._loss(f, pred, yb))
-        # the learner's own code may call it again; a call may have exchanged it
-        finally: self.replace()
+        self.restore_forward()
+        call = partial(self._loss, f, pred, yb)
+        try: return self.losses.watched(f, self.learn.training, call)
+        # it may be called again; a call may have exchanged it
+        finally: self.replace_forward() if in_event else self.replace()
     def _loss(self, f, pred, yb):
         if not self.learn.training: return f(pred, *yb)
         loss = self._of_all_ranks(f, pred, yb) if self.losses.is_gathered(f) else None
@@ -257,7 +274,9 @@ class Batch:
         self.params = None      # the trained parameters, once `StepSync.params` is called
         self.how = None         # `how_to_average`; None until this rank makes a backward pass
         self.has_pred = False   # True from the end of its forward pass on
-    def end(self): self.call.restore()
+    def end(self):
+        self.call.restore()
+        self.call.restore_forward()
 
 def how_to_average(result, lacks_items, uses_ddp):
     """Return how a batch averages gradients over ranks. All arguments are the same on all ranks;
@@ -273,6 +292,7 @@ def how_to_average(result, lacks_items, uses_ddp):
     return OVERLAPPED
 
 # %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
+_IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
 _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
 
 class StepSync(OurCallback):
@@ -340,11 +360,13 @@ class StepSync(OurCallback):
     # Around each event (`EventDispatcher`)
     def enter_event(self):
         "In an event the learner has the user's loss function"
-        if self.batch is not None: self.batch.call.restore()
+        if self.batch is None: return
+        self.batch.call.restore()
+        if self.passes.n_passes and self.learn.training: self.batch.call.replace_forward()
     def leave_event(self, event_name):
         "Until the next event the learner's own code runs: calls of its loss function are ours"
-        if self.passes.n_passes is None or event_name == 'after_batch': return
-        if self.learn.training: self.batch.call.replace()
+        if self.batch is not None: self.batch.call.restore_forward()
+        if event_name in _IN_BATCH and self.batch is not None: self.batch.call.replace()
     def after_pred(self): self.batch.has_pred = True
     def is_mid_batch(self):
         "Return True between the forward pass of a batch and its backward pass"

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/705_together.ipynb #069babd9
-import os, sys, traceback
+import os, sys, traceback, zlib
 from collections import namedtuple
 from contextlib import contextmanager
 
@@ -19,9 +19,10 @@ from fastai.callback.tracker import EarlyStoppingCallback, TerminateOnNaNCallbac
 from fastai.callback.training import GradientAccumulation, ShortEpochCallback
 from fastcore.basics import store_attr
 
-from ..base import board
+from ..base import board, group
 from ..base.failure import end_fork
 from .clock import _FIRST, Clock, OurCallback, Spent, handles, kind_of, runs_user_code
+from ..output.replay import print_line
 
 # %% ../../nbs/fastai2/705_together.ipynb #0040e935
 # Used here:
@@ -59,6 +60,7 @@ EPOCH_EVENTS = (
       for when in ('before','after','after_cancel')),)
 # Other places at which ranks meet, and how an error message names them
 _OTHER_PLACES = dict(
+    order="the beginning of the batches",
     begin_pass="a backward pass", end_pass="the end of a backward pass",
     share_loss="a further backward pass", gather="the loss function", load="learn.load",
     end_loop="the end of the batches", leave="the end of the call", end="the end of the call")
@@ -88,7 +90,8 @@ FIELDS = (
     'new',              # begin_pass: 1: it trains other parameters than when the phase began
     'mask',             # end_pass: of the parameters with gradients, after a flat pass
     'stateful',         # begin_pass: 1: its loss function changes a state of its own in each call
-    'nbytes','items','layout',  # gather: of its predictions and targets: `shard.gathered_loss`
+    'nbytes','items',   # gather: of its predictions and targets: see `shard.gathered_loss`
+    'layout',           # gather: of these; order: of the order of the batches: a checksum
     'failed',           # gather: 1: the loss raises an error with what all ranks have
     'uncompared',       # end: 1: its weights were not compared since they changed
     'grads')            # end: 1: it has gradients that no step used
@@ -154,6 +157,7 @@ class Together(OurCallback):
         self.own_events = 0     # `bits_of` the batch events that callbacks of this rank handle
         self.voting = 0         # of the events at which the ranks vote: those of any rank
         self.is_alone = False
+        self.order_differed = False     # ranks have drawn different orders
         self.has_stopped = False    # a vote has raised KeyboardInterrupt, on all ranks
         self.fit_depth = 0
         self.in_validation = self.in_training = False
@@ -205,6 +209,17 @@ class Together(OurCallback):
         self.in_validation = is_validation
         try: yield
         finally: self.in_validation = before
+    def agree_on_order(self,
+        batches # Lists of indices, as this rank has drawn them
+    ):
+        """Return the batches of rank 0, on every rank. They differ where an order is drawn from a
+        generator that isn't one of the global streams, or from the time"""
+        if self.is_alone: return batches
+        checksum = zlib.crc32(repr(batches).encode())
+        if len({*self.vote('order', layout=checksum).values('layout')}) == 1: return batches
+        if not self.order_differed and not group.rank(): print_line(_OTHER_ORDER)
+        self.order_differed = True
+        return group.from_rank0(batches)
     def leave(self):
         "Have the other ranks end the call at their next vote, since this rank has ended it"
         if not self.has_stopped: self._exchange('leave', _INTERRUPT, {})
@@ -227,10 +242,11 @@ class Together(OurCallback):
 
     def votes_at(self, event_name):
         "Return True if the ranks vote at the end of this event. The same on all ranks"
-        if self.is_alone or self.board.n == 1: return False
-        if event_name in EPOCH_EVENTS: return True
-        return not self.in_validation and bool(self.voting & bits_of([event_name]))
+        if self.is_alone or self.in_validation or self.board.n == 1: return False
+        return event_name in EPOCH_EVENTS or bool(self.voting & bits_of([event_name]))
 
+_OTHER_ORDER = ("A loader draws its order from a generator of its own, differently on each worker: "
+                "all take worker 0's order.")
 # Places of a training batch
 _BATCH_PLACES = {*BATCH_EVENTS, 'begin_pass','end_pass','share_loss','gather'}
 

@@ -359,6 +359,8 @@ AVERAGED = ("it is averaged over workers, weighted by items, which may differ sl
 
 _AVERAGED_INSTEAD = ("it is averaged over workers, weighted by items, which may differ slightly "
                      "from one process. If it is a sum over items, pass loss='sum'.")
+_STATE_OF_PART = ("{} changes a state of its own in a validation: after this one it is that of the "
+                  "batches that worker 0 had. From the next one on, every worker validates all.")
 _GATHERED = ("{} is computed over the predictions of all workers: {:.2g} MB to exchange per step. "
              "If it is a mean over items, loss='mean' gives the same result faster.")
 _LOST = " A call that failed has changed its {}, which couldn't be undone."
@@ -390,7 +392,8 @@ class Losses:
         # True once a loss function has changed a state of its own in a call, on some rank. The same
         # on all ranks, once they have met: `is_stateful_here` says what this rank saw
         self.is_stateful = self.is_stateful_here = False
-        self.states_checked = set()     # ids of loss functions whose first call was watched
+        # `(id of a loss function, True in training)`, once its first call was watched
+        self.states_checked = set()
         self.terms_checked = False      # True once `check_terms` has searched a loss for them
 
     # The kind of a loss function
@@ -424,17 +427,19 @@ class Losses:
         if name not in self.shown and group.rank() == 0: self.show(line)
         self.shown.add(name)
 
-    def is_unwatched(self, f):
+    def is_unwatched(self, f, training):
         "Return True if `f`, a loss of the user's, has not been called by `watched` yet"
-        return self.kind(f) != 'known' and id(f) not in self.states_checked
-    def watched(self, f, call # Called without arguments; calls `f`
+        return self.kind(f) != 'known' and (id(f),training) not in self.states_checked
+    def watched(self, f, training, call # Called without arguments; calls `f`
     ):
         "Return `call()`; the first time, note whether `f` changes a state of its own"
-        if not self.is_unwatched(f): return call()
-        self.states_checked.add(id(f))
+        if not self.is_unwatched(f, training): return call()
+        self.states_checked.add((id(f),training))
         state = LossState(f)
         loss = call()
-        self.is_stateful_here |= bool(state.changed())
+        if not state.changed(): return loss
+        self.is_stateful_here = True
+        if not training: self.print_once(_STATE_OF_PART.format(loss_name(f)), 'part')
         return loss
 
     # A loss over the items of all ranks

@@ -233,8 +233,9 @@ class Sharded:
     An epoch, with what a subclass defines marked by `*`:
 
         __iter__        this rank's shard, or for a callback's own loop what `other_loop` yields
-        _begin *        draws the order, inside the common streams, and returns this rank's `Step`s;
-                        of a stream an empty list, to which they are appended as it is read
+        _begin *        draws the order, inside the common streams, and returns the batches of the
+                        epoch as lists of indices; of a stream None: `Step`s are added as it is read
+        _prepare        takes this rank's `Step`s
         write_back      gives the original what that changed
         one_iteration   makes the `Epoch`
         _batches *      yields this rank's batches, one for each step, in the rank's own streams;
@@ -247,7 +248,10 @@ class Sharded:
         s.fit_loop_next = False
         return self._iter_shard() if is_fit_loop else s.other_loop(self)
     def _iter_shard(self):
-        with self._shard.common, group.as_one_process(): steps = self._begin()
+        s = self._shard
+        with s.common, group.as_one_process(): batches = self._begin()
+        steps = [] if batches is None else [*s.steps(s.agreed(batches))]
+        self._prepare(steps)
         write_back(self)        # what drawing the order changed
         try:
             with one_iteration(self, steps) as epoch:
@@ -258,6 +262,7 @@ class Sharded:
                 n = len(steps)
                 if epoch.n_yielded < n: raise RuntimeError(_ENDED.format(epoch.n_yielded, n))
         finally: write_back(self)
+    def _prepare(self, steps): "Do what must be done before the batches of `steps` are made"
     def __reduce__(self):
         # For a process of the loader. The class is made by `sharded_class(mixin, cls)`, so pickle
         # can't find it by its name

@@ -111,10 +111,8 @@ class ShardedTorch(Sharded):
         if s.inner_loader._iterator is None:    # torch's, whose processes persist, with their seeds
             draw_seed(self.generator)
             if self.num_workers: batches = iter(s.global_batches)
-        if is_stream(self): return []           # `_StepItems` adds the steps while it is read
-        steps = [*s.steps(s.agreed(batches))]
-        s.next_steps.steps = [o.items for o in steps]
-        return steps
+        return None if is_stream(self) else [*batches]  # `_StepItems` adds the steps of a stream
+    def _prepare(self, steps): self._shard.next_steps.steps = [o.items for o in steps]
 
     def _batches(self): return DataLoader.__iter__(self._shard.inner_loader)
 

@@ -144,6 +144,9 @@ class Stand(dict):
     def __init__(self, items=(), attrs=()):
         super().__init__(items)
         vars(self).update(attrs)
+    def __iter__(self):
+        is_sequence = [*self.keys()] == [*range(len(self))]
+        return iter(self.values()) if is_sequence else iter(self.keys())
     def __getattr__(self, k):
         if k in self: return self[k]
         raise AttributeError(k)

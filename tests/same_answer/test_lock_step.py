@@ -12,7 +12,7 @@ from torch import nn
 from fastddp.base import group
 from fastddp.base.errors import RankRaised
 from parity import alone_like, assert_ranks_alike, largest, learner, mlp, seed, warm
-from test_decisions import EVENTS, RAISES, AtEnd, Leave
+from test_decisions import EVENTS, RAISES, AtEnd, Leave, rank_that_leaves
 from test_drift import Sam
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,7 +61,8 @@ def both(make, n, launcher, cbs_of, epochs=2):
 @pytest.mark.spread('event kind')
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_a_wish_where_the_forward_pass_is_a_collective(ranks, event, kind, at, epoch, valid):
-    both(meeting, *ranks, lambda rank: [Leave(event, kind, rank, at, epoch, valid)])
+    last = rank_that_leaves(ranks[0], at, valid)
+    both(meeting, *ranks, lambda rank: [Leave(event, kind, rank and last, at, epoch, valid)])
 
 
 @pytest.mark.spread

@@ -266,10 +266,17 @@ class ReadsInput(Metric):
     def value(self): return self.n
 
 
-def test_a_replayed_metric_that_reads_inputs_is_told_what_to_do(ranks):
+class SumOfInputs(ReadsInput):
+    def accumulate(self, learn): self.n += float(learn.x[:, 0].sum())
+
+
+@pytest.mark.parametrize('metric', [ReadsInput, SumOfInputs])
+@pytest.mark.parametrize('train_metrics', [False, True])
+def test_a_replayed_metric_reads_inputs(ranks, metric, train_metrics):
     n, launcher = ranks
-    with Local() as own, pytest.raises(Exception, match='merge'):
-        learner(train=8, metrics=ReadsInput()).distrib_fit(1, nprocs=n, launcher=own)
+    learn = learner(train=20, valid=21, metrics=metric())
+    learn.recorder.train_metrics = train_metrics
+    close(*map(values, fit_both(learn, n, launcher, 2)), 1e-5)
 
 
 def test_losses_are_those_of_the_global_batches(ranks):

@@ -28,7 +28,7 @@ def lm_learner(bs):
     "AWD-LSTM without dropout, over texts as numbers"
     seed_all(0)
     dls = DataLoaders(LMDataLoader(texts(40, 0), bs=bs, seq_len=8, shuffle=True),
-                      LMDataLoader(texts(12, 1), bs=bs, seq_len=8), device='cpu')
+                      LMDataLoader(texts(12, 1), bs=4, seq_len=8), device='cpu')
     model = get_language_model(AWD_LSTM, 20, config=SMALL)
     return Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=SGD, metrics=Perplexity(),
                    cbs=[ModelResetter, RNNCallback, RNNRegularizer(2., 1.)])
