@@ -274,6 +274,7 @@ class Batch:
         self.params = None      # the trained parameters, once `StepSync.params` is called
         self.how = None         # `how_to_average`; None until this rank makes a backward pass
         self.has_pred = False   # True from the end of its forward pass on
+        self.has_stepped = False    # True from the end of the step on, also of one that was skipped
     def end(self):
         self.call.restore()
         self.call.restore_forward()
@@ -292,6 +293,9 @@ def how_to_average(result, lacks_items, uses_ddp):
     return OVERLAPPED
 
 # %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
+_LEAVES_STEPS = ("{} leaves batches before their step. If it counts items to accumulate gradients, "
+                 "it sees those of its worker, 1/{} of each batch: divide its number by that, or "
+                 "use fastai's GradientAccumulation, which counts the items of all workers.")
 _IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
 _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
 
@@ -319,6 +323,7 @@ class StepSync(OurCallback):
                              self.is_loss_of_learner)
         self.batch = None           # the `Batch`: this one or the last one, or the first to come
         self.beside = ()            # parameters that are trained beside the model's, in this phase
+        self.n_left_steps = 0       # batches that were left between backward pass and step
         self.always_flat = False    # True once DDP couldn't follow some rank; the same on all ranks
 
     @contextmanager
@@ -375,8 +380,10 @@ class StepSync(OurCallback):
         # the user's callbacks come later, and may add to it; there is none without targets
         loss = vars(self.learn).get('loss_grad')
         if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
+    def after_step(self): self.batch.has_stepped = True
     def after_batch(self):
         if self.batch.how is None: self._end_without_backward()
+        elif not self.batch.has_stepped: self._note_left_step()
         # `Passes` stays open: the user's callbacks come later, and may run a backward pass
         self.batch.end()
     def after_train(self): self.close()
@@ -387,6 +394,15 @@ class StepSync(OurCallback):
         "End the batch, also one that was left by an exception"
         self.passes.close()
         if self.batch is not None: self.batch.end()
+
+    def _note_left_step(self):
+        """Tell the user of a callback that accumulates gradients by itself: it leaves batches after
+        their backward pass, and may count the items that it sees"""
+        self.n_left_steps += 1
+        if self.batch.accumulation is not None or self.n_left_steps != 2: return
+        who = [type(cb).__name__ for cb in self.learn.cbs
+               if any(runs_user_code(cb, e) for e in ('after_backward','before_step'))]
+        if who: self.losses.print_once(_LEAVES_STEPS.format(', '.join(who), self.n), 'steps')
 
     # A backward pass
     def is_loss_of_learner(self, loss): return loss is vars(self.learn).get('loss_grad')

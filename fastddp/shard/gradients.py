@@ -92,12 +92,41 @@ def average_grads(
     parameter has a gradient on no rank, it stays without. A collective operation"""
     if group.world_size() == 1: return
     params = [p for p in params if p.requires_grad]
-    n_with_grad = [p.grad is not None for p in params]
-    if not same: n_with_grad = group.all_sum(n_with_grad)
-    params = [p for p,n in zip(params, n_with_grad) if n]
-    for p in params:
-        if p.grad is None: p.grad = torch.zeros_like(p)
-    group.average_([p.grad for p in params])
+    kinds = [kind_of_grad(p) for p in params]
+    n_with_grad = [kind > 0 for kind in kinds]
+    n_sparse = [kind == SPARSE for kind in kinds]
+    if not same: n_with_grad,n_sparse = group.all_sum(n_with_grad),group.all_sum(n_sparse)
+    # gradients are sparse where they are on all ranks that have any
+    params = [(p, n == sparse) for p,n,sparse in zip(params, n_with_grad, n_sparse) if n]
+    for p,is_sparse in params:
+        if is_sparse: average_sparse(p)
+        elif p.grad is None: p.grad = torch.zeros_like(p)
+        elif p.grad.is_sparse: p.grad = p.grad.to_dense()
+    group.average_([p.grad for p,is_sparse in params if not is_sparse])
+
+SPARSE = 2
+def kind_of_grad(p):
+    "Return 0 for a parameter without gradient, 1 for a dense one, `SPARSE` for a sparse one"
+    return 0 if p.grad is None else SPARSE if p.grad.is_sparse else 1
+
+def average_sparse(p # A parameter without gradient, or with a sparse one, as of `nn.Embedding`
+):
+    """Replace the sparse gradient of `p` by its mean over ranks: it has the rows that any rank has.
+    A collective operation"""
+    grad = p.grad
+    if grad is None: grad = torch.zeros_like(p.detach()).to_sparse(1)
+    grad = grad.coalesce()
+    sent = [grad.indices(), grad.values()]
+    shapes = [[(sent[0].shape[0],n), (n,*sent[1].shape[1:])]
+              for n in group.all_gather_object(sent[0].shape[1])]
+    indices,values = zip(*group.all_gather_tensors(sent, shapes))
+    indices = torch.cat(indices, 1).to(p.device)
+    values = torch.cat(values).to(p.device)/group.world_size()
+    p.grad = torch.sparse_coo_tensor(indices, values, p.shape).coalesce()
+
+def has_values(grad):
+    "Return True if a gradient, which may be sparse, has a value other than 0"
+    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
 
 # %% ../../nbs/shard/312_gradients.ipynb #d4fc5dbc
 # How a batch averages gradients over ranks
@@ -183,8 +212,8 @@ class Passes:
         it once for each flat pass; if a rank makes no pass in a batch while others do, the caller
         calls it there"""
         params = self.params()
-        # The same on ranks whose gradients are those of the same parameters
-        checksum = float(zlib.crc32(bytes(p.grad is not None for p in params)))
+        # The same on ranks whose gradients are those of the same parameters, and of the same kind
+        checksum = float(zlib.crc32(bytes(map(kind_of_grad, params))))
         checksums = self.agree(checksum)
         began = time.perf_counter()
         average_grads(params, same=len({*checksums}) == 1)
@@ -309,6 +338,8 @@ class Overlapped:
         if any(node.name().startswith('CheckpointFunction') for node in graph):
             self.why_flat = ("use_reentrant=False gives the same results, faster, where the model "
                              "checkpoints activations. DDP can't follow use_reentrant=True")
+        elif any(getattr(node, '_saved_sparse', False) for node in graph):
+            self.why_flat = "An embedding has sparse gradients, which DDP can't follow"
         elif not self.ddp_kwargs.get('find_unused_parameters'): self._find_unused(graph)
     def _find_unused(self, graph):
         "Return the trained parameters beyond a graph as a list; if any, set `why_flat`"

@@ -112,7 +112,6 @@ def clamped(learn):
 OWN = {'size': (lambda: learner(model=Odd()), 'Does the model compare the items of a batch'),
        'compares': (lambda: learner(model=Compares()), f'{EXPECTED}dropout. Without it, losses: '),
        'draws': (lambda: learner(model=DrawsNoise()), 'or draw random numbers by itself'),
-       'metric': (lambda: learner(metrics=largest), 'is a metric not a mean over items?'),
        'callback': (lambda: learner(cbs=Skips()), f'{EXPECTED}callback Skips. Without it: same.'),
        'hook': (lambda: clamped(learner()), 'not removed here: hooks of parameters.'),
        'buffers': (lambda: learner(model=MovesAverage()), 'not removed here: buffers.'),
@@ -165,6 +164,10 @@ def root(pred, y): return ((pred.sum(1)-y)**2).mean().sqrt()
 def test_the_kind_of_loss_is_named(two, loss_func, kind):
     res = learner(loss_func=loss_func).distrib_check(nprocs=2, launcher=two)
     assert res.same and res.loss.endswith(f': {kind}') and f'loss: {res.loss}' in str(res)
+
+
+def test_a_metric_that_is_no_mean_over_items_is_the_same(two):
+    assert learner(metrics=largest).distrib_check(nprocs=2, launcher=two).same
 
 
 def test_the_name_of_a_loss_decides_nothing(two):
