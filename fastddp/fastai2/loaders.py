@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 from ..base.failure import note_item
 from ..base.rng import CommonRNG, generator_state, set_generator
 from ..output.replay import print_line
+from ..shard.gathered_loss import is_list_of_items
 from ..shard.sharded import (
     CantShard, Shard, Sharded, Step, draw_seed, global_batch_size, iterate_original, note_step,
     one_iteration, original, pad_shard, refuse_loader, report_errors, sharded_clone, too_few,
@@ -306,8 +307,11 @@ class ReadWhole(_Around):
         s = self._shard
         own = range(total)[s.rank::s.n]
         rows = torch.as_tensor(pad_shard([*own], [*range(total)], s.n))
-        def part(t): return t[rows.to(t.device)] if t.ndim and len(t) == total else t
-        return map_tensors(part, b), own
+        def part(o):
+            if not isinstance(o, torch.Tensor): return type(o)(o[i] for i in rows.tolist())
+            return o[rows.to(o.device)] if o.ndim and len(o) == total else o
+        def is_list(o): return o is not b and is_list_of_items(o, total)
+        return map_tensors(part, b, is_list), own
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
 # 3. Shard a loader of any kind

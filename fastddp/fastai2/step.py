@@ -21,7 +21,7 @@ from ..base.scoped import with_attrs
 from .clock import _FIRST, OurCallback, runs_user_code
 from .together import BATCH_EVENTS, Votes
 from ..output.replay import print_line
-from ..shard.gathered_loss import AVERAGED, LocalBatch
+from ..shard.gathered_loss import AVERAGED, LocalBatch, is_list_of_items
 from ..shard.gradients import (
     FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
 from ..shard.loss import class_weights, loss_name, loss_part
@@ -79,10 +79,11 @@ def true_counts(learn # A learner in a training phase
 
 def global_items(learn):
     "Return the items of the global batch, as `GradientAccumulation` counts them in one process"
-    n_fed = find_bs(learn.yb)
-    if not getattr(learn.dl,'counts',()): return n_fed
+    if not getattr(learn.dl,'counts',()): return find_bs(learn.yb)
     count,total = true_counts(learn)
     # a sharded loader feeds a rank at least 2 items: see `shard.sharded.pad_shard`
+    if any(is_list_of_items(y, max(count, 2)) for y in learn.yb): return total
+    n_fed = find_bs(learn.yb)
     return round(total*n_fed/max(count, 2))
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d328

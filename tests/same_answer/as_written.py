@@ -15,6 +15,8 @@ from torch import nn
 from parity import items, mlp
 
 AVERAGED = set()
+# The model computes a part of the loss: a line says that this is averaged, as it is in one process
+NAMED = 'loss_of_the_model', 'vae_that_reads_the_model'
 
 
 def averaged(f):
@@ -111,9 +113,8 @@ class Distil(Callback):
 class Teacher(Callback):
     "Keeps the teacher's predictions, which the loss reads"
     order = -5
-    def before_fit(self):
-        self.teacher = mlp().eval()
-        self.learn.loss_func = self.loss
+    def __init__(self): self.teacher = mlp().eval()
+    def before_fit(self): self.learn.loss_func = self.loss
     def after_pred(self): self.soft = self.teacher(self.learn.x).detach().softmax(1)
     def loss(self, p, y): return F.cross_entropy(p, self.soft)
 
@@ -160,9 +161,14 @@ def vae_that_sums():
                 loss_func=lambda o, y: F.mse_loss(o[0], y, reduction='sum')+kl(*o[1:])*len(y))
 
 
+class ReadsModel:
+    def __init__(self, model): self.model = model
+    def __call__(self, p, y): return F.mse_loss(p, y)+kl(self.model.mu, self.model.lv)
+
+
 def vae_that_reads_the_model():
     model = Vae(lambda p, *_: p)
-    return dict(data=itself, model=model, loss_func=lambda p, y: F.mse_loss(p, y)+kl(model.mu, model.lv))
+    return dict(data=itself, model=model, loss_func=ReadsModel(model))
 
 
 # Several heads, several losses
@@ -178,7 +184,7 @@ class TwoHeads(nn.Module):
 
 def two_targets(n, s=0): return [(x, y, x[:1]) for x, y in items(n, s=s)]
 def heads(o, y, z): return F.cross_entropy(o[0], y) + F.mse_loss(o[1], z).sqrt()
-def two_heads(): return dict(data=two_targets, model=TwoHeads(), loss_func=heads)
+def two_heads(): return dict(data=two_targets, model=TwoHeads(), loss_func=heads, n_inp=1)
 
 
 class LearnedWeights(nn.Module):
@@ -190,7 +196,7 @@ class LearnedWeights(nn.Module):
         return (losses*(-self.w).exp()+self.w).sum()
 
 
-def multi_task(): return dict(data=two_targets, model=TwoHeads(), loss_func=LearnedWeights())
+def multi_task(): return dict(data=two_targets, model=TwoHeads(), loss_func=LearnedWeights(), n_inp=1)
 
 
 class Auxiliary(nn.Module):
@@ -279,7 +285,7 @@ def barlow(o, y):
     a, b = [(t-t.mean(0))/(t.std(0)+1e-3) for t in o]
     c = a.T@b/len(a)
     return (c-torch.eye(len(c))).pow(2).sum()
-def barlow_twins(): return dict(data=pairs, model=Siamese(), loss_func=barlow, lr=.01)
+def barlow_twins(): return dict(data=pairs, model=Siamese(), loss_func=barlow, lr=.01, train=36)
 
 
 class Byol(nn.Module):
@@ -339,8 +345,7 @@ class Words(nn.Module):
 def shifted(p, y): return F.cross_entropy(p[:, :-1].reshape(-1, 11), y[:, 1:].reshape(-1))
 def language_model_that_shifts(): return dict(data=words, model=Words(), loss_func=shifted)
 def flattened(p, y): return F.cross_entropy(p.view(-1, 11), y.view(-1), ignore_index=0)
-@averaged
-def masked_language_model(): return dict(data=words, model=Words(), loss_func=flattened, loss_kind='near')
+def masked_language_model(): return dict(data=words, model=Words(), loss_func=flattened)
 
 
 class Seq2Seq(nn.Module):
@@ -369,7 +374,7 @@ def collate(batch):
 def boxes(n, s=0): return [(x, dict(boxes=x[:2].repeat(1+i % 3, 1), label=y)) for i, (x, y) in enumerate(items(n, s=s))]
 def detect_mean(p, ys): return sum((p[i, :2]-t['boxes']).pow(2).mean() for i, t in enumerate(ys))/len(ys)
 def detect_sum(p, ys): return sum((p[i, :2]-t['boxes']).pow(2).sum() for i, t in enumerate(ys))/10
-def detect_lists(ps, ys): return torch.stack([(p[:2]-t['boxes']).abs().max() for p, t in zip(ps, ys)]).mean().sqrt()
+def detect_lists(ps, ys): return torch.stack([(p[:2]-t['boxes']).pow(2).mean() for p, t in zip(ps, ys)]).mean()**.5
 def detection(): return dict(data=boxes, loss_func=detect_mean, collate=collate)
 def detection_that_sums(): return dict(data=boxes, loss_func=detect_sum, collate=collate, lr=.01)
 def detection_of_lists(): return dict(data=boxes, model=Wraps(lambda t: [*t.unbind()]), loss_func=detect_lists,

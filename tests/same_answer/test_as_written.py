@@ -7,7 +7,7 @@ from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastddp.base.errors import RankRaised
-from as_written import AVERAGED, CASES
+from as_written import AVERAGED, CASES, NAMED
 from parity import Steps, alone_like, assert_ranks_alike, assert_same, fit_both, items, learner, mlp, seed, warm
 
 pytestmark = pytest.mark.timeout(120)
@@ -22,16 +22,28 @@ def made(name, **more):
     seed()
     kwargs = CASES[name]() | more
     kwargs.pop('loss_kind', None)
-    collate = kwargs.pop('collate', None)
+    collate, n_inp = kwargs.pop('collate', None), kwargs.pop('n_inp', None)
     learn = learner(train=kwargs.pop('train', 37), valid=kwargs.pop('valid', 21), bs=kwargs.pop('bs', 4), **kwargs)
     if collate:
         dls = [DataLoader(dl.dataset, bs=dl.bs, shuffle=i == 0, num_workers=0, create_batch=collate)
                for i, dl in enumerate(learn.dls.loaders)]
         learn.dls = DataLoaders(*dls)
+    if n_inp: learn.dls.n_inp = n_inp
     return learn
 
 
 HOW = {'per_worker': {}, 'global': dict(batch='global')}
+
+
+def fit_as_made(name, n, launcher, how):
+    "`(on workers, in one process)`, each made anew: a closure isn't copied with its learner"
+    size = dict(bs=8) if how == 'global' else {}
+    learn, one = made(name, **size), alone_like(made(name, **size), n, how)
+    seed(1)
+    learn.distrib_fit(2, nprocs=n, launcher=launcher, timeout=60, **HOW[how])
+    seed(1)
+    one.fit(2)
+    return learn, one
 
 
 @pytest.mark.spread('name')
@@ -40,16 +52,15 @@ HOW = {'per_worker': {}, 'global': dict(batch='global')}
 def test_trains_on_workers(ranks, name, how, capfd):
     "The last batch has one item, so that ranks have none"
     n, launcher = ranks
-    learn, one = fit_both(made(name, **(dict(bs=8) if how == 'global' else {})), n, launcher, 2, **HOW[how])
+    learn, one = fit_as_made(name, n, launcher, how)
     said = capfd.readouterr().out
-    if name in AVERAGED:
-        assert 'averaged over workers' in said
-        assert_same(learn, one, .05, .05)
-    else: assert_same(learn, one, 2e-5, 2e-6)
+    assert ('averaged over workers' in said) == (name in AVERAGED or name in NAMED)
+    assert_same(learn, one, *((.05, .05) if name in AVERAGED else (2e-5, 2e-6)))
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize('name', [o for o in CASES if o not in ('physics_informed', 'sparse_embedding')])
+# fastai counts the boxes of the first item, and divides a square root in place
+@pytest.mark.parametrize('name', [o for o in CASES if 'detection' not in o and o != 'annealed_by_itself'])
 def test_while_gradients_accumulate(ranks, name):
     n, launcher = ranks
     learn = made(name, train=32)
