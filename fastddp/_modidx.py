@@ -2605,6 +2605,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers._is_of_library': ( 'payload/reducers.html#_is_of_library',
                                                                                        'fastddp/payload/reducers.py'),
+                                          'fastddp.payload.reducers._keep_slots': ( 'payload/reducers.html#_keep_slots',
+                                                                                    'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers._load_library_function': ( 'payload/reducers.html#_load_library_function',
                                                                                                'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers._load_weakref': ( 'payload/reducers.html#_load_weakref',

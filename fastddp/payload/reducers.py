@@ -137,8 +137,25 @@ def _(module, pickler):
 def _reduce_definition(o, pickler):
     "Reduce a function or class as cloudpickle does; note it if that is by value"
     reduced = cloudpickle.Pickler.reducer_override(pickler, o)
-    if isinstance(reduced, tuple): pickler.definitions.append(o)
+    if isinstance(reduced, tuple):
+        pickler.definitions.append(o)
+        makes_class = reduced[0] is cloudpickle._make_skeleton_class
+        if makes_class and '__slots__' in vars(o): _keep_slots(o, reduced[1], reduced[2])
     return reduced
+
+def _keep_slots(
+    cls, # A class with `__slots__`
+    args, state # Of what cloudpickle reduced it to; they are changed
+):
+    """Have the class made with its `__slots__`. cloudpickle sets them as an attribute of the
+    finished class, whose objects then have a `__dict__` as well, and a pickle of one of them can't
+    be loaded by the original class"""
+    _,_,_,body,*_ = args
+    body['__slots__'] = cls.__slots__
+    attrs,_ = state
+    # a slot called `__x` has a descriptor of another name; a cached list of names is of no use
+    slots = [k for k,v in attrs.items() if isinstance(v, types.MemberDescriptorType)]
+    for k in ('__slots__','__slotnames__',*slots): attrs.pop(k, None)
 
 # %% ../../nbs/payload/100_reducers.ipynb #35f362ea
 @reduces(_thread.LockType)
