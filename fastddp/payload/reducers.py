@@ -140,7 +140,9 @@ def _reduce_definition(o, pickler):
     if isinstance(reduced, tuple):
         pickler.definitions.append(o)
         makes_class = reduced[0] is cloudpickle._make_skeleton_class
-        if makes_class and '__slots__' in vars(o): _keep_slots(o, reduced[1], reduced[2])
+        # a `NamedTuple` sets its own
+        if makes_class and '__slots__' in vars(o) and not issubclass(o, tuple):
+            _keep_slots(o, reduced[1], reduced[2])
     return reduced
 
 def _keep_slots(
@@ -150,8 +152,7 @@ def _keep_slots(
     """Have the class made with its `__slots__`. cloudpickle sets them as an attribute of the
     finished class, whose objects then have a `__dict__` as well, and a pickle of one of them can't
     be loaded by the original class"""
-    _,_,_,body,*_ = args
-    body['__slots__'] = cls.__slots__
+    args[3]['__slots__'] = cls.__slots__
     attrs,_ = state
     # a slot called `__x` has a descriptor of another name; a cached list of names is of no use
     slots = [k for k,v in attrs.items() if isinstance(v, types.MemberDescriptorType)]
