@@ -18,7 +18,7 @@ from ..payload.changes import ChangeTracker, apply_changes, look_for_held
 from ..payload.pickling import Definitions
 from ..payload.state import (
     OPT_HOOKS, get_hooks, model_grads, move_opt_state, objects_with_hooks, opt_and_wrapped,
-    opt_attrs, set_grads, set_hooks, set_model_state)
+    opt_attrs, own_memory, set_grads, set_hooks, set_model_state)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
@@ -128,6 +128,7 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
     # torch doesn't pickle these attributes of optimizers
     for o,attrs in zip(opt_and_wrapped(getattr(learn, 'opt', None)), obj['opt_attrs']):
         vars(o).update(attrs)
+    own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
     place(learn, device)
     set_grads(learn.model, obj['grads'])
     set_hooks(_hooked_objects(learn), *obj['hooks'])

@@ -27,8 +27,8 @@ from ..payload.changes import ChangeTracker, apply_changes, has_arrays, look_for
 from ..payload.pickling import Definitions
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, deep_copy, get_hooks, model_grads, model_tensors, move_opt_state,
-    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, picklable_attrs, set_grads,
-    set_hooks, set_model_state, set_opt_state)
+    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, own_memory, picklable_attrs,
+    set_grads, set_hooks, set_model_state, set_opt_state)
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
@@ -242,6 +242,7 @@ def unpack(
     if dls_factory: learn.dls = _new_dls(dls_factory)
     if model_factory: _new_model(learn, model_factory, obj['state'])
     CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
+    own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
     _complete(obj, device)
     return learn, obj['cbs'], obj['call']
 

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/100_reducers.ipynb #dc514d2b
-import _thread, collections, importlib, io, pickle, sys, threading, types, weakref
+import _thread, collections, ctypes, importlib, io, pickle, sys, threading, types, weakref
 from contextlib import suppress
 from functools import partial, singledispatch
 
@@ -63,8 +63,10 @@ def _(storage, pickler):
     device = storage.device.type
     if not storage.nbytes(): return load_storage, (b'', device)
     on_cpu = storage if device == 'cpu' else storage.cpu()
-    as_bytes = torch.empty(0, dtype=torch.uint8).set_(on_cpu)
-    return load_storage, (pickle.PickleBuffer(as_bytes.numpy()), device)
+    # not `Tensor.numpy`, after which the tensor couldn't be enlarged any more, here as well
+    as_bytes = (ctypes.c_char*on_cpu.nbytes()).from_address(on_cpu.data_ptr())
+    as_bytes.storage = on_cpu       # alive as long as the buffer
+    return load_storage, (pickle.PickleBuffer(as_bytes), device)
 
 def load_typed_storage(storage, dtype):
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

@@ -484,3 +484,27 @@ class OwnObjects:
                 self._put(lambda _,v: setattr(cell, 'cell_contents', v), None, cell.cell_contents)
         f.__defaults__ = self.replaced(f.__defaults__)
         f.__kwdefaults__ = self.replaced(f.__kwdefaults__)
+
+# %% ../../nbs/payload/106_state.ipynb #e1d0600a
+_MAX_OWN_BYTES = 2**20      # of a tensor or array that gets memory of its own
+
+def own_memory(objects # Any objects; those that are tensors and arrays are changed
+):
+    "Have small tensors and arrays own their memory, so that they can grow"
+    storages = {}       # address -> `(storage there, one with a copy of its bytes)`
+    for o in objects:
+        # some kinds of tensors have no such memory
+        with contextlib.suppress(Exception):
+            if isinstance(o, torch.Tensor): _own_storage(o, storages)
+            elif type(o) is np.ndarray and not o.flags.owndata and o.nbytes <= _MAX_OWN_BYTES:
+                # the only way to replace the memory of an array
+                is_fortran = o.flags.fnc
+                if o.dtype != object:
+                    o.__setstate__((1, o.shape, o.dtype, is_fortran, o.tobytes('A')))
+
+def _own_storage(t, storages):
+    "As `own_memory`, for one tensor. Tensors that had their memory in common have so again"
+    old = t.untyped_storage()
+    if old.resizable() or old.nbytes() > _MAX_OWN_BYTES or not t.is_cpu: return
+    _,new = storages.setdefault(old.data_ptr(), (old, old.clone()))
+    t.data = torch.empty(0, dtype=t.dtype).set_(new, t.storage_offset(), t.shape, t.stride())

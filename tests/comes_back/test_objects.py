@@ -379,3 +379,66 @@ def test_what_cannot_be_set_is_named_and_the_rest_is_there(two):
     assert rows == [1] and learn.stubborn.n == 0
     assert learn.reports.trial.log.rows == [0] and len(learn.recorder.values) == 1
     assert learn.stubborn.learn is learn
+
+
+# Tensors that grow
+
+class Grows(nn.Module):
+    "A layer that enlarges a tensor of its own, as observers of quantization do"
+    def __init__(self, how, n):
+        super().__init__()
+        self.net = mlp()
+        if how == 'buffer': self.register_buffer('seen', torch.zeros(n))
+        else: self.seen = torch.zeros(n)
+    def forward(self, x):
+        self.seen.resize_(3)
+        self.seen.fill_(1.)
+        return self.net(x)*self.seen.mean()
+
+
+class GrowsList(Callback):
+    def __init__(self): self.seen, self.deep = torch.zeros(0), [torch.zeros(1)]
+    def after_batch(self):
+        if not self.training: return
+        n = len(self.seen)
+        self.seen.resize_(n+1)
+        self.seen[n] = n
+        self.deep[0].resize_(n+1)
+
+
+@pytest.mark.parametrize('n', [0, 1, 3, 8])
+@pytest.mark.parametrize('how', ['buffer', 'attribute'])
+def test_a_tensor_that_grows(two, how, n):
+    learn = learner(model=Grows(how, n), cbs=GrowsList())
+    seen, deep = learn.grows_list.seen, learn.grows_list.deep[0]
+    with learn.distrib_ctx(nprocs=2, launcher=two):
+        for _ in range(2): learn.fit(1)
+    if how == 'buffer': assert learn.model.seen.tolist() == [1]*3
+    assert learn.grows_list.seen is seen and seen.tolist() == [*range(10)]
+    assert learn.grows_list.deep[0] is deep and len(deep) == 10
+    learn.fit(1)
+    assert seen.tolist() == [*range(20)]
+
+
+def grow(t, a):
+    t.resize_(5)
+    a.resize(6, refcheck=False)
+    return t.shape, a.shape
+
+
+def test_arguments_that_grow(): assert ranch(2, grow, torch.zeros(2), np.zeros(3)) == [((5,), (6,))]*2
+
+
+def test_variables_that_grow(main, two):
+    exec('''
+import torch, numpy as np
+from fastai.callback.core import Callback
+t, a = torch.zeros(0), np.zeros(1)
+class Notes(Callback):
+    def after_epoch(self):
+        t.resize_(len(t)+1).fill_(2)
+        a.resize(len(a)+1, refcheck=False)
+''', main)
+    t = main['t']
+    learner(cbs=main['Notes']()).distrib_fit(2, nprocs=2, launcher=two)
+    assert main['t'] is t and t.tolist() == [2, 2] and main['a'].tolist() == [0, 0, 0]
