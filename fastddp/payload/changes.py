@@ -139,6 +139,7 @@ def _hash(payload):
     return digest.digest()
 
 _MAX_HASHED_BYTES = 2**27       # larger values are compared by members
+_MAX_AT_EPOCH_END = 2**20       # the same at the end of an epoch: other ranks wait for rank 0
 
 class _Members:
     "Some objects. Equals others that are the very same objects, in the same order"
@@ -276,12 +277,14 @@ class ChangeTracker:
         # what `Definitions` have listed
         self.held = getattr(groups.get('variables'), 'held', ())
         if self.held: self.groups = groups | dict(held=[o for o,_ in self.held])
-        self.before = self._note_all()
+        self._large = {}    # id of a value -> its note, and its `_members`, before the job
+        self.before = self._note_all(is_start=True)
     def since_start(self,
         ended=True # False if the job goes on, see `_Rule.is_sent`
     ):
         "Return group -> a `Change` for each of its objects that has changed"
-        return {group:[*self._changes(group, now, ended)] for group,now in self._note_all().items()}
+        notes = self._note_all(at_epoch_end=not ended)
+        return {group:[*self._changes(group, now, ended)] for group,now in notes.items()}
     def drop_unpicklable(self,
         changes # What `since_start` returned; is changed in place
     ):
@@ -296,18 +299,18 @@ class ChangeTracker:
                         dropped.append((group, self.groups[group][i], name, e))
                         del values[name]
         return dropped
-    def _note_all(self):
+    def _note_all(self, is_start=False, at_epoch_end=False):
         "Return group -> for each of its objects `{name: _Note}`"
         by_id = {}      # id of a value that is compared by contents -> its note
         def notes(group, o):
             rule = _RULES[group]
             # a copy of the dict: pickling a value may set attributes of `o`
-            return {name:self._note(rule, o, name, v, by_id)
+            return {name:self._note(rule, o, name, v, by_id, is_start, at_epoch_end)
                     for name,v in [*rule.access.values(o).items()]
                     if not self.is_excluded(group, o, name)}
         return {group:[notes(group, o) for o in objects]
                 for group,objects in self.groups.items()}
-    def _note(self, rule, o, name, v, by_id):
+    def _note(self, rule, o, name, v, by_id, is_start, at_epoch_end):
         "Return the `_Note` of the value `v`, which `o` has under `name`"
         if isinstance(v, _PLAIN):
             return _Note(v, (type(v),v), sys.getsizeof(v) <= _SMALL_BYTES)
@@ -316,15 +319,22 @@ class ChangeTracker:
         # contents that differ from all others
         if self.refs is None or name in rule.always_changed: return _Note(v, object(), False)
         # pickled once in each `_note_all`: many functions use the same variable
-        if id(v) not in by_id: by_id[id(v)] = self._note_contents(o, name, v)
+        if id(v) not in by_id:
+            by_id[id(v)] = self._note_contents(o, name, v, is_start, at_epoch_end)
         return by_id[id(v)]
-    def _note_contents(self, o, name, v):
+    def _note_contents(self, o, name, v, is_start, at_epoch_end):
         "As `_note`, by contents; a value that can't be pickled is compared by identity"
+        if at_epoch_end and id(v) in self._large:
+            note,members = self._large[id(v)]
+            return note if _members(o, name, v) == members else note._replace(contents=object())
         try: payload = dump(v, self.refs)
         except Exception: return _Note(v, id(v), False)
         is_large = payload.nbytes > _MAX_HASHED_BYTES
         contents = _members(o, name, v) if is_large else _hash(payload)
-        return _Note(v, (id(v), contents), payload.nbytes <= _SMALL_BYTES)
+        note = _Note(v, (id(v), contents), payload.nbytes <= _SMALL_BYTES)
+        if is_start and payload.nbytes > _MAX_AT_EPOCH_END:
+            self._large[id(v)] = note,_members(o, name, v)
+        return note
     def _changes(self, group, now, ended):
         "Yield the changes of a group; `now` has the notes of each of its objects"
         rule = _RULES[group]
