@@ -51,7 +51,8 @@ def items_of(o):
     "Return the items of a container, or the values of a dictionary, as a list; None for others"
     # not those that a subclass makes: it may read them from a file
     if isinstance(o, dict): return [*dict.values(o)]
-    return next(([*base.__iter__(o)] for base in _CONTAINERS if isinstance(o, base)), None)
+    # by `type(o)`: a `LazyList` only says that it is a list
+    return next(([*base.__iter__(o)] for base in _CONTAINERS if issubclass(type(o), base)), None)
 
 def parts_of(o,
     most=1000 # A container with more items isn't searched
