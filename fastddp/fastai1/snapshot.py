@@ -12,11 +12,13 @@ from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl
 from ..launch.session import dump_snapshot
-from ..launch.training import MODULES_STAY, dump_state, load_state, model_state
-from ..payload.changes import ChangeTracker, apply_changes
+from ..launch.training import (
+    MODULES_STAY, dump_state, load_state, model_state, warn_of_unset)
+from ..payload.changes import ChangeTracker, apply_changes, look_for_held
+from ..payload.pickling import Definitions
 from ..payload.state import (
     OPT_HOOKS, get_hooks, model_grads, move_opt_state, objects_with_hooks, opt_and_wrapped,
-    opt_attrs, set_grads, set_hooks, set_model_state)
+    opt_attrs, own_memory, set_grads, set_hooks, set_model_state)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
@@ -52,6 +54,18 @@ from ..shard.loss import loss_module
 
 # Attributes that a `distrib_ctx` block sets on the learner
 _OVERRIDES = 'fit','validate','get_preds','distrib_session'
+
+# Attributes that are not sent back. Those of the learner itself: their objects are shared.
+# 'on_epoch_begin': of a language model's data set, by `loaders.shard`
+_ALL_STAY = {'pbar',*OPT_HOOKS}
+_LEARNER_STAYS = 'data model layer_groups callbacks callback_fns metrics'.split()
+# Group of tracked objects -> the names of these attributes
+_STAYS = dict(learn={*_ALL_STAY, *_LEARNER_STAYS, *_OVERRIDES}, opt=_ALL_STAY, cbs=_ALL_STAY,
+              parts={*MODULES_STAY, 'on_epoch_begin'}, variables=())
+
+def _excluded(group, o, name):
+    "Return True if the attribute `name` of an object of a group isn't sent back"
+    return name in _STAYS.get(group, ())
 
 def loaders_of(data):
     "Return the loaders of a `DataBunch`, without those that it lacks"
@@ -97,6 +111,9 @@ def snapshot(learn,
                opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
                grads=model_grads(learn.model), hooks=(next_id,hooks), **call)
     changes = (without_attrs(cb, 'pbar') for cb in callbacks)
+    definitions = Definitions() if definitions is None else definitions
+    tracked,refs = _shared_objects(learn, callbacks, metrics, ())
+    look_for_held(definitions, tracked, _excluded, refs, hooks)
     return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
                          without_attrs(learn, *_OVERRIDES), *changes, columns=columns,
                          definitions=definitions)
@@ -111,6 +128,7 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
     # torch doesn't pickle these attributes of optimizers
     for o,attrs in zip(opt_and_wrapped(getattr(learn, 'opt', None)), obj['opt_attrs']):
         vars(o).update(attrs)
+    own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
     place(learn, device)
     set_grads(learn.model, obj['grads'])
     set_hooks(_hooked_objects(learn), *obj['hooks'])
@@ -137,14 +155,6 @@ def _where_to_look(learn, callbacks, hooks):
     return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
-# Attributes that are not sent back. Those of the learner itself: their objects are shared.
-# 'on_epoch_begin': of a language model's data set, by `loaders.shard`
-_ALL_STAY = {'pbar',*OPT_HOOKS}
-_LEARNER_STAYS = 'data model layer_groups callbacks callback_fns metrics'.split()
-# Group of tracked objects -> the names of these attributes
-_STAYS = dict(learn={*_ALL_STAY, *_LEARNER_STAYS, *_OVERRIDES}, opt=_ALL_STAY, cbs=_ALL_STAY,
-              parts={*MODULES_STAY, 'on_epoch_begin'}, variables=())
-
 class Baseline:
     """Remembers what the tracked objects hold before a job, on the rank that sends the result.
     `capture` returns what has changed since then"""
@@ -153,8 +163,7 @@ class Baseline:
     ):
         self.learn = learn
         tracked,self.refs = _shared_objects(learn, callbacks, metrics, definitions)
-        def stays(group, o, name): return name in _STAYS[group]
-        self.tracker = ChangeTracker(tracked, stays, [*self.refs, *definitions])
+        self.tracker = ChangeTracker(tracked, _excluded, [*self.refs, *definitions])
 
     def capture(self,
                 rng,        # State of the `CommonRNG` for the notebook to continue with
@@ -183,7 +192,7 @@ def apply(learn,
     if loaded is None: return
     state,rest = loaded     # `rest` is empty if it can't be loaded here
     # Changes first: they add layers that the model got in the fit
-    apply_changes(tracked, rest.get('changes', {}))
+    if rest: warn_of_unset(apply_changes(tracked, rest['changes'], rest['reached']))
     set_model_state(learn.model, state)
     set_grads(learn.model, state['grads'])
     loss = loss_module(learn.loss_func)

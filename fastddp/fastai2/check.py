@@ -182,10 +182,10 @@ def _train_both(on_workers, in_one, steps, options):
     finally: streams.install()
     return many, one
 
-def _put_back_objects(groups, found):
-    """As `apply_changes`, but variables of cells, such as a counter, keep their values: the second
-    copy begins with the same ones."""
-    apply_changes(groups, dict(found, variables=[]))
+def _put_back_objects(groups, found, reached=()):
+    """As `apply_changes`, but variables of cells, such as a counter, and what they hold keep their
+    values: the second copy begins with the same ones."""
+    return apply_changes(groups, dict(found, variables=[]))
 
 # %% ../../nbs/fastai2/731_check.ipynb #19d64be2
 def reasons_for(learn,

@@ -22,12 +22,13 @@ from ..base.scoped import with_attrs, without_attrs
 from .loaders import dl_state, set_dl_state
 from ..launch.session import dump_snapshot
 from ..launch.training import (
-    MODULES_STAY, dump_state, is_rank0_only, load_state, model_state)
-from ..payload.changes import ChangeTracker, apply_changes, has_arrays
+    MODULES_STAY, dump_state, is_rank0_only, load_state, model_state, warn_of_unset)
+from ..payload.changes import ChangeTracker, apply_changes, has_arrays, look_for_held
+from ..payload.pickling import Definitions
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, deep_copy, get_hooks, model_grads, model_tensors, move_opt_state,
-    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, picklable_attrs, set_grads,
-    set_hooks, set_model_state, set_opt_state)
+    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, own_memory, picklable_attrs,
+    set_grads, set_hooks, set_model_state, set_opt_state)
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
@@ -102,6 +103,43 @@ def loader_refs(learn,
     "Return `persistent_refs`, then `dl` and its dataset."
     return [*persistent_refs(learn), dl, getattr(dl, 'dataset', None)]
 
+# %% ../../nbs/fastai2/721_snapshot.ipynb #e1d21002
+# What a job has changed: which attributes are tracked. Names of attributes whose values in the
+# worker are not sent back. Those of a callback:
+CALLBACK_STAYS = set('''
+    learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
+    _state old_logger scaler autocast _metrics create_mbar'''.split())
+
+# Of models, loaders and what they are made of. `_DataLoader__idxs` is the order of an epoch, which
+# fastai's loaders draw anew for each epoch
+_PARTS_STAY = MODULES_STAY | set(
+    'loaders _device device _shard it rng fake_l _DataLoader__idxs'.split())
+
+# Of the objects in each group of `tracked`
+_GROUP_STAYS = dict(learn=CALLBACK_STAYS-{'dls','model','opt'}, opt=UNTRACKED_OPT_ATTRS,
+                    cbs=CALLBACK_STAYS, parts=_PARTS_STAY, metrics={'accumulate'}, variables=())
+
+def _stays(group, o, name):
+    "Return True if the attribute `name` of `o`, an object of a group, is not sent back."
+    if name in _GROUP_STAYS.get(group, ()): return True
+    if group not in ('learn','metrics'): return False
+    v = vars(o)[name]
+    # what overrides a method belongs to the worker, and callbacks are a group of their own
+    if group == 'learn': return callable(getattr(type(o), name, None)) or isinstance(v, Callback)
+    # the predictions that a metric collects
+    return v.numel() > 1 if isinstance(v, torch.Tensor) else has_arrays(v)
+
+def tracked(learn, cbs,
+    definitions=() # Functions and classes of cells, whose variables a job may change, too
+):
+    "Return `{group: objects}`, the objects that a job may change, for `ChangeTracker`."
+    loss = loss_module(learn.loss_func)
+    # the loaders come first: `apply` counts on it
+    parts = [*map(original, learn.dls.loaders), learn.dls, *_parts_of_data(learn.dls),
+             *learn.model.modules(), learn.loss_func, *(loss.modules() if loss else ())]
+    return dict(learn=[learn], opt=opt_and_wrapped(learn.opt), cbs=all_cbs(learn, cbs), parts=parts,
+                metrics=[*learn.metrics], variables=definitions)
+
 # %% ../../nbs/fastai2/721_snapshot.ipynb #67b6136a
 # In the notebook. A snapshot is a dict that is pickled here, and that `unpack` gets on each rank:
 #
@@ -165,13 +203,18 @@ def snapshot(
     call, # What the job does with the learner: a dict, see `fit_job` and `infer_job`
     model_factory=None, dls_factory=None, # What they make in the workers isn't sent
     training=True, # Send gradients, hooks and the optimizer's state
+    definitions=None, # Gets the notebook's `Definitions` that are sent
     **kwargs # Of `dump_snapshot`
 ):
     "Return a `Payload` of the learner for `unpack`; `NotPicklable` names what can't be pickled."
     obj = _contents(learn, cbs, call, model_factory, dls_factory, training)
+    definitions = Definitions() if definitions is None else definitions
+    look_for_held(definitions, tracked(learn, cbs), _stays, persistent_refs(learn, cbs),
+                  obj['hooks'][1])
     # with a factory, the paths would lead to objects that aren't sent
     named = {} if model_factory or dls_factory else _named_parts(learn, cbs, obj['hooks'][1])
-    try: return dump_snapshot(obj, named, _as_sent(obj, training), **kwargs)
+    try:
+        return dump_snapshot(obj, named, _as_sent(obj, training), definitions=definitions, **kwargs)
     except NotPicklable as e:
         e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
         raise
@@ -199,6 +242,7 @@ def unpack(
     if dls_factory: learn.dls = _new_dls(dls_factory)
     if model_factory: _new_model(learn, model_factory, obj['state'])
     CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
+    own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
     _complete(obj, device)
     return learn, obj['cbs'], obj['call']
 
@@ -270,42 +314,7 @@ def learner_state(learn,
     return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
-# What a job has changed: which attributes are tracked. Names of attributes whose values in the
-# worker are not sent back. Those of a callback:
-CALLBACK_STAYS = set('''
-    learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
-    _state old_logger scaler autocast _metrics create_mbar'''.split())
-
-# Of models, loaders and what they are made of. `_DataLoader__idxs` is the order of an epoch, which
-# fastai's loaders draw anew for each epoch
-_PARTS_STAY = MODULES_STAY | set(
-    'loaders _device device _shard it rng fake_l _DataLoader__idxs'.split())
-
-# Of the objects in each group of `tracked`
-_GROUP_STAYS = dict(learn=CALLBACK_STAYS-{'dls','model','opt'}, opt=UNTRACKED_OPT_ATTRS,
-                    cbs=CALLBACK_STAYS, parts=_PARTS_STAY, metrics={'accumulate'}, variables=())
-
-def _stays(group, o, name):
-    "Return True if the attribute `name` of `o`, an object of a group, is not sent back."
-    if name in _GROUP_STAYS[group]: return True
-    if group not in ('learn','metrics'): return False
-    v = vars(o)[name]
-    # what overrides a method belongs to the worker, and callbacks are a group of their own
-    if group == 'learn': return callable(getattr(type(o), name, None)) or isinstance(v, Callback)
-    # the predictions that a metric collects
-    return v.numel() > 1 if isinstance(v, torch.Tensor) else has_arrays(v)
-
-def tracked(learn, cbs,
-    definitions=() # Functions and classes of cells, whose variables a job may change, too
-):
-    "Return `{group: objects}`, the objects that a job may change, for `ChangeTracker`."
-    loss = loss_module(learn.loss_func)
-    # the loaders come first: `apply` counts on it
-    parts = [*map(original, learn.dls.loaders), learn.dls, *_parts_of_data(learn.dls),
-             *learn.model.modules(), learn.loss_func, *(loss.modules() if loss else ())]
-    return dict(learn=[learn], opt=opt_and_wrapped(learn.opt), cbs=all_cbs(learn, cbs), parts=parts,
-                metrics=[*learn.metrics], variables=definitions)
-
+# What a job has changed
 def baseline(learn, cbs,
              refs=None,  # `persistent_refs`: `capture` sends what changed. None: it sends all
              made=False, # True if a factory has made model or loaders in this worker
@@ -382,7 +391,7 @@ def apply(learn, cbs,
     if loaded is None: return
     state,rest = loaded     # `rest` is {} if it can't be loaded
     # the changes before `state`: they may add layers, whose tensors are in it
-    if rest: apply_changes(groups, rest['changes'])
+    if rest: warn_of_unset(apply_changes(groups, rest['changes'], rest['reached']))
     learn._end_cleanup()        # as at the end of each fit of fastai
     if state['epoch'] is not None: learn.epoch = state['epoch']
     set_model_state(learn.model, state)

@@ -20,7 +20,9 @@ from .background import BackgroundJob
 from .engine import Job
 from .local import Local
 from .session import dump_with_patches
+from ..payload.held import Root
 from ..payload.pickling import Definitions
+from ..payload.state import own_memory
 from ..process.helper import private_folder
 
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633
@@ -92,9 +94,11 @@ def _request(fn, args, kwargs,
 ):
     """Return one call as a `Payload` for `call_job`. Raises `NotPicklable` for what can't be
     pickled"""
+    definitions = Definitions()     # the notebook's classes stay as they are
+    definitions.roots = [Root((args, kwargs, need))]
     request = dict(fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
                    imports=imports, sends=sends, ranked=ranked, store=store,
-                   definitions=Definitions())       # the notebook's classes stay as they are
+                   definitions=definitions)
     roots = {'the function': fn, 'args': args, 'kwargs': kwargs, 'ctx=': ctx, 'need=': need}
     return dump_with_patches(request, roots)
 
@@ -110,6 +114,7 @@ def call_job(
     main = vars(sys.modules['__main__'])
     global_imports(obj['imports'], main)
     main.update(obj['need'])
+    own_memory([o for o,_ in obj['definitions'].held])
     args = (ctx.rank, *obj['args']) if obj['ranked'] else obj['args']
     ctx.where = f"in {getattr(obj['fn'], '__name__', 'the function')}"
     ctx.beat(ctx.where)

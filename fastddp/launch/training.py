@@ -14,7 +14,7 @@ from ..base.group import join_launched
 from ..base.rng import CommonRNG
 from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
-from ..payload.pickling import dump, load
+from ..payload.pickling import Reached, Unloaded, dump, load, load_partly
 from ..payload.changes import STRUCTURE_ATTRS
 from ..payload.state import model_tensors
 
@@ -203,18 +203,23 @@ def dump_state(
     refs # Objects that both sides have; see `persistent_refs`
 ):
     "Return a `Payload` of both dicts, for `load_state`. Changes that can't be pickled are left out"
-    try: dumped_rest = dump(rest, refs)
+    reached = dict(reached=Reached(tracker.held))   # the last item: what was pickled before it
+    try: dumped_rest = dump(rest|reached, refs)
     except Exception:
         lost = tracker.drop_unpicklable(rest['changes'])
         fits = not any(name in STRUCTURE_ATTRS for *_,name,_ in lost)
-        dumped_rest = dump(rest | dict(lost=[*_describe_lost(lost)], fits=fits), refs)
+        words = dict(lost=[*_describe_lost(lost)], fits=fits)
+        dumped_rest = dump(rest|words|reached, refs)
     buffers = [pickle.PickleBuffer(b) for b in dumped_rest.buffers]
     return dump((state, dumped_rest.meta, buffers), refs)
 
 def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
 ):
     "Yield the words for each lost value: its name for users, and why it was lost"
+    named = {str(e) for group_name,*_,e in lost if group_name != 'held'}
     for group_name,o,name,e in lost:
+        # the object that holds it is named already
+        if group_name == 'held' and str(e) in named: continue
         # a logger's connection is expected to stay in the worker
         if is_kind(o, RANK0_ONLY): continue
         if group_name == 'learn': owner = 'learn'
@@ -242,21 +247,43 @@ def load_state(meta, buffers, refs,
                   "loaded here; the learner is as before the fit.")
 
 def _load_rest(meta, buffers, refs):
-    "Return the `rest` of a payload; {} if it can't be loaded, which the user is told"
-    try: return load(meta, [bytearray(b) for b in buffers], refs=refs)
+    """Return the `rest` of a payload; of what can't be loaded as a whole, all that can. {} if that
+    fails, which the user is told"""
+    buffers = [bytearray(b) for b in buffers]
+    try: return load(meta, buffers, refs=refs)
+    except Exception: pass
+    try: return _without_unloaded(load_partly(meta, buffers, refs))
     except Exception as e:
         warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks "
                       "are as before it, since something that a callback holds can't be loaded "
                       f"here ({type(e).__name__}: {e}).")
         return {}
 
-def _warn_of_lost(words):
+def _without_unloaded(partly):
+    "Return what `load_partly` returned, with an `Unloaded` in the place of each value with one"
+    rest = partly.obj
+    for changed in rest['changes'].values():
+        for _,values,_ in changed:
+            for name,(v,is_same) in values.items(): values[name] = partly.checked(v),is_same
+    def loaded(items): return [o for o in items if not isinstance(partly.checked(o), Unloaded)]
+    rest['reached'] = loaded(rest['reached'])
+    if 'added_cbs' in rest: rest['added_cbs'] = loaded(rest['added_cbs'])
+    return rest
+
+def warn_of_unset(
+    failed # What `apply_changes` returned
+):
+    "Tell the user what came back and couldn't be loaded or set"
+    # sent back, and lost here
+    _warn_of_lost([*_describe_lost(failed)], "be loaded here")
+
+def _warn_of_lost(words, what="be sent back from the workers"):
     "Tell the user what couldn't be sent back: `words` are those of `_describe_lost`, or None"
     if not words: return
     verb = 'is' if len(words) == 1 else 'are'
     in_one_line = '; '.join(' '.join(o.split()) for o in words[:4])
-    warnings.warn(f"fastddp: {in_one_line} can't be sent back from the workers and {verb} in the "
-                  "notebook as before the fit. Everything else of the fit is there.")
+    warnings.warn(f"fastddp: {in_one_line} can't {what} and {verb} in the notebook as before the "
+                  "fit. Everything else of the fit is there.")
 
 # %% ../../nbs/launch/510_training.ipynb #4c7d8b67
 @contextmanager

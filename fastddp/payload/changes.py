@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/payload/107_changes.ipynb #5ca1ab12
 import hashlib, operator, sys, types
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np, torch
@@ -17,9 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base.device import is_accelerator
 from .buffers import LazyList
-from .pickling import dump
+from .pickling import Unloaded, dump, without_frames
 from .reducers import function_variables
-from .state import update_in_place
+from .held import MODULE_ATTRS, Root, items_of, slots_of, vars_of
+from .state import (
+    OwnObjects, keeps_contents_in_attributes, own_state, set_own_state, update_in_place)
 
 # %% ../../nbs/payload/107_changes.ipynb #88415fc7
 # The changes of a job. No function here is a collective: rank 0 notes and sends, and the notebook
@@ -54,12 +57,25 @@ class _Attributes:
         "Return `{name: value}`"
         # Not those of a function, such as the loss: it is in 'variables', too, if a cell made it.
         # Not those of a `LazyList`, which says that it is a list: they are not the list's
-        if isinstance(o, types.FunctionType) or type(o) is not o.__class__: return {}
-        return getattr(o, '__dict__', {})
-    # not `setattr` and `delattr`, which a class may override
-    def set(self, o, name, v): vars(o)[name] = v
+        if isinstance(o, (types.FunctionType,types.MethodType)): return {}
+        if type(o) is not o.__class__: return {}
+        state = _own_state(o)
+        return vars_of(o) if state is None else state
     def has(self, o, name): return name in vars(o)
-    def delete(self, o, name): vars(o).pop(name, None)
+    def update(self, o, values, removed):
+        "Set values by name, and remove names"
+        state = _own_state(o)
+        if state is not None:
+            kept = {k:v for k,v in state.items() if k not in removed}
+            return set_own_state(o, kept|values)
+        # not `setattr` and `delattr`, which a class may override
+        vars(o).update(values)
+        for name in removed: vars(o).pop(name, None)
+
+def _own_state(o):
+    "As `own_state`; None, too, if it fails"
+    try: return own_state(o)
+    except Exception: return None
 
 class Variable(NamedTuple):
     "The name of a variable that a function or class of a cell uses"
@@ -73,7 +89,10 @@ class _Variables:
         found = {('attribute',k):v for k,v in vars(o).items() if not k.startswith('__')}
         if isinstance(o, types.FunctionType): found |= function_variables(o)
         return {Variable(*k):v for k,v in found.items() if _is_data(v)}
-    def set(self, o, name, v):
+    def update(self, o, values, removed):
+        for name,v in values.items(): self._set(o, name, v)
+        for name in removed: self._delete(o, name)
+    def _set(self, o, name, v):
         kind,key = name
         if kind == 'attribute': setattr(o, key, v)
         elif kind == 'global': o.__globals__[key] = v
@@ -86,11 +105,17 @@ class _Variables:
         kind,key = name
         if kind == 'attribute': return key in vars(o)
         return kind != 'global' or key in o.__globals__
-    def delete(self, o, name):
+    def _delete(self, o, name):
         "Delete a global or an attribute if it exists"
         kind,key = name
         if kind == 'global': o.__globals__.pop(key, None)
         elif key in vars(o): delattr(o, key)
+
+class _Whole:
+    "As `_Attributes`, for an object that both sides hold: its only value is the object itself"
+    def values(self, o): return dict(contents=o)
+    def has(self, o, name): return True
+    def update(self, o, values, removed): pass     # done with all objects that came back
 
 _NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
              types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -114,6 +139,7 @@ def _hash(payload):
     return digest.digest()
 
 _MAX_HASHED_BYTES = 2**27       # larger values are compared by members
+_MAX_AT_EPOCH_END = 2**20       # the same at the end of an epoch: other ranks wait for rank 0
 
 class _Members:
     "Some objects. Equals others that are the very same objects, in the same order"
@@ -148,6 +174,18 @@ def _members(owner, name, v):
     # what changes such a list makes a plain list of it
     if isinstance(v, LazyList): return _Members([v.source])
     return _Members(v) if type(v) in (list,set) else None
+
+def _shallow(o):
+    """Return something that differs (`!=`) once the object `o` itself has changed: its items,
+    elements or attributes. Of what these refer to, nothing is noticed"""
+    attrs = {k:v for k,v in (vars_of(o)|slots_of(o)).items() if k != 'training'}
+    items = items_of(o)
+    if items is not None: contents = _Members([*o, *items] if isinstance(o, dict) else items)
+    elif isinstance(o, (np.ndarray,torch.Tensor)): contents = _members(None, '', o)
+    # of an object that keeps contents elsewhere, such as a generator or a table, all is compared
+    elif isinstance(o, types.FunctionType) or keeps_contents_in_attributes(type(o)): contents = None
+    else: contents = fingerprint(o)
+    return contents, _Members([*attrs, *attrs.values()])
 
 def _sample(items, n):
     "Return some thousand of `n` items: reading all of a large memory map or table is slow"
@@ -191,7 +229,9 @@ _RULES = dict(
     # modules, loaders, data sets, the loss
     parts=_Rule(by_members=True, sends_small=False, keeps_caches=True),
     # functions and classes of cells, which use variables
-    variables=_Rule(access=_Variables()))
+    variables=_Rule(access=_Variables()),
+    # what all of these hold at any depth
+    held=_Rule(access=_Whole(), by_members=True, sends_small=False))
 
 STRUCTURE_ATTRS = '_modules','_parameters','_buffers','model'    # what a model consists of
 
@@ -234,12 +274,17 @@ class ChangeTracker:
         refs=None
     ):
         store_attr()
-        self.before = self._note_all()
+        # what `Definitions` have listed
+        self.held = getattr(groups.get('variables'), 'held', ())
+        if self.held: self.groups = groups | dict(held=[o for o,_ in self.held])
+        self._large = {}    # id of a value -> its note, and its `_members`, before the job
+        self.before = self._note_all(is_start=True)
     def since_start(self,
         ended=True # False if the job goes on, see `_Rule.is_sent`
     ):
         "Return group -> a `Change` for each of its objects that has changed"
-        return {group:[*self._changes(group, now, ended)] for group,now in self._note_all().items()}
+        notes = self._note_all(at_epoch_end=not ended)
+        return {group:[*self._changes(group, now, ended)] for group,now in notes.items()}
     def drop_unpicklable(self,
         changes # What `since_start` returned; is changed in place
     ):
@@ -254,38 +299,47 @@ class ChangeTracker:
                         dropped.append((group, self.groups[group][i], name, e))
                         del values[name]
         return dropped
-    def _note_all(self):
+    def _note_all(self, is_start=False, at_epoch_end=False):
         "Return group -> for each of its objects `{name: _Note}`"
         by_id = {}      # id of a value that is compared by contents -> its note
         def notes(group, o):
             rule = _RULES[group]
             # a copy of the dict: pickling a value may set attributes of `o`
-            return {name:self._note(rule, o, name, v, by_id)
+            return {name:self._note(rule, o, name, v, by_id, is_start, at_epoch_end)
                     for name,v in [*rule.access.values(o).items()]
                     if not self.is_excluded(group, o, name)}
         return {group:[notes(group, o) for o in objects]
                 for group,objects in self.groups.items()}
-    def _note(self, rule, o, name, v, by_id):
+    def _note(self, rule, o, name, v, by_id, is_start, at_epoch_end):
         "Return the `_Note` of the value `v`, which `o` has under `name`"
         if isinstance(v, _PLAIN):
             return _Note(v, (type(v),v), sys.getsizeof(v) <= _SMALL_BYTES)
+        if v is o: return _Note(v, _shallow(v), False)      # of the group 'held'
         if rule.by_members: return _Note(v, (id(v), _members(o, name, v)), False)
         # contents that differ from all others
         if self.refs is None or name in rule.always_changed: return _Note(v, object(), False)
         # pickled once in each `_note_all`: many functions use the same variable
-        if id(v) not in by_id: by_id[id(v)] = self._note_contents(o, name, v)
+        if id(v) not in by_id:
+            by_id[id(v)] = self._note_contents(o, name, v, is_start, at_epoch_end)
         return by_id[id(v)]
-    def _note_contents(self, o, name, v):
+    def _note_contents(self, o, name, v, is_start, at_epoch_end):
         "As `_note`, by contents; a value that can't be pickled is compared by identity"
+        if at_epoch_end and id(v) in self._large:
+            note,members = self._large[id(v)]
+            return note if _members(o, name, v) == members else note._replace(contents=object())
         try: payload = dump(v, self.refs)
         except Exception: return _Note(v, id(v), False)
         is_large = payload.nbytes > _MAX_HASHED_BYTES
         contents = _members(o, name, v) if is_large else _hash(payload)
-        return _Note(v, (id(v), contents), payload.nbytes <= _SMALL_BYTES)
+        note = _Note(v, (id(v), contents), payload.nbytes <= _SMALL_BYTES)
+        if is_start and payload.nbytes > _MAX_AT_EPOCH_END:
+            self._large[id(v)] = note,_members(o, name, v)
+        return note
     def _changes(self, group, now, ended):
         "Yield the changes of a group; `now` has the notes of each of its objects"
         rule = _RULES[group]
         for i,(o,before,after) in enumerate(zip(self.groups[group], self.before[group], now)):
+            if group == 'held' and self.held[i].may_be_cache and has_arrays(o): continue
             values = {}
             for name,new in after.items():
                 old = before.get(name, _ABSENT)
@@ -300,24 +354,76 @@ class ChangeTracker:
 # In the notebook
 def apply_changes(
     groups,     # This process's objects: the same groups as those of the `ChangeTracker`
-    changes     # What `ChangeTracker.since_start` returned
+    changes,    # What `ChangeTracker.since_start` returned
+    reached=()  # `(number, copy)` of objects that both sides hold, see `Reached`
 ):
-    "Make the changes in the objects of `groups`"
+    """Make the changes in the objects of `groups`. What can't be set doesn't keep other changes
+    back. Return `(group, object, name, exception)` for each value that couldn't be set"""
+    held = getattr(groups.get('variables'), 'held', ())
+    known = [o for objects in groups.values() for o in objects]
+    own = OwnObjects([(held[k].object, v) for k,v in reached if k < len(held)], known)
+    failed = []
     for group,changed in changes.items():
-        objects = groups[group]
-        access = _RULES[group].access
+        objects = groups.get(group, ())     # none of 'held': done with `own`
         for i,values,removed in changed:
             # When a fit is resumed, a definition may be gone here: then it is None
             o = objects[i] if i < len(objects) else None
             if o is None: continue
-            held = access.values(o)
-            for name,(v,is_same) in values.items():
-                # in place if possible, since other variables may refer to the same object
-                if not (is_same and name in held and update_in_place(held[name], v)):
-                    access.set(o, name, v)
-            for name in removed: access.delete(o, name)
+            failed += [(group, o, *e) for e in _change(o, group, values, removed, own)]
+    return failed
+
+def _change(o, group, values, removed, own):
+    "Make one object's changes. Return `(name, exception)` for each value that couldn't be set"
+    access = _RULES[group].access
+    before = access.values(o)
+    new = {}
+    failed = []
+    for name,(v,is_same) in values.items():
+        if isinstance(v, Unloaded):
+            failed.append((name, v.error))
+            continue
+        v = own.replaced(v)
+        # in place if possible, since other variables may refer to the same object
+        in_place = is_same and name in before and update_in_place(before[name], v)
+        new[name] = before[name] if in_place else v
+    try: access.update(o, new, removed)
+    except Exception: pass
+    else: return failed
+    # one by one: an object of the user's may refuse some of them
+    for name,v in new.items():
+        try: access.update(o, {name:v}, ())
+        except Exception as e: failed.append((name, without_frames(e)))
+    return failed
 
 # %% ../../nbs/payload/107_changes.ipynb #5b1f0a16
+# What both sides hold
+def look_for_held(
+    definitions,    # The `Definitions` of a snapshot
+    groups, is_excluded,    # As of the `ChangeTracker`
+    refs,           # Objects that both sides have; see there
+    hooks           # As of `get_hooks`
+):
+    "Have `definitions` list what the objects of `groups` and the hooks hold, when they are pickled"
+    of_hooks = [Root(f) for attrs in hooks.values() for by_number in attrs.values()
+                for f in by_number.values()]
+    definitions.roots = of_hooks+_roots(groups, is_excluded)
+    definitions.known = [*refs, *(o for objects in groups.values() for o in objects)]
+
+def _roots(groups, is_excluded):
+    "Return the `Root`s from which to look for what the objects of `groups` hold"
+    res = []
+    for group,objects in groups.items():
+        for o in objects:
+            if isinstance(o, (types.MethodType,partial)): res.append(Root(o))
+            if isinstance(o, nn.Module):
+                res += [Root(f) for k,hooks in vars(o).items() if k.endswith('_hooks') and hooks
+                        for f in hooks.values()]
+            structure = MODULE_ATTRS if isinstance(o, nn.Module) else ()
+            values = _RULES[group].access.values(o)
+            res += [Root(v, group == 'parts') for name,v in [*values.items()]
+                    if name not in structure and not is_excluded(group, o, name)]
+    return res
+
 # A definition by its name
 def definition_key(o):
     """Return `(module, qualified name, arguments)` of a function or class, by which

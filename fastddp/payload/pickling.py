@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/102_pickling.ipynb #15824912
-import contextvars, gc, io, pathlib, pickle, types, weakref
+import contextvars, gc, io, math, pathlib, pickle, types, weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import numpy as np, torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
+from .held import ATOMS, held_objects, parts_of
 from .reducers import load_storage, reduce, reduces, referents
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
@@ -48,15 +49,35 @@ class Payload(NamedTuple):
 #                 snapshot is a list of them, `Definitions`
 #     notebook    its own classes stay as they are when a result is loaded that refers to them:
 #                 `_sent_classes`. By a number that cloudpickle gives each class it finds its own
+#
+# With them goes the list of objects that both sides have, `held` (`payload.held`). Rank 0 sends
+# pairs of a number in this list and the object as it is then: `Reached`.
 class Definitions(list):
-    """An empty list that `dump` fills with the definitions that it has pickled before it. Make it
-    the last item of the dumped object; it is loaded as a plain list"""
+    """A list that `dump` fills with the definitions that it has pickled before it, and `held` with
+    the objects that both sides have. Make it the last item of the dumped object, empty"""
+    roots = ()      # As of `held_objects`
+    known = ()      # As of `held_objects`
+    def __init__(self, definitions=(), held=()):
+        super().__init__(definitions)
+        self.held = held
 
 @reduces(Definitions)
 def _(definitions, pickler):
     definitions[:] = pickler.definitions
     _sent_classes.update(o for o in definitions if isinstance(o, type))
-    return list, (list(definitions),)
+    definitions.held = held_objects(definitions.roots, definitions, definitions.known,
+                                    pickler.memo.copy())
+    return Definitions, (list(definitions), definitions.held)
+
+class Reached:
+    """Is loaded as a list of `(number, object)`: those objects of `held` that were pickled before
+    it, and their numbers"""
+    def __init__(self, held): self.held = held
+
+@reduces(Reached)
+def _(reached, pickler):
+    sent = pickler.memo.copy()
+    return list, ([(i, o) for i,(o,_) in enumerate(reached.held) if id(o) in sent],)
 
 _sent_classes = weakref.WeakSet()       # those of all `Definitions` that this process has dumped
 
@@ -298,3 +319,74 @@ class _CellLoader:
         if not (self.define and is_of_cell): return
         if name not in self.home or self.home[name] is _defined.get(name, o):
             self.home[name] = _defined[name] = o
+
+# %% ../../nbs/payload/102_pickling.ipynb #e1d02002
+class Unloaded:
+    "Is in the place of an object that couldn't be loaded"
+    def __init__(self, error): self.error = without_frames(error)
+
+def without_frames(error):
+    "Return an exception without what it keeps alive: frames, and so the buffers of a payload"
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
+
+class _Partly(pickle._Unpickler):
+    """Reads the stream of a `Pickler`; what fails is an `Unloaded`, or noted in `broken`. The
+    result is `obj`"""
+    def __init__(self, meta, buffers, refs):
+        super().__init__(io.BytesIO(meta), buffers=buffers)
+        self._refs = {id(o):o for o in refs}
+        self.broken = {}        # id -> `(object, exception)`: objects that lack contents
+        exact = _Unpickler(b'', (), None, refs, _CellLoader(None, False))
+        self.find_class = exact.find_class
+        self.persistent_load = exact.persistent_load
+        exact._stand_ins = self.load()
+        self.obj = self.load()
+    def checked(self, o):
+        "Return an `Unloaded` if `o` is one, is broken, or refers to such an object at any depth"
+        # this process's own objects, of `refs`, have no such parts
+        seen = dict(self._refs)
+        todo = [o]
+        while todo:
+            part = todo.pop()
+            if isinstance(part, Unloaded): return part
+            if id(part) in self.broken: return Unloaded(self.broken[id(part)][1])
+            if id(part) in seen or isinstance(part, ATOMS): continue
+            seen[id(part)] = part
+            if not isinstance(part, type): todo += parts_of(part, most=math.inf)
+        return o
+
+def _making(code, n_read):
+    "Return the method for an instruction that takes `n_read` objects and makes one of them"
+    def run(self):
+        taken = self.stack[len(self.stack)-n_read:] if n_read else []
+        n = len(self.stack)-n_read
+        try: pickle._Unpickler.dispatch[code](self)
+        except Exception as e:
+            args = [o for t in taken for o in (t if isinstance(t, tuple) else [t])]
+            earlier = next((o for o in args if isinstance(o, Unloaded)), None)
+            self.stack[n:] = [earlier or Unloaded(e)]
+    return run
+
+def _changing(code):
+    "Return the method for an instruction that changes the object below what it takes"
+    def run(self):
+        try: pickle._Unpickler.dispatch[code](self)
+        except Exception as e:
+            self.broken[id(self.stack[-1])] = self.stack[-1],without_frames(e)
+    return run
+
+_Partly.dispatch = dict(pickle._Unpickler.dispatch)
+# besides the objects on the stack, 'c' reads two names from the stream
+for code,n_read in ((pickle.REDUCE,2), (pickle.NEWOBJ,2), (pickle.NEWOBJ_EX,3),
+                    (pickle.STACK_GLOBAL,2), (pickle.GLOBAL,0)):
+    _Partly.dispatch[code[0]] = _making(code[0], n_read)
+for code in (pickle.BUILD,pickle.APPENDS,pickle.APPEND,pickle.SETITEMS,pickle.SETITEM,
+             pickle.ADDITEMS):
+    _Partly.dispatch[code[0]] = _changing(code[0])
+
+def load_partly(meta, buffers, refs # As of `load`
+):
+    """Return a `_Partly`, with what can be loaded as `obj`; its `checked` says whether a part of
+    that can't. Raises an exception for a damaged pickle"""
+    with _no_collection(): return _Partly(meta, buffers, refs)

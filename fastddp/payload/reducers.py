@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/100_reducers.ipynb #dc514d2b
-import _thread, collections, importlib, io, pickle, sys, threading, types, weakref
+import _thread, collections, ctypes, importlib, io, pickle, sys, threading, types, weakref
 from contextlib import suppress
 from functools import partial, singledispatch
 
@@ -63,8 +63,10 @@ def _(storage, pickler):
     device = storage.device.type
     if not storage.nbytes(): return load_storage, (b'', device)
     on_cpu = storage if device == 'cpu' else storage.cpu()
-    as_bytes = torch.empty(0, dtype=torch.uint8).set_(on_cpu)
-    return load_storage, (pickle.PickleBuffer(as_bytes.numpy()), device)
+    # not `Tensor.numpy`, after which the tensor couldn't be enlarged any more, here as well
+    as_bytes = (ctypes.c_char*on_cpu.nbytes()).from_address(on_cpu.data_ptr())
+    as_bytes.storage = on_cpu       # alive as long as the buffer
+    return load_storage, (pickle.PickleBuffer(as_bytes), device)
 
 def load_typed_storage(storage, dtype):
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -137,8 +139,26 @@ def _(module, pickler):
 def _reduce_definition(o, pickler):
     "Reduce a function or class as cloudpickle does; note it if that is by value"
     reduced = cloudpickle.Pickler.reducer_override(pickler, o)
-    if isinstance(reduced, tuple): pickler.definitions.append(o)
+    if isinstance(reduced, tuple):
+        pickler.definitions.append(o)
+        makes_class = reduced[0] is cloudpickle._make_skeleton_class
+        # a `NamedTuple` sets its own
+        if makes_class and '__slots__' in vars(o) and not issubclass(o, tuple):
+            _keep_slots(o, reduced[1], reduced[2])
     return reduced
+
+def _keep_slots(
+    cls, # A class with `__slots__`
+    args, state # Of what cloudpickle reduced it to; they are changed
+):
+    """Have the class made with its `__slots__`. cloudpickle sets them as an attribute of the
+    finished class, whose objects then have a `__dict__` as well, and a pickle of one of them can't
+    be loaded by the original class"""
+    args[3]['__slots__'] = cls.__slots__
+    attrs,_ = state
+    # a slot called `__x` has a descriptor of another name; a cached list of names is of no use
+    slots = [k for k,v in attrs.items() if isinstance(v, types.MemberDescriptorType)]
+    for k in ('__slots__','__slotnames__',*slots): attrs.pop(k, None)
 
 # %% ../../nbs/payload/100_reducers.ipynb #35f362ea
 @reduces(_thread.LockType)

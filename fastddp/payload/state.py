@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/payload/106_state.ipynb #52c8b758
-import contextlib, copyreg, operator, types, weakref
+import contextlib, copyreg, operator, struct, types, weakref
+from collections import deque
 from functools import partial
 
 import numpy as np, torch
@@ -14,6 +15,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .held import ATOMS, MODULE_ATTRS, can_change, slots_of, vars_of
 from .pickling import Pickler, dump, load
 
 # %% ../../nbs/payload/106_state.ipynb #8dca0d2b
@@ -26,6 +28,7 @@ from .pickling import Pickler, dump, load
 #     its other attributes    opt_attrs                      the caller: `vars(o).update(attrs)`
 #     hooks                   get_hooks                      set_hooks
 #     any other object                                       update_in_place
+#     objects at any depth                                   OwnObjects
 #
 # The callers are `fastai2.snapshot` and `fastai1.snapshot`. They pickle at once what a getter
 # returns: its tensors are those of the model and the optimizer, not copies. A setter copies values
@@ -255,12 +258,13 @@ def set_hooks(
 # Any other object (`payload.changes`). It gets the contents of another one, since variables
 # elsewhere may refer to it:
 #
-#     function, method, partial    nothing: its variables are sent by themselves, code can't change
+#     function                     nothing: its variables are sent by themselves, code can't change
+#     method, partial              the object that it is bound to; its arguments
 #     module                       tensors, and attributes that don't refer to parts of the new one
-#     list, set, dict              items, and the attributes of a subclass
+#     list, set, dict, deque       items, and the attributes of a subclass
 #     array, tensor                elements
-#     other object                 attributes, as unpickling sets them. An object that is made by a
-#                                  function of its own can't be updated
+#     other object                 attributes and slots, as unpickling sets them. An object whose
+#                                  contents are elsewhere, as those of a generator, can't be updated
 def update_in_place(old, new):
     """Copy the contents of `new` into `old`, an object of the same type. Return False if that isn't
     possible; then `old` may have been changed in part, and is to be replaced by `new`"""
@@ -270,12 +274,21 @@ def update_in_place(old, new):
 
 def _update(old, new):
     "As `update_in_place`, for different objects; may raise any exception"
-    if isinstance(old, (types.FunctionType,types.MethodType,partial)): return True
+    if isinstance(old, types.FunctionType): return True
+    if isinstance(old, (types.MethodType,types.BuiltinFunctionType)):
+        return update_in_place(old.__self__, new.__self__)
+    if isinstance(old, partial):
+        bound = [(o.func, *o.args, *o.keywords.values()) for o in (old,new)]
+        return len({*map(len, bound)}) == 1 and all([_is_updated(*pair) for pair in zip(*bound)])
     if isinstance(old, nn.Module): return _update_module(old, new)
     if isinstance(old, list): old[:] = new
     elif isinstance(old, (set,dict,weakref.WeakKeyDictionary,weakref.WeakValueDictionary)):
         old.clear()
         old.update(new)
+    elif isinstance(old, deque):
+        if old.maxlen != new.maxlen: return False
+        old.clear()
+        old.extend(new)
     elif isinstance(old, np.ndarray):
         if (old.shape,old.dtype) != (new.shape,new.dtype): return False
         old[...] = new
@@ -283,52 +296,103 @@ def _update(old, new):
         if old.dtype != new.dtype: return False
         overwrite_tensor(old, new)
     else: return _update_object(old, new)
-    # attributes of a subclass of list, dict or set
-    if isinstance(old, (list,dict,set)): _replace_attributes(old, new)
+    # attributes of a subclass of list, dict, set or deque
+    if isinstance(old, (list,dict,set,deque)): _replace_attributes(old, vars_of(new))
     return True
+
+def _is_updated(old, new):
+    "True if `old` has the contents of `new` now"
+    return update_in_place(old, new) if can_change(old) else type(old) is type(new) and old == new
+
+# Objects that say how they are pickled. A class has `__getstate__`, which may leave attributes out,
+# such as a wrapped method of its own, and `__setstate__`, which makes these anew for the object
+# whose state it sets
+_OF_LIBRARIES = 'torch','fastai','fastcore','fasttransform'
+
+def own_state(o):
+    """Return the state of an object whose class has a `__getstate__` of its own, as a dict; None
+    for other objects, and for a class of torch or fastai"""
+    cls = next((c for c in type(o).__mro__ if '__getstate__' in vars(c)), object)
+    if cls is object or cls.__module__.partition('.')[0] in _OF_LIBRARIES: return None
+    state = o.__getstate__()
+    return state if isinstance(state, dict) else None
+
+def set_own_state(o,
+    state # As of `own_state`, of `o` or an object of the same class
+):
+    """Set a state as unpickling does, in a new object; raises what `__setstate__` raises, and `o`
+    is as before. Attributes that belong to this process alone stay: those that aren't part of the
+    state, and that `__setstate__` doesn't make"""
+    before = vars_of(o).copy()
+    left_out = before.keys() - (own_state(o) or before).keys()
+    attrs = vars_of(o)
+    attrs.clear()
+    try:
+        if hasattr(o, '__setstate__'): o.__setstate__(state)
+        else: attrs.update(state)
+    except BaseException:
+        attrs.clear()
+        attrs.update(before)
+        raise
+    for k in left_out - attrs.keys(): attrs[k] = before[k]
 
 def _update_object(old, new):
-    "Make `old` equal to `new` as unpickling would; False for objects that have their own reducer"
-    make,args,state = new.__reduce_ex__(4)[:3]
-    # arguments besides the class have contents that can't be set, such as the items of a tuple
-    if make is not copyreg.__newobj__ or len(args) > 1: return False
-    if hasattr(old, '__setstate__'): old.__setstate__(state)
+    "Make `old` equal to `new` as unpickling would; False if contents are elsewhere"
+    make,args,state = (*new.__reduce_ex__(4), None)[:3]
+    is_new = make is copyreg.__newobj__ and len(args) == 1 or make is type(new) and not args
+    if is_new and hasattr(old, '__setstate__'): set_own_state(old, state)
+    # also if another function makes the object, from arguments of its own
+    elif not keeps_contents_in_attributes(type(old)): return False
+    elif isinstance(state, dict) and own_state(new) is not None: set_own_state(old, state)
     else:
-        _replace_attributes(old, new)
+        _replace_attributes(old, vars_of(new))
         for name in copyreg._slotnames(type(old)):
-            if hasattr(new, name): setattr(old, name, getattr(new, name))
-            elif hasattr(old, name): delattr(old, name)
+            if hasattr(new, name): object.__setattr__(old, name, getattr(new, name))
+            elif hasattr(old, name): object.__delattr__(old, name)
     return True
 
-def _replace_attributes(old, new, kept=()):
-    """Give `old` the attributes of `new`, and no others than these and those named in `kept`; not
-    those in `__slots__`"""
-    if not hasattr(old, '__dict__'): return
-    attrs = {k:v for k,v in vars(old).items() if k in kept}
-    vars(old).clear()
-    vars(old).update(vars(new) | attrs)
+def keeps_contents_in_attributes(cls):
+    "Return True if an object of the class consists of attributes and slots alone"
+    # as `object.__reduce_ex__` finds out: a class in C keeps contents in memory of its own
+    pointers = len(copyreg._slotnames(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    return cls.__basicsize__ <= object.__basicsize__+pointers*_POINTER and not cls.__itemsize__
 
-# Attributes of each module that have its tensors, modules and hooks: they stay
-_MODULE_ATTRS = vars(nn.Module()).keys() - {'training'}
+_POINTER = struct.calcsize('P')     # bytes
+
+def _replace_attributes(old, attrs, kept=()):
+    "Give `old` these attributes, and no others than these and those named in `kept`; not slots"
+    if not hasattr(old, '__dict__'): return
+    attrs = attrs | {k:v for k,v in vars(old).items() if k in kept}
+    vars(old).clear()
+    vars(old).update(attrs)
+
+def _parts(module):
+    "Return `{name: module or tensor}` of all modules, parameters and buffers"
+    return {**dict(module.named_modules()), **{f'.{k}':t for k,t in model_tensors(module).items()}}
 
 def _update_module(old, new):
     """Make a module equal to `new`; its modules, parameters and buffers stay the same objects.
     Return False if those of `new` have other names, or are in attributes that `old` lacks"""
-    old_modules = dict(old.named_modules())
-    new_modules = dict(new.named_modules())
-    old_tensors = model_tensors(old)
-    new_tensors = model_tensors(new)
-    if {*old_modules, *old_tensors} != {*new_modules, *new_tensors}: return False
-    for k,t in old_tensors.items():
-        overwrite_tensor(t, new_tensors[k])
-        if isinstance(t, nn.Parameter): t.requires_grad_(new_tensors[k].requires_grad)
-    new_ids = {id(o) for o in (*new_modules.values(), *new_tensors.values())}
-    for k,module in new_modules.items():
-        # `old` keeps its own attributes that refer to parts, since those of `new` refer to the
+    old_parts = _parts(old)
+    new_parts = _parts(new)
+    if old_parts.keys() != new_parts.keys(): return False
+    for k,t in old_parts.items():
+        if isinstance(t, nn.Module): continue
+        overwrite_tensor(t, new_parts[k])
+        if isinstance(t, nn.Parameter): t.requires_grad_(new_parts[k].requires_grad)
+    new_ids = {*map(id, new_parts.values())}
+    for k,module in new_parts.items():
+        if not isinstance(module, nn.Module): continue
+        own = old_parts[k]
+        state = own_state(module)
+        attrs = vars(module) if state is None else state
+        # `own` keeps its own attributes that refer to parts, since those of `new` refer to the
         # parts of `new`. If it has no such attribute yet, it can't be updated
-        referring = {name for name,v in vars(module).items() if _refers_to(v, new_ids)}
-        if not referring <= vars(old_modules[k]).keys(): return False
-        _replace_attributes(old_modules[k], module, _MODULE_ATTRS|referring)
+        referring = {name for name,v in attrs.items() if _refers_to(v, new_ids)}
+        if not referring <= vars(own).keys(): return False
+        kept = MODULE_ATTRS|referring
+        if state is None: _replace_attributes(own, attrs, kept)
+        else: set_own_state(own, attrs | {k:v for k,v in vars(own).items() if k in kept})
     return True
 
 def _refers_to(v, ids):
@@ -336,3 +400,111 @@ def _refers_to(v, ids):
     if isinstance(v, weakref.ref): v = v()
     if isinstance(v, dict): v = [*v.values()]
     return any(_refers_to(o, ids) for o in v) if isinstance(v, (list,tuple)) else id(v) in ids
+
+# %% ../../nbs/payload/106_state.ipynb #e1d06005
+# Objects that refer to each other. Each pair is an object of this process, and a loaded copy of its
+# counterpart. The first one gets the contents of the second; then both refer to the same parts, and
+# the parts that are copies are replaced:
+#
+#     own       copy           update_in_place      OwnObjects
+#     trial     trial'         trial   -> log'      trial -> log
+#     log       log'           log     -> rows'     log   -> rows
+#     rows      rows'          rows                 rows
+class OwnObjects:
+    "This process's objects for loaded copies, and values in which they replace the copies"
+    def __init__(self,
+        pairs,      # `(own object, copy)`; the own objects get the contents
+        known=()    # Objects of this process in which no copies are looked for
+    ):
+        self.own = {}       # id of a copy -> own object
+        self._copies = []   # keeps them alive, and so their ids unique
+        # id -> `(object, the object with which it was replaced, such as itself)`
+        self._done = {id(o):(o, o) for o in known}
+        for own,copy in pairs:
+            if own is copy or id(copy) in self.own or not update_in_place(own, copy): continue
+            self._add(own, copy)
+            if isinstance(own, nn.Module):
+                for o,c in zip(_parts(own).values(), _parts(copy).values()): self._add(o, c)
+        # a copy of those may refer to other ones
+        for own in [*self.own.values()]: self._visit(own)
+    def _add(self, own, copy):
+        self._copies.append(copy)
+        self.own[id(copy)] = own
+    def replaced(self, v):
+        "Return `v` with own objects in the place of copies; lists and objects are changed in place"
+        if isinstance(v, (*ATOMS, torch.Tensor)) and id(v) not in self.own: return v
+        if id(v) in self.own: return self.own[id(v)]
+        if id(v) not in self._done: self._visit(v)
+        return self._done[id(v)][1]
+    def _visit(self, v):
+        "Replace copies in the parts of `v`, and note what replaces `v` itself"
+        if id(v) in self._done: return
+        self._done[id(v)] = v,v         # first, since `v` may refer to itself
+        with contextlib.suppress(Exception):    # an object of the user's may refuse any of this
+            self._done[id(v)] = v,self._visited(v)
+    def _visited(self, v):
+        "As `_visit`; returns what replaces `v`; may raise any exception"
+        if isinstance(v, (type,torch.Tensor)): return v
+        if isinstance(v, (tuple,frozenset)):
+            items = [*map(self.replaced, v)]
+            if all(map(operator.is_, items, v)): return v
+            return type(v)._make(items) if hasattr(v, '_make') else type(v)(items)
+        if isinstance(v, types.MethodType):
+            bound = self.replaced(v.__self__)
+            return v if bound is v.__self__ else types.MethodType(v.__func__, bound)
+        if isinstance(v, types.BuiltinFunctionType):    # a method of a list, say
+            bound = self.replaced(v.__self__)
+            return v if bound is v.__self__ else getattr(bound, v.__name__)
+        if isinstance(v, partial):
+            func,args,keywords = map(self.replaced, (v.func, v.args, v.keywords))
+            v.__setstate__((func, args, keywords, vars(v) or None))
+        elif isinstance(v, types.FunctionType): self._visit_function(v)
+        elif isinstance(v, (list,deque)) or isinstance(v, np.ndarray) and v.dtype == object:
+            for i,o in enumerate(v): self._put(v.__setitem__, i, o)
+        elif isinstance(v, dict):
+            for k,o in [*v.items()]: self._put(v.__setitem__, k, o)
+        elif isinstance(v, set):
+            items = [*map(self.replaced, v)]
+            if not all(map(operator.is_, items, v)):
+                v.clear()
+                v.update(items)
+        attrs = vars_of(v)
+        for k,o in [*attrs.items()]: self._put(attrs.__setitem__, k, o)
+        if not isinstance(v, types.FunctionType):
+            for k,o in slots_of(v).items(): self._put(partial(object.__setattr__, v), k, o)
+        return v
+    def _put(self, put, k, o):
+        new = self.replaced(o)
+        if new is not o: put(k, new)
+    def _visit_function(self, f):
+        "As `_visit`, for the variables of a function that came with a value"
+        if f.__module__ != '__main__' and not f.__closure__: return     # of a library
+        for cell in f.__closure__ or ():
+            with contextlib.suppress(ValueError):       # an empty cell
+                self._put(lambda _,v: setattr(cell, 'cell_contents', v), None, cell.cell_contents)
+        f.__defaults__ = self.replaced(f.__defaults__)
+        f.__kwdefaults__ = self.replaced(f.__kwdefaults__)
+
+# %% ../../nbs/payload/106_state.ipynb #e1d0600a
+_MAX_OWN_BYTES = 2**20      # of a tensor or array that gets memory of its own
+
+def own_memory(objects # Any objects; those that are tensors and arrays are changed
+):
+    "Have small tensors and arrays own their memory, so that they can grow"
+    storages = {}       # address -> `(storage there, one with a copy of its bytes)`
+    for o in objects:
+        # some kinds of tensors have no such memory
+        with contextlib.suppress(Exception):
+            if isinstance(o, torch.Tensor): _own_storage(o, storages)
+            elif type(o) is np.ndarray and not o.flags.owndata and o.nbytes <= _MAX_OWN_BYTES:
+                # the only way to replace the memory of an array
+                is_fortran = o.flags.fnc
+                if o.dtype != object:
+                    o.__setstate__((1, o.shape, o.dtype, is_fortran, o.tobytes('A')))
+
+def _own_storage(t, storages):
+    "As `own_memory`, for one tensor. Tensors that had their memory in common have so again"
+    old = t.untyped_storage()
+    if old.resizable() or old.nbytes() > _MAX_OWN_BYTES or not t.is_cpu: return
+    _,new = storages.setdefault(old.data_ptr(), (old, old.clone()))
+    t.data = torch.empty(0, dtype=t.dtype).set_(new, t.storage_offset(), t.shape, t.stride())
