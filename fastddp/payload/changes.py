@@ -15,7 +15,6 @@ from fastcore.foundation import L
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..base.device import is_accelerator
 from .buffers import LazyList
 from .pickling import dump
 from .reducers import function_variables
@@ -197,11 +196,10 @@ STRUCTURE_ATTRS = '_modules','_parameters','_buffers','model'    # what a model 
 
 def _is_cache(owner, name, v):
     """True for an attribute of `owner` with tensors or arrays that the notebook doesn't need: any
-    of a module, besides its parameters and buffers; any container; what is on a GPU or very large
-    """
+    of a module, besides its parameters and buffers; any container; what is very large"""
     if name in STRUCTURE_ATTRS or not has_arrays(v): return False
     if isinstance(owner, nn.Module) or not isinstance(v, (torch.Tensor,np.ndarray)): return True
-    return v.nbytes > _MAX_HASHED_BYTES or isinstance(v, torch.Tensor) and is_accelerator(v.device)
+    return v.nbytes > _MAX_HASHED_BYTES
 
 def has_arrays(v,
                outer=() # Containers in which `v` is; one may hold itself
