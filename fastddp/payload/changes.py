@@ -13,7 +13,6 @@ import numpy as np, torch
 from fastcore.basics import store_attr
 from fastcore.foundation import L
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .buffers import LazyList
 from .pickling import dump
@@ -130,9 +129,7 @@ def _members(owner, name, v):
     # objects may have attributes of these names, too
     if isinstance(owner, nn.Module):
         if name in ('_parameters','_buffers'): return [(k, t is None) for k,t in v.items()]
-        # without layers of batch norm: a fit on GPUs replaces them for its time (`synced_bn`)
-        if name == '_modules':
-            return _Members([*v, *(m for m in v.values() if not isinstance(m, _BatchNorm))])
+        if name == '_modules': return _Members([*v, *v.values()])
     # torch counts the writes to a tensor
     if isinstance(v, torch.Tensor): return None if v.is_inference() else v._version
     if isinstance(v, np.ndarray):
