@@ -275,7 +275,9 @@ def failure_of(
 # texts of gloo, NCCL and the system; 'timed out waiting' also that of `Board.meet`
 _ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe', 'socket timeout',
            'connection refused', 'nccl communicator was aborted', 'timed out waiting',
-           'connection timed out', 'no route to host', 'network is unreachable')
+           'connection timed out', 'no route to host', 'network is unreachable',
+           'ncclremoteerror', 'remote process exited', 'connection closed by remote peer',
+           'connection was likely closed')
 
 def first_failure(failures):
     "Return a list of `Failure`, the headline first: echoes last, earlier before later"

@@ -27,8 +27,8 @@ from ..launch.training import (
 from ..payload.changes import ChangeTracker, apply_changes, has_arrays
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, deep_copy, get_hooks, model_grads, model_tensors, move_opt_state,
-    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, picklable_attrs, set_grads,
-    set_hooks, set_model_state, set_opt_state)
+    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, other_leaves, overwrite_tensor,
+    picklable_attrs, set_grads, set_hooks, set_model_state, set_opt_state)
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
@@ -275,7 +275,10 @@ def learner_state(learn,
 ):
     "Return model, optimizer and epoch as a dict; its tensors share the memory of the learner's."
     opt = opt_state(learn.opt) if learn.opt and opt and weights else None
-    return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
+    leaves = other_leaves(learn.opt, learn.model) if opt else {}
+    return model_state(learn.model, weights) | dict(
+        opt=opt, leaves={i:t.detach() for i,t in leaves.items()},
+        epoch=getattr(learn, 'epoch', None))
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
 # What a job has changed: which attributes are tracked. Names of attributes whose values in the
@@ -397,7 +400,11 @@ def apply(learn, cbs,
     set_model_state(learn.model, state)
     if state['tensors']: set_grads(learn.model, state['grads'])
     if state['loss']: set_model_state(loss_module(learn.loss_func), state['loss'])
-    if state['opt'] and learn.opt: set_opt_state(learn.opt, *state['opt'])
+    if state['opt'] and learn.opt:
+        own = other_leaves(learn.opt, learn.model)
+        # a checkpoint of an earlier release has none
+        for i,t in state.get('leaves', {}).items(): overwrite_tensor(own[i], t)
+        set_opt_state(learn.opt, *state['opt'])
     if not rest: return
     # 'parts' begins with the loaders
     for dl,st in zip(groups['parts'], rest['dls']): set_dl_state(dl, st)

@@ -155,6 +155,11 @@ def opt_state(opt):
               for by_param in _state_dicts(opt)]
     return states, hypers, opt.frozen_idx
 
+def other_leaves(opt, model):
+    "Return `{index: tensor}` of what the optimizer trains and `model` doesn't have as a parameter"
+    ids = {id(p) for p in model.parameters()}
+    return {i:p for i,p in enumerate(_params(opt)) if id(p) not in ids} if opt else {}
+
 def _updated(old, new):
     """Return the tensor `old` with the values of `new`, or a copy of `new` if they have different
     types"""
@@ -211,15 +216,14 @@ def _tensors_with_params(opt):
     # a model with an RNN: fastai's optimizer has a state whose key isn't a parameter
     states = [(p, st) for by_param in _state_dicts(opt) for p,st in by_param.items()
               if isinstance(p, torch.Tensor)]
-    # as torch's `Optimizer.load_state_dict`: all but the number of steps, which is on the CPU
-    # unless the group has one of these flags
+    # single numbers, such as that of steps, are on the CPU unless the group has one of these flags
     inner = _torch_opt(opt)
-    with_step = {p for g in (inner.param_groups if inner else ()) for p in g['params']
-                 if g.get('capturable') or g.get('fused')}
+    with_numbers = {p for g in (inner.param_groups if inner else ()) for p in g['params']
+                    if g.get('capturable') or g.get('fused')}
     param_of_shape = {p.shape:p for p,_ in states}
     in_attrs = [t for attrs in opt_attrs(opt) for v in attrs.values() for t in _tensors_in(v)]
-    return [*((t, p, k != 'step' or p in with_step)
-              for p,st in states for k,v in st.items() for t in _tensors_in(v)),
+    return [*((t, p, t.dim() > 0 or p in with_numbers)
+              for p,st in states for t in _tensors_in([*st.values()])),
             *((t, param_of_shape[t.shape], True) for t in in_attrs if t.shape in param_of_shape)]
 
 def opt_tensors(opt):

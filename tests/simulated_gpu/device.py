@@ -2,6 +2,7 @@
 
     VGPU_COUNT      how many there are, 1 to 8 (2)
     VGPU_MEMORY     bytes that each has, for all processes together (no limit)
+    VGPU_P2P        what is wrong with sums over GPUs unless NCCL_P2P_DISABLE is set: zeros, fails or hangs
     VGPU_LEDGER     a file in which processes count the bytes that they use; without it each counts for itself
 
 A process imports it before it uses fastddp; the helper and the workers get it by `fastddp.process.helper.preload`.

@@ -22,6 +22,7 @@ def loaders(bs=6, device=None, n_train=N_ITEMS, **kwargs):
     items = list(zip(*pictures(n_train+N_VALID)))
     dls = DataLoaders.from_dsets(items[:n_train], items[n_train:], bs=bs, device=device or gpu(), num_workers=0,
                                  **kwargs)
+    dls.valid.bs = 6        # the same for one process and many
     dls.train.rng = random.Random(3)
     return dls
 
