@@ -4,6 +4,7 @@ import torch
 from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastddp.all import *
+from fastddp.ranch import *
 from parity import largest
 
 N_ITEMS, N_VALID = 45, 18     # no multiple of two or three ranks' batches

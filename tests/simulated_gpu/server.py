@@ -20,7 +20,9 @@ def run(file, name, kwargs):
     try:
         test = getattr(importlib.import_module(f'simulated_gpu.{Path(file).stem}'), name)
         before = in_use()
-        with nothing_left(): test(**kwargs)
+        with nothing_left():
+            test(**kwargs)
+            gc.collect()        # what an exception's frames held
         if (left := in_use()) != before: raise AssertionError(f'bytes on the GPUs: {before} before, {left} after')
     except BaseException as e:
         trace = traceback.TracebackException.from_exception(e, capture_locals=True)
