@@ -47,11 +47,17 @@ def _gpus():
         if is_other: by_bus[bus].processes.append(f'{pid} ({used})')
     return [*by_bus.values()]
 
+_ASK_P2P = """
+import torch
+module = torch.{}
+gpus = range(module.device_count())
+print(all(module.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b))"""
+
 def _has_p2p():
-    "True if each GPU says that it reaches the memory of each other one"
-    reaches = getattr(device_module(), 'can_device_access_peer', None)
-    gpus = range(n_gpus())
-    return reaches is None or all(reaches(a, b) for a in gpus for b in gpus if a != b)
+    "True unless a GPU says that it doesn't reach the memory of another one"
+    if n_gpus() < 2: return True
+    # in a process of its own, since the question starts CUDA. Other kinds can't be asked
+    return _output(sys.executable, '-c', _ASK_P2P.format(accelerator_type())).strip() != 'False'
 
 def facts():
     "Return what is known of this machine, without starting anything, as a `SimpleNamespace`"

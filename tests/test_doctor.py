@@ -5,7 +5,7 @@ from fastddp.base import device
 from fastddp.base.errors import RankDied, RankRaised
 from fastddp.launch import local
 from fastddp.launch.engine import Job
-from fastddp.launch.local import all_reduce_seconds
+from fastddp.launch.local import exchanges_right
 
 
 def test_the_page(capsys, monkeypatch):
@@ -28,28 +28,36 @@ def test_the_command():
 def env_of_worker(ctx, _): return os.environ.get('NCCL_P2P_DISABLE')
 
 
-def fails(ctx, sizes): raise RuntimeError('CUDA error: peer access is not supported')
+def fails(ctx, n):
+    if os.environ.get('NCCL_P2P_DISABLE') != '1': raise RuntimeError('CUDA error: peer access is not supported')
+    return True
 
 
-def is_full(ctx, sizes): raise RuntimeError('CUDA out of memory')
+def fails_anyway(ctx, n): raise RuntimeError('NCCL error: no memory')
+
+
+def is_wrong(ctx, n): return os.environ.get('NCCL_P2P_DISABLE') == '1' or ctx.rank == 0
+
+
+def is_full(ctx, n): raise RuntimeError('CUDA out of memory')
 
 
 def unchecked(monkeypatch, probe):
     "Workers on the CPU are taken for GPUs whose exchange is untried; `probe` tries it"
     monkeypatch.setattr(local, '_extra_env', {})
     monkeypatch.setattr(local, '_p2p_checked', set())
-    monkeypatch.setattr(local, 'all_reduce_seconds', probe)
+    monkeypatch.setattr(local, 'exchanges_right', probe)
     monkeypatch.setattr(local.Local, 'needs_p2p_check', lambda self, n: not local._p2p_checked)
     monkeypatch.delenv('NCCL_P2P_DISABLE', raising=False)
 
 
-@pytest.mark.parametrize('probe', [all_reduce_seconds, fails])
+@pytest.mark.parametrize('probe', [exchanges_right, fails, is_wrong, fails_anyway])
 def test_gpus_that_cannot_exchange_do_without_p2p(probe, capsys, monkeypatch):
     unchecked(monkeypatch, probe)
     with local.Local(gpus=[], timeout=77) as launcher:
         results = launcher.run(Job.of(env_of_worker, None), 2).results
         assert launcher.timeout == 77
-    broken, out = probe is fails, capsys.readouterr().out
+    broken, out = probe in (fails, is_wrong), capsys.readouterr().out
     assert results == ['1' if broken else None]*2 and ('NCCL_P2P_DISABLE=1' in out) == broken
     assert 'NCCL_P2P_DISABLE' not in os.environ
 

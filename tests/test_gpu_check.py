@@ -2,6 +2,9 @@
 import json, os, re, subprocess, sys
 from pathlib import Path
 import pytest, torch
+from fastddp.all import CantDistribute, Local
+from fastddp.fastai2 import learner
+from fastddp.launch import options as options_of
 
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'benchmarks'))
@@ -76,6 +79,22 @@ def test_without_a_gpu_it_says_so():
     done = subprocess.run([sys.executable, 'benchmarks/gpu_check.py'], cwd=root, capture_output=True, text=True,
                           env=os.environ | dict(PYTHONPATH=str(root), CUDA_VISIBLE_DEVICES=''))
     assert done.returncode == 1 and 'no GPU is visible here; `--dry` runs' in done.stderr
+
+
+def place_of(options):
+    "`(workers, GPU of each)` of a block with these options, which starts nothing"
+    defaults = learner.OPTIONS.defaults
+    with options_of.engine_for(defaults | options, defaults) as (_, n, gpus): return n, gpus
+
+
+def test_the_checks_of_two_gloo_ranks_may_share_a_gpu(monkeypatch):
+    "A machine with one GPU runs them by gloo; NCCL refuses two ranks of one GPU, so we do, too"
+    monkeypatch.setattr(machine, 'DRY', False)
+    monkeypatch.setattr(options_of.group, 'n_gpus', lambda: 1)
+    assert place_of(machine.ranks(2, shared=True)) == (2, [0, 0])
+    assert place_of(machine.ranks(1)) == (1, [0])
+    for launcher in Local(gpus=[0, 0]), Local(gpus=[0, 0], backend='nccl'):
+        with pytest.raises(CantDistribute, match='name each once'): place_of(dict(launcher=launcher))
 
 
 def test_a_broken_section_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):

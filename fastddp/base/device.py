@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
-import ctypes, importlib.util, os
-from contextlib import suppress
+import ctypes, importlib.util, inspect, os
+from contextlib import contextmanager, suppress
 from glob import glob
 
 import torch
@@ -53,6 +53,32 @@ def current_device():
     "The accelerator of this process"
     return torch.device(accelerator_type(), device_module().current_device())
 
+@contextmanager
+def same_device():
+    "Context manager that restores the current device of this process, if it has started any"
+    module = device_module()
+    before = module.current_device() if n_gpus() and module.is_initialized() else None
+    try: yield
+    finally:
+        if before is not None: module.set_device(before)
+
+@contextmanager
+def without_tf32():
+    """Context manager in which products and convolutions of float32 numbers are as exact as on the
+    CPU; torch's setting for them is that of the process"""
+    cudnn = torch.backends.cudnn
+    # these functions of torch raise if the user has set it by newer ones, which then stay
+    try: before = torch.get_float32_matmul_precision(),cudnn.allow_tf32
+    except RuntimeError:
+        yield
+        return
+    def write(precision, allowed):
+        torch.set_float32_matmul_precision(precision)
+        cudnn.allow_tf32 = allowed
+    write('highest', False)
+    try: yield
+    finally: write(*before)
+
 # %% ../../nbs/base/007_device.ipynb #b49c2766
 def numa_nodes():
     "NUMA nodes of this machine, at least one"
@@ -72,14 +98,17 @@ def bind_near(
     global _bound_gpu,_all_cores
     if gpu in (None, _bound_gpu) or not binds_to_numa(): return
     _bound_gpu = gpu
-    from torch.numa import binding
-    # private in torch, so it may be missing
-    bind = getattr(binding, '_maybe_apply_numa_binding_to_current_process', None)
-    if bind is None: return
-    options = binding.NumaOptions(binding.AffinityMode.NODE, should_fall_back_if_binding_fails=True)
     _all_cores = _all_cores or os.sched_getaffinity(0)
-    _give_back_cores()
-    bind(device_index=gpu, numa_options=options)
+    # private in torch, and other in each release: a fit is right without it
+    with suppress(Exception):
+        from torch.numa import binding
+        bind = binding._maybe_apply_numa_binding_to_current_process
+        options = binding.NumaOptions(binding.AffinityMode.NODE,
+                                      should_fall_back_if_binding_fails=True)
+        # `gpu_index`, or `device_index` in later releases
+        index = next(k for k in inspect.signature(bind).parameters if k.endswith('_index'))
+        _give_back_cores()
+        bind(**{index: gpu}, numa_options=options)
 
 def _give_back_cores():
     """Give the threads of this process all its cores again: torch chooses among the cores that the

@@ -277,7 +277,8 @@ def failure_of(
 _ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe', 'socket timeout',
            'connection refused', 'nccl communicator was aborted', 'timed out waiting',
            'connection timed out', 'no route to host', 'network is unreachable',
-           'not all ranks do the same')
+           'ncclremoteerror', 'remote process exited', 'connection closed by remote peer',
+           'connection was likely closed', 'not all ranks do the same')
 
 def first_failure(failures):
     "Return a list of `Failure`, the headline first: echoes last, earlier before later"

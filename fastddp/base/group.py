@@ -250,7 +250,8 @@ def barrier():
 
 def subgroup(ranks):
     "Return a gloo group of some `ranks`, or None on the others. All ranks call this"
-    members = dist.new_group(ranks, backend='gloo')
+    no_limit = datetime.timedelta(seconds=_NO_LIMIT)    # torch's own would be 30 minutes
+    members = dist.new_group(ranks, timeout=no_limit, backend='gloo')
     # A weak reference: torch keeps the group until it is destroyed. If it were kept for longer, a
     # process that is forked then would crash when it collects the group as garbage
     return weakref.ref(members) if rank() in ranks else None
@@ -307,21 +308,40 @@ def _gather_bytes(
     padded[:len(raw)] = raw
     return [part[:n] for part,n in zip(_all_gather(padded), sizes)]
 
+def _dumps(o):
+    buffer = io.BytesIO()
+    _Pickler(buffer, 4).dump(o)
+    return buffer.getvalue()
+
 def all_gather_object(
     o # Tensors, arrays, numbers and strings, in lists, tuples and dicts
 ):
     "Return the `o` of every rank as a list, in rank order, with tensors on the CPU"
-    buffer = io.BytesIO()
-    _Pickler(buffer, 4).dump(o)
-    data = buffer.getvalue()
+    data = _dumps(o)
     if _is_alone(): return [_loads(data)]
     sizes = [*map(int, _all_gather(torch.tensor([len(data)], device=comm_device())))]
     parts = _gather_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes)
     return [_loads(part.cpu().numpy()) for part in parts]
 
+_PART = 2**26      # bytes of an object that are on a GPU at a time
+
 def from_rank0(o):
-    "Return the `o` of rank 0, on every rank"
-    return all_gather_object(o if rank() == 0 else None)[0]
+    """Return the `o` of rank 0, on every rank, with tensors on the CPU: what `all_gather_object`
+    takes"""
+    data = _dumps(o) if rank() == 0 else b''
+    if _is_alone(): return _loads(data)
+    size = torch.tensor([len(data)], device=comm_device())
+    _broadcast(size)
+    whole = torch.frombuffer(bytearray(data or int(size)), dtype=torch.uint8)
+    for part in whole.split(_PART):
+        sent = part.to(comm_device())
+        _broadcast(sent)
+        if rank(): part.copy_(sent)
+    return _loads(whole.numpy())
+
+def _broadcast(t):
+    "Set `t`, a tensor on `comm_device()`, in place to that of rank 0"
+    with until_released([t]): dist.broadcast(t, 0)
 
 def all_gather_tensors(
     tensors, # This rank's, at least one

@@ -188,7 +188,7 @@ def apply(learn,
     """Put a captured state into the notebook's objects. Warns and leaves them as they are if the
     weights don't fit the model"""
     tracked,refs = _shared_objects(learn, callbacks, metrics, definitions)
-    loaded = load_state(meta, buffers, refs, learn.model)
+    loaded = load_state(meta, buffers, refs, learn.model, learn.data.device)
     if loaded is None: return
     state,rest = loaded     # `rest` is empty if it can't be loaded here
     # Changes first: they add layers that the model got in the fit

@@ -19,6 +19,7 @@ from torch import nn
 from ..base import group
 from ..launch.training import is_kind, is_rank0_only
 from .loaders import is_lm, lay_out
+from ..base.device import without_tf32
 from ..base.rng import CommonRNG
 from .step import StepSync
 from .clock import runs_user_code
@@ -149,6 +150,8 @@ def _compare(learn, steps, tol,
     on_workers = copy_of(learn)
     in_one = copy_of(learn)
     with contextlib.ExitStack() as stack:
+        # rounding of TF32 is far above `tol`; workers take over the notebook's setting
+        stack.enter_context(without_tf32())
         for o in (on_workers,in_one):
             for r in reasons: r.remove(o, stack)
         many,one = _train_both(on_workers, in_one, steps, options)

@@ -17,6 +17,7 @@ from fastcore.basics import store_attr
 from fastcore.foundation import L
 
 from ..base.checks import Check
+from ..base.device import device_of
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from ..base.scoped import with_context
@@ -209,7 +210,7 @@ class ResumeFit(OurCallback):
             attrs = {k:v for k,v in vars(cb).items() if k not in CALLBACK_STAYS and v is not None}
             return picklable_attrs(attrs, refs)
         # The attributes of each callback as they are now; `before_fit` empties lists in place
-        self.saved_attrs = deep_copy([*map(attrs_of, cbs)], refs)
+        self.saved_attrs = deep_copy([*map(attrs_of, cbs)], refs, device_of(learn.model))
         def do_fit():       # as fastai's `_do_fit`, which begins with epoch 0
             for learn.epoch in range(first_epoch, learn.n_epoch):
                 learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)

@@ -16,6 +16,7 @@ from fastai.data.load import DataLoader
 from fastcore.basics import noop
 from torch.utils.data import DataLoader as TorchLoader
 
+from ..base.device import device_of
 from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
@@ -27,8 +28,8 @@ from ..payload.changes import ChangeTracker, apply_changes, has_arrays, look_for
 from ..payload.pickling import Definitions
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, deep_copy, get_hooks, model_grads, model_tensors, move_opt_state,
-    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, own_memory, picklable_attrs,
-    set_grads, set_hooks, set_model_state, set_opt_state)
+    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, other_leaves, overwrite_tensor,
+    own_memory, picklable_attrs, set_grads, set_hooks, set_model_state, set_opt_state)
 from ..shard.loss import loss_module
 from ..shard.sharded import is_sharded, original, write_back
 from ..shard.torch_loader import samplers_of
@@ -226,8 +227,11 @@ def place_dl(dl, device):
     if isinstance(dl, DataLoader): dl.to(device)
 
 def place(learn, device):
-    "Move model and optimizer state to `device`, and have the loaders put their batches there."
+    """Move model, loss and optimizer state to `device`, and have the loaders put their batches
+    there."""
     learn.model.to(device)
+    loss = loss_module(learn.loss_func)
+    if loss: loss.to(device)
     for dl in learn.dls.loaders: place_dl(dl, device)
     if hasattr(learn.dls, '_device'): learn.dls._device = device
     move_opt_state(learn.opt, device)
@@ -283,35 +287,42 @@ def _new_model(learn, factory, state):
 # Copies of a learner in the notebook's process
 def twin(
     learn,
-    call # An object that is copied together with the learner, and may refer to parts of it
+    call, # An object that is copied together with the learner, and may refer to parts of it
+    device='cpu' # Of the copy
 ):
-    "Return `(copy of learn, copy of call)` on the CPU. The datasets are shared, not copied."
+    "Return `(copy of learn, copy of call)`. The datasets are shared, not copied."
     data = [getattr(dl, 'dataset', None) for dl in learn.dls.loaders]
     obj = _contents(learn, (), call)
     try:
-        with _as_sent(obj): obj = deep_copy(obj, data)
+        with _as_sent(obj): obj = deep_copy(obj, data, device)
     except Exception:
         snapshot(learn, (), call)       # raises an error that names what can't be copied
         raise
-    _complete(obj, 'cpu')
+    _complete(obj, device)
     return obj['learn'], obj['call']
 
 def copy_of(learn):
     "Return a `twin` of `learn` on its device, without callbacks that write, log or show progress."
-    res,_ = twin(learn, {})
-    place(res, getattr(learn.dls, 'device', None) or 'cpu')
+    res,_ = twin(learn, {}, home_of(learn))
     res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb) or isinstance(cb, TrackerCallback)])
     res.logger = noop
     return res
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #2ae50f62
+def home_of(learn):
+    "Return the device to which a local fit moves the model"
+    return getattr(learn.dls, 'device', None) or device_of(learn.model)
+
 def learner_state(learn,
     opt=True, # Include the optimizer
     weights=True # False: only what a validation may change, which excludes weights and optimizer
 ):
     "Return model, optimizer and epoch as a dict; its tensors share the memory of the learner's."
     opt = opt_state(learn.opt) if learn.opt and opt and weights else None
-    return model_state(learn.model, weights) | dict(opt=opt, epoch=getattr(learn, 'epoch', None))
+    leaves = other_leaves(learn.opt, learn.model) if opt else {}
+    return model_state(learn.model, weights) | dict(
+        opt=opt, leaves={i:t.detach() for i,t in leaves.items()},
+        epoch=getattr(learn, 'epoch', None))
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
 # What a job has changed
@@ -387,7 +398,8 @@ def apply(learn, cbs,
     some of the weights, warn and change nothing."""
     # both lists as they were when the job began: what follows changes the learner's callbacks
     groups = groups or tracked(learn, cbs, definitions)
-    loaded = load_state(meta, buffers, refs or persistent_refs(learn, cbs), learn.model)
+    refs = refs or persistent_refs(learn, cbs)
+    loaded = load_state(meta, buffers, refs, learn.model, home_of(learn))
     if loaded is None: return
     state,rest = loaded     # `rest` is {} if it can't be loaded
     # the changes before `state`: they may add layers, whose tensors are in it
@@ -397,7 +409,11 @@ def apply(learn, cbs,
     set_model_state(learn.model, state)
     if state['tensors']: set_grads(learn.model, state['grads'])
     if state['loss']: set_model_state(loss_module(learn.loss_func), state['loss'])
-    if state['opt'] and learn.opt: set_opt_state(learn.opt, *state['opt'])
+    if state['opt'] and learn.opt:
+        own = other_leaves(learn.opt, learn.model)
+        # a checkpoint of an earlier release has none
+        for i,t in state.get('leaves', {}).items(): overwrite_tensor(own[i], t)
+        set_opt_state(learn.opt, *state['opt'])
     if not rest: return
     # 'parts' begins with the loaders
     for dl,st in zip(groups['parts'], rest['dls']): set_dl_state(dl, st)

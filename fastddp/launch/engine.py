@@ -12,6 +12,7 @@ from typing import NamedTuple
 from fastcore.basics import noop
 
 from ..base import group
+from ..base.device import same_device
 from ..base.errors import short_traceback
 from ..base.scoped import allow_interrupts, environment
 from .rank import Context, Job, call
@@ -155,13 +156,14 @@ class InProcess(Launcher):
     )->Outcome:
         """Runs `job` and returns its `Outcome`. An exception of the job's is raised as it is, with
         `state` and `cut` as `Launcher.run` says"""
-        device = group.use_device(self.gpu)
         latest = {}     # name -> `(meta, buffers)` of what the job put last
         def put(name, payload):     # copied at once, since the job goes on to change it
             latest[name] = payload.meta, payload.copied_buffers()
             if name == 'epoch': on_event(0, EpochEnd(*latest[name]))
-        ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e), put=put)
-        with short_traceback(), allow_interrupts(), _group_of_one(device), restoring_sent_classes():
+        with (same_device(), short_traceback(), allow_interrupts(), restoring_sent_classes(),
+              _group_of_one(device := group.use_device(self.gpu))):
+            ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e),
+                          put=put)
             try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
             except BaseException as e:
                 add_state(e, latest)

@@ -62,6 +62,19 @@ def all_reduce_seconds(
         shortest[mb] = min(times[1:])       # the first one connects
     return shortest
 
+def exchanges_right(
+    ctx, # The rank's `Context`
+    n # How many numbers to sum
+):
+    "A job: True if a sum over all ranks has arrived as it was computed"
+    numbers = torch.arange(n, device=ctx.device)%1021
+    mine = numbers+ctx.rank
+    if is_accelerator(ctx.device): device_module().synchronize()
+    ctx.emit('starts')
+    group.sum_(mine)
+    ranks = ctx.world_size
+    return torch.equal(mine, numbers*ranks+ranks*(ranks-1)//2)
+
 # %% ../../nbs/launch/505_local.ipynb #49cd4296
 def _new_workers(ranks, stopped, mark, first):
     """Return new `Workers`. While the helper isn't ready, a line says what is waited for, and
@@ -110,7 +123,8 @@ def _helper_touched_cuda(workers, ranks, stopped):
 # Known of this process's GPUs, for all engines
 _extra_env = {}         # environment of workers: NCCL_P2P_DISABLE after a failed `check_p2p`
 _p2p_checked = set()    # tuples of GPUs
-_P2P_TIMEOUT = 30.      # seconds, with the GPUs' own start
+# Seconds: for the start of the GPUs and of NCCL, and for the exchange itself
+_GPU_START_TIMEOUT,_P2P_TIMEOUT = 600.,30.
 _P2P_ERROR = re.compile('nccl|p2p|peer (access|mapping)', re.I)
 
 class Local(Launcher):
@@ -292,17 +306,32 @@ class Local(Launcher):
         if 'NCCL_P2P_DISABLE' in os.environ: return False
         return tuple(gpus) not in _p2p_checked
     def check_p2p(self, nprocs, interrupts):
-        """Have the workers exchange a megabyte. If the GPUs can't, workers go on without P2P, and
-        one line says so; raises any other failure"""
-        job = Job.of(all_reduce_seconds, (1,))
-        with with_attrs(self, timeout=_P2P_TIMEOUT):
-            try: self._run_once(job, nprocs, noop, interrupts)
-            except (GroupTimeout,RankRaised) as e:
-                if isinstance(e, RankRaised) and not _P2P_ERROR.search(e.failure.message): raise
-                _extra_env['NCCL_P2P_DISABLE'] = '1'
-                print_line(f"The GPUs can't exchange data directly ({type(e).__name__}): workers "
-                           "use NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
+        """Have the workers exchange a megabyte. If the GPUs can do it only without P2P, workers go
+        on without, and one line says so; raises failures of another kind"""
+        why = self._why_no_exchange(nprocs, interrupts)
+        if why:
+            _extra_env['NCCL_P2P_DISABLE'] = '1'
+            # else P2P isn't the reason, and the fit says what is
+            if self._why_no_exchange(nprocs, interrupts): del _extra_env['NCCL_P2P_DISABLE']
+            else: print_line(f"The GPUs can't exchange data directly ({why}): workers use "
+                             "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
         _p2p_checked.add(tuple(self._gpus(nprocs)))
+    def _why_no_exchange(self, nprocs, interrupts):
+        "Return why an exchange of the workers has failed, in words, or None"
+        starting = {*range(nprocs)}
+        def on_event(rank, _):
+            starting.discard(rank)
+            # the workers' GPUs have started: from now on
+            if not starting: self.timeout = _P2P_TIMEOUT
+        with with_attrs(self, timeout=_GPU_START_TIMEOUT):
+            try: out = self._run_once(Job.of(exchanges_right, 2**17), nprocs, on_event, interrupts)
+            except GroupTimeout: return "no answer"
+            except RankRaised as e:
+                if _P2P_ERROR.search(e.failure.message): return "an error of NCCL"
+                raise
+        if all(out.results): return None
+        self.close(0)
+        return "wrong sums"
 
     # What each rank gets
     def _gpus(self, nprocs):

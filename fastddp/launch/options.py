@@ -262,11 +262,12 @@ class Options:
 # Workers and GPUs
 def workers_for(
     nprocs=None, # As the user gave it
-    gpus=None # The same
+    gpus=None, # The same
+    shared=False # True if several workers may name the same GPU
 ): # `(number of workers, GPU of each as a list, which is empty for the CPU)`
     "Choose the workers of a block. Raises `CantDistribute`, with a remedy, for what can't be."
     n_visible = group.n_gpus()
-    if gpus is not None: return _workers_on(gpus, nprocs, n_visible)
+    if gpus is not None: return _workers_on(gpus, nprocs, n_visible, shared)
     if nprocs is None: nprocs = max(n_visible, 1)
     if n_visible and nprocs > n_visible:
         visible = f"{n_visible} GPU{'s are' if n_visible>1 else ' is'} visible"
@@ -274,7 +275,7 @@ def workers_for(
                              f"nprocs={n_visible} or less, or gpus=[] for workers on the CPU.")
     return nprocs, list(range(nprocs)) if n_visible else []
 
-def _workers_on(gpus, nprocs, n_visible):
+def _workers_on(gpus, nprocs, n_visible, shared):
     "As `workers_for`, for `gpus` that the user has given"
     if len(gpus) == 0:
         if nprocs: return nprocs, []
@@ -287,7 +288,7 @@ def _workers_on(gpus, nprocs, n_visible):
     if bad:
         raise CantDistribute(f"gpus={gpus}: {bad} not among the {n_visible} visible GPUs (0 to "
                              f"{n_visible-1}). CUDA_VISIBLE_DEVICES sets which are visible.")
-    if len(set(gpus)) < len(gpus):
+    if len(set(gpus)) < len(gpus) and not shared:
         raise CantDistribute(f"gpus={gpus}: each GPU takes one worker; name each once.")
     if nprocs not in (None, len(gpus)):
         raise CantDistribute(f"nprocs={nprocs} with {len(gpus)} GPUs in gpus={gpus}: leave nprocs "
@@ -344,7 +345,9 @@ def engine_for(
             own = getattr(launcher, k)
             attrs[k] = options[k] if options[k] != defaults[k] or own is None else own
     if launcher.workers_are_local:
-        n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus))
+        # gloo copies over the CPU, so its ranks may share a GPU; NCCL refuses two ranks on one
+        shared = getattr(launcher, 'backend', None) == 'gloo'
+        n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus), shared)
         attrs['gpus'] = gpus
     with with_attrs(launcher, **attrs), launcher as engine:
         # other launchers know their machines once they are open

@@ -206,7 +206,11 @@ def run_on_rank(
         ctx.phase_ends = phase_ends
         ctx.end_phase('join')
         meta,*buffers = buffers
-        try: return call(spec.work, ctx, meta, buffers, define=True)
+        try:
+            res = call(spec.work, ctx, meta, buffers, define=True)
+            # functions of the job's, which refer to its learner; `_finish` frees that
+            ctx.where,ctx.items = '',()
+            return res
         finally: _finish(channel, ctx)
 
 def _finish(channel, ctx):

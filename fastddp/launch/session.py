@@ -10,6 +10,7 @@ import threading
 from contextlib import ExitStack, contextmanager
 
 from fastcore.basics import noop, store_attr
+from torch import nn
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
@@ -95,10 +96,17 @@ def offloaded(learn):
     def move(
         device=None # None: the original device of each tensor
     ):
+        # not by `Module.to`, which makes new buffers
         for t,original_device in moved: t.data = t.data.to(device or original_device)
-        if moved:
-            move_opt_state(getattr(learn, 'opt', None))     # to where its parameters are now
-            device_module().empty_cache()
+        if not moved: return
+        for p in learn.model.parameters():
+            # a gradient that was set meanwhile, where the parameter was then
+            if p.grad is not None and p.grad.device != p.device: p.grad = p.grad.to(p.device)
+        # the kernels of RNNs want weights in one piece of memory, as `Module.to` leaves them
+        for m in learn.model.modules():
+            if isinstance(m, nn.RNNBase): m.flatten_parameters()
+        move_opt_state(getattr(learn, 'opt', None))     # to where its parameters are now
+        device_module().empty_cache()
     try:
         move('cpu')
         yield

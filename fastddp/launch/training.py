@@ -10,11 +10,12 @@ import os, pickle, sys, time, warnings
 from contextlib import contextmanager
 
 from ..base import group
+from ..base.device import is_accelerator
 from ..base.group import join_launched
 from ..base.rng import CommonRNG
 from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
-from ..payload.pickling import Reached, Unloaded, dump, load, load_partly
+from ..payload.pickling import RankPickler, Reached, Unloaded, dump, load, load_partly
 from ..payload.changes import STRUCTURE_ATTRS
 from ..payload.state import model_tensors
 
@@ -204,12 +205,12 @@ def dump_state(
 ):
     "Return a `Payload` of both dicts, for `load_state`. Changes that can't be pickled are left out"
     reached = dict(reached=Reached(tracker.held))   # the last item: what was pickled before it
-    try: dumped_rest = dump(rest|reached, refs)
+    try: dumped_rest = dump(rest|reached, refs, pickler=RankPickler)
     except Exception:
         lost = tracker.drop_unpicklable(rest['changes'])
         fits = not any(name in STRUCTURE_ATTRS for *_,name,_ in lost)
         words = dict(lost=[*_describe_lost(lost)], fits=fits)
-        dumped_rest = dump(rest|words|reached, refs)
+        dumped_rest = dump(rest|words|reached, refs, pickler=RankPickler)
     buffers = [pickle.PickleBuffer(b) for b in dumped_rest.buffers]
     return dump((state, dumped_rest.meta, buffers), refs)
 
@@ -231,11 +232,15 @@ def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
 
 # %% ../../nbs/launch/510_training.ipynb #710ab407
 def load_state(meta, buffers, refs,
-    model # The notebook's
+    model, # The notebook's
+    # Where the notebook's learner trains. Tensors of `rest` that rank 0 had on a GPU go there, or
+    # to the GPU from which the notebook has sent them
+    device
 ):
-    "Return `(state, rest)`, which `dump_state` was given, or None: see the table above"
+    """Return `(state, rest)`, which `dump_state` was given, or None: see the table above. Tensors
+    of `state` are on the CPU"""
     state,*dumped_rest = load(meta, buffers, refs=refs)
-    rest = _load_rest(*dumped_rest, refs)
+    rest = _load_rest(*dumped_rest, refs, device)
     _warn_of_lost(rest.get('lost'))
     own = model_tensors(model)
     unknown = [k for k in state['tensors'] if k not in own]
@@ -246,13 +251,15 @@ def load_state(meta, buffers, refs,
     warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
                   "loaded here; the learner is as before the fit.")
 
-def _load_rest(meta, buffers, refs):
+def _load_rest(meta, buffers, refs, device):
     """Return the `rest` of a payload; of what can't be loaded as a whole, all that can. {} if that
     fails, which the user is told"""
+    # on the CPU is the copy of a learner for a background job, also if the notebook's isn't
+    how = dict(device=device, back=is_accelerator(device), refs=refs)
     buffers = [bytearray(b) for b in buffers]
-    try: return load(meta, buffers, refs=refs)
+    try: return load(meta, buffers, **how)
     except Exception: pass
-    try: return _without_unloaded(load_partly(meta, buffers, refs))
+    try: return _without_unloaded(load_partly(meta, buffers, **how))
     except Exception as e:
         warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks "
                       "are as before it, since something that a callback holds can't be loaded "

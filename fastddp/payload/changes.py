@@ -14,9 +14,7 @@ import numpy as np, torch
 from fastcore.basics import store_attr
 from fastcore.foundation import L
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..base.device import is_accelerator
 from .buffers import LazyList
 from .pickling import Unloaded, dump, without_frames
 from .reducers import function_variables
@@ -157,9 +155,7 @@ def _members(owner, name, v):
     # objects may have attributes of these names, too
     if isinstance(owner, nn.Module):
         if name in ('_parameters','_buffers'): return [(k, t is None) for k,t in v.items()]
-        # without layers of batch norm: a fit on GPUs replaces them for its time (`synced_bn`)
-        if name == '_modules':
-            return _Members([*v, *(m for m in v.values() if not isinstance(m, _BatchNorm))])
+        if name == '_modules': return _Members([*v, *v.values()])
     # torch counts the writes to a tensor
     if isinstance(v, torch.Tensor): return None if v.is_inference() else v._version
     if isinstance(v, np.ndarray):
@@ -237,11 +233,10 @@ STRUCTURE_ATTRS = '_modules','_parameters','_buffers','model'    # what a model 
 
 def _is_cache(owner, name, v):
     """True for an attribute of `owner` with tensors or arrays that the notebook doesn't need: any
-    of a module, besides its parameters and buffers; any container; what is on a GPU or very large
-    """
+    of a module, besides its parameters and buffers; any container; what is very large"""
     if name in STRUCTURE_ATTRS or not has_arrays(v): return False
     if isinstance(owner, nn.Module) or not isinstance(v, (torch.Tensor,np.ndarray)): return True
-    return v.nbytes > _MAX_HASHED_BYTES or isinstance(v, torch.Tensor) and is_accelerator(v.device)
+    return v.nbytes > _MAX_HASHED_BYTES
 
 def has_arrays(v,
                outer=() # Containers in which `v` is; one may hold itself

@@ -25,7 +25,7 @@ from .reducers import load_storage, reduce, reduces, referents
 # Used here:
 #   reduce.dispatch(type)     the reducer of a type: a function of an object and the `Pickler`
 #   reduces(type)             as a decorator, registers one
-#   load_storage              loads the storage of a tensor; has an argument `to`, a device
+#   load_storage              loads the storage of a tensor; has arguments `to` (a device), `back`
 #   referents(o)              `(template, name, referent)` for each object that `o` refers to
 #   columns.stand_ins(lists)  of a `ColumnCache`: `(list, StandIn)` for those that have a column
 #   cloudpickle               pickles functions and classes of `__main__` by value; the functions
@@ -168,6 +168,7 @@ _REMEMBER = pickle.BININT + b'%b' + pickle.BINPERSID + pickle.MEMOIZE + pickle.P
 
 class Pickler(cloudpickle.Pickler):
     "Writes the stream: cloudpickle's pickler with our reducers"
+    names_gpus = True       # see `_noted_devices` of `payload.reducers`
     def __init__(self,
         file, # Is written to
         on_buffer # Called with each large buffer, as a `PickleBuffer`, instead of writing it
@@ -200,6 +201,10 @@ class Pickler(cloudpickle.Pickler):
             self._file.write(_REMEMBER % number.to_bytes(4, 'little', signed=True))
             memo[id(o)] = len(memo),o
         self.memo = memo
+
+class RankPickler(Pickler):
+    "As `Pickler`, for what a rank sends to the notebook, which doesn't care for the rank's GPU"
+    names_gpus = False
 
 # %% ../../nbs/payload/102_pickling.ipynb #12c4478b
 def dump(
@@ -241,6 +246,7 @@ def load(
     meta,        # The pickle of a `Payload`
     buffers,     # Its buffers, writable: tensors and arrays lie in them, without a copy
     device=None, # The device of tensors that were on a GPU; None: the CPU
+    back=False,  # Tensors that this process has sent from a GPU go to that GPU instead
     refs=(),     # This process's objects for the `refs` of `dump`, in the same order
     # On a rank: the namespace in which functions of cells look up names that weren't pickled. None:
     # this is the notebook, and classes that it has sent stay as they are
@@ -251,15 +257,15 @@ def load(
 ):
     "Return the object of a `Payload`"
     with _no_collection():
-        return _Unpickler(meta, buffers, device, refs, _CellLoader(home, define)).load()
+        return _Unpickler(meta, buffers, device, back, refs, _CellLoader(home, define)).load()
 
 class _Unpickler(pickle.Unpickler):
     "Reads the stream of a `Pickler`; the arguments are those of `load`"
-    def __init__(self, meta, buffers, device, refs, cells):
+    def __init__(self, meta, buffers, device, back, refs, cells):
         super().__init__(io.BytesIO(meta), buffers=buffers)
         self._refs = refs
         # id of a function that pickles call -> what they call here instead
-        self._instead = {id(load_storage): partial(load_storage, to=device),
+        self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
                          id(cloudpickle._make_function): cells.make_function,
                          id(cloudpickle._function_setstate): cells.set_function_state,
                          id(cloudpickle._class_setstate): cells.set_class_state}
@@ -333,11 +339,11 @@ def without_frames(error):
 class _Partly(pickle._Unpickler):
     """Reads the stream of a `Pickler`; what fails is an `Unloaded`, or noted in `broken`. The
     result is `obj`"""
-    def __init__(self, meta, buffers, refs):
+    def __init__(self, meta, buffers, device, back, refs):
         super().__init__(io.BytesIO(meta), buffers=buffers)
         self._refs = {id(o):o for o in refs}
         self.broken = {}        # id -> `(object, exception)`: objects that lack contents
-        exact = _Unpickler(b'', (), None, refs, _CellLoader(None, False))
+        exact = _Unpickler(b'', (), device, back, refs, _CellLoader(None, False))
         self.find_class = exact.find_class
         self.persistent_load = exact.persistent_load
         exact._stand_ins = self.load()
@@ -385,8 +391,8 @@ for code in (pickle.BUILD,pickle.APPENDS,pickle.APPEND,pickle.SETITEMS,pickle.SE
              pickle.ADDITEMS):
     _Partly.dispatch[code[0]] = _changing(code[0])
 
-def load_partly(meta, buffers, refs # As of `load`
+def load_partly(meta, buffers, device=None, back=False, refs=() # As of `load`
 ):
     """Return a `_Partly`, with what can be loaded as `obj`; its `checked` says whether a part of
     that can't. Raises an exception for a damaged pickle"""
-    with _no_collection(): return _Partly(meta, buffers, refs)
+    with _no_collection(): return _Partly(meta, buffers, device, back, refs)

@@ -57,12 +57,23 @@ def _(tensor, pickler):
 def _(storage, pickler):
     return load_typed_storage, (pickler.canonical(storage._untyped_storage), storage.dtype)
 
+# Devices are pickled as text, and a process that loads a storage of a GPU notes the text for it, so
+# that the storage finds its way back if it is pickled again there:
+#
+#     'cpu'       of the CPU
+#     'cuda:1'    of that GPU in the process that pickled it first, the notebook's
+#     'cuda'      of a rank's GPU, where a tensor was made: the notebook loads it on the GPU of the
+#                 learner (`Pickler.names_gpus` is False on ranks)
+_noted_devices = weakref.WeakKeyDictionary()    # storage -> one of these texts
+
 @reduces(torch.UntypedStorage)
 def _(storage, pickler):
-    "Pickle the bytes of a storage as a buffer, together with the type of its device"
-    device = storage.device.type
+    "Pickle the bytes of a storage as a buffer, together with its device as text, see above"
+    kind = storage.device.type
+    on_cpu = storage if kind == 'cpu' else storage.cpu()
+    own = str(storage.device) if kind != 'cpu' and pickler.names_gpus else kind
+    device = _noted_devices.get(storage, own)
     if not storage.nbytes(): return load_storage, (b'', device)
-    on_cpu = storage if device == 'cpu' else storage.cpu()
     # not `Tensor.numpy`, after which the tensor couldn't be enlarged any more, here as well
     as_bytes = (ctypes.c_char*on_cpu.nbytes()).from_address(on_cpu.data_ptr())
     as_bytes.storage = on_cpu       # alive as long as the buffer
@@ -73,13 +84,19 @@ def load_typed_storage(storage, dtype):
 
 def load_storage(
     buffer,     # Bytes, on which the storage lies without a copy
-    device,     # Type of the device of the pickled storage, such as 'cpu'
-    to=None     # Where to move a storage that wasn't on the CPU; `_Unpickler` adds it
+    device,     # The device of the pickled storage as text, see above
+    to=None,    # Where to move a storage that wasn't on the CPU; `_Unpickler` adds it
+    back=False  # Move it to the GPU that the text names, if it names one. The same
 ):
     "Return an untyped storage"
     if not len(buffer): storage = torch.UntypedStorage(0)
     else: storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-    return storage if to is None or device == 'cpu' else storage.to(device=to)
+    if device == 'cpu': return storage
+    is_named = ':' in device
+    if back and is_named: to = device
+    if to is not None: storage = storage.to(device=to)
+    if is_named or storage.device.type == 'cpu': _noted_devices[storage] = device
+    return storage
 
 # %% ../../nbs/payload/100_reducers.ipynb #8ced6949
 def attr_of(module, name):

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .held import ATOMS, MODULE_ATTRS, can_change, slots_of, vars_of
 from .pickling import Pickler, dump, load
+from .reducers import load_storage
 
 # %% ../../nbs/payload/106_state.ipynb #8dca0d2b
 # Pairs of functions: one gets a state in a worker, and the other sets it in the notebook, or the
@@ -63,21 +64,24 @@ def picklable_attrs(
 # %% ../../nbs/payload/106_state.ipynb #5b1f0a03
 def deep_copy(
     obj,        # Any object that `dump` can pickle
-    shared      # Objects that aren't copied
+    shared,     # Objects that aren't copied
+    device=None # The device of copied tensors that are on a GPU; None: the CPU
 ):
-    "Return a copy of `obj`, with all tensors on the CPU"
+    "Return a copy of `obj`"
     # id -> function, class or module. It is the first of `refs`, so `load` gets this very dict, and
     # the copy has the originals
     by_id = {}
     class Copier(Pickler):
         def reducer_override(self, o):
-            if not isinstance(o, (types.FunctionType,types.ModuleType,type)):
+            is_shared = isinstance(o, (types.FunctionType,types.ModuleType,type))
+            # by its name, as `load` replaces it
+            if not is_shared or o is load_storage:
                 return super().reducer_override(o)
             by_id[id(o)] = o
             return operator.getitem, (by_id, id(o))
     refs = [by_id, *shared]
     payload = dump(obj, refs, pickler=Copier)
-    return load(payload.meta, payload.copied_buffers(), refs=refs)
+    return load(payload.meta, payload.copied_buffers(), device=device, refs=refs)
 
 # %% ../../nbs/payload/106_state.ipynb #31fbf6c9
 # The model
@@ -154,14 +158,19 @@ def opt_state(opt):
               for by_param in _state_dicts(opt)]
     return states, hypers, opt.frozen_idx
 
-def _updated(old, new, p):
+def other_leaves(opt, model):
+    "Return `{index: tensor}` of what the optimizer trains and `model` doesn't have as a parameter"
+    ids = {id(p) for p in model.parameters()}
+    return {i:p for i,p in enumerate(_params(opt)) if id(p) not in ids} if opt else {}
+
+def _updated(old, new):
     """Return the tensor `old` with the values of `new`, or a copy of `new` if they have different
-    types; `p` is the parameter whose state it is, and says the device of the copy"""
+    types"""
     if not isinstance(new, torch.Tensor): return new
     if isinstance(old, torch.Tensor) and old.dtype == new.dtype:
         overwrite_tensor(old, new)
         return old
-    return new.clone().to(p.device if new.shape == p.shape else new.device)
+    return new.clone()
 
 def set_opt_state(opt, states, hypers, frozen_idx):
     "Set what `opt_state` returned, in place"
@@ -169,9 +178,10 @@ def set_opt_state(opt, states, hypers, frozen_idx):
         for p,new in zip(_params(opt), new_states):
             old = by_param.pop(p, {})       # gone if the other process has no state for it
             if new is not None:
-                by_param[p] = {k:_updated(old.get(k), v, p) for k,v in new.items()}
+                by_param[p] = {k:_updated(old.get(k), v) for k,v in new.items()}
     for own,new in zip(_hyper_dicts(opt), hypers): own.update(new)
     opt.frozen_idx = frozen_idx
+    move_opt_state(opt)
 
 # %% ../../nbs/payload/106_state.ipynb #a5075f7f
 # Other attributes of the optimizer, and its tensors on another device
@@ -202,28 +212,34 @@ def _tensors_in(v):
     return [v] if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter) else []
 
 def _tensors_with_params(opt):
-    """Return `(tensor, parameter)` for each tensor of a parameter's state, and for each tensor in
-    attributes that has the shape of a parameter; an empty list if `opt` is None"""
+    """Return `(tensor, parameter, moves)` for each tensor of a parameter's state, and for each
+    tensor in attributes that has the shape of a parameter; an empty list if `opt` is None. `moves`:
+    the tensor is on the device of the parameter"""
     if not opt: return []
     # a model with an RNN: fastai's optimizer has a state whose key isn't a parameter
     states = [(p, st) for by_param in _state_dicts(opt) for p,st in by_param.items()
               if isinstance(p, torch.Tensor)]
+    # single numbers, such as that of steps, are on the CPU unless the group has one of these flags
+    inner = _torch_opt(opt)
+    with_numbers = {p for g in (inner.param_groups if inner else ()) for p in g['params']
+                    if g.get('capturable') or g.get('fused')}
     param_of_shape = {p.shape:p for p,_ in states}
     in_attrs = [t for attrs in opt_attrs(opt) for v in attrs.values() for t in _tensors_in(v)]
-    return [*((t, p) for p,st in states for t in _tensors_in([*st.values()])),
-            *((t, param_of_shape[t.shape]) for t in in_attrs if t.shape in param_of_shape)]
+    return [*((t, p, t.dim() > 0 or p in with_numbers)
+              for p,st in states for t in _tensors_in([*st.values()])),
+            *((t, param_of_shape[t.shape], True) for t in in_attrs if t.shape in param_of_shape)]
 
 def opt_tensors(opt):
     "Return a list of the optimizer's tensors; it is empty if `opt` is None"
-    return [t for t,_ in _tensors_with_params(opt)]
+    return [t for t,*_ in _tensors_with_params(opt)]
 
 def move_opt_state(
     opt,         # An optimizer, or None
     device=None # Where to; None: the device of the parameter
 ):
-    "Move the optimizer's tensors that have the shape of a parameter, in place"
-    for t,p in _tensors_with_params(opt):
-        if t.shape == p.shape: t.data = t.data.to(device or p.device)
+    "Move the optimizer's tensors in place, but not those that belong on the CPU"
+    for t,p,moves in _tensors_with_params(opt):
+        if moves: t.data = t.data.to(device or p.device)
 
 # %% ../../nbs/payload/106_state.ipynb #2bbb96b8
 # Hooks of parameters and torch's optimizers; those of modules are pickled with them

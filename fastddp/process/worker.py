@@ -67,8 +67,10 @@ class Surroundings(NamedTuple):
                    cloudpickle.dumps(list(warnings.filters)))
     def enter(self):
         "Make them the surroundings of this process; raises an OSError if the folder is gone"
-        os.environ.clear()
-        os.environ.update(self.env)
+        # Only what differs: threads of NCCL may read the environment, which C can't write meanwhile
+        for k in os.environ.keys() - self.env: del os.environ[k]
+        for k,v in self.env.items():
+            if os.environ.get(k) != v: os.environ[k] = v
         os.chdir(self.cwd)
         sys.path[:] = self.path
         sys.argv[:] = self.argv

@@ -227,7 +227,8 @@ class _Wrapped(nn.Module):
     the backward pass, DDP knows nothing of it"""
     def __init__(self, params):
         super().__init__()
-        self.params = nn.ParameterList(params)
+        # not a `ParameterList`, which makes a new parameter of a leaf that is a plain tensor
+        self._parameters.update({str(i):p for i,p in enumerate(params)})
     def forward(self, loss): return loss
 
 _PARAMS = inspect.signature(nn.parallel.DistributedDataParallel).parameters

@@ -10,26 +10,54 @@ import contextlib, warnings
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules._functions import SyncBatchNorm
 
 from ..base import group
+from ..base.device import is_accelerator
+from ..base.scoped import with_attrs
 
 # %% ../../nbs/shard/311_same_model.ipynb #3eedf25a
 _BN = nn.modules.batchnorm._BatchNorm
 
+def _bn_of_tensors(model):
+    """Return `{id of its running mean and of its weight: batch norm}` for the batch norms of
+    `model`; one that has neither is that of `id(None)`"""
+    found = {}
+    for m in model.modules():
+        if not isinstance(m, _BN) or isinstance(m, nn.SyncBatchNorm): continue
+        tensors = [t for t in (m.running_mean, m.weight) if t is not None]
+        for t in tensors or [None]: found[id(t)] = m
+    return found
+
 @contextlib.contextmanager
 def synced_bn(model):
-    """Replace every batch norm below `model` by an `nn.SyncBatchNorm` over the same parameters and
-    buffers; put the originals back on exit"""
-    # `named_children` would leave out the second name of a child
-    places = [(parent,name,bn) for parent in model.modules() for name,bn in parent._modules.items()
-              if isinstance(bn,_BN) and not isinstance(bn,nn.SyncBatchNorm)]
-    synced = {bn:nn.SyncBatchNorm.convert_sync_batchnorm(bn) for _,_,bn in places}
-    for parent,name,bn in places: setattr(parent, name, synced[bn])
-    try: yield
-    finally:
-        for parent,name,bn in places:
-            bn.train(synced[bn].training)
-            setattr(parent, name, bn)
+    """Context manager in which batch norms of `model` that train use the statistics of all ranks;
+    those in evaluation mode, such as frozen ones, don't. The modules stay as they are: what calls
+    `F.batch_norm` with their tensors calls the function of `nn.SyncBatchNorm`"""
+    known = _bn_of_tensors(model)
+    n = group.world_size()
+    if n == 1 or not known:
+        yield
+        return
+    plain = F.batch_norm
+    def trains(running_mean, weight):
+        "True if these are tensors of a batch norm of the model that trains"
+        nonlocal known
+        keys = [id(t) for t in (running_mean, weight) if t is not None] or [id(None)]
+        # a callback may have replaced tensors
+        if not any(k in known for k in keys): known = _bn_of_tensors(model)
+        bn = next((known[k] for k in keys if k in known), None)
+        return bn is not None and bn.training
+    def batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False,
+                   momentum=.1, eps=1e-5):
+        if training and is_accelerator(input.device) and trains(running_mean, weight):
+            return SyncBatchNorm.apply(input, weight, bias, running_mean, running_var, eps,
+                                       momentum, group.key(), n)
+        return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    # compiled code would keep the function beyond this context. (Not in torch before 2.1)
+    if hasattr(torch, 'compiler'): batch_norm = torch.compiler.disable(batch_norm)
+    with with_attrs(F, batch_norm=batch_norm): yield
 
 # %% ../../nbs/shard/311_same_model.ipynb #62d67dcd
 def bn_note(model,

@@ -1,0 +1,93 @@
+"""What is done for GPUs and can be tested without one."""
+import os
+import pytest, torch
+from fastddp import doctor
+from fastddp.base import device, failure
+from fastddp.base.scoped import with_attrs
+from fastddp.fastai2 import check
+from fastddp.process.worker import Surroundings
+from parity import learner
+
+
+@pytest.fixture
+def numa(monkeypatch):
+    "A machine with two NUMA nodes; replaces torch's function that binds to one"
+    binding = pytest.importorskip('torch.numa.binding')
+    for k, v in dict(binds_to_numa=lambda: True, _bound_gpu=None, _all_cores=None).items():
+        monkeypatch.setattr(device, k, v)
+    def replace(f): monkeypatch.setattr(binding, '_maybe_apply_numa_binding_to_current_process', f)
+    return replace
+
+
+def test_binding_to_a_numa_node_by_each_name_of_the_argument(numa):
+    bound = []
+    def of_2_9(*, gpu_index, numa_options): bound.append(gpu_index)
+    def of_2_10(*, device_index, numa_options): bound.append(device_index)
+    for gpu, f in enumerate((of_2_9, of_2_10), 1):
+        numa(f)
+        device.bind_near(gpu)
+    assert bound == [1, 2]
+
+
+def test_a_binding_that_fails_fails_no_fit(numa):
+    def fails(*, device_index, numa_options): raise TypeError('on purpose')
+    def other(numa_options): 1/0
+    for gpu, f in enumerate((fails, other, None)):
+        numa(f)
+        device.bind_near(gpu)
+
+
+def tf32(): return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+def test_a_check_compares_without_tf32(monkeypatch):
+    seen, train = [], check._train_both
+    def train_both(*args):
+        seen.append(tf32())
+        return train(*args)
+    monkeypatch.setattr(check, '_train_both', train_both)
+    before = tf32()
+    torch.set_float32_matmul_precision('high')
+    try:
+        assert str(learner().distrib_check(steps=1, nprocs=2)) and tf32() == ('high', before[1])
+    finally: torch.set_float32_matmul_precision(before[0])
+    assert set(seen) == {('highest', False)}
+
+
+def test_the_environment_is_written_only_where_it_differs(monkeypatch):
+    "C can't write it while a thread of NCCL reads it"
+    written = []
+    class Noting(dict):
+        def __setitem__(self, k, v):
+            written.append(k)
+            super().__setitem__(k, v)
+        def __delitem__(self, k):
+            written.append(k)
+            super().__delitem__(k)
+    now = Surroundings.now(NEW='1', CHANGED='2')
+    monkeypatch.setattr(os, 'environ', Noting(os.environ, CHANGED='1', GONE='1'))
+    now.enter()
+    assert sorted(written) == ['CHANGED', 'GONE', 'NEW'] and os.environ == now.env
+
+
+@pytest.mark.parametrize('words', [
+    'NCCL error in: ..., remote process exited or there was a network error, NCCL version 2.27\nncclRemoteError: ...',
+    'Last error:\nsocketProgress: Connection closed by remote peer 127.0.0.1<41234>',
+    'Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?'])
+def test_nccls_words_for_the_death_of_a_peer_are_an_echo(words):
+    try: raise torch.distributed.DistBackendError(words)
+    except torch.distributed.DistBackendError as e: noted = failure.failure_of(e, 1)
+    assert failure.is_echo(noted)
+
+
+def test_doctor_does_not_start_cuda_here(monkeypatch):
+    "Whether GPUs reach each other is asked in a process of its own"
+    asked = []
+    def no(*_): raise AssertionError('in this process')
+    monkeypatch.setattr(doctor, 'n_gpus', lambda: 2)
+    monkeypatch.setattr(doctor, 'accelerator_type', lambda: 'cuda')
+    monkeypatch.setattr(torch.cuda, 'can_device_access_peer', no)
+    for said in 'True', 'False', '':
+        monkeypatch.setattr(doctor, '_output', lambda *command: asked.append(command) or said)
+        assert doctor._has_p2p() == (said != 'False')
+    assert len(asked) == 3 and 'can_device_access_peer' in asked[0][-1]
