@@ -113,7 +113,7 @@ class WatchedCall(Monitor):
             return self._outcome._replace(results=results)
         is_own = isinstance(first, RankRaised) and first.rank == self.rank
         are_stops = isinstance(first, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt)
-        raise error if is_own or are_stops else first.with_traceback(None)
+        raise error if is_own or are_stops else first
 
     # In the main thread
     def _call(self):

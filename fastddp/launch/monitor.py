@@ -155,7 +155,7 @@ class Monitor:
         self.began = monotonic()
         self.stop_asked_at = None       # time at which the ranks were asked to stop
         # what is in the logs now was written by earlier jobs
-        self.log_starts = {r:self._log_size(r) for r in self.ranks}
+        self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
     def wait(self):
         """Wait until all ranks are done, and return their `Outcome`. The first failure ends the
         wait and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the
@@ -238,7 +238,7 @@ class Monitor:
         return os.path.getsize(path) if os.path.exists(path) else 0
     def _log(self, r, n=3000):
         "Return the last `n` bytes of what rank `r` wrote to its log during this job"
-        return tail(self.workers.log_path(r), n, self.log_starts[r])
+        return tail(self.workers.log_path(r), n, self.log_starts.get(r, 0))
 
     # The stop button
     def _interrupted(self):
