@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
-import ctypes, importlib.util, inspect, os
+import ctypes, gc, importlib.util, inspect, os
 from contextlib import contextmanager, suppress
 from glob import glob
 
@@ -78,6 +78,26 @@ def without_tf32():
     write('highest', False)
     try: yield
     finally: write(*before)
+
+def is_started():
+    "True if this process has used an accelerator"
+    return device_module().is_initialized()
+
+@contextmanager
+def device_restored():
+    """Context manager at whose end the current GPU and the number of torch's CPU threads are as
+    before, and the GPU's unused memory is freed"""
+    threads = torch.get_num_threads()
+    gpu = device_module().current_device() if is_started() else 0
+    try: yield
+    finally:
+        torch.set_num_threads(threads)
+        if is_started():
+            gc.collect()
+            device_module().empty_cache()
+            # torch's own way back, which uses no memory of a GPU that was not used before
+            go_back = getattr(device_module(), '_maybe_exchange_device', device_module().set_device)
+            go_back(gpu)
 
 # %% ../../nbs/base/007_device.ipynb #b49c2766
 def numa_nodes():

@@ -7,7 +7,8 @@ __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
 import collections, datetime, errno, functools, io, itertools, math, os, pickle, socket, sys, time
-import weakref
+import threading, weakref
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 
 import torch, torch.distributed as dist
@@ -106,6 +107,18 @@ def _wait_for_all(store, rank, world_size, what):
 
 _NO_LIMIT = 10*365*24*3600.     # seconds
 
+def _in_thread(fn, *args, **kwargs):
+    """Call `fn` in a thread and return its result, so that Ctrl-C ends the wait for it. Then the call
+    gets two seconds to end; one that waits for a rank that has ended is left alone"""
+    outcome = Future()
+    def run():
+        try: outcome.set_result(fn(*args, **kwargs))
+        except BaseException as e: outcome.set_exception(e)
+    thread = threading.Thread(target=run, name='fastddp-join', daemon=True)
+    thread.start()
+    try: return outcome.result()
+    finally: thread.join(2)
+
 # The `store` that was given to `join`; None before `join`, after `leave`, and in the group of a
 # launcher. `launch.rank` compares it with the store of the next job
 rendezvous = None
@@ -116,7 +129,8 @@ def join(
     world_size,     # Number of processes
     backend='gloo', # 'gloo', or that of the accelerators
     device=None,    # This rank's GPU, which their backend wants to know
-    timeout=None    # Seconds that torch waits in one operation; None: no limit
+    timeout=None,   # Seconds that torch waits in one operation; None: no limit
+    in_thread=False # Connect in a thread: Ctrl-C ends the wait for other ranks there, too
 ):
     "Join the group whose rendezvous is `store`; torch raises if another rank dies meanwhile"
     global rendezvous
@@ -129,7 +143,8 @@ def join(
     # Inside of `init_group` a wait can't be interrupted, and gloo waits forever for a rank that has
     # come in and then failed. So the ranks wait for each other before and after
     _wait_for_all(store, rank, world_size, 'here')
-    init_group(store, rank, world_size, backend, timeout=limit, **on_gpu)
+    init = functools.partial(_in_thread, init_group) if in_thread else init_group
+    init(store, rank, world_size, backend, timeout=limit, **on_gpu)
     _wait_for_all(store, rank, world_size, 'in')
     rendezvous = given
 
@@ -155,7 +170,7 @@ def join_launched(
 # %% ../../nbs/base/009_group.ipynb #8f20d7c6
 def join_at(addr, port, rank, world_size, *options):
     """Join the group of several hosts whose rendezvous is `addr:port`, where rank 0 listens; the
-    `options` are those of `join`: backend, device, timeout"""
+    `options` are those of `join`: backend, device, timeout, in_thread"""
     listen = {}
     if rank == 0:
         family,*_,where = socket.getaddrinfo(addr, int(port), type=socket.SOCK_STREAM)[0]
@@ -165,19 +180,26 @@ def join_at(addr, port, rank, world_size, *options):
             listen['master_listen_fd'] = server.detach()
         except OSError as e:
             if e.errno != errno.EADDRNOTAVAIL: raise    # `addr` isn't one of this host's
-    store = dist.TCPStore(addr, int(port), world_size, is_master=rank == 0, **listen)
+    store = _in_thread(dist.TCPStore, addr, int(port), world_size, is_master=rank == 0, **listen)
     join(store, rank, world_size, *options)
 
 # %% ../../nbs/base/009_group.ipynb #b65acfdb
+def abort():
+    """End the operations of a group of accelerators, from any thread: they go on waiting for ranks
+    that have ended. Returns True if there is such a group. The operations of gloo fail by
+    themselves"""
+    end = getattr(dist.distributed_c10d, '_abort_process_group', None)
+    if not (end and in_group() and native_backend() in backend()): return False
+    end()
+    return True
+
 def leave(
     broken=False # Other ranks may have failed: don't wait for them
 ):
     "Leave the group, if there is one. This is no collective: other ranks may stay, or be gone"
     global rendezvous
     rendezvous = None
-    if not in_group(): return
-    abort = getattr(dist.distributed_c10d, '_abort_process_group', None)
-    if broken and abort and backend() == native_backend(): return abort()
+    if not in_group() or broken and abort(): return
     # torch before 2.15 holds Python's lock while it waits for gloo's threads to end, one of which
     # may need the lock to free the last tensor: it gets some time for that, after a failure more.
     if backend() == 'gloo': time.sleep(.3 if broken else .02)

@@ -77,6 +77,14 @@ def environment(
         os.environ.update({k:v for k,v in new.items() if v is not None})
         yield
 
+@contextmanager
+def environment_restored():
+    "Context manager at whose end all environment variables are as before"
+    before = dict(os.environ)
+    try: yield
+    finally:
+        for k in {*before, *os.environ}: _put_back(os.environ, k, before.get(k, _MISSING))
+
 # %% ../../nbs/base/000_scoped.ipynb #6486a7dd
 class Interrupts:
     """Counts Ctrl-C instead of raising it: `count` is how many came inside `counting()`. While it
@@ -92,7 +100,7 @@ class Interrupts:
         button = _button.get()
         outer = _active_interrupts()
         if button: counts = with_attrs(button, interrupts=self)
-        elif in_main_thread(): counts = _on_ctrl_c(self)
+        elif in_main_thread(): counts = on_ctrl_c(self)
         else: counts = nullcontext()
         with counts:
             # taken over when this block counts already, so that an interrupt between isn't lost
@@ -102,7 +110,7 @@ class Interrupts:
             yield self
 
 @contextmanager
-def _on_ctrl_c(handler):
+def on_ctrl_c(handler):
     "Context manager in which Ctrl-C calls `handler`"
     old = signal.signal(signal.SIGINT, handler)
     try: yield
@@ -149,7 +157,7 @@ def allow_interrupts():
     if outer is None or not in_main_thread():
         yield
         return
-    with _on_ctrl_c(signal.default_int_handler):
+    with on_ctrl_c(signal.default_int_handler):
         if outer.count:
             outer.count = 0
             raise KeyboardInterrupt

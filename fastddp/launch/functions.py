@@ -6,17 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/launch/514_functions.ipynb #fbdaeafb
-import ast, contextlib, os, sys, threading
+import ast, contextlib, functools, os, sys, threading
 
 from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole
-from ..base.device import visible_cores
+from ..base.device import device_restored, visible_cores
 from ..base.group import join_at
 from ..base.errors import CantDistribute, short_traceback
-from ..base.scoped import environment
+from ..base.scoped import delay_interrupts, environment, in_main_thread
 from .background import BackgroundJob
+from .caller import CallerIsRank, as_rank
 from .engine import Job
 from .local import Local
 from .session import dump_with_patches
@@ -33,6 +34,7 @@ from ..process.helper import private_folder
 #   Job.of(fn, payload)             what each rank runs: `fn(ctx, obj)`, `obj` loaded from `payload`
 #   Local(backend='').run(job, n)   starts n workers without a group, waits, and ends them. Raises
 #                                   `RankRaised` or `RankDied`; the `Outcome` has `interrupted`
+#   CallerIsRank                    the same with n-1 workers, and this process as the other rank
 #   dump_with_patches(o, roots)     a `Payload`; raises `NotPicklable` with a path in `roots`
 #   BackgroundJob(what, run)        `start` calls `run` in a thread, `result` returns its result
 #   group.join, join_at             each rank of a new group calls one; it waits for all ranks
@@ -124,40 +126,62 @@ def call_job(
     return res if obj['sends'] in ('all', ctx.rank) else None
 
 def _run(job, nprocs,
-    see # As of `Local`
+    see, # As of `Local`
+    engine=Local # Makes the engine from its options
 ):
     """Run a job, each rank on its own GPU if there are enough, and return the results by rank. No
     process group is formed. Raises KeyboardInterrupt after Ctrl-C"""
     gpus = None if group.n_gpus() >= nprocs else []
-    out = Local(gpus=gpus, backend='', see=see).run(job, nprocs)
+    out = engine(gpus=gpus, backend='', see=see).run(job, nprocs)
     if out.interrupted: raise KeyboardInterrupt
     return out.results
+
+def _run_as_rank(rank, nprocs, fn, args, kwargs, ctx, store, make_job):
+    """Call the function in this process as `rank`, and run the job that `make_job` returns on
+    workers for the other ranks; return and raise as `_run`"""
+    def call():
+        with ctx or contextlib.nullcontext(): return fn(*args, **kwargs)
+    around = as_rank(rank, nprocs, rank if group.n_gpus() >= nprocs else None, store)
+    where = f"in {getattr(fn, '__name__', 'the function')}"
+    engine = functools.partial(CallerIsRank, rank, call, around, where)
+    if nprocs == 1: return [engine().run_alone()]
+    return _run(make_job(), nprocs, (), engine)
 
 # %% ../../nbs/launch/514_functions.ipynb #a8046ec4
 def ranch(
     nprocs, # Processes
     fn, # Called as `fn(*args, **kwargs)` in each
     *args, # Its arguments
-    caller_rank=0, # The rank whose output is shown; None: rank 0's, and no result without `gather`
-    gather=True, # Return the list of all results by rank, else that of `caller_rank`
+    caller_rank=0, # The rank of this process; None: all ranks are workers, and rank 0's output is shown
+    gather=True, # Return the list of all results by rank, else that of `caller_rank`, if any
     ctx=None, # Context manager around the call in each process
     need="", # Names of notebook objects to send; objects that `fn` refers to are sent anyway
     imports="", # Import statements, run in `__main__`
-    wait=True, # False: return a job; its `result()` returns this
+    wait=True, # False: return a job, whose `result()` returns this; with `caller_rank=None`
     **kwargs # Keyword arguments of `fn`
 ):
     """Call `fn` in `nprocs` processes, each with `LOCAL_RANK` and `LOCAL_WORLD_SIZE` in its
-    environment. Raises `CantDistribute` for wrong arguments, before anything is started, and
-    `RankRaised` or `RankDied` if a process fails"""
+    environment. This process is one of them, `caller_rank`, and the others are workers; called in
+    another thread than the main one, all are workers. Raises `CantDistribute` for wrong arguments,
+    before anything is started, `RankRaised` or `RankDied` if a worker fails, and what `fn` raises
+    in this process as it is"""
     _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait)
+    # environment, signals and process group are those of a whole process: of the main thread
+    is_rank = caller_rank is not None and in_main_thread()
+    if is_rank: _check_caller(wait)
     needed = _needed(need)
     bind_arguments(fn, args, kwargs)
-    sends = 'all' if gather else caller_rank
     def run():
         with private_folder() as d, short_traceback():
-            request = _request(fn, args, kwargs, ctx=ctx, need=needed, imports=imports,
-                               sends=sends, store=os.path.join(d, 'rendezvous'))
-            results = _run(Job.of(call_job, request), nprocs, (caller_rank or 0,))
+            store = os.path.join(d, 'rendezvous')
+            def make_job():
+                return Job.of(call_job, _request(
+                    fn, args, kwargs, ctx=ctx, need=needed, imports=imports, store=store,
+                    sends='all' if gather else caller_rank))
+            if is_rank:
+                global_imports(imports)
+                results = _run_as_rank(caller_rank, nprocs, fn, args, kwargs, ctx, store, make_job)
+            else: results = _run(make_job(), nprocs, (caller_rank or 0,))
         if gather: return results
         return None if caller_rank is None else results[caller_rank]
     if wait: return run()
@@ -166,7 +190,7 @@ def ranch(
 CHECKS = dict(
     nprocs=whole("a whole number of processes, at least one and at most 1024", 1, 1024),
     fn=Check("the function to call, then its arguments", callable),
-    caller_rank=whole("a rank, or None", optional=True),
+    caller_rank=whole("the rank of this process; None leaves it out", optional=True),
     ctx=Check("a context manager, such as TorchDDPCtx()",
               lambda v: v is None or hasattr(type(v), '__enter__')),
     wait=FLAG,
@@ -182,7 +206,18 @@ def _check_call(nprocs, fn, caller_rank, imports, **others):
     check_all(dict(nprocs=nprocs, fn=fn, caller_rank=caller_rank, **others), CHECKS)
     _parsed(imports)
     if caller_rank is None or 0 <= caller_rank < nprocs: return
-    raise CantDistribute(f"caller_rank={caller_rank} is not among the ranks 0 to {nprocs-1}.")
+    raise CantDistribute(f"caller_rank={caller_rank} is not among the ranks 0 to {nprocs-1}; None "
+                         "leaves this process out.")
+
+def _check_caller(wait):
+    "Raise `CantDistribute` if this process can't be a rank"
+    if not wait:
+        raise CantDistribute("wait=False: this process is no rank of a background job. Pass "
+                             "caller_rank=None.")
+    if group.in_group():
+        raise CantDistribute("This process is a rank of a process group already, as in a cell of "
+                             "%%dip or under torchrun. Pass caller_rank=None: then all ranks are "
+                             "new processes.")
 
 # %% ../../nbs/launch/514_functions.ipynb #c71a06f4
 class Spawned:
@@ -244,8 +279,9 @@ _GROUP_CHECKS = dict(
 # A process group in a `ranch`
 class TorchDDPCtx(contextlib.AbstractContextManager):
     """Context manager in which the processes of a `ranch` form a process group, and have a device
-    each. It is made in the notebook and entered in each process. Raises `CantDistribute` for ranks
-    or GPUs that don't exist, and outside of a `ranch`"""
+    each; at its end each has its environment, device and threads as before. It is made in the
+    notebook and entered in each process. Raises `CantDistribute` for ranks or GPUs that don't
+    exist, and outside of a `ranch`"""
     def __init__(self, *args,
         world_size=None, # Ranks on all hosts together; default: those of this `ranch`
         base_rank=0, # Rank of this host's first process
@@ -269,20 +305,24 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
         _check_ranks(n, world_size, self.base_rank, has_address)
         gpu = local_rank if self.use_gpu and group.n_gpus() else None
         if gpu is not None: _check_gpus(n)
-        device = group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))
-        how = group.backend_for(device), device, self.timeout
-        # as torch's launchers set them; and as before if the group can't be joined
+        # as torch's launchers set the first four, and `group.join` the others
         env = environment(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=self.addr,
-                          MASTER_PORT=self.port and str(self.port))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(env)
+                          MASTER_PORT=self.port and str(self.port), GLOO_SOCKET_IFNAME=None,
+                          NCCL_SOCKET_IFNAME=None)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(device_restored())
+            undo.enter_context(env)
+            undo.push(lambda kind, *_: group.leave(broken=kind is not None))
+            device = group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))
+            # in the notebook Ctrl-C ends the wait for other ranks, also while torch connects
+            how = group.backend_for(device), device, self.timeout, True
             if has_address and world_size > n:
                 join_at(self.addr or '127.0.0.1', self.port or 29500, rank, world_size, *how)
             else: group.join(_next_store(), rank, world_size, *how)
-            self._env = stack.pop_all()
+            self._undo = undo.pop_all()
         return self
-    def __exit__(self, kind, *_):
-        with self._env: group.leave(broken=kind is not None)
+    def __exit__(self, *raised):
+        with delay_interrupts(): vars(self).pop('_undo').__exit__(*raised)
 
 # %% ../../nbs/launch/514_functions.ipynb #569bdb33
 _n_joined = {}      # path -> groups that this process joined there
@@ -333,18 +373,20 @@ def in_torchddp(
     *args, # Its arguments
     world_size=None, # Ranks on all hosts together; default: `nprocs`
     base_rank=0, # Rank of this host's first process
+    caller_rank=0, # As for `ranch`; this process has GPU `caller_rank`
     ctx=None, # Another context manager in place of `TorchDDPCtx`
     use_gpu=True, # A GPU each, where there are any
     need="", # As for `ranch`
     imports="", # As for `ranch`
     **kwargs # Keyword arguments of `fn`
 ):
-    """Call `fn` on all ranks of a process group and return the result of the first; raises as
-    `ranch` does"""
+    """Call `fn` on all ranks of a process group, of which this process is one, and return its
+    result here; raises as `ranch` does"""
     check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _GROUP_CHECKS)
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu)
         # also here, before anything starts; more than one host needs a `TorchDDPCtx(addr=)`
         _check_ranks(nprocs, world_size or nprocs, base_rank, has_address=False)
         if use_gpu and group.n_gpus(): _check_gpus(nprocs)
-    return ranch(nprocs, fn, *args, gather=False, ctx=ctx, need=need, imports=imports, **kwargs)
+    return ranch(nprocs, fn, *args, caller_rank=caller_rank, gather=False, ctx=ctx, need=need,
+                 imports=imports, **kwargs)

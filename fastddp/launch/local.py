@@ -41,7 +41,8 @@ from ..process.workers import Workers, turn_off_helper
 #   Interrupts           inside `counting()` Ctrl-C adds to `count`; the caller acts on it
 #   Block.write(payload) copies the buffers into shared memory, over those of the last job
 #
-#   Subclasses           `StandingLocal` of `cluster.cluster` keeps its workers after a failure;
+#   Subclasses           `CallerIsRank` of `launch.caller` has no worker for one rank;
+#                        `StandingLocal` of `cluster.cluster` keeps its workers after a failure;
 #                        `Machines` of `machines.hosts` has workers elsewhere, and its own `submit`
 
 # A job for GPUs, and the start of workers
@@ -216,7 +217,7 @@ class Local(Launcher):
         monitor = None
         try:
             self.submit(job, nprocs, interrupts, report.end_phase)
-            monitor = Monitor(self, on_event, interrupts)
+            monitor = self.new_monitor(on_event, interrupts)
             outcome = monitor.wait()
         except BaseException:
             self.after_failure(job, monitor)
@@ -248,13 +249,19 @@ class Local(Launcher):
         return self._payload_block.write(Payload(b'', buffers))
     def _ensure_workers(self, nprocs, interrupts, mark=noop):
         "Keep the workers of the last job if they fit, else start new ones"
-        ranks = [*range(nprocs)]
+        ranks = self.worker_ranks(nprocs)
         if self.workers and not self.workers.can_run(ranks):
             self.workers.stop()
             self.workers = self._rendezvous = None
         if self.workers is None:
             on_gpu = bool(self._gpus(nprocs))
             self.workers = start_workers(ranks, on_gpu, lambda: interrupts.count, mark)
+    def worker_ranks(self, nprocs):
+        "Return the ranks that get a worker, in order"
+        return [*range(nprocs)]
+    def new_monitor(self, on_event, interrupts):
+        "Return the `Monitor` of a job that has been submitted"
+        return Monitor(self, on_event, interrupts)
     def prepare(self, nprocs):
         "As `Launcher.prepare`"
         with self._exclusive() as interrupts:

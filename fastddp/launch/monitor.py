@@ -146,6 +146,7 @@ class Monitor:
     ):
         store_attr()
         self.workers = engine.workers
+        self.ranks = [*self.workers.ranks]      # those whose end is waited for
         # How a rank ended the job -> rank -> None, its `Failure`, or its exit code
         self.ends = {'done': {}, 'failed': {}, 'died': {}}
         self.replay = Replay(see=engine.see, live=engine.live)
@@ -189,10 +190,13 @@ class Monitor:
             if self.load_line: self.load_line.close()
     def _turn(self):
         "Wait a moment for news, show what there is, and act on the stop button"
-        for news in self.workers.poll(.05): self._handle(*news)
+        for news in self._news(): self._handle(*news)
         self.replay.flush()
         if self.load_line: self.load_line.refresh()
         if self.interrupts.count: self._interrupted()
+    def _news(self):
+        "Wait a moment for reports, and return them, as `Workers.poll` does"
+        return self.workers.poll(.05)
     def _handle(self, rank, what, said=None, *_):
         "Act on one report of `Workers.poll`"
         if what == 'put' and said == 'epoch': self.on_event(rank, EpochEnd(*self._latest['epoch']))
@@ -209,7 +213,7 @@ class Monitor:
     def running_ranks(self):
         "The ranks that have not ended"
         ended = {r for of_ranks in self.ends.values() for r in of_ranks}
-        return [r for r in self.workers.ranks if r not in ended]
+        return [r for r in self.ranks if r not in ended]
     @property
     def _latest(self):
         "What rank 0 put last, of each kind: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
@@ -217,7 +221,11 @@ class Monitor:
                 for (rank,kind),(block,packed) in self.workers.latest.items() if rank == 0}
     def _beats(self):
         "Return the last `Heartbeat` of each rank that is still at work"
-        return {r:self.workers.beat(r) for r in self.running_ranks}
+        return {r:self._beat(r) for r in self.running_ranks}
+    def _beat(self, r): return self.workers.beat(r)
+    def _stack(self, r, start):
+        "Return the stack that rank `r` has written to its log behind `start`, '' if it hasn't yet"
+        return job_stack(tail(self.workers.log_path(r), 1_000_000, start))
     def _failures(self):
         """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
         KeyboardInterrupt: that is an answer, and no failure"""
@@ -230,7 +238,7 @@ class Monitor:
         return os.path.getsize(path) if os.path.exists(path) else 0
     def _log(self, r, n=3000):
         "Return the last `n` bytes of what rank `r` wrote to its log during this job"
-        return tail(self.workers.log_path(r), n, self.log_starts[r])
+        return tail(self.workers.log_path(r), n, self.log_starts.get(r, 0))
 
     # The stop button
     def _interrupted(self):
@@ -258,8 +266,8 @@ class Monitor:
         rank that has not ended"""
         beats = self._beats()
         starts = {r:self._log_size(r) for r in beats}
-        def stack(r): return job_stack(tail(self.workers.log_path(r), 1_000_000, starts[r]))
-        self.workers.ask_stacks(beats)
+        def stack(r): return self._stack(r, starts[r])
+        self.workers.ask_stacks([r for r in beats if r in self.workers.ranks])
         end = monotonic()+5.
         while monotonic() < end and not all(stack(r) for r in beats): self._turn()
         stacks = {r:stack(r) for r in beats}
@@ -290,7 +298,7 @@ class Monitor:
         return err
     def _death(self, r, code):
         "Return the exception for the death of rank `r`"
-        where = self.workers.beat(r).where or _BEFORE
+        where = self._beat(r).where or _BEFORE
         if code == HELPER_ENDED:
             code = -signal.SIGKILL
             where += "; the helper process was killed, and it with it"

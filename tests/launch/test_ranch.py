@@ -10,6 +10,7 @@ from fastddp.base import group
 from fastddp.base.errors import NotPicklable
 from fastddp.cluster.cluster import Cluster
 from fastddp.process import workers
+from spread import long_but
 
 root = Path(__file__).resolve().parent.parent.parent
 
@@ -24,11 +25,21 @@ def summed(x, use=1.):
     return (t*use).tolist()
 
 
-def test_results_by_rank():
+@pytest.mark.parametrize('caller', long_but([0, 1, 2, None], 1, None))
+def test_results_by_rank_and_the_callers_own(caller):
     def who(): return me(), int(os.environ['LOCAL_WORLD_SIZE']), os.environ.get('RANK'), os.getpid()
-    res = ranch(3, who)
+    res = ranch(3, who, caller_rank=caller)
     assert [o[:3] for o in res] == [(0, 3, None), (1, 3, None), (2, 3, None)]
-    assert os.getpid() not in [o[3] for o in res] and ranch(1, os.getpid) != [os.getpid()]
+    assert [r for r, o in enumerate(res) if o[3] == os.getpid()] == ([] if caller is None else [caller])
+    assert ranch(2, me, caller_rank=1, gather=False) == 1
+    assert ranch(2, me, caller_rank=None, gather=False) is None
+
+
+def test_one_process_is_the_notebook_itself():
+    assert ranch(1, os.getpid) == [os.getpid()] and ranch(1, open, os.devnull)[0].close() is None
+    assert ranch(1, os.getpid, caller_rank=None) != [os.getpid()]
+    assert in_torchddp(1, summed, 1., use_gpu=False) == [1.]*3
+    with pytest.raises(ZeroDivisionError): ranch(1, lambda: 1/0)
 
 
 def test_the_result_and_the_output_of_one_rank(capsys):
@@ -266,7 +277,7 @@ def test_a_group_that_cannot_be_joined_leaves_the_environment_as_it_was():
         before,ctx = dict(os.environ),TorchDDPCtx(use_gpu=False)
         with pytest.raises(RuntimeError, match='nobody there'): ctx.__enter__()
         return dict(os.environ) == before
-    assert ranch(2, attempt) == [True, True]
+    assert ranch(2, attempt, caller_rank=None) == [True, True]
 
 
 def test_outside_of_a_ranch():
@@ -319,8 +330,9 @@ def test_an_argument_that_cannot_travel(tmp_path):
 
 
 def test_a_result_that_cannot_travel(tmp_path):
+    "That of a worker"
     with pytest.raises(RankRaised) as e: ranch(2, lambda: open(os.devnull))
-    assert 'an open file' in str(e.value)
+    assert e.value.rank == 1 and 'an open file' in str(e.value)
 
 
 def stuck(x):
@@ -329,8 +341,9 @@ def stuck(x):
     return summed(x)
 
 
-def test_an_error_ends_ranks_that_wait_in_a_collective():
-    with pytest.raises(RankRaised) as e: ranch(3, stuck, 1., ctx=TorchDDPCtx(use_gpu=False))
+@pytest.mark.parametrize('caller', long_but([0, 2, None], 2))
+def test_an_error_ends_ranks_that_wait_in_a_collective(caller):
+    with pytest.raises(RankRaised) as e: ranch(3, stuck, 1., caller_rank=caller, ctx=TorchDDPCtx(use_gpu=False))
     assert e.value.rank == 1 and isinstance(e.value.__cause__, KeyError) and 'the cause' in str(e.value)
     assert not torch.distributed.is_initialized()
 
@@ -359,7 +372,7 @@ def test_a_group_that_did_not_come_about_keeps_no_later_one_waiting(tmp_path):
 
 
 @pytest.mark.parametrize('how', ['_exit', 'kill'])
-def test_a_dead_worker_is_noticed_while_the_other_computes(how):
+def test_a_dead_worker_is_noticed_while_the_notebook_computes(how):
     def work():
         if me() == 1: os._exit(3) if how == '_exit' else os.kill(os.getpid(), signal.SIGKILL)
         while True: time.sleep(.01)
@@ -389,23 +402,25 @@ def interrupt_when(ready):
     threading.Thread(target=go, daemon=True).start()
 
 
-def test_interrupt(tmp_path):
+@pytest.mark.parametrize('caller', [0, None])
+def test_interrupt(caller, tmp_path):
     def work():
         (tmp_path/str(me())).write_text('')
         while True: time.sleep(.01)
     interrupt_when(lambda: len(list(tmp_path.iterdir())) == 2)
-    with pytest.raises(KeyboardInterrupt): ranch(2, work)
+    with pytest.raises(KeyboardInterrupt): ranch(2, work, caller_rank=caller)
     assert ranch(2, me) == [0, 1]
 
 
-def test_interrupt_runs_the_clean_up_of_the_function(tmp_path):
+@pytest.mark.parametrize('caller', [0, None])
+def test_interrupt_runs_the_clean_up_of_the_function(caller, tmp_path):
     def work():
         try:
             (tmp_path/f'ready{me()}').write_text('')
             while True: time.sleep(.01)
         finally: (tmp_path/f'clean{me()}').write_text('')
     interrupt_when(lambda: len(list(tmp_path.glob('ready*'))) == 2)
-    with pytest.raises(KeyboardInterrupt): ranch(2, work)
+    with pytest.raises(KeyboardInterrupt): ranch(2, work, caller_rank=caller)
     assert len(list(tmp_path.glob('clean*'))) == 2
 
 
@@ -421,7 +436,7 @@ def test_large_results():
 
 def test_side_effects_stay_in_the_workers():
     seen = []
-    res = ranch(2, lambda: seen.append(me()) or len(seen))
+    res = ranch(2, lambda: seen.append(me()) or len(seen), caller_rank=None)
     assert res == [1, 1] and seen == []
 
 
@@ -431,12 +446,13 @@ def test_temporary_folders_of_a_library():
         import sys, tempfile
         sys.kept = tempfile.TemporaryDirectory()
         return os.path.isdir(sys.kept.name), sys.kept.name
-    found = ranch(2, keep)
+    found = ranch(2, keep, caller_rank=None)
     assert [there for there, _ in found] == [True]*2 and not any(os.path.exists(o) for _, o in found)
 
 
-def test_output_of_rank_0_only(capsys):
-    ranch(2, lambda: print('I am', me()))
+@pytest.mark.parametrize('caller', [0, None])
+def test_output_of_rank_0_only(caller, capsys):
+    ranch(2, lambda: print('I am', me()), caller_rank=caller)
     assert capsys.readouterr().out == 'I am 0\n'
 
 
@@ -459,7 +475,7 @@ def test_spawn_to_join_later(tmp_path):
 
 
 def test_nothing_runs_afterwards():
-    assert not any(map(psutil.pid_exists, ranch(3, os.getpid)))
+    assert [o for o in ranch(3, os.getpid) if psutil.pid_exists(o)] == [os.getpid()]
 
 
 # Processes of the function's own
@@ -479,8 +495,8 @@ def pool():
 
 def test_processes_that_a_function_starts():
     "A fork that leaves the function ends, and is not another worker; a worker may have children"
-    assert ranch(2, forks, 'raises') == [1, 1]
-    assert ranch(2, forks, 'exits') == [3, 3]
+    assert ranch(2, forks, 'raises', caller_rank=None) == [1, 1]
+    assert ranch(2, forks, 'exits', caller_rank=None) == [3, 3]
     assert ranch(2, pool) == [[1, 2]]*2
 
 
@@ -494,12 +510,13 @@ def test_threads_that_start_workers_at_a_time():
     assert (dict(os.environ), getattr(main, '__file__', None), main.__spec__) == was
 
 
-def test_interrupt_while_workers_end(monkeypatch):
+@pytest.mark.parametrize('caller', [0, None])
+def test_interrupt_while_workers_end(caller, monkeypatch):
     "All of them end, and it is raised afterwards"
     real, freed = workers.remove_folder, []
     def remove(path):
         signal.raise_signal(signal.SIGINT)
         freed.append(real(path))
     monkeypatch.setattr(workers, 'remove_folder', remove)
-    with pytest.raises(KeyboardInterrupt): ranch(2, me)
+    with pytest.raises(KeyboardInterrupt): ranch(2, me, caller_rank=caller)
     assert freed
