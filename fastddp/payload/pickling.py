@@ -15,7 +15,7 @@ import numpy as np, torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
-from .reducers import load_storage, reduce, reduces, referents
+from .reducers import load_storage, reduce, reduces, referents, set_decorated
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
 # The sections: definitions of cells; long lists; `dump`; `load`. No function here is a collective;
@@ -241,6 +241,7 @@ class _Unpickler(pickle.Unpickler):
         self._instead = {id(load_storage): partial(load_storage, to=device),
                          id(cloudpickle._make_function): cells.make_function,
                          id(cloudpickle._function_setstate): cells.set_function_state,
+                         id(set_decorated): cells.set_decorated,
                          id(cloudpickle._class_setstate): cells.set_class_state}
     def load(self):
         self._stand_ins = super().load()
@@ -267,10 +268,11 @@ _defined = {}       # name -> the function or class that a payload has defined i
 class _CellLoader:
     """Loads definitions; `home` and `define` are those of `load`. In a pickle, a definition is two
     calls of functions of cloudpickle: one makes it empty, the next sets what may refer to it. Three
-    of these functions are replaced by methods:
+    of these functions, and one of ours, are replaced by methods:
 
         make_function           makes a function that looks up names in `home`, too
         set_function_state      sets its variables and attributes; defines it in `home`
+        set_decorated           sets attributes of a decorated function; defines it in `home`
         set_class_state         sets the attributes of a class; defines it in `home`"""
     def __init__(self, home, define):
         self.home = home
@@ -286,6 +288,10 @@ class _CellLoader:
     def set_function_state(self, f, state):
         cloudpickle._function_setstate(f, state)
         self._define(f)
+    def set_decorated(self, f, state):
+        "It may be defined before or after the function inside of it, which has the same name"
+        set_decorated(f, state)
+        self._define(f)
     def set_class_state(self, cls, state):
         # this is the notebook, and `cls` is its own class
         if self.home is None and cls in _sent_classes: return
@@ -296,5 +302,7 @@ class _CellLoader:
         name = o.__qualname__
         is_of_cell = o.__module__ == '__main__' and name.isidentifier()     # not a nested one
         if not (self.define and is_of_cell): return
+        # `o` is the function inside of a decorated one, which has the name
+        if getattr(self.home.get(name), '__wrapped__', None) is o: return
         if name not in self.home or self.home[name] is _defined.get(name, o):
             self.home[name] = _defined[name] = o
