@@ -217,6 +217,36 @@ assert feature.cache_info().misses == 1
 assert learn.says.hits[1:] == (dict(maxsize=None, typed=False), dict(maxsize=7, typed=False)), learn.says.hits
 assert learn.says.said == ([2.], [.5, 1.5], True) and learn.says.compiled, (learn.says.said, learn.says.compiled)
 """,
+'an exception of a cell is caught by its class, and is a report of the rank as well': """
+class Pruned(Exception):
+    where = 'in the notebook'
+    def __init__(self, value, *, step):
+        super().__init__(f'pruned at {step}')
+        self.value, self.step = value, step
+class Prunes(Callback):
+    def after_epoch(self):
+        if self.epoch == 1: raise Pruned(self.recorder.values[-1][0], step=self.epoch)
+def fails(x):
+    Pruned.where = 'in the worker'
+    raise Pruned(x, step=5)
+def waits(x):
+    if torch.distributed.get_rank(): raise Pruned(x, step=7)
+    torch.distributed.barrier()
+caught = []
+for how in ('fit', 'job', 'function', 'one rank'):
+    learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Prunes())
+    try:
+        if how == 'fit': learn.distrib_fit(3, nprocs=2)
+        elif how == 'job': learn.distrib_fit(3, nprocs=2, wait=False).result()
+        elif how == 'function': ranch(2, fails, .5)
+        else: in_torchddp(2, waits, .5)
+    except Pruned as e:
+        assert isinstance(e, RankRaised) and isinstance(e.__cause__, Pruned) and 'Traceback of rank' in str(e)
+        caught.append((how, e.step, type(e.value), Pruned.where))
+here = 'in the notebook'
+assert caught == [('fit', 1, float, here), ('job', 1, float, here), ('function', 5, float, here),
+                  ('one rank', 7, float, here)], caught
+""",
 'a graph that grows': """
 learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss())
 learn.distrib_fit(2, nprocs=2, cbs=ShowGraphCallback())

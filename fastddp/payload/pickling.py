@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/102_pickling.ipynb #15824912
-import contextvars, gc, io, pathlib, pickle, types, weakref
+import contextvars, gc, io, pathlib, pickle, sys, types, weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -226,11 +226,13 @@ def load(
     home=None,
     # If True, define classes and functions of cells in `home`, where a name is free: plain pickle,
     # such as that of a `DataLoader` with processes, looks for them in `__main__`
-    define=False
+    define=False,
+    keep_classes=False # If True, all classes that `__main__` has stay as they are
 ):
     "Return the object of a `Payload`"
     with _no_collection():
-        return _Unpickler(meta, buffers, device, refs, _CellLoader(home, define)).load()
+        cells = _CellLoader(home, define, keep_classes)
+        return _Unpickler(meta, buffers, device, refs, cells).load()
 
 class _Unpickler(pickle.Unpickler):
     "Reads the stream of a `Pickler`; the arguments are those of `load`"
@@ -266,7 +268,7 @@ class _Globals(dict):
 _defined = {}       # name -> the function or class that a payload has defined in `home`
 
 class _CellLoader:
-    """Loads definitions; `home` and `define` are those of `load`. In a pickle, a definition is two
+    """Loads definitions; the arguments are those of `load`. In a pickle, a definition is two
     calls of functions of cloudpickle: one makes it empty, the next sets what may refer to it. Three
     of these functions, and one of ours, are replaced by methods:
 
@@ -274,9 +276,10 @@ class _CellLoader:
         set_function_state      sets its variables and attributes; defines it in `home`
         set_decorated           sets attributes of a decorated function; defines it in `home`
         set_class_state         sets the attributes of a class; defines it in `home`"""
-    def __init__(self, home, define):
+    def __init__(self, home, define, keep_classes):
         self.home = home
         self.define = define
+        self.keep_classes = keep_classes
         # id of pickled globals -> (their `_Globals`, the pickled ones, which keep the id unique)
         self.globals = {}
     def make_function(self, code, its_globals, *args):
@@ -295,6 +298,8 @@ class _CellLoader:
     def set_class_state(self, cls, state):
         # this is the notebook, and `cls` is its own class
         if self.home is None and cls in _sent_classes: return
+        main = sys.modules['__main__']
+        if self.keep_classes and getattr(main, cls.__qualname__, None) is cls: return
         cloudpickle._class_setstate(cls, state)
         self._define(cls)
     def _define(self, o):

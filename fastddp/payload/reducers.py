@@ -235,6 +235,27 @@ def _(handle, pickler):
 
 def _unused_handle(): return RemovableHandle(collections.OrderedDict())
 
+# %% ../../nbs/payload/100_reducers.ipynb #deb571cc
+@reduces(BaseException)
+def _(e, pickler):
+    """Pickle an exception whose class has an `__init__` of its own; others, and those that say how
+    they are pickled, as they are"""
+    cls = type(e)
+    is_pickled_by_python = isinstance(cls.__reduce__, types.MethodDescriptorType)
+    if not (is_pickled_by_python and isinstance(cls.__init__, types.FunctionType)):
+        return NotImplemented
+    made,args,*state = e.__reduce__()
+    return (new_exception, (cls, args), *state) if made is cls else NotImplemented
+
+def new_exception(cls, args):
+    "Return an exception with these `args`, made by the builtin class that `cls` is derived from"
+    builtin = next(c for c in cls.__mro__ if not c.__flags__ & _MADE_IN_PYTHON)
+    e = builtin.__new__(cls, *args)
+    builtin.__init__(e, *args)
+    return e
+
+_MADE_IN_PYTHON = 1 << 9    # the flag Py_TPFLAGS_HEAPTYPE of a class
+
 # %% ../../nbs/payload/100_reducers.ipynb #90b4bef9
 @reduces(weakref.ref)
 def _(ref, pickler):
