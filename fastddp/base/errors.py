@@ -181,7 +181,9 @@ class NotPicklable(CantDistribute):
     def __str__(self):
         built = f", or build it in the workers with {self.factory}=" if self.factory else ''
         return (f"{self.path} can't be sent to the workers ({self.why}). Make it where it is used, "
-                f"in the function or method that runs on the workers{built}; or leave it out.")
+                f"in the function or method that runs on the workers{built}; or leave it out. If "
+                "an object keeps it after the first use, a `__getstate__` of its class that leaves "
+                "it out has it made again in each worker.")
 
 # %% ../../nbs/base/002_errors.ipynb #83a3982c
 def _headed(title, lines):

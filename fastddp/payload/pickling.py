@@ -15,14 +15,15 @@ import numpy as np, torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
-from .reducers import load_storage, reduce, reduces, referents, set_decorated
+from .handles import reducer_of
+from .reducers import load_storage, reduces, referents, set_decorated
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
 # The sections: definitions of cells; long lists; `dump`; `load`. No function here is a collective;
 # `dump` and `load` are called in the notebook and in workers.
 #
 # Used here:
-#   reduce.dispatch(type)     the reducer of a type: a function of an object and the `Pickler`
+#   reducer_of(type)          the reducer of a type: a function of an object and the `Pickler`
 #   reduces(type)             as a decorator, registers one
 #   load_storage              loads the storage of a tensor; has an argument `to`, a device
 #   referents(o)              `(template, name, referent)` for each object that `o` refers to
@@ -156,7 +157,7 @@ class Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=on_buffer)
         self._file = file
         self._storages = {}     # (device, address, bytes) -> the first storage that was met there
-        self._reducers = {}     # type -> its reducer: `reduce.dispatch` is slow
+        self._reducers = {}     # type -> its reducer: `reducer_of` is slow
         self._replacements = _replacements.get()
         self.definitions = []   # those pickled so far; reducers add to it
     def reducer_override(self, o):
@@ -164,7 +165,7 @@ class Pickler(cloudpickle.Pickler):
         if self._replacements and id(o) in self._replacements:
             return _same, (self._replacements[id(o)][1],)
         kind = type(o)
-        if kind not in self._reducers: self._reducers[kind] = reduce.dispatch(kind)
+        if kind not in self._reducers: self._reducers[kind] = reducer_of(kind)
         return self._reducers[kind](o, self)
     def canonical(self, storage):
         "Return the storage object that is pickled for all storages of the same memory"

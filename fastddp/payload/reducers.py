@@ -46,6 +46,12 @@ def reduce(o, pickler):
     "Reduce an object of a type for which no reducer is registered"
     return NotImplemented
 
+class Refused(pickle.PicklingError):
+    "Raised by a reducer: the object itself can't be pickled, whatever its parts are"
+    def __init__(self, refused, why):
+        super().__init__(why)
+        self.refused = refused
+
 reduces = reduce.register       # as a decorator: registers a reducer for a type and its subclasses
 
 # %% ../../nbs/payload/100_reducers.ipynb #c1d4ee3e
@@ -219,7 +225,7 @@ def _(file, pickler):
     if file is sys.stdout: return getattr, (sys, 'stdout')
     if file is sys.stderr: return getattr, (sys, 'stderr')
     if isinstance(file, (io.StringIO, io.BytesIO)): return NotImplemented
-    raise pickle.PicklingError(f"an open file: {getattr(file, 'name', file)!r}")
+    raise Refused(file, f"an open file: {getattr(file, 'name', file)!r}")
 
 def _closed_file():
     file = io.StringIO()
