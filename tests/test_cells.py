@@ -171,6 +171,82 @@ learn.distrib_fit(1, nprocs=2)
 assert len(learn.recorder.losses) == 4 and learn.pickles.same
 assert isinstance(dls.one_batch()[0][0], Points)
 """,
+'functions that a decorator caches, dispatches by type, or compiles': """
+import functools, pickle
+@functools.lru_cache(maxsize=None)
+def feature(i): return items[i][0]*1.
+@functools.cache
+def label(i): return items[i][1] if i < 1000 else label(i-1)
+class Cached:
+    def __init__(self, idxs): self.idxs, self.own = idxs, functools.lru_cache(7)(self.read)
+    def __len__(self): return len(self.idxs)
+    def read(self, i): return label(i)
+    @functools.lru_cache(None)
+    def x(self, i): return feature(i)
+    def __getitem__(self, i): return twofold(self.x(self.idxs[i])), self.own(self.idxs[i])
+@functools.singledispatch
+def twofold(x): return [twofold(o) for o in x]
+@twofold.register
+def _(x:torch.Tensor): return x*2
+class Halves:
+    @functools.singledispatchmethod
+    def of(self, x): return x/2
+    @of.register
+    def _(self, x:list): return [self.of(o) for o in x]
+@torch.compile(backend='eager')
+def compiled(x): return FF.relu(x)+1
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 2)
+    @torch.compile(backend='eager', fullgraph=True)
+    def double(self, x): return x*2
+    @torch.compiler.disable
+    def plain(self, x): return x+1
+    def forward(self, x): return compiled(self.plain(self.double(self.a(x))))
+class Says(Callback):
+    def after_fit(self):
+        self.hits = feature.cache_info().hits, feature.cache_parameters(), self.dls.train_ds.own.cache_parameters()
+        self.said = twofold([torch.ones(1)]), Halves().of([1, 3]), pickle.loads(pickle.dumps(label)) is label
+        self.compiled = hasattr(compiled, 'get_compiler_config') and hasattr(Net.double, 'get_compiler_config')
+feature(3)
+dls = DataLoaders.from_dsets(Cached(range(64)), Cached(range(64, 90)), bs=8, device='cpu', num_workers=0)
+learn = Learner(dls, Net(), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, cbs=Says())
+learn.distrib_fit(2, nprocs=2)
+assert feature.cache_info().misses == 1
+assert learn.says.hits[1:] == (dict(maxsize=None, typed=False), dict(maxsize=7, typed=False)), learn.says.hits
+assert learn.says.said == ([2.], [.5, 1.5], True) and learn.says.compiled, (learn.says.said, learn.says.compiled)
+""",
+'an exception of a cell is caught by its class, and is a report of the rank as well': """
+class Pruned(Exception):
+    where = 'in the notebook'
+    def __init__(self, value, *, step):
+        super().__init__(f'pruned at {step}')
+        self.value, self.step = value, step
+class Prunes(Callback):
+    def after_epoch(self):
+        if self.epoch == 1: raise Pruned(self.recorder.values[-1][0], step=self.epoch)
+def fails(x):
+    Pruned.where = 'in the worker'
+    raise Pruned(x, step=5)
+def waits(x):
+    if torch.distributed.get_rank(): raise Pruned(x, step=7)
+    torch.distributed.barrier()
+caught = []
+for how in ('fit', 'job', 'function', 'one rank'):
+    learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Prunes())
+    try:
+        if how == 'fit': learn.distrib_fit(3, nprocs=2)
+        elif how == 'job': learn.distrib_fit(3, nprocs=2, wait=False).result()
+        elif how == 'function': ranch(2, fails, .5)
+        else: in_torchddp(2, waits, .5)
+    except Pruned as e:
+        assert isinstance(e, RankRaised) and isinstance(e.__cause__, Pruned) and 'Traceback of rank' in str(e)
+        caught.append((how, e.step, type(e.value), Pruned.where))
+here = 'in the notebook'
+assert caught == [('fit', 1, float, here), ('job', 1, float, here), ('function', 5, float, here),
+                  ('one rank', 7, float, here)], caught
+""",
 'a graph that grows': """
 learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss())
 learn.distrib_fit(2, nprocs=2, cbs=ShowGraphCallback())

@@ -22,6 +22,7 @@ TESTS = {
     'payload': 'comes_back/test_comes_back.py',
     'payload/blame': 'test_refusals.py', 'payload/buffers': 'payload/test_shapes.py',
     'payload/reducers': 'comes_back/test_warm.py',
+    'payload/handles': 'apps/test_reported.py',
     'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
     'payload/state': 'comes_back/test_comes_back.py', 'payload/changes': 'comes_back/test_variables.py',
     'output': 'output/test_capture.py',

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/base/002_errors.ipynb #f62e5544
 import contextlib, re, signal, sys, traceback
-from types import TracebackType
+from types import MemberDescriptorType, TracebackType
 from typing import NamedTuple
 
 from .failure import frames_in, is_user_file, place, recorded_traceback, user_lines
@@ -181,7 +181,9 @@ class NotPicklable(CantDistribute):
     def __str__(self):
         built = f", or build it in the workers with {self.factory}=" if self.factory else ''
         return (f"{self.path} can't be sent to the workers ({self.why}). Make it where it is used, "
-                f"in the function or method that runs on the workers{built}; or leave it out.")
+                f"in the function or method that runs on the workers{built}; or leave it out. If "
+                "an object keeps it after the first use, a `__getstate__` of its class that leaves "
+                "it out has it made again in each worker.")
 
 # %% ../../nbs/base/002_errors.ipynb #83a3982c
 def _headed(title, lines):
@@ -191,7 +193,8 @@ def _headed(title, lines):
 class WorkerError(RuntimeError):
     """The base of all errors of workers. Its report, `lines`, has the headline, the details of a
     subclass, and what is known of the attributes below. A subclass passes all arguments of its
-    constructor to this one: an exception is pickled as its class, `args` and attributes"""
+    constructor to this one, since an exception is pickled as its class, `args` and attributes, or
+    it has a `__reduce__`"""
     # Set by the subclass
     rank = None     # Rank that failed
     remedy = ''     # What to do
@@ -247,17 +250,34 @@ def folded(
 
 # %% ../../nbs/base/002_errors.ipynb #21a5d073
 class RankRaised(WorkerError):
-    "A rank raised an exception: `failure` is its record, `__cause__` the original if picklable"
+    """A rank raised an exception: `failure` is its record, `__cause__` the original if picklable.
+    `like` returns one that is of the original's class, too"""
     def __init__(self,
         failure # A `Failure`
     ):
-        super().__init__(failure)
+        BaseException.__init__(self, failure)       # `super()` may be a class that `like` adds
         self.failure = failure
         self.rank = failure.rank
         self.remedy = remedy_for(failure.kind, failure.message)
         self.debug = (f"To look closer: %debug shows the recorded frames and variables of rank "
                       f"{self.rank}. In code: err = sys.last_value; err.failure.locals, "
                       "err.batch_items.")
+    @classmethod
+    def like(cls,
+        failure, # A `Failure`
+        original # The exception that it describes
+    ):
+        """Return a `RankRaised` that `except` catches by the class of `original`, too, with its
+        `args` and attributes; a plain one where that can't be, as for SystemExit"""
+        res = cls(failure)
+        # the class may refuse others beside it, or attributes
+        with contextlib.suppress(Exception): res = _mixed(cls, failure, original)
+        res.__cause__ = original
+        return res
+    def __reduce__(self):
+        if type(self) is RankRaised: return RankRaised, (self.failure,), vars(self)
+        return RankRaised.like, (self.failure, self.__cause__), vars(self)
+    def _headline(self): return str(self.failure)
     def _user_frames(self):
         "Return those of `failure.locals` that are in the user's files"
         return [o for o in self.failure.locals if is_user_file(o[0])]
@@ -288,6 +308,34 @@ class RankRaised(WorkerError):
         return res + self._log_lines()
 
 def _item(index, name): return f"{index} ({name})" if name else f"{index}"
+
+# %% ../../nbs/base/002_errors.ipynb #a0aafbc2
+# `raise` gives these another meaning in the notebook: they end a script, or a generator
+_UNMIXED = SystemExit,KeyboardInterrupt,GeneratorExit,StopIteration,StopAsyncIteration
+
+def _mixed(cls, failure, original):
+    "As `RankRaised.like`; raises an exception where that can't be"
+    kind = type(original)
+    if issubclass(kind, (*_UNMIXED,cls,CantDistribute)): raise TypeError(kind)
+    # of the name `RankRaised`, so that it is shown as one
+    both = type(cls.__name__, (cls, kind), dict(__module__=cls.__module__, __doc__=cls.__doc__))
+    # No constructor of the user's is called: only `__new__` of the builtin class that it is made of
+    builtin = next(c for c in kind.__mro__ if not c.__flags__ & _MADE_IN_PYTHON)
+    res = builtin.__new__(both, *original.args)
+    builtin.__init__(res, *original.args)
+    cls.__init__(res, failure)
+    res.args = original.args
+    for k,v in _state_of(original).items():
+        if not hasattr(cls, k) and k not in vars(res): setattr(res, k, v)
+    return res
+
+_MADE_IN_PYTHON = 1 << 9    # the flag Py_TPFLAGS_HEAPTYPE of a class
+
+def _state_of(e):
+    "Return the attributes of an exception, also those in slots: name -> value"
+    slots = [k for c in type(e).__mro__ for k,v in vars(c).items()
+             if isinstance(v, MemberDescriptorType) and hasattr(e, k)]
+    return {k:getattr(e, k) for k in slots}|vars(e)
 
 # %% ../../nbs/base/002_errors.ipynb #e90b97bf
 class RankDied(WorkerError):

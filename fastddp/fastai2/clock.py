@@ -315,4 +315,11 @@ def resource_use(
                 grads=sum(sizes.values()) if trains and n > 1 else 0,
                 cores=visible_cores()/int(os.environ.get('LOCAL_WORLD_SIZE', n)),
                 largest=(largest, sizes.get(largest, 0)),
-                metrics=[o.name for o in learn.metrics])
+                metrics=[_name_of(o) for o in learn.metrics])
+
+def _name_of(metric):
+    "Return the name of a metric; of one that has none, such as that of a loss module, its class's"
+    # fastai's `AvgMetric` has the name of its function, which may be an object without one
+    try: name = metric.name
+    except Exception: name = None
+    return name if isinstance(name, str) else type(getattr(metric, 'func', metric)).__name__

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
-import os, pickle, re, signal
+import os, re, signal
 from time import monotonic
 
 try: import psutil
@@ -19,6 +19,7 @@ from ..base.errors import GroupTimeout, RankDied, RankRaised
 from ..base.failure import (
     first_failure, is_echo, is_timeout, job_stack, waits_for_ranks)
 from ..process.helper import HELPER_ENDED
+from ..process.worker import load_exception
 from ..output.replay import Replay, StatusLine, frontend
 from ..base.device import device_module
 from ..payload.pickling import load
@@ -293,8 +294,8 @@ class Monitor:
         # a connection breaks for the other ranks when one dies
         is_by_death = died and (not failed or is_echo(failed[0]))
         if is_by_death: err = self._death(*next(iter(died.items())))
-        else: err = self._raised(failed.pop(0))
-        err.others = tuple(map(str, failed))
+        else: err = self._raised(*failed)
+        err.others = tuple(map(str, failed if is_by_death else failed[1:]))
         return err
     def _death(self, r, code):
         "Return the exception for the death of rank `r`"
@@ -303,13 +304,14 @@ class Monitor:
             code = -signal.SIGKILL
             where += "; the helper process was killed, and it with it"
         return RankDied(r, code, where, self._log(r), self.workers.host(r))
-    def _raised(self, failure):
-        "Return the exception for a `Failure`; its cause is the original one if it can be unpickled"
-        err = RankRaised(failure)
+    def _raised(self, failure, *later):
+        """Return the exception for a `Failure`; its cause is the original one if it can be loaded.
+        It is of that one's class, too, unless another rank raised something else"""
+        original = load_exception(failure.original)
+        alike = all(f.kind == failure.kind or is_echo(f) for f in later)
+        err = RankRaised.like(failure, original) if original and alike else RankRaised(failure)
+        err.__cause__ = original
         err.log = self._log(err.rank, 1000)
-        try: err.__cause__ = pickle.loads(failure.original) if failure.original else None
-        # Its class may exist in the worker only, and what is pickled may exit here.
-        except BaseException: pass
         return err
     def become_idle(self, seconds):
         """After a failure: ask the ranks that still run to stop. Return True if all are alive and

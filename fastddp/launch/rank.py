@@ -16,6 +16,7 @@ from fastcore.basics import noop, store_attr
 from ..base import board, group
 from ..base.device import bind_near, device_module, is_accelerator, keep_freed_memory, trim_memory
 from ..output.capture import DisplaySettings, capture_output
+from ..payload.handles import flush_writers
 from ..payload.pickling import Payload, dump, load
 from ..process.worker import function_ref, resolve_function
 from ..process.workers import Heartbeat, Heartbeats
@@ -217,6 +218,7 @@ def _finish(channel, ctx):
     """Report where the time went, and free memory: of a GPU at once, because the notebook's model
     may go back to it; of the CPU when the notebook has the result"""
     ctypes.CDLL(None).fflush(None)      # what compiled libraries printed goes to the log
+    flush_writers()
     if ctx.rank == 0: channel.emit(('phase_ends', ctx.phase_ends))
     if is_accelerator(ctx.device): _free_memory(ctx.device)
     else: channel.on_idle = lambda: _free_memory(ctx.device)

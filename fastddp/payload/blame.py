@@ -75,7 +75,8 @@ def _failing_parts(
     except BaseException as e: error = e        # also one of a user's `__reduce__`
     failed[id(o)] = o
     is_smallest = True
-    for suffix,part in _parts(o) if depth else ():
+    is_refused = getattr(error, 'refused', None) is o       # its parts don't matter
+    for suffix,part in _parts(o) if depth and not is_refused else ():
         if id(part) in failed: is_smallest = False
         else:
             for found in _failing_parts(part, path+suffix, dump, depth-1, failed):

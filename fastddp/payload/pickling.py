@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/102_pickling.ipynb #15824912
-import contextvars, gc, io, math, pathlib, pickle, types, weakref
+import contextvars, gc, io, math, pathlib, pickle, sys, types, weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -15,15 +15,16 @@ import numpy as np, torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
+from .handles import reducer_of
 from .held import ATOMS, held_objects, parts_of
-from .reducers import load_storage, reduce, reduces, referents
+from .reducers import load_storage, reduces, referents, set_decorated
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
 # The sections: definitions of cells; long lists; `dump`; `load`. No function here is a collective;
 # `dump` and `load` are called in the notebook and in workers.
 #
 # Used here:
-#   reduce.dispatch(type)     the reducer of a type: a function of an object and the `Pickler`
+#   reducer_of(type)          the reducer of a type: a function of an object and the `Pickler`
 #   reduces(type)             as a decorator, registers one
 #   load_storage              loads the storage of a tensor; has arguments `to` (a device), `back`
 #   referents(o)              `(template, name, referent)` for each object that `o` refers to
@@ -178,7 +179,7 @@ class Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=on_buffer)
         self._file = file
         self._storages = {}     # (device, address, bytes) -> the first storage that was met there
-        self._reducers = {}     # type -> its reducer: `reduce.dispatch` is slow
+        self._reducers = {}     # type -> its reducer: `reducer_of` is slow
         self._replacements = _replacements.get()
         self.definitions = []   # those pickled so far; reducers add to it
     def reducer_override(self, o):
@@ -186,7 +187,7 @@ class Pickler(cloudpickle.Pickler):
         if self._replacements and id(o) in self._replacements:
             return _same, (self._replacements[id(o)][1],)
         kind = type(o)
-        if kind not in self._reducers: self._reducers[kind] = reduce.dispatch(kind)
+        if kind not in self._reducers: self._reducers[kind] = reducer_of(kind)
         return self._reducers[kind](o, self)
     def canonical(self, storage):
         "Return the storage object that is pickled for all storages of the same memory"
@@ -253,11 +254,13 @@ def load(
     home=None,
     # If True, define classes and functions of cells in `home`, where a name is free: plain pickle,
     # such as that of a `DataLoader` with processes, looks for them in `__main__`
-    define=False
+    define=False,
+    keep_classes=False # If True, all classes that `__main__` has stay as they are
 ):
     "Return the object of a `Payload`"
     with _no_collection():
-        return _Unpickler(meta, buffers, device, back, refs, _CellLoader(home, define)).load()
+        cells = _CellLoader(home, define, keep_classes)
+        return _Unpickler(meta, buffers, device, back, refs, cells).load()
 
 class _Unpickler(pickle.Unpickler):
     "Reads the stream of a `Pickler`; the arguments are those of `load`"
@@ -268,6 +271,7 @@ class _Unpickler(pickle.Unpickler):
         self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
                          id(cloudpickle._make_function): cells.make_function,
                          id(cloudpickle._function_setstate): cells.set_function_state,
+                         id(set_decorated): cells.set_decorated,
                          id(cloudpickle._class_setstate): cells.set_class_state}
     def load(self):
         self._stand_ins = super().load()
@@ -292,16 +296,18 @@ class _Globals(dict):
 _defined = {}       # name -> the function or class that a payload has defined in `home`
 
 class _CellLoader:
-    """Loads definitions; `home` and `define` are those of `load`. In a pickle, a definition is two
+    """Loads definitions; the arguments are those of `load`. In a pickle, a definition is two
     calls of functions of cloudpickle: one makes it empty, the next sets what may refer to it. Three
-    of these functions are replaced by methods:
+    of these functions, and one of ours, are replaced by methods:
 
         make_function           makes a function that looks up names in `home`, too
         set_function_state      sets its variables and attributes; defines it in `home`
+        set_decorated           sets attributes of a decorated function; defines it in `home`
         set_class_state         sets the attributes of a class; defines it in `home`"""
-    def __init__(self, home, define):
+    def __init__(self, home, define, keep_classes):
         self.home = home
         self.define = define
+        self.keep_classes = keep_classes
         # id of pickled globals -> (their `_Globals`, the pickled ones, which keep the id unique)
         self.globals = {}
     def make_function(self, code, its_globals, *args):
@@ -313,9 +319,15 @@ class _CellLoader:
     def set_function_state(self, f, state):
         cloudpickle._function_setstate(f, state)
         self._define(f)
+    def set_decorated(self, f, state):
+        "It may be defined before or after the function inside of it, which has the same name"
+        set_decorated(f, state)
+        self._define(f)
     def set_class_state(self, cls, state):
         # this is the notebook, and `cls` is its own class
         if self.home is None and cls in _sent_classes: return
+        main = sys.modules['__main__']
+        if self.keep_classes and getattr(main, cls.__qualname__, None) is cls: return
         cloudpickle._class_setstate(cls, state)
         self._define(cls)
     def _define(self, o):
@@ -323,6 +335,8 @@ class _CellLoader:
         name = o.__qualname__
         is_of_cell = o.__module__ == '__main__' and name.isidentifier()     # not a nested one
         if not (self.define and is_of_cell): return
+        # `o` is the function inside of a decorated one, which has the name
+        if getattr(self.home.get(name), '__wrapped__', None) is o: return
         if name not in self.home or self.home[name] is _defined.get(name, o):
             self.home[name] = _defined[name] = o
 
@@ -343,7 +357,7 @@ class _Partly(pickle._Unpickler):
         super().__init__(io.BytesIO(meta), buffers=buffers)
         self._refs = {id(o):o for o in refs}
         self.broken = {}        # id -> `(object, exception)`: objects that lack contents
-        exact = _Unpickler(b'', (), device, back, refs, _CellLoader(None, False))
+        exact = _Unpickler(b'', (), device, back, refs, _CellLoader(None, False, True))
         self.find_class = exact.find_class
         self.persistent_load = exact.persistent_load
         exact._stand_ins = self.load()

@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/payload/100_reducers.ipynb #dc514d2b
-import _thread, collections, ctypes, importlib, io, pickle, sys, threading, types, weakref
+import _thread, collections, ctypes, functools, importlib, io, operator, pickle, sys, threading
+import types, typing, weakref
 from contextlib import suppress
 from functools import partial, singledispatch
 
@@ -25,6 +26,8 @@ from torch.utils.hooks import RemovableHandle
 #     storage of a tensor         as a buffer beside the pickle; all kinds of tensors have storages
 #     class, function             of a library: by module and name. Of a cell, or if it has no name:
 #                                 by value, as cloudpickle does
+#     decorated function          one that caches, dispatches by type or is compiled: the decorator
+#                                 and the function
 #     code, module                as cloudpickle does, with corrections
 #     lock, file, weak reference  as a new one
 #     image                       its pixels as a buffer beside the pickle
@@ -42,6 +45,12 @@ from torch.utils.hooks import RemovableHandle
 def reduce(o, pickler):
     "Reduce an object of a type for which no reducer is registered"
     return NotImplemented
+
+class Refused(pickle.PicklingError):
+    "Raised by a reducer: the object itself can't be pickled, whatever its parts are"
+    def __init__(self, refused, why):
+        super().__init__(why)
+        self.refused = refused
 
 reduces = reduce.register       # as a decorator: registers a reducer for a type and its subclasses
 
@@ -122,6 +131,7 @@ def _(cls, pickler):
 def _(f, pickler):
     """Pickle a function. If it is a library's without a name, only a dispatch table refers to it;
     then by value, but without its globals: in the worker, the module has these"""
+    if call := decoration(f): return _reduce_decorated(f, *call)
     if not _is_of_library(f): return _reduce_definition(f, pickler)
     reduced = cloudpickle.Pickler.reducer_override(pickler, f)
     if not isinstance(reduced, tuple): return reduced       # by name
@@ -177,6 +187,67 @@ def _keep_slots(
     slots = [k for k,v in attrs.items() if isinstance(v, types.MemberDescriptorType)]
     for k in ('__slots__','__slotnames__',*slots): attrs.pop(k, None)
 
+# %% ../../nbs/payload/100_reducers.ipynb #53b0273c
+def decoration(o):
+    """Return `(decorator, *arguments)`, whose call makes a cached, dispatching or compiled function
+    such as `o`; None if `o` is another object, or is a library's and has a name there"""
+    found = _decoration(o)
+    return None if not found or _is_named_by_library(o) else found
+
+def _decoration(o):
+    "As `decoration`, also for functions of libraries"
+    if isinstance(o, functools._lru_cache_wrapper):
+        return with_empty_cache,o.__wrapped__,o.cache_parameters()
+    module = o.__globals__.get('__name__')      # of the decorator: the code is an inner function's
+    inner = dict(zip(o.__code__.co_freevars, o.__closure__ or ()))
+    if module == 'functools' and isinstance(getattr(o, 'registry', None), types.MappingProxyType):
+        return singledispatch,o.__wrapped__
+    if module == 'torch._dynamo.eval_frame' and 'fn' in inner and 'self' in inner:
+        # the context that `torch.compile` applies to the function; torch pickles those of models
+        return inner['self'].cell_contents,o._torchdynamo_orig_callable
+    return None
+
+def with_empty_cache(f, parameters): return functools.lru_cache(**parameters)(f)
+
+def _is_named_by_library(o):
+    module = sys.modules.get(o.__module__)
+    if module is None or o.__module__ == '__main__': return False
+    try: return operator.attrgetter(getattr(o, '__qualname__', o.__name__))(module) is o
+    except AttributeError: return False
+
+def _decorate(decorator, *args): return decorator(*args)
+
+@reduces(functools._lru_cache_wrapper)
+def _(f, pickler):
+    call = decoration(f)
+    return _reduce_decorated(f, *call) if call else NotImplemented
+
+def _reduce_decorated(f, decorator, *args):
+    """Reduce a decorated function: to a call of its decorator, its implementations by type, and the
+    attributes that the user has set"""
+    by_type = dict(f.registry) if decorator is singledispatch else {}
+    attrs = {k:v for k,v in vars(f).items() if not (k.startswith('_') or callable(v))}
+    attrs.pop('registry', None)
+    # in a state, since an implementation may refer to the function itself
+    state = by_type,attrs
+    return _decorate, (decorator, *args), state, None, None, set_decorated
+
+def set_decorated(f, state):
+    "Set the state of a loaded function, as `_reduce_decorated` has made it"
+    by_type,attrs = state
+    for cls,implementation in by_type.items(): f.register(cls, implementation)
+    vars(f).update(attrs)
+
+# %% ../../nbs/payload/100_reducers.ipynb #d255d57c
+@reduces(typing.NewType)
+def _(t, pickler):
+    if _is_named_by_library(t): return NotImplemented
+    return typing.NewType, (t.__name__, t.__supertype__)
+
+@reduces(typing.ParamSpec)
+def _(t, pickler):
+    return NotImplemented if _is_named_by_library(t) else (typing.ParamSpec, (t.__name__,))
+
 # %% ../../nbs/payload/100_reducers.ipynb #35f362ea
 @reduces(_thread.LockType)
 def _(lock, pickler): return _thread.allocate_lock, ()
@@ -191,7 +262,7 @@ def _(file, pickler):
     if file is sys.stdout: return getattr, (sys, 'stdout')
     if file is sys.stderr: return getattr, (sys, 'stderr')
     if isinstance(file, (io.StringIO, io.BytesIO)): return NotImplemented
-    raise pickle.PicklingError(f"an open file: {getattr(file, 'name', file)!r}")
+    raise Refused(file, f"an open file: {getattr(file, 'name', file)!r}")
 
 def _closed_file():
     file = io.StringIO()
@@ -206,6 +277,27 @@ def _(handle, pickler):
     return (_unused_handle, ()) if is_gone else NotImplemented
 
 def _unused_handle(): return RemovableHandle(collections.OrderedDict())
+
+# %% ../../nbs/payload/100_reducers.ipynb #deb571cc
+@reduces(BaseException)
+def _(e, pickler):
+    """Pickle an exception whose class has an `__init__` of its own; others, and those that say how
+    they are pickled, as they are"""
+    cls = type(e)
+    is_pickled_by_python = isinstance(cls.__reduce__, types.MethodDescriptorType)
+    if not (is_pickled_by_python and isinstance(cls.__init__, types.FunctionType)):
+        return NotImplemented
+    made,args,*state = e.__reduce__()
+    return (new_exception, (cls, args), *state) if made is cls else NotImplemented
+
+def new_exception(cls, args):
+    "Return an exception with these `args`, made by the builtin class that `cls` is derived from"
+    builtin = next(c for c in cls.__mro__ if not c.__flags__ & _MADE_IN_PYTHON)
+    e = builtin.__new__(cls, *args)
+    builtin.__init__(e, *args)
+    return e
+
+_MADE_IN_PYTHON = 1 << 9    # the flag Py_TPFLAGS_HEAPTYPE of a class
 
 # %% ../../nbs/payload/100_reducers.ipynb #90b4bef9
 @reduces(weakref.ref)
@@ -274,6 +366,8 @@ def referents(o):
     if isinstance(o, (list,tuple,set,frozenset)): return [('[{}]',i,v) for i,v in enumerate(o)]
     if isinstance(o, partial): return _attributes(o, 'func', 'args', 'keywords')
     if isinstance(o, types.MethodType): return _attributes(o, '__self__', '__func__')
+    is_function = isinstance(o, (types.FunctionType,functools._lru_cache_wrapper))
+    if is_function and (call := decoration(o)): return [('.__wrapped__', '', call[1])]
     if isinstance(o, types.FunctionType):
         return [(_VARIABLE_TEMPLATES[kind],k,v) for (kind,k),v in function_variables(o).items()]
     if isinstance(o, (staticmethod,classmethod)): return [('', '', o.__func__)]

@@ -19,6 +19,7 @@ from ..base.device import in_bad_fork, reset_device_count
 from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
 from ..payload.buffers import Block, Packed
+from ..payload.pickling import dump, load
 from ..payload.reducers import attr_of
 from .helper import end_forks_with_parent, end_with_parent
 
@@ -362,10 +363,22 @@ def _call_entry(channel, task):
 _MAX_EXCEPTION_BYTES = 2**20    # of a pickled exception that is sent
 
 def _pickled(exc):
-    "Return the exception as bytes, or b'' if it can't be pickled or is too large"
-    try: data = cloudpickle.dumps(exc)
+    "Return the exception as bytes for `load_exception`; b'' if it can't be pickled or is too large"
+    try:
+        payload = dump(exc)
+        data = pickle.dumps((payload.meta, [*map(bytes, payload.buffers)]))
     except BaseException: return b''    # `__reduce__` is user code, and may even exit
     return data if len(data) <= _MAX_EXCEPTION_BYTES else b''
+
+def load_exception(data # `Failure.original`
+):
+    "In the notebook: return the exception of a rank; None if it can't be loaded here"
+    if not data: return None
+    try:
+        meta,buffers = pickle.loads(data)
+        return load(meta, [*map(bytearray, buffers)], keep_classes=True)
+    # its class may exist in the worker only, and what is pickled may exit here
+    except BaseException: return None
 
 def _value_of(
     o,       # `Channel.where` or `Channel.items`

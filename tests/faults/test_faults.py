@@ -57,7 +57,7 @@ def test_table(what, place, rank, tmp_path):
     err, text = caught.value, str(caught.value)
     assert marker.exists() and err.rank == rank, text
     if what in RAISED:
-        assert type(err) is RankRaised and err.failure.kind == RAISED[what]
+        assert isinstance(err, RankRaised) and err.failure.kind == RAISED[what]
         assert remedy_for(err.failure.kind, err.failure.message) in text
         if what == 'silent exception' and not PLACES[place]: assert 'without a message' in text
         assert 'Your code:' in text and text.index('Your code:') < text.index('Traceback of rank')
