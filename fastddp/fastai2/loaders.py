@@ -164,7 +164,8 @@ class ShardedDL(Sharded):
 
 _SKIPPED = ("an item was skipped (SkipItemException). One process fills its batch up from the "
             "items that follow; workers that build only their own items can't. Leave such items "
-            "out of the dataset beforehand.")
+            "out of the dataset beforehand, or have every worker read all items: "
+            "learn.dls.train.reads_whole = True.")
 
 def _is_own(dl, name):
     "Return True if `dl` or its class overrides `name` of fastai's `DataLoader`."
@@ -326,6 +327,7 @@ def why_whole(dl,   # A user's loader
 ):
     """Return why every rank must read all of `dl`, as the end of a sentence about it; None if it is
     divided by items."""
+    if getattr(dl, 'reads_whole', False): return "its attribute `reads_whole` is True"
     if isinstance(dl, TorchLoader): return why_whole_torch(dl)
     if not isinstance(dl, DataLoader): return "it is no DataLoader of fastai's or torch's"
     own = [k for k in _REPLACED if _is_own(dl, k)]

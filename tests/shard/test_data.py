@@ -444,7 +444,7 @@ def test_a_sharded_loader_can_be_pickled():
 
 def test_a_loader_may_use_our_names():
     class Own(DataLoader):
-        def create_batch(self, b): self.idxs = ['mine']; return super().create_batch(b)
+        def create_item(self, i): self.idxs = ['mine']; return super().create_item(i)
     dl = shard_dl(Own(range(9), bs=2), 1, 2)
     assert [dl.idxs for _ in dl] and dl.idxs == [1, 3, 5, 7]
 
@@ -497,24 +497,94 @@ class Wrapper:
     def __iter__(self): return iter(self.dl)
 
 
-@pytest.mark.parametrize('make, why', [
-    (lambda: OwnBatches(range(9), bs=2), 'own `create_batches`'),
-    (lambda: DataLoader(range(9), bs=2, sample=lambda: iter([1])), 'own `sample`'),
-    (lambda: DataLoader(range(9)), 'bs=None'),
-    (lambda: DataLoader(None, bs=2, indexed=True), 'no length'),
-    (lambda: DataLoader(Stream(9), bs=2), 'no indices'),
-    (lambda: TorchLoader(Stream(9), batch_size=2, num_workers=2), 'num_workers=0'),
-    (lambda: TorchLoader(range(9), batch_size=None), 'batch_size=None'),
-    (lambda: TorchLoader(range(9), sampler=DistributedSampler(range(9), 2, 0)), 'Leave it out'),
-    (lambda: TorchLoader(range(9), batch_sampler=BatchSampler(DistributedSampler(range(9), 2, 0), 2, False)),
-     'Leave it out'),
-    (lambda: Wrapper(DataLoader(range(9), bs=2)), 'Wrapper is no DataLoader'),
-    (lambda: [torch.zeros(3)], 'list is no DataLoader'),
-    (lambda: iter([1]), 'is no DataLoader')])
-def test_refusals_say_what_to_do(make, why):
-    with pytest.raises(CantShard, match=why): check_dl(make(), 2, name='learn.dls.train')
-    with pytest.raises(ValueError, match=why): shard_dl(make(), 0, 2)
+@pytest.mark.parametrize('make', [
+    lambda: TorchLoader(range(9), sampler=DistributedSampler(range(9), 2, 0)),
+    lambda: TorchLoader(range(9), batch_sampler=BatchSampler(DistributedSampler(range(9), 2, 0), 2, False))])
+def test_refusals_say_what_to_do(make):
+    with pytest.raises(CantShard, match='Leave it out'): check_dl(make(), 2, name='learn.dls.train')
+    with pytest.raises(ValueError, match='Leave it out'): shard_dl(make(), 0, 2)
     check_dl(make(), 1)
+
+
+# ---- loaders that every rank reads
+class Pairs(DataLoader):
+    def create_batches(self, samps):
+        for a in self.get_idxs()[::2]: yield torch.tensor([a, a+1])
+
+
+class SideBySide:
+    "Two loaders, for a model with two kinds of inputs"
+    def __init__(self, *dls): self.dls = dls
+    def __iter__(self): return zip(*self.dls)
+    def __len__(self): return len(self.dls[0])
+
+
+class Sized(Stream):
+    def __len__(self): return 9
+
+
+class Split(IterableDataset):
+    "Each of its loader's processes yields a part, and takes that of its rank where it finds one"
+    def __len__(self): return 8
+    def __iter__(self):
+        import os
+        rank, n = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1)))
+        if torch.distributed.is_initialized(): rank, n = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        info = torch.utils.data.get_worker_info()
+        w, nw = (info.id, info.num_workers) if info else (0, 1)
+        yield from range(w+nw*rank, 8, nw*n)
+
+
+WHOLE = {
+    'own create_batches': lambda: Pairs(range(8), bs=2, num_workers=0),
+    'own iterable': lambda: Wrapper(DataLoader(range(9), bs=2, shuffle=True)),
+    'side by side': lambda: SideBySide(*(DataLoader(range(a, a+9), bs=2, shuffle=True) for a in (0, 10))),
+    'list of batches': lambda: [torch.tensor([i, i+10]) for i in range(5)],
+    'no indices': lambda: DataLoader(Sized(9), bs=2),
+    'stream in processes': lambda: TorchLoader(Sized(9), batch_size=2, num_workers=2),
+    'shards itself': lambda: TorchLoader(Split(), batch_size=2, num_workers=2),
+    'skips items': lambda: reads_whole(DataLoader(range(12), bs=2, after_item=skipping({3, 4, 6}), shuffle=True))}
+
+
+def reads_whole(dl):
+    dl.reads_whole = True
+    return dl
+
+
+def flat(b): return [int(o) for t in (b if isinstance(b, (tuple, list)) else [b]) for o in torch.as_tensor(t).flatten()]
+
+
+@pytest.mark.parametrize('n', [2, 3])
+@pytest.mark.parametrize('name', WHOLE)
+def test_what_cant_be_divided_by_items_is_read_by_every_rank(name, n, monkeypatch):
+    "Its batches are those of one process, dealt out in turn; in training the last round may lack some"
+    monkeypatch.setenv('RANK', '1')
+    seed()
+    batches = [flat(b) for b in WHOLE[name]()] if name != 'shards itself' else [[0, 2], [1, 3], [4, 6], [5, 7]]
+    for train in True, False:
+        seed()
+        common = CommonRNG.capture().state()
+        dls = [shard_dl(WHOLE[name](), r, n, train=train, common=CommonRNG(common)) for r in range(n)]
+        got = [[flat(b) for b in dl] for dl in dls]
+        counts = [[count for count, _ in dl.counts] for dl in dls]
+        if train: assert len({*map(len, got)}) == 1
+        kept = [[b for b, count in zip(bs, cs) if count] for bs, cs in zip(got, counts)]
+        assert [kept[i % n][i//n] for i in range(len(batches))] == batches
+        assert sum(map(sum, counts)) == sum(len(dl.idxs) for dl in dls)
+
+
+@pytest.mark.parametrize('name', ['own iterable', 'side by side', 'skips items'])
+def test_the_rows_of_a_batch_are_dealt_out_where_it_is_the_global_one(name):
+    seed()
+    batches = [flat(b) for b in WHOLE[name]()]
+    common = CommonRNG.capture().state()
+    seed()
+    common = CommonRNG.capture().state()
+    dls = [shard_dl(WHOLE[name](), r, 2, 'global', common=CommonRNG(common)) for r in range(2)]
+    got = [[flat(b) for b in dl] for dl in dls]
+    for k, b in enumerate(batches):
+        (n0, total), (n1, _) = dls[0].counts[k], dls[1].counts[k]
+        assert n0+n1 == total and {*got[0][k]} | {*got[1][k]} == {*b}
 
 
 def test_a_distributed_sampler_for_one_is_harmless():
@@ -539,6 +609,8 @@ def test_fewer_items_than_workers():
     check_dl(DataLoader(range(2), bs=2), 3)
 
 
-def test_a_batch_smaller_than_the_ranks():
-    with pytest.raises(CantShard, match='batch of 2 is smaller'): check_dl(DataLoader(range(9), bs=2), 3, 'global')
+def test_a_batch_smaller_than_the_ranks_leaves_some_without_items():
+    check_dl(DataLoader(range(9), bs=2), 3, 'global')
+    dls = ranks(lambda: DataLoader(range(4), bs=2), 3, batch='global')
+    assert [[o for o, _ in dl.counts] for dl in dls if [*dl]] == [[1, 1], [1, 1], [0, 0]]
     with pytest.raises(ValueError, match="use 'per_worker' or"): check_dl(DataLoader(range(9), bs=2), 3, 'local')
