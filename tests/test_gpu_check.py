@@ -13,6 +13,7 @@ from gpu.table import Table
 from gpu.waits import HostReads
 
 sys.path.remove(str(root/'benchmarks'))
+import simulated_gpu.build
 
 
 def dry(tmp_path, *args):
@@ -54,6 +55,26 @@ def test_what_the_pages_say_of_gpus_is_a_row_or_unproven():
     table = claims.table(claims.results())
     assert table in (root/'docs'/'gpus.md').read_text(encoding='utf-8'), 'python benchmarks/gpu/claims.py'
     assert ('Nothing has been run on a GPU yet' in readme) == (not claims.results())
+
+
+def test_each_claim_has_a_test_on_simulated_gpus_or_a_reason():
+    text = '\n'.join(o.read_text(encoding='utf-8') for o in (root/'tests'/'simulated_gpu').glob('test_*.py'))
+    named = {o for c in claims.CLAIMS for o in c.tests}
+    assert [o for o in named if f'def {o}(' not in text] == []
+    assert [c.what for c in claims.CLAIMS if not (c.tests or c.real)] == []
+
+
+@pytest.mark.full
+def test_a_section_on_simulated_gpus(tmp_path):
+    if why := simulated_gpu.build.why_not(): pytest.skip(why)
+    out = tmp_path/'found'
+    done = subprocess.run([sys.executable, 'tools/gpu.py', '--simulated', '--out', str(out), '--only', 'stop,parity'],
+                          cwd=root, capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=str(root)))
+    found = json.loads(out.with_suffix('.json').read_text())
+    assert done.returncode == 0 and found['dry'], done.stderr[-3000:]
+    rows = {o['what']: o['ok'] for o in found['rows']}
+    assert rows['2 ranks, batch norm synchronised: weights of one process to 1e-4'], rows
+    assert rows['interrupt within a step: no memory left'] and False not in rows.values(), rows
 
 
 def row(what, ok): return dict(section='', what=what, ok=ok, detail='')

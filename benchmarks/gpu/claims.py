@@ -19,6 +19,8 @@ class Claim(NamedTuple):
     what: str           # As the table says it
     rows: tuple         # Expressions, each for a row at least; none: nothing checks it
     said: tuple = ()    # Elsewhere on the pages (`PAGES`), in these words
+    tests: tuple = ()   # Of tests/simulated_gpu, which hold it on simulated GPUs
+    real: str = ''      # Why it needs a real one, wholly or in part
 
 
 ALL = r'\d+ ranks'
@@ -26,54 +28,86 @@ CLAIMS = [
     Claim('`learn.distrib_fit_one_cycle(5)` trains on all visible GPUs, one process for each',
           (f'{ALL}, fit 1: device of each rank', f'{ALL}, fit 1: one context per worker, on its own GPU'),
           ('on all your GPUs', 'and more than one GPU. This', 'one process for each GPU', 'all visible GPUs;',
-           '`learn.distrib_fit_one_cycle` on all GPUs', 'which GPUs')),
+           '`learn.distrib_fit_one_cycle` on all GPUs', 'which GPUs'),
+          tests=('test_each_rank_uses_its_gpu_only',)),
     Claim('`gpus=[3, 1]`: exactly these, in this order', ('the last two GPUs in reverse, fit 1: device of each rank',),
-          ('exactly these two GPUs', '`gpus=None`', 'exactly these GPUs, in this order')),
+          ('exactly these two GPUs', '`gpus=None`', 'exactly these GPUs, in this order'),
+          tests=('test_each_rank_uses_its_gpu_only',)),
     Claim('the notebook may have used its GPU before', (r'1 \w+ rank, fit 1: device of each rank',),
           ('when you have used the GPU already', 'The notebook may have used its GPU before',
-           'has never touched CUDA')),
+           'has never touched CUDA'),
+          tests=('test_gradients_come_back_beside_their_parameters', 'test_two_jobs_on_different_gpus'),
+          real='a context of CUDA and a fork'),
     Claim('the same parameters come back, on their GPU, and train on there',
           (r'1 \w+ rank: the same parameters, back on .*', r'1 \w+ rank: trains on in this process',
-           f'{ALL}: the same parameters, back on .*')),
+           f'{ALL}: the same parameters, back on .*'),
+          tests=('test_the_answer_of_one_process', 'test_what_a_callback_keeps')),
     Claim('the workers leave nothing on a GPU', (r'1 \w+ rank: GPU memory afterwards as before',
-                                               f'{ALL}: GPU memory afterwards as before')),
+                                               f'{ALL}: GPU memory afterwards as before'),
+          tests=('test_workers_of_a_block_keep_nothing_on_their_gpus',),
+          real='memory of contexts and kernels'),
     Claim("while workers train, the notebook's copy of the model is on the CPU",
-          ("the notebook's copy lies on the CPU while workers train",)),
+          ("the notebook's copy lies on the CPU while workers train",),
+          tests=('test_while_workers_train_the_notebook_holds_nothing_on_its_gpu',)),
     Claim('N GPUs with batch b are one with batch N·b, in float32 and in bf16',
-          (f'{ALL}, float32 without TF32: .*', f'{ALL}, bf16: .*'), ('the same answer on N GPUs',)),
-    Claim('one batch norm for all GPUs', (f'{ALL}, batch norm synchronised: .*',)),
+          (f'{ALL}, float32 without TF32: .*', f'{ALL}, bf16: .*'), ('the same answer on N GPUs',),
+          tests=('test_the_answer_of_one_process', 'test_mixed_precision'),
+          real='rounding of its kernels'),
+    Claim('one batch norm for all GPUs', (f'{ALL}, batch norm synchronised: .*',),
+          tests=('test_batch_norm_is_that_of_one_process', 'test_frozen_batch_norms_stay_frozen')),
     Claim('`to_fp16`, `to_bf16`, gradient clipping, channels last and `torch.compile` work',
           tuple(f'{o}, two ranks: trains' for o in ('to_fp16', 'to_bf16', 'to_fp16 with gradient clipping',
-                                                    'channels last', 'torch.compile'))),
+                                                    'channels last', 'torch.compile')),
+          tests=('test_mixed_precision',
+                 'test_where_the_loss_scale_overflows_on_one_rank_all_skip_the_step',
+                 'test_the_answer_of_one_process'),
+          real='channels last and `torch.compile`: its kernels'),
     Claim('`get_preds`, `validate`, `tta` and `lr_find`',
-          ('get_preds: those of this process, in order', 'validate: that of this process', 'tta: .*', 'lr_find: .*')),
+          ('get_preds: those of this process, in order', 'validate: that of this process', 'tta: .*', 'lr_find: .*'),
+          tests=('test_predictions_validations_and_lr_find',)),
     Claim('a step waits for the GPU no more often than fastai does', ('1 rank: waits per step',
-                                                                   f'{ALL}: waits per step')),
+                                                                   f'{ALL}: waits per step'),
+          tests=('test_a_step_waits_for_the_gpu_no_more_often_than_fastais',),
+          real='NCCL'),
     Claim("one rank makes 0.99 of plain fastai's steps per second, and 0.97 of a hand-written script's",
           ('.*: steps per second over those of plain learn.fit',
-           '.*: steps per second over those of a DDP script')),
-    Claim('50 fits and a failure leave GPU memory flat', (r'\d+ fits and a failure: GPU memory flat to 1 MiB',)),
+           '.*: steps per second over those of a DDP script'),
+          real='speed'),
+    Claim('50 fits and a failure leave GPU memory flat', (r'\d+ fits and a failure: GPU memory flat to 1 MiB',),
+          tests=('test_twenty_fits_leave_memory_flat',),
+          real='memory of contexts and kernels'),
     Claim('out of memory on one rank is an error that says so, and the next fit works',
-          ('out of memory on one rank: RankRaised says so', 'out of memory on one rank: the next fit works')),
+          ('out of memory on one rank: RankRaised says so', 'out of memory on one rank: the next fit works'),
+          tests=('test_a_fit_that_ends_early_leaves_no_memory_and_the_next_one_works',)),
     Claim('the stop button works within a step, and leaves no memory behind',
-          ('interrupt within a step: KeyboardInterrupt', 'interrupt within a step: no memory left')),
-    Claim('a fit that fails leaves the last complete epoch, which is copied from the GPU while the next one runs',
-          ('a fit that fails leaves the last complete epoch',)),
-    Claim('`in_torchddp` gives each process its GPU', (), ('one GPU each',)),
-    Claim('GPUs of several machines', ()),
+          ('interrupt within a step: KeyboardInterrupt', 'interrupt within a step: no memory left'),
+          tests=('test_a_fit_that_ends_early_leaves_no_memory_and_the_next_one_works',),
+          real='a kernel that runs'),
+    Claim('a fit that fails leaves the last complete epoch',
+          ('a fit that fails leaves the last complete epoch',),
+          tests=('test_a_fit_that_goes_on_from_a_checkpoint',)),
+    Claim('`in_torchddp` gives each process its GPU', (), ('one GPU each',),
+          tests=('test_a_function_has_a_gpu_in_each_process',)),
+    Claim('GPUs of several machines', (),
+          real='NCCL between machines'),
     Claim('background jobs on GPUs of their own', (),
           ('so is a job that shares a GPU with another job, the open block of another learner or a standing cluster',
-           '`ranch` is not checked, since its function may use no GPU')),
+           '`ranch` is not checked, since its function may use no GPU'),
+          tests=('test_two_jobs_on_different_gpus',)),
     Claim('the learner stays on its GPU while a job runs, and a line says what it keeps there',
           ('a job: the learner stays where it is', 'a job: a line says what the learner keeps'),
-          ('The learner stays on its GPU while a job runs', 'If a worker trains on that GPU')),
+          ('The learner stays on its GPU while a job runs', 'If a worker trains on that GPU'),
+          tests=('test_a_background_job',)),
     Claim('with `offload=True` it is on the CPU until the result',
           ('a job with offload=True: the learner is on the CPU', 'a job with offload=True: the learner is back'),
-          ('moves `learn` from its GPU to the CPU',)),
+          ('moves `learn` from its GPU to the CPU',),
+          tests=('test_a_background_job',)),
     Claim('the line of `see_load=True` has the load and memory of each GPU', (),
-          ('the load and memory of its GPU if pynvml is installed',)),
+          ('the load and memory of its GPU if pynvml is installed',),
+          real='pynvml'),
     Claim("AMD's GPUs (`cuda` to torch) and Intel's (`xpu`, over `xccl`)", (),
-          ("AMD's GPUs are `cuda` to torch",)),
+          ("AMD's GPUs are `cuda` to torch",),
+          real='other drivers'),
 ]
 
 # Words about GPUs that promise nothing that could fail on one
@@ -105,8 +139,16 @@ def state(claim, found):
     return ', '.join(said) or 'unproven'
 
 
+def simulated(claim):
+    "What holds the claim on simulated GPUs, as Markdown, and what only a real one can show"
+    shown = ', '.join(f'`{o}`' for o in claim.tests)
+    needs = f'needs a real one: {claim.real}' if claim.real else ''
+    return '; '.join(filter(None, [shown, needs]))
+
+
 def table(found):
-    return '\n'.join(['| | on a GPU |', '|---|---|', *(f'| {o.what} | {state(o, found)} |' for o in CLAIMS)])
+    rows = [f'| {o.what} | {simulated(o)} | {state(o, found)} |' for o in CLAIMS]
+    return '\n'.join(['| | on simulated GPUs | on a GPU |', '|---|---|---|', *rows])
 
 
 def main():

@@ -1,25 +1,33 @@
 """The machine at hand: its GPUs, or, in a dry run, the CPU in their place, so that every line runs without one.
 
-Whatever differs between the two stands here. A dry run proves that the checks work, and nothing about GPUs.
+Whatever differs between the two stands here. A dry run proves that the checks work, and nothing about GPUs. Simulated
+GPUs (tests/simulated_gpu) show where tensors are and what is computed, and nothing about speed, NCCL and drivers.
 """
 import os, statistics, time
 import torch
 from fastddp.all import Local
 
-DRY = os.environ.get('FASTDDP_GPU_CHECK') == 'dry'      # set by `gpu_check.py --dry`, so that workers know it, too
+KIND = os.environ.get('FASTDDP_GPU_CHECK')      # set by `gpu_check.py`, so that workers know it, too
+DRY, SIMULATED = KIND == 'dry', KIND == 'simulated'
 
 
 def n_gpus(): return 2 if DRY else torch.accelerator.device_count()
 def device(i=0): return torch.device('cpu') if DRY else torch.device(torch.accelerator.current_accelerator().type, i)
 def name(): return 'dry run on the CPU' if DRY else torch.get_device_module().get_device_name(0)
-def backend(): return 'gloo' if DRY else 'nccl'
-def size(real, dry): return dry if DRY else real
+def backend(): return 'gloo' if DRY else 'vccl' if SIMULATED else 'nccl'
+def size(real, dry): return dry if DRY or SIMULATED else real
 
 
 def ranks(n, shared=False, **options):
     "Options of a distributed word: `n` ranks on a GPU each, or by gloo on the first, where `shared`"
-    gpus = [] if DRY else [0]*n if shared else list(range(n))
-    return dict(nprocs=n, launcher=Local(gpus=gpus, backend='gloo' if shared or DRY else None, **options))
+    gpus = [] if DRY else shared_gpus(n) if shared else list(range(n))
+    backend = 'gloo' if DRY or shared and not SIMULATED else None
+    return dict(nprocs=n, launcher=Local(gpus=gpus, backend=backend, **options))
+
+
+def shared_gpus(n):
+    "Those of `n` ranks that share one; gloo takes no tensors of simulated GPUs, so there each has its own"
+    return list(range(n)) if SIMULATED else [0]*n
 
 
 def use_first():

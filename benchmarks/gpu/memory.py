@@ -13,7 +13,8 @@ class OutOfMemory(Callback):
     run_valid = False
     def before_batch(self):
         if self.iter != 1 or group.rank() != group.world_size()-1: return
-        if machine.DRY: raise torch.OutOfMemoryError('CUDA out of memory. (A dry run has none that could end.)')
+        if machine.DRY or machine.SIMULATED:
+            raise torch.OutOfMemoryError('CUDA out of memory. (A dry run has none that could end.)')
         self.kept = [torch.empty(2**36, dtype=torch.uint8, device=self.learn.dls.device) for _ in range(100)]
 
 

@@ -9,7 +9,7 @@ from .learners import learner
 
 def compiled(learn):
     # what inductor makes for a CPU takes minutes, and isn't what runs on a GPU
-    learn.model = torch.compile(learn.model, backend='eager' if machine.DRY else 'inductor')
+    learn.model = torch.compile(learn.model, backend='eager' if machine.DRY or machine.SIMULATED else 'inductor')
     return learn
 
 

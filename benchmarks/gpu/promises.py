@@ -48,7 +48,8 @@ def check(table):
     one, n = machine.ranks(1), machine.n_gpus()
     cpu = machine.DRY
     fit_and_look(table, f'1 {machine.backend()} rank', [-1] if cpu else [0], **one)
-    fit_and_look(table, '2 gloo ranks on one GPU', [-1, -1] if cpu else [0, 0], **machine.ranks(2, shared=True))
+    fit_and_look(table, '2 gloo ranks on one GPU', [-1, -1] if cpu else machine.shared_gpus(2),
+                 **machine.ranks(2, shared=True))
     if n > 1:
         fit_and_look(table, f'{n} ranks', [-1]*n if cpu else list(range(n)), **machine.chosen(n))
         fit_and_look(table, 'the last two GPUs in reverse', [-1, -1] if cpu else [n-1, n-2],

@@ -30,8 +30,8 @@ class Table:
 
     def save(self, path):
         "Writes `path`.json and `path`.md"
-        about = dict(machine=machine.name(), gpus=machine.n_gpus(), dry=machine.DRY, torch=torch.__version__,
-                     python=platform.python_version(), date=time.strftime('%Y-%m-%d'))
+        about = dict(machine=machine.name(), gpus=machine.n_gpus(), dry=machine.DRY or machine.SIMULATED,
+                     torch=torch.__version__, python=platform.python_version(), date=time.strftime('%Y-%m-%d'))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix('.json').write_text(json.dumps(dict(**about, rows=self.rows), indent=1)+'\n')
         path.with_suffix('.md').write_text(self.page(about))
@@ -41,7 +41,8 @@ class Table:
         lines = [f"# {about['gpus']} x {about['machine']}", '',
                  f"torch {about['torch']}, Python {about['python']}, {about['date']}."]
         if about['dry']:
-            lines += ['', '**A dry run without a GPU: it proves that these checks run, and nothing else.**']
+            lines += ['', '**A dry run without a GPU: it proves that these checks run, and nothing else.**'
+                      if machine.DRY else '**Simulated GPUs: nothing here is about speed, NCCL or drivers.**']
         last = None
         for o in self.rows:
             if o['section'] != last: lines += ['', f"## {o['section']}", '', '| what | | detail |', '|---|---|---|']

@@ -488,7 +488,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- autocast
-// Products are made in the lower precision, the loss in float32
+// Products are made in the lower precision, norms and the loss in float32
 
 at::Tensor lower(const at::Tensor& t) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
@@ -516,12 +516,24 @@ at::Tensor cast_cross_entropy(const at::Tensor& x, const at::Tensor& y, const st
   NoAutocast guard(c10::DispatchKey::AutocastPrivateUse1);
   return at::cross_entropy_loss_symint(x.to(at::kFloat), y, w, reduction, ignored, smoothing);
 }
+at::Tensor cast_group_norm(const at::Tensor& x, int64_t groups, const std::optional<at::Tensor>& w,
+                           const std::optional<at::Tensor>& b, double eps, bool cudnn) {
+  NoAutocast guard(c10::DispatchKey::AutocastPrivateUse1);
+  return at::group_norm(x.to(at::kFloat), groups, w, b, eps, cudnn);
+}
+at::Tensor cast_layer_norm(const at::Tensor& x, Sizes shape, const std::optional<at::Tensor>& w,
+                           const std::optional<at::Tensor>& b, double eps, bool cudnn) {
+  NoAutocast guard(c10::DispatchKey::AutocastPrivateUse1);
+  return at::layer_norm_symint(x.to(at::kFloat), shape, w, b, eps, cudnn);
+}
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   m.impl("linear", &cast_linear);
   m.impl("matmul", &cast_matmul);
   m.impl("conv2d", &cast_conv2d);
   m.impl("cross_entropy_loss", &cast_cross_entropy);
+  m.impl("group_norm", &cast_group_norm);
+  m.impl("layer_norm", &cast_layer_norm);
 }
 
 // ------------------------------------------------------------------------ batch norm over ranks: no kernels on the CPU

@@ -45,7 +45,7 @@ class Losses(Callback):
     def tensors(self): return [*self.all, self.mean]
 
 
-@pytest.mark.parametrize('kind', [Ema, EmaModel, Counts, Losses])
+@pytest.mark.parametrize('kind', long_but([Ema, EmaModel, Counts, Losses], Ema, Losses))
 @on_gpus()
 def test_what_a_callback_keeps(kind):
     for home in gpu(0), gpu(1):
@@ -161,6 +161,7 @@ def test_data_transforms_and_losses_with_tensors_on_the_gpu():
             assert places(learn) == {gpu(1)}
 
 
+@pytest.mark.full
 @on_gpus()
 def test_a_fit_that_goes_on_from_a_checkpoint(tmp_path):
     "In the same kernel, after a failure; and from the file"
