@@ -559,12 +559,10 @@ def flat(b): return [int(o) for t in (b if isinstance(b, (tuple, list)) else [b]
 def test_what_cant_be_divided_by_items_is_read_by_every_rank(name, n, monkeypatch):
     "Its batches are those of one process, dealt out in turn; in training the last round may lack some"
     monkeypatch.setenv('RANK', '1')
-    seed()
-    batches = [flat(b) for b in WHOLE[name]()] if name != 'shards itself' else [[0, 2], [1, 3], [4, 6], [5, 7]]
+    batches = [[0, 2], [1, 3], [4, 6], [5, 7]]
+    if name != 'shards itself': (batches,), _ = one_process(WHOLE[name], 1, flat)
     for train in True, False:
-        seed()
-        common = CommonRNG.capture().state()
-        dls = [shard_dl(WHOLE[name](), r, n, train=train, common=CommonRNG(common)) for r in range(n)]
+        dls = ranks(WHOLE[name], n, train=train)
         got = [[flat(b) for b in dl] for dl in dls]
         counts = [[count for count, _ in dl.counts] for dl in dls]
         if train: assert len({*map(len, got)}) == 1
@@ -575,12 +573,8 @@ def test_what_cant_be_divided_by_items_is_read_by_every_rank(name, n, monkeypatc
 
 @pytest.mark.parametrize('name', ['own iterable', 'side by side', 'skips items'])
 def test_the_rows_of_a_batch_are_dealt_out_where_it_is_the_global_one(name):
-    seed()
-    batches = [flat(b) for b in WHOLE[name]()]
-    common = CommonRNG.capture().state()
-    seed()
-    common = CommonRNG.capture().state()
-    dls = [shard_dl(WHOLE[name](), r, 2, 'global', common=CommonRNG(common)) for r in range(2)]
+    (batches,), _ = one_process(WHOLE[name], 1, flat)
+    dls = ranks(WHOLE[name], 2, batch='global')
     got = [[flat(b) for b in dl] for dl in dls]
     for k, b in enumerate(batches):
         (n0, total), (n1, _) = dls[0].counts[k], dls[1].counts[k]
