@@ -124,6 +124,15 @@ def generator_state(v):
     if isinstance(v, np.random.Generator): return v.bit_generator.state
     if isinstance(v, (np.random.RandomState,torch.Generator)): return v.get_state()
 
+def seed_generator(v):
+    "Seed the generator `v` by a number drawn from Python's global stream"
+    seed = random.getrandbits(63)
+    if isinstance(v, random.Random): v.seed(seed)
+    elif isinstance(v, np.random.Generator):
+        v.bit_generator.state = type(v.bit_generator)(seed).state
+    elif isinstance(v, np.random.RandomState): v.seed(seed%2**32)
+    else: v.manual_seed(seed)
+
 def set_generator(v, state):
     "Set the generator `v` to the `state` that `generator_state` returned for one of its kind"
     if isinstance(v, random.Random): v.setstate(state)

@@ -11,14 +11,15 @@ from contextlib import contextmanager, nullcontext
 from fastcore.basics import store_attr
 
 from ..base import group
-from ..base.rng import seed_rank
+from ..base.rng import generator_state, seed_generator, seed_rank
 from .clock import OurCallback, _FIRST
-from .loaders import dl_state, follow_original, set_dl_state, shard_batches, shard_dl
+from .loaders import (
+    dl_state, follow_original, order_holders, set_dl_state, shard_batches, shard_dl, why_whole)
 from .step import trained_beside
 from ..payload.state import move_opt_state
 from ..shard.gradients import average_grads, has_values
 from ..shard.same_model import SameWeights, sync_buffers
-from ..shard.sharded import is_sharded, iterate_original, write_back
+from ..shard.sharded import is_sharded, iterate_original, original, write_back
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ddce7439
 # Used here. With *: a collective, which every rank calls:
@@ -63,6 +64,18 @@ def kept_streams(learn,
             if is_sharded(dl): write_back(dl)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #669e5ec3
+def own_generators(loaders):
+    """Return the random generators that data sets keep in attributes, as a list. Each rank draws
+    from its own, as from the global streams, except where all ranks read the same items"""
+    found = {}
+    for dl in map(original, loaders):
+        if why_whole(dl) or getattr(dl, 'dataset', None) is None: continue
+        # those of the order are the same on all ranks
+        of_order = {id(v) for o in order_holders(dl) for v in vars(o).values()}
+        for v in getattr(dl.dataset, '__dict__', {}).values():
+            if generator_state(v) is not None and id(v) not in of_order: found[id(v)] = v
+    return [*found.values()]
+
 class ShardData(OurCallback):
     """A rank's data: shards the loaders of `learn.dls`, and any other one, such as a callback puts
     into `learn.dls`. Seeds this rank's random streams at the beginning of each epoch"""
@@ -103,6 +116,9 @@ class ShardData(OurCallback):
         n = group.world_size()
         if n == 1 or self.together.fit_depth > 1: return   # in a fit inside the fit
         seed_rank(group.rank(), n, self.common, self.epoch)
+        # rank 0's go on as they are, and are the notebook's afterwards
+        if group.rank():
+            for v in own_generators(self.learn.dls.loaders): seed_generator(v)
     def before_train(self): self._shard_own(train=True)
     def before_validate(self): self._shard_own(train=False)
     def _shard_own(self, train):

@@ -20,9 +20,9 @@ from ..base.rng import CommonRNG, generator_state, set_generator
 from ..output.replay import print_line
 from ..shard.gathered_loss import is_list_of_items
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, Step, draw_seed, global_batch_size, iterate_original, note_step,
-    one_iteration, original, pad_shard, refuse_loader, report_errors, sharded_clone, too_few,
-    track_changes, workers_per_rank)
+    CantShard, Shard, Sharded, Step, checksum, draw_seed, global_batch_size, iterate_original,
+    note_step, one_iteration, original, pad_shard, refuse_loader, report_errors, sharded_clone,
+    too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import (
     is_stream, samplers_of, shard_torch, torch_bs, why_not_torch, why_whole_torch)
 from ..shard.trees import map_tensors
@@ -288,6 +288,7 @@ class ReadWhole(_Around):
         start = 0       # position of the global batch in the epoch
         with one_iteration(self, []) as epoch:
             while read := [*itertools.islice(batches, s.n if s.whole_batches else 1)]:
+                if not start: s.first_read = checksum(read)
                 sizes = [*map(n_items, read)]
                 total = sum(sizes)
                 b,own = self._in_turn(read, sizes) if s.whole_batches else self._rows(*read, total)
@@ -417,9 +418,10 @@ _FASTER = ("A fastai or torch DataLoader over a dataset with indices is divided 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87
 # 4. What the next epoch of a loader depends on, and how another loader gets it
 
-def _order_holders(dl):
+def order_holders(dl):
     "Return the objects that decide about the order of a loader: itself, samplers, a stream."
-    if not isinstance(dl, TorchLoader): return [dl]
+    if isinstance(dl, DataLoader): return [dl]
+    if not isinstance(dl, TorchLoader): return [dl] if hasattr(dl, '__dict__') else []
     return [dl, *samplers_of(dl), *([dl.dataset] if is_stream(dl) else ())]
 
 def _order_attrs(o):
@@ -435,7 +437,7 @@ def _order_attrs(o):
 def dl_state(dl # An original loader (of a sharded one: `original(dl)`)
 ):
     "Return what the next epoch of `dl` depends on, for `set_dl_state`, as a dict of plain values."
-    return dict(kept=[*map(_order_attrs, _order_holders(dl))],
+    return dict(kept=[*map(_order_attrs, order_holders(dl))],
                 # None: no callback has changed it
                 bs=changed_bs.get(dl) if isinstance(dl, DataLoader) else None,
                 # the order of the texts of a language model
@@ -445,7 +447,7 @@ def set_dl_state(dl,   # A loader like the one whose state it is
                  state # As of `dl_state`
 ):
     "Bring `dl` into a state; its next epoch is the one that the other loader would have had."
-    for o,(generators,counters) in zip(_order_holders(dl), state['kept']):
+    for o,(generators,counters) in zip(order_holders(dl), state['kept']):
         # fastai makes a new `rng` for each epoch, and copies of the loader may share the old one
         if isinstance(o, DataLoader) and 'rng' in generators: o.rng = random.Random()
         for k,st in generators.items():

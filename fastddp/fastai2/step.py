@@ -25,6 +25,7 @@ from ..shard.gathered_loss import AVERAGED, LocalBatch, is_list_of_items
 from ..shard.gradients import (
     FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
 from ..shard.loss import class_weights, loss_name, loss_part
+from ..shard.sharded import CantShard
 from ..shard.trees import tensors_in
 
 # A training batch on N ranks: all its votes (`Together.vote`) and collective operations, in order.
@@ -297,6 +298,11 @@ def how_to_average(result, lacks_items, uses_ddp):
 _LEAVES_STEPS = ("{} leaves batches before their step. If it counts items to accumulate gradients, "
                  "it sees those of its worker, 1/{} of each batch: divide its number by that, or "
                  "use fastai's GradientAccumulation, which counts the items of all workers.")
+_OTHER_BATCHES = (
+    "Every worker reads all of learn.dls.train, and they have read different batches: its order "
+    "comes from a generator of its own, or from the time. Draw it from the global stream of Python, "
+    "NumPy or torch (random, np.random, torch.randperm), which is the same on all workers here, or "
+    "from a generator with a fixed seed.")
 _IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
 _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
 
@@ -428,11 +434,14 @@ class StepSync(OurCallback):
                                     loss, cbs)
         numbers = batch.loss.numbers(loss) | dict(stateful=self.losses.is_stateful_here)
         if self.uses_ddp(): numbers |= self.overlapped.status(loss)
+        if learn.iter == 0: numbers |= dict(layout=self._first_read())
         result = self.together.vote('begin_pass', backward=1., **numbers)
+        if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
         self.losses.is_stateful |= result.sum('stateful') > 0
         how = self._decide(result)
         batch.loss.combine(result)
         return how
+    def _first_read(self): return getattr(getattr(self.learn.dl, '_shard', None), 'first_read', 0.)
     def _end_without_backward(self):
         """Vote at the end of a batch in which this rank made no backward pass. `learn.loss` becomes
         that of the global batch, if it was computed. If other ranks make a pass, follow them

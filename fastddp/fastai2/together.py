@@ -91,7 +91,9 @@ FIELDS = (
     'mask',             # end_pass: of the parameters with gradients, after a flat pass
     'stateful',         # begin_pass: 1: its loss function changes a state of its own in each call
     'nbytes','items',   # gather: of its predictions and targets: see `shard.gathered_loss`
-    'layout',           # gather: of these; order: of the order of the batches: a checksum
+    # A checksum. gather: of the layout of these; order: of the order of the batches; begin_pass: of
+    # what a rank has read, if every rank reads all
+    'layout',
     'failed',           # gather: 1: the loss raises an error with what all ranks have
     'uncompared',       # end: 1: its weights were not compared since they changed
     'grads')            # end: 1: it has gradients that no step used

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/301_sharded.ipynb #8d0fdf3a
-import contextlib, functools, numbers, os
+import contextlib, functools, numbers, os, zlib
 from multiprocessing.queues import Queue
 from types import MethodType
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from torch._utils import ExceptionWrapper
 from ..base import group
 from ..base.device import visible_cores
 from ..base.errors import CantDistribute
+from .trees import spec_of, tensors_in
 
 # %% ../../nbs/shard/301_sharded.ipynb #567362d2
 # N ranks read the batches that one process would read with N times the batch size. The sections:
@@ -152,6 +153,8 @@ class Shard:
     # `agree_on_order(batches)` returns those of rank 0, a collective operation; None: each rank
     # takes the order that it has drawn
     agree_on_order = None
+    # Of a loader that every rank reads: a `checksum` of what this rank has read for the first step
+    first_read = 0.
     def __init__(self, orig,   # The user's loader
                  rank, n,      # This rank, and the number of ranks
                  bs,           # Items of a full global batch; None where a batch sampler decides
@@ -277,6 +280,13 @@ def is_sharded(dl):
 def original(dl):
     "Return the user's loader: the one that `dl` was made from if it is sharded, else `dl`"
     return dl._shard.orig if is_sharded(dl) else dl
+
+def checksum(tree):
+    "Return a number that differs where the tensors and numbers in a tree do"
+    tensors = [t.detach().cpu().contiguous() for t in tensors_in(tree)]
+    crc = zlib.crc32(repr(spec_of(tree)).encode())
+    for t in tensors: crc = zlib.crc32(group.bytes_of(t).numpy(), crc)
+    return float(crc)
 
 _END = object()
 

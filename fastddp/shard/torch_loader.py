@@ -12,7 +12,7 @@ from torch.utils.data import (
     BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
 from .sharded import (
-    Shard, Sharded, clone_loader, draw_seed, global_batch_size, iterate_original,
+    Shard, Sharded, checksum, clone_loader, draw_seed, global_batch_size, iterate_original,
     report_errors, sharded_clone, track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
@@ -89,9 +89,14 @@ class _StepItems(IterableDataset):
     def __iter__(self):
         s = self.shard
         epoch = s.epoch         # kept, since another iteration may begin before this one ends
-        for step in s.steps(iterate_original(s.global_batches, s.common)):
+        for step in s.steps(self._batches()):
             epoch.steps.append(step._replace(items=()))
             yield step.items
+    def _batches(self):
+        s = self.shard
+        for i,batch in enumerate(iterate_original(s.global_batches, s.common)):
+            if not i: s.first_read = checksum(batch)
+            yield batch
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #6499a74a
 class ShardedTorch(Sharded):

@@ -377,8 +377,8 @@ def detect_sum(p, ys): return sum((p[i, :2]-t['boxes']).pow(2).sum() for i, t in
 def detect_lists(ps, ys): return torch.stack([(p[:2]-t['boxes']).pow(2).mean() for p, t in zip(ps, ys)]).mean()**.5
 def detection(): return dict(data=boxes, loss_func=detect_mean, collate=collate)
 def detection_that_sums(): return dict(data=boxes, loss_func=detect_sum, collate=collate, lr=.01)
-def detection_of_lists(): return dict(data=boxes, model=Wraps(lambda t: [*t.unbind()]), loss_func=detect_lists,
-                                      collate=collate)
+def detection_of_lists(): return dict(data=boxes, model=Wraps(lambda t: [*t.unbind()], 7),
+                                      loss_func=detect_lists, collate=collate)
 
 
 # Others

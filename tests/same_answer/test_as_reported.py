@@ -1,0 +1,198 @@
+"""What people reported of several GPUs: orders from generators of one's own, streams that shard themselves, metrics
+that reduce themselves, recorders of libraries, detection."""
+import os, random, time
+import numpy as np, pytest, torch, torch.distributed as dist
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Metric, Recorder
+from torch.utils.data import DataLoader as TorchLoader, IterableDataset, Sampler, get_worker_info
+from fastddp.base import group
+from fastddp.base.errors import RankRaised
+from as_written import boxes, collate
+from parity import Collect, assert_same, fit_both, items, largest, learner, mlp, seed, values, warm
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
+
+
+# Orders
+
+class Seen(Callback):
+    "Which items all ranks together were trained on"
+    def before_epoch(self): self.mine = []
+    def after_batch(self):
+        if self.training: self.mine += self.y.tolist()
+    def after_epoch(self): self.all = sum(group.all_gather_object(self.mine), [])
+
+
+ORDERS = {'numpy': lambda: np.random.default_rng().permutation(32).tolist(),
+          'python': lambda: random.Random().sample(range(32), 32),
+          'time': lambda: random.Random(os.getpid()+time.time()).sample(range(32), 32)}
+
+
+class Own(Sampler):
+    def __init__(self, how): self.how = how
+    def __len__(self): return 32
+    def __iter__(self): return iter(ORDERS[self.how]())
+
+
+def numbered(n=32): return [(x, torch.tensor(i)) for i, (x, _) in enumerate(items(n))]
+
+
+class OwnStream(IterableDataset):
+    def __init__(self, how): self.how = how
+    def __len__(self): return 32
+    def __iter__(self):
+        data = numbered()
+        return (data[i] for i in ORDERS[self.how]())
+
+
+class OwnIdxs(DataLoader):
+    def get_idxs(self): return ORDERS['numpy']()
+
+
+def modulo(p, y): return torch.nn.functional.cross_entropy(p, y % 3)
+
+
+def over(train):
+    learn = learner(loss_func=modulo)
+    learn.dls = DataLoaders(train, TorchLoader(numbered(8), batch_size=4))
+    return learn
+
+
+@pytest.mark.parametrize('how', ORDERS)
+def test_an_order_from_a_generator_of_ones_own_is_worker_0s_on_all(two, how, capfd):
+    learn, seen = over(TorchLoader(numbered(), batch_size=4, sampler=Own(how))), Seen()
+    learn.distrib_fit(2, nprocs=2, launcher=two, cbs=[seen])
+    assert sorted(seen.all) == [*range(32)]
+    assert capfd.readouterr().out.count("all take worker 0's order") == 1
+
+
+def test_the_same_of_a_loader_that_draws_its_indices(two):
+    seen = Seen()
+    over(OwnIdxs(numbered(), bs=4)).distrib_fit(1, nprocs=2, launcher=two, cbs=[seen])
+    assert sorted(seen.all) == [*range(32)]
+
+
+def test_a_stream_with_an_order_of_its_own_is_refused():
+    with pytest.raises(RankRaised, match='read different batches: its order comes from a generator of its own'):
+        over(TorchLoader(OwnStream('numpy'), batch_size=4)).distrib_fit(1, nprocs=2)
+
+
+class SplitsItself(IterableDataset):
+    "Takes the part of its rank, as streams do that were written for torchrun"
+    def __len__(self): return 32
+    def __iter__(self):
+        n = dist.get_world_size() if dist.is_initialized() else int(os.environ.get('WORLD_SIZE', 1))
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get('RANK', 0))
+        info = get_worker_info()
+        return iter(numbered()[rank::n][info.id::info.num_workers] if info else numbered()[rank::n])
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_a_stream_that_shards_itself_is_read_whole(two, num_workers):
+    learn, seen = over(TorchLoader(SplitsItself(), batch_size=4, num_workers=num_workers)), Seen()
+    learn.distrib_fit(1, nprocs=2, launcher=two, cbs=[seen])
+    assert sorted(seen.all) == [*range(32)]
+
+
+class Noisy:
+    "Draws from a generator that it keeps"
+    def __init__(self): self.rng = np.random.default_rng(3)
+    def __len__(self): return 32
+    def __getitem__(self, i): return torch.tensor(self.rng.random(4), dtype=torch.float32), torch.tensor(i % 3)
+
+
+class Draws(Collect):
+    def before_fit(self): self.rows = []
+    def after_batch(self):
+        if self.training: self.note(*self.x[:, 0])
+
+
+def test_a_generator_of_a_data_set_differs_between_ranks(two):
+    draws = Draws()
+    over(DataLoader(Noisy(), bs=4)).distrib_fit(1, nprocs=2, launcher=two, cbs=[draws])
+    drawn = [v for rank in draws.ranks for row in rank for v in row]
+    assert len(drawn) == len({*drawn}) == 32
+
+
+# Metrics
+
+class Reduces(Metric):
+    "Counts, and adds up over the process group by itself, if there is one, as torchmetrics does"
+    def reset(self): self.n = torch.zeros(())
+    def accumulate(self, learn): self.n += len(learn.y)
+    @property
+    def value(self):
+        n = self.n.clone()
+        if dist.is_initialized(): dist.all_reduce(n)
+        return n
+
+
+class MergesAndReduces(Reduces):
+    def merge(self, states): self.n = sum(s['n'] for s in states)
+
+
+@pytest.mark.parametrize('metric', [Reduces, MergesAndReduces])
+@pytest.mark.parametrize('train_metrics', [False, True])
+def test_a_metric_that_reduces_itself_counts_each_item_once(two, metric, train_metrics):
+    learn = learner(train=22, valid=21, metrics=metric())
+    learn.recorder.train_metrics = train_metrics
+    learn, one = fit_both(learn, 2, two, 2)
+    assert [row[-1] for row in values(learn)] == [21.]*2
+    assert largest(*(sum(values(o), []) for o in (learn, one))) < 1e-5
+
+
+class PlainRecorder(Recorder):
+    "Of a library: keeps its metrics under names of its own"
+    def before_fit(self):
+        super().before_fit()
+        self.of_valid = [self.loss, *self.metrics]
+    def before_train(self): pass
+    def before_validate(self):
+        for m in self.of_valid: m.reset()
+    def after_batch(self):
+        if self.training:
+            self.smooth_loss.accumulate(self.learn)
+            self.losses.append(self.smooth_loss.value)
+        else:
+            for m in self.of_valid: m.accumulate(self.learn)
+    def after_train(self): self.log += [self.smooth_loss.value]
+    def after_validate(self): self.log += [m.value for m in self.of_valid]
+
+
+def test_a_recorder_of_a_librarys_own(two):
+    learn = learner(valid=21, metrics=Reduces())
+    learn.remove_cb(Recorder)
+    learn.add_cb(PlainRecorder())
+    learn.recorder = learn.plain_recorder
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    row = values(learn)[-1]
+    assert row[-1] == 21. and row[1] == pytest.approx(float(learn.validate()[0]), abs=1e-6)
+
+
+class Counts(Metric):
+    "Of predictions and lists of targets"
+    def reset(self): self.boxes = self.items = 0
+    def accumulate(self, learn):
+        self.items += len(learn.yb[0])
+        self.boxes += sum(len(o['boxes']) for o in learn.yb[0])
+    @property
+    def value(self): return self.items*1000+self.boxes
+
+
+def detect(p, ys): return sum((p[i, :2]-t['boxes']).pow(2).mean() for i, t in enumerate(ys))/len(ys)
+
+
+def test_lists_of_targets_in_a_metric(two):
+    learn = learner(valid=21, data=boxes, loss_func=detect, metrics=Counts())
+    learn.dls = DataLoaders(*(DataLoader(dl.dataset, bs=4, shuffle=i == 0, num_workers=0, create_batch=collate)
+                              for i, dl in enumerate(learn.dls.loaders)))
+    learn, one = fit_both(learn, 2, two, 1)
+    assert_same(learn, one, 2e-5, 2e-6)
+    assert values(learn)[0][-1] == 21000+sum(1+i % 3 for i in range(21))
