@@ -203,8 +203,8 @@ class Validation:
         # A rank that was asked to stop has ended its loop. Here it stops all others, too
         is_stateful,*_ = self.ranks.all_reduce(self.losses.is_stateful_here)
         self.losses.is_stateful |= is_stateful > 0
-        # Other ranks may have fewer batches than rank 0. If a callback validates in each of them,
-        # and so draws from the common streams, only rank 0 has drawn as often as one process
+        # Ranks may have different numbers of batches. If a callback validates in each of them, and
+        # so draws from the common streams, these differ
         self.common.set_state(group.from_rank0(self.common.state()))
         return results, sizes
 
