@@ -53,7 +53,7 @@ TESTS = {
     'fastai2/check': 'same_answer/test_check.py',
     'fastai2/clock': 'launch/test_report.py',
     'fastai1': 'v1/test_v1_fit.py',
-    'fastai1/validation': 'v1/test_v1_any_loss.py', 'fastai1/callbacks': 'v1/test_v1_callbacks.py',
+    'fastai1/validation': 'v1/test_v1_whole_batches.py', 'fastai1/callbacks': 'v1/test_v1_callbacks.py',
     'fastai1/snapshot': 'v1/test_v1_comes_back.py', 'fastai1/session': 'v1/test_v1_life.py',
     'fastai1/in_place': 'v1/test_v1_scripts.py', 'fastai1/learner': 'v1/test_v1_mistakes.py',
     '': 'test_start.py', 'ranch': 'launch/test_ranch.py', 'doctor': 'test_doctor.py',

@@ -20,23 +20,26 @@ from ..base.device import device_of, is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, with_attrs
 from .loaders import (
-    batch_counts, batch_place, fit_loaders, global_batches, own_loader, shard, torch_dl)
+    batch_counts, batch_positions, fit_loaders, global_batches, own_loader, shard, torch_dl)
 from .validation import Validation
 from ..launch.training import cbs_of_rank, is_kind
 from ..output.replay import print_line
-from ..shard.gathered_loss import LocalBatch, Losses, tensors_in
+from ..shard.gathered_loss import LocalBatch, Losses
 from ..shard.gradients import FLAT, Passes, extra_params
 from ..shard.loss import loss_part
 from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import iterate_original
+from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f3
 # Used here (c: a collective, all ranks call it):
 #   Board.meet(numbers)  c  returns a row of numbers for each rank; waits for all ranks
 #   Losses                  the kind of each loss function, the same on all ranks: `is_gathered`, or
 #                           combined by `loss_part`, with the argument `reduction`
-#   .of_all_ranks        c  the loss over all ranks' predictions. None if they don't fit together:
-#                           from then on the function isn't `is_gathered`
+#   .of_all_ranks        c  the loss over all ranks' predictions. None if they don't fit together,
+#                           or the call raised an error on some rank: from then on the function
+#                           isn't `is_gathered`
+#   .watched(f, ...)        calls `f`, and notes whether it changes a state of its own
 #   Passes                  replaces `torch.autograd.backward` inside `wrapped()`. From `open` to
 #                           `close` it calls in each pass `begin_pass`, torch's pass, `checksums`,
 #                           and then averages gradients (c)
@@ -61,6 +64,7 @@ from ..shard.sharded import iterate_original
 #     for xb,yb in train_dl
 #       loss_batch (replaced)      TrainingBatches
 #         loss_func (replaced)     GlobalLoss         *c  the predictions, of a gathered loss
+#                                                     *   has the call raised an error on some rank?
 #                                                     *   the loss is that of the global batch
 #         on_backward_begin        Agree              *   skip the backward pass?
 #         loss.backward            TrainingBatches    *c  gradients are averaged, in each pass
@@ -164,14 +168,15 @@ class GlobalLoss:
         self.scale = 1.     # Factor on this rank's gradients, known after the call
 
     def __call__(self, out, *yb):
-        loss,count = self._gathered_loss(out, yb)
-        if loss is None: loss = self.loss_func(out, *yb)
+        loss,count = self.losses.watched(self.loss_func, True, lambda: self._loss(out, yb))
         self.losses.check_terms(loss, out, self.named_parameters)
         part = loss_part(self.loss_func, yb, count, self.losses.reduction(self.loss_func),
                          to_number=True)
         # The value: the sum of the ranks' terms makes the loss of the global batch
         own_term = part.weighted(float(loss.detach().float().mean()))
-        weighted,total,*_ = self.ranks.all_reduce(own_term, part.divisor)
+        sums = self.ranks.all_reduce(own_term, part.divisor, self.losses.is_stateful_here)
+        weighted,total = sums[:2]
+        self.losses.is_stateful |= sums[2] > 0
         value = part.global_loss(weighted, total)
         # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
         # this rank's items counts, its loss may be NaN: take one with gradients of zeros
@@ -180,18 +185,22 @@ class GlobalLoss:
         if preds and not part.divisor: loss = sum(preds)*0.
         return _ReplaceValue.apply(loss, value, self.scale)
 
-    def _gathered_loss(self, out, yb):
-        """Return `(loss, count)`: the loss over the items of all ranks, or None if it isn't
-        computed over them; and the number of this rank's items that count. A collective operation,
-        for a loss that `is_gathered`, which it is on all ranks or on none"""
+    def _loss(self, out, yb):
+        """Return `(loss, count)`: the loss over the items of all ranks, or over this rank's if the
+        function isn't gathered, which it is on all ranks or on none; and the number of this rank's
+        items that count. A collective operation for a loss that `is_gathered`"""
         count = len(self.positions)
-        if group.world_size() == 1 or not self.losses.is_gathered(self.loss_func):
-            return None,count
-        batch = LocalBatch(out, yb, count, self.positions)
-        rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
-        nbytes,counts,layouts = zip(*(row[:3] for row in rows))     # a row has zeros after them
-        loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts)
-        return loss,batch.count         # fewer if a callback left items out
+        if group.world_size() > 1 and self.losses.is_gathered(self.loss_func):
+            batch = LocalBatch(out, yb, count, self.positions)
+            rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
+            nbytes,counts,layouts = zip(*(row[:3] for row in rows))     # zeros come after them
+            loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts,
+                                            self._agree)
+            if loss is not None: return loss,batch.count    # fewer if a callback left items out
+        return self.loss_func(out, *yb),count
+    def _agree(self, failed):
+        "Return True if `failed` is True on some rank. A meeting"
+        return self.ranks.all_reduce(failed)[0] > 0
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327759
 def trained_beside(learn):
@@ -211,7 +220,7 @@ class TrainingBatches:
     def loss_batch(self, model, xb, yb, loss_func=None, opt=None, cb_handler=None):
         "Do as `basic_train.loss_batch`. Validation calls it, too, without `opt`"
         if opt is not None and loss_func and model is self.learn.model:
-            _,positions = batch_place(self.learn.data.train_dl)
+            positions = batch_positions(self.learn.data.train_dl)
             self.global_loss = GlobalLoss(loss_func, self.ranks, positions, self.losses,
                                           model.named_parameters)
             loss_func = self.global_loss
@@ -236,7 +245,8 @@ class ShardLoaders(Callback):
     loop gets this rank's shard; a callback's loop over a loader gets all of it (`shard.sharded`)"""
     _order = SHARD_LOADERS
     def __init__(self, learn,
-                 common # `CommonRNG` from which orders are drawn
+                 common, # `CommonRNG` from which orders are drawn
+                 batch   # As of `distributed_v1`
     ):
         store_attr()
     def on_train_begin(self, **kwargs):
@@ -244,7 +254,8 @@ class ShardLoaders(Callback):
         # The sharded `valid_dl` is for callbacks that loop over it: `Validation` shards the
         # original itself
         for name,dl in fit_loaders(data).items():
-            sharded = shard(dl, group.rank(), group.world_size(), name == 'train_dl', self.common)
+            sharded = shard(dl, group.rank(), group.world_size(), name == 'train_dl', self.common,
+                            self.batch)
             torch_dl(sharded)._shard.other_loop = self._iterate_whole
             setattr(data, name, sharded)
     def on_epoch_begin(self, **kwargs):
@@ -305,7 +316,8 @@ class _CountAll(Callback):
     `acc_samples`, to which it adds only this rank's items of each batch, also of validation. All
     ranks have the scheduler, so they meet here at the end of each epoch"""
     def __init__(self, learn, ranks,
-                 scheduler # The `AccumulateScheduler`
+                 validation, # The `Validation` of the fit
+                 scheduler   # The `AccumulateScheduler`
     ):
         store_attr()
         self._order = scheduler._order-.5       # right before the scheduler adds, or divides
@@ -315,7 +327,8 @@ class _CountAll(Callback):
         if train:
             _,n_all = batch_counts(self.learn.data.train_dl)
             self.scheduler.acc_samples += n_all-n_own
-        else: self.n_validated += n_own
+        # otherwise each rank validates all batches, and has counted them
+        elif self.validation.is_running: self.n_validated += n_own
     def on_epoch_end(self, **kwargs):
         n_all,*_ = self.ranks.all_reduce(self.n_validated)
         self.scheduler.acc_samples += n_all-self.n_validated
@@ -357,18 +370,17 @@ def distributed_v1(learn,
     batches = TrainingBatches(learn, ranks, losses)
     on_gpu = is_accelerator(device_of(learn.model))
     sync = SyncModel(learn, average_bn=sync_bn and not on_gpu)
-    counting = [_CountAll(learn, ranks, cb) for cb in callbacks
-                if is_kind(cb, ['AccumulateScheduler'])]
     def before_validation():
         batches.passes.close()      # backward passes of a validation are this rank's own
         sync.sync()
     # Made before `basic_train.validate` is replaced, since it calls fastai's own
     validate = Validation(ranks, common, losses, before=before_validation)
+    counting = [_CountAll(learn, ranks, validate, cb) for cb in callbacks
+                if is_kind(cb, ['AccumulateScheduler'])]
     with as_rank(ranks, common), ExitStack() as undo:
         if batch == 'per_worker':
             # before `ShardLoaders` divides these batches
-            for dl in fit_loaders(learn.data).values():
-                undo.enter_context(global_batches(dl, group.world_size()))
+            undo.enter_context(global_batches(learn.data.train_dl, group.world_size()))
         if sync_bn and on_gpu: undo.enter_context(synced_bn(learn.model))
         # With `distrib_barrier`, `learn.load` waits until rank 0 has written the file
         undo.enter_context(with_attrs(basic_train, validate=validate,
@@ -376,7 +388,7 @@ def distributed_v1(learn,
                                       distrib_barrier=ranks.all_reduce))
         if group.world_size() > 1: undo.enter_context(batches.passes.wrapped())
         try:
-            yield [*cbs_of_rank(callbacks), *counting, ShardLoaders(learn, common), sync,
-                   EndFit(learn, ranks, batches.passes), Agree(ranks)]
+            yield [*cbs_of_rank(callbacks), *counting, ShardLoaders(learn, common, batch),
+                   sync, EndFit(learn, ranks, batches.passes), Agree(ranks)]
             ranks.all_reduce()      # a rank that stops by itself meets the others here at last
         finally: _put_back_loaders(learn.data)

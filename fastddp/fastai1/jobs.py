@@ -121,7 +121,7 @@ def validate_by_ranks(stop_requested, # True if this rank was asked to stop
     fit. All ranks call this, and get the same result"""
     common = CommonRNG.capture()
     ranks = Ranks(stop_requested)
-    validation = Validation(ranks, common, Losses(), whole_batches=True)
+    validation = Validation(ranks, common, Losses())
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
 def infer_job(ctx, obj):

@@ -6,24 +6,30 @@
 __all__ = []
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #f017126a
-import copyreg, sys
-from contextlib import contextmanager, nullcontext
+import copyreg, math, sys
+from contextlib import contextmanager
 
 import numpy as np
 from fastai import core
 from fastai.basic_data import DeviceDataLoader
 
+from ..base import group
+from ..output.replay import print_line
+from ..shard.read_whole import ReadWhole
 from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
-from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
+from ..shard.torch_loader import shard_torch, torch_bs, why_not_torch, why_whole_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
 # Used here; none of it is a collective:
 #   shard_torch(dl, ...)  a clone of a torch loader that yields a rank's items of each global batch.
 #                         It enters `common` to draw an order, so that all ranks draw the same
+#   ReadWhole(dl, ...)    the same for a torch loader that can't be divided by items: every rank
+#                         reads all of it, and takes whole batches in turn, or rows of each batch
 #   _shard.epoch          of the clone, the `Epoch` of the loop that runs: `steps`, the `counts` of
 #                         each step, and `n_yielded`, the number of batches until now
 #   original(dl)          the torch loader of which `dl` is a clone, or `dl`
-#   why_not_torch(dl)     why a torch loader can't be sharded, in words, or None
+#   why_not_torch(dl)     why a torch loader can't be read by several ranks, in words, or None
+#   why_whole_torch(dl)   why every rank must read all of it, or None
 #   torch_bs(dl)          its batch size; None if a `batch_sampler` of the user's decides
 
 # Where these functions are called, in the order of a fit. None of them is a collective operation:
@@ -32,8 +38,9 @@ from ..shard.torch_loader import is_stream, shard_torch, torch_bs, why_not_torch
 #                        picklable_preloaders       while the learner is pickled
 #     on each rank       old_numpy                  when the learner arrives
 #                        global_batches, shard      when the fit begins: N times the batch, and this
-#                                                   rank's items of it; `shard` in validations, too
-#                        batch_counts, batch_place  in a loop over a shard
+#                                                   rank's items of it. In validations `shard`
+#                                                   yields whole batches
+#                        batch_counts, batch_positions   in a loop over a shard
 #                        own_loader                 when the fit ends
 #     on rank 0          text_order                 when the state is sent back
 #     in the notebook    set_text_order             when the state is applied
@@ -92,6 +99,10 @@ def _preloader_class():
     "Return `LanguageModelPreLoader`, or None if `fastai.text` isn't imported"
     return getattr(sys.modules.get('fastai.text.data'), 'LanguageModelPreLoader', None)
 
+def is_lm(dl):
+    "True if `dl` is the loader of a language model, whose batches continue each other"
+    return _streams_of(dl) is not None
+
 def _streams_of(dl):
     "Return the `LanguageModelPreLoader` of a language model's `dl`, or None for other loaders"
     cls = _preloader_class()
@@ -147,12 +158,18 @@ def set_text_order(dl, order):
     pre.idx.idx = order
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #a240218c
+def has_own_size(dl # A torch loader
+):
+    """True if the batches of `dl` can be made N times as large. Otherwise N of its batches make a
+    global one: of a loader that is read whole, or whose `batch_sampler` decides about them"""
+    return dl.batch_size is not None and not why_whole_torch(dl)
+
 @contextmanager
 def global_batches(dl, # A `DeviceDataLoader`
                    n   # Number of ranks
 ):
-    "Make the batches of `dl` `n` times as large inside"
-    if n == 1:          # then a `batch_sampler` may decide about them
+    "Make the batches of `dl` `n` times as large inside, if it `has_own_size`"
+    if n == 1 or not has_own_size(torch_dl(dl)):
         yield
         return
     original_dl = torch_dl(dl)
@@ -172,17 +189,26 @@ def global_batches(dl, # A `DeviceDataLoader`
         _lay_out(pre)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #8ef6ff48
-def shard(dl,      # A `DeviceDataLoader` or a torch loader, which yields the global batches
+def _shard_torch_dl(dl, # A torch loader, not sharded itself
+                    rank, n, batch, train, common # As of `shard`
+):
+    "Return a loader like `dl` that yields the shard of `rank`"
+    if why_whole_torch(dl): return ReadWhole(dl, rank, n, batch, train, common)
+    # `global_batches` has made its batches those of all ranks
+    if has_own_size(dl): batch = 'global'
+    return shard_torch(dl, rank, n, batch, train, common)
+
+def shard(dl,      # A `DeviceDataLoader` or a torch loader; in training after `global_batches`
           rank, n, # This rank, and the number of ranks
-          train,   # As of `shard_steps`
+          # True: this rank's items of each global batch. False: whole batches in turn
+          train,
           common,  # `CommonRNG`, which has the same state on all ranks
-          # Give the ranks whole batches in turn, where batches don't depend on each other. They do
-          # in a stream, and in a language model, whose hidden state goes from batch to batch
-          whole_batches=False
+          batch='per_worker' # As of `check_v1`
 ):
     """Return a loader like `dl` that yields the shard of `rank`. `own_loader` returns `dl` for it.
     `dl` may be sharded itself: the shard is one of its original"""
-    shard_dl = shard_torch(original(torch_dl(dl)), rank, n, 'global', train, common)
+    shard_dl = _shard_torch_dl(original(torch_dl(dl)), rank, n, batch, train, common)
+    if not train: shard_dl._shard.whole_batches = True
     pre = _streams_of(dl)
     if pre is not None:
         # It draws the order of its texts, which has to be the same on all ranks. This stays set in
@@ -190,7 +216,6 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader, which yields the gl
         def on_epoch_begin(**kwargs):
             with common: type(pre).on_epoch_begin(pre, **kwargs)
         vars(pre)['on_epoch_begin'] = on_epoch_begin
-    elif n > 1 and not is_stream(torch_dl(dl)): shard_dl._shard.whole_batches = whole_batches
     if not isinstance(dl, DeviceDataLoader): return shard_dl
     # a copy, made without `__init__`: that would replace the sharded loader's `collate_fn`
     device_dl = object.__new__(type(dl))
@@ -210,13 +235,11 @@ def batch_counts(dl):
     epoch = torch_dl(dl)._shard.epoch
     return epoch.counts[epoch.n_yielded-1]
 
-def batch_place(dl):
-    """Return `(number of the global batch, positions of this rank's items in the epoch)` for the
-    batch that a sharded `dl` has just yielded. Where ranks take whole batches, it is this rank's"""
-    s = torch_dl(dl)._shard
-    i = s.epoch.n_yielded-1
-    number = i*s.n+s.rank if s.whole_batches else i
-    return number, list(s.epoch.steps[i].positions)
+def batch_positions(dl):
+    """Return the positions of this rank's items, in the epoch of one process, for the batch that a
+    sharded `dl` has just yielded"""
+    epoch = torch_dl(dl)._shard.epoch
+    return list(epoch.steps[epoch.n_yielded-1].positions)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
 def fit_loaders(data # A `DataBunch`
@@ -229,10 +252,19 @@ def check_v1(data, # A `DataBunch`
              n,    # Number of workers
              batch # The batch size is that of one worker ('per_worker') or of all ('global')
 ):
-    "Raise `CantShard` with the loader's name for a loader that can't be sharded"
+    """Raise `CantShard` with the loader's name for a loader that can't be sharded. A line says so
+    if every worker reads all of the training loader"""
     for name,dl in fit_loaders(data).items():
         why = why_not(torch_dl(dl), n, batch, name == 'train_dl')
         if why: refuse_loader(f'data.{name}', n, why)
+    train_dl = torch_dl(data.train_dl)
+    reads_all = why_whole_torch(train_dl)
+    if n > 1 and reads_all and not group.rank():
+        print_line(f"data.train_dl: every worker reads all of this {type(train_dl).__name__} and "
+                   f"takes its part, since {reads_all}. {_FASTER}")
+
+_FASTER = ("A torch DataLoader over a dataset with indices is divided by items, and each worker "
+           "reads its own.")
 
 def why_not(dl, # A torch loader
             n, batch, # As of `check_v1`
@@ -242,14 +274,16 @@ def why_not(dl, # A torch loader
     why = why_not_torch(dl)
     if why or n == 1: return why
     bs = global_batch_size(torch_bs(dl), n, batch)
-    if bs is None and batch == 'per_worker':
-        return "its own batch_sampler decides about its batches: use batch='global'."
-    if train: return too_few(bs, n, len(shard_torch(dl, 0, n, batch, True, None)))
+    if not train: return
+    if has_own_size(dl): return too_few(bs, len(shard_torch(dl, 0, n, batch, True, None)))
+    return too_few(bs, len(_shard_torch_dl(dl, 0, n, batch, True, None)))
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #41ad1466
 def step_sizes(dl, # The training loader
                n, batch # As of `check_v1`
 ):
     "Return `(items per step of all workers, steps per epoch)`"
-    as_one = global_batches(dl, n) if batch == 'per_worker' else nullcontext()
-    with as_one: return dl.batch_size, len(dl)
+    if batch == 'global' or n == 1: return dl.batch_size, len(dl)
+    if not has_own_size(torch_dl(dl)):
+        return global_batch_size(torch_bs(torch_dl(dl)), n, batch), math.ceil(len(dl)/n)
+    with global_batches(dl, n): return dl.batch_size, len(dl)

@@ -5,116 +5,113 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/fastai1/802_validation.ipynb #8a11d004
-import contextlib
+# %% ../../nbs/fastai1/802_validation.ipynb #92eb0bc5
+import contextlib, dis, inspect
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np, torch
-from fastai import basic_train, metrics as _metrics
+from fastai import basic_train
 from fastai.callback import AverageMetric, Callback, CallbackHandler
-from fastai.core import is_listy
-from fastai.torch_core import to_device
+from fastai.core import first_el, is_listy
 from fastcore.basics import noop, store_attr
 
 from ..base import group
-from ..base.device import device_of
 from ..base.scoped import set_entries, with_attrs
-from .loaders import batch_place, own_loader, shard, torch_dl
-from ..shard.gathered_loss import by_batch, map_tensors, whole_batch
-from ..shard.loss import batch_losses, weighted_loss_and_divisor
+from .loaders import is_lm, own_loader, shard, torch_dl
+from ..shard.gathered_loss import STATEFUL
+from ..shard.loss import loss_name
 from ..shard.sharded import original
 from ..shard.torch_loader import torch_bs, why_not_torch
+from ..shard.trees import on_cpu, turns_of_ranks
 
-# %% ../../nbs/fastai1/802_validation.ipynb #1940b65c
+# %% ../../nbs/fastai1/802_validation.ipynb #91e0cbc3
 # Used here (c: a collective, all ranks call it):
-#   shard(dl, ...)            a loader that yields this rank's items of each batch or, with
-#                             `whole_batches`, whole batches in turn; `own_loader` returns `dl`
-#   batch_place(dl)           number of the global batch that a sharded `dl` has just yielded, and
-#                             the positions of this rank's items in the epoch
-#   Losses.is_gathered(f)     True if training computes `f` from all ranks' predictions, since it
-#                             isn't known as a mean or a sum; the same on all ranks
-#   Losses.has_terms          True if this rank found, in training, a part of the loss that comes
-#                             from the model; may differ between ranks
-#   batch_losses(rows)     c  the losses of all global batches, from `_RecordLosses.rows`
-#   by_batch(parts)        c  yields each global batch's parts, of all ranks; `whole_batch` joins
+#   shard(dl, ...)            a loader that yields this rank's whole batches: of N ranks, rank r has
+#                             r, r+N, ...; `own_loader` returns `dl`
+#   Losses.watched(f, ...)    calls `f`, and notes in `is_stateful_here` whether it changes a state
+#                             of its own. `is_stateful` is the same on all ranks
+#   turns_of_ranks(trees)  c  yields the trees of all ranks in the order of their turns
 #   Ranks.all_reduce()     c  raises KeyboardInterrupt on all ranks if one was asked to stop
 
 # A validation on a rank: how `Validation` replaces `basic_train.validate`
 #
-#     by shards     (`_by_shards`) each rank validates its shard, and all put their results together
+#     in turn       (`_in_turn`) each rank validates some of the batches, and all put their results
+#                   together
 #     all of it     each rank validates the whole loader by itself, without collectives: within
 #                   another validation, since a callback may ask for it in a batch that only some
-#                   ranks have; with `n_batch`; if the loader can't be sharded; and if the model has
-#                   a state (`has_state_of`)
+#                   ranks have; with `n_batch`; if the loader can't be sharded; if batches depend on
+#                   each other: those of a language model, of a model with a state (`has_state_of`),
+#                   of a loss function with a state
 #
-# By shards, with `c` where all ranks call collectives:
+# In turn, with `c` where all ranks call collectives:
 #
 #     before          c   in a fit: `callbacks.SyncModel`
-#     fastai_validate     over this rank's shard, with replacements:
-#                           metrics that are means over items    themselves
+#     has_state_of    c   do some ranks find a state?
+#     fastai_validate     over this rank's batches, with replacements:
+#                           metrics whose sums add up            themselves
 #                           the other metrics                    `_KeepBatches`
-#                           the loss function                    `_RecordLosses`
 #     meeting         c   here a rank that was asked to stop stops all
 #     random streams  c   rank 0's
-#     item means      c   summed over ranks
-#     _replay         c   the other metrics see the batches of one process; `_LossOfWholeBatches`
-#                         computes a loss anew that isn't a mean or a sum over items
-#     the result      c   the mean of the batches' losses, or these losses; or pairs of output and
+#     sums            c   added up over ranks
+#     _replay         c   the other metrics see the batches of one process
+#     the result      c   the mean of the batches' losses, these losses, or pairs of output and
 #                         target
-#
-# Names of what is put together:
-#
-#     part     what one rank has of a global batch: its items' positions and `_Tensors`
-#     piece    what `whole_batch` makes of a batch's parts: one piece with all items, or each part
-#              as it was if their shapes differ. Metrics see pieces as if they were batches
-#     term     of a loss: see `_LossOfWholeBatches`
 
-_ITEM_MEANS = {getattr(_metrics, k) for k in '''
-    accuracy accuracy_thresh top_k_accuracy error_rate mean_absolute_error mean_squared_error
-    mean_squared_logarithmic_error fbeta'''.split()}
-
-def _is_item_mean(m # A metric of a `CallbackHandler`, which is a callback
+def adds_up(m # A metric of a `CallbackHandler`, which is a callback
 ):
-    "True if the metric is known to be a mean over items, whatever the batches are"
-    return type(m) is AverageMetric and getattr(m.func, 'func', m.func) in _ITEM_MEANS
+    "True if the state of the metric is a sum over batches, in its attributes `val` and `count`"
+    cls = type(m)
+    return isinstance(m, AverageMetric) and all(getattr(cls, k) is getattr(AverageMetric, k)
+                                                for k in ('on_epoch_begin','on_batch_end'))
 
-# %% ../../nbs/fastai1/802_validation.ipynb #134604cd
-class _Tensors(NamedTuple):
-    "What is kept of a batch, or of the part of it that one rank had, on the CPU"
-    output:object
-    target:object
-    # A tensor; without a loss function fastai has a pair of output and target in its place
-    loss:object
-    term:object = 0.    # See `_LossOfWholeBatches`
+_OF_BATCH = 'batch_begin','batch_end'       # the events of a batch that v1 sends to metrics
 
-def _cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
+def events_of(m):
+    "Return the names of the events of a batch that the metric handles"
+    return [k for k in _OF_BATCH
+            if getattr(type(m), f'on_{k}', None) is not getattr(Callback, f'on_{k}')]
+
+def may_read_input(m):
+    """True if the metric can read the inputs of a batch: a method for an event has a parameter
+    `last_input`, or uses all of its keyword arguments"""
+    def reads(f):
+        code = getattr(f, '__code__', None)
+        if code is None: return True
+        kinds = inspect.signature(f, follow_wrapped=False).parameters
+        if 'last_input' in kinds: return True
+        rest = [k for k,o in kinds.items() if o.kind in (o.VAR_KEYWORD,o.VAR_POSITIONAL)]
+        loads = (o for o in dis.get_instructions(code) if o.opname.startswith('LOAD'))
+        return any(o.argval in rest for o in loads)
+    return any(reads(getattr(type(m), f'on_{k}')) for k in events_of(m))
+
+# %% ../../nbs/fastai1/802_validation.ipynb #0bcc1157
+class _Kept(NamedTuple):
+    "What a replayed metric is shown of a batch, on the CPU"
+    last_input:object       # None: no metric reads it
+    last_output:object
+    last_target:object
+    last_loss:object
 
 class _KeepBatches(Callback):
-    """In the place of the metrics that aren't means over items, keeps this rank's part of each
-    batch for `_replay`, and for `_pairs`"""
-    def __init__(self, dl): # The sharded loader
-        self.dl = dl
-        self.parts = []     # `(number of the global batch, positions, _Tensors)`
-    def on_batch_end(self, last_output, last_target, last_loss, **kwargs):
-        tensors = _cpu(_Tensors(last_output, last_target, last_loss))
-        self.parts.append((*batch_place(self.dl), tensors))
-
-class _RecordLosses:
-    """In the place of `loss_func`, calls it and records what `batch_losses` needs of each of this
-    rank's batches"""
-    def __init__(self, loss_func,
-                 dl,       # The sharded loader
-                 reduction # As of `loss_part`
-    ):
+    "In the place of the metrics that don't add up, keeps this rank's batches for `_replay`"
+    def __init__(self, keeps_input): # A metric may read the inputs
         store_attr()
-        self.rows = []      # As for `batch_losses`
-    def __call__(self, out, *yb):
-        loss = self.loss_func(out, *yb)
-        number,positions = batch_place(self.dl)
-        n = len(positions)
-        weighted = weighted_loss_and_divisor(self.loss_func, loss, yb, n, self.reduction)
-        self.rows.append((number, *weighted, n))
-        return loss
+        self.batches = []
+    def on_batch_end(self, last_input, last_output, last_target, last_loss, **kwargs):
+        own_input = last_input if self.keeps_input else None
+        self.batches.append(on_cpu(_Kept(own_input, last_output, last_target, last_loss)))
+
+def _replay(handler, metrics,
+            kept # This rank's batches, of a `_KeepBatches`
+):
+    "Show the batches of all ranks to `metrics`, on every rank. A collective operation per batch"
+    for batch in turns_of_ranks([tuple(o) for o in kept]):
+        with contextlib.ExitStack() as undo:
+            set_entries(undo, handler.state_dict, train=False, **_Kept(*batch)._asdict())
+            for event in _OF_BATCH:
+                for m in metrics:
+                    if event in events_of(m): handler._call_and_update(m, event)
 
 # %% ../../nbs/fastai1/802_validation.ipynb #16211711
 def has_state_of(model, bs):
@@ -126,7 +123,7 @@ def has_state_of(model, bs):
     tensors = [t for v in values for t in (v if isinstance(v, (list,tuple)) else [v])]
     return any(isinstance(t, torch.Tensor) and t.ndim > 1 and bs in t.shape for t in tensors)
 
-# %% ../../nbs/fastai1/802_validation.ipynb #90a00005
+# %% ../../nbs/fastai1/802_validation.ipynb #1a70db92
 class Validation:
     """Replaces `basic_train.validate` on a rank: a call on all ranks returns what one process would
     return, on each of them. Made for a fit (`distributed_v1`), or for one validation outside of
@@ -134,16 +131,12 @@ class Validation:
     def __init__(self,
                  ranks,      # `Ranks`: the connection to the other ranks
                  common,     # `CommonRNG` from which random numbers for the data are drawn
-                 losses,     # `Losses`: how the losses of ranks make one
-                 # Each rank takes whole batches in turn where that can be, so that they are padded
-                 # and normalized as in one process. False, in a fit: each takes items of every
-                 # batch, so the ranks share the work of few batches
-                 whole_batches=False,
+                 losses,     # `Losses` of the fit
                  before=noop # Called first, but not for a validation within a validation
     ):
         store_attr()
         self.fastai_validate = basic_train.validate
-        self.is_running = False     # True while fastai's function validates this rank's shard
+        self.is_running = False     # True while fastai's function validates this rank's batches
 
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
@@ -155,125 +148,69 @@ class Validation:
         # A callback validates within a validation, in a batch that other ranks may not have
         is_inner = self.is_running
         if not is_inner: self.before()
-        # All ranks decide alike. A state is looked for outside of fits alone: in a fit it has this
-        # rank's rows, as training divides batches in the same way
-        whole = original(torch_dl(dl))
-        has_state = self.whole_batches and has_state_of(model, torch_bs(whole))
-        if is_inner or has_state or n_batch or why_not_torch(whole):
+        if is_inner or n_batch or self._batches_depend(model, dl, loss_func):
             with self.common:
                 return self.fastai_validate(model, own_loader(dl), loss_func, handler, pbar,
                                             average, n_batch)
-        return self._by_shards(model, dl, loss_func, handler, pbar, average)
+        return self._in_turn(model, dl, loss_func, handler, pbar, average)
 
-    def _by_shards(self, model, dl, loss_func, handler, pbar, average):
-        "Validate this rank's shard, and put the ranks' results together. A collective operation"
-        shard_dl = shard(dl, group.rank(), group.world_size(), False, self.common,
-                         self.whole_batches)
-        # How metrics and the loss get the results of one process, see the comment at the beginning
-        item_means = [m for m in handler.metrics if _is_item_mean(m)]
-        other_metrics = [m for m in handler.metrics if not _is_item_mean(m)]
-        record = None       # of this rank's losses
-        is_gathered = False # the loss is computed anew, over whole batches
-        if loss_func:
-            record = _RecordLosses(loss_func, shard_dl, self.losses.reduction(loss_func))
-            # A loss that a rank has computed over a whole batch is right as it is
-            has_whole_batches = torch_dl(shard_dl)._shard.whole_batches
-            is_gathered = self.losses.is_gathered(loss_func) and not has_whole_batches
-        replays = is_gathered or other_metrics
-        keep = _KeepBatches(shard_dl)
-        metrics = [*item_means, keep] if replays or not loss_func else item_means
+    def _batches_depend(self, model, dl, loss_func):
+        """Return True if each rank must validate all batches, the same on all ranks. A collective
+        operation"""
+        whole = original(torch_dl(dl))
+        if why_not_torch(whole) or is_lm(dl): return True
+        if loss_func and self.losses.is_stateful:
+            self.losses.print_once(STATEFUL.format(loss_name(loss_func)), 'stateful')
+            return True
+        bs = torch_bs(whole)
+        # A state may have other rows on another rank
+        return self.ranks.all_reduce(bool(bs) and has_state_of(model, bs))[0] > 0
+
+    def _in_turn(self, model, dl, loss_func, handler, pbar, average):
+        "Validate this rank's batches, and put the ranks' results together. A collective operation"
+        own = shard(dl, group.rank(), group.world_size(), False, self.common)
+        summed = [m for m in handler.metrics if adds_up(m)]
+        others = [m for m in handler.metrics if not adds_up(m)]
+        keep = _KeepBatches(any(map(may_read_input, others)))
+        metrics = [*summed, keep] if others else summed
         # This rank by itself, until it meets the others
-        self._run(model, shard_dl, record, handler, metrics, pbar)
-        # All ranks together. They have the same metrics and loss, so each comes to the same
-        # collectives
-        for m in item_means: _sum_over_ranks(m)
-        anew = None
-        if is_gathered:
-            has_terms = any(group.all_gather_object(self.losses.has_terms))
-            anew = _LossOfWholeBatches(loss_func, model, has_terms)
-        if replays: _replay(handler, other_metrics, keep.parts, anew)
+        results,sizes = self._run(model, own, loss_func, handler, metrics, pbar)
+        # All ranks together. They have the same metrics, so each comes to the same collectives
+        for m in summed: _sum_over_ranks(m)
+        if others: _replay(handler, others, keep.batches)
+        of_ranks = [*turns_of_ranks([*zip(results, sizes)])]
         # The result, as fastai's own function returns it
-        if not loss_func: return _pairs(keep.parts)
-        losses = anew.losses if anew else batch_losses(record.rows)
-        if not average: return [torch.tensor(loss) for _,loss,_ in losses]
-        return np.float32(sum(loss*n for _,loss,n in losses)/sum(n for *_,n in losses))
+        results = [result for result,_ in of_ranks]
+        if not average: return results
+        sizes = np.array([size for _,size in of_ranks], dtype=np.float32)
+        return (torch.stack(results).numpy()*sizes).sum()/sizes.sum()
 
     def _run(self, model, dl, loss_func, handler, metrics, pbar):
-        """Run fastai's own function over this rank's shard `dl`, with `metrics` instead of the
-        handler's; then meet the other ranks"""
+        """Run fastai's own function over this rank's batches, with `metrics` instead of the
+        handler's; then meet the other ranks. Returns its result, and the batches' sizes"""
         handlers_own = handler.on_batch_end
-        def on_batch_end(loss): return handlers_own(loss) or self.ranks.stop_requested()
+        sizes = []
+        def on_batch_end(loss):
+            target = handler.state_dict['last_target']
+            sizes.append(first_el(target if is_listy(target) else [target]).shape[0])
+            return handlers_own(loss) or self.ranks.stop_requested()
+        def watched(*args):
+            return self.losses.watched(loss_func, False, partial(loss_func, *args))
         running = with_attrs(self, is_running=True)
         with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
-            self.fastai_validate(model, dl, loss_func, handler, pbar, average=False)
+            results = self.fastai_validate(model, dl, loss_func and watched, handler, pbar,
+                                           average=False)
         # A rank that was asked to stop has ended its loop. Here it stops all others, too
-        self.ranks.all_reduce()
-        # Other ranks may have fewer batches than rank 0. If a callback validates in each of them,
-        # and so draws from the common streams, only rank 0 has drawn as often as one process
+        is_stateful,*_ = self.ranks.all_reduce(self.losses.is_stateful_here)
+        self.losses.is_stateful |= is_stateful > 0
+        # Ranks may have different numbers of batches. If a callback validates in each of them, and
+        # so draws from the common streams, these differ
         self.common.set_state(group.from_rank0(self.common.state()))
+        return results, sizes
 
-def _sum_over_ranks(m # An `AverageMetric`
+def _sum_over_ranks(m # A metric that `adds_up`
 ):
     "Make the metric's sum and count those of all ranks. A collective operation"
-    val,count = group.all_sum([float(m.val), m.count])
-    m.val = torch.tensor(val)
-    m.count = int(count)
-
-class _LossOfWholeBatches:
-    """Computes the losses of whole batches, on every rank, from the outputs and targets of all.
-
-    Such a loss may have a term that it reads from the model, for instance a penalty on the
-    activations of the last batch. The model no longer keeps those of the batch, so the term is
-    taken from the loss that each rank recorded for its part of the batch:
-
-        term of a part  = its recorded loss - its loss computed now
-        loss of a batch = its loss computed now + the mean of its parts' terms, over items"""
-    def __init__(self, loss_func, model,
-                 has_terms # The loss has such a term; the same on all ranks
-    ):
-        store_attr()
-        self.losses = []        # `(number of the batch, loss, items)`, as of `batch_losses`
-
-    def of_batch(self, number, parts):
-        """Return what `whole_batch` returns for the parts of a batch, with losses computed now.
-        A collective operation"""
-        if self.has_terms:
-            parts = [(positions, o._replace(term=o.loss-self._loss_now(o)))
-                     for positions,o in parts]
-        pieces = [o._replace(loss=self._loss_now(o)+o.term) for o in whole_batch(parts)]
-        # `_loss_now` includes the term that this rank's model keeps now, which `o.term` takes off
-        # again. Rounding may differ between ranks, so all take rank 0's
-        if self.has_terms: group.broadcast_([o.loss for o in pieces])
-        # The loss of the batch: the mean over items, if there are several pieces
-        counts = [len(positions) for positions,_ in parts]
-        if len(pieces) == 1: counts = [sum(counts)]
-        weighted = sum(float(o.loss)*n for o,n in zip(pieces, counts))
-        self.losses.append((number, weighted/sum(counts), sum(counts)))
-        return pieces
-
-    def _loss_now(self, tensors):
-        "Return the loss of `tensors`, computed on the model's device, on the CPU"
-        out,target = to_device((tensors.output,tensors.target), device_of(self.model))
-        targets = target if is_listy(target) else [target]
-        with torch.no_grad(): return self.loss_func(out, *targets).cpu()
-
-def _replay(handler, metrics,
-            parts,   # This rank's, of a `_KeepBatches`
-            anew     # `_LossOfWholeBatches`; None: the mean of the parts' losses over items
-):
-    "Show the batches of one process to `metrics`, on every rank. A collective operation per batch"
-    for number,all_parts in by_batch(parts):
-        # The exchange makes plain tuples of named ones
-        all_parts = [(positions, _Tensors(*o)) for positions,o in all_parts]
-        pieces = anew.of_batch(number, all_parts) if anew else whole_batch(all_parts)
-        for piece in pieces:
-            with contextlib.ExitStack() as undo:
-                set_entries(undo, handler.state_dict, last_output=piece.output, train=False,
-                            last_target=piece.target, last_loss=piece.loss, last_input=None)
-                for metric in metrics: handler._call_and_update(metric, 'batch_end')
-
-def _pairs(parts # This rank's, of a `_KeepBatches`
-):
-    "Return the pairs of output and target of all global batches, as a list. A collective operation"
-    parts = [(number, positions, o.loss) for number,positions,o in parts]
-    return [tuple(pair) for _,all_parts in by_batch(parts) for pair in whole_batch(all_parts)]
+    vals,counts = zip(*group.all_gather_object([torch.as_tensor(m.val), int(m.count)]))
+    m.val = sum(o.double() for o in vals).float()
+    m.count = sum(counts)

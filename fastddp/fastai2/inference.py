@@ -18,6 +18,7 @@ from ..base.scoped import with_attrs
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, why_not)
 from ..launch.training import has_kind
+from ..shard.gathered_loss import STATEFUL
 from ..shard.loss import loss_name
 from ..shard.sharded import is_sharded, original
 
@@ -162,11 +163,8 @@ def _goes_over_all(learn, dl, n, fit):
     if why_one_process(learn, dl, n) is not None: return True
     losses = fit.losses
     if not (losses.is_stateful or losses.is_stateful_here): return False
-    losses.print_once(_STATEFUL.format(loss_name(learn.loss_func)), 'stateful')
+    losses.print_once(STATEFUL.format(loss_name(learn.loss_func)), 'stateful')
     return True
-
-_STATEFUL = ("{} changes a state of its own in each call, so every worker validates all batches: "
-             "what it keeps is as in one process.")
 
 # %% ../../nbs/fastai2/722_inference.ipynb #4c0d3a13
 def _new_from(common, dl):

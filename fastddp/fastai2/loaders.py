@@ -10,22 +10,19 @@ import copy, itertools, math, random, sys, weakref
 from contextlib import nullcontext
 
 from fastai.data.load import DataLoader, _loaders
-from fastai.torch_core import find_bs, to_device
-import torch
+from fastai.torch_core import to_device
 from fastcore.basics import chunked
 from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
 from ..base.failure import note_item
 from ..base.rng import CommonRNG, generator_state, set_generator
 from ..output.replay import print_line
-from ..shard.gathered_loss import is_list_of_items
+from ..shard.read_whole import ReadWhole, ReadsAround, n_items
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, Step, checksum, draw_seed, global_batch_size, iterate_original,
-    note_step, one_iteration, original, pad_shard, refuse_loader, report_errors, sharded_clone,
-    too_few, track_changes, workers_per_rank)
+    CantShard, Shard, Sharded, draw_seed, global_batch_size, iterate_original, one_iteration,
+    original, refuse_loader, report_errors, sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import (
     is_stream, samplers_of, shard_torch, torch_bs, why_not_torch, why_whole_torch)
-from ..shard.trees import map_tensors
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a
 # Used here, mostly of `shard.sharded`:
@@ -227,26 +224,7 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
     return clone
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #bada2c04
-class _Around(Sharded):
-    """Base of loaders that iterate over the original. Such a loader is no clone: it has `_shard`,
-    `counts` and `idxs`, and all other attributes are those of the original"""
-    def __getattr__(self, k):
-        if k.startswith('__') or k=='_shard': raise AttributeError(k)
-        return getattr(self._shard.orig, k)
-    def __setattr__(self, k, v):
-        if k in ('counts','idxs'): vars(self)[k] = v
-        else: setattr(self._shard.orig, k, v)
-    def _count(self, epoch, total, positions):
-        "Note the batch that is yielded next"
-        epoch.steps.append(Step((), total, positions))
-        note_step(self, epoch)
-
-def n_items(b):
-    "Return the number of items of a batch; one of an unknown form counts as one item"
-    try: return find_bs(b)
-    except (TypeError,AttributeError,IndexError,KeyError): return 1
-
-class Undivided(_Around):
+class Undivided(ReadsAround):
     """Yields all batches of the original, and counts items as a sharded loader does: for one rank,
     or where all ranks go over the same batches"""
     def __init__(self, dl,
@@ -262,58 +240,6 @@ class Undivided(_Around):
                 n,start = n_items(b),len(epoch.idxs)
                 self._count(epoch, n, range(start, start+n))
                 yield b
-
-class ReadWhole(_Around):
-    """Yields this rank's part of a loader that can't be divided by items. Every rank reads all
-    batches of the original, in the common random streams, so that all have the same ones:
-
-        batches in turn    with `whole_batches`, and in training 'per_worker': `n` batches of the
-                           original make a global batch, of which rank r takes the r-th
-        rows of a batch    in training with 'global': rank r takes rows r, r+n, ... of all tensors
-                           that have a row for each item"""
-    def __init__(self, dl, rank, n, batch, train, common): # As of `shard_dl`
-        vars(self)['_shard'] = Shard(dl, rank, n, None, train, common)
-        self._shard.whole_batches = not train or batch == 'per_worker'
-    def __reduce__(self):
-        s = self._shard
-        batch = 'per_worker' if s.whole_batches else 'global'
-        return ReadWhole, (s.orig, s.rank, s.n, batch, s.train, nullcontext())
-    def __len__(self):
-        s = self._shard
-        in_turn = s.whole_batches and s.train
-        return math.ceil(len(s.orig)/s.n) if in_turn else len(s.orig)
-    def _iter_shard(self):
-        s = self._shard
-        batches = iterate_original(self, s.common)
-        start = 0       # position of the global batch in the epoch
-        with one_iteration(self, []) as epoch:
-            while read := [*itertools.islice(batches, s.n if s.whole_batches else 1)]:
-                if not start: s.first_read = checksum(read)
-                sizes = [*map(n_items, read)]
-                total = sum(sizes)
-                b,own = self._in_turn(read, sizes) if s.whole_batches else self._rows(*read, total)
-                if b is not None:
-                    self._count(epoch, total, range(start+own.start, start+own.stop, own.step))
-                    yield b
-                start += total
-    def _in_turn(self, read, sizes):
-        "Return this rank's one of the batches that were read, or None; and the range of its items"
-        s = self._shard
-        if s.rank < len(read):
-            first = sum(sizes[:s.rank])
-            return read[s.rank], range(first, first+sizes[s.rank])
-        # in the last round of training a rank without a batch is fed one, of which no item counts
-        return (read[0] if s.train else None), range(0)
-    def _rows(self, b, total):
-        "Return this rank's rows of a batch, and the range of its items; padded as by `pad_shard`"
-        s = self._shard
-        own = range(total)[s.rank::s.n]
-        rows = torch.as_tensor(pad_shard([*own], [*range(total)], s.n))
-        def part(o):
-            if not isinstance(o, torch.Tensor): return type(o)(o[i] for i in rows.tolist())
-            return o[rows.to(o.device)] if o.ndim and len(o) == total else o
-        def is_list(o): return o is not b and is_list_of_items(o, total)
-        return map_tensors(part, b, is_list), own
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
 # 3. Shard a loader of any kind

@@ -21,7 +21,7 @@ from ..base.scoped import with_attrs
 from .clock import OurCallback, _FIRST
 from ..shard.gathered_loss import join_rows
 from ..shard.sharded import is_sharded, original
-from ..shard.trees import map_tensors, note_examples, spec_of, tensors_in, tree_from
+from ..shard.trees import map_tensors, on_cpu, trees_of_ranks, turns_of_ranks
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #e343a107
 # Used here:
@@ -32,8 +32,8 @@ from ..shard.trees import map_tensors, note_examples, spec_of, tensors_in, tree_
 #   learn.dl       a sharded loader. In training, `counts[i]`: the numbers of this rank's and of all
 #                  ranks' items in batch i; `idxs`: the positions of this rank's items in the order
 #                  of one process, of all batches read so far
-#   spec_of, tree_from, join_rows   predictions of other ranks (`shard.trees`), and a batch made of
-#                  its parts
+#   trees_of_ranks, turns_of_ranks, join_rows   c  batches of other ranks (`shard.trees`), and a
+#                  batch made of its parts
 #
 # In this module: metrics whose state adds up; trees of all ranks; `Phase`; `ReduceMetrics`.
 #
@@ -132,19 +132,6 @@ def reads_input(m, learn):
         with with_attrs(learn, xb=xb): type(m).accumulate(copied, learn)
     except Exception: return True
     return xb.was_read
-
-def trees_of_ranks(tree, # This rank's; None: it has none now
-    examples # A dict of objects of the classes in its trees: see `tree_from`
-):
-    "Return the trees of all ranks, in rank order, with tensors on the CPU. A collective operation"
-    note_examples(tree, examples)
-    sent = None if tree is None else (spec_of(tree), [t.detach() for t in tensors_in(tree)])
-    found = group.all_gather_object(sent)
-    trees = [None if o is None else tree_from(o[0], o[1], examples) for o in found]
-    trees[group.rank()] = tree      # its values that aren't plain were not sent
-    return trees
-
-def on_cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #af4ee933
 class Phase:
@@ -256,14 +243,8 @@ class Phase:
     def _replay(self, metrics):
         "Have the metrics accumulate the batches of all ranks in their order"
         if not metrics: return
-        rounds = max(group.all_gather_object(len(self.kept)))
-        examples = {}
-        for batch in self.kept: note_examples(batch, examples)
-        for k in range(rounds):
-            own = tuple(self.kept[k]) if k < len(self.kept) else None
-            for batch in trees_of_ranks(own, examples):
-                if batch is None: continue
-                for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
+        for batch in turns_of_ranks([tuple(o) for o in self.kept]):
+            for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
 
 def run_metric(m, learn, batch):
     "Have the metric `m` accumulate a `KeptBatch`"

@@ -21,12 +21,12 @@ from ..base.scoped import with_attrs
 from .clock import _FIRST, OurCallback, runs_user_code
 from .together import BATCH_EVENTS, Votes
 from ..output.replay import print_line
-from ..shard.gathered_loss import AVERAGED, LocalBatch, is_list_of_items
+from ..shard.gathered_loss import AVERAGED, LocalBatch
 from ..shard.gradients import (
     FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
 from ..shard.loss import class_weights, loss_name, loss_part
 from ..shard.sharded import CantShard
-from ..shard.trees import tensors_in
+from ..shard.trees import is_list_of_items, tensors_in
 
 # A training batch on N ranks: all its votes (`Together.vote`) and collective operations, in order.
 # Beside these the ranks vote at the end of each event that code of the user's handles. A vote
@@ -300,8 +300,8 @@ _LEAVES_STEPS = ("{} leaves batches before their step. If it counts items to acc
                  "use fastai's GradientAccumulation, which counts the items of all workers.")
 _OTHER_BATCHES = (
     "Every worker reads all of learn.dls.train, and they have read different batches: its order "
-    "comes from a generator of its own, or from the time. Draw it from the global stream of Python, "
-    "NumPy or torch (random, np.random, torch.randperm), which is the same on all workers here, or "
+    "comes from a generator of its own, or from the time. Draw it from the global stream of "
+    "Python, NumPy or torch (random, np.random, torch.randperm), which is the same on all workers here, or "
     "from a generator with a fixed seed.")
 _IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
 _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'

@@ -18,7 +18,7 @@ from ..base import group
 from ..base.errors import CantDistribute
 from .gradients import graph_of, leaves_of
 from .loss import is_known, loss_name, unwrapped
-from .trees import tensors_in, with_tensors
+from .trees import is_list_of_items, tensors_in, with_tensors
 
 # The ranks join what they have of a training batch in each call of a loss function that
 # `Losses.is_gathered`. The caller is `fastai2.step` or `fastai1.callbacks`, on all ranks:
@@ -84,15 +84,6 @@ def from_items(t, k, by_views):
     if k < 2: return t
     return (t.transpose(0,1) if by_views else t).flatten(0,1)
 
-def is_list_of_items(o, # A part of the predictions or targets
-                     bs # Number of items of the batch
-):
-    "Return True if `o` is a list with an entry for each item, which holds tensors"
-    if not isinstance(o, (list,tuple,L)) or hasattr(o, '_fields') or len(o) != bs: return False
-    def is_head(t): return isinstance(t, torch.Tensor) and t.ndim > 0 and len(t) == bs
-    # as many heads of a model as items: each is a tensor with a row for each item
-    return all(map(tensors_in, o)) and not all(map(is_head, o))
-
 # %% ../../nbs/shard/314_gathered_loss.ipynb #e2f5d489
 class _ScaleGradient(torch.autograd.Function):
     "The identity; the backward pass multiplies the gradient by `factor`"
@@ -131,7 +122,7 @@ class LocalBatch:
         leaves = self._leaves(self.tree[1], n_fed)
         # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
         # then each row is an item that counts
-        n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), 1)
+        n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), n_fed)
         if n_rows == 0 or n_rows%n_fed: count = n_fed = n_rows
         self.n_fed = n_fed
         self.count = count
@@ -257,27 +248,6 @@ def join_rows(trees,    # The tree of tensors of each part, all of the same stru
     if any(t is None for t in joined): return None
     return with_tensors(trees[0], joined)
 
-# %% ../../nbs/shard/314_gathered_loss.ipynb #9ff035dd
-def by_batch(parts # This rank's `(number of the global batch, positions, tree)` tuples
-):
-    """Yield `(number, parts)` for each global batch, with the `(positions, tree)` parts of all
-    ranks, the same on each rank. Each step is a collective operation: all ranks take it to its end,
-    also one that has no parts. Named tuples in a tree become plain ones"""
-    local = {}      # number of a global batch -> this rank's parts of it
-    for number,positions,tree in parts: local.setdefault(number, []).append((positions, tree))
-    numbers_of_ranks = group.all_gather_object([*local])
-    for number in sorted({o for numbers in numbers_of_ranks for o in numbers}):
-        parts_of_ranks = group.all_gather_object(local.get(number, []))
-        yield number, [part for parts in parts_of_ranks for part in parts]
-
-def whole_batch(parts # The `(positions, tree)` parts of one global batch
-):
-    """Return the trees of one global batch as a list: one tree, or that of each part if they don't
-    fit together, since ranks padded them to different lengths. The same on all ranks"""
-    positions,trees = zip(*parts)
-    whole = join_rows(trees, positions)
-    return list(trees) if whole is None else [whole]
-
 # %% ../../nbs/shard/314_gathered_loss.ipynb #95871313
 _PLAIN_VALUES = int,float,str,bool,type(None)
 
@@ -361,6 +331,8 @@ _AVERAGED_INSTEAD = ("it is averaged over workers, weighted by items, which may 
                      "from one process. If it is a sum over items, pass loss='sum'.")
 _STATE_OF_PART = ("{} changes a state of its own in a validation: after this one it is that of the "
                   "batches that worker 0 had. From the next one on, every worker validates all.")
+STATEFUL = ("{} changes a state of its own in each call, so every worker validates all batches: "
+            "what it keeps is as in one process.")
 _GATHERED = ("{} is computed over the predictions of all workers: {:.2g} MB to exchange per step. "
              "If it is a mean over items, loss='mean' gives the same result faster.")
 _LOST = " A call that failed has changed its {}, which couldn't be undone."

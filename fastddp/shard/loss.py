@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/304_loss.ipynb #caaa3651
-import functools, inspect, math
+import functools, inspect
 from typing import NamedTuple
 
 import torch
@@ -17,14 +17,12 @@ from ..base import group
 
 # %% ../../nbs/shard/304_loss.ipynb #0d0a5c01
 # The loss of a global batch, made of the losses that ranks have computed of their items. The
-# sections: kinds of losses, class weights, the divisor, `LossPart`, the losses of a validation.
+# sections: kinds of losses, class weights, the divisor, `LossPart`.
 #
 # Used here:
-#   group.world_size()          the number of ranks
-#   group.all_gather_object     a collective: the object of each rank, in rank order
-# Called on each rank, in each batch: in training by `fastai2.step` and `fastai1.callbacks`, in
-# validation by `fastai2.metrics` and `fastai1.validation`. They exchange the numbers; only
-# `batch_losses` is a collective. `gathered_loss.Losses` decides which losses are combined here.
+#   group.world_size()      the number of ranks
+# Called on each rank, in each training batch, by `fastai2.step` and `fastai1.callbacks`, which
+# exchange the numbers. `gathered_loss.Losses` decides which losses are combined here.
 
 # Kinds of losses
 
@@ -179,15 +177,14 @@ def loss_part(loss_func, # The learner's
               count,     # Number of this rank's items that count
               # 'mean' or 'sum': treat the loss as one over items. None: as the known `loss_func`
               reduction=None,
-              train=True, # The batch is one of training, padded by `pad_shard`
               # Make a number of a divisor that is a tensor. None: only on the CPU, where that needs
               # no wait
               to_number=None
 ):
-    "Return this rank's `LossPart` of a batch"
-    # In training a rank with 1 item is fed it twice, so half of what it is fed counts; one without
+    "Return this rank's `LossPart` of a training batch"
+    # A rank with 1 item is fed it twice, so half of what it is fed counts; one without
     # items is fed two of others, which don't (`shard.sharded.pad_shard`)
-    share = min(count/2, 1.) if train and group.world_size() > 1 else 1.
+    share = min(count/2, 1.) if group.world_size() > 1 else 1.
     is_sum = is_sum_loss(loss_func) if reduction is None else reduction == 'sum'
     if is_sum: return LossPart(float(share), True)
     if reduction: return LossPart(float(count), False)
@@ -195,30 +192,3 @@ def loss_part(loss_func, # The learner's
     if not isinstance(divisor, torch.Tensor): return LossPart(divisor, False)
     if to_number is None: to_number = divisor.device.type == 'cpu'
     return LossPart(divisor.item() if to_number else divisor, False)
-
-# %% ../../nbs/shard/304_loss.ipynb #53bb10c5
-def weighted_loss_and_divisor(loss_func, # The learner's
-                              loss,  # That of this rank's items, a tensor
-                              yb,    # Tuple of their targets
-                              count, # Number of items
-                              reduction # As of `loss_part`
-): # `(loss times divisor, divisor)`; a loss that is a sum has the divisor NaN
-    "Return what `batch_losses` needs of a validation batch of this rank. Not a collective"
-    part = loss_part(loss_func, yb, count, reduction, train=False)
-    loss = loss.detach().mean().double()
-    return (loss, math.nan) if part.is_sum else (part.weighted(loss), part.divisor)
-
-def batch_losses(
-    rows # This rank's `(number of the global batch, loss times divisor, divisor, items)` tuples
-): # `(number, loss, items)` tuples in the order of numbers, the same on every rank
-    "Return the losses of all global batches. A collective operation"
-    sums = {}       # number of the batch -> sums of the three values over ranks
-    for rows_of_rank in group.all_gather_object([[*map(float, row)] for row in rows]):
-        for number,*values in rows_of_rank:
-            so_far = sums.get(number, (0.,0.,0.))
-            sums[number] = [a+b for a,b in zip(so_far, values)]
-    losses = []
-    for number,(weighted,divisor,items) in sorted(sums.items()):
-        part = LossPart(divisor, math.isnan(divisor))
-        losses.append((int(number), part.global_loss(weighted, divisor), int(items)))
-    return losses

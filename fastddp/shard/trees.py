@@ -13,6 +13,8 @@ import torch
 from fastcore.basics import GetAttr
 from fastcore.foundation import L
 
+from ..base import group
+
 # %% ../../nbs/shard/300_trees.ipynb #6f588486
 # Objects that aren't searched for tensors: a model, code, and fastai's learners, callbacks, loaders
 _OPAQUE = torch.nn.Module,type,FunctionType,MethodType,ModuleType,GetAttr
@@ -85,6 +87,15 @@ def with_tensors(tree, tensors, is_leaf=lambda o: False):
     remaining = iter(tensors)
     return map_tensors(lambda t: next(remaining), tree, is_leaf)
 
+def is_list_of_items(o, # A part of the predictions or targets
+                     bs # Number of items of the batch
+):
+    "Return True if `o` is a list with an entry for each item, which holds tensors"
+    if not isinstance(o, (list,tuple,L)) or hasattr(o, '_fields') or len(o) != bs: return False
+    def is_head(t): return isinstance(t, torch.Tensor) and t.ndim > 0 and len(t) == bs
+    # as many heads of a model as items: each is a tensor with a row for each item
+    return all(map(tensors_in, o)) and not all(map(is_head, o))
+
 # %% ../../nbs/shard/300_trees.ipynb #c2841274
 def spec_of(tree):
     """Return the structure of a tree in plain values. A tensor is 't'; another value that isn't
@@ -150,3 +161,27 @@ class Stand(dict):
     def __getattr__(self, k):
         if k in self: return self[k]
         raise AttributeError(k)
+
+# %% ../../nbs/shard/300_trees.ipynb #e188a80a
+def trees_of_ranks(tree, # This rank's; None: it has none now
+    examples # A dict of objects of the classes in its trees: see `tree_from`
+):
+    "Return the trees of all ranks, in rank order, with tensors on the CPU. A collective operation"
+    note_examples(tree, examples)
+    sent = None if tree is None else (spec_of(tree), [t.detach() for t in tensors_in(tree)])
+    found = group.all_gather_object(sent)
+    trees = [None if o is None else tree_from(o[0], o[1], examples) for o in found]
+    trees[group.rank()] = tree      # its values that aren't plain were not sent
+    return trees
+
+def turns_of_ranks(trees # This rank's, one for each of its turns
+):
+    """Yield the trees of all ranks in the order of their turns: the first one of each rank, then
+    the second ones. A collective operation in each round: all ranks take all trees"""
+    examples = {}
+    for tree in trees: note_examples(tree, examples)
+    for k in range(max(group.all_gather_object(len(trees)))):
+        own = trees[k] if k < len(trees) else None
+        yield from (o for o in trees_of_ranks(own, examples) if o is not None)
+
+def on_cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)

@@ -21,9 +21,9 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def plain(bs=4, n=50, n_valid=13, loss_func=None, **kwargs):
-    "A learner on a plain `DataBunch`"
+    "A learner on a plain `DataBunch`, which validates by batches of 4: some numbers depend on that"
     seed()
-    data = DataBunch.create(Numbers(n), Numbers(n_valid, 1), bs=bs, num_workers=0)
+    data = DataBunch.create(Numbers(n), Numbers(n_valid, 1), bs=bs, val_bs=4, num_workers=0)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     kwargs = dict(metrics=[accuracy], **kwargs) if 'metrics' not in kwargs else kwargs
     return Learner(data, model, loss_func=loss_func or nn.CrossEntropyLoss(), **kwargs)

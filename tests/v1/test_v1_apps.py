@@ -89,7 +89,7 @@ def test_segmentation(tmp_path):
         seed()
         data = (SegmentationItemList.from_folder(path).split_by_idx(VALID).label_from_func(lambda f: masks/f.name,
                                                                                            classes=['a', 'b'])
-                .transform([[], []], tfm_y=True, size=16).databunch(bs=bs, num_workers=0))
+                .transform([[], []], tfm_y=True, size=16).databunch(bs=bs, val_bs=4, num_workers=0))
         model = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.ReLU(), nn.Conv2d(4, 2, 5, padding=2))
         return Learner(data, model, opt_func=SGD, metrics=[dice, foreground], path=path)
     two, one = pair(make, lambda l: l.fit_one_cycle(3, 1e-2))
@@ -208,9 +208,10 @@ def test_language_model_is_streams(tmp_path):
     "Without dropout, N x b streams are those of one process"
     def make(bs):
         seed()
-        learn = language_model_learner(lm_data(tmp_path, bs), AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0.,
-                                       path=tmp_path, alpha=0., beta=0.)
-        return learn
+        data = lm_data(tmp_path, bs)
+        data.valid_dl.batch_size = 4        # as many streams: a validation depends on that
+        return language_model_learner(data, AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0., path=tmp_path,
+                                      alpha=0., beta=0.)
     two, one = pair(make, lambda l: l.fit_one_cycle(2, 1e-2))
     same_weights(two, one)
     same_recorder(two, one)

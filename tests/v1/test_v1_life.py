@@ -110,10 +110,10 @@ def test_refusals():
     for p in learn.model.parameters(): p.requires_grad_(False)
     with pytest.raises(Exception, match='unfreeze'): learn.distrib_fit(1, nprocs=2)
     learn = plain(4)
-    own = type('OwnIter', (torch.utils.data.DataLoader,), dict(__iter__=lambda self: iter(())))
-    learn.data.train_dl.dl.__class__ = own
+    sampler = torch.utils.data.DistributedSampler(learn.data.train_ds, num_replicas=2, rank=0)
+    learn.data.train_dl = learn.data.train_dl.new(shuffle=False, sampler=sampler)
     for options in (dict(nprocs=2), dict(launcher=InProcess())):
-        with pytest.raises(Exception, match='its own `__iter__`'): learn.distrib_fit(1, **options)
+        with pytest.raises(Exception, match='its `DistributedSampler`'): learn.distrib_fit(1, **options)
     with pytest.raises(Exception, match="no method 'fit_all'"): learn.distrib('fit_all', nprocs=2)
 
 
