@@ -301,8 +301,8 @@ _LEAVES_STEPS = ("{} leaves batches before their step. If it counts items to acc
 _OTHER_BATCHES = (
     "Every worker reads all of learn.dls.train, and they have read different batches: its order "
     "comes from a generator of its own, or from the time. Draw it from the global stream of "
-    "Python, NumPy or torch (random, np.random, torch.randperm), which is the same on all workers here, or "
-    "from a generator with a fixed seed.")
+    "Python, NumPy or torch (random, np.random, torch.randperm), which is the same on all workers "
+    "here, or from a generator with a fixed seed.")
 _IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
 _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
 

@@ -529,7 +529,8 @@ class Split(IterableDataset):
     def __iter__(self):
         import os
         rank, n = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1)))
-        if torch.distributed.is_initialized(): rank, n = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        dist = torch.distributed
+        if dist.is_initialized(): rank, n = dist.get_rank(), dist.get_world_size()
         info = torch.utils.data.get_worker_info()
         w, nw = (info.id, info.num_workers) if info else (0, 1)
         yield from range(w+nw*rank, 8, nw*n)
