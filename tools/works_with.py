@@ -6,7 +6,6 @@ Each file of tests runs in a process of its own: libraries change fastai when th
 other libraries stay as they are. Where a library needs an older fastcore, set OLD to the Python of an environment with
 fastai 2.7.19: what this one can't import is tried there."""
 import datetime, json, os, re, subprocess, sys, tempfile
-from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,7 +20,7 @@ Libraries that people use with fastai. Each workflow is the library's own, small
 
 
 def run(path, python):
-    "Run a file of tests: `(rows, failed)`. A file that is skipped as a whole gives one row, with the reason"
+    "Run a file of tests; return its rows. A file that is skipped as a whole gives one row, with the reason"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'report.xml'
         done = subprocess.run([python, '-W', 'ignore', '-m', 'pytest', '-q', '-m', 'libraries', path, f'--junitxml={report}'],
@@ -81,7 +80,6 @@ def page(results):
 def main(names):
     files = sorted((root/'tests'/'libraries').glob('test_*.py'))
     if names: files = [o for o in files if o.stem[5:] in names]
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     old, failed = os.environ.get('OLD'), []
     for o in files:
         python, rows = sys.executable, run(o, sys.executable)
@@ -89,6 +87,7 @@ def main(names):
             again = run(o, old)
             if any('workflow' in r for r in again): python, rows = old, again
         fastai, fastcore, torch = versions(python)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         results[o.stem[5:]] = dict(rows=merged(rows), old=python == old, fastai=fastai, fastcore=fastcore, torch=torch,
                                    date=f'{datetime.date.today():%Y-%m-%d}')
         failed += [o.stem[5:]]*any(r['result'] == 'differs' for r in rows)
