@@ -14,7 +14,10 @@ RESULTS, PAGE = root/'tests'/'libraries'/'results.json', root/'docs'/'works_with
 
 HEAD = """# Works with
 
-Libraries that people use with fastai. Each workflow is the library's own, small, with random weights and made-up data. It runs in one process and on 2 workers over the same global batches (`make test-libraries`), and the results are compared: equal means up to float32's rounding. This page is made of the tests in [tests/libraries](../tests/libraries).
+Libraries that people use with fastai. Each workflow is the library's own, small, with random weights and made-up \
+data. It runs in one process and on 2 workers over the same global batches (`make test-libraries`), and the results \
+are compared: equal means up to float32's rounding. This page is made of the tests in \
+[tests/libraries](../tests/libraries).
 
 """
 
@@ -23,8 +26,9 @@ def run(path, python):
     "Run a file of tests; return its rows. A file that is skipped as a whole gives one row, with the reason"
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp)/'report.xml'
-        done = subprocess.run([python, '-W', 'ignore', '-m', 'pytest', '-q', '-m', 'libraries', path, f'--junitxml={report}'],
-                              cwd=root, env={**os.environ, 'PYTHONPATH': str(root)}, capture_output=True, text=True)
+        cmd = [python, '-W', 'ignore', '-m', 'pytest', '-q', '-m', 'libraries', path, f'--junitxml={report}']
+        env = {**os.environ, 'PYTHONPATH': str(root)}
+        done = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True)
         if not report.exists(): raise SystemExit(f'{path}: no report\n{done.stdout[-3000:]}{done.stderr[-3000:]}')
         cases = [*ElementTree.parse(report).iter('testcase')]
     rows = [row_of(o) for o in cases]
@@ -35,12 +39,14 @@ def run(path, python):
 def row_of(case):
     "What the report says of one test"
     row = {o.get('name'): o.get('value') for o in case.iter('property')}
-    skipped, bad = case.find('skipped'), next((case.find(o) for o in ('failure', 'error') if case.find(o) is not None), None)
-    if skipped is not None and skipped.get('type') == 'pytest.xfail': row['result'] = f"differs: {skipped.get('message')}"
+    skipped = case.find('skipped')
+    bad = case.find('failure') is not None or case.find('error') is not None
+    if skipped is not None and skipped.get('type') == 'pytest.xfail':
+        row['result'] = f"known to differ: {skipped.get('message')}"
     elif skipped is not None:
         text = skipped.get('message') if 'collection skipped' not in (skipped.get('message') or '') else skipped.text
         row['result'] = re.sub(r"^.*Skipped: |'\)$|\"\)$", '', (text or '').strip())
-    else: row['result'] = 'differs' if bad is not None else 'equal'
+    else: row['result'] = 'differs' if bad else 'equal'
     return row
 
 
@@ -69,11 +75,13 @@ def page(results):
                 missing.append(f"- {cell(o['result'])}")
                 continue
             library = f"{o['library']} {o['version']}" + (f" (fastai {found['fastai']})" if found['old'] else '')
-            rows.append(f"| {library if not i else ''} | {cell(o['workflow'])} | {cell(o['compared'])} | {cell(o['result'])} | {cell(o['know'])} |")
+            cells = [cell(o[k]) for k in ('workflow', 'compared', 'result', 'know')]
+            rows.append(f"| {' | '.join(['' if i else library, *cells])} |")
     new = [o for o in results.values() if not o['old']] or [*results.values()]
     dates = sorted({o['date'] for o in results.values()})
-    about = f"Last run: {dates[-1]}, fastai {new[0]['fastai']}, fastcore {new[0]['fastcore']}, torch {new[0]['torch']}.\n\n"
-    rest = '\n\nNot tried, since these cannot be imported beside that fastai:\n\n' + '\n'.join(missing) if missing else ''
+    about = 'Last run: {}, fastai {fastai}, fastcore {fastcore}, torch {torch}.\n\n'.format(dates[-1], **new[0])
+    rest = '\n\nNot tried, since they cannot be imported beside that fastai:\n\n' if missing else ''
+    rest += '\n'.join(missing)
     return HEAD + about + '\n'.join(rows) + rest + '\n'
 
 

@@ -38,7 +38,8 @@ def image_files(path): return sorted(o for o in path.glob('*.png'))
 @pytest.mark.libraries('albumentations', 'in a `DataBlock`, with loader processes')
 def test_images(folder):
     aug = albumentations.Compose([albumentations.HorizontalFlip(p=1.), albumentations.CenterCrop(16, 16)])
-    block = DataBlock((ImageBlock, CategoryBlock), get_items=image_files, get_y=label, splitter=IndexSplitter(range(30, 40)),
+    block = DataBlock((ImageBlock, CategoryBlock), get_items=image_files, get_y=label,
+                      splitter=IndexSplitter(range(30, 40)),
                       item_tfms=[Albumented(aug), Resize(16)])
     make = lambda bs: Learner(block.dataloaders(folder, bs=bs, val_bs=8, num_workers=2, device='cpu'),
                               nn.Sequential(nn.Flatten(), nn.Linear(768, 2)), loss_func=CrossEntropyLossFlat(),
@@ -51,6 +52,7 @@ def test_masks(folder):
     aug = albumentations.Compose([albumentations.VerticalFlip(p=1.)])
     block = DataBlock((ImageBlock, MaskBlock(['no', 'yes'])), get_items=image_files, get_y=mask_of,
                       splitter=IndexSplitter(range(30, 40)), item_tfms=[OfImageAndMask(aug)])
-    make = lambda bs: Learner(block.dataloaders(folder, bs=bs, val_bs=8, num_workers=0, device='cpu'), nn.Conv2d(3, 2, 3, padding=1),
-                              loss_func=CrossEntropyLossFlat(axis=1), metrics=foreground_acc, opt_func=SGD)
+    make = lambda bs: Learner(block.dataloaders(folder, bs=bs, val_bs=8, num_workers=0, device='cpu'),
+                              nn.Conv2d(3, 2, 3, padding=1), loss_func=CrossEntropyLossFlat(axis=1),
+                              metrics=foreground_acc, opt_func=SGD)
     same(make, 'fit', 1, .1)

@@ -15,6 +15,7 @@ config = BertConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_att
 @pytest.mark.libraries('blurr', '`BaseModelWrapper` and `BaseModelCallback`')
 def test_wrapper():
     items = [(dict(input_ids=o, attention_mask=torch.ones_like(o)), y) for o, y in zip(ids, labels)]
-    make = lambda bs: Learner(loaders(items, bs), BaseModelWrapper(BertForSequenceClassification(config)), opt_func=SGD,
+    make = lambda bs: Learner(loaders(items, bs), BaseModelWrapper(BertForSequenceClassification(config)),
+                              opt_func=SGD,
                               loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=[BaseModelCallback])
     same(make, 'fit', 1, .05)

@@ -11,7 +11,8 @@ data = datasets.Dataset.from_dict(dict(x=x.tolist(), y=(x.sum(1) > 2).long().tol
 def pairs(items): return torch.stack([o['x'] for o in items]), torch.stack([o['y'] for o in items])
 
 
-def learner(dls): return Learner(dls, nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=SGD)
+def learner(dls): return Learner(dls, nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), metrics=accuracy,
+                                 opt_func=SGD)
 
 
 @pytest.mark.libraries('datasets', 'a `Dataset` in loaders of torch')
@@ -26,4 +27,5 @@ def test_torch_loaders():
 def test_fastai_loaders():
     train, valid = data.select(range(40)), data.select(range(40, 60))
     same(lambda bs: learner(DataLoaders(DataLoader(train, bs=bs, shuffle=True, create_batch=pairs, num_workers=0),
-                                        DataLoader(valid, bs=8, create_batch=pairs, num_workers=0), device='cpu')), 'fit', 2, .1)
+                                        DataLoader(valid, bs=8, create_batch=pairs,
+                                                   num_workers=0), device='cpu')), 'fit', 2, .1)

@@ -14,6 +14,7 @@ masks = (images[:, 0] > .5).long()
 def test_losses(loss):
     def make(bs):
         net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 1))
-        return Learner(loaders([*zip(images, masks)], bs, 16), net, loss_func=get_loss(loss, mode='multiclass', classes=[0, 1]),
+        return Learner(loaders([*zip(images, masks)], bs, 16), net, loss_func=get_loss(loss, mode='multiclass',
+                                                                                       classes=[0, 1]),
                        metrics=foreground_acc, opt_func=SGD)
     same(make, 'fit', 1, 1e-2, bs=4)

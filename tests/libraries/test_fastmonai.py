@@ -19,7 +19,8 @@ def table(tmp_path):
 
 @pytest.mark.libraries('fastMONAI', '`MedDataBlock`, segmentation of volumes', compared='weights, losses, metrics')
 def test_segmentation(table):
-    block = MedDataBlock(blocks=(ImageBlock(cls=MedImage), MedMaskBlock()), splitter=ColSplitter('valid'), get_x=ColReader('image'),
+    block = MedDataBlock(blocks=(ImageBlock(cls=MedImage), MedMaskBlock()), splitter=ColSplitter('valid'),
+                         get_x=ColReader('image'),
                          get_y=ColReader('mask'), item_tfms=[ZNormalization(), PadOrCrop(8)])
     def make(bs):
         return Learner(block.dataloaders(table, bs=bs, val_bs=2, num_workers=0, device='cpu'),

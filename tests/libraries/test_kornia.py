@@ -14,7 +14,8 @@ class Augment(Transform):
     split_idx = 0
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.pipe = K.AugmentationSequential(K.RandomHorizontalFlip(p=1.), K.Normalize(torch.zeros(3), torch.ones(3)*2))
+        self.pipe = K.AugmentationSequential(K.RandomHorizontalFlip(p=1.), K.Normalize(torch.zeros(3),
+                                                                                       torch.ones(3)*2))
     def encodes(self, x:TensorImage): return TensorImage(self.pipe(x))
 
 

@@ -10,5 +10,6 @@ y = (x.sum(1) > 2).long()
 
 @pytest.mark.libraries('lion-pytorch', '`Lion` by `OptimWrapper`')
 def test_lion():
-    same(lambda bs: Learner(loaders([*zip(x, y)], bs), nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), metrics=accuracy,
+    same(lambda bs: Learner(loaders([*zip(x, y)], bs), nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(),
+                            metrics=accuracy,
                             opt_func=partial(OptimWrapper, opt=Lion)), 'fit_one_cycle', 2, 1e-3)

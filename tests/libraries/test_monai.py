@@ -12,7 +12,8 @@ LOSSES = dict(dice=lambda: DiceLoss(sigmoid=True), dice_ce=lambda: DiceCELoss(si
               tversky=lambda: TverskyLoss(sigmoid=True))
 
 
-@pytest.mark.libraries('monai', 'a 3D U-Net with Dice, Dice and cross-entropy, focal, Tversky loss', compared='weights, losses')
+@pytest.mark.libraries('monai', 'a 3D U-Net with Dice, Dice and cross-entropy, focal, Tversky loss',
+                       compared='weights, losses')
 @pytest.mark.parametrize('loss', LOSSES)
 def test_losses(loss):
     def make(bs):

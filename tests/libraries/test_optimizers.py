@@ -8,11 +8,13 @@ y = (x.sum(1) > 2).long()
 
 
 def learner(bs, opt):
-    return Learner(loaders([*zip(x, y)], bs), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), metrics=accuracy,
+    return Learner(loaders([*zip(x, y)], bs), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
+                   metrics=accuracy,
                    loss_func=CrossEntropyLossFlat(), opt_func=partial(OptimWrapper, opt=opt))
 
 
-@pytest.mark.libraries('pytorch_optimizer', 'AdaBelief, Adan, Lamb, Lion, NovoGrad, StableAdamW, ADOPT by `OptimWrapper`')
+@pytest.mark.libraries('pytorch_optimizer',
+                       'AdaBelief, Adan, Lamb, Lion, NovoGrad, StableAdamW, ADOPT by `OptimWrapper`')
 @pytest.mark.parametrize('name', ['AdaBelief', 'Adan', 'Lamb', 'Lion', 'NovoGrad', 'StableAdamW', 'ADOPT'])
 def test_by_name(name): same(lambda bs: learner(bs, getattr(pytorch_optimizer, name)), 'fit_one_cycle', 2, 1e-2)
 

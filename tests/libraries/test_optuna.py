@@ -18,7 +18,8 @@ class Prune(Callback):
 
 def learner(bs, cbs=()):
     seed()
-    return quiet(Learner(loaders([*zip(x, y)], bs), nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=cbs))
+    return quiet(Learner(loaders([*zip(x, y)], bs), nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), opt_func=SGD,
+                         cbs=cbs))
 
 
 def study(fit, n=4, with_cb=False):
@@ -28,7 +29,8 @@ def study(fit, n=4, with_cb=False):
         learn = learner(8, [Prune(trial)] if with_cb else [])
         fit(learn, lr)
         return float(learn.recorder.values[-1][1])
-    res = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0), pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
+    res = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0),
+                              pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
     res.optimize(objective, n_trials=n)
     return res
 

@@ -21,7 +21,8 @@ class Logits(nn.Module):
 
 def learner(bs):
     model = Logits(get_peft_model(BertForSequenceClassification(config), lora))
-    return Learner(loaders([*zip(ids, labels)], bs), model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=Adam)
+    return Learner(loaders([*zip(ids, labels)], bs), model, loss_func=CrossEntropyLossFlat(), metrics=accuracy,
+                   opt_func=Adam)
 
 
 @pytest.mark.libraries('peft', 'LoRA on a model of transformers', compared='weights, losses, metrics, saved adapter')

@@ -9,10 +9,12 @@ x, y = torch.randn(64, 6, generator=g), torch.arange(64)%4
 model = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
-def learner(bs, loss, **kwargs): return Learner(loaders([*zip(x, y)], bs, 48), model(), loss_func=loss, opt_func=SGD, **kwargs)
+def learner(bs, loss, **kwargs): return Learner(loaders([*zip(x, y)], bs, 48), model(), loss_func=loss, opt_func=SGD,
+                                                **kwargs)
 
 
-@pytest.mark.libraries('pytorch-metric-learning', 'losses over pairs: contrastive, triplet, NTXent, SupCon, circle', compared='weights, losses')
+@pytest.mark.libraries('pytorch-metric-learning', 'losses over pairs: contrastive, triplet, NTXent, SupCon, circle',
+                       compared='weights, losses')
 @pytest.mark.parametrize('kind', ['ContrastiveLoss', 'TripletMarginLoss', 'NTXentLoss', 'SupConLoss', 'CircleLoss'])
 def test_pairs(kind): same(lambda bs: learner(bs, getattr(losses, kind)()), 'fit', 2, .01)
 
@@ -32,7 +34,9 @@ def test_miner(): same(lambda bs: learner(bs, Mined()), 'fit', 2, .01)
 def with_the_loss(model): return [params(model)]
 
 
-@pytest.mark.libraries('pytorch-metric-learning', 'a loss with parameters of its own (ArcFace), trained by the optimizer', compared="weights, losses, the loss's parameters")
+@pytest.mark.libraries('pytorch-metric-learning',
+                       'a loss with parameters of its own (ArcFace), trained by the optimizer',
+                       compared="weights, losses, the loss's parameters")
 def test_arcface():
     def make(bs):
         loss = losses.ArcFaceLoss(4, 5)

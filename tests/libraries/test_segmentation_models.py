@@ -1,4 +1,4 @@
-from workflows import loaders, needs, same
+from workflows import both, loaders, needs, same, worst
 VERSION = needs('segmentation-models-pytorch', 'segmentation_models_pytorch')
 import pytest, torch, segmentation_models_pytorch as smp
 from fastai.vision.all import *
@@ -27,6 +27,9 @@ LOSSES = dict(dice=lambda: smp.losses.DiceLoss('multiclass'), jaccard=lambda: sm
 def test_losses(loss): same(lambda bs: learner(bs, LOSSES[loss]()), 'fit', 1, 1e-2, bs=4)
 
 
-@pytest.mark.libraries('segmentation-models-pytorch', 'U-Net with batch norm', 
-                       know='Batch norm: equal on GPUs (synchronized), to some per cent on CPUs.')
-def test_batch_norm(): same(lambda bs: learner(bs, LOSSES['dice'](), True), 'fit', 1, 1e-2, bs=4, tol=.1)
+@pytest.mark.libraries('segmentation-models-pytorch', 'U-Net with batch norm',
+                       compared='losses, to 10 %',
+                       know='On CPUs each worker has batch norm of its own; on GPUs it is synchronized.')
+def test_batch_norm():
+    one, learn = both(lambda bs: learner(bs, LOSSES['dice'](), True), 'fit', 1, 1e-2, bs=4)
+    assert worst(one.recorder.losses, learn.recorder.losses) < .1

@@ -25,7 +25,8 @@ def learner(bs, model, cb):
     return Learner(dls, model, loss_func=noop, opt_func=SGD, cbs=cb)
 
 
-@pytest.mark.libraries('self-supervised', 'SimCLR', compared='weights, losses', know='The loss is over each worker\'s views.')
+@pytest.mark.libraries('self-supervised', 'SimCLR',
+                       compared='weights, losses', know='The loss is over each worker\'s views.')
 def test_simclr():
     "Its loss is a method of the callback; negatives are the other items of the batch"
     same(lambda bs: learner(bs, create_simclr_model(encoder(), 8, 8), SimCLR(views())), 'fit', 1, .01)
@@ -33,7 +34,8 @@ def test_simclr():
 
 @pytest.mark.libraries('self-supervised', 'Barlow Twins', compared='weights, losses')
 def test_barlow():
-    same(lambda bs: learner(bs, create_barlow_twins_model(encoder(), 8, 8, bn=False), BarlowTwins(views())), 'fit', 1, .01)
+    same(lambda bs: learner(bs, create_barlow_twins_model(encoder(), 8, 8, bn=False), BarlowTwins(views())), 'fit', 1,
+         .01)
 
 
 @pytest.mark.libraries('self-supervised', 'BYOL', compared='weights, losses')

@@ -42,8 +42,10 @@ def learner(dls): return Learner(dls, GCN(), loss_func=CrossEntropyLossFlat(), m
 @pytest.mark.libraries('torch-geometric', "graphs in fastai's loaders, `create_batch`")
 def test_fastai_loaders():
     data = graphs()
-    same(lambda bs: learner(DataLoaders(DataLoader(data[:40], bs=bs, shuffle=True, create_batch=collate, num_workers=0),
-                                        DataLoader(data[40:], bs=8, create_batch=collate, num_workers=0), device='cpu')),
+    same(lambda bs: learner(DataLoaders(DataLoader(data[:40], bs=bs, shuffle=True, create_batch=collate,
+                                                   num_workers=0),
+                                        DataLoader(data[40:], bs=8, create_batch=collate,
+                                                   num_workers=0), device='cpu')),
          'fit', 2, .1)
 
 

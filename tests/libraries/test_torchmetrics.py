@@ -19,7 +19,7 @@ class TM(Metric):
 
 
 class Twice(Callback):
-    "Metrics of torchmetrics as a callback keeps them, as Lightning's users write it; their values at the end of an epoch"
+    "A metric of torchmetrics in a callback; its values at the end of each epoch"
     def __init__(self): self.metric, self.found = tm.MeanSquaredError(), []
     def before_validate(self): self.metric.reset()
     def after_batch(self):
@@ -39,7 +39,8 @@ def metrics():
 
 
 def learner(bs, **kwargs):
-    return Learner(loaders([*zip(x, y)], bs), nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), opt_func=SGD, **kwargs)
+    return Learner(loaders([*zip(x, y)], bs), nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), opt_func=SGD,
+                   **kwargs)
 
 
 @pytest.mark.libraries('torchmetrics', 'in a fastai `Metric`: confusion matrix, MCC, AUROC, F1 and others')

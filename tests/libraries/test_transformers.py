@@ -59,7 +59,8 @@ def test_loss_on_the_output():
     same(lambda bs: learner(bs, bert(), loss_func=logits_loss, metrics=right), 'fit', 1, .05)
 
 
-@pytest.mark.libraries('transformers', 'the model computes its loss from labels', know='The mean over workers of their losses.')
+@pytest.mark.libraries('transformers', 'the model computes its loss from labels',
+                       know='The mean over workers of their losses.')
 def test_loss_of_the_model():
     make = lambda bs: learner(bs, ByKeywords(bert()), loss_func=model_loss, metrics=right, cbs=Labelled())
     same(make, 'fit', 1, .05)

@@ -21,11 +21,12 @@ def test_classifier():
     same(make, 'fit_one_cycle', 2, 1e-2)
 
 
-@pytest.mark.libraries('tsai', '`get_ts_dls` and `ts_learner`, a transformer, `TSStandardize`')
+@pytest.mark.libraries('tsai', '`get_ts_dls` and `ts_learner`, an LSTM, `TSStandardize`')
 def test_learner():
     def make(bs):
-        dls = get_ts_dls(X, y, splits=splits, tfms=[None, TSClassification()], batch_tfms=TSStandardize(), bs=[bs, 16], device='cpu', num_workers=0)
-        return ts_learner(dls, TSTPlus, d_model=16, n_layers=1, n_heads=2, d_ff=16, dropout=0., norm='LayerNorm', metrics=accuracy, opt_func=SGD)
+        dls = get_ts_dls(X, y, splits=splits, tfms=[None, TSClassification()], batch_tfms=TSStandardize(), bs=[bs, 16],
+                         device='cpu', num_workers=0)
+        return ts_learner(dls, LSTM, hidden_size=8, metrics=accuracy, opt_func=SGD)
     same(make, 'fit', 1, 1e-2, tol=1e-3)
 
 
@@ -35,7 +36,8 @@ def test_forecaster():
     a, b = SlidingWindow(30, horizon=5)(series)
     parts = TimeSplitter(60, show_plot=False)(b)
     def make(bs):
-        return TSForecaster(a, b, splits=parts, arch=MLP, arch_config=MLP_CONFIG, bs=[bs, 32], metrics=mae,
+        return TSForecaster(a, b, splits=parts, arch=LSTMPlus, arch_config=dict(hidden_size=8), bs=[bs, 32],
+                            metrics=mae,
                             tfms=[None, TSForecasting()], device='cpu', opt_func=SGD)
     same(make, 'fit', 2, 1e-3)
 

@@ -18,7 +18,8 @@ class Log(Callback):
 def test_offline(tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_MODE', 'disabled')
     with wandb.init(dir=tmp_path) as run:
-        one, learn = both(lambda bs: Learner(loaders([*zip(x, y)], bs), nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(),
+        one, learn = both(lambda bs: Learner(loaders([*zip(x, y)], bs), nn.Linear(4, 2),
+                                             loss_func=CrossEntropyLossFlat(),
                                              metrics=accuracy, opt_func=SGD, cbs=Log()), 'fit', 2, .1)
         for row in learn.recorder.values: run.log(dict(zip(learn.recorder.metric_names[1:], map(float, row))))
     assert_same(one, learn)

@@ -59,8 +59,8 @@ def trained(make, bs, how, args, kwargs, **distrib):
 
 
 def both(make, how='fit', *args, bs=8, batch='per_worker', **kwargs):
-    """`(in one process, on workers)`: learners that `make(bs)` gives, trained on the same global batches. Weights change
-    in training, else nothing would be compared"""
+    """`(in one process, on workers)`: learners that `make(bs)` gives, trained on the same global batches. Weights
+    change in training, else nothing would be compared"""
     one, before = trained(make, bs*N if batch == 'per_worker' else bs, how, args, kwargs)
     assert any(not torch.equal(v, before[k]) for k, v in weights(one).items()), 'nothing was trained'
     learn, _ = trained(make, bs, how, args, kwargs, batch=batch)
