@@ -16,7 +16,7 @@ class Darker(Transform):
     def encodes(self, x): return x*self.by
 
 
-def views(): return [Pipeline([Darker(.5)]), Pipeline([Darker(.8)])]
+def views(): return [Pipeline([Darker(o)], split_idx=0) for o in (.5, .8)]
 def encoder(): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
