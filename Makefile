@@ -8,6 +8,8 @@
 #   make test-pythons  the tests with each Python from 3.10 on, one after the other (PYTHONS="3.12 3.13": these)
 #   make test-next     the tests with pre-releases of torch and fastai, where the index has them (.venv-next)
 #   make test-v1   the tests, notebooks and tutorials of fastai v1, in an environment of its own (.venv-v1)
+#   make test-libraries  workflows of libraries that people use with fastai, and their table docs/works_with.md; brings
+#                  them into .venv-libraries (8 GB) and, those for an older fastcore, .venv-libraries-old (ONLY="timm peft": these)
 #   make bench     all benchmarks, and their tables in benchmarks/README.md (an hour; leave the machine alone meanwhile)
 #   make picture   docs/lesson.png, the README's picture of the lesson (runs it first)
 #   make docs      the site: build/site/index.html, with the outputs of notebooks that tests or the demo have run
@@ -43,7 +45,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-pythons test-next test-faults test-ray test-kaggle docs wheel stubs readme troubles modules sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-pythons test-next test-libraries test-faults test-ray test-kaggle docs wheel stubs readme troubles modules sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -98,6 +100,27 @@ $(OLDEST)/.installed: tests/oldest.txt
 	@test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv --clear $(OLDEST)
 	@echo 'Installing fastai 2.7.19 and torch 2.6 into $(OLDEST) (6 GB; a few minutes the first time)'
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -r tests/oldest.txt
+	@touch $@
+
+# The libraries come without their requirements on versions of fastai, torch and others where those are out of date.
+LIBRARIES ?= .venv-libraries
+LIBRARIES_OLD ?= .venv-libraries-old
+test-libraries: $(LIBRARIES)/.installed $(LIBRARIES_OLD)/.installed
+	@OLD='$(CURDIR)/$(LIBRARIES_OLD)/bin/python' $(LIBRARIES)/bin/python tools/works_with.py $(ONLY)
+
+LIBRARIES_PIP := python -m pip install --quiet --disable-pip-version-check --no-cache-dir
+$(LIBRARIES)/.installed: tests/libraries/requirements.txt tests/libraries/without_requirements.txt
+	@test -x $(LIBRARIES)/bin/python || $(PYTHON) -m venv --clear $(LIBRARIES)
+	@echo 'Installing torch, fastai and the libraries into $(LIBRARIES) (8 GB; some minutes the first time)'
+	@$(LIBRARIES)/bin/$(LIBRARIES_PIP) -r tests/libraries/requirements.txt -e '.[dev]'
+	@$(LIBRARIES)/bin/$(LIBRARIES_PIP) --no-deps -r tests/libraries/without_requirements.txt
+	@touch $@
+
+$(LIBRARIES_OLD)/.installed: tests/oldest.txt tests/libraries/old.txt tests/libraries/old_without_requirements.txt
+	@test -x $(LIBRARIES_OLD)/bin/python || $(OLDEST_PYTHON) -m venv --clear $(LIBRARIES_OLD)
+	@echo 'Installing fastai 2.7.19 and libraries of its time into $(LIBRARIES_OLD) (6 GB; some minutes the first time)'
+	@$(LIBRARIES_OLD)/bin/$(LIBRARIES_PIP) -r tests/oldest.txt -r tests/libraries/old.txt
+	@$(LIBRARIES_OLD)/bin/$(LIBRARIES_PIP) --no-deps -r tests/libraries/old_without_requirements.txt
 	@touch $@
 
 # A Python is looked for under pyenv and on PATH. Each environment (6 GB) is removed when its tests have passed.
@@ -195,4 +218,4 @@ clean:
 	find fastddp nbs tests tools benchmarks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 distclean: clean
-	rm -rf $(VENV) $(V1) $(OLDEST) $(NEXT) $(PYTHONS:%=.venv-%)
+	rm -rf $(VENV) $(V1) $(OLDEST) $(NEXT) $(LIBRARIES) $(LIBRARIES_OLD) $(PYTHONS:%=.venv-%)

@@ -1,6 +1,6 @@
 """Every notebook runs from top to bottom: `nbdev-test` on each, in a process of its own (notebook_runner.py); the
 tutorials in a Jupyter kernel, as readers run them. (The lesson: test_demo.py; fastai v1: v1.)"""
-import json, re, subprocess, sys
+import importlib.util, json, re, subprocess, sys
 from pathlib import Path
 import nbformat, pytest, torch
 
@@ -22,8 +22,10 @@ LONG = {*'''900_early 901_ranch 902_magics 903_all launch/505_local fastai2/730_
 launch/503_monitor launch/514_functions cluster/651_cluster machines/612_agent machines/615_hosts
 output/203_capture process/404_helper tutorials/collab tutorials/ddp_from_scratch tutorials/dip
 tutorials/kaggle tutorials/night tutorials/ranch tutorials/segmentation tutorials/tabular tutorials/text
-tutorials/vision tutorials/worth_it'''.split()}
+tutorials/time_series tutorials/transformers tutorials/vision tutorials/worth_it'''.split()}
 FLAGS = 'cuda' if torch.cuda.is_available() else ''
+# Cells that need a library that is not installed are skipped
+MISSING = [o for o in ('transformers',) if not importlib.util.find_spec(o)]
 
 
 @pytest.fixture(scope='module')
@@ -40,7 +42,7 @@ def nbdev_test():
 
 
 TUTORIALS = [o for o in NOTEBOOKS if 'tutorials/' in o]
-SKIPPED = re.compile(r'#\| *(slow|ray)' if FLAGS else r'#\| *(slow|ray|cuda)')
+SKIPPED = re.compile(rf"#\| *({'|'.join(['slow', 'ray', *['cuda']*(not FLAGS), *MISSING])})\b")
 
 
 def marked(paths): return [pytest.param(o, marks=pytest.mark.full) if o[4:-6] in LONG else o for o in paths]

@@ -218,3 +218,10 @@ def test_an_array_of_gpus(two_gpus):
     "As good as a list: here both are there, and workers would start"
     with pytest.raises(AssertionError, match='a process was started'):
         make_learner().distrib_fit(1, gpus=np.array([0, 1]))
+
+
+def test_a_way_out_without_a_change_of_a_library():
+    "What a library has made can't be made elsewhere: the message of a learner's object says how to train with it"
+    from fastddp.base.errors import NotPicklable
+    assert 'launcher=InProcess() nothing is sent' in str(NotPicklable('learn.cbs[1].lock', 'cannot pickle'))
+    assert 'InProcess' not in str(NotPicklable('f.lock', 'cannot pickle'))

@@ -12,6 +12,7 @@ EXAMPLES = {
     'shared memory is full': ('RuntimeError', 'DataLoader worker (pid 1) is killed by signal: Bus error'),
     'a connection broke': ('ConnectionResetError', '[Errno 104] Connection reset by peer'),
     'disk is full': ('OSError', "[Errno 28] No space left on device: '/tmp/x'"),
+    'name not in a module': ('ImportError', "cannot import name 'Param' from 'fastcore.script'"),
     'module not found': ('ModuleNotFoundError', "No module named 'mine'"),
     'file not found': ('FileNotFoundError', "[Errno 2] No such file or directory: 'x'"),
     'path too long': ('OSError', 'AF_UNIX path too long'),

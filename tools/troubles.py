@@ -47,6 +47,10 @@ PAGE = {
     'disk is full': (
         "RankRaised: rank 0 raised OSError: [Errno 28] No space left on device: '/tmp/x'",
         "A file grew until its disk was full: a checkpoint, or something temporary."),
+    'name not in a module': (
+        "RankRaised: rank 0 raised ImportError: cannot import name 'Param' from 'fastcore.script'",
+        "A cell added a name to a library, so that another one can be imported. Workers import both as they "
+        "are installed."),
     'module not found': (
         "RankRaised: rank 0 raised ModuleNotFoundError: No module named 'mine'",
         "Code from files is imported by the workers, not sent to them."),

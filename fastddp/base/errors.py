@@ -76,6 +76,11 @@ _MEMORY = [
 # Errors of other code, most of them because a worker is another process
 
 _SURROUNDINGS = [
+    Trouble('name not in a module',
+        "A worker imports libraries anew. If a cell adds that name to a module before it imports "
+        "another one, put that into a file sitecustomize.py in a folder of PYTHONPATH, which "
+        "each Python reads as it starts, or use launcher=InProcess().",
+        lambda k,m: k == 'ImportError' and 'cannot import name' in m),
     Trouble('module not found',
         "The workers import by name: put the module on sys.path or in the notebook's folder, or "
         "define it in a cell.",
@@ -180,10 +185,13 @@ class NotPicklable(CantDistribute):
         super().__init__(path, why)
     def __str__(self):
         built = f", or build it in the workers with {self.factory}=" if self.factory else ''
+        # an object of a library can't be made elsewhere
+        here = (". With launcher=InProcess() nothing is sent, and the fit runs in this process"
+                if self.path.startswith('learn') else '')
         return (f"{self.path} can't be sent to the workers ({self.why}). Make it where it is used, "
-                f"in the function or method that runs on the workers{built}; or leave it out. If "
-                "an object keeps it after the first use, a `__getstate__` of its class that leaves "
-                "it out has it made again in each worker.")
+                f"in the function or method that runs on the workers{built}; or leave it out{here}. "
+                "If an object keeps it after the first use, a `__getstate__` of its class that "
+                "leaves it out has it made again in each worker.")
 
 # %% ../../nbs/base/002_errors.ipynb #83a3982c
 def _headed(title, lines):

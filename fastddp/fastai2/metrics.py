@@ -284,7 +284,9 @@ class ReduceMetrics(OurCallback):
         # before the Recorder, on all ranks
         if self.phase is None or not self.training: return
         has_replayed = any(self.phase.is_replayed.values())
-        if has_replayed and getattr(self.recorder, 'train_metrics', False):
+        # another `after_batch` than fastai's may accumulate any of them in training
+        is_fastais = type(self.recorder).after_batch.__module__.startswith('fastai.')
+        if has_replayed and (not is_fastais or getattr(self.recorder, 'train_metrics', False)):
             self.phase.gather_batch()
 
     def _begin_phase(self, is_training):

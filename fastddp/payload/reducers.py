@@ -278,6 +278,18 @@ def _(handle, pickler):
 
 def _unused_handle(): return RemovableHandle(collections.OrderedDict())
 
+# %% ../../nbs/payload/100_reducers.ipynb #6c0f00a2
+@reduces(torch.optim.Optimizer)
+def _(opt, pickler):
+    "Pickle the attributes of an optimizer whose own state torch can't load"
+    cls = type(opt)
+    is_own = cls.__getstate__ is not torch.optim.Optimizer.__getstate__
+    loads_own = cls.__setstate__ is not torch.optim.Optimizer.__setstate__
+    if not is_own or loads_own or 'defaults' in opt.__getstate__(): return NotImplemented
+    attrs = {k:v for k,v in vars(opt).items()
+             if not (k.startswith('_optimizer_') and k.endswith('_hooks'))}
+    return cls.__new__, (cls,), attrs
+
 # %% ../../nbs/payload/100_reducers.ipynb #deb571cc
 @reduces(BaseException)
 def _(e, pickler):

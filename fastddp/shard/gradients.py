@@ -338,7 +338,9 @@ class Overlapped:
         # `checkpoint(use_reentrant=True)` runs a backward pass of its own
         if any(node.name().startswith('CheckpointFunction') for node in graph):
             self.why_flat = ("use_reentrant=False gives the same results, faster, where the model "
-                             "checkpoints activations. DDP can't follow use_reentrant=True")
+                             "checkpoints activations (transformers' models have "
+                             "gradient_checkpointing_kwargs for it). DDP can't follow "
+                             "use_reentrant=True")
         elif any(getattr(node, '_saved_sparse', False) for node in graph):
             self.why_flat = "An embedding has sparse gradients, which DDP can't follow"
         elif not self.ddp_kwargs.get('find_unused_parameters'): self._find_unused(graph)

@@ -1,0 +1,29 @@
+from workflows import needs, same
+VERSION = needs('fastMONAI', 'torchio', 'fastMONAI.vision_all')
+import nibabel, pytest
+from fastMONAI.vision_all import *
+from monai.losses import DiceLoss
+from monai.networks.nets import UNet
+
+
+@pytest.fixture
+def table(tmp_path):
+    rng, rows = np.random.RandomState(0), []
+    for i in range(14):
+        volume = rng.rand(12, 12, 12).astype('float32')
+        for name, o in dict(image=volume, mask=(volume > .5).astype('float32')).items():
+            nibabel.save(nibabel.Nifti1Image(o, np.eye(4)), tmp_path/f'{name}{i}.nii.gz')
+        rows.append(dict(image=str(tmp_path/f'image{i}.nii.gz'), mask=str(tmp_path/f'mask{i}.nii.gz'), valid=i >= 8))
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.libraries('fastMONAI', '`MedDataBlock`, segmentation of volumes', compared='weights, losses, metrics')
+def test_segmentation(table):
+    block = MedDataBlock(blocks=(ImageBlock(cls=MedImage), MedMaskBlock()), splitter=ColSplitter('valid'),
+                         get_x=ColReader('image'),
+                         get_y=ColReader('mask'), item_tfms=[ZNormalization(), PadOrCrop(8)])
+    def make(bs):
+        return Learner(block.dataloaders(table, bs=bs, val_bs=2, num_workers=0, device='cpu'),
+                       UNet(3, 1, 1, channels=(4, 8), strides=(2,), norm='INSTANCE'),
+                       loss_func=CustomLoss(loss_func=DiceLoss(sigmoid=True)), metrics=binary_dice_score, opt_func=SGD)
+    same(make, 'fit', 1, 1e-2, bs=2, tol=1e-3)
