@@ -37,7 +37,7 @@ TESTS = {
     'launch/monitor': 'faults/test_hangs.py', 'launch/engine': 'same_answer/test_parity.py',
     'launch/options': 'test_mistakes.py', 'launch/session': 'comes_back/test_comes_back.py',
     'launch/training': 'test_scripts.py',
-    'launch/functions': 'launch/test_ranch.py',
+    'launch/functions': 'launch/test_ranch.py', 'launch/caller': 'launch/test_caller.py',
     'machines': 'machines/test_hosts.py', 'machines/ray': 'machines/test_ray.py',
     'cluster': 'cluster/test_magics.py',
     'fastai2': 'same_answer/test_parity.py',

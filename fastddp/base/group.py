@@ -108,8 +108,8 @@ def _wait_for_all(store, rank, world_size, what):
 _NO_LIMIT = 10*365*24*3600.     # seconds
 
 def _in_thread(fn, *args, **kwargs):
-    """Call `fn` in a thread and return its result, so that Ctrl-C ends the wait for it. Then the call
-    gets two seconds to end; one that waits for a rank that has ended is left alone"""
+    """Call `fn` in a thread and return its result, so that Ctrl-C ends the wait for it. The call
+    gets two more seconds then; one that waits for a rank that has ended is left alone"""
     outcome = Future()
     def run():
         try: outcome.set_result(fn(*args, **kwargs))

@@ -35,8 +35,8 @@ from ..process.workers import Heartbeat
 #   group.leave(broken)             is no collective; does nothing outside of a group
 #   group.abort()                   ends the operations of a group of GPUs, from any thread
 #   on_ctrl_c(handler)              inside, Ctrl-C calls `handler`
-#   Local                           its `run` submits the job, calls `new_monitor().wait()`, and ends
-#                                   the workers; counts Ctrl-C in `interrupts`
+#   Local                           its `run` submits the job, calls `new_monitor().wait()`, and
+#                                   ends the workers; counts Ctrl-C in `interrupts`
 #   Monitor                         `wait` handles reports (`_news`) until all `ranks` have ended or
 #                                   one has failed; then it raises the first failure
 
@@ -173,7 +173,7 @@ class WatchedCall(Monitor):
             print_line(f"Rank {self.rank}, in this process, has ended. It waits for rank {others}.")
         return news
     def _read_pipe(self):
-        "Count the SIGINTs that have come, and pass signals on to the descriptor that was set before"
+        "Count the SIGINTs that have come, and pass signals on to the descriptor set before"
         with suppress(BlockingIOError):
             signals = os.read(self._pipe, 4096).replace(b'\0', b'')
             self._n_signals += signals.count(signal.SIGINT)

@@ -152,7 +152,7 @@ def ranch(
     nprocs, # Processes
     fn, # Called as `fn(*args, **kwargs)` in each
     *args, # Its arguments
-    caller_rank=0, # The rank of this process; None: all ranks are workers, and rank 0's output is shown
+    caller_rank=0, # The rank of this process; None: all ranks are workers, rank 0's output is shown
     gather=True, # Return the list of all results by rank, else that of `caller_rank`, if any
     ctx=None, # Context manager around the call in each process
     need="", # Names of notebook objects to send; objects that `fn` refers to are sent anyway
@@ -168,7 +168,7 @@ def ranch(
     _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait)
     # environment, signals and process group are those of a whole process: of the main thread
     is_rank = caller_rank is not None and in_main_thread()
-    if is_rank: _check_caller(wait)
+    if is_rank: _check_no_group()
     needed = _needed(need)
     bind_arguments(fn, args, kwargs)
     def run():
@@ -197,23 +197,24 @@ CHECKS = dict(
     need=Check("names of notebook objects in one string, such as 'x, y'",
                lambda v: isinstance(v, str)))
 
-def _check_call(nprocs, fn, caller_rank, imports, **others):
+def _check_call(nprocs, fn, caller_rank, imports, wait, **others):
     "Raise `CantDistribute`, before anything starts, for arguments that `ranch` can't have"
     exchanged = callable(nprocs) and is_whole(fn)
     if exchanged:
         name = getattr(nprocs, '__name__', 'fn')
         raise CantDistribute(f"The number of processes comes first: ranch({fn}, {name}).")
-    check_all(dict(nprocs=nprocs, fn=fn, caller_rank=caller_rank, **others), CHECKS)
+    check_all(dict(nprocs=nprocs, fn=fn, caller_rank=caller_rank, wait=wait, **others), CHECKS)
     _parsed(imports)
-    if caller_rank is None or 0 <= caller_rank < nprocs: return
-    raise CantDistribute(f"caller_rank={caller_rank} is not among the ranks 0 to {nprocs-1}; None "
-                         "leaves this process out.")
-
-def _check_caller(wait):
-    "Raise `CantDistribute` if this process can't be a rank"
+    if caller_rank is None: return
     if not wait:
         raise CantDistribute("wait=False: this process is no rank of a background job. Pass "
                              "caller_rank=None.")
+    if 0 <= caller_rank < nprocs: return
+    raise CantDistribute(f"caller_rank={caller_rank} is not among the ranks 0 to {nprocs-1}; None "
+                         "leaves this process out.")
+
+def _check_no_group():
+    "Raise `CantDistribute` if this process is a rank already"
     if group.in_group():
         raise CantDistribute("This process is a rank of a process group already, as in a cell of "
                              "%%dip or under torchrun. Pass caller_rank=None: then all ranks are "

@@ -338,10 +338,12 @@ def test_objects_refused(group, cell, says):
 
 @pytest.mark.full
 def test_ranch_in_a_cell(group):
-    "Each rank of the group has its own workers, which may form a group; `in_torchddp` is refused, and nothing waits"
-    cell = '%%dip\nfrom fastddp.ranch import *\ndef two(): return 2\nranch(2, two)'
+    """Each rank of the group has its own workers, which may form a group; a rank of the group can't be a rank of
+    another one, and nothing waits"""
+    cell = '%%dip\nfrom fastddp.ranch import *\ndef two(): return 2\nranch(2, two, caller_rank=None)'
     assert group.run(cell).endswith('[2, 2]\n')
-    assert group.run('%%dip\nranch(2, two, ctx=TorchDDPCtx(use_gpu=False))').endswith('[2, 2]\n')
+    assert group.run('%%dip\nranch(2, two, ctx=TorchDDPCtx(use_gpu=False), caller_rank=None)').endswith('[2, 2]\n')
+    assert 'Pass caller_rank=None' in group.fails('%%dip --see all\nranch(2, two)')[1]
     assert 'In a cell of %%dip use that group' in group.fails('%%dip --see all\nin_torchddp(2, two, use_gpu=False)')[1]
 
 

@@ -439,8 +439,9 @@ def test_two_threads_on_one_engine(two):
 
 
 def test_ranch():
-    job = ranch(2, os.getpid, wait=False)
+    job = ranch(2, os.getpid, caller_rank=None, wait=False)
     assert len({*job.result(60), os.getpid()}) == 3
+    with pytest.raises(CantDistribute, match='caller_rank=None'): ranch(2, os.getpid, wait=False)
 
 
 class Cut(Callback):
