@@ -189,9 +189,9 @@ class NotPicklable(CantDistribute):
         here = (". With launcher=InProcess() nothing is sent, and the fit runs in this process"
                 if self.path.startswith('learn') else '')
         return (f"{self.path} can't be sent to the workers ({self.why}). Make it where it is used, "
-                f"in the function or method that runs on the workers{built}; or leave it out{here}. "
-                "If an object keeps it after the first use, a `__getstate__` of its class that "
-                "leaves it out has it made again in each worker.")
+                f"in the function or method that runs on the workers{built}; or leave it "
+                f"out{here}. If an object keeps it after the first use, a `__getstate__` of its "
+                "class that leaves it out has it made again in each worker.")
 
 # %% ../../nbs/base/002_errors.ipynb #83a3982c
 def _headed(title, lines):
