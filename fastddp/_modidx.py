@@ -179,6 +179,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastddp.base.group._loads': ('base/group.html#_loads', 'fastddp/base/group.py'),
                                     'fastddp.base.group._note_fork': ('base/group.html#_note_fork', 'fastddp/base/group.py'),
                                     'fastddp.base.group._references': ('base/group.html#_references', 'fastddp/base/group.py'),
+                                    'fastddp.base.group._set_limit': ('base/group.html#_set_limit', 'fastddp/base/group.py'),
                                     'fastddp.base.group._tensor': ('base/group.html#_tensor', 'fastddp/base/group.py'),
                                     'fastddp.base.group._wait_for_all': ('base/group.html#_wait_for_all', 'fastddp/base/group.py'),
                                     'fastddp.base.group._wait_until': ('base/group.html#_wait_until', 'fastddp/base/group.py'),

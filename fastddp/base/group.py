@@ -15,6 +15,7 @@ import torch, torch.distributed as dist
 
 # Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
+from .scoped import delay_interrupts
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
 # What a process calls, and when:
@@ -106,18 +107,31 @@ def _wait_for_all(store, rank, world_size, what):
         pause = min(2*pause, .01)
 
 _NO_LIMIT = 10*365*24*3600.     # seconds
+_CONNECT_LIMIT = 5.             # seconds of one try of gloo's, of which it makes five
+
+def _set_limit(limit):
+    "Set the time limit of the group's operations from now on"
+    # torch before 2.14 has the second one
+    set_timeout = getattr(dist, 'set_timeout', None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(limit)
 
 def _in_thread(fn, *args, **kwargs):
     """Call `fn` in a thread and return its result, so that Ctrl-C ends the wait for it. The call
-    gets two more seconds then; one that waits for a rank that has ended is left alone"""
+    gets two more seconds then, so that the caller can leave a group that it has joined; one that
+    waits for a rank that has ended is left alone"""
     outcome = Future()
+    is_left_alone = threading.Event()
     def run():
-        try: outcome.set_result(fn(*args, **kwargs))
+        try:
+            outcome.set_result(fn(*args, **kwargs))
+            if is_left_alone.is_set() and in_group(): dist.destroy_process_group()
         except BaseException as e: outcome.set_exception(e)
     thread = threading.Thread(target=run, name='fastddp-join', daemon=True)
     thread.start()
     try: return outcome.result()
-    finally: thread.join(2)
+    finally:
+        with delay_interrupts(): thread.join(2)
+        is_left_alone.set()
 
 # The `store` that was given to `join`; None before `join`, after `leave`, and in the group of a
 # launcher. `launch.rank` compares it with the store of the next job
@@ -143,8 +157,15 @@ def join(
     # Inside of `init_group` a wait can't be interrupted, and gloo waits forever for a rank that has
     # come in and then failed. So the ranks wait for each other before and after
     _wait_for_all(store, rank, world_size, 'here')
-    init = functools.partial(_in_thread, init_group) if in_thread else init_group
-    init(store, rank, world_size, backend, timeout=limit, **on_gpu)
+    if in_thread:
+        # all ranks are here: the thread ends soon, even if one of them is killed now
+        soon = min(limit, datetime.timedelta(seconds=_CONNECT_LIMIT))
+        as_before = store.timeout
+        store.set_timeout(soon)     # the store's file may be removed meanwhile
+        _in_thread(init_group, store, rank, world_size, backend, timeout=soon, **on_gpu)
+        store.set_timeout(as_before)
+        _set_limit(limit)
+    else: init_group(store, rank, world_size, backend, timeout=limit, **on_gpu)
     _wait_for_all(store, rank, world_size, 'in')
     rendezvous = given
 

@@ -54,6 +54,10 @@ def as_before(torch_has_begun):
     before = state()
     yield
     gc.collect()
+    # one that was killed while gloo connected is waited for in a thread, for a while
+    for thread in threading.enumerate():
+        if thread.name == 'fastddp-join': thread.join(60)
+    gc.collect()
     after = state()
     assert {k: (before[k], after[k]) for k in before if before[k] != after[k]} == {}
     assert signal.set_wakeup_fd(-1) == -1
