@@ -71,7 +71,8 @@ def own_generators(loaders):
     for dl in map(original, loaders):
         if why_whole(dl) or getattr(dl, 'dataset', None) is None: continue
         # those of the order are the same on all ranks
-        of_order = {id(v) for o in order_holders(dl) for v in vars(o).values()}
+        of_order = {id(v) for o in order_holders(dl)
+                    for v in getattr(o, '__dict__', {}).values()}
         for v in getattr(dl.dataset, '__dict__', {}).values():
             if generator_state(v) is not None and id(v) not in of_order: found[id(v)] = v
     return [*found.values()]
