@@ -69,7 +69,7 @@ class Silent(Exception): pass
 
 
 class Fussy(Exception):
-    "As many libraries' own: it can be pickled, but not loaded"
+    "As many libraries' own: plain pickle can't load it"
     def __init__(self, a, b): super().__init__(f'{a} and {b}')
 
 

@@ -58,7 +58,8 @@ def as_one(make, n_epoch=2, lr=1e-2, eps=1e-5, metrics_eps=1e-5):
 
 def by_parts(bn, x):
     "Batch norm as it is on two CPU workers: each normalizes its part of a batch, and running statistics are averaged"
-    if not bn.training: return type(bn).forward(bn, x)
+    # a validation has whole batches, also of a model that stays in training mode there
+    if not (bn.training and torch.is_grad_enabled()): return type(bn).forward(bn, x)
     begun, ends, out = (bn.running_mean, bn.running_var), [], torch.empty_like(x)
     for r in range(2):
         bn.running_mean, bn.running_var = (o.clone() for o in begun)

@@ -101,7 +101,8 @@ def test_variables_of_cells_are_those_of_one_process(cell, two):
     seed(1)
     with learn.distrib_ctx(nprocs=2, launcher=two):
         learn.fit(1)
-        assert cell['n'] == 5 and len(cell['outputs']) == 8 and len(cell['rated']) > 0
+        # the loss changes its state in each call, so every worker validates all 6 batches
+        assert cell['n'] == 5 and len(cell['outputs']) == 5+6 and len(cell['rated']) > 0
         learn.fit(1)
     assert all(cell[k] is v for k, v in held.items())
     rate = cell['rate']
