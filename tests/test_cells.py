@@ -238,8 +238,8 @@ for how in ('fit', 'job', 'function', 'one rank'):
     try:
         if how == 'fit': learn.distrib_fit(3, nprocs=2)
         elif how == 'job': learn.distrib_fit(3, nprocs=2, wait=False).result()
-        elif how == 'function': ranch(2, fails, .5)
-        else: in_torchddp(2, waits, .5)
+        elif how == 'function': ranch(2, fails, .5, caller_rank=None)
+        else: in_torchddp(2, waits, .5, caller_rank=None)
     except Pruned as e:
         assert isinstance(e, RankRaised) and isinstance(e.__cause__, Pruned) and 'Traceback of rank' in str(e)
         caught.append((how, e.step, type(e.value), Pruned.where))

