@@ -2765,6 +2765,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers.function_variables': ( 'payload/reducers.html#function_variables',
                                                                                            'fastddp/payload/reducers.py'),
+                                          'fastddp.payload.reducers.load_sparse': ( 'payload/reducers.html#load_sparse',
+                                                                                    'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers.load_storage': ( 'payload/reducers.html#load_storage',
                                                                                      'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers.load_typed_storage': ( 'payload/reducers.html#load_typed_storage',

@@ -60,7 +60,16 @@ def _(tensor, pickler):
     "Pickle a tensor as its class does. A fit has a loss for each step, so this is to be fast"
     if type(tensor) in pickler.dispatch_table: return NotImplemented    # its user's own reducer
     # inside, methods of a subclass such as `TensorBase` are as fast as those of `Tensor`
-    with torch._C.DisableTorchFunctionSubclass(): return tensor.__reduce_ex__(5)
+    with torch._C.DisableTorchFunctionSubclass(): res = tensor.__reduce_ex__(5)
+    return (load_sparse, *res[1:]) if res[0] is torch._utils._rebuild_sparse_tensor else res
+
+def load_sparse(layout, data):
+    "Make a sparse tensor. torch's own function keeps it in a list until `torch.load` is called"
+    if layout is not torch.sparse_coo:
+        return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
+    indices, values, size, *is_coalesced = data
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=False,
+                                   is_coalesced=is_coalesced[0] if is_coalesced else None)
 
 @reduces(torch.storage.TypedStorage)
 def _(storage, pickler):

@@ -122,7 +122,7 @@ def average_sparse(p # A parameter without gradient, or with a sparse one, as of
     indices,values = zip(*group.all_gather_tensors(sent, shapes))
     indices = torch.cat(indices, 1).to(p.device)
     values = torch.cat(values).to(p.device)/group.world_size()
-    p.grad = torch.sparse_coo_tensor(indices, values, p.shape).coalesce()
+    p.grad = torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=False).coalesce()
 
 def has_values(grad):
     "Return True if a gradient, which may be sparse, has a value other than 0"
