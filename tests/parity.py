@@ -125,7 +125,7 @@ def flat_opt(opt):
     inner = getattr(opt, 'opt', None)
     st = inner.state if isinstance(inner, torch.optim.Optimizer) else opt.state
     ps = [p for pg in opt.param_lists for p in pg]
-    return [(i, k, torch.as_tensor(v).double()) for i, p in enumerate(ps) if p in st
+    return [(i, k, torch.as_tensor(v).to_dense().double()) for i, p in enumerate(ps) if p in st
             for k, v in sorted(st[p].items()) if isinstance(v, (torch.Tensor, float, int)) and not isinstance(v, bool)]
 
 

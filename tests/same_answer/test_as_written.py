@@ -4,10 +4,8 @@ import copy
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
 from fastddp.base.errors import RankRaised
-from as_written import AVERAGED, CASES, NAMED
+from as_written import AVERAGED, CASES, NAMED, made
 from parity import Steps, alone_like, assert_ranks_alike, assert_same, fit_both, items, learner, mlp, seed, warm
 
 pytestmark = pytest.mark.timeout(120)
@@ -16,20 +14,6 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope='module', params=[2, 3])
 def ranks(request):
     with warm(request.param) as launcher: yield request.param, launcher
-
-
-def made(name, **more):
-    seed()
-    kwargs = CASES[name]() | more
-    kwargs.pop('loss_kind', None)
-    collate, n_inp = kwargs.pop('collate', None), kwargs.pop('n_inp', None)
-    learn = learner(train=kwargs.pop('train', 37), valid=kwargs.pop('valid', 21), bs=kwargs.pop('bs', 4), **kwargs)
-    if collate:
-        dls = [DataLoader(dl.dataset, bs=dl.bs, shuffle=i == 0, num_workers=0, create_batch=collate)
-               for i, dl in enumerate(learn.dls.loaders)]
-        learn.dls = DataLoaders(*dls)
-    if n_inp: learn.dls.n_inp = n_inp
-    return learn
 
 
 HOW = {'per_worker': {}, 'global': dict(batch='global')}
