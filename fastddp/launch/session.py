@@ -26,6 +26,7 @@ from ..payload.buffers import ColumnCache
 from ..payload.patches import collect_patches
 from ..payload.pickling import Definitions, dump
 from ..payload.blame import not_picklable
+from ..payload.settings import Settings
 from ..payload.state import model_tensors, move_opt_state
 from ..shard.same_model import bn_note
 
@@ -58,13 +59,22 @@ def dump_or_blame(
     raise not_picklable(obj, roots, error, dump)
 
 def dump_with_patches(
-    obj, # A dict
+    obj, # A dict; if it has 'definitions', settings of libraries and own modules go along, too
     roots, # As for `dump_or_blame`
     **kwargs # Passed on to `dump`
 ):
     "As `dump_or_blame`, with the notebook's patches, which a worker installs before it loads `obj`"
     patches = collect_patches()
-    return dump_or_blame(dict(patches=patches, **obj), roots | patches.roots(), **kwargs)
+    roots = roots | patches.roots()
+    if 'definitions' not in obj:
+        return dump_or_blame(dict(patches=patches, **obj), roots, **kwargs)
+    # both look at what was pickled before them
+    settings = Settings()
+    obj = dict(patches=patches, **obj, settings=settings)
+    obj['definitions'] = obj.pop('definitions')
+    try: return dump(obj, **kwargs)
+    except Exception: settings.checks = True
+    return dump_or_blame(obj, roots, **kwargs)
 
 def dump_snapshot(
     obj, # The learner, its callbacks, the call: a dict

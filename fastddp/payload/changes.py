@@ -80,13 +80,14 @@ class Variable(NamedTuple):
     kind:str        # 'attribute' of the function or class, or as of `function_variables`
     key:str|int     # Its name; of a 'default' in `__defaults__`, the position there
 
-class _Variables:
-    "As `_Attributes`: variables that functions and classes of cells use; a name is a `Variable`"
+class Variables:
+    """As `_Attributes`: variables that functions and classes of cells use, and those of the user's
+    own modules; a name is a `Variable`"""
     def values(self, o):
         "Return `{name: value}` of those that hold data"
         found = {('attribute',k):v for k,v in vars(o).items() if not k.startswith('__')}
         if isinstance(o, types.FunctionType): found |= function_variables(o)
-        return {Variable(*k):v for k,v in found.items() if _is_data(v)}
+        return {Variable(*k):v for k,v in found.items() if is_data(v)}
     def update(self, o, values, removed):
         for name,v in values.items(): self._set(o, name, v)
         for name in removed: self._delete(o, name)
@@ -118,7 +119,7 @@ class _Whole:
 _NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
              types.MemberDescriptorType, types.GetSetDescriptorType)
 
-def _is_data(v):
+def is_data(v):
     "True for a value whose changes are sent to the notebook"
     if isinstance(v, _NOT_DATA): return False
     is_of_cell = type(v).__module__ == '__main__'
@@ -225,7 +226,7 @@ _RULES = dict(
     # modules, loaders, data sets, the loss
     parts=_Rule(by_members=True, sends_small=False, keeps_caches=True),
     # functions and classes of cells, which use variables
-    variables=_Rule(access=_Variables()),
+    variables=_Rule(access=Variables()),
     # what all of these hold at any depth
     held=_Rule(access=_Whole(), by_members=True, sends_small=False))
 
@@ -422,16 +423,19 @@ def _roots(groups, is_excluded):
 # A definition by its name
 def definition_key(o):
     """Return `(module, qualified name, arguments)` of a function or class, by which
-    `find_definition` finds it in another kernel that has run the same cell"""
+    `find_definition` finds it in another kernel that has run the same cell. A module has no
+    qualified name"""
+    if isinstance(o, types.ModuleType): return o.__name__, '', []
     args = []
     if isinstance(o, types.FunctionType):
         args = [o.__code__.co_freevars, len(o.__defaults__ or ()), sorted(o.__kwdefaults__ or ())]
     return o.__module__, o.__qualname__, args
 
 def find_definition(key):
-    "Return the function or class of this process whose `definition_key` is `key`, or None"
+    "Return the function, class or module of this process whose `definition_key` is `key`, or None"
     module,qualname,_ = key
     found = sys.modules.get(module)
+    if not qualname: return found
     for name in qualname.split('.'): found = getattr(found, name, None)
     matches = isinstance(found, (type,types.FunctionType)) and definition_key(found) == key
     return found if matches else None

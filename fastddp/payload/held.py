@@ -64,6 +64,9 @@ def parts_of(o,
                  for f in (vars(o).get(k) or {}).values()]
         return [*o.children(), *o.parameters(False), *o.buffers(False), *attrs, *hooks]
     if isinstance(o, torch.Tensor): return []
+    # its variables; of a module of a library, which isn't a definition, no part is looked for
+    if isinstance(o, types.ModuleType):
+        return [v for k,v in vars(o).items() if not k.startswith('__')]
     if isinstance(o, np.ndarray): return [*o.flat] if o.dtype == object and o.size <= most else []
     items = items_of(o)
     # with the attributes of a subclass
@@ -87,7 +90,8 @@ class Held(NamedTuple):
 
 def held_objects(
     roots,          # A list of `Root`
-    definitions,    # Functions and classes of cells that the snapshot has
+    # Functions and classes of cells, and modules of the user's own, that the snapshot has
+    definitions,
     # Objects that both sides know by another list: they aren't searched, unless they are functions
     # or bound methods
     known,
@@ -101,7 +105,7 @@ def held_objects(
     todo = deque([*roots, *map(Root, definitions)])
     while todo and len(res) < _MAX_HELD:
         o,is_part = todo.popleft()
-        if id(o) in seen or isinstance(o, ATOMS): continue
+        if id(o) in seen or isinstance(o, ATOMS) and id(o) not in of_cells: continue
         seen[id(o)] = o
         is_definition = isinstance(o, (type,types.FunctionType))
         if is_definition and id(o) not in of_cells: continue

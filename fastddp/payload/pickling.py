@@ -44,7 +44,8 @@ class Payload(NamedTuple):
         return [*map(bytearray, self.buffers)]
 
 # %% ../../nbs/payload/102_pickling.ipynb #0f3390a9
-# Definitions are the functions and classes that are pickled by value. Two sides need to know them:
+# Definitions are the functions and classes that are pickled by value, and the user's own modules
+# with what they define (`payload.settings`). Two sides need to know them:
 #
 #     rank 0      finds the variables that they have changed (`payload.changes`): the last item of a
 #                 snapshot is a list of them, `Definitions`
@@ -64,8 +65,8 @@ class Definitions(list):
 
 @reduces(Definitions)
 def _(definitions, pickler):
-    definitions[:] = pickler.definitions
-    _sent_classes.update(o for o in definitions if isinstance(o, type))
+    definitions[:] = [*pickler.definitions, *pickler.own]
+    _sent_classes.update(o for o in pickler.definitions if isinstance(o, type))
     definitions.held = held_objects(definitions.roots, definitions, definitions.known,
                                     pickler.memo.copy())
     return Definitions, (list(definitions), definitions.held)
@@ -182,6 +183,8 @@ class Pickler(cloudpickle.Pickler):
         self._reducers = {}     # type -> its reducer: `reducer_of` is slow
         self._replacements = _replacements.get()
         self.definitions = []   # those pickled so far; reducers add to it
+        self.named = []         # the same: classes, functions and modules pickled by name
+        self.own = []           # modules of the user's own, and what they define; see `Settings`
     def reducer_override(self, o):
         "Called by pickle for each object that isn't of a basic type, such as str or dict"
         if self._replacements and id(o) in self._replacements:

@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 #   dispatch_table      type -> the reducer of cloudpickle or `copyreg`, which gets the object alone
 #   canonical(storage)  the first storage object that was met at that memory
 #   definitions         a list of the functions and classes that were pickled by value
+#   named               a list of those and of modules that were pickled by name
 @singledispatch
 def reduce(o, pickler):
     "Reduce an object of a type for which no reducer is registered"
@@ -133,7 +134,9 @@ def _(cls, pickler):
         for module_name,m in sys.modules.copy().items():
             # both are names of the notebook's module; `multiprocess` uses the second one
             if module_name in ('__main__','__mp_main__'): continue
-            if getattr(m, '__dict__', {}).get(name) is cls: return attr_of, (module_name,name)
+            if getattr(m, '__dict__', {}).get(name) is cls:
+                pickler.named.append(cls)
+                return attr_of, (module_name,name)
     return _reduce_definition(cls, pickler)
 
 @reduces(types.FunctionType)
@@ -143,7 +146,9 @@ def _(f, pickler):
     if call := decoration(f): return _reduce_decorated(f, *call)
     if not _is_of_library(f): return _reduce_definition(f, pickler)
     reduced = cloudpickle.Pickler.reducer_override(pickler, f)
-    if not isinstance(reduced, tuple): return reduced       # by name
+    if not isinstance(reduced, tuple):      # by name
+        pickler.named.append(f)
+        return reduced
     make,args,state = reduced[:3]
     code,_,*rest = args         # the second one are the globals; `slots` has them, too
     attrs,slots = state
@@ -169,6 +174,7 @@ def _(code, pickler):
 @reduces(types.ModuleType)
 def _(module, pickler):
     "Pickle a module of a subclass of `ModuleType` (`torch.backends.cudnn`) by name"
+    pickler.named.append(module)
     if type(module) is types.ModuleType: return NotImplemented
     return importlib.import_module, (module.__name__,)
 
@@ -181,6 +187,7 @@ def _reduce_definition(o, pickler):
         # a `NamedTuple` sets its own
         if makes_class and '__slots__' in vars(o) and not issubclass(o, tuple):
             _keep_slots(o, reduced[1], reduced[2])
+    else: pickler.named.append(o)
     return reduced
 
 def _keep_slots(
