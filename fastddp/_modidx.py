@@ -2750,6 +2750,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers._load_library_function': ( 'payload/reducers.html#_load_library_function',
                                                                                                'fastddp/payload/reducers.py'),
+                                          'fastddp.payload.reducers._load_sparse_coo': ( 'payload/reducers.html#_load_sparse_coo',
+                                                                                         'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers._load_weakref': ( 'payload/reducers.html#_load_weakref',
                                                                                       'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers._reduce_decorated': ( 'payload/reducers.html#_reduce_decorated',

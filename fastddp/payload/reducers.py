@@ -68,9 +68,11 @@ def load_sparse(layout, data):
     "Make a sparse tensor. torch's own function keeps it in a list until `torch.load` is called"
     if layout is not torch.sparse_coo:
         return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
-    indices, values, size, *is_coalesced = data
+    return _load_sparse_coo(*data)
+
+def _load_sparse_coo(indices, values, size, is_coalesced=None):
     return torch.sparse_coo_tensor(indices, values, size, check_invariants=False,
-                                   is_coalesced=is_coalesced[0] if is_coalesced else None)
+                                   is_coalesced=is_coalesced)
 
 @reduces(torch.storage.TypedStorage)
 def _(storage, pickler):

@@ -175,7 +175,7 @@ def own_variables(o # A module, or a class or function of one
     def is_sent(name, v):
         key = str(name.key)
         if name.kind == 'global' or key.startswith('_abc_') or key in _FLAGS: return False
-        if getattr(v, 'nbytes', 0) > _MAX_OWN_BYTES and has_arrays(v): return False
+        if has_arrays(v) and getattr(v, 'nbytes', 0) > _MAX_OWN_BYTES: return False
         return not (isinstance(o, types.ModuleType) and _is_imported(key, v, o))
     return {name:v for name,v in Variables().values(o).items() if is_sent(name, v)}
 

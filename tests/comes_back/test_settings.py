@@ -56,7 +56,12 @@ class Notes(Callback):
         Notes.history.append(n)
 def read(): return n, losses, calls, {other}.calls is calls
 '''
-OTHER = 'calls, total = [], 0\n'
+# as people import in files of their own, so that all kinds of objects are variables of it
+OTHER = '''from numpy import *
+from torch import *
+from fastai.vision.all import *
+calls, total = [], 0
+'''
 
 
 @pytest.fixture
