@@ -387,5 +387,7 @@ class Cluster:
     def __repr__(self):
         if not self.alive: return f"A group of {self.n} that ended"
         where = 'CPU (gloo)'
-        if self.gpus: where = f"GPU {', '.join(map(str,self.gpus))} ({group.native_backend()})"
+        if self.gpus:
+            gpus = f"GPU{'s' if len(self.gpus) > 1 else ''} {', '.join(map(str,self.gpus))}"
+            where = f"{gpus} ({group.native_backend()})"
         return f"{self.n} rank{'s' if self.n > 1 else ''} on {where}, app {self.app}"

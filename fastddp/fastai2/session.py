@@ -140,6 +140,7 @@ class FitCall(Call):
         apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
         # wrong after a stop in an epoch, when nothing reads it; a fit of no epochs has no `epoch`
         self.first_epoch = getattr(self.learn, 'epoch', -1)+1
+    def home(self): return getattr(self.learn.dls, 'device', None)     # `TrainEvalCallback`
     @property
     def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
     def describe_learner(self):

@@ -6,9 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
-import threading
+import threading, warnings
 from contextlib import ExitStack, contextmanager
 
+import torch
 from fastcore.basics import noop, store_attr
 from torch import nn
 
@@ -99,10 +100,15 @@ def on_gpus(learn):
     return [t for t in tensors if is_accelerator(t.device)]
 
 @contextmanager
-def offloaded(learn):
+def offloaded(learn,
+    home=None # The device of the learner's batches, if a fit moves the model there; else None
+):
     """Move model, gradients and optimizer state from GPUs to the CPU, and back at the end, also if
-    the first move fails or is interrupted"""
+    the first move fails or is interrupted. With `home` a model on the CPU goes there at the end. If
+    a GPU is full by then, all stay on the CPU, with a warning"""
     moved = [(t, t.device) for t in on_gpus(learn)]
+    if not moved and home is not None and is_accelerator(home):
+        moved = [(t, home) for t in model_tensors(learn.model).values()]
     def move(
         device=None # None: the original device of each tensor
     ):
@@ -120,7 +126,13 @@ def offloaded(learn):
     try:
         move('cpu')
         yield
-    finally: move()
+    finally:
+        try: move()
+        except torch.cuda.OutOfMemoryError:
+            move('cpu')
+            gpus = ', '.join(sorted({str(o) for _,o in moved}))
+            warnings.warn(f"fastddp: learn has no room on {gpus} any more, so it stays on the CPU. "
+                          "Free memory there: the next fit moves it back.")
 
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
 # A block
@@ -205,7 +217,7 @@ class Call:
         self.report.sent_bytes = job.payload.nbytes
         self.report.end_phase('snapshot')
         self.before_run()
-        with delay_interrupts(), offloaded(self.learn):
+        with delay_interrupts(), offloaded(self.learn, self.home()):
             try: out = self.session.launcher.run(job, self.session.n, self.on_event)
             # any exception: showing output may also fail in the notebook
             except BaseException as e:
@@ -218,6 +230,8 @@ class Call:
             self.on_success(out)
         self.report.end_phase('back')
         return out
+    def home(self):
+        "Return the device to which this call moves a model on the CPU, as in one process, or None"
     def on_event(self, rank, event):
         "Handle an event that a rank emitted, or an `EpochEnd`"
     def on_failure(self, e, is_last):

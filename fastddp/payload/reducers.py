@@ -109,13 +109,15 @@ def load_storage(
     to=None,    # Where to move a storage that wasn't on the CPU; `_Unpickler` adds it
     back=False  # Move it to the GPU that the text names, if it names one. The same
 ):
-    "Return an untyped storage"
+    "Return an untyped storage. In the notebook (`back`) one stays on the CPU if its GPU is full"
     if not len(buffer): storage = torch.UntypedStorage(0)
     else: storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
     if device == 'cpu': return storage
     is_named = ':' in device
     if back and is_named: to = device
-    if to is not None: storage = storage.to(device=to)
+    try: storage = storage if to is None else storage.to(device=to)
+    except torch.cuda.OutOfMemoryError:
+        if not back: raise
     if is_named or storage.device.type == 'cpu': _noted_devices[storage] = device
     return storage
 
