@@ -7,7 +7,7 @@ from fastddp.fastai2.learner import OPTIONS
 
 FITS, INFERS = ('fit', 'fit_one_cycle', 'fit_flat_cos', 'fit_sgdr', 'fine_tune', 'lr_find'), ('validate', 'get_preds',
                                                                                               'tta')
-NOT_FOR_INFERENCE = {'batch', 'sync_bn', 'loss', 'restarts', 'checkpoint', 'ddp_kwargs'}
+NOT_FOR_INFERENCE = {'batch', 'sync_bn', 'loss', 'restarts', 'keep', 'checkpoint', 'ddp_kwargs'}
 RAISED = 'CantDistribute', 'RankRaised', 'RankDied', 'GroupTimeout', 'KeyboardInterrupt'
 
 

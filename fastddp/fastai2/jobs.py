@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #bd6f0e52
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from fastai.callback.core import CancelEpochException, CancelFitException
@@ -161,7 +162,8 @@ def fit_job(ctx, obj):
         unpack, baseline            what differs from now on is what the fit has changed
         into `distributed` *        callbacks of ours, sharded loaders
         into `as_one_process`
-            call_fit *              fastai's loop; the end of an epoch is sent as 'epoch'
+            call_fit *              fastai's loop; the end of an epoch is sent as 'epoch', if
+                                    `keeps_epochs`
         out of `as_one_process` *   the last meeting of the ranks, also after an interrupt
         out of `distributed`        the learner has its own callbacks and loaders again
         send                        the end of the fit is sent as 'state', or as 'cut' if it was
@@ -174,6 +176,7 @@ def fit_job(ctx, obj):
 
         options         of `distributed`
         fit_args        arguments of `fit`, by name, without `cbs`
+        keeps_epochs    False: nothing is sent before the end
         wandb_run       as of `notebook_run`
         resumed         `first_epoch` and `lists` of `ResumeFit`, as a dict; None: it begins anew
     """
@@ -192,7 +195,7 @@ def fit_job(ctx, obj):
         def send(name, **kwargs):
             if ctx.rank: return
             ctx.put(name, capture(learn, cbs, base, fit.common.state(), refs, **kwargs))
-        ours = [noted, EndOfAll(noted, lambda: send('epoch'))]
+        ours = [noted, EndOfAll(noted, partial(send, 'epoch') if call['keeps_epochs'] else noop)]
         if call['resumed']:
             resume = ResumeFit(learn, sent_cbs, refs, **call['resumed'])
             ours.append(resume)

@@ -77,6 +77,7 @@ def distrib_ctx(self:Learner,
     see=(0,), # Workers whose output is shown, or 'all'
     see_load:bool=True, # In a notebook: a line with each worker's CPU, memory and GPU
     restarts:int=0, # How often a failed fit continues after its last complete epoch
+    keep:str='epoch', # What a failure leaves: the last complete epoch, or ('end') nothing
     timeout:float=1800, # Seconds without a training step after which a fit is terminated
     wait:bool=True, # False: train in the background and return a job
     offload:bool=False, # With `wait=False`: keep `learn` on the CPU until `job.result()`
@@ -92,12 +93,15 @@ def distrib_ctx(self:Learner,
     _check_wait(wait, offload)
     check_loss(loss)
     if checkpoint is not None: check('checkpoint', checkpoint, INTERVAL)
+    if keep == 'end' and (checkpoint or restarts):
+        raise CantDistribute("keep='end' keeps nothing before the end of the fit, from which "
+                             f"{'checkpoint=' if checkpoint else 'restarts='} could go on.")
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     def overrides(launcher, n, gpus):
         "Return the methods that replace the learner's own in the block, by name."
         session = Session(self, launcher, n, gpus, rank_options, restarts,
                           model_factory=model_factory, dls_factory=dls_factory,
-                          asked_for=OPTIONS.non_defaults(given))
+                          keeps_epochs=keep == 'epoch', asked_for=OPTIONS.non_defaults(given))
         if checkpoint: session.on_epoch.append(checkpoint_writer(checkpoint))
         return dict(fit=session.fit, _do_epoch_validate=session.validate)
     # in a group of a launcher such as torchrun no workers are started
@@ -180,7 +184,7 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 
 for _name in ('fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'):
     OPTIONS.add_method(Learner, _name, _AFTER_FIT, ITEMS)
-_FOR_FITS = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
+_FOR_FITS = 'batch','sync_bn','loss','restarts','keep','checkpoint','ddp_kwargs'
 for _name in _INFERS:
     OPTIONS.add_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS)
 

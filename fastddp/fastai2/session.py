@@ -133,6 +133,7 @@ class FitCall(Call):
         resumed = None if self.first_epoch is None else dict(
             first_epoch=self.first_epoch, lists=recorder_lists(learn, self.cbs))
         call = dict(options=session.options, fit_args=asked, resumed=resumed,
+                    keeps_epochs=session.keeps_epochs,
                     wandb_run=notebook_run(all_cbs(learn, self.cbs)))
         return snapshot(learn, self.cbs, call, session.model_factory, session.dls_factory,
                         columns=session.columns, definitions=self.definitions)
@@ -237,11 +238,12 @@ class Session(BaseSession):
     `n` and `gpus` of the workers, which may change between two tries"""
     def __init__(self, *args,
         model_factory=None, dls_factory=None, # The options of the block
+        keeps_epochs, # True: rank 0 sends its state at the end of each epoch, for a failure
         asked_for, # All options of the block that aren't the defaults, for a resumed fit
         **kwargs
     ):
         super().__init__(*args, **kwargs)
-        store_attr('model_factory,dls_factory,asked_for')
+        store_attr('model_factory,dls_factory,keeps_epochs,asked_for')
         self.reports = []       # the `Report` of each call
         self.on_epoch = []      # called with the `FitCall` and an `EpochEnd` when an epoch ends
     # What the base class calls
