@@ -22,6 +22,9 @@ def accelerator_type():
     found = torch.accelerator.current_accelerator()
     return 'cuda' if found is None or found.type == 'mps' else found.type   # mps: no collectives
 
+# What torch raises where the memory of any accelerator is full. Before 2.5 it has this name alone
+OutOfMemory = torch.cuda.OutOfMemoryError
+
 def device_module():
     "Return the torch module of the accelerator, such as `torch.cuda`"
     return getattr(torch, accelerator_type())

@@ -11,94 +11,81 @@ from fastai.callback import Callback
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl
+from ..launch.parts import MODULES_STAY, Hooks, Loss, Model, Part, Parts
 from ..launch.session import dump_snapshot
-from ..launch.training import (
-    MODULES_STAY, dump_state, load_state, model_state, warn_of_unset)
+from ..launch.training import dump_state, load_state, warn_of_unset
 from ..payload.changes import ChangeTracker, apply_changes, look_for_held
 from ..payload.pickling import Definitions
-from ..payload.state import (
-    OPT_HOOKS, get_hooks, model_grads, move_opt_state, objects_with_hooks, opt_and_wrapped,
-    opt_attrs, own_memory, set_grads, set_hooks, set_model_state)
-from ..shard.loss import loss_module
+from ..payload.state import OPT_HOOKS, move_opt_state, opt_and_wrapped, opt_attrs, own_memory
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
-# Used here; none of it is a collective:
-#   dump_snapshot      pickles a dict inside the contexts that it is given. If it can't, the roots
-#                      name the cause in a `NotPicklable`
-#   ChangeTracker      notes what objects hold when it is made; `since_start` returns what differs
-#   apply_changes      makes these changes in the objects at the same positions of `tracked`
-#   dump_state         a payload of `state` and `rest`; what of `rest` can't be pickled is left out
-#   load_state         returns them, `rest` as {} if it can't be loaded, or None if the weights
-#                      don't fit the model. It warns of both
-#   set_model_state    copies into the model's tensors; adds none
-#   get_hooks, set_hooks    the hooks of parameters and optimizers, which torch doesn't pickle
-
-# How a learner is sent to the ranks and back:
-#
-#     notebook                                 rank
-#     snapshot -------- the learner ---------> unpack, on every rank
-#                                              Baseline: on rank 0, what all attributes hold
-#                                              the job
-#     apply <--- weights and changes --------- Baseline.capture, on rank 0: at the end of each epoch
-#                                              and of the job. The notebook applies one of these
-#
-# Both sides call `_shared_objects`, each with its own objects, and get the same two lists:
-#
-#     tracked     objects whose attributes a job may change. A change is sent with the position of
-#                 its object
-#     refs        objects that the other side has, too. Instead of such an object, its position in
-#                 this list is sent
-#
-# Both make the lists before the job's changes: the rank when the job begins, the notebook before it
-# applies them.
-
 # Attributes that a `distrib_ctx` block sets on the learner
 _OVERRIDES = 'fit','validate','get_preds','distrib_session'
 
-# Attributes that are not sent back. Those of the learner itself: their objects are shared.
-# 'on_epoch_begin': of a language model's data set, by `loaders.shard`
-_ALL_STAY = {'pbar',*OPT_HOOKS}
-_LEARNER_STAYS = 'data model layer_groups callbacks callback_fns metrics'.split()
-# Group of tracked objects -> the names of these attributes
-_STAYS = dict(learn={*_ALL_STAY, *_LEARNER_STAYS, *_OVERRIDES}, opt=_ALL_STAY, cbs=_ALL_STAY,
-              parts={*MODULES_STAY, 'on_epoch_begin'}, variables=())
-
-def _excluded(group, o, name):
-    "Return True if the attribute `name` of an object of a group isn't sent back"
-    return name in _STAYS.get(group, ())
+_STAYS = {'pbar',*OPT_HOOKS}    # attributes of any part that are not sent back
 
 def loaders_of(data):
     "Return the loaders of a `DataBunch`, without those that it lacks"
     dls = data.train_dl, data.valid_dl, data.fix_dl, data.test_dl, data.single_dl
     return [dl for dl in dls if dl is not None]
 
-def _shared_objects(learn,
-                    callbacks,  # Those of this fit, or of this validation
-                    metrics,    # The same; some are callbacks with a state
-                    # Functions and classes of cells, whose variables may change. `dump_snapshot`
-                    # has found them: it sends them, and puts them into the notebook's list
-                    definitions
-):
-    "Return `(tracked, refs)`, the first as `{group: objects}`"
-    loss = loss_module(learn.loss_func)
-    nets = [learn.model, *([loss] if loss else [])]
-    modules = [m for net in nets for m in net.modules()]
-    params = [p for net in nets for p in net.parameters()]
-    opts = opt_and_wrapped(getattr(learn, 'opt', None))
-    cbs = [*callbacks, *(m for m in metrics if isinstance(m, Callback))]
-    dls = loaders_of(learn.data)
-    data = [o for dl in dls for o in (torch_dl(dl).dataset, torch_dl(dl).sampler)]
-    unique_data = {id(o):o for o in data}.values()      # loaders may share a data set
-    tracked = dict(learn=[learn], opt=opts, cbs=cbs,
-                   parts=[*modules, learn.loss_func, *unique_data], variables=definitions)
-    refs = [learn, *opts, *cbs, learn.data, learn.data.train_ds, learn.data.valid_ds, *dls,
-            *map(torch_dl, dls), *unique_data, *modules, *params, *learn.layer_groups,
-            learn.loss_func, *learn.callbacks, *learn.metrics, *learn.callback_fns]
-    return tracked, refs
+class _TheLearner(Part):
+    name = 'learn'
+    # the objects of most of these are shared
+    stays = {*_STAYS, *_OVERRIDES,
+             *'data model layer_groups callbacks callback_fns metrics'.split()}
+    def objects(self, learn, cbs): return [learn]
+    def shared(self, learn, cbs):
+        return [learn, *learn.layer_groups, *learn.callbacks, *learn.metrics, *learn.callback_fns]
+
+class _Data(Part):
+    name = 'data'
+    # 'on_epoch_begin': of a language model's data set, by `loaders.shard`
+    stays = {*MODULES_STAY, 'on_epoch_begin'}
+    def objects(self, learn, cbs):
+        dls = [*map(torch_dl, loaders_of(learn.data))]
+        # loaders may share a data set
+        return [*{id(o):o for dl in dls for o in (dl.dataset, dl.sampler)}.values()]
+    def shared(self, learn, cbs):
+        dls = loaders_of(learn.data)
+        return [learn.data, learn.data.train_ds, learn.data.valid_ds, *dls, *map(torch_dl, dls),
+                *self.objects(learn, cbs)]
+    def receive(self, learn, sent, device):
+        learn.data.device = device
+        for dl in loaders_of(learn.data): dl.device = device
+    def rest(self, learn, start, refs, is_over): return text_order(learn.data.train_dl)
+    def set_rest(self, learn, start, rest): set_text_order(learn.data.train_dl, rest)
+
+class _Model(Model):
+    stays = {*MODULES_STAY, 'on_epoch_begin'}
+    def state(self, learn, start, weights, grads):
+        res = super().state(learn, start, weights, grads)
+        # after an interrupt, which may come within a step, no parameter has a gradient
+        return res if grads else res | dict(grads={})
+
+class _Opt(Part):
+    "All of its state is in attributes; None before the first fit"
+    name,stays = 'opt',_STAYS
+    def objects(self, learn, cbs): return opt_and_wrapped(getattr(learn, 'opt', None))
+    def sent(self, learn): return opt_attrs(getattr(learn, 'opt', None))
+    def receive(self, learn, sent, device):
+        for o,attrs in zip(self.objects(learn, ()), sent or ()): vars(o).update(attrs)
+        move_opt_state(getattr(learn, 'opt', None))
+
+class _Callbacks(Part):
+    name,stays = 'cbs',_STAYS
+    def objects(self, learn, cbs): return [*cbs]
+
+# In the order in which a rank receives them: the optimizer is moved to where the model is
+PARTS = Parts(_TheLearner(), _Data(), _Model(), Loss(), _Opt(), _Callbacks(), Hooks())
+
+def _with_state(callbacks, metrics):
+    "Return the callbacks of a fit or a validation, with the metrics that are callbacks, too"
+    return [*callbacks, *(m for m in metrics if isinstance(m, Callback))]
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
 def snapshot(learn,
-             callbacks, metrics, # As of `_shared_objects`
+             callbacks, metrics, # Those of this fit, or of this validation
              columns=None,       # As of `dump_snapshot`
              definitions=None,   # As of `dump_snapshot`
              **call              # Further entries of the job's dict
@@ -106,14 +93,14 @@ def snapshot(learn,
     """Return a `Payload` of the dict that a job gets: learner, callbacks and metrics, what `unpack`
     needs, and `call`; `dump_snapshot` adds 'rng' and 'definitions'. Raises `NotPicklable`, which
     names the object"""
-    next_id,hooks = get_hooks(_hooked_objects(learn))
-    obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics),
-               opt_attrs=opt_attrs(getattr(learn, 'opt', None)),
-               grads=model_grads(learn.model), hooks=(next_id,hooks), **call)
+    parts = PARTS.sent(learn)
+    _,hooks = parts['hooks']
+    obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics), parts=parts, **call)
     changes = (without_attrs(cb, 'pbar') for cb in callbacks)
     definitions = Definitions() if definitions is None else definitions
-    tracked,refs = _shared_objects(learn, callbacks, metrics, ())
-    look_for_held(definitions, tracked, _excluded, refs, hooks)
+    cbs = _with_state(callbacks, metrics)
+    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.is_kept, PARTS.refs(learn, cbs),
+                  hooks)
     return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
                          without_attrs(learn, *_OVERRIDES), *changes, columns=columns,
                          definitions=definitions)
@@ -125,24 +112,12 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
     old_numpy()
     CommonRNG(obj['rng']).install()
     learn = obj['learn']
-    # torch doesn't pickle these attributes of optimizers
-    for o,attrs in zip(opt_and_wrapped(getattr(learn, 'opt', None)), obj['opt_attrs']):
-        vars(o).update(attrs)
     own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
-    place(learn, device)
-    set_grads(learn.model, obj['grads'])
-    set_hooks(_hooked_objects(learn), *obj['hooks'])
+    PARTS.receive(learn, obj['parts'], device)
 
 def place(learn, device):
     "Move model and optimizer state to `device`, and have the loaders put their batches there"
-    learn.model.to(device)
-    learn.data.device = device
-    for dl in loaders_of(learn.data): dl.device = device
-    move_opt_state(getattr(learn, 'opt', None))     # None before the first fit
-
-def _hooked_objects(learn):
-    "Return the objects of `learn` that may have hooks"
-    return objects_with_hooks(learn, loss_module(learn.loss_func))
+    PARTS.receive(learn, {}, device)
 
 def _where_to_look(learn, callbacks, hooks):
     """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
@@ -156,14 +131,19 @@ def _where_to_look(learn, callbacks, hooks):
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
 class Baseline:
-    """Remembers what the tracked objects hold before a job, on the rank that sends the result.
+    """Remembers what the parts of a learner hold before a job, on the rank that sends the result.
     `capture` returns what has changed since then"""
     def __init__(self, learn,
-                 callbacks, metrics, definitions # As of `_shared_objects`
+                 callbacks, metrics, # As of `snapshot`
+                 # Functions and classes of cells, whose variables may change: `dump_snapshot` has
+                 # found them. It sends them, and puts them into the notebook's list
+                 definitions
     ):
         self.learn = learn
-        tracked,self.refs = _shared_objects(learn, callbacks, metrics, definitions)
-        self.tracker = ChangeTracker(tracked, _excluded, [*self.refs, *definitions])
+        cbs = _with_state(callbacks, metrics)
+        self.refs = PARTS.refs(learn, cbs)
+        self.tracker = ChangeTracker(PARTS.groups(learn, cbs, definitions), PARTS.is_kept,
+                                     [*self.refs, *definitions])
 
     def capture(self,
                 rng,        # State of the `CommonRNG` for the notebook to continue with
@@ -172,31 +152,28 @@ class Baseline:
     ):
         """Return everything that the job has changed, as a `Payload`: the weights, to be copied in
         place, and the changed attributes"""
-        learn = self.learn
-        loss = loss_module(learn.loss_func)
-        state = dict(model_state(learn.model), grads=model_grads(learn.model) if grads else {},
-                     loss=model_state(loss) if loss else None)
+        groups = self.tracker.groups
         # `rest` is pickled by itself: if it can't be loaded, the weights still arrive
-        rest = dict(changes=self.tracker.since_start(ended), rng=rng,
-                    order=text_order(learn.data.train_dl))
-        return dump_state(state, rest, self.tracker, self.refs)
+        rest = dict(changes=PARTS.changes(self.tracker, True, ended), rng=rng,
+                    parts=PARTS.rest(self.learn, groups, self.refs, ended))
+        return dump_state(PARTS.state(self.learn, groups, True, grads), rest, self.tracker,
+                          self.refs)
 
 def apply(learn,
           meta, buffers, # The `Payload` of `Baseline.capture`
-          callbacks, metrics, definitions # The notebook's, as of `_shared_objects`
+          callbacks, metrics, definitions # The notebook's, as of `Baseline`
 ):
     """Put a captured state into the notebook's objects. Warns and leaves them as they are if the
     weights don't fit the model"""
-    tracked,refs = _shared_objects(learn, callbacks, metrics, definitions)
-    loaded = load_state(meta, buffers, refs, learn.model, learn.data.device)
+    # as they were when the job began: what follows changes the learner
+    cbs = _with_state(callbacks, metrics)
+    groups = PARTS.groups(learn, cbs, definitions)
+    loaded = load_state(meta, buffers, PARTS.refs(learn, cbs), learn.model, learn.data.device)
     if loaded is None: return
     state,rest = loaded     # `rest` is empty if it can't be loaded here
     # Changes first: they add layers that the model got in the fit
-    if rest: warn_of_unset(apply_changes(tracked, rest['changes'], rest['reached']))
-    set_model_state(learn.model, state)
-    set_grads(learn.model, state['grads'])
-    loss = loss_module(learn.loss_func)
-    if loss and state['loss']: set_model_state(loss, state['loss'])
+    if rest: warn_of_unset(apply_changes(groups, rest['changes'], rest['reached']))
+    PARTS.set(learn, state)
     if not rest: return
-    set_text_order(learn.data.train_dl, rest['order'])
+    PARTS.set_rest(learn, groups, rest['parts'])
     CommonRNG(rest['rng']).install()

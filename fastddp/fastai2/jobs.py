@@ -20,9 +20,10 @@ from .clock import OurCallback, resource_use
 from .as_one import as_one_process, distributed
 from .inference import end_gathering, gatherers, join_parts, validate_part
 from .loaders import dl_state, set_dl_state
+from .parts import all_cbs, place_dl
 from .resume import ResumeFit
 from .snapshot import (
-    all_cbs, apply, baseline, capture, loader_refs, persistent_refs, place_dl, snapshot, unpack)
+    apply, baseline, capture, loader_refs, persistent_refs, snapshot, unpack)
 from ..launch.session import Call
 from ..launch.training import (
     Progress, cbs_of_rank, is_rank0_only, open_run, until_interrupted, wants_no_lines, whereabouts)

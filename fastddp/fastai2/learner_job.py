@@ -18,7 +18,8 @@ from ..base.rng import streams_apart
 from ..base.scoped import with_attrs
 from .session import reports
 from .resume import resume_points
-from .snapshot import apply, baseline, capture, persistent_refs, tracked, twin
+from .parts import PARTS
+from .snapshot import apply, baseline, capture, persistent_refs, twin
 from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
 from ..launch.local import refuse_busy, refuse_gpus_of_others
@@ -261,7 +262,7 @@ class LearnerJob(BackgroundJob):
         job began. Parts with which the notebook has replaced them stay as they are."""
         with with_attrs(learn, **self.parts_at_start if learn is self.original else {}):
             refs = persistent_refs(learn, cbs)
-            groups = tracked(learn, cbs)
+            groups = PARTS.groups(learn, cbs)
         apply(learn, cbs, *state, refs=refs, groups=groups)
 
 def _as_written(user_call):

@@ -22,8 +22,8 @@ from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from ..base.scoped import with_context
 from .clock import OurCallback
-from .snapshot import (
-    CALLBACK_STAYS, all_cbs, apply, baseline, capture, persistent_refs)
+from .parts import CALLBACK_STAYS, all_cbs
+from .snapshot import apply, baseline, capture, persistent_refs
 from ..payload.changes import definition_key, find_definition
 from ..payload.pickling import dump, load
 from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_copy

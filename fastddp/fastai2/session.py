@@ -21,7 +21,8 @@ from .inference import why_one_process
 from .jobs import InferCall, fit_job
 from .loaders import check_dl, rows_are_streams, step_sizes
 from .resume import UserCall, recorder_lists
-from .snapshot import all_cbs, apply, name_of_loader, snapshot
+from .parts import all_cbs
+from .snapshot import apply, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as BaseSession, refuse_untrainable
 from ..launch.training import finds_lr, notebook_run, wants_no_lines

@@ -10,43 +10,34 @@ from contextlib import ExitStack, contextmanager
 from collections import defaultdict
 
 import torch
-from fastai.callback.core import Callback
 from fastai.callback.tracker import TrackerCallback
 from fastai.data.load import DataLoader
 from fastcore.basics import noop
-from torch.utils.data import DataLoader as TorchLoader
 
 from ..base.device import device_of
 from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
-from .loaders import dl_state, set_dl_state
+from .parts import PARTS, all_cbs
 from ..launch.session import dump_snapshot
-from ..launch.training import (
-    MODULES_STAY, dump_state, is_rank0_only, load_state, model_state, warn_of_unset)
-from ..payload.changes import ChangeTracker, apply_changes, has_arrays, look_for_held
+from ..launch.training import dump_state, is_rank0_only, load_state, warn_of_unset
+from ..payload.changes import ChangeTracker, apply_changes, look_for_held
 from ..payload.pickling import Definitions
 from ..payload.state import (
-    UNTRACKED_OPT_ATTRS, deep_copy, get_hooks, model_grads, model_tensors, move_opt_state,
-    objects_with_hooks, opt_and_wrapped, opt_attrs, opt_state, other_leaves, overwrite_tensor,
-    own_memory, picklable_attrs, set_grads, set_hooks, set_model_state, set_opt_state)
-from ..shard.loss import loss_module
-from ..shard.sharded import is_sharded, original, write_back
-from ..shard.torch_loader import samplers_of
+    deep_copy, model_tensors, opt_and_wrapped, own_memory, set_model_state, set_opt_state)
+from ..shard.sharded import is_sharded, write_back
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5feb3b73
 # Used here:
+#   PARTS           what a learner consists of, and how each part is sent, set and tracked
 #   dump_snapshot(obj, roots, context)  -> `Payload` of `obj` as it is inside `context`, with random
 #                   streams and patches. `NotPicklable` names the first path of `roots` to the cause
-#   ChangeTracker(groups, stays, refs)  notes what the objects hold. Later `since_start(ended)`
-#                   returns what differs; without `refs`, all that would be compared by contents
+#   ChangeTracker(groups, is_kept, refs)  notes what the objects hold, for `PARTS.changes`. Without
+#                   `refs`, all that would be compared by contents counts as changed
 #   dump_state(state, rest, tracker, refs)  -> `Payload` of two dicts. Changes that can't be pickled
 #                   are taken out of `rest`, which names them
 #   load_state(meta, buffers, refs, model)  -> both dicts; `rest` is {} if it can't be loaded. None
 #                   if `model` has no place for some weights. It warns of both
-#   model_grads(model, accumulated)     -> name -> gradient. None stands for zeros: all of them,
-#                   unless `accumulated` is true
-#   dl_state, set_dl_state              what the next epoch of a user's loader depends on
 #
 # A learner's way to the ranks and back. No function here is a collective:
 #
@@ -58,45 +49,13 @@ from ..shard.torch_loader import samplers_of
 #                                                 and of the job
 #
 # The notebook keeps the last state that arrived, and applies it when the job is over or has failed.
-# Both sides list the same objects in the same order, the ranks before the job. Two lists matter:
-#
-#     persistent_refs    objects that are pickled as their index in this list
-#     tracked            objects, in groups, whose attributes are sent back where they changed
-#
 # `twin` and `copy_of` make copies in the notebook's process, by the first half of this way.
-
-def _holds(objs, o):
-    "Return True if `o` is one of `objs`, compared by identity."
-    return any(o is p for p in objs)
-
-def all_cbs(learn, cbs):
-    "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
-    return [*learn.cbs, *(cb for cb in cbs if not _holds(learn.cbs, cb))]
 
 def persistent_refs(learn,
     cbs=() # Callbacks that a fit was given
 ):
     "Return the objects that notebook and workers both have, as a list in the same order."
-    dls = learn.dls
-    loss = loss_module(learn.loss_func)
-    data = [dls, *dls.loaders, *_parts_of_data(dls)]
-    of_loss = [*loss.modules(), *loss.parameters()] if loss else []
-    rest = [learn.loss_func, *of_loss, learn.opt, *all_cbs(learn, cbs), *learn.metrics]
-    of_model = [*learn.model.modules(), *learn.model.parameters()]
-    return [o for o in (learn, *data, *of_model, *rest) if o is not None]
-
-def _parts_of_data(dls):
-    "Return the datasets, samplers, pipelines and transforms of the loaders as a list, each once."
-    loaders = [*map(original, dls.loaders)]
-    sets = [getattr(dl, 'dataset', None) for dl in loaders]
-    inner = [vars(o).get('dataset') for o in sets if hasattr(o, '__dict__')]    # of a `Subset`
-    samplers = [o for dl in loaders if isinstance(dl, TorchLoader) for o in samplers_of(dl)]
-    # `getattr(dl, k)` would give a new bound method each time where the loader has no pipeline
-    pipes = [getattr(dl, '__dict__', {}).get(k) for dl in loaders
-             for k in ('after_item','before_batch','after_batch')]
-    tfms = [f for p in pipes for f in getattr(p, 'fs', ())]
-    found = *sets, *inner, *samplers, *pipes, *tfms
-    return [*{id(o):o for o in found if o is not None}.values()]
+    return PARTS.refs(learn, cbs)
 
 def loader_refs(learn,
     dl # The loader of a validation, which may be none of the learner's
@@ -104,49 +63,12 @@ def loader_refs(learn,
     "Return `persistent_refs`, then `dl` and its dataset."
     return [*persistent_refs(learn), dl, getattr(dl, 'dataset', None)]
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #e1d21002
-# What a job has changed: which attributes are tracked. Names of attributes whose values in the
-# worker are not sent back. Those of a callback:
-CALLBACK_STAYS = set('''
-    learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
-    _state old_logger scaler autocast _metrics create_mbar'''.split())
-
-# Of models, loaders and what they are made of. `_DataLoader__idxs` is the order of an epoch, which
-# fastai's loaders draw anew for each epoch
-_PARTS_STAY = MODULES_STAY | set(
-    'loaders _device device _shard it rng fake_l _DataLoader__idxs'.split())
-
-# Of the objects in each group of `tracked`
-_GROUP_STAYS = dict(learn=CALLBACK_STAYS-{'dls','model','opt'}, opt=UNTRACKED_OPT_ATTRS,
-                    cbs=CALLBACK_STAYS, parts=_PARTS_STAY, metrics={'accumulate'}, variables=())
-
-def _stays(group, o, name):
-    "Return True if the attribute `name` of `o`, an object of a group, is not sent back."
-    if name in _GROUP_STAYS.get(group, ()): return True
-    if group not in ('learn','metrics'): return False
-    v = vars(o)[name]
-    # what overrides a method belongs to the worker, and callbacks are a group of their own
-    if group == 'learn': return callable(getattr(type(o), name, None)) or isinstance(v, Callback)
-    # the predictions that a metric collects
-    return v.numel() > 1 if isinstance(v, torch.Tensor) else has_arrays(v)
-
-def tracked(learn, cbs,
-    definitions=() # Functions and classes of cells, whose variables a job may change, too
-):
-    "Return `{group: objects}`, the objects that a job may change, for `ChangeTracker`."
-    loss = loss_module(learn.loss_func)
-    # the loaders come first: `apply` counts on it
-    parts = [*map(original, learn.dls.loaders), learn.dls, *_parts_of_data(learn.dls),
-             *learn.model.modules(), learn.loss_func, *(loss.modules() if loss else ())]
-    return dict(learn=[learn], opt=opt_and_wrapped(learn.opt), cbs=all_cbs(learn, cbs), parts=parts,
-                metrics=[*learn.metrics], variables=definitions)
-
 # %% ../../nbs/fastai2/721_snapshot.ipynb #67b6136a
 # In the notebook. A snapshot is a dict that is pickled here, and that `unpack` gets on each rank:
 #
 #     learn, cbs, call            the arguments of `snapshot`
 #     factories, state            what makes model and loaders there, and the weights for the model
-#     grads, opt_attrs, hooks     what torch doesn't pickle with model and optimizer
+#     parts                       what the pickle of the learner lacks, by part; {} for a validation
 #     rng, patches, definitions   random streams and what cells define; `dump_snapshot` adds them
 
 def name_of_loader(i):
@@ -169,16 +91,18 @@ def _named_parts(learn, cbs,
     classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *cbs)}
     return classes | parts | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
-# torch pickles these without their hooks
-def _hooked_objects(learn): return objects_with_hooks(learn, loss_module(learn.loss_func))
-
 def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
     "Return the dict of a snapshot, see above. It is to be pickled inside `_as_sent`."
+    parts = PARTS.sent(learn) if training else {}
+    state = None
+    if model_factory:
+        parts.pop('hooks', None)        # they are for the notebook's parameters
+        state = PARTS.state(learn, PARTS.groups(learn, cbs))
+        if not training: del state['opt']
     return dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
-                grads=model_grads(learn.model) if training else {},
-                opt_attrs=opt_attrs(learn.opt) if training else [],
-                state=learner_state(learn, opt=training) if model_factory else None,
-                hooks=get_hooks(_hooked_objects(learn) if training and not model_factory else ()))
+                parts=parts, state=state)
+
+def _hooks_in(obj): return obj['parts']['hooks'][1] if 'hooks' in obj['parts'] else {}
 
 @contextmanager
 def _as_sent(obj, training=True):
@@ -210,10 +134,11 @@ def snapshot(
     "Return a `Payload` of the learner for `unpack`; `NotPicklable` names what can't be pickled."
     obj = _contents(learn, cbs, call, model_factory, dls_factory, training)
     definitions = Definitions() if definitions is None else definitions
-    look_for_held(definitions, tracked(learn, cbs), _stays, persistent_refs(learn, cbs),
-                  obj['hooks'][1])
+    hooks = _hooks_in(obj)
+    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.is_kept, PARTS.refs(learn, cbs),
+                  hooks)
     # with a factory, the paths would lead to objects that aren't sent
-    named = {} if model_factory or dls_factory else _named_parts(learn, cbs, obj['hooks'][1])
+    named = {} if model_factory or dls_factory else _named_parts(learn, cbs, hooks)
     try:
         return dump_snapshot(obj, named, _as_sent(obj, training), definitions=definitions, **kwargs)
     except NotPicklable as e:
@@ -222,19 +147,10 @@ def snapshot(
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #02d9d924
 # On each rank, before the job
-def place_dl(dl, device):
-    "Have a fastai loader put its batches on `device`; torch's loaders leave that to others."
-    if isinstance(dl, DataLoader): dl.to(device)
-
 def place(learn, device):
     """Move model, loss and optimizer state to `device`, and have the loaders put their batches
     there."""
-    learn.model.to(device)
-    loss = loss_module(learn.loss_func)
-    if loss: loss.to(device)
-    for dl in learn.dls.loaders: place_dl(dl, device)
-    if hasattr(learn.dls, '_device'): learn.dls._device = device
-    move_opt_state(learn.opt, device)
+    PARTS.receive(learn, {}, device)
 
 def unpack(
     obj, # What `snapshot` has pickled: a dict
@@ -247,17 +163,8 @@ def unpack(
     if model_factory: _new_model(learn, model_factory, obj['state'])
     CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
     own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
-    _complete(obj, device)
+    PARTS.receive(learn, obj['parts'], device)
     return learn, obj['cbs'], obj['call']
-
-def _complete(obj, device):
-    "Move the learner of a snapshot to `device`, and set what torch hasn't pickled with it."
-    learn = obj['learn']
-    place(learn, device)
-    set_grads(learn.model, obj['grads'])        # copies each to the device of its parameter
-    for o,attrs in zip(opt_and_wrapped(learn.opt), obj['opt_attrs']): vars(o).update(attrs)
-    move_opt_state(learn.opt, device)   # again, with the tensors in these attributes
-    set_hooks(_hooked_objects(learn), *obj['hooks'])
 
 def _new_dls(factory):
     "Return the `DataLoaders` of a `dls_factory`; refuse anything else."
@@ -270,7 +177,7 @@ def _new_model(learn, factory, state):
     "Give `learn` the model of a `model_factory`, with weights and optimizer from `state`."
     learn.model = factory()
     learn.opt = None
-    sent = state['tensors']
+    sent = state['model']['tensors']
     made = model_tensors(learn.model) if isinstance(learn.model, torch.nn.Module) else {}
     differ = [k for k in {**sent, **made} if k not in made or k not in sent
               or made[k].shape != sent[k].shape]
@@ -279,9 +186,9 @@ def _new_model(learn, factory, state):
         raise CantDistribute(f"model_factory returned a {type(learn.model).__name__} whose weights "
                              f"aren't those of learn.model: {some}. It must make the same model as "
                              "the notebook has.")
-    set_model_state(learn.model, state)
+    set_model_state(learn.model, state['model'])
     learn.create_opt()
-    if state['opt']: set_opt_state(learn.opt, *state['opt'])
+    if state.get('opt'): set_opt_state(learn.opt, *state['opt'][0])
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #1d76f72d
 # Copies of a learner in the notebook's process
@@ -298,7 +205,7 @@ def twin(
     except Exception:
         snapshot(learn, (), call)       # raises an error that names what can't be copied
         raise
-    _complete(obj, device)
+    PARTS.receive(obj['learn'], obj['parts'], device)
     return obj['learn'], obj['call']
 
 def copy_of(learn):
@@ -313,42 +220,18 @@ def home_of(learn):
     "Return the device to which a local fit moves the model"
     return getattr(learn.dls, 'device', None) or device_of(learn.model)
 
-def learner_state(learn,
-    opt=True, # Include the optimizer
-    weights=True # False: only what a validation may change, which excludes weights and optimizer
-):
-    "Return model, optimizer and epoch as a dict; its tensors share the memory of the learner's."
-    opt = opt_state(learn.opt) if learn.opt and opt and weights else None
-    leaves = other_leaves(learn.opt, learn.model) if opt else {}
-    return model_state(learn.model, weights) | dict(
-        opt=opt, leaves={i:t.detach() for i,t in leaves.items()},
-        epoch=getattr(learn, 'epoch', None))
-
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
 # What a job has changed
 def baseline(learn, cbs,
              refs=None,  # `persistent_refs`: `capture` sends what changed. None: it sends all
              made=False, # True if a factory has made model or loaders in this worker
-             definitions=() # As of `tracked`
+             definitions=() # As of `Parts.groups`
 ):
     "Return a `ChangeTracker` that has noted all that a job may change, before it does."
-    groups = tracked(learn, cbs, definitions)
+    groups = PARTS.groups(learn, cbs, definitions)
     # the notebook has other modules and loaders
-    if made: groups['parts'] = []
-    return ChangeTracker(groups, _stays, None if refs is None else [*refs, *definitions])
-
-def _changed_cbs(learn,
-    before, # The callbacks at the start
-    refs,
-    is_over # False if the fit goes on: `learn.cbs` then holds those that fastai adds for its time
-):
-    """Return a dict: 'removed_cbs', indexes of callbacks of `before` that the learner lacks, and
-    'added_cbs', the user's that were added, without those that can't be pickled."""
-    removed = [i for i,cb in enumerate(before) if not _holds(learn.cbs, cb)]
-    added = [cb for cb in learn.cbs if is_over and not _holds(before, cb)
-             and not type(cb).__module__.startswith('fastddp.')]
-    return dict(removed_cbs=removed,
-                added_cbs=[*picklable_attrs(dict(enumerate(added)), refs).values()])
+    if made: groups |= dict(data=[], model=[], loss=[])
+    return ChangeTracker(groups, PARTS.is_kept, None if refs is None else [*refs, *definitions])
 
 def capture(
     learn, cbs, # As they are now
@@ -374,17 +257,11 @@ def capture(
     are as at the start."""
     # at the end of an epoch, the learner has sharded loaders; `base` knows the original ones
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
-    changes = base.since_start(ended)
-    if not weights: del changes['opt'], changes['parts']
-    rest = dict(changes=changes, rng=rng, dls=[dl_state(original(dl)) for dl in learn.dls.loaders])
-    if weights: rest |= _changed_cbs(learn, base.groups['cbs'], refs, is_over=grads is not None)
-    loss = loss_module(learn.loss_func)
-    # the notebook has the same loss, which has parameters or buffers
-    has_state = loss and model_tensors(loss) and _holds(refs, loss)
-    state = learner_state(learn, weights=weights) | dict(
-        grads=model_grads(learn.model, grads),
-        loss=model_state(loss) if weights and has_state else None)
-    return dump_state(state, rest, base, refs)
+    groups = base.groups
+    rest = dict(changes=PARTS.changes(base, weights, ended), rng=rng,
+                parts=PARTS.rest(learn, groups, refs, is_over=grads is not None))
+    if not weights: del rest['parts']['cbs']
+    return dump_state(PARTS.state(learn, groups, weights, grads), rest, base, refs)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #0988a298
 # Back in the notebook
@@ -392,33 +269,19 @@ def apply(learn, cbs,
           meta, buffers, # Of the `Payload` that `capture` returned
           refs=None, # Default: `persistent_refs`
           definitions=(), # Those of the `baseline`, here
-          groups=None # Default: `tracked`
+          groups=None # Default: `Parts.groups`
 ):
     """Put a captured state into `learn` and its callbacks, in place. If the model has no place for
     some of the weights, warn and change nothing."""
     # both lists as they were when the job began: what follows changes the learner's callbacks
-    groups = groups or tracked(learn, cbs, definitions)
+    groups = groups or PARTS.groups(learn, cbs, definitions)
     refs = refs or persistent_refs(learn, cbs)
     loaded = load_state(meta, buffers, refs, learn.model, home_of(learn))
     if loaded is None: return
     state,rest = loaded     # `rest` is {} if it can't be loaded
     # the changes before `state`: they may add layers, whose tensors are in it
     if rest: warn_of_unset(apply_changes(groups, rest['changes'], rest['reached']))
-    learn._end_cleanup()        # as at the end of each fit of fastai
-    if state['epoch'] is not None: learn.epoch = state['epoch']
-    set_model_state(learn.model, state)
-    if state['tensors']: set_grads(learn.model, state['grads'])
-    if state['loss']: set_model_state(loss_module(learn.loss_func), state['loss'])
-    if state['opt'] and learn.opt:
-        own = other_leaves(learn.opt, learn.model)
-        # a checkpoint of an earlier release has none
-        for i,t in state.get('leaves', {}).items(): overwrite_tensor(own[i], t)
-        set_opt_state(learn.opt, *state['opt'])
+    PARTS.set(learn, state)
     if not rest: return
-    # 'parts' begins with the loaders
-    for dl,st in zip(groups['parts'], rest['dls']): set_dl_state(dl, st)
-    # after a validation, `rest` has none of these two
-    removed = [groups['cbs'][i] for i in rest.get('removed_cbs', ())]
-    learn.remove_cbs([cb for cb in learn.cbs if _holds(removed, cb)])
-    learn.add_cbs(rest.get('added_cbs'))
+    PARTS.set_rest(learn, groups, rest['parts'])
     CommonRNG(rest['rng']).install()

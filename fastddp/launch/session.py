@@ -9,11 +9,10 @@ __all__ = []
 import threading, warnings
 from contextlib import ExitStack, contextmanager
 
-import torch
 from fastcore.basics import noop, store_attr
 from torch import nn
 
-from ..base.device import device_module, is_accelerator
+from ..base.device import OutOfMemory, device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
 from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
@@ -128,7 +127,7 @@ def offloaded(learn,
         yield
     finally:
         try: move()
-        except torch.cuda.OutOfMemoryError:
+        except OutOfMemory:
             move('cpu')
             gpus = ', '.join(sorted({str(o) for _,o in moved}))
             warnings.warn(f"fastddp: learn has no room on {gpus} any more, so it stays on the CPU. "

@@ -26,7 +26,7 @@ from ..payload.state import model_tensors
 #   notebook_run, open_run              a run of W&B: the notebook, then each rank around its fit
 #   sync_streams                        in place, before a fit or validation: a collective
 #   Progress, until_interrupted         a fit: each rank by itself
-#   model_state, dump_state             the state of a learner: rank 0, after each epoch and the job
+#   dump_state                          the state of a learner: rank 0, after each epoch and the job
 #   load_state                          the notebook
 #   script_lines                        a fit in place: each rank; rank 0 prints
 #   launched_group                      a block in place: a collective, as each rank joins
@@ -166,26 +166,11 @@ def until_interrupted(ctx, # The rank's `Context`
         return True
     return False
 
-# %% ../../nbs/launch/510_training.ipynb #710ab405
-# Attributes of modules that a fit sets for its own time
-MODULES_STAY = set('''
-    training _forward_hooks _backward_hooks _forward_pre_hooks _backward_pre_hooks
-    _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks_with_kwargs
-    _is_full_backward_hook'''.split())
-
-def model_state(model,
-    weights=True # False: only what a validation may change, which excludes all tensors
-):
-    "Return the state of a model as a dict, for `set_model_state`"
-    tensors = {k:t.detach() for k,t in model_tensors(model).items()} if weights else {}
-    return dict(tensors=tensors, requires_grad=[p.requires_grad for p in model.parameters()],
-                training=[m.training for m in model.modules()])
-
 # %% ../../nbs/launch/510_training.ipynb #710ab406
 # A state is sent as `(state, pickle of rest, buffers of rest)`: a pickle within the pickle, so that
 # `state` arrives even if `rest` can't be loaded.
 #
-#     state    what is copied into the notebook's tensors: `model_state`, and more
+#     state    what is copied into the notebook's tensors: `Parts.state`
 #     rest     'changes' of attributes, and more. If some of them can't be pickled, also
 #              'lost'      words for each, for the user
 #              'fits'      False if layers of the model are among them, else True
@@ -243,7 +228,7 @@ def load_state(meta, buffers, refs,
     rest = _load_rest(*dumped_rest, refs, device)
     _warn_of_lost(rest.get('lost'))
     own = model_tensors(model)
-    unknown = [k for k in state['tensors'] if k not in own]
+    unknown = [k for k in state['model']['tensors'] if k not in own]
     # the changes in `rest` add the layers that the model got in the fit, unless these were lost.
     # Without 'fits' nothing was lost; an empty `rest` couldn't be loaded
     adds_layers = rest.get('fits', bool(rest))

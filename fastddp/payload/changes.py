@@ -31,7 +31,7 @@ from .state import (
 #     changes = since_start(ended=False) at the end of an epoch ->  keeps the last ones
 #     changes = since_start()            at the end of the job  ->  apply_changes(groups, changes)
 #
-# `groups` are lists of objects, in the same order on both sides (`tracked` of `fastai2.snapshot`);
+# `groups` are lists of objects, in the same order on both sides (`launch.parts.Parts.groups`);
 # see `_RULES`. `since_start` always compares with the start of the job, so later changes include
 # earlier ones: one `apply_changes` is enough. Values are pickled with the objects of `refs`, which
 # both sides have, as numbers.
@@ -223,8 +223,9 @@ _RULES = dict(
     opt=_Rule(always_changed=('state','param_groups')),
     cbs=_Rule(),                        # its callbacks
     metrics=_Rule(),                    # its metrics
-    # modules, loaders, data sets, the loss
-    parts=_Rule(by_members=True, sends_small=False, keeps_caches=True),
+    # modules; loaders, data sets and more; the loss
+    **dict.fromkeys(('model','data','loss'),
+                    _Rule(by_members=True, sends_small=False, keeps_caches=True)),
     # functions and classes of cells, which use variables
     variables=_Rule(access=Variables()),
     # what all of these hold at any depth
@@ -416,7 +417,7 @@ def _roots(groups, is_excluded):
                         for f in hooks.values()]
             structure = MODULE_ATTRS if isinstance(o, nn.Module) else ()
             values = _RULES[group].access.values(o)
-            res += [Root(v, group == 'parts') for name,v in [*values.items()]
+            res += [Root(v, _RULES[group].keeps_caches) for name,v in [*values.items()]
                     if name not in structure and not is_excluded(group, o, name)]
     return res
 

@@ -17,6 +17,8 @@ from cloudpickle.cloudpickle import _extract_code_globals as global_names
 from PIL.Image import Image
 from torch.utils.hooks import RemovableHandle
 
+from ..base.device import OutOfMemory
+
 # %% ../../nbs/payload/090_reducers.ipynb #c1d4ee3d
 # `reduce(o, pickler)` returns what `__reduce__` of the object would: a function and its arguments,
 # whose call makes the object when it is loaded. The type of the object decides which of the
@@ -116,7 +118,7 @@ def load_storage(
     is_named = ':' in device
     if back and is_named: to = device
     try: storage = storage if to is None else storage.to(device=to)
-    except torch.cuda.OutOfMemoryError:
+    except OutOfMemory:
         if not back: raise
     if is_named or storage.device.type == 'cpu': _noted_devices[storage] = device
     return storage
