@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 root = Path(__file__).resolve().parent.parent
-TEXTS = [*root.glob('*.md'), *root.glob('nbs/**/*.md'), *root.glob('docs/*.md'), *root.glob('benchmarks/*.md')]
+TEXTS = [*root.glob('*.md'), *root.glob('nbs/**/*.md'), *root.glob('docs/**/*.md'), *root.glob('benchmarks/*.md')]
 
 
 def broken_links(text, folder):
@@ -48,7 +48,10 @@ def test_each_module_has_a_test_file():
     assert {re.sub(r'\d{3}_', '', o) for o in listed} == there and len(listed) == len(there)
 
 
-@pytest.mark.parametrize('path', ['CONTRIBUTING.md', 'README.md', *(f'docs/{o.name}' for o in root.glob('docs/*.md'))])
+DOCS = [o.relative_to(root).as_posix() for o in root.glob('docs/**/*.md')]
+
+
+@pytest.mark.parametrize('path', ['CONTRIBUTING.md', 'README.md', *DOCS])
 def test_modules_that_are_named_exist(path):
     text = (root/path).read_text(encoding='utf-8')
     folder = '|'.join(filter(None, modules()))
