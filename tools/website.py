@@ -32,7 +32,7 @@ ORDER = {
     'How it is built': ['CONTRIBUTING.md', 'docs/modules.md', 'docs/editors.md', 'benchmarks/README.md', 'CHANGELOG.md',
                         'SECURITY.md']}
 # Pages that others are filed under
-UNDER = {'CONTRIBUTING.md': ['docs/maintainers/upstream.md'],
+UNDER = {'CONTRIBUTING.md': ['docs/maintainers/same_answer.md', 'docs/maintainers/upstream.md'],
          'docs/modules.md': [f'nbs/{o}' for v in sidebar.folders().values() for o in v],
          'docs/fastai_v1.md': [f'nbs/{o}' for o in sidebar.sections()['tutorials for fastai v1']]}
 LISTED = {o for v in ORDER.values() for o in v}
