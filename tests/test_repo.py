@@ -60,6 +60,21 @@ def test_modules_that_are_named_exist(path):
     assert [o for o in re.findall(r'nbs/[\w/]+\.ipynb', text) if not (root/o).exists()] == []
 
 
+def rows_to_read():
+    "Of CONTRIBUTING's table: the files that are to be read, and the number of their lines"
+    table = CONTRIBUTING.partition('## What to read before a change')[2].partition('\n## ')[0]
+    rows = [o.split(' | ') for o in table.split('\n') if o.startswith('| ')][1:]
+    return {o[0]: (re.findall(r'`(\w+/\w+)`', o[1]), int(o[2].replace(',', ''))) for o in rows}
+
+
+@pytest.mark.parametrize('change', rows_to_read())
+def test_what_to_read_before_a_change_has_about_as_many_lines_as_it_says(change):
+    "Within a fifth: a table that is further from the code than that is to be walked again"
+    files, said = rows_to_read()[change]
+    lines = sum(len((root/'fastddp'/f'{o}.py').read_text(encoding='utf-8').split('\n')) for o in files)
+    assert files and .8*said < lines < 1.2*said, f'{lines} lines'
+
+
 def test_licence():
     text = (root/'LICENSE').read_text(encoding='utf-8')
     assert 'Apache License' in text and 'Version 2.0, January 2004' in text and 'fastddp contributors' in text
