@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 root = Path(__file__).resolve().parent.parent
-TEXTS = [*root.glob('*.md'), *root.glob('nbs/**/*.md'), *root.glob('docs/*.md'), *root.glob('benchmarks/*.md')]
+TEXTS = [*root.glob('*.md'), *root.glob('nbs/**/*.md'), *root.glob('docs/**/*.md'), *root.glob('benchmarks/*.md')]
 
 
 def broken_links(text, folder):
@@ -48,13 +48,39 @@ def test_each_module_has_a_test_file():
     assert {re.sub(r'\d{3}_', '', o) for o in listed} == there and len(listed) == len(there)
 
 
-@pytest.mark.parametrize('path', ['CONTRIBUTING.md', 'README.md', *(f'docs/{o.name}' for o in root.glob('docs/*.md'))])
+DOCS = [o.relative_to(root).as_posix() for o in root.glob('docs/**/*.md')]
+
+
+@pytest.mark.parametrize('path', ['CONTRIBUTING.md', 'README.md', *DOCS])
 def test_modules_that_are_named_exist(path):
     text = (root/path).read_text(encoding='utf-8')
     folder = '|'.join(filter(None, modules()))
     named = re.findall(rf"`(?:fastddp[./])?((?:{folder})[./]\w+)(?:\.py|\.[A-Z]\w*)?`", text)
     assert [o for o in named if not (root/'fastddp'/(o.replace('.', '/')+'.py')).exists()] == []
     assert [o for o in re.findall(r'nbs/[\w/]+\.ipynb', text) if not (root/o).exists()] == []
+
+
+def files_to_read():
+    "What is to be changed -> the files that CONTRIBUTING says to read before it, and the number of their lines"
+    text = CONTRIBUTING.partition('## What to read before a change')[2].partition('\n## ')[0]
+    found = {}
+    for head, n, lines, rest in re.findall(r'### (.*?) \((\d) files, ([\d,]+) lines\)\n(.*?)\nLook at', text, re.S):
+        found[head] = re.findall(r'^\d\. `(\w+/\w+)`', rest, re.M), lines
+        assert len(found[head][0]) == int(n), head
+    for change, files, lines in re.findall(r'^\| (.*?) \| (.*?) \| ([\d,]+) \|', text, re.M):
+        found[change] = re.findall(r'`(\w+/\w+)`', files), lines
+    return {k: (files, int(lines.replace(',', ''))) for k, (files, lines) in found.items()}
+
+
+def test_changes_have_files_to_read(): assert len(files_to_read()) == 11
+
+
+@pytest.mark.parametrize('change', files_to_read())
+def test_what_to_read_before_a_change_has_about_as_many_lines_as_it_says(change):
+    "Within a fifth: if the code is further from it than that, the way is to be walked again"
+    files, said = files_to_read()[change]
+    lines = sum(len((root/'fastddp'/f'{o}.py').read_text(encoding='utf-8').split('\n')) for o in files)
+    assert files and .8*said < lines < 1.2*said, f'{lines} lines'
 
 
 def test_licence():

@@ -1,5 +1,5 @@
-"""Defects of the libraries below us that our code works around (docs/upstream.md). Each test fails when one is mended,
-so that the detour can go."""
+"""Defects of the libraries below us that our code works around (docs/maintainers/upstream.md). Each test fails when one
+is mended, so that the detour can go."""
 import pickle, re, subprocess, sys
 from pathlib import Path
 import cloudpickle, fastai.callback.progress, psutil, pytest, torch     # it patches `no_bar` onto the learner
@@ -82,7 +82,7 @@ def test_torch_pickles_tensors_in_the_band():
 
 def test_each_row_names_a_test():
     "Of the page: the tests that it names are there"
-    page = (root/'docs'/'upstream.md').read_text(encoding='utf-8')
+    page = (root/'docs'/'maintainers'/'upstream.md').read_text(encoding='utf-8')
     named = re.findall(r'`([\w/]+\.py)::(test_\w+)`', page)
     assert len(named) > 8
     assert [o for o in named if f'def {o[1]}(' not in (root/'tests'/o[0]).read_text(encoding='utf-8')] == []

@@ -29,10 +29,11 @@ ORDER = {
     'Where it runs': ['docs/workstation.md', *PLACES, 'docs/several_machines.md', 'docs/torchrun.md', 'docs/gpus.md',
                       'nbs/security.ipynb'],
     'Coming from': ['docs/coming_from.md', 'docs/course.md', 'docs/fastai_v1.md'],
-    'How it is built': ['CONTRIBUTING.md', 'docs/modules.md', 'docs/editors.md', 'docs/upstream.md',
-                        'benchmarks/README.md', 'CHANGELOG.md', 'SECURITY.md']}
+    'How it is built': ['CONTRIBUTING.md', 'docs/modules.md', 'docs/editors.md', 'benchmarks/README.md', 'CHANGELOG.md',
+                        'SECURITY.md']}
 # Pages that others are filed under
-UNDER = {'docs/modules.md': [f'nbs/{o}' for v in sidebar.folders().values() for o in v],
+UNDER = {'CONTRIBUTING.md': ['docs/maintainers/same_answer.md', 'docs/maintainers/upstream.md'],
+         'docs/modules.md': [f'nbs/{o}' for v in sidebar.folders().values() for o in v],
          'docs/fastai_v1.md': [f'nbs/{o}' for o in sidebar.sections()['tutorials for fastai v1']]}
 LISTED = {o for v in ORDER.values() for o in v}
 # A new document comes last, until it gets its place
