@@ -21,7 +21,8 @@ WHAT = [*RAISED, *DIED, 'SIGSTOP']
 PLACES = {'starting': None, 'loading the payload': None,
           'first batch': ('before_batch/train', 0, 0, 0, 'epoch 0, batch 0'),
           'mid-epoch': ('after_pred/train', 1, 3, 1, 'epoch 1, batch 3'),
-          'validation': ('before_batch/valid', 1, 0, 1, 'epoch 1, validation, batch 0'),
+          # rank 0 has the first batch of the loader, rank 1 the second one
+          'validation': ('before_batch/valid', 1, None, 1, 'epoch 1, validation, batch'),
           'callback': ('after_epoch', 1, None, None, 'epoch 1'),
           'returning': ('after_fit', None, None, 2, 'epoch 1')}
 TABLE = [(what, place, rank) for what in WHAT for place in PLACES for rank in (0, 1)]
