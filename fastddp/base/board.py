@@ -143,7 +143,7 @@ class Board:
         # Rows of other hosts are zero, so that the sum over hosts has the rows of all ranks.
         rows = torch.zeros(self.n, MAX_NUMBERS, dtype=torch.float64)
         for r,row in zip(self.on_host, self._wait_for(self.on_host)):
-            rows[r] = torch.tensor(row)
+            rows[r] = torch.tensor(row, dtype=torch.float64)
         began = time.perf_counter()
         group.sum_in(rows, self.between_hosts)
         elsewhere = [r for r in range(self.n) if r not in self.on_host]

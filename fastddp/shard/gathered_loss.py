@@ -84,6 +84,10 @@ def from_items(t, k, by_views):
     if k < 2: return t
     return (t.transpose(0,1) if by_views else t).flatten(0,1)
 
+def _with_graph(t, own):
+    "Return `t` with the graph of this rank's tensor `own`, which gets a gradient of zeros"
+    return t+own.flatten()[:0].sum() if own.requires_grad else t
+
 # %% ../../nbs/shard/314_gathered_loss.ipynb #e2f5d489
 class _ScaleGradient(torch.autograd.Function):
     "The identity; the backward pass multiplies the gradient by `factor`"
@@ -132,7 +136,10 @@ class LocalBatch:
             first = group.rank()*2**32
             self.positions = list(range(first, first+count))
         leaves = self._leaves(self.tree, n_fed)
-        self.lists = [[*o][:count] for o in leaves if is_list(o)]
+        lists = [[*o] for o in leaves if is_list(o)]
+        self.lists = [o[:count] for o in lists]
+        # an entry of each: a rank without items was fed some of others
+        self.entries = [o[0] for o in lists]
         self.is_list = [is_list(o) for o in leaves]
         tensors = [o for o in leaves if not is_list(o)]
         self.by_views = rows_by_views(tensors, n_fed)
@@ -183,21 +190,20 @@ class LocalBatch:
         "Return the lists of all ranks, with their entries in one order. A collective operation"
         sent = [[tensors_in(entry) for entry in entries] for entries in self.lists]
         of_ranks = group.all_gather_object(sent)
-        return [self._join_entries(*o, counts, order) for o in zip(self.lists, zip(*of_ranks))]
-    def _join_entries(self, own, parts, counts, order):
-        "Return one list of all ranks; other ranks' entries have the structure of this rank's first"
-        leaf = self._first_entry(own)
+        return [self._join_entries(*o, counts, order)
+                for o in zip(self.entries, self.lists, zip(*of_ranks))]
+    def _join_entries(self, leaf, own, parts, counts, order):
+        "Return one list of all ranks; other ranks' entries have the structure of `leaf`"
         device = next((t.device for t in tensors_in(leaf)), None)
         joined = []
         for rank,entries in enumerate(parts):
             for i,tensors in enumerate(entries):
                 if rank == group.rank(): joined.append(self._scaled(own[i], counts))
-                else: joined.append(with_tensors(leaf, [t.to(device) for t in tensors]))
+                else:
+                    tensors = [t.to(device) for t in tensors]
+                    if not own: tensors = [*map(_with_graph, tensors, tensors_in(leaf))]
+                    joined.append(with_tensors(leaf, tensors))
         return [joined[i] for i in order.tolist()]
-    def _first_entry(self, own):
-        if own: return own[0]
-        # a rank without items was fed some of others
-        return next(o[0] for o in self._leaves(self.tree, self.n_fed) if is_list(o))
     def _scaled(self, entry, counts):
         factor = sum(counts)/self.count
         return with_tensors(entry, [_ScaleGradient.apply(t, factor) if t.requires_grad else t
