@@ -2775,6 +2775,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers._reduce_definition': ( 'payload/reducers.html#_reduce_definition',
                                                                                            'fastddp/payload/reducers.py'),
+                                          'fastddp.payload.reducers._seems_of_library': ( 'payload/reducers.html#_seems_of_library',
+                                                                                          'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers._unused_handle': ( 'payload/reducers.html#_unused_handle',
                                                                                        'fastddp/payload/reducers.py'),
                                           'fastddp.payload.reducers.attr_of': ( 'payload/reducers.html#attr_of',

@@ -119,6 +119,7 @@ plain_len = nn.Sequential.__len__
 @functools.wraps(plain_len)
 def longer(self): return plain_len(self)+10
 nn.Sequential.__len__ = longer
+module = longer.__module__
 class Uses(Callback):
     def __init__(self): self.said = []
     def after_pred(self): self.learn.pred = self.pred.twofold()
@@ -133,6 +134,7 @@ learn = Learner(loaders(), nn.Sequential(nn.Linear(8, 2)), loss_func=nn.CrossEnt
 with learn.distrib_ctx(nprocs=2):
     learn.fit(1)
     assert learn.uses.said == ['here', 11, 'first', 6.], learn.uses.said
+    assert nn.Sequential.__len__ is longer and longer.__module__ == module == nn.Sequential.__module__
     del Learner.noted
     nn.Sequential.__len__ = plain_len
     @register

@@ -135,6 +135,9 @@ def _(f, pickler):
     """Pickle a function. If it is a library's without a name, only a dispatch table refers to it;
     then by value, but without its globals: in the worker, the module has these"""
     if call := decoration(f): return _reduce_decorated(f, *call)
+    if _seems_of_library(f):
+        pickler.definitions.append(f)
+        return pickler._dynamic_function_reduce(f)
     if not _is_of_library(f): return _reduce_definition(f, pickler)
     reduced = cloudpickle.Pickler.reducer_override(pickler, f)
     if not isinstance(reduced, tuple):      # by name
@@ -145,6 +148,11 @@ def _(f, pickler):
     attrs,slots = state
     return (_load_library_function, (make, f.__module__, code, *rest),
             (attrs, slots|dict(__globals__={})), *reduced[3:])
+
+def _seems_of_library(f):
+    """True for a function of a cell that `functools.wraps` gave the module and name of another one.
+    Once a cell has set it there, cloudpickle would find it by these"""
+    return f.__globals__.get('__name__') == '__main__' and f.__module__ != '__main__'
 
 def _is_of_library(f):
     "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
