@@ -83,6 +83,9 @@ class Surroundings(NamedTuple):
 _HEAD = struct.Struct('=Q?')    # bytes of the pickle, and whether a descriptor comes with it
 _CLOEXEC = getattr(socket, 'MSG_CMSG_CLOEXEC', 0)
 
+TOO_MANY_FILES = ("This process has too many files open: close some, or raise the limit "
+                  "(`ulimit -n`)")
+
 class Pipe:
     """One end of the pipe between the notebook and a worker. Any thread may send, and waits while
     the pipe is full; one thread receives, and never waits. A message is `_HEAD`, then its pickle"""
@@ -93,6 +96,7 @@ class Pipe:
         self._send_lock = threading.Lock()
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.ended = False      # True once nothing more will come
+        self._has_lost = False  # True once the system had no descriptor for one that was sent
         # Of messages that are not complete yet. The descriptors are in the order of the messages
         self._received = bytearray()
         self._fds = []
@@ -117,7 +121,9 @@ class Pipe:
         max_reads=64 # Of up to 256 KB each, so that one pipe doesn't keep others waiting
     ):
         """Return all messages that are complete by now, without waiting. The caller closes their
-        descriptors"""
+        descriptors. Raises `CantDistribute`, once, if this process has no descriptor left for one
+        that was sent; then there are no further messages"""
+        if self._has_lost: return []
         try:
             for _ in range(max_reads): self._read()
         except BlockingIOError: pass        # all is read
@@ -127,8 +133,11 @@ class Pipe:
         "Read what is there; raises BlockingIOError if it is nothing, another OSError at the end"
         # socket.recv_fds has a parameter for flags, but doesn't use it.
         flags = socket.MSG_DONTWAIT|_CLOEXEC
-        data,ancillary,*_ = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
+        data,ancillary,flags,_ = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
         if not data: raise ConnectionResetError
+        if flags & socket.MSG_CTRUNC:
+            self.ended = self._has_lost = True
+            raise CantDistribute(f"{TOO_MANY_FILES}.")
         self._received += data
         for *_,fds in ancillary: self._fds += array.array('i', fds)
     def _next_message(self):
