@@ -133,9 +133,9 @@ class Pipe:
         "Read what is there; raises BlockingIOError if it is nothing, another OSError at the end"
         # socket.recv_fds has a parameter for flags, but doesn't use it.
         flags = socket.MSG_DONTWAIT|_CLOEXEC
-        data,ancillary,flags,_ = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
+        data,ancillary,*rest = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
         if not data: raise ConnectionResetError
-        if flags & socket.MSG_CTRUNC:
+        if rest[0] & socket.MSG_CTRUNC:     # the flags of the message
             self.ended = self._has_lost = True
             raise CantDistribute(f"{TOO_MANY_FILES}.")
         self._received += data
@@ -307,6 +307,7 @@ def worker_main(
     board.page_folder = folder
     channel = Channel(sock, rank, parent_pid, folder)
     reset_device_count()
+    _fork_by_default()
     channel.send('ready', in_bad_fork())
     while (task := channel.tasks.get()) is not None:
         _run_task(channel, task)
@@ -315,6 +316,15 @@ def worker_main(
         on_idle()
     _remove_temporary_folders()
     os._exit(0)     # exit hooks are those of the helper, from which this process was forked
+
+def _fork_by_default():
+    """On Linux, have `multiprocessing` fork processes, such as those of a `DataLoader`, unless the
+    job chooses another way. From Python 3.14 on a server would fork them, which lacks the classes
+    of cells"""
+    if not sys.platform.startswith('linux'): return
+    # private: the public function is a choice, and a job could make no other one
+    default = multiprocessing.context._default_context
+    default._default_context = multiprocessing.get_context('fork')
 
 def _redirect_output(log):
     "Write what compiled libraries and programs print, and stacks, to the file `log`"
