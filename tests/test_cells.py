@@ -173,6 +173,21 @@ learn.distrib_fit(1, nprocs=2)
 assert len(learn.recorder.losses) == 4 and learn.pickles.same
 assert isinstance(dls.one_batch()[0][0], Points)
 """,
+'classes that are made with keywords': """
+kinds = []
+class Base(Callback):
+    def __init_subclass__(cls, *, kind, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.kind = kind
+        kinds.append(kind)
+class Mine(Base, kind='mine'):
+    def after_fit(self):
+        class Later(Base, kind='later'): pass
+        self.seen = type(self).kind, Later.kind
+learn = Learner(loaders(), nn.Sequential(nn.Linear(8, 2)), loss_func=nn.CrossEntropyLoss(), cbs=Mine())
+learn.distrib_fit(1, nprocs=2)
+assert learn.mine.seen == ('mine', 'later') and type(learn.mine) is Mine and kinds == ['mine', 'later'], kinds
+""",
 'functions that a decorator caches, dispatches by type, or compiles': """
 import functools, pickle
 @functools.lru_cache(maxsize=None)

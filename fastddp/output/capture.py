@@ -118,6 +118,9 @@ class DisplaySettings(NamedTuple):
 # Displays: an IPython shell whose displays are events
 
 _WIDGET = 'application/vnd.jupyter.widget'
+_WIDGET_TEXT = ("fastddp: a widget in a worker (ipywidgets, a bar of tqdm.notebook or rich) can't "
+                "be shown: its model stays there. Use tqdm.auto, tqdm.tqdm or print in "
+                "callbacks.\n")
 
 @functools.lru_cache(None)
 def _shell_class(name):
@@ -129,7 +132,9 @@ def _shell_class(name):
     class Publisher(DisplayPublisher):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False,
                     **kwargs):
-            data = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}
+            shown = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}
+            if shown.keys() != data.keys(): self.shell.warn_of_widget()
+            data = shown
             if not data: return
             self.shell.send_event('display', data, metadata or {}, transient or {}, bool(update))
         def clear_output(self, wait=False): self.shell.send_event('clear', bool(wait))
@@ -147,6 +152,9 @@ def _shell_class(name):
         queue = None    # `EventQueue` of the current job
         def send_event(self, *event):
             if self.queue is not None and self.queue.send_text: self.queue.put(event)
+        def warn_of_widget(self):
+            "Send a line about widgets, the same one each time: the notebook shows it once"
+            if self.queue is not None: self.queue.put(('warning', _WIDGET_TEXT))
         def init_virtualenv(self): pass
         def enable_gui(self, gui=None): pass
 

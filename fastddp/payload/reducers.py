@@ -179,6 +179,7 @@ def _(module, pickler):
 
 def _reduce_definition(o, pickler):
     "Reduce a function or class as cloudpickle does; note it if that is by value"
+    if isinstance(o, type): _check_metaclass(o)
     reduced = cloudpickle.Pickler.reducer_override(pickler, o)
     if isinstance(reduced, tuple):
         pickler.definitions.append(o)
@@ -188,6 +189,21 @@ def _reduce_definition(o, pickler):
             _keep_slots(o, reduced[1], reduced[2])
     else: pickler.named.append(o)
     return reduced
+
+def _check_metaclass(cls):
+    "Refuse a class of a cell whose metaclass must have a keyword: no class keeps its keywords"
+    meta = type(cls)
+    if cls.__module__ != '__main__' or meta.__module__ != '__main__': return
+    for f in (vars(meta).get(k) for k in ('__new__','__init__')):
+        f = getattr(f, '__func__', f)
+        if not isinstance(f, types.FunctionType): continue
+        defaults = f.__kwdefaults__ or {}
+        code = f.__code__
+        names = code.co_varnames[code.co_argcount:code.co_argcount+code.co_kwonlyargcount]
+        needed = [k for k in names if k not in defaults]
+        if needed:
+            raise Refused(cls, f"its metaclass {meta.__qualname__} must have the keyword "
+                               f"{needed[0]}, which a class doesn't keep; give it a default")
 
 def _keep_slots(
     cls, # A class with `__slots__`
