@@ -212,8 +212,8 @@ ORDERS = {'sampler': lambda: over(torch.utils.data.DataLoader(items(32), 4, samp
 
 @pytest.mark.parametrize('kind', ORDERS)
 def test_an_order_of_its_own_is_named(two, kind):
-    rng = streams()
-    res = ORDERS[kind]().distrib_check(nprocs=2, launcher=two)
+    learn, rng = ORDERS[kind](), streams()
+    res = learn.distrib_check(nprocs=2, launcher=two)
     assert rng == streams()
     assert not res.same and 'not removed here: order of the loader.' in res.verdict, res
     assert 'default_rng()' in str(res) and 'callback' not in str(res)
