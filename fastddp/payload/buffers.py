@@ -50,6 +50,8 @@ class _Column:
     # The column serves the next dump, too, if that list has the very same items. False if they may
     # have other contents then
     is_reusable = True
+    # About the memory of a plain list of all items, in bytes
+    plain_bytes = math.inf
     def __iter__(self): return (self[i] for i in range(len(self)))
 
 # 'surrogatepass': bytes of a file's name that aren't UTF-8 are surrogates, such as '\udcff'
@@ -69,6 +71,10 @@ class TextColumn(_Column):
         self._offsets = np.frombuffer(offsets, int)
         self._letters = np.frombuffer(letters, np.uint8)
     def __len__(self): return len(self._offsets)-1
+    @property
+    def plain_bytes(self):
+        each = 57 if self._class is str else 400        # a path consists of several objects
+        return len(self)*(8+each)+len(self._letters)
     def __getitem__(self, i):
         text = str(self._letters[self._offsets[i]:self._offsets[i+1]], *_ENCODING)
         return text if self._class is str else self._class(text)
@@ -158,6 +164,8 @@ class NumberColumn(_Column):
     values:np.ndarray   # The numbers
     is_python:bool      # True for numbers of Python, False for numpy's
     def __len__(self): return len(self.values)
+    @property
+    def plain_bytes(self): return len(self)*(8+32)
     def __getitem__(self, i): return self.values[i].item() if self.is_python else self.values[i]
     def __iter__(self): return iter(self.values.tolist() if self.is_python else self.values)
 
@@ -168,6 +176,8 @@ class TupleColumn(_Column):
     @property
     def is_reusable(self): return all(c.is_reusable for c in self.columns)
     def __len__(self): return len(self.columns[0])
+    @property
+    def plain_bytes(self): return len(self)*(8+40)+sum(c.plain_bytes for c in self.columns)
     def __getitem__(self, i): return tuple([c[i] for c in self.columns])
     def __iter__(self): return zip(*self.columns)
 
@@ -225,7 +235,10 @@ class LazyList(UserList):
     __copy__ = None     # that of `UserList` isn't used: `copy.copy` uses `__reduce__`
 
 # %% ../../nbs/payload/104_buffers.ipynb #00001ed0
-_MIN_LAZY = 1000        # a worker makes the items of a shorter list at once
+# A worker makes the items of a list at once if it is shorter, or if they take less memory: C code,
+# such as that of `json`, needs a plain list
+_MIN_LAZY = 1000
+_MAX_PLAIN = 16*2**20       # bytes
 
 class ColumnCache:
     """Makes the columns for each `dump`; a `distrib_ctx` block has one. A list that has the very
@@ -250,7 +263,8 @@ class ColumnCache:
             used[key] = items,column
             # A worker makes all items at once if that is fast: `torch.stack` needs a plain list
             is_fast = isinstance(column, (NumberColumn,TensorColumn)) or len(items) < _MIN_LAZY
-            make = type(sequence) if is_fast or type(sequence) is tuple else LazyList
+            is_plain = is_fast or type(sequence) is tuple or column.plain_bytes <= _MAX_PLAIN
+            make = type(sequence) if is_plain else LazyList
             res.append((sequence, StandIn(make, column)))
         self._last = {k:(items,c) for k,(items,c) in used.items() if c.is_reusable}
         return res
