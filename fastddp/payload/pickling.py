@@ -17,6 +17,7 @@ from cloudpickle import cloudpickle     # the package's module: it has the priva
 from ..base.scoped import with_context
 from .handles import reducer_of
 from .held import ATOMS, held_objects, parts_of
+from .models import load_script
 from .reducers import load_storage, reduces, referents, set_decorated
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
@@ -272,6 +273,7 @@ class _Unpickler(pickle.Unpickler):
         self._refs = refs
         # id of a function that pickles call -> what they call here instead
         self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
+                         id(load_script): partial(load_script, to=device),
                          id(cloudpickle._make_function): cells.make_function,
                          id(cloudpickle._function_setstate): cells.set_function_state,
                          id(set_decorated): cells.set_decorated,
