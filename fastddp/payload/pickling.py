@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/102_pickling.ipynb #15824912
-import contextvars, gc, io, math, pathlib, pickle, sys, types, weakref
+import contextvars, gc, io, math, pathlib, pickle, sys, time, types, weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -274,6 +274,7 @@ class _Unpickler(pickle.Unpickler):
         # id of a function that pickles call -> what they call here instead
         self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
                          id(load_script): partial(load_script, to=device),
+                         id(cloudpickle.subimport): _subimport,
                          id(cloudpickle._make_function): cells.make_function,
                          id(cloudpickle._function_setstate): cells.set_function_state,
                          id(set_decorated): cells.set_decorated,
@@ -287,8 +288,25 @@ class _Unpickler(pickle.Unpickler):
         return self._refs[number] if number < len(self._refs) else None
     def find_class(self, module, name):
         "Called by pickle for each function or class that the stream names"
-        found = super().find_class(module, name)
+        found = _noting_import(module, lambda: super(_Unpickler, self).find_class(module, name))
         return self._instead.get(id(found), found)
+
+_LEAST_IMPORT = .01     # seconds
+imports = []            # `(module, seconds, names of all modules)` of imports by `load` so far
+
+def _noting_import(module, find):
+    "Return `find()`; add it to `imports` if that imported modules for a while"
+    n_before = len(sys.modules)
+    began = time.perf_counter()
+    found = find()
+    seconds = time.perf_counter()-began
+    if seconds >= _LEAST_IMPORT and (new := [*sys.modules][n_before:]):
+        imports.append((module, seconds, tuple(new)))
+    return found
+
+def _subimport(module):
+    "As `cloudpickle.subimport`, which imports the module that a cell refers to"
+    return _noting_import(module, lambda: cloudpickle.subimport(module))
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656907
 class _Globals(dict):
