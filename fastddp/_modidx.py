@@ -3313,6 +3313,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'fastddp/shard/read_whole.py'),
                                           'fastddp.shard.read_whole.ReadsAround._count': ( 'shard/read_whole.html#readsaround._count',
                                                                                            'fastddp/shard/read_whole.py'),
+                                          'fastddp.shard.read_whole.can_be_cut': ( 'shard/read_whole.html#can_be_cut',
+                                                                                   'fastddp/shard/read_whole.py'),
                                           'fastddp.shard.read_whole.n_items': ( 'shard/read_whole.html#n_items',
                                                                                 'fastddp/shard/read_whole.py')},
             'fastddp.shard.same_model': { 'fastddp.shard.same_model.SameWeights': ( 'shard/same_model.html#sameweights',

@@ -416,8 +416,8 @@ def _roots(groups, is_excluded):
         for o in objects:
             if isinstance(o, (types.MethodType,partial)): res.append(Root(o))
             if isinstance(o, nn.Module):
-                res += [Root(f) for k,hooks in vars(o).items() if k.endswith('_hooks') and hooks
-                        for f in hooks.values()]
+                res += [Root(f) for k in MODULE_ATTRS if k.endswith('_hooks')
+                        for f in (vars(o).get(k) or {}).values()]
             structure = MODULE_ATTRS if isinstance(o, nn.Module) else ()
             values = _RULES[group].access.values(o)
             res += [Root(v, group == 'parts') for name,v in [*values.items()]

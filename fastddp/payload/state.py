@@ -180,7 +180,8 @@ def set_opt_state(opt, states, hypers, frozen_idx):
             old = by_param.pop(p, {})       # gone if the other process has no state for it
             if new is not None:
                 by_param[p] = {k:_updated(old.get(k), v) for k,v in new.items()}
-    for own,new in zip(_hyper_dicts(opt), hypers): own.update(new)
+    for own,new in zip(_hyper_dicts(opt), hypers):
+        own.update({k:_updated(own.get(k), v) for k,v in new.items()})
     opt.frozen_idx = frozen_idx
     move_opt_state(opt)
 

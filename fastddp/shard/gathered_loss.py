@@ -123,7 +123,9 @@ class LocalBatch:
         # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
         # then each row is an item that counts
         n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), n_fed)
-        if n_rows == 0 or n_rows%n_fed: count = n_fed = n_rows
+        if n_rows == 0 or n_rows%n_fed:
+            n_fed = n_rows
+            count = n_rows if count else 0
         self.n_fed = n_fed
         self.count = count
         self.positions = [*map(int, positions)] if all_numbers(positions) else []

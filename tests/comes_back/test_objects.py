@@ -4,6 +4,7 @@ import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.schedule import ParamScheduler
 from fastai.learner import Metric
+from fastai.optimizer import OptimWrapper
 from torch import nn
 from fastddp.all import *
 from parity import learner, mlp, warm
@@ -252,6 +253,7 @@ def test_globals_and_closures_hold_deep(main, two):
 from fastai.callback.core import Callback
 from fastai.callback.schedule import ParamScheduler
 from fastai.learner import Metric
+from fastai.optimizer import OptimWrapper
 class Box: pass
 box = Box()
 box.inner = Box()
@@ -442,3 +444,38 @@ class Notes(Callback):
     t = main['t']
     learner(cbs=main['Notes']()).distrib_fit(2, nprocs=2, launcher=two)
     assert main['t'] is t and t.tolist() == [2, 2] and main['a'].tolist() == [0, 0, 0]
+
+
+class Listed(nn.Module):
+    "Has a list by a name as torch gives to its dicts of hooks"
+    def __init__(self):
+        super().__init__()
+        self.net, self._own_hooks = mlp(), [print]
+    def forward(self, x): return self.net(x)
+
+
+def test_a_list_named_like_hooks(two):
+    learn = learner(model=Listed())
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert learn.model._own_hooks == [print] and len(learn.recorder.values) == 1
+
+
+class CountsSteps(torch.optim.SGD):
+    "Keeps a tensor in its groups, as optimizers of timm do"
+    def step(self, closure=None):
+        super().step(closure)
+        for g in self.param_groups:
+            g.setdefault('n', torch.zeros(()))
+            g['n'] += 1
+
+
+def test_a_tensor_in_the_groups_of_an_optimizer(two):
+    "It owns its memory: else all of what came back would stay (`nothing_left` looks for that)"
+    learn = learner(train=32, opt_func=functools.partial(OptimWrapper, opt=CountsSteps))
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    n = learn.opt.opt.param_groups[0]['n']
+    assert n == 4
+    learn.create_opt()
+    learn.opt.opt.param_groups[0]['n'] = n
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert learn.opt.opt.param_groups[0]['n'] is n and n == 8
