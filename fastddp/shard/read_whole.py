@@ -69,6 +69,8 @@ class ReadWhole(ReadsAround):
     def __init__(self, dl, rank, n, batch, train, common): # As of `shard_torch`
         vars(self)['_shard'] = Shard(dl, rank, n, None, train, common)
         self._shard.whole_batches = not train or batch == 'per_worker'
+        # of a global batch that lacks batches
+        self._shard.drops_last = train and getattr(dl, 'drop_last', False)
     def __reduce__(self):
         s = self._shard
         batch = 'per_worker' if s.whole_batches else 'global'
@@ -76,13 +78,15 @@ class ReadWhole(ReadsAround):
     def __len__(self):
         s = self._shard
         in_turn = s.whole_batches and s.train
-        return math.ceil(len(s.orig)/s.n) if in_turn else len(s.orig)
+        if not in_turn: return len(s.orig)
+        return len(s.orig)//s.n if s.drops_last else math.ceil(len(s.orig)/s.n)
     def _iter_shard(self):
         s = self._shard
         batches = iterate_original(self, s.common)
         start = 0       # position of the global batch in the epoch
         with one_iteration(self, []) as epoch:
             while read := [*itertools.islice(batches, s.n if s.whole_batches else 1)]:
+                if s.whole_batches and s.drops_last and len(read) < s.n: break
                 if not start: s.first_read = checksum(read)
                 sizes = [*map(n_items, read)]
                 total = sum(sizes)

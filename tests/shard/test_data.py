@@ -574,6 +574,17 @@ def test_what_cant_be_divided_by_items_is_read_by_every_rank(name, n, monkeypatc
         assert sum(map(sum, counts)) == sum(len(dl.idxs) for dl in dls)
 
 
+@pytest.mark.parametrize('n', [2, 3])
+def test_what_is_read_whole_drops_the_last_round_as_its_loader_does(n):
+    "In one process with the global batch size, these items wouldn't fill a batch"
+    class Own(DataLoader):
+        def create_batches(self, samps): yield from super().create_batches(samps)
+    def make(bs, drop_last=True): return Own(range(10), bs=bs, num_workers=0, drop_last=drop_last)
+    steps = len([*make(2*n)])
+    for dl in ranks(lambda: make(2), n): assert len(dl) == len([*dl]) == steps
+    for dl in ranks(lambda: make(2, False), n): assert len(dl) == len([*dl]) == -(-5//n)
+
+
 class Graphs:
     "A batch whose tensors have a row for each node"
     def __init__(self, sizes): self.x, self.of = torch.rand(sum(sizes), 2), torch.arange(len(sizes)).repeat_interleave(
