@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/731_check.ipynb #d0651a61
 import contextlib
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,8 @@ from ..shard.gathered_loss import tensors_in
 #         _train_both     trains one on workers and one in this process; `NoteSteps` records steps
 #         _difference     compares what was recorded, for the rows of an `Answer`
 #     reasons_for         finds why the answers of this learner may differ
-#     _verdict            if they do: `_compare` once more, without the reasons that can be removed
+#     _verdict            if they do: `_compare_without` compares once more, without the reasons that
+#                         can be removed
 class Reason(NamedTuple):
     "Why answers differ between one process and several workers"
     why:str
@@ -208,7 +210,7 @@ def reasons_for(learn,
         reasons[f'callback {type(cb).__name__}'] = Reason(
             "it may act on what a worker sees, its part of each batch, or draw random numbers. "
             "Decide by what all workers know (learn.loss after the backward pass, metrics), and "
-            "draw from torch.Generator().manual_seed(42)", _no_callbacks)
+            "draw from torch.Generator().manual_seed(42)", partial(_no_callbacks, kind=type(cb)))
     if get_hooks([*learn.model.parameters()])[1]:
         reasons['hooks of parameters'] = Reason(
             "they act on each worker's gradient, before the mean over workers. Where that matters "
@@ -261,16 +263,44 @@ def _batch_callbacks(learn):
     return [cb for cb in learn.cbs if is_kind(cb, ['MixHandler']) or not is_rank0_only(cb)
             and any(runs_user_code(cb, e) for e in _inner_loop)]
 
-def _no_callbacks(learn, stack): learn.remove_cbs(_batch_callbacks(learn))
+def _no_callbacks(learn, stack, kind):
+    learn.remove_cbs([cb for cb in _batch_callbacks(learn) if type(cb) is kind])
 
 # %% ../../nbs/fastai2/731_check.ipynb #8dd93006
 _HINT = ("Does the model compare the items of a batch, of which each worker sees its part, or draw "
          "random numbers by itself, or is a metric not a mean over items? The page 'Same answer "
          "on N GPUs' says what can differ, and what to do.")
 
+def _trains_without(learn, reason):
+    "Return False if a copy of `learn` fails in this process, in its first step, without a `Reason`"
+    streams = CommonRNG.capture()
+    copy = copy_of(learn)
+    try:
+        with contextlib.ExitStack() as stack:
+            reason.remove(copy, stack)
+            copy.fit(1, cbs=[NoteSteps(1)])
+        return True
+    except Exception: return False
+    finally: streams.install()
+
+def _compare_without(learn, removable,
+    compare # Called with `Reason`s: compares without them
+):
+    """Compare without the `Reason`s `removable`, by name, or without those that the learner can
+    train without: a callback may make the predictions or the loss. Return the `Answer`, None if
+    all stay; and the names of those that stay."""
+    try: return compare(removable.values()), []
+    # the first comparison, with all of them, didn't fail
+    except Exception: pass
+    stay = [k for k,r in removable.items() if not _trains_without(learn, r)]
+    # each alone can be removed, but not all
+    if not stay: stay = [k for k in removable if k.startswith('callback ')] or [*removable]
+    rest = [r for k,r in removable.items() if k not in stay]
+    return compare(rest) if rest else None, stay
+
 def _verdict(
     answer, # The `Answer` of the first comparison
-    compare_without # Called with `Reason`s: makes a second comparison without them
+    compare_without # Called with reasons that can be removed, by name, as `_compare_without`
 ):
     "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
     if answer.same: return "Same."
@@ -278,12 +308,17 @@ def _verdict(
     text = "Not the same"
     if removable:
         text += f", for reasons that are expected: {', '.join(removable)}"
-        them = 'it' if len(removable) == 1 else 'them'
-        differ = [row for row in compare_without(removable.values()) if not row.same]
-        if not differ: return f"{text}. Without {them}: same."
-        text += f". Without {them}, {differ[0]}"
-    if others := [k for k in answer.reasons if k not in removable]:
-        return f"{text}; expected to differ, and not removed here: {', '.join(others)}."
+        second,stay = compare_without(removable)
+        if stay: text += f". The learner doesn't train without {', '.join(stay)}"
+        if second is not None:
+            rest = [k for k in removable if k not in stay]
+            them = ', '.join(rest) if stay else 'it' if len(rest) == 1 else 'them'
+            differ = [row for row in second if not row.same]
+            if not differ: return f"{text}. Without {them}: same."
+            text += f". Without {them}, {differ[0]}"
+    else: stay = []
+    others = stay+[k for k in answer.reasons if k not in removable]
+    if others: return f"{text}; expected to differ, and not removed here: {', '.join(others)}."
     return f"{text}. {_HINT}"
 
 @patch
@@ -306,8 +341,9 @@ def distrib_check(self:Learner,
     res.reasons = reasons_for(self, group.n_gpus() if gpus is None else gpus)
     if res.averaged:
         res.reasons['loss'] = Reason("the model's own number, averaged over workers")
-    def compare_without(reasons):
-        with suppress_lines(): return _compare(self, steps, tol, options, reasons)
+    def compare(reasons): return _compare(self, steps, tol, options, reasons)
+    def compare_without(removable):
+        with suppress_lines(): return _compare_without(self, removable, compare)
     res.verdict = _verdict(res, compare_without)
     return res
 
