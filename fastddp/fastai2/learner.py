@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
-import contextlib, itertools, time
+import contextlib, itertools, time, warnings
 from typing import NamedTuple
 
 import fastai.callback.schedule
@@ -127,6 +127,10 @@ Learner.__getstate__.instead_of = _fastai_getstate
 
 # %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
 suggest_names(Learner)
+
+# fastai warns of a callback's attribute if the learner has one of that name. A callback that calls
+# one `distrib` was right before the learner got this method
+warnings.filterwarnings('ignore', r'You are shadowing an attribute \(distrib')
 
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
 _INFERS = 'validate','get_preds','tta'      # methods that train nothing

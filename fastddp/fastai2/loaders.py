@@ -128,12 +128,16 @@ class ShardedDL(Sharded):
         s = self._shard
         if not s.whole_batches: return super().__len__()
         # in a validation a progress bar counts the batches of all ranks
-        return math.ceil(len(s.orig)/s.n) if s.train else len(s.orig)
+        if not s.train: return len(s.orig)
+        return len(s.orig)//s.n if self.drop_last else math.ceil(len(s.orig)/s.n)
     def _begin(self):
         "Draw the order of the epoch, the same on all ranks; return its batches."
         self.randomize()
         self.before_iter()
+        s = self._shard
         batches = [*chunked(self.get_idxs(), self.bs, self.drop_last)]
+        # of a global batch that lacks some
+        if s.whole_batches and s.train and self.drop_last: del batches[len(batches)//s.n*s.n:]
         draw_seed()     # in one process torch's iterator draws one here
         return batches
     def _batches(self):
