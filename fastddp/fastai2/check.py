@@ -19,7 +19,7 @@ from torch import nn
 
 from ..base import group
 from ..launch.training import is_kind, is_rank0_only
-from .loaders import is_lm, lay_out
+from .loaders import is_lm, lay_out, with_loaders
 from ..base.device import without_tf32
 from ..base.rng import CommonRNG
 from .step import StepSync
@@ -321,6 +321,25 @@ def _verdict(
     if others: return f"{text}; expected to differ, and not removed here: {', '.join(others)}."
     return f"{text}. {_HINT}"
 
+def _check(learn, steps, tol, options):
+    "As `distrib_check`; `learn.dls` has `loaders`."
+    options = dict(batch='per_worker') | options
+    # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
+    gpus = options.get('gpus')
+    if gpus is None: options.setdefault('nprocs', max(group.n_gpus(), 2))
+    # the batch size of a torch loader can't be changed
+    if not all(isinstance(dl, DataLoader) for dl in learn.dls.loaders): options['batch'] = 'global'
+    res = _compare(learn, steps, tol, options)
+    # without `gpus`, workers are on GPUs if there are any
+    res.reasons = reasons_for(learn, group.n_gpus() if gpus is None else gpus)
+    if res.averaged:
+        res.reasons['loss'] = Reason("the model's own number, averaged over workers")
+    def compare(reasons): return _compare(learn, steps, tol, options, reasons)
+    def compare_without(removable):
+        with suppress_lines(): return _compare_without(learn, removable, compare)
+    res.verdict = _verdict(res, compare_without)
+    return res
+
 @patch
 def distrib_check(self:Learner,
     steps:int=5, # Training steps to compare
@@ -330,22 +349,7 @@ def distrib_check(self:Learner,
     """Compare `steps` training steps on N workers with one process over the same global batches.
 
     Differences up to `tol`, relative to size, count as rounding."""
-    options = dict(batch='per_worker') | options
-    # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
-    gpus = options.get('gpus')
-    if gpus is None: options.setdefault('nprocs', max(group.n_gpus(), 2))
-    # the batch size of a torch loader can't be changed
-    if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): options['batch'] = 'global'
-    res = _compare(self, steps, tol, options)
-    # without `gpus`, workers are on GPUs if there are any
-    res.reasons = reasons_for(self, group.n_gpus() if gpus is None else gpus)
-    if res.averaged:
-        res.reasons['loss'] = Reason("the model's own number, averaged over workers")
-    def compare(reasons): return _compare(self, steps, tol, options, reasons)
-    def compare_without(removable):
-        with suppress_lines(): return _compare_without(self, removable, compare)
-    res.verdict = _verdict(res, compare_without)
-    return res
+    with with_loaders(self): return _check(self, steps, tol, options)
 
 OPTIONS.add_to_docstring(Learner.distrib_check,
     "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its "

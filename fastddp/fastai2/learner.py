@@ -24,6 +24,7 @@ from ..base.rng import CommonRNG
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .learner_job import start_job
+from .loaders import with_loaders
 from .resume import (
     INTERVAL, UserCall, call_from_file, call_to_resume,
     checkpoint_writer, claimed_file, resume_points)
@@ -105,7 +106,7 @@ def distrib_ctx(self:Learner,
     opened = distrib_block(self, given, OPTIONS.defaults, in_place=in_launched,
                            overrides=overrides, is_quiet=wants_no_lines(self))
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
-    with claimed, opened: yield self
+    with with_loaders(self), claimed, opened: yield self
 
 # `import fastai.distributed` replaces `distrib_ctx` by fastai's; this name, used below, stays ours
 Learner._distrib_ctx = Learner.distrib_ctx

@@ -7,15 +7,18 @@ __all__ = []
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #72f94fac
 import copy, itertools, math, random, sys, weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
+from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import to_device
 from fastcore.basics import chunked
 from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
+from ..base.errors import CantDistribute
 from ..base.failure import note_item
 from ..base.rng import CommonRNG, generator_state, set_generator
+from ..base.scoped import with_attrs
 from ..output.replay import print_line
 from ..shard.read_whole import ReadWhole, ReadsAround, n_items
 from ..shard.sharded import (
@@ -244,6 +247,30 @@ class Undivided(ReadsAround):
                 n,start = n_items(b),len(epoch.idxs)
                 self._count(epoch, n, range(start, start+n))
                 yield b
+
+# %% ../../nbs/fastai2/702_loaders.ipynb #3c1a7e02
+class LoadersOf(DataLoaders):
+    """The loaders of an object that isn't fastai's `DataLoaders`, but has `train` and `valid`; other
+    attributes are those of the object"""
+    def __init__(self, dls):
+        self._dls = dls
+        super().__init__(dls.train, dls.valid, device=getattr(dls, 'device', None))
+    def __getattr__(self, k):
+        if k.startswith('_'): raise AttributeError(k)
+        return getattr(self._dls, k) if hasattr(self._dls, k) else super().__getattr__(k)
+
+@contextmanager
+def with_loaders(learn):
+    "Inside, `learn.dls` has `loaders`. Raise `CantDistribute` if it has no `train` and `valid`."
+    dls = learn.dls
+    if dls is None or hasattr(dls, 'loaders'):
+        yield
+        return
+    if not (hasattr(dls, 'train') and hasattr(dls, 'valid')):
+        raise CantDistribute(f"learn.dls is an object of type {type(dls).__name__}, which has "
+                             "neither `loaders` nor `train` and `valid`. Put the two loaders into "
+                             "fastai's DataLoaders(train, valid).")
+    with with_attrs(learn, dls=LoadersOf(dls)): yield
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
 # 3. Shard a loader of any kind
