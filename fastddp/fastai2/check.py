@@ -52,8 +52,8 @@ from ..shard.gathered_loss import tensors_in
 #         _train_both     trains one on workers and one in this process; `NoteSteps` records steps
 #         _difference     compares what was recorded, for the rows of an `Answer`
 #     reasons_for         finds why the answers of this learner may differ
-#     _verdict            if they do: `_compare_without` compares once more, without the reasons that
-#                         can be removed
+#     _verdict            if they do: `_compare_without` compares once more, without the reasons
+#                         that can be removed
 class Reason(NamedTuple):
     "Why answers differ between one process and several workers"
     why:str

@@ -182,26 +182,6 @@ def makes_batches(dl):
     home = getattr(dl.create_batch, '__module__', None) or ''
     return not home.startswith('fastai.')
 
-# %% ../../nbs/fastai2/702_loaders.ipynb #692e6fc4
-class _Items(list):
-    "The items of a batch, for a loader's `create_batch`; notes which of them are read"
-    def __init__(self, items):
-        super().__init__(items)
-        self.read = set()       # positions, 'slice' or 'all'
-    def __getitem__(self, i):
-        self.read.add(i if isinstance(i, int) else 'slice')
-        return super().__getitem__(i)
-    def __iter__(self):
-        self.read.add('all')
-        return super().__iter__()
-    def only_first(self):
-        "Return True if the items are indices, and only the first one was read."
-        return self.read=={0} and len(self)>1 and type(self[0]) is int
-
-_SLICE = ("fastddp: `{}.create_batch` reads only the first of its indices, as for a slice that "
-          "begins there. A worker's items don't follow each other, so losses and metrics are "
-          "wrong: read all indices that it gets, such as self.dataset[b].")
-
 # %% ../../nbs/fastai2/702_loaders.ipynb #6ed3b431
 def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
                  rank, n, # This rank, and how many there are
@@ -250,8 +230,8 @@ class Undivided(ReadsAround):
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #3c1a7e02
 class LoadersOf(DataLoaders):
-    """The loaders of an object that isn't fastai's `DataLoaders`, but has `train` and `valid`; other
-    attributes are those of the object"""
+    """The loaders of an object that isn't fastai's `DataLoaders`, but has `train` and `valid`;
+    other attributes are those of the object"""
     def __init__(self, dls):
         self._dls = dls
         super().__init__(dls.train, dls.valid, device=getattr(dls, 'device', None))

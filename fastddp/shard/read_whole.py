@@ -111,8 +111,8 @@ class ReadWhole(ReadsAround):
         if not can_be_cut(b, total): own = range(total if number%s.n == s.rank else 0)
         return self._fed(b, total, own), own
     def _fed(self, b, size, own):
-        """Return the rows `own` of a batch of `size` items, padded as by `pad_shard`; all of it if it
-        can't be cut"""
+        """Return the rows `own` of a batch of `size` items, padded as by `pad_shard`; all of it if
+        it can't be cut"""
         if not can_be_cut(b, size): return b
         rows = torch.as_tensor(pad_shard([*own], [*range(size)], self._shard.n))
         def part(o):

@@ -1,5 +1,5 @@
 """What callbacks, metrics, models and cells hold, at any depth: the notebook's own objects, with what a fit wrote"""
-import dataclasses, functools, os, sys, threading
+import copyreg, dataclasses, functools, os, sys, threading
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.schedule import ParamScheduler
@@ -7,7 +7,7 @@ from fastai.learner import Metric
 from fastai.optimizer import OptimWrapper
 from torch import nn
 from fastddp.all import *
-from parity import learner, mlp, warm
+from parity import items, learner, mlp, warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -479,3 +479,37 @@ def test_a_tensor_in_the_groups_of_an_optimizer(two):
     learn.opt.opt.param_groups[0]['n'] = n
     learn.distrib_fit(1, nprocs=2, launcher=two)
     assert learn.opt.opt.param_groups[0]['n'] is n and n == 8
+
+
+class Queued(torch.utils.data.Dataset):
+    "Keeps an iterator over a loader, as torchio's `Queue` does"
+    def __init__(self, data): self.data, self.it, self.seen = data, None, 0
+    def begin(self):
+        self.it = iter(torch.utils.data.DataLoader(self.data, collate_fn=lambda b: b[0]))
+        return self
+    def __len__(self): return len(self.data)
+    def __getitem__(self, i):
+        try: return next(self.it)
+        except StopIteration: return next(self.begin().it)
+
+
+@pytest.mark.parametrize('n_read', [0, 1])
+def test_an_iterator_over_a_loader_begins_anew(n_read, recwarn):
+    data = Queued(items(8)).begin()
+    for i in range(n_read): data[i]
+    assert ranch(2, first_of, data) == [float(items(8)[n_read][0][0]), float(items(8)[0][0][0])]
+    assert len([o for o in recwarn if 'begins anew' in str(o.message)]) == n_read
+    learner(train=8, data=lambda n, s=0: Queued(items(n)).begin()).distrib_fit(2, nprocs=2)
+
+
+def first_of(data): return float(data[0][0][0])
+
+
+def test_a_type_that_a_cell_says_how_to_pickle():
+    "What the message for an object of a library's class says"
+    class Of:
+        def __init__(self): self.generator = (i for i in range(3))
+    with pytest.raises(NotPicklable, match='copyreg.pickle'): ranch(2, len, [Of()])
+    copyreg.pickle(Of, lambda o: (Of, ()))
+    try: assert ranch(2, len, [Of()]) == [1, 1]
+    finally: del copyreg.dispatch_table[Of]
