@@ -311,6 +311,7 @@ print(learn.named.distrib, learn.named.distrib_fit)
 
 def test_an_attribute_named_like_a_method_of_ours():
     "fastai warns of attributes that the learner has, too: without fastddp it has only the third of these"
-    r = subprocess.run([sys.executable, '-c', SHADOWING], cwd=Path(__file__).parent.parent, capture_output=True, text=True,
-                       timeout=120)
-    assert r.stdout == '1 2\n' and re.findall(r'shadowing an attribute \((\w+)\)', r.stderr) == ['fit_one_cycle'], r.stderr
+    r = subprocess.run([sys.executable, '-c', SHADOWING], cwd=Path(__file__).parent.parent, capture_output=True,
+                       text=True, timeout=120)
+    assert r.stdout == '1 2\n', r.stderr
+    assert re.findall(r'shadowing an attribute \((\w+)\)', r.stderr) == ['fit_one_cycle'], r.stderr
