@@ -26,7 +26,7 @@ def learner(bs, model, cb):
 
 
 @pytest.mark.libraries('self-supervised', 'SimCLR',
-                       compared='weights, losses', know='The loss is over each worker\'s views.')
+                       compared='weights, losses')
 def test_simclr():
     "Its loss is a method of the callback; negatives are the other items of the batch"
     same(lambda bs: learner(bs, create_simclr_model(encoder(), 8, 8), SimCLR(views())), 'fit', 1, .01)
