@@ -194,12 +194,13 @@ def serve(
     for o in modules: _import(o)
     sock = socket.socket(fileno=fd)
     if libraries:
+        n_before = _threads_after_fork()
         _import_quietly(libraries, path)
-        if not _can_fork(): os._exit(1)
-        sock.send(b'ready')
+        if _threads_after_fork() > n_before: os._exit(1)
     gc.collect()
     gc.freeze()
     gc.enable()
+    if libraries: sock.send(b'ready')
     _serve_forks(sock)
 
 def _import(entry):
@@ -221,15 +222,20 @@ def _import_quietly(libraries, path):
     for fd,own in zip((1,2), outputs): os.dup2(own, fd)
     for fd in (nowhere, *outputs): os.close(fd)
 
-def _can_fork():
-    "Return False if a library has started threads, which forks lack, or uses the GPU"
+def _threads_after_fork():
+    """Fork a process that exits at once, and return how many threads this process still has, which
+    later forks lack; infinity if the fork couldn't use the GPU"""
     pid = os.fork()
     if not pid:
         from fastddp.base.device import in_bad_fork
         os._exit(in_bad_fork())
-    _,status = os.waitpid(pid, 0)
-    # those of OpenBLAS, which numpy imports, end before a fork
-    return status == 0 and len(os.listdir('/proc/self/task')) == 1
+    if os.waitpid(pid, 0)[1]: return float('inf')
+    # Those of OpenBLAS, which numpy imports, have ended before the fork. jemalloc, of pyarrow,
+    # starts its own again in a fork
+    names = []
+    for o in glob('/proc/self/task/*/comm'):
+        with suppress(OSError), open(o) as f: names.append(f.read().strip())
+    return sum(o != 'jemalloc_bg_thd' for o in names)
 
 # %% ../../nbs/process/404_helper.ipynb #85bb3451
 # A worker's status pipe carries numbers: first its pid, or a negative errno if the fork failed,
