@@ -4,9 +4,11 @@ Cases: a first fit with the helper process ready; a second fit in a `distrib_ctx
 the same fit with workers that start by spawn (no helper); and the peers (peers.py), each up to its first
 all-reduce.
 
-    python benchmarks/launch.py [--repeats 5] [--machine NAME]
+    python benchmarks/launch.py [--repeats 5] [--machine NAME] [--library transformers.models.bert.modeling_bert]
+
+With a library, of which the learner has a class: a first fit whose workers import it, and one after the helper has.
 """
-import os, time
+import importlib, os, time
 from fastai.callback.core import Callback
 from fastddp.process import helper
 from fastddp.all import *
@@ -54,10 +56,35 @@ def second_fit(): return block()[0]
 def leaving(): return block()[1]
 
 
+def with_library(name):
+    "Seconds to the first step with a helper that hasn't imported the library, and with the next one that has"
+    cls = next(o for o in vars(importlib.import_module(name)).values() if isinstance(o, type) and o.__module__ == name)
+    def fit():
+        learn = quiet()
+        learn.clock.cls = cls
+        with learn.no_bar(), learn.no_logging():
+            called = time.time()
+            learn.distrib_fit(1, nprocs=2)
+        return learn.clock.first-called
+    def imported_by_workers():
+        with helper._lock:      # a new helper, without libraries
+            if helper._helper: helper._helper.sock.close()
+            helper._helper = None
+        first_fit()
+        return fit()
+    def imported_by_helper():
+        while helper.ensure_helper() and helper._next: time.sleep(.1)
+        return fit()
+    return {'workers import the library': imported_by_workers, 'the helper has': imported_by_helper}
+
+
 def main():
-    args = arguments(__doc__)
+    args = arguments(__doc__, library='')
     helper.warm()
     first_fit()     # the helper is ready after this
+    if args.library:
+        rows = summary(take_turns(with_library(args.library), args.repeats), 'the helper has')
+        return show('Seconds from the call to the first training step, 2 CPU workers', rows)
     times = take_turns({'first fit': first_fit, 'second fit in a block': second_fit, 'leaving the block': leaving,
                         'without the helper': without_helper, **installed()}, args.repeats)
     rows = summary(times, 'torch spawn')

@@ -16,7 +16,9 @@ def helper_pid():
 
 def helper_pids():
     "Pids of the helper processes that may stay: ours, and multiprocessing's fork server and resource tracker"
-    pids = {helper_pid()}
+    module = sys.modules.get('fastddp.process.helper')
+    others = [getattr(module, '_next', None), *getattr(module, '_replaced', ())]
+    pids = {helper_pid(), *(o.popen.pid for o in others if o)}
     server = getattr(sys.modules.get('multiprocessing.forkserver'), '_forkserver', None)
     tracker = getattr(sys.modules.get('multiprocessing.resource_tracker'), '_resource_tracker', None)
     pids |= {getattr(server, '_forkserver_pid', None), getattr(tracker, '_pid', None)}

@@ -195,7 +195,8 @@ class NotPicklable(CantDistribute):
         return (f"{self.path} can't be sent to the workers ({self.why}). Make it where it is used, "
                 f"in the function or method that runs on the workers{built}; or leave it "
                 f"out{here}. If an object keeps it after the first use, a `__getstate__` of its "
-                "class that leaves it out has it made again in each worker.")
+                "class that leaves it out has it made again in each worker; for a class of a "
+                "library, a cell can say how: copyreg.pickle(cls, lambda o: (make, arguments)).")
 
 # %% ../../nbs/base/002_errors.ipynb #83a3982c
 def _headed(title, lines):

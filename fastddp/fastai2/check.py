@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/731_check.ipynb #d0651a61
 import contextlib
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from ..base import group
 from ..launch.training import is_kind, is_rank0_only
-from .loaders import is_lm, lay_out
+from .loaders import is_lm, lay_out, with_loaders
 from ..base.device import without_tf32
 from ..base.rng import CommonRNG
 from .step import StepSync
@@ -52,7 +53,8 @@ from ..shard.gathered_loss import tensors_in
 #         _difference     compares what was recorded, for the rows of an `Answer`
 #     reasons_for         finds why the answers of this learner may differ
 #     order_reasons       the same, if the batches differ
-#     _verdict            if they do: `_compare` once more, without the reasons that can be removed
+#     _verdict            if they do: `_compare_without` compares once more, without the reasons
+#                         that can be removed
 class Reason(NamedTuple):
     "Why answers differ between one process and several workers"
     why:str
@@ -209,7 +211,7 @@ def reasons_for(learn,
         reasons[f'callback {type(cb).__name__}'] = Reason(
             "it may act on what a worker sees, its part of each batch, or draw random numbers. "
             "Decide by what all workers know (learn.loss after the backward pass, metrics), and "
-            "draw from torch.Generator().manual_seed(42)", _no_callbacks)
+            "draw from torch.Generator().manual_seed(42)", partial(_no_callbacks, kind=type(cb)))
     if get_hooks([*learn.model.parameters()])[1]:
         reasons['hooks of parameters'] = Reason(
             "they act on each worker's gradient, before the mean over workers. Where that matters "
@@ -286,16 +288,44 @@ def order_reasons(learn):
         "its own (such as np.random.default_rng() or random.Random()). Draw it from torch, numpy "
         "or random themselves, or give the generator a seed, to compare")}
 
-def _no_callbacks(learn, stack): learn.remove_cbs(_batch_callbacks(learn))
+def _no_callbacks(learn, stack, kind):
+    learn.remove_cbs([cb for cb in _batch_callbacks(learn) if type(cb) is kind])
 
 # %% ../../nbs/fastai2/731_check.ipynb #8dd93006
 _HINT = ("Does the model compare the items of a batch, of which each worker sees its part, or draw "
          "random numbers by itself, or is a metric not a mean over items? The page 'Same answer "
          "on N GPUs' says what can differ, and what to do.")
 
+def _trains_without(learn, reason):
+    "Return False if a copy of `learn` fails in this process, in its first step, without a `Reason`"
+    streams = CommonRNG.capture()
+    copy = copy_of(learn)
+    try:
+        with contextlib.ExitStack() as stack:
+            reason.remove(copy, stack)
+            copy.fit(1, cbs=[NoteSteps(1)])
+        return True
+    except Exception: return False
+    finally: streams.install()
+
+def _compare_without(learn, removable,
+    compare # Called with `Reason`s: compares without them
+):
+    """Compare without the `Reason`s `removable`, by name, or without those that the learner can
+    train without: a callback may make the predictions or the loss. Return the `Answer`, None if
+    all stay; and the names of those that stay."""
+    try: return compare(removable.values()), []
+    # the first comparison, with all of them, didn't fail
+    except Exception: pass
+    stay = [k for k,r in removable.items() if not _trains_without(learn, r)]
+    # each alone can be removed, but not all
+    if not stay: stay = [k for k in removable if k.startswith('callback ')] or [*removable]
+    rest = [r for k,r in removable.items() if k not in stay]
+    return compare(rest) if rest else None, stay
+
 def _verdict(
     answer, # The `Answer` of the first comparison
-    compare_without # Called with `Reason`s: makes a second comparison without them
+    compare_without # Called with reasons that can be removed, by name, as `_compare_without`
 ):
     "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
     if answer.same: return "Same."
@@ -303,13 +333,39 @@ def _verdict(
     text = "Not the same"
     if removable:
         text += f", for reasons that are expected: {', '.join(removable)}"
-        them = 'it' if len(removable) == 1 else 'them'
-        differ = [row for row in compare_without(removable.values()) if not row.same]
-        if not differ: return f"{text}. Without {them}: same."
-        text += f". Without {them}, {differ[0]}"
-    if others := [k for k in answer.reasons if k not in removable]:
-        return f"{text}; expected to differ, and not removed here: {', '.join(others)}."
+        second,stay = compare_without(removable)
+        if stay: text += f". The learner doesn't train without {', '.join(stay)}"
+        if second is not None:
+            rest = [k for k in removable if k not in stay]
+            them = ', '.join(rest) if stay else 'it' if len(rest) == 1 else 'them'
+            differ = [row for row in second if not row.same]
+            if not differ: return f"{text}. Without {them}: same."
+            text += f". Without {them}, {differ[0]}"
+    else: stay = []
+    others = stay+[k for k in answer.reasons if k not in removable]
+    if others: return f"{text}; expected to differ, and not removed here: {', '.join(others)}."
     return f"{text}. {_HINT}"
+
+def _check(learn, steps, tol, options):
+    "As `distrib_check`; `learn.dls` has `loaders`."
+    options = dict(batch='per_worker') | options
+    # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
+    gpus = options.get('gpus')
+    if gpus is None: options.setdefault('nprocs', max(group.n_gpus(), 2))
+    # the batch size of a torch loader can't be changed
+    if not all(isinstance(dl, DataLoader) for dl in learn.dls.loaders): options['batch'] = 'global'
+    res = _compare(learn, steps, tol, options)
+    # without `gpus`, workers are on GPUs if there are any
+    res.reasons = reasons_for(learn, group.n_gpus() if gpus is None else gpus)
+    if any(row.what == 'batches' and not row.same for row in res):
+        res.reasons |= order_reasons(learn)
+    if res.averaged:
+        res.reasons['loss'] = Reason("the model's own number, averaged over workers")
+    def compare(reasons): return _compare(learn, steps, tol, options, reasons)
+    def compare_without(removable):
+        with suppress_lines(): return _compare_without(learn, removable, compare)
+    res.verdict = _verdict(res, compare_without)
+    return res
 
 @patch
 def distrib_check(self:Learner,
@@ -320,23 +376,7 @@ def distrib_check(self:Learner,
     """Compare `steps` training steps on N workers with one process over the same global batches.
 
     Differences up to `tol`, relative to size, count as rounding."""
-    options = dict(batch='per_worker') | options
-    # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
-    gpus = options.get('gpus')
-    if gpus is None: options.setdefault('nprocs', max(group.n_gpus(), 2))
-    # the batch size of a torch loader can't be changed
-    if not all(isinstance(dl, DataLoader) for dl in self.dls.loaders): options['batch'] = 'global'
-    res = _compare(self, steps, tol, options)
-    # without `gpus`, workers are on GPUs if there are any
-    res.reasons = reasons_for(self, group.n_gpus() if gpus is None else gpus)
-    if any(row.what == 'batches' and not row.same for row in res):
-        res.reasons |= order_reasons(self)
-    if res.averaged:
-        res.reasons['loss'] = Reason("the model's own number, averaged over workers")
-    def compare_without(reasons):
-        with suppress_lines(): return _compare(self, steps, tol, options, reasons)
-    res.verdict = _verdict(res, compare_without)
-    return res
+    with with_loaders(self): return _check(self, steps, tol, options)
 
 OPTIONS.add_to_docstring(Learner.distrib_check,
     "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its "

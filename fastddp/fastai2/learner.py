@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
-import contextlib, itertools, time
+import contextlib, itertools, time, warnings
 from typing import NamedTuple
 
 import fastai.callback.schedule
@@ -24,6 +24,7 @@ from ..base.rng import CommonRNG
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .learner_job import start_job
+from .loaders import with_loaders
 from .resume import (
     INTERVAL, UserCall, call_from_file, call_to_resume,
     checkpoint_writer, claimed_file, resume_points)
@@ -109,7 +110,7 @@ def distrib_ctx(self:Learner,
     opened = distrib_block(self, given, OPTIONS.defaults, in_place=in_launched,
                            overrides=overrides, is_quiet=wants_no_lines(self))
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
-    with claimed, opened: yield self
+    with with_loaders(self), claimed, opened: yield self
 
 # `import fastai.distributed` replaces `distrib_ctx` by fastai's; this name, used below, stays ours
 Learner._distrib_ctx = Learner.distrib_ctx
@@ -131,6 +132,10 @@ Learner.__getstate__.instead_of = _fastai_getstate
 
 # %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
 suggest_names(Learner)
+
+# fastai warns of a callback's attribute if the learner has one of that name. A callback that calls
+# one `distrib` was right before the learner got this method
+warnings.filterwarnings('ignore', r'You are shadowing an attribute \(distrib')
 
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
 _INFERS = 'validate','get_preds','tta'      # methods that train nothing

@@ -120,6 +120,9 @@ def start_job(learn,
     if 'distrib_session' in vars(learn):
         raise CantDistribute("wait=False inside a distrib_ctx block: call "
                              "learn.distrib_*(..., wait=False) outside of it.")
+    if not hasattr(learn.dls, 'loaders'):
+        raise CantDistribute("wait=False needs fastai's DataLoaders: learn.dls = "
+                             "DataLoaders(learn.dls.train, learn.dls.valid).")
     if trains:
         refuse_busy(learn)
         if not learn.opt: learn.create_opt()

@@ -7,15 +7,18 @@ __all__ = []
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #72f94fac
 import copy, itertools, math, random, sys, weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
+from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import to_device
 from fastcore.basics import chunked
 from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
 
+from ..base.errors import CantDistribute
 from ..base.failure import note_item
 from ..base.rng import CommonRNG, generator_state, set_generator
+from ..base.scoped import with_attrs
 from ..output.replay import print_line
 from ..shard.read_whole import ReadWhole, ReadsAround, n_items
 from ..shard.sharded import (
@@ -128,12 +131,16 @@ class ShardedDL(Sharded):
         s = self._shard
         if not s.whole_batches: return super().__len__()
         # in a validation a progress bar counts the batches of all ranks
-        return math.ceil(len(s.orig)/s.n) if s.train else len(s.orig)
+        if not s.train: return len(s.orig)
+        return len(s.orig)//s.n if self.drop_last else math.ceil(len(s.orig)/s.n)
     def _begin(self):
         "Draw the order of the epoch, the same on all ranks; return its batches."
         self.randomize()
         self.before_iter()
+        s = self._shard
         batches = [*chunked(self.get_idxs(), self.bs, self.drop_last)]
+        # of a global batch that lacks some
+        if s.whole_batches and s.train and self.drop_last: del batches[len(batches)//s.n*s.n:]
         draw_seed()     # in one process torch's iterator draws one here
         return batches
     def _batches(self):
@@ -174,26 +181,6 @@ def makes_batches(dl):
     if not isinstance(dl, DataLoader) or not _is_own(dl, 'create_batch'): return False
     home = getattr(dl.create_batch, '__module__', None) or ''
     return not home.startswith('fastai.')
-
-# %% ../../nbs/fastai2/702_loaders.ipynb #692e6fc4
-class _Items(list):
-    "The items of a batch, for a loader's `create_batch`; notes which of them are read"
-    def __init__(self, items):
-        super().__init__(items)
-        self.read = set()       # positions, 'slice' or 'all'
-    def __getitem__(self, i):
-        self.read.add(i if isinstance(i, int) else 'slice')
-        return super().__getitem__(i)
-    def __iter__(self):
-        self.read.add('all')
-        return super().__iter__()
-    def only_first(self):
-        "Return True if the items are indices, and only the first one was read."
-        return self.read=={0} and len(self)>1 and type(self[0]) is int
-
-_SLICE = ("fastddp: `{}.create_batch` reads only the first of its indices, as for a slice that "
-          "begins there. A worker's items don't follow each other, so losses and metrics are "
-          "wrong: read all indices that it gets, such as self.dataset[b].")
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #6ed3b431
 def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
@@ -240,6 +227,30 @@ class Undivided(ReadsAround):
                 n,start = n_items(b),len(epoch.idxs)
                 self._count(epoch, n, range(start, start+n))
                 yield b
+
+# %% ../../nbs/fastai2/702_loaders.ipynb #3c1a7e02
+class LoadersOf(DataLoaders):
+    """The loaders of an object that isn't fastai's `DataLoaders`, but has `train` and `valid`;
+    other attributes are those of the object"""
+    def __init__(self, dls):
+        self._dls = dls
+        super().__init__(dls.train, dls.valid, device=getattr(dls, 'device', None))
+    def __getattr__(self, k):
+        if k.startswith('_'): raise AttributeError(k)
+        return getattr(self._dls, k) if hasattr(self._dls, k) else super().__getattr__(k)
+
+@contextmanager
+def with_loaders(learn):
+    "Inside, `learn.dls` has `loaders`. Raise `CantDistribute` if it has no `train` and `valid`."
+    dls = learn.dls
+    if dls is None or hasattr(dls, 'loaders'):
+        yield
+        return
+    if not (hasattr(dls, 'train') and hasattr(dls, 'valid')):
+        raise CantDistribute(f"learn.dls is an object of type {type(dls).__name__}, which has "
+                             "neither `loaders` nor `train` and `valid`. Put the two loaders into "
+                             "fastai's DataLoaders(train, valid).")
+    with with_attrs(learn, dls=LoadersOf(dls)): yield
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
 # 3. Shard a loader of any kind

@@ -48,6 +48,7 @@ class Outcome(NamedTuple):
     cut:bool=False          # `state` was put as 'cut'
     # `(phase, time of its end)` of the engine and of rank 0, for a `Report`
     phase_ends:list|tuple=()
+    imports:list|tuple=()   # what a rank had to import: see `Context`
 
 # %% ../../nbs/launch/502_engine.ipynb #6188ea01
 def add_state(

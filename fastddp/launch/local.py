@@ -26,7 +26,7 @@ from .report import Report
 from ..payload.pickling import Payload
 from ..base.scoped import Interrupts, delay_interrupts, with_attrs
 from .monitor import Monitor
-from ..process.helper import helper_is_new
+from ..process.helper import helper_is_new, warm_next
 from ..process.workers import Workers, turn_off_helper
 
 # %% ../../nbs/launch/505_local.ipynb #886a3e9a
@@ -195,6 +195,7 @@ class Local(Launcher):
         with delay_interrupts():
             if self.workers: self.workers.stop(grace)
             if self._payload_block: self._payload_block.close()
+            if self.workers: warm_next()
             self.workers = self._payload_block = self._rendezvous = None
 
     # A run

@@ -19,7 +19,7 @@ from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, RankDied, RankRaised
 from ..base.failure import (
     first_failure, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
-from ..process.helper import HELPER_ENDED
+from ..process.helper import HELPER_ENDED, note_imports
 from ..process.worker import load_exception
 from ..output.replay import Replay, StatusLine, frontend, print_line
 from ..base.device import device_module
@@ -169,6 +169,7 @@ class Monitor:
         self.ends = {'done': {}, 'failed': {}, 'died': {}}
         self.replay = Replay(see=engine.see, live=engine.live)
         self.phase_ends = []
+        self.imports = []       # what a rank had to import, as `note_imports` takes it
         self.load_line = engine.see_load and load_line(engine)
         self.began = monotonic()
         self.stop_asked_at = None       # time at which the ranks were asked to stop
@@ -193,7 +194,7 @@ class Monitor:
         latest = self._latest
         return Outcome(results, bool(self.interrupts.count),
                        latest.get('state') or latest.get('cut'), latest.get('epoch'),
-                       'cut' in latest, self.phase_ends)
+                       'cut' in latest, self.phase_ends, self.imports)
 
     # The loop
     def _watch(self):
@@ -227,6 +228,10 @@ class Monitor:
         kind,event = said
         if kind == 'show': self.replay.add(rank, event)
         elif kind == 'phase_ends': self.phase_ends += event
+        elif kind == 'imports':
+            # all ranks import the same
+            if not self.imports: note_imports(event)
+            self.imports = self.imports or event
         else: self.on_event(rank, event)
 
     # What is known of the ranks

@@ -19,7 +19,7 @@ from ..base.device import (
 from ..base.scoped import on_ctrl_c
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.handles import flush_writers
-from ..payload.pickling import Payload, dump, load
+from ..payload.pickling import Payload, dump, imports, load
 from ..process.worker import function_ref, resolve_function
 from ..process.workers import Heartbeat, Heartbeats
 
@@ -74,6 +74,7 @@ class Context:
         self.where = ''     # What it is doing, e.g. `epoch 2, batch 17`, or a function that says it
         self.items = ()     # Dataset indices of its batch, or a function that returns them
         self.phase_ends = []    # `(phase, time.time() at its end)`
+        self.imports = []       # `(module, seconds, names)` of what loading the payload imported
     def end_phase(self, phase):
         "Note that a phase of the job ends now"
         self.phase_ends.append((phase, time.time()))
@@ -93,6 +94,8 @@ class Context:
         return nullcontext()
 
 # %% ../../nbs/launch/500_rank.ipynb #aa1a5d92
+_LEAST_IMPORTED = .1        # seconds of imports that are a phase of their own
+
 def call(
     work, # The function's `function_ref`
     ctx, # A `Context`
@@ -100,7 +103,12 @@ def call(
     define=False # Pickle finds the notebook's classes in this process's `__main__`
 ):
     "Load the payload, call the job and return its result as a `Payload`"
+    began = time.time()
+    imports.clear()
     obj = load(meta, buffers, device=ctx.device, home=vars(sys.modules['__main__']), define=define)
+    ctx.imports = [*imports]
+    imported = sum(seconds for _,seconds,_ in imports)
+    if imported >= _LEAST_IMPORTED: ctx.phase_ends.append(('import', began+imported))
     ctx.end_phase('load')
     res = resolve_function(work)(ctx, obj)
     return res if isinstance(res, Payload) else dump(res)
@@ -224,6 +232,7 @@ def _finish(channel, ctx):
     ctypes.CDLL(None).fflush(None)      # what compiled libraries printed goes to the log
     flush_writers()
     if ctx.rank == 0: channel.emit(('phase_ends', ctx.phase_ends))
+    if ctx.imports: channel.emit(('imports', ctx.imports))
     if is_accelerator(ctx.device): _free_memory(ctx.device)
     else: channel.on_idle = lambda: _free_memory(ctx.device)
 

@@ -209,6 +209,7 @@ PHASES = {
     'fork': "the other workers",
     'ship': "buffers written into shared memory, until rank 0 began the job",
     'join': "device, output, process group",
+    'import': "libraries imported by rank 0 that the helper had not imported",
     'load': "learner and data unpickled on rank 0",
     'first step': "data loaders, DDP, and the first batch",
     'train': "all that followed, on rank 0",
@@ -240,6 +241,7 @@ class Report:
         self.result = {}        # `Progress.result` of rank 0
         self.sent_bytes = 0     # size of the snapshot
         self.state_bytes = 0    # size of the state that came back
+        self.imports = {}       # library -> seconds of its import by a worker
     def end_phase(self, phase):
         "Note that `phase`, such as a key of `PHASES`, ends now"
         self.phase_ends.append((phase, time.time()))
@@ -247,6 +249,17 @@ class Report:
         "Add `Progress.result` of each rank, with its dict as `report` if it has one"
         self.result = results[0]
         self.ranks = [r['report'] for r in results if r.get('report')]
+    def add_imports(self, imports # `Outcome.imports`
+    ):
+        "Add what a worker had to import"
+        for module,seconds,_ in imports:
+            library = module.partition('.')[0]
+            self.imports[library] = self.imports.get(library, 0.)+seconds
+    @property
+    def imported(self):
+        "The libraries that took long to import, as text"
+        least = sum(self.imports.values())/10
+        return ', '.join(k for k,secs in self.imports.items() if secs >= least)
     @property
     def cores(self):
         "The number of CPU cores of all machines that the ranks run on"
@@ -297,7 +310,10 @@ class Report:
                     state=self.state_bytes, advice=[o._asdict() for o in self.advice], ranks=ranks)
     def headlines(self):
         "Return what was called with its seconds, then the sentences of the advice"
-        return [f"{self.what or 'call'}: {self.total:.2f} s", *(o.text for o in self.advice)]
+        first = f"{self.what or 'call'}: {self.total:.2f} s"
+        if secs := self.phases.get('import'):
+            first += f", of which each worker imported {self.imported} for {secs:.2f} s"
+        return [first, *(o.text for o in self.advice)]
     def __repr__(self):
         lines = self.headlines()
         for phase,secs in self.phases.items():
@@ -354,14 +370,15 @@ def banner_line(
 # Phase until the first batch -> its name in the last line of a fit
 _START_PHASES = dict(
     failed='runs that failed', snapshot='snapshot', helper='helper process', fork='other workers',
-    ship='shared memory', join='process group', load='loading')
+    ship='shared memory', join='process group', load='loading', **{'import': 'import of {}'})
 
 def start_text(report, first_batch_at):
     "Return how long the start took, and its long phases if that was a second or more"
     total = first_batch_at-report.began
     phases = report.phases
     if total < 1: return f"start {total:.1f} s"
-    parts = {name:phases[k] for k,name in _START_PHASES.items() if k in phases}
+    parts = {name.format(report.imported):phases[k]
+             for k,name in _START_PHASES.items() if k in phases}
     parts['first batch'] = total-sum(parts.values())
     long = [f"{name} {secs:.1f} s" for name,secs in parts.items() if secs >= total/10]
     return f"start {total:.1f} s: {', '.join(long)}"

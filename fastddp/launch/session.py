@@ -255,6 +255,7 @@ class Call:
         self.apply(meta, buffers)
         self.has_result = True
         self.report.phase_ends += out.phase_ends
+        self.report.add_imports(out.imports)
     def interrupt_error(self, result):
         """Return a KeyboardInterrupt with `where` the call was stopped, and what the learner holds
         as `kept`; `result` is rank 0's"""

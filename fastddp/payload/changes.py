@@ -16,6 +16,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from .buffers import LazyList
+from .models import script_values, set_script_value
 from .pickling import Unloaded, dump, without_frames
 from .reducers import function_variables
 from .held import MODULE_ATTRS, Root, items_of, slots_of, vars_of
@@ -57,6 +58,7 @@ class _Attributes:
         # Not those of a `LazyList`, which says that it is a list: they are not the list's
         if isinstance(o, (types.FunctionType,types.MethodType)): return {}
         if type(o) is not o.__class__: return {}
+        if isinstance(o, torch.jit.ScriptModule): return script_values(o)
         state = _own_state(o)
         return vars_of(o) if state is None else state
     def has(self, o, name): return name in vars(o)
@@ -67,7 +69,9 @@ class _Attributes:
             kept = {k:v for k,v in state.items() if k not in removed}
             return set_own_state(o, kept|values)
         # not `setattr` and `delattr`, which a class may override
-        vars(o).update(values)
+        if isinstance(o, torch.jit.ScriptModule):
+            for k,v in values.items(): set_script_value(o, k, v)
+        else: vars(o).update(values)
         for name in removed: vars(o).pop(name, None)
 
 def _own_state(o):
@@ -413,8 +417,8 @@ def _roots(groups, is_excluded):
         for o in objects:
             if isinstance(o, (types.MethodType,partial)): res.append(Root(o))
             if isinstance(o, nn.Module):
-                res += [Root(f) for k,hooks in vars(o).items() if k.endswith('_hooks') and hooks
-                        for f in hooks.values()]
+                res += [Root(f) for k in MODULE_ATTRS if k.endswith('_hooks')
+                        for f in (vars(o).get(k) or {}).values()]
             structure = MODULE_ATTRS if isinstance(o, nn.Module) else ()
             values = _RULES[group].access.values(o)
             res += [Root(v, _RULES[group].keeps_caches) for name,v in [*values.items()]

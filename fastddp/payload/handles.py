@@ -6,14 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/payload/100_handles.ipynb #bb416e5c
-import os, threading, uuid, weakref
+import os, threading, uuid, warnings, weakref
+
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from ..base import group
 from .reducers import Refused, reduce, reduces
 
 # %% ../../nbs/payload/100_handles.ipynb #66a2ccf9
-# In order: threads; writers; files of libraries; `reducer_of`, by which the pickler finds the
-# reducers of classes that are only known by their names. No function here is a collective.
+# In order: threads; iterators; writers; files of libraries; `reducer_of`, by which the pickler
+# finds the reducers of classes that are only known by their names. No function is a collective.
 #
 #   in the notebook, and in a worker     `reducer_of(kind)` is asked once for each type in a dump
 #   in a worker, at the end of a job     `flush_writers`
@@ -40,6 +42,22 @@ def load_thread(cls, name, daemon, has_ended):
         thread.join()
         del thread.run
     return thread
+
+# %% ../../nbs/payload/100_handles.ipynb #7be21c04
+@reduces(_SingleProcessDataLoaderIter)
+def _(it, pickler):
+    "Pickle an iterator over a torch loader as one that begins anew: where it is can't be pickled"
+    if pickler.names_gpus and it._num_yielded:
+        warnings.warn("fastddp: an iterator over a DataLoader, which an object keeps, begins anew "
+                      "in the workers")
+    left_out = '_sampler_iter','_num_yielded','_dataset_fetcher'
+    state = {k:v for k,v in vars(it).items() if k not in left_out}
+    return type(it).__new__, (type(it),), state, None, None, _begin
+
+def _begin(it, state):
+    vars(it).update(state, _num_yielded=0, _sampler_iter=iter(state['_index_sampler']))
+    it._dataset_fetcher = _DatasetKind.create_fetcher(
+        it._dataset_kind, it._dataset, it._auto_collation, it._collate_fn, it._drop_last)
 
 # %% ../../nbs/payload/100_handles.ipynb #d533d7d9
 # Writers that this process made and has sent, by the token under which they come back

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/102_pickling.ipynb #15824912
-import contextvars, gc, io, math, pathlib, pickle, sys, types, weakref
+import contextvars, gc, io, math, pathlib, pickle, sys, time, types, weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from cloudpickle import cloudpickle     # the package's module: it has the priva
 from ..base.scoped import with_context
 from .handles import reducer_of
 from .held import ATOMS, held_objects, parts_of
+from .models import load_script
 from .reducers import load_storage, reduces, referents, set_decorated
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
@@ -272,6 +273,8 @@ class _Unpickler(pickle.Unpickler):
         self._refs = refs
         # id of a function that pickles call -> what they call here instead
         self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
+                         id(load_script): partial(load_script, to=device),
+                         id(cloudpickle.subimport): _subimport,
                          id(cloudpickle._make_function): cells.make_function,
                          id(cloudpickle._make_skeleton_class): cells.make_class,
                          id(cloudpickle._function_setstate): cells.set_function_state,
@@ -286,8 +289,25 @@ class _Unpickler(pickle.Unpickler):
         return self._refs[number] if number < len(self._refs) else None
     def find_class(self, module, name):
         "Called by pickle for each function or class that the stream names"
-        found = super().find_class(module, name)
+        found = _noting_import(module, lambda: super(_Unpickler, self).find_class(module, name))
         return self._instead.get(id(found), found)
+
+_LEAST_IMPORT = .01     # seconds
+imports = []            # `(module, seconds, names of all modules)` of imports by `load` so far
+
+def _noting_import(module, find):
+    "Return `find()`; add it to `imports` if that imported modules for a while"
+    n_before = len(sys.modules)
+    began = time.perf_counter()
+    found = find()
+    seconds = time.perf_counter()-began
+    if seconds >= _LEAST_IMPORT and (new := [*sys.modules][n_before:]):
+        imports.append((module, seconds, tuple(new)))
+    return found
+
+def _subimport(module):
+    "As `cloudpickle.subimport`, which imports the module that a cell refers to"
+    return _noting_import(module, lambda: cloudpickle.subimport(module))
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656907
 class _Globals(dict):

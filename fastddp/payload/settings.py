@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np, torch
 
 from ..base.failure import is_user_file
-from .changes import Variables, has_arrays, is_data
+from .changes import Variables, is_data
 from .held import ATOMS, can_change
 from .pickling import dump
 from .reducers import reduces
@@ -175,7 +175,8 @@ def own_variables(o # A module, or a class or function of one
     def is_sent(name, v):
         key = str(name.key)
         if name.kind == 'global' or key.startswith('_abc_') or key in _FLAGS: return False
-        if has_arrays(v) and getattr(v, 'nbytes', 0) > _MAX_OWN_BYTES: return False
+        is_array = isinstance(v, (torch.Tensor,np.ndarray))
+        if is_array and v.nbytes > _MAX_OWN_BYTES: return False
         return not (isinstance(o, types.ModuleType) and _is_imported(key, v, o))
     return {name:v for name,v in Variables().values(o).items() if is_sent(name, v)}
 

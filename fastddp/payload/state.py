@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .held import ATOMS, MODULE_ATTRS, can_change, slots_of, vars_of
+from .models import script_values, set_script_value, type_of
 from .pickling import Pickler, dump, load
 from .reducers import load_storage
 
@@ -179,7 +180,8 @@ def set_opt_state(opt, states, hypers, frozen_idx):
             old = by_param.pop(p, {})       # gone if the other process has no state for it
             if new is not None:
                 by_param[p] = {k:_updated(old.get(k), v) for k,v in new.items()}
-    for own,new in zip(_hyper_dicts(opt), hypers): own.update(new)
+    for own,new in zip(_hyper_dicts(opt), hypers):
+        own.update({k:_updated(own.get(k), v) for k,v in new.items()})
     opt.frozen_idx = frozen_idx
     move_opt_state(opt)
 
@@ -284,7 +286,7 @@ def set_hooks(
 def update_in_place(old, new):
     """Copy the contents of `new` into `old`, an object of the same type. Return False if that isn't
     possible; then `old` may have been changed in part, and is to be replaced by `new`"""
-    if type(old) is not type(new): return False
+    if type_of(old) is not type_of(new): return False
     try: return old is new or _update(old, new)
     except Exception: return False      # an object of the user's may refuse any of this
 
@@ -400,6 +402,9 @@ def _update_module(old, new):
     for k,module in new_parts.items():
         if not isinstance(module, nn.Module): continue
         own = old_parts[k]
+        if isinstance(module, torch.jit.ScriptModule):
+            _update_script(own, module)
+            continue
         state = own_state(module)
         attrs = vars(module) if state is None else state
         # `own` keeps its own attributes that refer to parts, since those of `new` refer to the
@@ -410,6 +415,11 @@ def _update_module(old, new):
         if state is None: _replace_attributes(own, attrs, kept)
         else: set_own_state(own, attrs | {k:v for k,v in vars(own).items() if k in kept})
     return True
+
+def _update_script(old, new):
+    "Make one TorchScript module equal to `new`, except for tensors; the code is the same"
+    for k,v in script_values(new).items():
+        if k not in MODULE_ATTRS: set_script_value(old, k, v)
 
 def _refers_to(v, ids):
     "True if `v` is an object with one of these ids, or holds one (`_flat_weights` of an RNN)"

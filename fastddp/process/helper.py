@@ -11,10 +11,12 @@ from contextlib import contextmanager, suppress
 import struct, subprocess, sys, tempfile, threading, time, traceback, warnings
 from glob import escape, glob
 from multiprocessing import connection
+from typing import NamedTuple
 
 try: import fcntl
 except ImportError: fcntl = None    # not on Windows, where there are no workers
 
+from ..base.failure import is_user_file
 from ..base.scoped import in_main_thread
 
 # %% ../../nbs/process/404_helper.ipynb #1da79cef
@@ -121,7 +123,13 @@ def _is_own_folder(
 #   warm, ensure_helper ── python ──►  serve: imports `preloads()`
 #   start_worker ──────── request ──►  _serve_forks ───── os.fork ──►  entry(socket, *args)
 #        ◄── pid, later exit code ───  (on the worker's status pipe)
-#   closes its socket, or ends ─────►  exits, and so do its workers
+#   closes its socket, or ends ─────►  exits once its workers have; these see themselves that the
+#                                      notebook has ended
+#
+# A library that workers had to import is imported by the next helper, which replaces this one:
+#   note_imports                       what a worker imported, and for how long
+#   warm_next ───────────── python ──► serve: imports these modules, too
+#   ensure_helper        ◄── ready ──  or it ends, if workers can't be forked after these imports
 
 _is_helper_off = False  # True once `turn_off_helper` was called
 _in_worker = False      # True in a worker, and in the helper
@@ -165,9 +173,12 @@ def preloads():
 def serve(
     fd,         # Descriptor of the socket to the notebook
     parent_pid, # The process whose death kills this one; 0: only the socket's end does
-    modules     # What to import, as `preloads` returns it
+    modules,    # What to import, as `preloads` returns it
+    libraries=(),   # Other modules to import; one that fails is left out
+    path=None       # `sys.path` for these imports
 ):
-    "Run the helper: import `modules`, then fork a worker for each request; doesn't return"
+    """Run the helper: import `modules`, then fork a worker for each request; doesn't return. With
+    `libraries` it exits instead if it can't fork after their import, else sends a message"""
     global _in_worker
     _in_worker = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -181,10 +192,16 @@ def serve(
     warnings.simplefilter('ignore')
     gc.disable()    # collections would take a third of the time of the imports
     for o in modules: _import(o)
+    sock = socket.socket(fileno=fd)
+    if libraries:
+        n_before = _threads_after_fork()
+        _import_quietly(libraries, path)
+        if _threads_after_fork() > n_before: os._exit(1)
     gc.collect()
     gc.freeze()
     gc.enable()
-    _serve_forks(socket.socket(fileno=fd))
+    if libraries: sock.send(b'ready')
+    _serve_forks(sock)
 
 def _import(entry):
     "Import a `module`, or call a `module:function`; print a line to stderr if that fails"
@@ -192,6 +209,33 @@ def _import(entry):
         if ':' in entry: pkgutil.resolve_name(entry)()
         else: importlib.import_module(entry)
     except Exception as e: print(f"fastddp helper: {entry}: {e!r}", file=sys.stderr)
+
+def _import_quietly(libraries, path):
+    "Import modules; what they print is dropped, and one that can't be imported by itself left out"
+    sys.path[:] = path
+    outputs = [os.dup(1), os.dup(2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for fd in (1,2): os.dup2(nowhere, fd)
+    for o in libraries:
+        with suppress(BaseException): importlib.import_module(o)
+    for file in (sys.stdout, sys.stderr): file.flush()
+    for fd,own in zip((1,2), outputs): os.dup2(own, fd)
+    for fd in (nowhere, *outputs): os.close(fd)
+
+def _threads_after_fork():
+    """Fork a process that exits at once, and return how many threads this process still has, which
+    later forks lack; infinity if the fork couldn't use the GPU"""
+    pid = os.fork()
+    if not pid:
+        from fastddp.base.device import in_bad_fork
+        os._exit(in_bad_fork())
+    if os.waitpid(pid, 0)[1]: return float('inf')
+    # Those of OpenBLAS, which numpy imports, have ended before the fork. jemalloc, of pyarrow,
+    # starts its own again in a fork
+    names = []
+    for o in glob('/proc/self/task/*/comm'):
+        with suppress(OSError), open(o) as f: names.append(f.read().strip())
+    return sum(o != 'jemalloc_bg_thd' for o in names)
 
 # %% ../../nbs/process/404_helper.ipynb #85bb3451
 # A worker's status pipe carries numbers: first its pid, or a negative errno if the fork failed,
@@ -206,20 +250,25 @@ def _send_number(pipe, number):
 def _serve_forks(sock):
     "Fork a worker for each request on `sock`, and report each one's exit code; doesn't return"
     woken,wake = os.pipe()      # SIGCHLD writes to `wake`, so that `woken` becomes readable
+    sources = [sock, woken]
     for fd in (woken, wake): os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     status_pipes = {}           # pid of a live worker -> its status pipe
     while True:
-        ready = connection.wait([sock, woken])
+        ready = connection.wait(sources)
         if woken in ready:
             os.read(woken, 4096)
             _report_ended(status_pipes)
+        if not (status_pipes or sock in sources): os._exit(0)
         if sock not in ready: continue
         request,fds,*_ = socket.recv_fds(sock, 1<<16, 2)
-        if not request: os._exit(0)     # the notebook's end is closed
-        if len(fds) < 2:                # this process has too many files open
-            for fd in fds:              # the status pipe comes first
+        if not request:     # the notebook's end is closed
+            if not status_pipes: os._exit(0)
+            sources.remove(sock)
+            continue
+        if len(fds) < 2:    # this process has too many files open
+            for fd in fds:  # the status pipe comes first
                 _send_number(fd, -errno.EMFILE)
                 os.close(fd)
             continue
@@ -290,23 +339,95 @@ def _start_python(
 
 class _Helper:
     "The notebook's side of a helper process: creating it starts the process"
-    def __init__(self):
+    def __init__(self,
+        libraries=() # Modules that it imports besides `preloads()`, see `serve`
+    ):
+        self.libraries = libraries
         self.sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.has_forked = False         # True once it has forked a worker, so it has imported all
         parent_pid = os.getpid() if in_main_thread() else 0
-        call = f'serve({theirs.fileno()}, {parent_pid}, {preloads()})'
+        args = theirs.fileno(),parent_pid,preloads()
+        if libraries: args += libraries,[o for o in sys.path if isinstance(o, str)]
+        call = f'serve{args!r}'
         with theirs: self.popen = _start_python(call, [theirs.fileno()])
+    def is_ready(self):
+        "Of one with `libraries`: True once it can fork workers, None before, False if it has ended"
+        try: return bool(self.sock.recv(16, socket.MSG_DONTWAIT))
+        except BlockingIOError: return None
+        except OSError: return False
 
 _helper = None              # this process's `_Helper`
-_lock = threading.Lock()    # held while `_helper` is replaced
+_next = None                # the one that will replace it, while it still imports
+_replaced = []              # those whose last workers may still run
+_lock = threading.Lock()    # held while any of these is changed
 
 def ensure_helper():
     "Return the helper of this process; start one if there is none, or if it has ended"
     global _helper
     with _lock:
+        _replace_helper()
         if _helper is None or _helper.popen.poll() is not None: _helper = _Helper()
         return _helper
+
+# %% ../../nbs/process/404_helper.ipynb #5b3e0c01
+# Libraries that workers had to import
+class Import(NamedTuple):
+    "An import in a worker, for an object that was sent to it"
+    module:str      # The module of the object
+    seconds:float
+    modules:tuple   # Names of all modules that were imported then, outermost first
+
+_LEAST_SECONDS = .3         # of imports in a call that are worth another helper
+_MAX_LIBRARIES = 1000       # modules; those that come last are imported by the first ones
+_noted = []                 # `Import` of each one in the workers since the last `warm_next`
+_refused = set()            # modules after whose import workers couldn't be forked
+
+def note_imports(
+    imports # What a worker had to import: a list, each item as an `Import` or such a tuple
+):
+    "Note what a worker had to import, for `warm_next`"
+    _noted.extend(Import(*o) for o in imports)
+
+def warm_next():
+    """Start another helper in the background if the imports that were noted took long. It imports
+    these modules, too, and replaces the present one once it is ready"""
+    global _next
+    noted = [*_noted]
+    _noted.clear()
+    if start_method() != 'forkserver' or _in_worker or _helper is None: return
+    with _lock:
+        _replace_helper()
+        present = [*(_next or _helper).libraries]
+        known = {*present, *_refused}
+        new = [(o.seconds, [m for m in o.modules if m not in known and _is_library(m)])
+               for o in noted]
+        if sum(seconds for seconds,modules in new if modules) < _LEAST_SECONDS: return
+        if _next: _next.sock.close()        # it exits; a later one has its modules, too
+        if _next: _replaced.append(_next)
+        modules = [m for _,modules in new for m in modules]
+        _next = _Helper([*dict.fromkeys(present+modules)][:_MAX_LIBRARIES])
+
+def _is_library(module):
+    "True for a module that this process has imported, and that isn't the user's: it may change"
+    file = getattr(sys.modules.get(module), '__file__', None)
+    return bool(file) and not is_user_file(file)
+
+def _replace_helper():
+    "Put `_next` in the place of `_helper` if it is ready, or forget it if it has ended"
+    global _helper,_next
+    _replaced[:] = [o for o in _replaced if o.popen.poll() is None]
+    is_ready = _next and _next.is_ready()
+    if is_ready:
+        _helper.sock.close()
+        _replaced.append(_helper)
+        _next.has_forked = True     # it has imported all
+        _helper,_next = _next,None
+    elif is_ready is False:
+        _refused.update({*_next.libraries} - {*_helper.libraries})
+        _next.sock.close()
+        _replaced.append(_next)
+        _next = None
 
 def warm():
     "Start the helper in the background, if this process uses one; returns at once"
@@ -317,10 +438,12 @@ def helper_is_new():
     return start_method() == 'forkserver' and not (_helper and _helper.has_forked)
 
 def _forget_helper():
-    "In a forked child, close its copy of the socket: the helper exits when all are closed"
-    global _helper,_lock
-    if _helper is not None: _helper.sock.close()
-    _helper = None
+    "In a forked child, close its copies of sockets: a helper exits when all are closed"
+    global _helper,_next,_lock
+    for o in (_helper, _next):
+        if o is not None: o.sock.close()
+    _helper = _next = None
+    _replaced.clear()
     _lock = threading.Lock()
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget_helper)

@@ -98,6 +98,13 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad*ctx.factor, None
 
+def _numbers_rows(t # A tensor with several rows for each item, such as two views
+):
+    """True for targets that are the numbers of the batch's rows in some order, such as where
+    another view of the item is. No classes are like this: all views of an item are of one class"""
+    is_one = t.ndim == 1 and t.dtype in (torch.int64,torch.int32)
+    return is_one and torch.equal(t.sort().values.long(), torch.arange(len(t), device=t.device))
+
 NO_ROWS = -1.   # see `LocalBatch.layout`
 
 def is_list(o): return not isinstance(o, torch.Tensor)
@@ -127,7 +134,9 @@ class LocalBatch:
         # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
         # then each row is an item that counts
         n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), n_fed)
-        if n_rows == 0 or n_rows%n_fed: count = n_fed = n_rows
+        if n_rows == 0 or n_rows%n_fed:
+            n_fed = n_rows
+            count = n_rows if count else 0
         self.n_fed = n_fed
         self.count = count
         self.positions = [*map(int, positions)] if all_numbers(positions) else []
@@ -147,6 +156,7 @@ class LocalBatch:
         # The tensors of the tree. Those with rows of items get one row per item, and no padding
         self.tensors = [by_item(t, k, self.by_views)[:count] if k else t
                         for t,k in zip(tensors, self.rows_each)]
+        self.numbers_rows = [k > 1 and _numbers_rows(t) for t,k in zip(tensors, self.rows_each)]
         sent = *self.tensors,*tensors_in(self.lists)
         self.nbytes = sum(t.numel()*t.element_size() for t in sent)
         preds = self._leaves(pred, n_fed)
@@ -166,8 +176,8 @@ class LocalBatch:
         """Return a number that is equal on ranks whose tensors fit together: a hash of types and
         shapes; or `NO_ROWS`, which no hash is, if no prediction has rows of items"""
         if not self.has_rows: return NO_ROWS
-        layouts = [(k, self.by_views and k > 1, str(t.dtype), [*(t.shape[1:] if k else t.shape)])
-                   for t,k in zip(self.tensors, self.rows_each)]
+        layouts = [(k, self.by_views and k > 1, str(t.dtype), [*(t.shape[1:] if k else t.shape)], o)
+                   for t,k,o in zip(self.tensors, self.rows_each, self.numbers_rows)]
         return float(zlib.crc32(repr((layouts, self.is_list)).encode()))
 
     def gather(self,
@@ -181,11 +191,31 @@ class LocalBatch:
                   for m in counts]
         positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
         order = torch.cat(positions).argsort()
+        tensors = [*self.tensors]
+        columns = [*map(list, columns)]
+        for i,k in enumerate(self.rows_each):
+            if not self.numbers_rows[i]: continue
+            columns[i] = self._renumbered(columns[i], k, counts, order)
+            tensors[i] = columns[i][group.rank()].to(tensors[i].device)
         joined = iter([self._join(*o, counts, order)
-                       for o in zip(self.tensors, self.rows_each, columns)])
+                       for o in zip(tensors, self.rows_each, columns)])
         lists = iter(self._join_lists(counts, order) if self.lists else ())
         leaves = [next(lists if o else joined) for o in self.is_list]
         return with_tensors(self.tree, leaves, self._is_leaf(self.n_fed))
+    def _renumbered(self, parts, k, counts, order): # As of `_join`
+        "Return targets that number the rows of a rank's batch as numbers of rows of the joined one"
+        total = sum(counts)
+        place = order.argsort()     # of each item, in the joined batch
+        res = []
+        first = 0
+        for part,m in zip(parts, counts):
+            n_fed = max(m, 2)
+            view,item = (part//n_fed, part%n_fed) if self.by_views else (part%k, part//k)
+            # what is fed beside the items that count is a copy of them
+            new = place.to(part.device)[first+item.clamp(max=m-1)]
+            res.append((view*total+new if self.by_views else new*k+view).to(part.dtype))
+            first += m
+        return res
     def _join_lists(self, counts, order):
         "Return the lists of all ranks, with their entries in one order. A collective operation"
         sent = [[tensors_in(entry) for entry in entries] for entries in self.lists]

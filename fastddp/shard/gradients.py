@@ -350,9 +350,14 @@ class Overlapped:
         unused = [p for p in self._trained() if id(p) not in used]
         if unused:
             names = {id(p):k for k,p in self.model().named_parameters()}
-            few = first_of([names.get(id(p), 'a parameter beside the model') for p in unused], 5)
-            self.why_flat = (f"No gradient for {few} in a step, and find_unused_parameters=True is "
-                             "not set")
+            of_model = [names[id(p)] for p in unused if id(p) in names]
+            n_others = len(unused)-len(of_model)
+            parts = [first_of(of_model, 5)] if of_model else []
+            if n_others:
+                s = 's' if n_others > 1 else ''
+                parts.append(f"{n_others} parameter{s} that the optimizer has beside the model's")
+            self.why_flat = (f"No gradient for {' and '.join(parts)} in a step, and "
+                             "find_unused_parameters=True is not set")
         return unused
 
     # The pass

@@ -10,10 +10,11 @@ import itertools, math
 from contextlib import nullcontext
 
 import torch
+from fastcore.foundation import L
 
 from .sharded import (
     Shard, Sharded, Step, checksum, iterate_original, note_step, one_iteration, pad_shard)
-from .trees import is_list_of_items, map_tensors, tensors_in
+from .trees import is_list_of_items, map_tensors, parts_of, tensors_in
 
 # %% ../../nbs/shard/305_read_whole.ipynb #7cf2376d
 # Used here, all of `shard.sharded`:
@@ -39,8 +40,21 @@ class ReadsAround(Sharded):
 
 # %% ../../nbs/shard/305_read_whole.ipynb #d7a26809
 def n_items(b):
-    "Return the number of items of a batch; one of an unknown form counts as one item"
-    return next((len(t) for t in tensors_in(b) if t.ndim), 1)
+    """Return the number of items of a batch; one of an unknown form counts as one item. Inputs that
+    are an object may have other rows, such as the nodes of graphs: then that of the targets"""
+    parts = [b[0], b[-1]] if isinstance(b, (list,tuple)) and b else []
+    at_top = [o for o in parts if isinstance(o, torch.Tensor)]
+    return next((len(t) for t in (*at_top, *tensors_in(b)) if t.ndim), 1)
+
+def can_be_cut(b,
+    size # Its number of items
+):
+    "False if the batch has an object with tensors that don't have a row for each item"
+    if isinstance(b, torch.Tensor): return True
+    items,attrs = parts_of(b)
+    if isinstance(b, L): attrs = {}     # these are its items
+    rows = {len(t) for t in tensors_in([*attrs.values()]) if t.ndim}
+    return rows <= {size} and all(can_be_cut(o, size) for o in items.values())
 
 # %% ../../nbs/shard/305_read_whole.ipynb #104f6f4f
 class ReadWhole(ReadsAround):
@@ -50,10 +64,13 @@ class ReadWhole(ReadsAround):
         batches in turn    with `whole_batches`, and in training 'per_worker': `n` batches of the
                            original make a global batch, of which rank r takes the r-th
         rows of a batch    in training with 'global': rank r takes rows r, r+n, ... of all tensors
-                           that have a row for each item"""
+                           that have a row for each item
+        whole batches      the same, of batches that can't be cut: one rank in turn takes it"""
     def __init__(self, dl, rank, n, batch, train, common): # As of `shard_torch`
         vars(self)['_shard'] = Shard(dl, rank, n, None, train, common)
         self._shard.whole_batches = not train or batch == 'per_worker'
+        # of a global batch that lacks batches
+        self._shard.drops_last = train and getattr(dl, 'drop_last', False)
     def __reduce__(self):
         s = self._shard
         batch = 'per_worker' if s.whole_batches else 'global'
@@ -61,17 +78,20 @@ class ReadWhole(ReadsAround):
     def __len__(self):
         s = self._shard
         in_turn = s.whole_batches and s.train
-        return math.ceil(len(s.orig)/s.n) if in_turn else len(s.orig)
+        if not in_turn: return len(s.orig)
+        return len(s.orig)//s.n if s.drops_last else math.ceil(len(s.orig)/s.n)
     def _iter_shard(self):
         s = self._shard
         batches = iterate_original(self, s.common)
         start = 0       # position of the global batch in the epoch
         with one_iteration(self, []) as epoch:
             while read := [*itertools.islice(batches, s.n if s.whole_batches else 1)]:
+                if s.whole_batches and s.drops_last and len(read) < s.n: break
                 if not start: s.first_read = checksum(read)
                 sizes = [*map(n_items, read)]
                 total = sum(sizes)
-                b,own = self._in_turn(read, sizes) if s.whole_batches else self._rows(*read, total)
+                if s.whole_batches: b,own = self._in_turn(read, sizes)
+                else: b,own = self._rows(*read, total, len(epoch.steps))
                 if b is not None:
                     self._count(epoch, total, range(start+own.start, start+own.stop, own.step))
                     yield b
@@ -84,13 +104,16 @@ class ReadWhole(ReadsAround):
         else: b,n_own,first = (read[0] if s.train else None),0,0
         if s.train and n_own < 2: b = self._fed(b, sizes[s.rank*(n_own > 0)], range(n_own))
         return b, range(first, first+n_own)
-    def _rows(self, b, total):
-        "Return this rank's rows of a batch, and the range of its items"
+    def _rows(self, b, total, number):
+        "Return this rank's rows of the batch of this number, and the range of its items"
         s = self._shard
         own = range(total)[s.rank::s.n]
+        if not can_be_cut(b, total): own = range(total if number%s.n == s.rank else 0)
         return self._fed(b, total, own), own
     def _fed(self, b, size, own):
-        "Return the rows `own` of a batch of `size` items, padded as by `pad_shard`"
+        """Return the rows `own` of a batch of `size` items, padded as by `pad_shard`; all of it if
+        it can't be cut"""
+        if not can_be_cut(b, size): return b
         rows = torch.as_tensor(pad_shard([*own], [*range(size)], self._shard.n))
         def part(o):
             if not isinstance(o, torch.Tensor): return type(o)(o[i] for i in rows.tolist())

@@ -1,12 +1,13 @@
 """What callbacks, metrics, models and cells hold, at any depth: the notebook's own objects, with what a fit wrote"""
-import dataclasses, functools, os, sys, threading
+import copyreg, dataclasses, functools, os, sys, threading
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.schedule import ParamScheduler
 from fastai.learner import Metric
+from fastai.optimizer import OptimWrapper
 from torch import nn
 from fastddp.all import *
-from parity import learner, mlp, warm
+from parity import items, learner, mlp, warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -252,6 +253,7 @@ def test_globals_and_closures_hold_deep(main, two):
 from fastai.callback.core import Callback
 from fastai.callback.schedule import ParamScheduler
 from fastai.learner import Metric
+from fastai.optimizer import OptimWrapper
 class Box: pass
 box = Box()
 box.inner = Box()
@@ -442,3 +444,72 @@ class Notes(Callback):
     t = main['t']
     learner(cbs=main['Notes']()).distrib_fit(2, nprocs=2, launcher=two)
     assert main['t'] is t and t.tolist() == [2, 2] and main['a'].tolist() == [0, 0, 0]
+
+
+class Listed(nn.Module):
+    "Has a list by a name as torch gives to its dicts of hooks"
+    def __init__(self):
+        super().__init__()
+        self.net, self._own_hooks = mlp(), [print]
+    def forward(self, x): return self.net(x)
+
+
+def test_a_list_named_like_hooks(two):
+    learn = learner(model=Listed())
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert learn.model._own_hooks == [print] and len(learn.recorder.values) == 1
+
+
+class CountsSteps(torch.optim.SGD):
+    "Keeps a tensor in its groups, as optimizers of timm do"
+    def step(self, closure=None):
+        super().step(closure)
+        for g in self.param_groups:
+            g.setdefault('n', torch.zeros(()))
+            g['n'] += 1
+
+
+def test_a_tensor_in_the_groups_of_an_optimizer(two):
+    "It owns its memory: else all of what came back would stay (`nothing_left` looks for that)"
+    learn = learner(train=32, opt_func=functools.partial(OptimWrapper, opt=CountsSteps))
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    n = learn.opt.opt.param_groups[0]['n']
+    assert n == 4
+    learn.create_opt()
+    learn.opt.opt.param_groups[0]['n'] = n
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert learn.opt.opt.param_groups[0]['n'] is n and n == 8
+
+
+class Queued(torch.utils.data.Dataset):
+    "Keeps an iterator over a loader, as torchio's `Queue` does"
+    def __init__(self, data): self.data, self.it, self.seen = data, None, 0
+    def begin(self):
+        self.it = iter(torch.utils.data.DataLoader(self.data, collate_fn=lambda b: b[0]))
+        return self
+    def __len__(self): return len(self.data)
+    def __getitem__(self, i):
+        try: return next(self.it)
+        except StopIteration: return next(self.begin().it)
+
+
+@pytest.mark.parametrize('n_read', [0, 1])
+def test_an_iterator_over_a_loader_begins_anew(n_read, recwarn):
+    data = Queued(items(8)).begin()
+    for i in range(n_read): data[i]
+    assert ranch(2, first_of, data) == [float(items(8)[n_read][0][0]), float(items(8)[0][0][0])]
+    assert len([o for o in recwarn if 'begins anew' in str(o.message)]) == n_read
+    learner(train=8, data=lambda n, s=0: Queued(items(n)).begin()).distrib_fit(2, nprocs=2)
+
+
+def first_of(data): return float(data[0][0][0])
+
+
+def test_a_type_that_a_cell_says_how_to_pickle():
+    "What the message for an object of a library's class says"
+    class Of:
+        def __init__(self): self.generator = (i for i in range(3))
+    with pytest.raises(NotPicklable, match='copyreg.pickle'): ranch(2, len, [Of()])
+    copyreg.pickle(Of, lambda o: (Of, ()))
+    try: assert ranch(2, len, [Of()]) == [1, 1]
+    finally: del copyreg.dispatch_table[Of]

@@ -163,6 +163,16 @@ def test_a_cells_callback_writes_to_an_own_module(module, two):
     assert len(own.losses) == 5
 
 
+USUAL = 'from fastai.vision.all import *\nsizes = [3]\ndef read(): return sizes, Sig, null\n'
+
+
+def test_own_modules_with_the_usual_import(module):
+    "Some objects of fastai have every attribute, such as `nbytes`"
+    own = module('own_usual', USUAL)
+    own.sizes.append(4)
+    assert [o[0] for o in ranch(2, own.read)] == [[3, 4]]*2
+
+
 def test_own_modules_go_to_functions(module):
     own, other = own_modules(module, 'own_functions')
     own.n = 3

@@ -1,4 +1,7 @@
 from workflows import loaders, needs, same
+import datasets
+# its import loads metrics by a function that `datasets` no longer has, and which reached for the network
+if not hasattr(datasets, 'load_metric'): datasets.load_metric = lambda *args, **kwargs: None
 VERSION = needs('ohmeow-blurr', 'blurr.text.data.all', 'blurr.text.modeling.all')
 import pytest, torch
 from blurr.text.data.all import *

@@ -46,9 +46,7 @@ def test_study():
         assert abs(s.params['lr']-t.params['lr']) < 1e-4 and abs(s.value-t.value) < 1e-4
 
 
-@pytest.mark.xfail(reason="what a worker's copy of the trial is told does not come back to the study", strict=True)
-@pytest.mark.libraries('optuna', 'a callback that reports to the trial and prunes', compared="the trials' states",
-                       know='Report the values after the fit instead.')
+@pytest.mark.libraries('optuna', 'a callback that reports to the trial and prunes', compared="the trials' states")
 def test_prune():
     a, b = study(plain, 6, True), study(on_workers, 6, True)
     assert any(o.state == optuna.trial.TrialState.PRUNED for o in a.trials)

@@ -63,9 +63,10 @@ def test_afterwards():
     objects = [o.m for o in learn.metrics]
     learn.distrib_fit(1, .1, nprocs=2)
     assert [o.m for o in learn.metrics] == objects
+    of_fit = learn.recorder.values[-1][1:]
     found = [[*learn.validate()] for _ in range(3)]
     assert found[0] == found[1] == found[2]
-    assert worst(found[0], learn.recorder.final_record[1:]) < 1e-5
+    assert worst(found[0], of_fit) < 1e-5
     fresh = quiet(learner(8, metrics=metrics()))
     fresh.model = learn.model
     assert worst(found[0], fresh.validate()) < 1e-6

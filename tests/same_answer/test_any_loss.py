@@ -299,3 +299,27 @@ def test_ctc_of_texts_of_any_length(two, loss, join):
                               for i, dl in enumerate(learn.dls)])
     learn.dls.train.n_inp = 1
     assert_same(*fit_both(learn, 2, two, 2))
+
+
+class Views(Callback):
+    "Two views of each item; the targets say in which row the other view of an item is, as in SimCLR"
+    def __init__(self, together=False): self.together = together
+    def before_batch(self):
+        x = self.x
+        rows = torch.arange(2*len(x))
+        if self.together: self.learn.xb, self.learn.yb = (torch.stack([x*.5, x*.8], 1).flatten(0, 1),), (rows ^ 1,)
+        else: self.learn.xb, self.learn.yb = (torch.cat([x*.5, x*.8]),), (rows.roll(len(x)),)
+
+
+def contrast(pred, y):
+    pred = nn.functional.normalize(pred, dim=1)
+    like = pred @ pred.T
+    return nn.functional.cross_entropy(like.masked_fill(torch.eye(len(y)).bool(), -1e9), y)
+
+
+@pytest.mark.parametrize('batch', ['per_worker', 'global'])
+@pytest.mark.parametrize('train,together', [(32, False), (37, False), (32, True)])
+def test_targets_that_number_the_rows(two, train, together, batch):
+    "They number those of the global batch in the end"
+    learn = learner(train=train, loss_func=contrast, cbs=Views(together))
+    assert_same(*fit_both(learn, 2, two, 2, batch=batch))

@@ -258,3 +258,32 @@ SAME = {'a counter in a loss': lambda: learner(loss_func=annealed()),
 def test_what_was_reported_as_different_is_the_same(two, kind):
     res = SAME[kind]().distrib_check(nprocs=2, launcher=two)
     assert res.same, res
+
+
+class Predicts(Callback):
+    "Makes the predictions of a model that returns two, and mixes in its worker's mean"
+    def after_pred(self): self.learn.pred = self.pred[0]*(1+self.pred[0].mean())
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.drop = mlp(), nn.Dropout(.5)
+    def forward(self, x): return self.drop(self.net(x)), x
+
+
+def test_a_callback_without_which_nothing_trains():
+    "The second comparison leaves it, and takes the other reasons out"
+    res = learner(model=Both(), cbs=Predicts()).distrib_check(2)
+    assert not res.same and {*res.reasons} == {'dropout', 'callback Predicts'}
+    assert "doesn't train without callback Predicts. Without dropout, " in res.verdict, res.verdict
+
+
+class OnlyPredicts(Predicts):
+    "The same for each item by itself"
+    def after_pred(self): self.learn.pred = self.pred[0]
+
+
+def test_the_rest_is_the_same_without_what_can_be_removed():
+    res = learner(model=Both(), cbs=OnlyPredicts()).distrib_check(2)
+    assert res.verdict.endswith("doesn't train without callback OnlyPredicts. Without dropout: same."), res.verdict

@@ -1,5 +1,7 @@
 """All ranks leave a step, a batch, a phase, an epoch or a fit together, whoever wants to; the result is that of one
 process."""
+import re, subprocess, sys
+from pathlib import Path
 import pytest, torch
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
                                   CancelFitException,
@@ -241,6 +243,22 @@ def test_parameters_without_gradient(ranks, when, opt_func, capfd):
     assert capfd.readouterr().out.count('No gradient for') == 1
 
 
+class IdleLoss(nn.Module):
+    "Has two parameters that it doesn't use"
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    def forward(self, pred, y): return nn.functional.cross_entropy(pred, y)
+
+
+def test_parameters_beside_the_model_without_gradient(capfd):
+    "They are counted: the model has no names for them"
+    loss = IdleLoss()
+    learn = learner(loss_func=loss, splitter=lambda m: [[*m.parameters(), loss.a, loss.b]])
+    learn.distrib_fit(1, nprocs=2)
+    assert "No gradient for 2 parameters that the optimizer has beside the model's in a step" in capfd.readouterr().out
+
+
 def layers(m): return [list(m[0].parameters()), list(m[2].parameters())]
 
 
@@ -278,3 +296,22 @@ def test_a_new_layer_in_the_middle_of_a_fit(ranks):
     "DDP is made anew for its parameters, though they are as many as before"
     n, launcher = ranks
     assert_same(*fit_both(learner(), n, launcher, 3, cbs=[NewHead()]))
+
+
+SHADOWING = """
+from parity import learner
+from fastai.callback.core import Callback
+class Named(Callback):
+    def before_fit(self): self.distrib, self.distrib_fit, self.fit_one_cycle = 1, 2, 3
+learn = learner(cbs=Named())
+learn.fit(1)
+print(learn.named.distrib, learn.named.distrib_fit)
+"""
+
+
+def test_an_attribute_named_like_a_method_of_ours():
+    "fastai warns of attributes that the learner has, too: without fastddp it has only the third of these"
+    r = subprocess.run([sys.executable, '-c', SHADOWING], cwd=Path(__file__).parent.parent, capture_output=True,
+                       text=True, timeout=120)
+    assert r.stdout == '1 2\n', r.stderr
+    assert re.findall(r'shadowing an attribute \((\w+)\)', r.stderr) == ['fit_one_cycle'], r.stderr

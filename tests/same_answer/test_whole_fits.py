@@ -371,3 +371,44 @@ def test_the_default_dtype_of_the_notebook(two):
     try: assert run() == ['torch.float64']*2
     finally: torch.set_default_dtype(torch.float32)
     assert run() == ['torch.float32']*2
+
+
+class OwnLoaders:
+    "What fastai's `Learner` asks of `dls`, and nothing more"
+    def __init__(self, train, valid): self._loaders, self.spacing = (train, valid), (1, 1)
+    train = property(lambda self: self._loaders[0])
+    valid = property(lambda self: self._loaders[1])
+    device = property(lambda self: torch.device('cpu'))
+    def __getitem__(self, i): return self._loaders[i]
+    def one_batch(self): return next(iter(self.train))
+    def to(self, device): return self
+
+
+class Spacing(Callback):
+    def before_fit(self): self.seen = self.dls.spacing
+
+
+def test_loaders_that_are_not_fastais(two):
+    learn, one = learner(cbs=Spacing()), learner(bs=8)
+    one.dls.valid.bs = 4
+    dls = learn.dls = OwnLoaders(*learn.dls.loaders)
+    one.dls = OwnLoaders(*one.dls.loaders)
+    seed(1)
+    learn.distrib_fit(2, nprocs=2, launcher=two)
+    seed(1)
+    one.fit(2)
+    assert_same(learn, one)
+    assert learn.dls is dls and learn.spacing.seen == (1, 1)
+    assert [*learn.distrib_validate(nprocs=2, launcher=two)] == pytest.approx([*learn.validate()])
+    assert learn.distrib_check(2, nprocs=2, launcher=two).same and learn.dls is dls
+
+
+def test_no_loaders_are_refused(two):
+    learn = learner()
+    dls = learn.dls
+    learn.dls = object()
+    with pytest.raises(CantDistribute, match='neither `loaders` nor `train` and `valid`'):
+        learn.distrib_fit(1, nprocs=2, launcher=two)
+    learn.dls = OwnLoaders(*dls.loaders)
+    with pytest.raises(CantDistribute, match=r'learn.dls = DataLoaders\(learn.dls.train, learn.dls.valid\)'):
+        learn.distrib_fit(1, nprocs=2, wait=False)

@@ -574,6 +574,40 @@ def test_what_cant_be_divided_by_items_is_read_by_every_rank(name, n, monkeypatc
         assert sum(map(sum, counts)) == sum(len(dl.idxs) for dl in dls)
 
 
+@pytest.mark.parametrize('n', [2, 3])
+@pytest.mark.parametrize('own', ['create_batches', 'create_batch'])
+def test_whole_batches_drop_the_last_round_as_their_loader_does(n, own):
+    "In one process with the global batch size, these items wouldn't fill a batch"
+    class Own(DataLoader): pass
+    setattr(Own, own, lambda self, *args: getattr(DataLoader, own)(self, *args))
+    def make(bs, drop_last=True): return Own(range(10), bs=bs, num_workers=0, drop_last=drop_last)
+    steps = len([*make(2*n)])
+    for dl in ranks(lambda: make(2), n): assert len(dl) == len([*dl]) == steps
+    for dl in ranks(lambda: make(2, False), n): assert len(dl) == len([*dl]) == -(-5//n)
+
+
+class Graphs:
+    "A batch whose tensors have a row for each node"
+    def __init__(self, sizes): self.x, self.of = torch.rand(sum(sizes), 2), torch.arange(len(sizes)).repeat_interleave(
+        torch.tensor(sizes))
+
+
+class GraphLoader:
+    "Five batches of graphs, the last one of one graph"
+    dataset = range(9)
+    def __len__(self): return 5
+    def __iter__(self):
+        for i in range(5): yield Graphs([3, 4][:2-i//4]), torch.arange(2-i//4)
+
+
+def test_a_batch_that_cannot_be_cut_stays_whole():
+    "A rank without a batch in the last round is fed that of another one, as one without enough items"
+    dls = ranks(GraphLoader, 2)
+    got = [[*dl] for dl in dls]
+    assert [[count for count, _ in dl.counts] for dl in dls] == [[2, 2, 1], [2, 2, 0]]
+    for b, y in got[0]+got[1]: assert len(b.of) == len(b.x) == (7 if len(y) == 2 else 3) and b.of.max() == len(y)-1
+
+
 @pytest.mark.parametrize('name', ['own iterable', 'side by side', 'skips items'])
 def test_the_rows_of_a_batch_are_dealt_out_where_it_is_the_global_one(name):
     (batches,), _ = one_process(WHOLE[name], 1, flat)

@@ -179,3 +179,14 @@ def test_variables_and_attributes_that_callbacks_set_come_back():
     two, one = pair(plain, run)
     (losses, *many), (expected, *alone) = written[id(two)], written[id(one)]
     assert losses == pytest.approx(expected, abs=1e-5) and many == alone == [len(expected)]*3
+
+
+@pytest.mark.parametrize('kind', ['orthogonal', 'traced'])
+def test_models_that_torch_does_not_pickle(kind):
+    def make(bs):
+        learn = plain(bs)
+        if kind == 'orthogonal': torch.nn.utils.parametrizations.orthogonal(learn.model[0])
+        else: learn.model = torch.jit.trace(learn.model, next(iter(learn.data.train_dl))[0])
+        return learn
+    two, one = pair(make, lambda learn: learn.fit(1, 1e-2))
+    same_weights(two, one)
